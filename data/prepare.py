@@ -12,7 +12,7 @@ from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.days import Day, Ragged
 from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.prepared import new_folder, write_samples
-from dlrm_overlap.data.records import Layout
+from dlrm_overlap.data.records import RecordLayout
 from dlrm_overlap.data.schema import Schema
 
 _T = TypeVar("_T")
@@ -20,7 +20,7 @@ _BATCH = 8192  # samples that are packed at once
 _BLOCK_BYTES = 1 << 21  # of text; small enough that a block's arrays stay near the caches
 
 
-def prepare_files(source: Path, target: Path, schema: Schema, block_bytes: int = _BLOCK_BYTES) -> Layout:
+def prepare_files(source: Path, target: Path, schema: Schema, block_bytes: int = _BLOCK_BYTES) -> RecordLayout:
     """Turn the files at `source` into the folder `target`, and return the content of its meta.json.
 
     A schema says how ids are made: by a hash of the value, or from a vocabulary, which is learnt of all files first and
@@ -54,14 +54,14 @@ def prepare_files(source: Path, target: Path, schema: Schema, block_bytes: int =
             np.savez(target / "vocabulary.npz", **encoder.finish())  # pyright: ignore[reportArgumentType]
         labels = {name: label.weight for name, label in schema.labels.items()}
         sizes = [None if column.list else 1 for column in schema.categorical.values()]
-        layout = Layout(labels, max(1, len(schema.dense)), encoder.rows, sizes)
+        layout = RecordLayout(labels, max(1, len(schema.dense)), encoder.rows, sizes)
         layout = write_samples(target, layout, read("writing samples", encoder.encode))
         if not layout.samples:
             raise InputError(f"{source}: no samples; name a file, or a folder, that has some")
         return layout
 
 
-def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> Layout:
+def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> RecordLayout:
     """Pack the samples of `config`, of any kind, into the folder `target`; return the content of its meta.json.
 
     Of those to train on the first `samples` are taken, None takes all. Those to evaluate on follow them.
@@ -77,7 +77,7 @@ def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> La
         trained[0] if len({*trained, *held_out}) == 1 else None
         for trained, held_out in zip(train.bag_sizes, evaluated.bag_sizes, strict=True)
     ]
-    layout = Layout(dict(train.labels), train.dense_features, train.rows, sizes, held_out=evaluated.num_samples)
+    layout = RecordLayout(dict(train.labels), train.dense_features, train.rows, sizes, held_out=evaluated.num_samples)
 
     def read() -> Iterator[Day]:
         yield from _read(train, end, config.workers)

@@ -26,7 +26,7 @@ import numpy as np
 from dlrm_overlap.config import InputError, TablesConfig, in_one_line
 from dlrm_overlap.data.checksums import BLOCK_BYTES, CheckedArray, ChecksumWriter, digest_of
 from dlrm_overlap.data.days import Day, Days, Ragged
-from dlrm_overlap.data.records import Layout, Packed
+from dlrm_overlap.data.records import Packed, RecordLayout
 from dlrm_overlap.launching.files import write_json
 
 _META, _CHECKSUMS = "meta.json", "checksums"
@@ -77,7 +77,7 @@ class Prepared(Days):
         self.packed = None if layout.lists else replace(layout, moduli=self._moduli)
 
 
-def _read_meta(file: Path) -> tuple[Layout, str]:
+def _read_meta(file: Path) -> tuple[RecordLayout, str]:
     """Return the layout and the digest in meta.json.
 
     Raises:
@@ -88,7 +88,7 @@ def _read_meta(file: Path) -> tuple[Layout, str]:
             raise FileNotFoundError(errno.ENOENT, "no such file")
         content = json.loads(file.read_text())
         digest = content.pop("digest", None)
-        layout = Layout(**content)
+        layout = RecordLayout(**content)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{file.parent}: has no {_META} of this version's `dlrm-overlap prepare` ({in_one_line(error):.200}); set "
@@ -128,7 +128,7 @@ def _is_weight(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= 1e37  # as `NonNegativeFloat`
 
 
-def _digest_of(layout: Layout, checksums: np.ndarray) -> str:
+def _digest_of(layout: RecordLayout, checksums: np.ndarray) -> str:
     return digest_of(json.dumps(asdict(layout), sort_keys=True).encode(), checksums.data)
 
 
@@ -180,7 +180,7 @@ def new_folder(target: Path) -> Iterator[None]:
         raise InputError(f"{target}: cannot be written ({error.strerror}); delete it, or name another folder") from None
 
 
-def write_samples(target: Path, layout: Layout, blocks: Iterable[Day]) -> Layout:
+def write_samples(target: Path, layout: RecordLayout, blocks: Iterable[Day]) -> RecordLayout:
     """Write samples to `target`, and return `layout` with their number."""
     samples = 0
     ids = dict.fromkeys(layout.lists, 0)

@@ -38,7 +38,7 @@ class Field(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class RecordLayout:
     """What records hold, and how many there are: the content of a prepared folder's meta.json."""
 
     labels: Mapping[str, float]
@@ -112,7 +112,7 @@ class Packed:
 class Unpacker:
     """Makes batches on a GPU of records."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: RecordLayout, device: torch.device) -> None:
         fields = layout.fields()
         counts = torch.tensor([field.count for field in fields])
         self._layout = layout

@@ -27,7 +27,7 @@ from typing import Any, Self
 
 import torch
 
-from dlrm_overlap.comm.patience import Patience
+from dlrm_overlap.comm.deadline import Deadline
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Lease
 from dlrm_overlap.launching.lifetime import end_with_parent
@@ -105,7 +105,7 @@ class Ring:
         if self._next == len(self._steps):
             raise StopIteration
         self._reclaim()
-        patience, reader = Patience(self._timeout_s), self._next % len(self._pipes)
+        patience, reader = Deadline(self._timeout_s), self._next % len(self._pipes)
         while not self._polls[reader].poll(_POLL_MS):
             self._reclaim()
             self._check_readers(patience)
@@ -139,7 +139,7 @@ class Ring:
         while self._returned and self._returned[0].is_copied():
             self._free(self._returned.popleft().slot)
 
-    def _check_readers(self, patience: Patience) -> None:
+    def _check_readers(self, patience: Deadline) -> None:
         """Raise an InputError that names a reader that has ended or, once `patience` is over, still reads."""
         step, count = self._steps[self._next], len(self._workers)
         for number, process in enumerate(self._workers):

@@ -17,13 +17,13 @@ from dlrm_overlap.config import (
     InputError,
     NonNegativeFloat,
     PositiveInt,
-    Rule,
+    ValueRule,
     in_one_line,
 )
 from dlrm_overlap.launching.parsing import UniqueKeyLoader, read_tree
 
-Separator = Annotated[str, Rule("the text between two values", bool)]
-Delimiter = Annotated[str, Rule("one ASCII character", lambda value: len(value) == 1 and value.isascii())]
+Separator = Annotated[str, ValueRule("the text between two values", bool)]
+Delimiter = Annotated[str, ValueRule("one ASCII character", lambda value: len(value) == 1 and value.isascii())]
 
 
 @dataclass(frozen=True)

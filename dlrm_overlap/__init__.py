@@ -7,7 +7,7 @@ it is asked for.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlrm_overlap.embedding.id_layout import BatchBound
+    from dlrm_overlap.embedding.id_layout import BatchCapacity
     from dlrm_overlap.embedding.plan import constraints
     from dlrm_overlap.embedding.sharder import (
         OverlapEmbeddingBagCollectionSharder,
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dlrm_overlap.train.profiling import profile_steps
 
 __all__ = [
-    "BatchBound",
+    "BatchCapacity",
     "GraphTrainPipeline",
     "OverlapEmbeddingBagCollectionSharder",
     "OverlapEmbeddingCollectionSharder",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BatchBound": "embedding.id_layout",
+    "BatchCapacity": "embedding.id_layout",
     "GraphTrainPipeline": "train.graphs.train_pipeline",
     "OverlapEmbeddingBagCollectionSharder": "embedding.sharder",
     "OverlapEmbeddingCollectionSharder": "embedding.sharder",
@@ -41,8 +41,16 @@ _MODULES = {
 }
 
 
+_RENAMED = {"BatchBound": "BatchCapacity"}  # names of earlier versions
+
+
 def __getattr__(name: str) -> Any:
     """Return a public name, or `__version__`, looked up when it is asked for."""
+    if name in _RENAMED:
+        import warnings
+
+        warnings.warn(f"dlrm_overlap.{name} is deprecated; use {_RENAMED[name]}", FutureWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name in _MODULES:
         from importlib import import_module
 

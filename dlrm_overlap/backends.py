@@ -32,12 +32,12 @@ class Backend(NamedTuple):
     backward: str | None
     """the one of `BACKWARDS` by which gradients return; None: TorchRec's own"""
     stores_to_peers: bool = False
-    """it stores into the peers' memory, within a host or NVLink domain; there `GraphTrainPipeline` captures its steps.
-    Between hosts it sends messages"""
+    """it stores into the peers' memory, within a node or NVLink domain; there `GraphTrainPipeline` captures its steps.
+    Between nodes it sends messages"""
     has_slices: bool = False
     """its kernel is persistent: `embedding.put`, `slice_bags` and `programs_per_sm` have an effect"""
     forward_across: Implementation | None = None
-    """the forward where ranks are on several hosts; None takes the same, as a collective reaches all ranks"""
+    """the forward where ranks are on several nodes; None takes the same, as a collective reaches all ranks"""
 
 
 BACKENDS = {
@@ -52,7 +52,7 @@ BACKENDS = {
         Implementation(cpu="cpu:CpuZeroCopyForward", cuda="pgas:ZeroCopyForward"),
         "push",
         stores_to_peers=True,
-        forward_across=Implementation(cpu="across:CpuZeroCopyAcross", cuda="across:ZeroCopyAcross"),
+        forward_across=Implementation(cpu="internode:CpuZeroCopyAcross", cuda="internode:ZeroCopyAcross"),
     ),
     "fused": Backend(
         "one persistent kernel that stores pooled rows in place, or puts slices as they are done",
@@ -60,7 +60,7 @@ BACKENDS = {
         "push",
         stores_to_peers=True,
         has_slices=True,
-        forward_across=Implementation(cpu="across:CpuZeroCopyAcross", cuda="across:SlicedAcross"),
+        forward_across=Implementation(cpu="internode:CpuZeroCopyAcross", cuda="internode:SlicedAcross"),
     ),
 }
 
@@ -69,8 +69,8 @@ BACKWARDS = {
     "push": Implementation(cpu="cpu:CpuPush", cuda="push:Push"),
 }
 
-BACKWARDS_ACROSS = BACKWARDS | {"push": Implementation(cpu="across:CpuPushAcross", cuda="across:PushAcross")}
-"""The backwards where ranks are on several hosts."""
+BACKWARDS_ACROSS = BACKWARDS | {"push": Implementation(cpu="internode:CpuPushAcross", cuda="internode:PushAcross")}
+"""The backwards where ranks are on several nodes."""
 
 EXCHANGED = tuple(name for name, backend in BACKENDS.items() if backend.forward is not None)
 """The backends whose exchange is ours: what the sharder takes."""

@@ -36,14 +36,14 @@ def train(argv: list[str]) -> int:
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.run_log import check_folder
-        from dlrm_overlap.train.trainer import AskedToEndError
+        from dlrm_overlap.train.trainer import PreemptedError
 
         check_folder(ranks.config)  # before a process group is made
         ranks.end.listen(answers=ranks.world.rank == 0)
-        trainer = ranks.trainer(resumes=not ranks.config.log.replace)
+        trainer = ranks.trainer(resumes=not ranks.config.log.overwrite)
         try:
             summary = trainer.fit()
-        except AskedToEndError as error:
+        except PreemptedError as error:
             if ranks.world.rank == 0:
                 say(f"dlrm-overlap: {error}")
             return SAVED

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from dlrm_overlap.backends import BACKENDS
 
 
-class Rule(NamedTuple):
+class ValueRule(NamedTuple):
     """A rule of a key's value, beside its type."""
 
     words: str
@@ -25,19 +25,25 @@ class Rule(NamedTuple):
 
 
 # Kernels and seeds take 32 bits.
-PositiveInt = Annotated[int, Rule("a whole number from 1 to 2^31 - 1", lambda value: 0 < value < 2**31)]
-NonNegativeInt = Annotated[int, Rule("a whole number from 0 to 2^31 - 1", lambda value: 0 <= value < 2**31)]
+PositiveInt = Annotated[int, ValueRule("a whole number from 1 to 2^31 - 1", lambda value: 0 < value < 2**31)]
+NonNegativeInt = Annotated[int, ValueRule("a whole number from 0 to 2^31 - 1", lambda value: 0 <= value < 2**31)]
 # Optimizers and losses compute with these, and with small multiples of them, in floating point of 32 bits.
-PositiveFloat = Annotated[float, Rule("a number from 1e-37 to 1e37", lambda value: 1e-37 <= value <= 1e37)]
-NonNegativeFloat = Annotated[float, Rule("a number from 0 to 1e37", lambda value: 0 <= value <= 1e37)]
-BelowOne = Annotated[float, Rule("a number from 0 to below 1", lambda value: 0 <= value < 1)]
-Share = Annotated[float, Rule("a number above 0, up to 1", lambda value: 0 < value <= 1)]
-Seconds = Annotated[float, Rule("a number of seconds from 0.1 to 86400", lambda value: 0.1 <= value <= 86400)]
-HalfLife = Annotated[int, Rule("a whole number from 0 to 100", lambda value: 0 <= value <= 100)]  # sums fit 32 bits
-Prefetch = Annotated[int, Rule("a whole number from 1 to 128", lambda value: 0 < value <= 128)]  # a pipe holds as many
-Workers = Annotated[int, Rule("a whole number from 0 to 256", lambda value: 0 <= value <= 256)]  # processes of a rank
-SliceBags = Annotated[int, Rule("a power of two from 4 on", lambda value: value >= 4 and value.bit_count() == 1)]
-Dim = Annotated[int, Rule("a multiple of 4 above 0", lambda value: value > 0 and value % 4 == 0)]  # as FBGEMM asks
+PositiveFloat = Annotated[float, ValueRule("a number from 1e-37 to 1e37", lambda value: 1e-37 <= value <= 1e37)]
+NonNegativeFloat = Annotated[float, ValueRule("a number from 0 to 1e37", lambda value: 0 <= value <= 1e37)]
+BelowOne = Annotated[float, ValueRule("a number from 0 to below 1", lambda value: 0 <= value < 1)]
+Share = Annotated[float, ValueRule("a number above 0, up to 1", lambda value: 0 < value <= 1)]
+Seconds = Annotated[float, ValueRule("a number of seconds from 0.1 to 86400", lambda value: 0.1 <= value <= 86400)]
+HalfLife = Annotated[
+    int, ValueRule("a whole number from 0 to 100", lambda value: 0 <= value <= 100)
+]  # sums fit 32 bits
+Prefetch = Annotated[
+    int, ValueRule("a whole number from 1 to 128", lambda value: 0 < value <= 128)
+]  # a pipe holds as many
+Workers = Annotated[
+    int, ValueRule("a whole number from 0 to 256", lambda value: 0 <= value <= 256)
+]  # processes of a rank
+SliceBags = Annotated[int, ValueRule("a power of two from 4 on", lambda value: value >= 4 and value.bit_count() == 1)]
+Dim = Annotated[int, ValueRule("a multiple of 4 above 0", lambda value: value > 0 and value % 4 == 0)]  # as FBGEMM asks
 _NAME_BYTES, _PATH_BYTES = 255, 2048  # Linux takes paths of 4095 bytes; a run makes files below the one it is given
 
 
@@ -56,7 +62,7 @@ def _is_path(value: str) -> bool:
 
 FullPath = Annotated[
     str,
-    Rule(
+    ValueRule(
         f"a path written in full (after = and in files no shell replaces ~), of at most {_PATH_BYTES} bytes of UTF-8, "
         f"{_NAME_BYTES} per name",
         _is_path,
@@ -64,7 +70,7 @@ FullPath = Annotated[
 ]
 FolderName = Annotated[
     str,
-    Rule(
+    ValueRule(
         f"the name of one folder, of at most {_NAME_BYTES} bytes, which the run makes in log.dir",
         lambda value: value not in ("", ".", "..") and "/" not in value and value.isprintable() and _is_path(value),
     ),
@@ -73,7 +79,7 @@ TableOptimizer = Literal[
     "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
 ]
 Memory = Literal["gpu", "cached", "auto"]
-BackendName = Annotated[str, Rule(f"one of {', '.join(map(repr, BACKENDS))}", BACKENDS.__contains__)]
+BackendName = Annotated[str, ValueRule(f"one of {', '.join(map(repr, BACKENDS))}", BACKENDS.__contains__)]
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 HELD_BATCHES = 3  # that loader processes keep beyond those read ahead: copies of so many may be under way at once
@@ -269,27 +275,28 @@ class EmbeddingConfig:
     short and not captured; on CPUs the same as pgas"""
     schedule: Literal["linear", "remote_first", "balanced"] = "balanced"
     """pgas, fused, on GPUs: order of the destinations"""
-    put: Literal["in_place", "stores"] = "in_place"
-    """fused, on GPUs: how pooled rows get into the peer's window. in_place: each is stored there at once. stores: rows
-    are staged, and the program that finishes a slice copies it"""
+    put: Literal["direct", "staged"] = "direct"
+    """fused, on GPUs: how pooled rows get into the peer's window. direct: each row is stored there when it is pooled.
+    staged: rows are pooled into a local buffer, and the program that finishes a slice copies it to the peer"""
     slice_bags: SliceBags = 32
-    """fused, put stores: bags of a table in a slice; a power of two from 4 on"""
+    """fused, put staged: bags of a table in a slice; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None
     """fused: programs of the persistent kernel a multiprocessor; null takes as many as fit"""
-    hosts: PositiveInt | Literal["auto"] = "auto"
-    """pgas, fused: auto finds out which ranks reach each other by stores; the others get messages. A number emulates so
-    many hosts of consecutive ranks, for tests; 1 has all ranks store to each other"""
-    between_hosts: Literal["messages", "puts"] = "messages"
-    """pgas, fused, GPUs of several hosts: how pooled rows leave a host. messages: one call of NCCL sends all of a step,
-    as of all else. puts: kernels send each group when it is ready, by NVSHMEM, tried on emulated hosts alone"""
+    nodes: PositiveInt | Literal["auto"] = "auto"
+    """pgas, fused: auto finds out which ranks can store into each other's memory; the others exchange messages. For
+    tests, a number emulates that many nodes with consecutive ranks; 1 has all ranks store to each other"""
+    internode: Literal["messages", "puts"] = "messages"
+    """pgas, fused, GPUs on several nodes: how pooled rows are sent to other nodes. messages: one NCCL call sends all
+    rows of a step, like all other data. puts: kernels send each group of rows when it is ready, by NVSHMEM; tested on
+    emulated nodes only"""
     aggregate_bytes: NonNegativeInt = 65536
-    """pgas, fused, between_hosts puts: rows leave in groups of at least so many bytes; 0 takes the smallest"""
+    """pgas, fused, internode puts: least bytes of a group of rows; 0 takes the smallest groups"""
     wait_timeout_s: Seconds = 600.0
     """every backend: a step, an evaluation or a save that waits longer for another rank or a loader process ends the
     run, and names it"""
     plan: Literal["auto", "torchrec", "table_wise", "column_wise", "row_wise"] = "auto"
     """auto balances rows read and columns sent over the ranks; where necessary it cuts tables of many ids by columns,
-    but not under row-wise optimizers and LAMB, else by rows; of several hosts by rows, within one. The others leave the
+    but not under row-wise optimizers and LAMB, else by rows; of several nodes by rows, within one. The others leave the
     plan to TorchRec's planner: torchrec with shards of any type, the rest with those of their type alone"""
     memory: Memory | list[Memory] = "gpu"
     """where a table's rows and their optimizer's states are: gpu, or cached: in the host's memory, with a
@@ -367,7 +374,7 @@ class TrainConfig:
     """pipeline graph: in which the dense gradients are sent over the ranks"""
     dense_reduce: Literal["auto", "collective", "stores"] = "auto"
     """pipeline graph: how the dense gradients are summed over the ranks. collective: by NCCL (gloo on CPU). stores: by
-    loads and stores of the peers' memory, in pieces. auto is stores between GPUs where all ranks are on one host"""
+    loads and stores of the peers' memory, in pieces. auto is stores between GPUs where all ranks are on one node"""
     pipeline: Literal["auto", "torchrec", "graph"] = "auto"
     """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
     steps are CUDA graphs; pgas and fused alone. auto takes graph on GPUs where it can"""
@@ -422,8 +429,9 @@ class LogConfig:
     """steps to trace by torch.profiler, into dir/name/traces, a file a rank; 0 is off"""
     trace_first: PositiveInt = 20
     """first step to trace, counted from 1"""
-    replace: bool = False
-    """begin anew where an earlier run lies in dir/name, which is moved to earlier_1 in it, or the next free number"""
+    overwrite: bool = False
+    """start a new run although dir/name has an earlier one, which is moved to dir/name/earlier_1, or to the next free
+    number"""
 
     @property
     def traced(self) -> range:
@@ -446,7 +454,7 @@ class CheckpointConfig:
     and their optimizer's state"""
     resume: FullPath = "auto"
     """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
-    resume_changed: bool = False
+    allow_config_mismatch: bool = False
     """go on although the samples, the global batch or a seed are not those that the checkpoint was trained with"""
 
 
@@ -476,6 +484,17 @@ class Config:
     def as_dict(self) -> dict[str, Any]:
         """Return the keys and values as plain nested dictionaries, lists, numbers and strings."""
         return dataclasses.asdict(self)
+
+
+RENAMED_KEYS = {
+    "embedding.hosts": "embedding.nodes",
+    "embedding.between_hosts": "embedding.internode",
+    "log.replace": "log.overwrite",
+    "checkpoint.resume_changed": "checkpoint.allow_config_mismatch",
+}
+"""names of earlier versions, which are accepted with a warning -> names"""
+RENAMED_VALUES = {"embedding.put": {"in_place": "direct", "stores": "staged"}}
+"""key -> likewise its values"""
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -146,7 +146,7 @@ def tuning_for(dim: int, itemsize: int, groups: int = 1, short: bool = False) ->
 
 @lru_cache
 def put_tuning_for(dim: int, itemsize: int) -> Tuning:
-    """Return the same for messages to other hosts: four times as many warps, and bags, but 8 bags at most.
+    """Return the same for messages to other nodes: four times as many warps, and bags, but 8 bags at most.
 
     All warps of the program that completes a group put it. Where NVSHMEM copies, over NVLink, one warp takes 25 us for
     64 KB. A group of a message has 8 rows at least (kernels/messages.py), and a task lies in one group.
@@ -172,7 +172,7 @@ class PoolingOptions(NamedTuple):
     """record ids outside their table and take row 0 in their place, in `Bags.values` too"""
 
 
-class Numbers(NamedTuple):
+class OptimizerParams(NamedTuple):
     """The numbers by which an optimizer updates rows, of which each reads some; FBGEMM has others' names for a few."""
 
     lr: float
@@ -183,7 +183,7 @@ class Numbers(NamedTuple):
     """decay that is added to the gradient; weight_decay under WeightDecayMode.L2"""
     decoupled: float = 0.0
     """decay that is taken from the row; weight_decay under WeightDecayMode.DECOUPLE, and of Adam and LAMB"""
-    most_norm: float = torch.finfo(torch.float32).max
+    max_norm: float = torch.finfo(torch.float32).max
     """the most that a row's norm may be; max_norm"""
     beta1: float = 0.0
     """share of the mean of gradients that a step keeps"""
@@ -195,7 +195,7 @@ class Numbers(NamedTuple):
     """steps in which a row's counter is halved; 0: it stays 1; negative: it counts the row's steps; counter_halflife"""
     decay_after: float = 0.0
     """the count after which rows decay by their counters; adjustment_iter"""
-    most_rate: float = 0.0
+    max_rate: float = 0.0
     """the most that AdagradW's rate may be under a halflife of -2; adjustment_ub"""
     lazy: float = 0.0
     """1 for AdagradW, else 0"""

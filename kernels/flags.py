@@ -38,7 +38,7 @@ class Flags:
 
 
 @triton.jit(**_GENERAL)
-def _raise_flags(peers_ready, clock, rank, world_size, slots, first_slot, epoch: tl.int64, PEERS: tl.constexpr):
+def _signal_flags(peers_ready, clock, rank, world_size, slots, first_slot, epoch: tl.int64, PEERS: tl.constexpr):
     """Raise this rank's flag `first_slot` to `epoch` + `clock` at every rank; the grid is one program.
 
     Memory: `peers_ready` [W] int64 holds the addresses of the ranks' flags [W, slots]; one element of each is stored.
@@ -49,15 +49,15 @@ def _raise_flags(peers_ready, clock, rank, world_size, slots, first_slot, epoch:
 
     Example: rank 2 of 3 raises slot 1 of 4 to epoch 7: element 2 * 4 + 1 = 9 of each rank's flags becomes 7.
     """
-    primitives.raise_flags(peers_ready, rank * slots + first_slot, world_size, epoch + tl.load(clock), PEERS)
+    primitives.signal_flags(peers_ready, rank * slots + first_slot, world_size, epoch + tl.load(clock), PEERS)
 
 
 @triton.jit(**_GENERAL)
-def _await_flags(
+def _wait_for_flags(
     ready, counts, clock, status, rank, world_size, slots, epoch: tl.int64, timeout: tl.int64,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Await, as program p, the flags [p * BLOCK, (p + 1) * BLOCK) of `ready` [W, slots]; see `primitives.await_flags`.
+    """Wait, as program p, for the flags [p * BLOCK, (p + 1) * BLOCK) of `ready` [W, slots].
 
     Memory: the program reads this rank's flags, and of row w awaits the first counts[w], until they have reached
     `epoch` + `clock` [1] int64. When `timeout` has passed, it writes a record of the missing flag by way of `status`,
@@ -70,28 +70,28 @@ def _await_flags(
     """
     first = tl.program_id(0) * BLOCK
     epoch = epoch + tl.load(clock)
-    primitives.await_flags(ready, counts, slots, first, rank, world_size, epoch, timeout, status, BLOCK, INTERPRETED)
+    primitives.wait_for_flags(ready, counts, slots, first, rank, world_size, epoch, timeout, status, BLOCK, INTERPRETED)
 
 
 def _awaiting(block: int) -> CompiledKernel:
-    return specialised(_await_flags, num_warps=max(1, block // 128), BLOCK=block, INTERPRETED=INTERPRETED)
+    return specialised(_wait_for_flags, num_warps=max(1, block // 128), BLOCK=block, INTERPRETED=INTERPRETED)
 
 
-def raise_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
+def signal_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
     """Raise slot `slot` of `rank` to `epoch` + `flags.clock` at every rank that has an address, after all before it."""
     kernel, arguments = _raising(flags, rank, slot, epoch)
     kernel(1, (), *arguments)
 
 
-def raising_flags(flags: Flags, rank: int, slot: int) -> Launch:
-    """Return the launch of `raise_flags` that is called with the epoch alone."""
+def prepare_signals(flags: Flags, rank: int, slot: int) -> Launch:
+    """Return the launch of `signal_flags` that is called with the epoch alone."""
     kernel, arguments = _raising(flags, rank, slot, epoch=0)
     return Launch(kernel, 1, (), arguments, changing=("epoch",))
 
 
 def _raising(flags: Flags, rank: int, slot: int, epoch: int) -> tuple[CompiledKernel, tuple[Any, ...]]:
     ranks = flags.addresses.numel()
-    kernel = specialised(_raise_flags, num_warps=1, PEERS=power_of_2(ranks))
+    kernel = specialised(_signal_flags, num_warps=1, PEERS=power_of_2(ranks))
     return kernel, (flags.addresses, flags.clock, rank, ranks, flags.local.shape[1], slot, epoch)
 
 
@@ -104,7 +104,7 @@ def wait_flags(flags: Flags, rank: int, epoch: int) -> None:
     kernel(programs, (), *arguments)
 
 
-def awaiting_flags(flags: Flags, rank: int) -> Launch:
+def prepare_wait(flags: Flags, rank: int) -> Launch:
     """Return the launch of `wait_flags` that is called with the epoch alone."""
     kernel, programs, arguments = _awaited(flags, rank, epoch=0)
     return Launch(kernel, programs, (), arguments, changing=("epoch",))

@@ -1,11 +1,11 @@
-"""The groups in which a message from a rank to another host leaves, alike at both ends.
+"""The groups in which a message from a rank to another node leaves, alike at both ends.
 
 A put costs a network card some hundred ns, whatever its bytes. So a message is cut into groups of equal numbers of
 rows, each of at least `aggregate_bytes`, the last one excepted. A group leaves as one put when its last row is
 finished. Its offset in the message is fixed, and so are the bytes that arrive.
 
 Source: the aggregator that Chen et al. 2024 propose for several nodes. Theirs also sends what has waited for long: in
-the simulation of 16 hosts no bound of the wait changes a step's time.
+the simulation of 16 nodes no bound of the wait changes a step's time.
 """
 
 

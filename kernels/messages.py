@@ -1,6 +1,6 @@
-"""Messages between hosts in groups: each group is put into the peer's heap when it is ready, and awaited by itself.
+"""Messages between nodes in groups: each group is put into the peer's heap when it is ready, and awaited by itself.
 
-A message is made of rows, in *runs*, each the samples of one rank of the receiving host. Each run is cut into groups of
+A message is made of rows, in *runs*, each the samples of one rank of the receiving node. Each run is cut into groups of
 the same number of rows, but for its last (`grouping`), so none holds rows of two runs. Each group has a signal of its
 own, which its put sets to the epoch after its data. Nothing is ever reset. Puts may overtake each other, since none
 covers another's data.
@@ -75,7 +75,7 @@ def _await_message(
 
     A lane takes a group, so that signals are looked at side by side: a look takes about a microsecond. When `timeout`
     ns have passed (turns, under the interpreter), the program records which signal is missing and stops the kernel, as
-    `primitives.await_flags` does for a flag.
+    `primitives.wait_for_flags` does for a flag.
 
     Memory: the program reads the signals of the run's groups, from number p * `each` on; the run has as many rows as
     `first_sample` [runs + 1] int32 says. Signals of a later epoch do not come before this one's are awaited no more.

@@ -1,4 +1,4 @@
-"""Device building blocks of puts to ranks of other hosts: bytes into a peer's memory, then a signal, from in a kernel.
+"""Device building blocks of puts to ranks of other nodes: bytes into a peer's memory, then a signal, from in a kernel.
 
 A *heap* is memory that every rank has, alike in size and layout. An address in this rank's heap stands for
 the same place in the heap of any rank. A *put* copies bytes from this rank's heap to a place in a peer's, and then
@@ -6,15 +6,15 @@ stores a number at a *signal*, a word of the peer's heap: whoever there sees the
 
 A kernel is compiled for one of two forms, `FORM`, with the same arguments and the same order:
 
-- `nvshmem`: NVSHMEM's device functions. Bytes for a rank of another host are given to the network card, or to a thread
-  of the host where the card takes no orders from a GPU; those for a rank of the same host are stored. `heaps` is read
+- `nvshmem`: NVSHMEM's device functions. Bytes for a rank of another node are given to the network card, or to a thread
+  of the host where the card takes no orders from a GPU; those for a rank of the same node are stored. `heaps` is read
   at this rank alone.
 - `stores`: the program stores into the peer's heap, whose address is in `heaps`. So the whole way is run by the
   interpreter, and by GPUs that do reach each other.
 
 Every wait is bounded: NVSHMEM's own wait is called when the signal has come, for its work after the wait.
 
-Source: the puts of arXiv 2305.06942, section 3.2, and of Chen et al. 2024, both between hosts by NVSHMEM.
+Source: the puts of arXiv 2305.06942, section 3.2, and of Chen et al. 2024, both between nodes by NVSHMEM.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-from dlrm_overlap.kernels.primitives import raise_flag
+from dlrm_overlap.kernels.primitives import signal_flag
 
 _SET = tl.constexpr(9)  # NVSHMEM_SIGNAL_SET; with 10 a put would add
 AT_LEAST = tl.constexpr(5)  # NVSHMEM_CMP_GE
@@ -110,4 +110,4 @@ def put_signal(heaps, rank, peer, source, target, size_bytes, signal, value, FOR
         for first in range(0, words, _WORDS):
             at = first + tl.arange(0, _WORDS).to(tl.int64)
             tl.store(into + at, tl.load(out_of + at, mask=at < words, other=0), mask=at < words)
-        raise_flag((signal + away).to(tl.pointer_type(tl.int64)), value)
+        signal_flag((signal + away).to(tl.pointer_type(tl.int64)), value)

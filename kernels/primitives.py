@@ -83,7 +83,7 @@ def clock(turn, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def raise_flag(flag, epoch):
+def signal_flag(flag, epoch):
     """Store `epoch` at `flag`, in this GPU's memory or a peer's, after all that this program has stored or acquired.
 
     Order: a barrier, then a release at system scope by one thread.
@@ -93,7 +93,7 @@ def raise_flag(flag, epoch):
 
 
 @triton.jit
-def raise_flags(peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
+def signal_flags(peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
     """Store `epoch` to element `slot` of every rank's flags, after all that this program has stored or acquired.
 
     `peers_ready` [W] int64 holds the address of each rank's flags. Order: a barrier, then one release at system scope
@@ -116,7 +116,7 @@ def count_and_raise(counted, peers_ready, slot, world_size, epoch, PEERS: tl.con
     tl.debug_barrier()
     if tl.atomic_add(counted, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(counted, 0)  # for the next kernel on the stream
-        raise_flags(peers_ready, slot, world_size, epoch, PEERS)
+        signal_flags(peers_ready, slot, world_size, epoch, PEERS)
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def poll(flags, mask, epoch, timeout, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def await_flags(
+def wait_for_flags(
     ready,
     counts,
     slots,
@@ -222,9 +222,9 @@ def await_few(
     """Wait until `count` flags of `ready` [W, slots], at most LANES, have reached `epoch`.
 
     These are the elements `first`, `first` + `apart`, and so forth. When `timeout` has passed, the program records
-    which flag is missing and stops the kernel, as `await_flags` does.
+    which flag is missing and stops the kernel, as `wait_for_flags` does.
 
-    Order: as in `await_flags`. A proxy fence follows, so that the program's reads by TMA come after, too.
+    Order: as in `wait_for_flags`. A proxy fence follows, so that the program's reads by TMA come after, too.
 
     Returns:
         0, computed from the flags seen: code that is to come after the wait can be made to depend on it.

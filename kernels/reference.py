@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dlrm_overlap.kernels.arguments import EVERY_BAG, MOST_USES, CacheState, Numbers, Partials, Swaps
+from dlrm_overlap.kernels.arguments import EVERY_BAG, MOST_USES, CacheState, OptimizerParams, Partials, Swaps
 from dlrm_overlap.kernels.dense.arguments import GROUP, LINE, CrossGradient, FlatUpdate
 
 Rows = torch.Tensor
@@ -190,7 +190,7 @@ def update_rows(
     ids: torch.Tensor,
     gradient: torch.Tensor,
     optimizer: str,
-    numbers: Numbers,
+    numbers: OptimizerParams,
 ) -> None:
     """Update each row that `ids` name, once, by the sum of the gradients of its ids, in place.
 
@@ -214,27 +214,29 @@ def update_rows(
     weight[rows] = (row - step).to(weight.dtype)
 
 
-def _sgd(row: Rows, states: States, gradient: Rows, numbers: Numbers) -> tuple[Rows, States]:
+def _sgd(row: Rows, states: States, gradient: Rows, numbers: OptimizerParams) -> tuple[Rows, States]:
     return numbers.lr * gradient, []
 
 
-def _adagrad(row: Rows, states: States, gradient: Rows, numbers: Numbers) -> tuple[Rows, States]:
+def _adagrad(row: Rows, states: States, gradient: Rows, numbers: OptimizerParams) -> tuple[Rows, States]:
     """Of one state [rows, D], the sum of squares."""
     squares = states[0] + gradient.square()
     return gradient * (numbers.lr / (squares.sqrt() + numbers.eps)), [squares]
 
 
-def _rowwise_adagrad(row: Rows, states: States, gradient: Rows, numbers: Numbers) -> tuple[Rows, States]:
+def _rowwise_adagrad(row: Rows, states: States, gradient: Rows, numbers: OptimizerParams) -> tuple[Rows, States]:
     """Of one state [rows], the sum of mean squares; the row decays, and its norm is bounded."""
     gradient = gradient + numbers.l2 * row
     squares = states[0] + gradient.square().mean(1)
     step = gradient * (numbers.lr / (squares.sqrt() + numbers.eps))[:, None] + numbers.lr * numbers.decoupled * row
     after = row - step
-    bounded = after * (numbers.most_norm / after.norm(dim=1, keepdim=True)).clamp(max=1)
+    bounded = after * (numbers.max_norm / after.norm(dim=1, keepdim=True)).clamp(max=1)
     return torch.where(bounded == after, step, row - bounded), [squares]
 
 
-def _rowwise_adagrad_with_counter(row: Rows, states: States, gradient: Rows, numbers: Numbers) -> tuple[Rows, States]:
+def _rowwise_adagrad_with_counter(
+    row: Rows, states: States, gradient: Rows, numbers: OptimizerParams
+) -> tuple[Rows, States]:
     """Of three states [rows]: the sum of mean squares, the count of the row's last step, and its counter."""
     lr, halflife, decay = numbers.lr, numbers.halflife, numbers.decoupled
     past = torch.where(states[1] == 0, 1.0, numbers.count - states[1])
@@ -249,7 +251,7 @@ def _rowwise_adagrad_with_counter(row: Rows, states: States, gradient: Rows, num
         if halflife == -1:
             rate = lr * counter.sqrt()
         elif halflife == -2:
-            rate = (lr * counter).clamp(max=numbers.most_rate)
+            rate = (lr * counter).clamp(max=numbers.max_rate)
         rate, kept = rate * power, (1 - decay * lr) * power
     elif numbers.count > numbers.decay_after:
         kept = 1 - halflife / counter * (decay * lr + numbers.l2 * lr / root)
@@ -257,7 +259,7 @@ def _rowwise_adagrad_with_counter(row: Rows, states: States, gradient: Rows, num
     return step, [squares, torch.full_like(past, numbers.count), counter]
 
 
-def _adam(row: Rows, states: States, gradient: Rows, numbers: Numbers) -> tuple[Rows, States]:
+def _adam(row: Rows, states: States, gradient: Rows, numbers: OptimizerParams) -> tuple[Rows, States]:
     """Of two states: the moving means of gradients, [rows, D], and of squares, [rows, D] or a row's mean [rows]."""
     squares = gradient.square() if states[1].dim() == 2 else gradient.square().mean(1)
     means = [
@@ -269,7 +271,7 @@ def _adam(row: Rows, states: States, gradient: Rows, numbers: Numbers) -> tuple[
     return numbers.lr * (direction + numbers.decoupled * row), means
 
 
-def _lamb(row: Rows, states: States, gradient: Rows, numbers: Numbers) -> tuple[Rows, States]:
+def _lamb(row: Rows, states: States, gradient: Rows, numbers: OptimizerParams) -> tuple[Rows, States]:
     """As Adam, with a step of the norm of lr times the row."""
     step, means = _adam(row, states, gradient, numbers)
     return step * (numbers.lr * row.norm(dim=1) / step.norm(dim=1))[:, None], means

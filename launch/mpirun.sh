@@ -3,8 +3,8 @@
 #
 #   launch/mpirun.sh configs/quickstart.yaml [--train.steps 200 ...]
 #
-# On several hosts:
-#   NPROC=16 OMP_NUM_THREADS=8 MPIRUN_FLAGS="--hostfile hosts" launch/mpirun.sh configs/quickstart.yaml
+# On several nodes:
+#   NPROC=16 OMP_NUM_THREADS=8 MPIRUN_FLAGS="--hostfile nodes" launch/mpirun.sh configs/quickstart.yaml
 #
 # NPROC         processes in all
 # MPIRUN_FLAGS  more options of mpirun
@@ -12,7 +12,7 @@ set -euo pipefail
 if [ -z "${1:-}" ]; then echo "usage: launch/mpirun.sh CONFIG [--section.key value ...]" >&2; exit 2; fi
 config=$1
 shift
-# The environment that `make` sets up beside this folder, unless another is active; on several hosts, at the same path.
+# The environment that `make` sets up beside this folder, unless another is active; on several nodes, at the same path.
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=$root/.venv/bin/python
 if [ -n "${VIRTUAL_ENV:-}" ] || [ ! -x "$python" ]; then python=python; fi
@@ -24,7 +24,7 @@ cores=$(( $(nproc) / nproc ))
 threads=${OMP_NUM_THREADS:-$(( cores > 0 ? cores : 1 ))}
 
 # Bound to one core each, as Open MPI does unasked, a rank's loaders and threads would share it. Variables go
-# through `env`, since Open MPI passes none on to other hosts. MPIRUN_FLAGS is split into words on purpose.
+# through `env`, since Open MPI passes none on to other nodes. MPIRUN_FLAGS is split into words on purpose.
 exec mpirun -n "$nproc" --bind-to none ${MPIRUN_FLAGS:-} env OMP_NUM_THREADS="$threads" \
   PYTHONSAFEPATH=1 ${PYTHONPATH:+"PYTHONPATH=$PYTHONPATH"} \
   "$python" -m dlrm_overlap train --config "$config" "$@"

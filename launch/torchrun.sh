@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Train under torchrun: one agent a host, one process a GPU (two processes where there is no GPU).
+# Train under torchrun: one agent a node, one process a GPU (two processes where there is no GPU).
 #
 #   launch/torchrun.sh configs/quickstart.yaml [--train.steps 200 ...]
 #
-# On several hosts, the same command on each, with NODE_RANK 0, 1, ..:
-#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 launch/torchrun.sh configs/quickstart.yaml
+# On several nodes, the same command on each, with NODE_RANK 0, 1, ..:
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 launch/torchrun.sh configs/quickstart.yaml
 #
-# NPROC         processes on this host
-# MAX_RESTARTS  times a failed run starts again, from its newest checkpoint (default 0; one host)
+# NPROC         processes on this node
+# MAX_RESTARTS  times a failed run starts again, from its newest checkpoint (default 0; one node)
 set -euo pipefail
 if [ -z "${1:-}" ]; then echo "usage: launch/torchrun.sh CONFIG [--section.key value ...]" >&2; exit 2; fi
 config=$1
@@ -26,10 +26,10 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > 0 ? cores : 1 ))}
 # Restarted ranks would look for each other at the addresses of the dead ones, which the agent's store still holds.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 if (( ${NNODES:-1} == 1 )); then
-  hosts=(--standalone)
+  nodes=(--standalone)
 else
-  hosts=(--nnodes "$NNODES" --node-rank "${NODE_RANK:?set NODE_RANK, 0 on the host MASTER_ADDR}"
-         --master-addr "${MASTER_ADDR:?set MASTER_ADDR to the host of NODE_RANK 0}" --master-port "${MASTER_PORT:-29500}")
+  nodes=(--nnodes "$NNODES" --node-rank "${NODE_RANK:?set NODE_RANK, 0 on the host MASTER_ADDR}"
+         --master-addr "${MASTER_ADDR:?set MASTER_ADDR to the node of NODE_RANK 0}" --master-port "${MASTER_PORT:-29500}")
 fi
-exec "$python" -m torch.distributed.run "${hosts[@]}" --nproc-per-node "$nproc" --max-restarts "${MAX_RESTARTS:-0}" \
+exec "$python" -m torch.distributed.run "${nodes[@]}" --nproc-per-node "$nproc" --max-restarts "${MAX_RESTARTS:-0}" \
   -m dlrm_overlap train --config "$config" "$@"

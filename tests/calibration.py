@@ -21,7 +21,7 @@ from dlrm_overlap.config import DataConfig, EmbeddingConfig, ModelConfig, Tables
 from dlrm_overlap.simulate.config import GpuConfig, LookupConfig, NetworkConfig, SimulateConfig, UpdateConfig
 from dlrm_overlap.simulate.stage import has_few_bags, pooling_s
 from dlrm_overlap.simulate.step import dense_seconds, simulate
-from dlrm_overlap.simulate.workload import Workload, build_workload
+from dlrm_overlap.simulate.workload import SimulatedWorkload, build_workload
 
 Row = Mapping[str, str]
 """column -> value, of a measured row"""
@@ -106,7 +106,7 @@ def round_rate(value: float) -> float:
 class _Lookup(NamedTuple):
     """A measured lookup with its exchange, in seconds."""
 
-    work: Workload
+    work: SimulatedWorkload
     seconds: float
     links_s: float
     """that stores to peers need beside the lookup"""

@@ -95,9 +95,9 @@ def listening_on(pid: int | None = None) -> list[tuple[str, int]]:
     for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            host, port = fields[1].split(":")
+            node, port = fields[1].split(":")
             if fields[3] == "0A" and (not pid or f"socket:[{fields[9]}]" in sockets):
-                words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+                words = [bytes.fromhex(node[i : i + 8])[::-1] for i in range(0, len(node), 8)]
                 found.append((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
     return found
 

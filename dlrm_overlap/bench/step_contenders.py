@@ -50,8 +50,8 @@ _ABLATION: Mapping[str, Keys] = {
 _OTHERS: Mapping[str, Keys] = {
     "default_plan": _DEFAULT,
     "tensor": {"model.top_parallel": "tensor"},
-    "2_emulated_hosts": {"embedding.hosts": 2, "embedding.between_hosts": "messages"},
-    "2_emulated_hosts_puts": {"embedding.hosts": 2, "embedding.between_hosts": "puts"},
+    "2_emulated_nodes": {"embedding.nodes": 2, "embedding.internode": "messages"},
+    "2_emulated_nodes_puts": {"embedding.nodes": 2, "embedding.internode": "puts"},
 }
 _GRAPH = _keys("pgas", "graph")
 

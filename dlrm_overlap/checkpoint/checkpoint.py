@@ -106,7 +106,7 @@ def agree_on(path: Path) -> Manifest:
         if other != everywhere[0]:
             raise InputError(
                 f"checkpoint: rank {rank} does not see the same in {path} as rank 0; put it on a file system that all "
-                f"hosts see"
+                f"nodes see"
             )
     if isinstance(seen, str):
         raise DamagedError(seen)
@@ -140,7 +140,7 @@ class Checkpointer:
 
         Args:
             resume: the value of `checkpoint.resume`.
-            changed: the value of `checkpoint.resume_changed`.
+            changed: the value of `checkpoint.allow_config_mismatch`.
             load: raises a DamagedError on all ranks if it finds the checkpoint damaged.
 
         Raises:
@@ -189,7 +189,7 @@ class Checkpointer:
         if blind := [rank for rank, seen in enumerate(gathered(found, world())) if not seen]:
             raise InputError(
                 f"log.dir: {self.folder} is not seen by all ranks (not by rank {blind[0]}), which write checkpoints "
-                f"together; put it on a file system of all hosts, or save none by --checkpoint.last false "
+                f"together; put it on a file system of all nodes, or save none by --checkpoint.last false "
                 f"--checkpoint.every 0"
             )
 
@@ -326,4 +326,4 @@ def check_resume_fits(config: Config, rows: list[int], dense_features: int, glob
     if path is not None:
         shape = checkpoint_shape(config, rows, dense_features)
         settings = trained_with(config, global_batch)
-        check_fits(path, read_manifest(path), shape, settings, config.checkpoint.resume_changed)
+        check_fits(path, read_manifest(path), shape, settings, config.checkpoint.allow_config_mismatch)

@@ -248,7 +248,7 @@ def check_fits(
     if changes and not changed:
         raise InputError(
             f"checkpoint.resume: {path} was trained with {changes}; set what it had, take the change by "
-            f"--checkpoint.resume_changed true, or start anew with another --log.name"
+            f"--checkpoint.allow_config_mismatch true, or start anew with another --log.name"
         )
     if changes:
         log.info("resume: %s was trained with %s", path, changes)

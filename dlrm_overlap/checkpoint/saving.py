@@ -82,7 +82,7 @@ class Saves:
         """Make the folder of this run's saves and, for those beside training, a process group; a collective.
 
         Args:
-            local_ranks: number of ranks on this host.
+            local_ranks: number of ranks on this node.
 
         Raises:
             InputError: on all ranks, if one does not see the folder, or has no memory for copies of the state.

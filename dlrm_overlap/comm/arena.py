@@ -1,7 +1,7 @@
 """Memory of one rank that its peers read and write: the only file that touches symmetric memory.
 
-An arena is made of regions, alike on every rank, each a tensor that every rank of its host can address (`comm.reach`).
-On GPUs it is one allocation of PyTorch's symmetric memory; between processes of one host, a nameless file in memory
+An arena is made of regions, alike on every rank, each a tensor that every rank of its node can address (`comm.reach`).
+On GPUs it is one allocation of PyTorch's symmetric memory; between processes of one node, a nameless file in memory
 that all map.
 
 Synchronisation is by epochs, 1, 2, 3, .., one a step: a producer stores, then raises its flag at the consumer to the
@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.comm.deadline import Deadline
+from dlrm_overlap.comm.device_errors import ExchangeTimeoutError
 from dlrm_overlap.comm.every_rank import gathered, on_every_rank
-from dlrm_overlap.comm.patience import Patience
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError, in_one_line
 
 _ALIGNMENT_BYTES = 256
@@ -39,7 +39,7 @@ class Region(NamedTuple):
     dtype: torch.dtype
 
 
-class Loan:
+class BufferView:
     """A region that is lent as a tensor, and knows whether anything still uses it."""
 
     def __init__(self, region: torch.Tensor) -> None:
@@ -81,14 +81,14 @@ class CudaMemory:
 
 
 class Arena(ABC):
-    """This rank's regions and its view of those of its host's ranks. Making one is a collective over `group`."""
+    """This rank's regions and its view of those of its node's ranks. Making one is a collective over `group`."""
 
     def __init__(
         self, regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, reach: Reach | None = None
     ) -> None:
         """Open it over the ranks that `reach` names; None is all of `group`."""
         self.rank, self.world_size, self.device = group.rank(), group.size(), device
-        self.reach = reach or Reach.of_one_host(group)
+        self.reach = reach or Reach.of_one_node(group)
         self.reached = self.reach.here
         """the ranks whose regions are seen here, this rank among them"""
         self._places: dict[str, tuple[int, Region]] = {}
@@ -124,13 +124,13 @@ class Arena(ABC):
             self._addresses[name] = torch.tensor(pointers, dtype=torch.int64, device=self.device)
         return self._addresses[name]
 
-    def loan(self, name: str) -> Loan:
-        """Return a `Loan` of region `name` of this rank's arena, by which its window is lent to the model."""
+    def loan(self, name: str) -> BufferView:
+        """Return a `BufferView` of region `name` of this rank's arena, by which its window is lent to the model."""
         region = self.local(name)
         region_bytes = region.numel() * region.dtype.itemsize
         memory: Any = region.flatten().view(torch.uint8)
         memory = CudaMemory(region.data_ptr(), region_bytes, region) if region.is_cuda else memory.numpy()
-        return Loan(torch.as_tensor(memory, device=self.device).view(region.dtype).view(region.shape))
+        return BufferView(torch.as_tensor(memory, device=self.device).view(region.dtype).view(region.shape))
 
     def close(self) -> None:
         """Give the memory back. Nothing may read or write it any more, here or at a peer."""
@@ -177,7 +177,7 @@ class CudaArena(Arena):
 
 
 class HostArena(Arena):
-    """Memory that each process of one host makes without a name, so that no kill at any moment leaves it behind."""
+    """Memory that each process of one node makes without a name, so that no kill at any moment leaves it behind."""
 
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
         files: list[int] = []
@@ -188,10 +188,10 @@ class HostArena(Arena):
             place = socket.gethostname(), f"/proc/{os.getpid()}/fd/{files[0]}", (found.st_dev, found.st_ino)
             every = gathered(place, group)
             places = [every[rank] for rank in self.reached]
-            if (hosts := len({host for host, _, _ in places})) > 1:
+            if (nodes := len({node for node, _, _ in places})) > 1:
                 raise InputError(
-                    f"embedding.backend: CPU ranks on {hosts} hosts share no memory; use --embedding.backend torchrec, "
-                    f"or ranks of one host"
+                    f"embedding.backend: CPU ranks on {nodes} nodes share no memory; use --embedding.backend torchrec, "
+                    f"or ranks of one node"
                 )
             # No rank goes on, or closes its file, before all have mapped it.
             return on_every_rank(lambda: [self._open(path, file) for _, path, file in places], group)
@@ -231,7 +231,7 @@ class HostArena(Arena):
         finally:
             os.close(descriptor)
 
-    def raise_flag(self, name: str, peer: int, slot: int, epoch: int, source: int | None = None) -> None:
+    def signal_flag(self, name: str, peer: int, slot: int, epoch: int, source: int | None = None) -> None:
         """Raise flag `slot` of this rank, or of `source`, at `peer` to `epoch`; region `name` is [W, slots] int64."""
         self.view(name, peer)[self.rank if source is None else source, slot] = epoch
 
@@ -245,7 +245,7 @@ class HostArena(Arena):
         used = torch.arange(flags.shape[1], device="cpu") < counts[:, None]
         patience = None
         while (missing := used & (flags < epoch)).any():
-            patience = patience or Patience(timeout_s)
+            patience = patience or Deadline(timeout_s)
             if patience.is_over():
                 peer, slot = missing.nonzero()[0].tolist()
                 raise ExchangeTimeoutError((self.rank, peer, slot, epoch, int(flags[peer, slot])), timeout_s, what)

@@ -1,7 +1,7 @@
-"""Memory that kernels put into from any host: the only file that touches NVSHMEM.
+"""Memory that kernels put into from any node: the only file that touches NVSHMEM.
 
 PyTorch's symmetric memory has one backend a process, and refuses another after the first allocation. The arena's is
-CUDA's, since NVSHMEM allocates for all ranks alone, not for those of a host. So NVSHMEM's host library, which PyTorch
+CUDA's, since NVSHMEM allocates for all ranks alone, not for those of a node. So NVSHMEM's host library, which PyTorch
 brings along, is called here: a heap beside the arena, started when an exchange first needs one.
 """
 
@@ -29,7 +29,7 @@ _UNIQUE_ID_BYTES, _ATTRIBUTE_BYTES, _ARGUMENT_BYTES, _ID_ARGUMENT_BYTES = 128, 1
 
 
 def missing_puts() -> str:
-    """Return why kernels of this machine cannot put to other hosts; empty if they can."""
+    """Return why kernels of this machine cannot put to other nodes; empty if they can."""
     if not torch.cuda.is_available():
         return "there is no GPU"
     for name in (_HOST_LIBRARY, _DEVICE_LIBRARY):
@@ -66,7 +66,7 @@ class NvshmemHeap:
             self._address = self._nvshmem.allocate(size_bytes, group)
             if not self._address:
                 raise InputError(
-                    f"embedding.between_hosts: no room for {size_bytes} bytes of messages in NVSHMEM's heap on "
+                    f"embedding.internode: no room for {size_bytes} bytes of messages in NVSHMEM's heap on "
                     f"{device}; take a smaller train.batch_size, or messages"
                 )
 
@@ -88,7 +88,7 @@ class NvshmemHeap:
 
 
 def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
-    """Start NVSHMEM on all ranks of `group`, so that kernels put to other hosts; a collective.
+    """Start NVSHMEM on all ranks of `group`, so that kernels put to other nodes; a collective.
 
     Args:
         group: all ranks.
@@ -112,7 +112,7 @@ def _refuse(why: str, group: dist.ProcessGroup) -> None:
     """Raise a rank's fault on all ranks, best of one for which others wait; `why` is empty where there is none."""
     if found := faults(why and f"{why} (rank {group.rank()})", group):
         cause = min(found, key=lambda fault: "has not started" in fault)
-        raise InputError(f"embedding.between_hosts: puts, but {cause}; take messages")
+        raise InputError(f"embedding.internode: puts, but {cause}; take messages")
 
 
 def _started(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> str:
@@ -124,7 +124,7 @@ def _started(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device
     if any(gathered(nvshmem.verdict is not None, group)):
         return nvshmem.verdict or nvshmem.misfit(group.rank(), group.size())
     # Where it cannot start, NVSHMEM may end the process: then this is the last line.
-    log.info("NVSHMEM starts, for puts to other hosts; embedding.between_hosts: messages goes without")
+    log.info("NVSHMEM starts, for puts to other nodes; embedding.internode: messages goes without")
     shared = [nvshmem.unique_id() if group.rank() == 0 else b""]
     dist.broadcast_object_list(shared, dist.get_global_rank(group, 0), group)
 

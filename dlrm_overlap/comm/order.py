@@ -119,14 +119,14 @@ class Streams:
             self._returned.record(self.main_stream)
             current.wait_event(self._returned)
 
-    def step_is_issued(self, parity: int) -> None:
-        """Note that all readers of the other parity's landing memory have been issued."""
+    def step_is_issued(self, buffer_index: int) -> None:
+        """Note that all readers of the other buffer's staging memory have been issued."""
         if self._on_gpu:
-            self._issued[parity].record(self.main_stream)
+            self._issued[buffer_index].record(self.main_stream)
 
     @contextmanager
-    def copies(self, parity: int, later: bool = False) -> Iterator[None]:
-        """Return a context for copies to the landing place of `parity`; steps issued after it find them done.
+    def copies(self, buffer_index: int, later: bool = False) -> Iterator[None]:
+        """Return a context for copies to the staging part of `buffer_index`; steps issued after it find them done.
 
         Copies come after the caller's earlier work on the device, such as the batch itself. With `later`, they are of a
         batch for which there was such a context before, and wait for nothing else.
@@ -135,7 +135,7 @@ class Streams:
             yield
             return
         if not later:
-            self._copy.wait_event(self._issued[1 - parity])
+            self._copy.wait_event(self._issued[1 - buffer_index])
             self._copy.wait_event(self._called)
         with self._on_copy:
             yield

@@ -1,8 +1,8 @@
 """Which ranks a rank reaches by loads and stores, and which only by messages over a network; all ranks agree on it.
 
-Ranks are put into hosts. A host is some consecutive ranks that all reach each other's memory: those of one machine,
-where its GPUs have access to each other. Within a host kernels store into a peer's memory. Between hosts one rank of a
-host takes what a rank of another host sends to all of it, and passes it on (`Reach.relay`).
+Ranks are put into nodes. A node is some consecutive ranks that all reach each other's memory: those of one machine,
+where its GPUs have access to each other. Within a node kernels store into a peer's memory. Between nodes one rank of a
+node takes what a rank of another node sends to all of it, and passes it on (`Reach.relay`).
 """
 
 import socket
@@ -33,101 +33,101 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Reach:
-    """The hosts of a group's ranks, as one of them sees it.
+    """The nodes of a group's ranks, as one of them sees it.
 
-    Example: ranks 0 .. 3 on one machine and 4 .. 7 on another make the hosts 0 .. 3 and 4 .. 7. On rank 1, `here` is
-    0 .. 3, and rank 5 takes what rank 1 sends to its host: `relay(1, range(4, 8))` is 5.
+    Example: ranks 0 .. 3 on one machine and 4 .. 7 on another make the nodes 0 .. 3 and 4 .. 7. On rank 1, `here` is
+    0 .. 3, and rank 5 takes what rank 1 sends to its node: `relay(1, range(4, 8))` is 5.
     """
 
     rank: int
-    hosts: tuple[range, ...]
-    """the ranks of each host, in order"""
+    nodes: tuple[range, ...]
+    """the ranks of each node, in order"""
     why: str = ""
-    """why there are several hosts"""
+    """why there are several nodes"""
     group: dist.ProcessGroup | None = None
-    """the ranks of this rank's host, where they are GPUs and not all ranks: symmetric memory is made by a group"""
+    """the ranks of this rank's node, where they are GPUs and not all ranks: symmetric memory is made by a group"""
 
     @staticmethod
-    def of_one_host(group: dist.ProcessGroup) -> "Reach":
+    def of_one_node(group: dist.ProcessGroup) -> "Reach":
         """Return that all ranks of a group reach each other by stores."""
         return Reach(group.rank(), (range(group.size()),))
 
     @cached_property
     def whole(self) -> bool:
         """Whether every rank is reached by stores."""
-        return len(self.hosts) == 1
+        return len(self.nodes) == 1
 
     @cached_property
     def here(self) -> range:
-        """The ranks of this rank's host."""
-        return self.host_of(self.rank)
+        """The ranks of this rank's node."""
+        return self.node_of(self.rank)
 
     @cached_property
-    def _host_of(self) -> Sequence[range]:
-        return [host for host in self.hosts for _ in host]
+    def _node_of(self) -> Sequence[range]:
+        return [node for node in self.nodes for _ in node]
 
-    def host_of(self, rank: int) -> range:
-        """Return the ranks of the host of `rank`."""
-        return self._host_of[rank]
+    def node_of(self, rank: int) -> range:
+        """Return the ranks of the node of `rank`."""
+        return self._node_of[rank]
 
     @cached_property
     def others(self) -> Sequence[range]:
-        """The other hosts, from the next one on, so that no host is sent to by all others at once."""
-        at = self.hosts.index(self.here)
-        return self.hosts[at + 1 :] + self.hosts[:at]
+        """The other nodes, from the next one on, so that no node is sent to by all others at once."""
+        at = self.nodes.index(self.here)
+        return self.nodes[at + 1 :] + self.nodes[:at]
 
-    def relay(self, source: int, host: range) -> int:
-        """Return the rank of `host` that takes the messages of `source`, of another host, for any of its ranks.
+    def relay(self, source: int, node: range) -> int:
+        """Return the rank of `node` that takes the messages of `source`, of another node, for any of its ranks.
 
-        It has the place in its host that `source` has in its own, as far as there are as many. So each pair of hosts
-        has as many messages at once as it has ranks, one for each network card of hosts that have a card a GPU.
+        It has the place in its node that `source` has in its own, as far as there are as many. So each pair of nodes
+        has as many messages at once as it has ranks, one for each network card of nodes that have a card a GPU.
         """
-        return host[(source - self.host_of(source).start) % len(host)]
+        return node[(source - self.node_of(source).start) % len(node)]
 
     def taken_by(self, rank: int) -> Sequence[int]:
-        """Return the ranks of other hosts whose messages `rank` takes, in order: those that `relay` sends to it."""
-        here = self.host_of(rank)
-        return [source for host in self.hosts if host != here for source in host[rank - here.start :: len(here)]]
+        """Return the ranks of other nodes whose messages `rank` takes, in order: those that `relay` sends to it."""
+        here = self.node_of(rank)
+        return [source for node in self.nodes if node != here for source in node[rank - here.start :: len(here)]]
 
     @cached_property
     def sources(self) -> Sequence[int]:
-        """The ranks of other hosts whose messages this rank takes, in order."""
+        """The ranks of other nodes whose messages this rank takes, in order."""
         return self.taken_by(self.rank)
 
     @cached_property
     def most_taken(self) -> int:
-        """How many ranks' messages one rank takes at most; none takes more than the first of its host."""
-        return max(len(self.taken_by(host.start)) for host in self.hosts)
+        """How many ranks' messages one rank takes at most; none takes more than the first of its node."""
+        return max(len(self.taken_by(node.start)) for node in self.nodes)
 
     def summary(self) -> str:
-        """Return the hosts and why they are several, in a line; of more than four the first three and the last."""
-        names = [_named(host) for host in self.hosts]
+        """Return the nodes and why they are several, in a line; of more than four the first three and the last."""
+        names = [_named(node) for node in self.nodes]
         shown = names if len(names) <= 4 else [*names[:3], "..", names[-1]]
-        return f"{len(names)} hosts ({', '.join(shown)}; {self.why})"
+        return f"{len(names)} nodes ({', '.join(shown)}; {self.why})"
 
 
-def find_reach(group: dist.ProcessGroup, device: torch.device, hosts: int | str = "auto") -> Reach:
+def find_reach(group: dist.ProcessGroup, device: torch.device, nodes: int | str = "auto") -> Reach:
     """Find out which ranks of `group` reach each other by stores; a collective.
 
     Args:
         device: of this rank.
-        hosts: auto looks at machines and at access between GPUs. A number emulates as many hosts: it cuts the ranks
+        nodes: auto looks at machines and at access between GPUs. A number emulates as many nodes: it cuts the ranks
             into so many equal runs, whatever they reach; 1 says that all reach each other.
 
     Raises:
-        InputError: if so many hosts are asked for that ranks cannot be dealt out.
+        InputError: if so many nodes are asked for that ranks cannot be dealt out.
     """
     rank, world_size = group.rank(), group.size()
-    if isinstance(hosts, int):
-        if world_size % hosts:
+    if isinstance(nodes, int):
+        if world_size % nodes:
             raise InputError(
-                f"embedding.hosts: {hosts} emulated hosts do not divide {world_size} ranks; take a divisor, or auto"
+                f"embedding.nodes: {nodes} emulated nodes do not divide {world_size} ranks; take a divisor, or auto"
             )
-        each = world_size // hosts
+        each = world_size // nodes
         found = tuple(range(first, first + each) for first in range(0, world_size, each))
-        why = f"emulated, embedding.hosts is {hosts}"
+        why = f"emulated, embedding.nodes is {nodes}"
     else:
-        found, why = hosts_of(gathered(place_of(device), group))
+        found, why = nodes_of(gathered(place_of(device), group))
     return Reach(rank, found, why if len(found) > 1 else "", _group_of(group, rank, found, device))
 
 
@@ -143,10 +143,10 @@ def place_of(device: torch.device) -> Place:
     return Place(machine, names[index], frozenset(reached))
 
 
-def hosts_of(places: Sequence[Place]) -> tuple[tuple[range, ...], str]:
-    """Return the hosts of ranks by their places, and why there are several: runs of ranks that reach each other.
+def nodes_of(places: Sequence[Place]) -> tuple[tuple[range, ...], str]:
+    """Return the nodes of ranks by their places, and why there are several: runs of ranks that reach each other.
 
-    Example: ranks 0 and 2 on machine a, 1 on machine b: three hosts of one rank, since no neighbours are on one.
+    Example: ranks 0 and 2 on machine a, 1 on machine b: three nodes of one rank, since no neighbours are on one.
     """
     first, found = 0, []
     for rank in range(1, len(places) + 1):
@@ -165,19 +165,19 @@ def _reach(one: Place, other: Place) -> bool:
     return one.machine == other.machine and one.device in other.reached and other.device in one.reached
 
 
-def _named(host: range) -> str:
-    return f"rank {host[0]}" if len(host) == 1 else f"ranks {host[0]} to {host[-1]}"
+def _named(node: range) -> str:
+    return f"rank {node[0]}" if len(node) == 1 else f"ranks {node[0]} to {node[-1]}"
 
 
 def _group_of(
-    group: dist.ProcessGroup, rank: int, hosts: Sequence[range], device: torch.device
+    group: dist.ProcessGroup, rank: int, nodes: Sequence[range], device: torch.device
 ) -> dist.ProcessGroup | None:
-    """Make the group of this rank's host, where symmetric memory needs one."""
-    here = next(host for host in hosts if rank in host)
+    """Make the group of this rank's node, where symmetric memory needs one."""
+    here = next(node for node in nodes if rank in node)
     if device.type != "cuda" or len(here) in (1, group.size()):
         return None
     ranks = [dist.get_global_rank(group, each) for each in here]
-    # Its store is all that is used, so no communicator of NCCL is made for it. The other hosts' ranks do not take part.
+    # Its store is all that is used, so no communicator of NCCL is made for it. The other nodes' ranks do not take part.
     made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made

@@ -10,7 +10,7 @@ from torchrec.distributed.composable.table_batched_embedding_slice import TableB
 from dlrm_overlap.kernels.dense.arguments import BLOCK, LINE
 
 
-class Place(NamedTuple):
+class FlatPlace(NamedTuple):
     """Where a parameter is in the flat tensors, in elements."""
 
     begin: int
@@ -80,7 +80,7 @@ class FlatParameters:
         self.idle: frozenset[str] = frozenset()
         """names of the parameters that get a gradient on no rank; zeros stand for it in the flat tensor"""
         self.device = next(iter(self.parameters.values())).device
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, FlatPlace] = {}
         """of `parameters`, in the order of the layout"""
         shared_end = self._place([name for name in self.parameters if name not in self.shards], 0)
         self.shared_end = -(-shared_end // BLOCK) * BLOCK
@@ -90,7 +90,7 @@ class FlatParameters:
         self._every_place = dict(self.places)
         for name, (holder, first) in slices.items():
             begin, shape = self.places[holder].begin + first, parameters[name].shape
-            self._every_place[name] = Place(begin, begin + shape.numel(), shape)
+            self._every_place[name] = FlatPlace(begin, begin + shape.numel(), shape)
         self.weights, self.gradients = self.like(torch.float32), self.like(torch.float32)
         for name, parameter in self.parameters.items():
             self.weights.views[name].copy_(parameter.data)
@@ -105,7 +105,7 @@ class FlatParameters:
         """Place parameters one after the other from an element on, and return the end of the last one."""
         for name in names:
             shape = self.parameters[name].shape
-            self.places[name] = Place(begin, begin + -(-shape.numel() // LINE) * LINE, shape)
+            self.places[name] = FlatPlace(begin, begin + -(-shape.numel() // LINE) * LINE, shape)
             begin = self.places[name].end
         return begin
 

@@ -28,13 +28,13 @@ import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.counters import Counters
-from dlrm_overlap.comm.record import Record
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.kernels.dense.all_reduce import average_share
 from dlrm_overlap.kernels.dense.arguments import LINE
-from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
+from dlrm_overlap.kernels.flags import Flags, signal_flags, wait_flags
 
 _AWAITED = "dense gradients' flag"
 """names the flag in the error of an expired wait"""
@@ -136,7 +136,7 @@ class StoreReduction:
         self._epochs = Counters(device, 1)
         self.counters: Sequence[Counters] = (self._epochs,)
         """those that a captured step advances"""
-        self._record, timeout = Record(device), int(options.wait_timeout_s * 1e9)
+        self._record, timeout = DeviceErrorRecord(device), int(options.wait_timeout_s * 1e9)
         local, addresses, clock = self._arena.local("flags"), self._arena.addresses("flags"), self._epochs.each[0].word
         self._counted = torch.zeros(1, dtype=torch.int32, device=device)
         self._flags: list[Flags] = []
@@ -161,7 +161,7 @@ class StoreReduction:
         begin, end = self._ranges[number]
         if self._dtype != torch.float32:  # the gradient itself is not in memory that peers read
             self._arena.local("gradients")[begin:end].copy_(self._flat.gradients.tensor[begin:end])
-        raise_flags(self._flags[0], self._rank, ready, self._epochs.each[0].argument)
+        signal_flags(self._flags[0], self._rank, ready, self._epochs.each[0].argument)
         self._wait(ready)
         for piece in pieces:
             self._average(piece)

@@ -19,6 +19,6 @@ its values     layout, shardings      the shards of all ranks, and how TorchRec'
 from importlib.util import find_spec
 
 if not all(map(find_spec, ("torch", "fbgemm_gpu", "torchrec"))):
-    from dlrm_overlap.launching.stack import check_stack
+    from dlrm_overlap.launching.supported_versions import check_stack
 
     check_stack()  # raises, with the command that installs the missing one

@@ -8,9 +8,9 @@ A table is cut by columns first: its owners send as many bytes as one owner woul
 shorter rows. Rows are cut over all ranks, which have alike work then. But each sends a partial sum of the whole
 columns for every bag that has an id of its rows: of 8 ranks and 100 ids a bag, 8 times the bytes.
 
-Of several hosts, pooled tables are cut by rows over the ranks of one host: partial sums are added up before they leave
-it, so no more bytes travel between hosts than of a whole table, neither of sums nor of ids, which owners of columns on
-several hosts would each take. There columns are cut where rows are few, and of tables that are not pooled.
+Of several nodes, pooled tables are cut by rows over the ranks of one node: partial sums are added up before they leave
+it, so no more bytes travel between nodes than of a whole table, neither of sums nor of ids, which owners of columns on
+several nodes would each take. There columns are cut where rows are few, and of tables that are not pooled.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _ENOUGH = 1.1  # times the mean: a fuller rank is worth another cut; times less 
 _MOST_TRIES = 400_000  # a second or so
 _LEAST_ROW_BYTES = 64  # of a shard: the least that memory gives at once
 # The time of a row's element in memory, read by the lookup, read and written by the update (4 bytes at 3.35 TB/s), over
-# that of a column between hosts, there and back (2 bytes at 400 Gb/s).
+# that of a column between nodes, there and back (2 bytes at 400 Gb/s).
 _ELEMENT_OVER_COLUMN = 0.045
 
 
@@ -60,7 +60,7 @@ class Balance(NamedTuple):
     links: float
     """columns that the rank sends which sends most, over the mean of the ranks if no table were cut by rows"""
     by_rows: frozenset[int] = frozenset()
-    """tables that are cut by rows, over all ranks or those of a host"""
+    """tables that are cut by rows, over all ranks or those of a node"""
     memory_counts: float = 1.0
     """what a share of the memory's work counts beside one of the links', less where these are a network's"""
 
@@ -75,21 +75,21 @@ def balance(
     world_size: int,
     capacity_bytes: int,
     cut_columns: bool = True,
-    host_size: int | None = None,
+    node_size: int | None = None,
 ) -> Balance | None:
     """Place all tables on the ranks; None if they do not fit.
 
     Starts from whole tables. While there is no room, or the fullest rank has more than 1.1 times the mean's work, the
     table whose shards are the largest, or the heaviest, is cut by columns in twice as many, down to rows of 64 bytes.
     If that was not enough, tables are cut by rows instead, one after the other, from the best of these placements on.
-    Of several hosts, each is cut at once as the module says. Of all placements on the way the one with the least
+    Of several nodes, each is cut at once as the module says. Of all placements on the way the one with the least
     `worst` is returned, the least cut of equals; cuts by rows must make it 1.1 times less. The same arguments give the
     same placement; the search's length is counted, not timed.
 
     Args:
         capacity_bytes: the room of a rank.
         cut_columns: whether tables may be cut by columns.
-        host_size: ranks of a host, which divide the ranks; None for all of them.
+        node_size: ranks of a node, which divide the ranks; None for all of them.
 
     Example:
         4 ranks, tables of 128 columns: one of 100 ids a bag, eight of 12, sixteen of 1. The mean is 53 ids a rank. The
@@ -98,9 +98,9 @@ def balance(
     """
     memory = sum(table.pooling * table.dim for table in tables) / world_size or 1.0  # all bags may be empty
     links = sum(table.sent_columns for table in tables) / world_size or 1.0
-    neighbours = world_size if host_size in (None, 1) else host_size
-    one_host = neighbours == world_size
-    counts = 1.0 if one_host else min(1.0, _ELEMENT_OVER_COLUMN * memory / links)
+    neighbours = world_size if node_size in (None, 1) else node_size
+    one_node = neighbours == world_size
+    counts = 1.0 if one_node else min(1.0, _ELEMENT_OVER_COLUMN * memory / links)
     memory /= counts  # so all shares of it are as large as they count
     whole = [
         _Shard(t, table.pooling * table.dim / memory, table.sent_columns / links, table.bytes)
@@ -129,9 +129,9 @@ def balance(
             return best
         in_rows = [t for t in left if _can_cut_rows(tables[t], owners[t])]
         in_columns = [t for t in left if cut_columns and _can_cut_columns(tables[t], 2 * columns[t], world_size)]
-        if one_host and in_columns and not by_rows:
+        if one_node and in_columns and not by_rows:
             in_rows = []
-        elif one_host:  # from the best cuts of columns on
+        elif one_node:  # from the best cuts of columns on
             in_columns = []
             if not by_rows and best is not None:
                 columns = [len(held) for held in best.ranks]
@@ -146,8 +146,8 @@ def balance(
         if (t := chosen.table) in in_columns:
             columns[t] *= 2
             continue
-        for count in dict.fromkeys((owners[t], world_size)):  # all ranks, if no host has room
-            shard = whole[t].cut_by_rows(tables[t], count, summed=not one_host and count == neighbours)
+        for count in dict.fromkeys((owners[t], world_size)):  # all ranks, if no node has room
+            shard = whole[t].cut_by_rows(tables[t], count, summed=not one_node and count == neighbours)
             by_rows[t] = _lightest(begun, count, shard)
             if all(begun[number].room >= shard.bytes for number in by_rows[t]):
                 break
@@ -242,8 +242,8 @@ def _lightest(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
     """Return so many neighbours that have least work, and room, after each has taken a shard."""
 
     def after(first: int) -> tuple[bool, tuple[float, float]]:
-        host = ranks[first : first + owners]
-        return any(rank.room < shard.bytes for rank in host), max(rank.score(shard) for rank in host)
+        node = ranks[first : first + owners]
+        return any(rank.room < shard.bytes for rank in node), max(rank.score(shard) for rank in node)
 
     first = min(range(0, len(ranks), owners), key=after)
     return range(first, first + owners)

@@ -1,6 +1,6 @@
 """Tables larger than the GPU: rows at home in the host's memory, and a cache of them on the GPU.
 
-The ids of a step are at the owners of their rows one step ahead. Where they have arrived, `bring_in` sees that each of
+The ids of a step are at the owners of their rows one step ahead. Where they have arrived, `activate` sees that each of
 their rows is in a slot of a cache, and replaces the ids by the numbers of the slots. So lookup, sort and update are
 those of a table of as many rows as there are slots, in GPU memory, and nothing else knows of the cache.
 
@@ -116,7 +116,7 @@ class RowCache:
         self.swap(Swaps(torch.arange(self.slots, device=leaving.device), leaving, entering, count))
 
 
-def bring_in(caches: Sequence[tuple[RowCache, torch.Tensor]], ids: KeyedJaggedTensor) -> None:
+def activate(caches: Sequence[tuple[RowCache, torch.Tensor]], ids: KeyedJaggedTensor) -> None:
     """Bring the rows of a step to caches, each with its `first_rows`, and replace its ids by slots.
 
     Slots of all caches are found before rows of any move, since that takes until the step's products have begun, which

@@ -31,21 +31,21 @@ from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.base import gradient_scale
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
-from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
+from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.opening import Halves, open_halves, reach_of
+from dlrm_overlap.embedding.opening import ExchangeParts, build_exchange, reach_of
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.steps import BatchSizes, Step, with_room
 from dlrm_overlap.embedding.tables import LocalTables
-from dlrm_overlap.embedding.windows import WindowHeldError
+from dlrm_overlap.embedding.windows import BufferInUseError
 
 log = logging.getLogger("dlrm_overlap")
 
 Part = TypeVar("Part", bound=Callable[..., Any])
 
 
-def fails_for_good(part: Part) -> Part:
+def poison_on_error(part: Part) -> Part:
     """Return a method that raises once any such method of its object has failed on this rank.
 
     The peers wait for the step that failed, and would take a later step's data for its own. The object keeps the first
@@ -68,7 +68,7 @@ def fails_for_good(part: Part) -> Part:
                 with torch.inference_mode(False), torch.no_grad():
                     return part(self, *args, **kwargs)
             return part(self, *args, **kwargs)
-        except WindowHeldError:  # nothing has begun
+        except BufferInUseError:  # nothing has begun
             raise
         except Exception as error:
             self.failure = f"{part.__name__} has failed ({type(error).__name__}: {error})".partition("\n")[0]
@@ -107,7 +107,7 @@ class Exchange:
         self.tables = tables
         """this rank's rows; `write_back` and `note_writes` store those in caches to their tables"""
         self._group = group
-        self._halves: Halves | None = None
+        self._halves: ExchangeParts | None = None
         self._closed = 0  # how often
         self._capacity = 0
         self._copies = options.copy_output and options.output_dtype == options.wire_dtype  # else the cast is a copy
@@ -140,7 +140,7 @@ class Exchange:
     def take_ids(
         self,
         keys: Sequence[str],
-        bound: BatchBound,
+        bound: BatchCapacity,
         layout: Layout | None = None,
         replicated: ReplicatedTables | None = None,
         weighted: bool = False,
@@ -164,11 +164,11 @@ class Exchange:
         self._require(bound.samples)
 
     @property
-    def bound(self) -> BatchBound | None:
+    def bound(self) -> BatchCapacity | None:
         """The bound by which ids are taken, if they are."""
         return self._ids.bound if self._ids is not None else None
 
-    def take_bound(self, bound: BatchBound) -> None:
+    def take_bound(self, bound: BatchCapacity) -> None:
         """From now on, take ids of another bound; a collective, of ranks that are through with their steps."""
         assert self._ids is not None, "an exchange that does not take ids"
         self.close()
@@ -186,7 +186,7 @@ class Exchange:
         """
         self._sent.append((features, self._send(features, count)))
 
-    @fails_for_good
+    @poison_on_error
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
         assert self._ids is not None, "an exchange that does not take ids"
         samples = self._most_samples(features.stride())
@@ -194,7 +194,7 @@ class Exchange:
         assert ids is not None
         arrived = ids.send(features, samples, count)
         if self.tables.fractions:
-            self.tables.bring_in(arrived.ids)
+            self.tables.activate(arrived.ids)
         return arrived
 
     def forget_sent_ids(self) -> None:
@@ -256,7 +256,7 @@ class Exchange:
             of each row, in the same storage.
 
         Raises:
-            WindowHeldError: if the output of the step before is lent and in use; nothing has begun.
+            BufferInUseError: if the output of the step before is lent and in use; nothing has begun.
             InputError: if this exchange takes ids, and has caches of rows for them; nothing has begun.
             RuntimeError: within a graph's capture, or if an earlier step has failed on this rank.
         """
@@ -282,7 +282,7 @@ class Exchange:
             self.follow_rules()
         return PooledAwaitable(self, step, None)
 
-    @fails_for_good
+    @poison_on_error
     def start_forward(self, step: Step) -> None:
         """Start to pool and to send."""
         if (before := self._pending) is not None:  # its flags must be awaited now, and it may still be asked for
@@ -303,7 +303,7 @@ class Exchange:
         """Return a context in which a captured step looks up, beside the computations of its model until it waits."""
         return torch.cuda.stream(self._lookup_stream) if self.order.is_captured else nullcontext()
 
-    def _require(self, samples: int) -> Halves:
+    def _require(self, samples: int) -> ExchangeParts:
         """Return the halves of an exchange that takes up to `samples` samples a rank; may be a collective."""
         if self._halves is None or samples > self._capacity:
             self.close()
@@ -311,14 +311,14 @@ class Exchange:
             fixed = self.layout, self.tables, self.options, self._group, self.device
             order = nullcontext() if self.device.type == "cpu" else self.order
             kept = self.counters, order, self._ids, self._replicated, self.reach
-            self._halves = open_halves(ExchangeContext(*fixed, self._capacity, *kept))
+            self._halves = build_exchange(ExchangeContext(*fixed, self._capacity, *kept))
             if self._ids is not None:
                 rank, ranks = self._group.rank(), self._group.size()
                 room = [self._ids.arriving([feature], ranks) for feature in self._ids.features(rank)]
                 self.tables.open_caches(self.layout.by_owner[rank], room, self.device)
         return self._halves
 
-    @fails_for_good
+    @poison_on_error
     def finish_forward(self, step: Step, copy: bool | None = None) -> torch.Tensor:
         """Return the pooled embeddings [b, D_total] of a step, of the options' `output_dtype`, once.
 
@@ -348,7 +348,7 @@ class Exchange:
             self._open().backward.note_forward(step)
         self.counters.steps.value += 1
 
-    @fails_for_good
+    @poison_on_error
     def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
         """Start to send the gradient [b, D_total] of the pooled embeddings to the rows' owners, from where it lies.
 
@@ -362,7 +362,7 @@ class Exchange:
         if (local := self._open().local) is not None:
             local.start_backward(step, gradient)
 
-    @fails_for_good
+    @poison_on_error
     def finish_backward(self, step: Step) -> None:
         """Make the current stream wait until this rank's rows are updated; in a captured step `finish_rows` does so."""
         if not step.sent:
@@ -394,7 +394,7 @@ class Exchange:
         self._open().backward.finish(step)
         step.gradient = None
 
-    def _open(self) -> Halves:
+    def _open(self) -> ExchangeParts:
         assert self._halves is not None, "a step begins with its forward"
         return self._halves
 

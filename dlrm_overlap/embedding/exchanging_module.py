@@ -17,14 +17,14 @@ from torchrec.optim.keyed import CombinedOptimizer
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.reasons import reasons_to_fall_back, why_not_beside_graphs
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.shardings import build_layout, exchanging_group, groups_of, output_types, table_names
-from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.embedding.tables import LocalTables, max_gradients
+from dlrm_overlap.embedding.torchrec_tables import TorchRecTables
+from dlrm_overlap.embedding.unsupported import unsupported_by_exchange, unsupported_by_graphs
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -63,7 +63,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
     """whether `take_ids` was called, so that ids are sent by the exchange"""
     _ids_keys: list[str]
     """the features that were given there"""
-    stock: StockTables | None
+    stock: TorchRecTables | None
     """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
     unpooled_features: Collection[str] = ()
     """the features of tables that are not pooled"""
@@ -97,8 +97,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self.exchange, self.takes_ids, self.stock, self._replicated_tables = None, False, None, None
         every: list[Any] = self._shardings
         by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
-        reasons = reasons_to_fall_back(by_type, self._env, self._options.wire_dtype, self.cached, self._device)
-        self.why_not_exchanged: Mapping[str, str | None] = reasons
+        reasons = unsupported_by_exchange(by_type, self._env, self._options.wire_dtype, self.cached, self._device)
+        self.unsupported_reasons: Mapping[str, str | None] = reasons
         """sharding type -> why its tables stay with TorchRec, alike on all ranks, or None if they are exchanged"""
         for sharding_type, reason in reasons.items():
             # Data-parallel tables have nothing to exchange.
@@ -142,7 +142,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
     def take_ids(
         self,
         keys: Sequence[str],
-        bound: BatchBound,
+        bound: BatchCapacity,
         order: CommunicationOrder | None = None,
         weighted: bool = False,
     ) -> None:
@@ -160,7 +160,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self._take_ids(keys, bound, weighted)
         self.takes_ids, self._ids_keys = True, list(keys)
 
-    def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
+    def _take_ids(self, keys: Sequence[str], bound: BatchCapacity, weighted: bool) -> None:
         """Do so, once there is an exchange of the tables that one can take, if there are any."""
         raise NotImplementedError
 
@@ -171,8 +171,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
     def why_ids_are_not_taken(self) -> str | None:
         """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
-        shardings = dict(zip(self.why_not_exchanged, self._shardings, strict=True))
-        if (reason := why_not_beside_graphs(shardings, self.why_not_exchanged)) is not None:
+        shardings = dict(zip(self.unsupported_reasons, self._shardings, strict=True))
+        if (reason := unsupported_by_graphs(shardings, self.unsupported_reasons)) is not None:
             return reason
         options = self._resolved
         if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":

@@ -23,11 +23,11 @@ _ALIGNMENT = 4  # int32 words, to which the offsets of a window are aligned
 
 
 @dataclass(frozen=True)
-class BatchBound:
+class BatchCapacity:
     """The most that a rank brings to a step; memory and launches are sized by it.
 
-    Example: BatchBound(512, {"user": (1, 1), "clicks": (0, 50)}, {"clicks": 4000}) is of batches of up to 512 samples,
-    each with one user and up to 50 clicks, and with up to 4000 clicks in all.
+    Example: BatchCapacity(512, {"user": (1, 1), "clicks": (0, 50)}, {"clicks": 4000}) is for batches of up to 512
+    samples, each with one user and up to 50 clicks, and with up to 4000 clicks in all.
     """
 
     samples: int
@@ -42,14 +42,16 @@ class BatchBound:
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise InputError(
-                f"BatchBound: {self.samples} samples, but a batch has at least 1; give those of a rank's batch"
+                f"BatchCapacity: {self.samples} samples, but a batch has at least 1; give those of a rank's batch"
             )
         for name, sizes in self.bag_sizes.items():
             if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not 0 <= sizes[0] <= sizes[1]:
-                raise InputError(f"BatchBound: {sizes} ids a bag of {name} is no range; give (least, most)")
+                raise InputError(f"BatchCapacity: {sizes} ids a bag of {name} is no range; give (least, most)")
         for name, most in (*self.ids.items(), *self.distinct.items()):
             if most < 0:
-                raise InputError(f"BatchBound: {most} ids of {name} in a batch, but they are 0 or more; leave it out")
+                raise InputError(
+                    f"BatchCapacity: {most} ids of {name} in a batch, but they are 0 or more; leave it out"
+                )
 
     @property
     def known_lengths(self) -> bool:
@@ -70,7 +72,7 @@ class BatchBound:
         """
         for key in keys:
             if key not in self.bag_sizes:
-                raise InputError(f"BatchBound: no bound for the ids of feature {key}; name it in bag_sizes")
+                raise InputError(f"BatchCapacity: no bound for the ids of feature {key}; name it in bag_sizes")
         most = {key: self.samples * self.bag_sizes[key][1] for key in keys}
         return [min(most[key], self.ids.get(key, most[key])) for key in keys]
 
@@ -105,7 +107,7 @@ class IdLayout:
     """the shards of all ranks, with one input a rank: see `joined`"""
     keys: Sequence[str]
     """the features in the order in which every batch has them"""
-    bound: BatchBound
+    bound: BatchCapacity
     weighted: bool = False
     """whether ids have weights, which then travel with them"""
 

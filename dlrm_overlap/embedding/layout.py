@@ -129,9 +129,9 @@ class PartialSums(NamedTuple):
     shards: tuple[FeatureShard, ...]
     """the row shards, in the order of their owners"""
 
-    def on(self, host: range) -> tuple[FeatureShard, ...]:
-        """Return the row shards of the ranks of `host`; of several the sum is made there for samples of other hosts."""
-        return tuple(shard for shard in self.shards if shard.owner in host)
+    def on(self, node: range) -> tuple[FeatureShard, ...]:
+        """Return the row shards of the ranks of `node`; of several the sum is made there for samples of other nodes."""
+        return tuple(shard for shard in self.shards if shard.owner in node)
 
 
 class Layout:

@@ -14,7 +14,7 @@ from dlrm_overlap.comm.reach import Reach, find_reach
 from dlrm_overlap.embedding.backends.base import Backward, Forward
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, IdExchange
 from dlrm_overlap.embedding.backends.local import CpuLocalLookup, DeviceLocalLookup, LocalLookup
-from dlrm_overlap.embedding.crossing import Crossing, arrival_regions
+from dlrm_overlap.embedding.internode import Crossing, arrival_regions
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.windows import WindowPair
 
@@ -30,20 +30,20 @@ def reach_of(options: ExchangeOptions, group: dist.ProcessGroup, device: torch.d
         InputError: if some rank cannot put.
     """
     if not BACKENDS[options.backend].stores_to_peers:
-        return Reach.of_one_host(group)  # a collective reaches all alike, and needs no look
-    reach, puts = find_reach(group, device, options.hosts), options.between_hosts == "puts"
+        return Reach.of_one_node(group)  # a collective reaches all alike, and needs no look
+    reach, puts = find_reach(group, device, options.nodes), options.internode == "puts"
     if reach.whole:
         return reach
     if puts:
         start_puts(group, device, options.wait_timeout_s)
     if reach.rank == 0:
         by = ("NCCL" if device.type == "cuda" else "gloo") + ", pooled rows by puts of NVSHMEM" * puts
-        text = "backend %s: %s: stores within a host; between hosts one message a host and rank each way, by %s"
+        text = "backend %s: %s: stores within a node; between nodes one message a node and rank each way, by %s"
         log.warning(text, options.backend, reach.summary(), by)
     return reach
 
 
-class Halves(NamedTuple):
+class ExchangeParts(NamedTuple):
     """An open exchange."""
 
     forward: Forward
@@ -62,7 +62,7 @@ class Halves(NamedTuple):
                 part.close()
 
 
-def open_halves(context: ExchangeContext) -> Halves:
+def build_exchange(context: ExchangeContext) -> ExchangeParts:
     """Make the parts that the options name, and their windows; a collective.
 
     Raises:
@@ -101,4 +101,4 @@ def open_halves(context: ExchangeContext) -> Halves:
     if context.layout.replicated:
         assert outputs is not None
         local = (DeviceLocalLookup if on_gpu else CpuLocalLookup)(context, outputs)
-    return Halves(make_forward(context, outputs), make_backward(context, gradients), id_exchange, local, arena)
+    return ExchangeParts(make_forward(context, outputs), make_backward(context, gradients), id_exchange, local, arena)

@@ -18,7 +18,7 @@ from dlrm_overlap.embedding.steps import BatchSizes
 from dlrm_overlap.embedding.tables import LocalTables
 
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PUTS = ("in_place", "stores")
+PUTS = ("direct", "staged")
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class ExchangeOptions:
     max_gradient: float | None = None
     """the bound to which each element of the gradient of pooled embeddings is clipped, once it is divided by the number
     of ranks; None clips nothing"""
-    hosts: int | Literal["auto"] = "auto"
-    """backends that store to peers: auto finds out which ranks are reached by stores; a number emulates hosts, see
+    nodes: int | Literal["auto"] = "auto"
+    """backends that store to peers: auto finds out which ranks are reached by stores; a number emulates nodes, see
     `find_reach`"""
-    between_hosts: str = "messages"
-    """backends that store to peers, on GPUs: how pooled rows go to other hosts, messages | puts"""
+    internode: str = "messages"
+    """backends that store to peers, on GPUs: how pooled rows go to other nodes, messages | puts"""
     aggregate_bytes: int = EmbeddingConfig.aggregate_bytes
     """puts: a message leaves in groups of at least so many bytes, see `kernels.grouping`"""
     leading_columns: int = 0
@@ -103,7 +103,7 @@ class ExchangeContext:
     replicated: ReplicatedTables | None = None
     """the tables that every rank holds, if this exchange looks them up; None leaves them to TorchRec"""
     reach: Reach | None = None
-    """which ranks are reached by stores; None has `open_halves` find out"""
+    """which ranks are reached by stores; None has `build_exchange` find out"""
 
     def leaves_out(self, shard: FeatureShard) -> bool:
         """Return whether a shard's empty bags are not sent, which the samples' ranks know by the ids they published.

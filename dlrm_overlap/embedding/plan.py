@@ -210,8 +210,8 @@ def _balanced(
     local, world_size = topology.local_world_size, group.size()
     # FBGEMM updates each shard's columns apart, row-wise states and norms of rows included: where cuts of columns
     # depend on the number of ranks, so would the training, and losses would part on another number of them.
-    cut_columns, host_size = not looks_at_rows(config.optimizer), local if world_size % local == 0 else None
-    placed = balance(list(loads.values()), world_size, capacity, cut_columns, host_size)
+    cut_columns, node_size = not looks_at_rows(config.optimizer), local if world_size % local == 0 else None
+    placed = balance(list(loads.values()), world_size, capacity, cut_columns, node_size)
     if placed is None:
         held = sum(load.bytes for load in loads.values())
         raise _does_not_fit("auto", f"{held} bytes of tables on {world_size} ranks with room for {capacity} each")

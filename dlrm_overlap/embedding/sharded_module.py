@@ -19,12 +19,12 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.own_batches import InverseIndices, of_samples, with_even_batches
 from dlrm_overlap.embedding.shardings import exchanging_group, in_rank_order, model_order, names_of, output_types
 from dlrm_overlap.embedding.steps import weights_of, with_float_weights
-from dlrm_overlap.embedding.stock import StockTables
+from dlrm_overlap.embedding.torchrec_tables import TorchRecTables
+from dlrm_overlap.embedding.variable_batch import InverseIndices, of_samples, with_even_batches
 
 
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
@@ -74,9 +74,9 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         options = self.exchange.options
         return options.leading_columns if BACKENDS[options.backend].stores_to_peers else 0
 
-    def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
+    def _take_ids(self, keys: Sequence[str], bound: BatchCapacity, weighted: bool) -> None:
         stock = [i for i in range(len(self._shardings)) if i not in self._ours]
-        self.stock = StockTables(self, stock) if stock else None
+        self.stock = TorchRecTables(self, stock) if stock else None
         if self.exchange is not None:
             layout = self._layout(self._ours)
             self.exchange.take_ids(keys, bound, layout, self._replicated_tables, weighted)

@@ -14,11 +14,11 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from dlrm_overlap.embedding.distinct import DistinctIds, NamedSequence
 from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
-from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.own_batches import with_bags_of_samples
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.shardings import table_names
 from dlrm_overlap.embedding.steps import with_room
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
+from dlrm_overlap.embedding.variable_batch import with_bags_of_samples
 
 
 class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], ShardedEmbeddingCollection):
@@ -39,7 +39,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         found = table_names([self._shardings[i] for i in numbers])
         return {config.name: config.name for config in self._embedding_configs if config.name in found}
 
-    def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
+    def _take_ids(self, keys: Sequence[str], bound: BatchCapacity, weighted: bool) -> None:
         assert self.exchange is not None
         _, distinct = self.counted()
         self.exchange.take_distinct(distinct, bound, self._layout(self._ours), self._replicated_tables)

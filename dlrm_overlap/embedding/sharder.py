@@ -22,22 +22,22 @@ from torchrec.distributed.types import (
 )
 
 from dlrm_overlap.backends import BACKENDS, EXCHANGED
-from dlrm_overlap.config import EmbeddingConfig, InputError, NonNegativeInt, PositiveInt, Rule, Seconds, SliceBags
+from dlrm_overlap.config import EmbeddingConfig, InputError, NonNegativeInt, PositiveInt, Seconds, SliceBags, ValueRule
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
-from dlrm_overlap.embedding.reasons import POOLED_OPS, UNPOOLED_OPS, precisions
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
 from dlrm_overlap.embedding.shardings import cached_shares, exchanging_group
 from dlrm_overlap.embedding.tables import OPTIMIZERS
+from dlrm_overlap.embedding.unsupported import POOLED_OPS, UNPOOLED_OPS, precisions
 from dlrm_overlap.kernels.schedule import SCHEDULES
-from dlrm_overlap.launching.parsing import convert, words_of
+from dlrm_overlap.launching.parsing import convert, new_name, new_value, words_of
 
 _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
 
 
-def _one_of(known: Collection[str]) -> Rule:
-    return Rule(f"one of {', '.join(map(repr, known))}", known.__contains__)
+def _one_of(known: Collection[str]) -> ValueRule:
+    return ValueRule(f"one of {', '.join(map(repr, known))}", known.__contains__)
 
 
 _STORING = [name for name, backend in BACKENDS.items() if backend.stores_to_peers]
@@ -50,7 +50,7 @@ class _BothArguments(TypedDict, total=False):
     programs_per_sm: PositiveInt | None
     wire_dtype: _Precision
     wait_timeout_s: Seconds
-    hosts: PositiveInt | Literal["auto"]
+    nodes: PositiveInt | Literal["auto"]
     output_dtype: _Precision
     """type of the output of exchanged tables: "fp32", the default, or that of the wire; of unpooled tables any of its
     types where the wire's is fp32. `output_dtype` in `fused_params` sets both, and the type of the tables that stay
@@ -67,11 +67,11 @@ class PooledArguments(_BothArguments, total=False):
     backend: Annotated[str, _one_of(EXCHANGED)]
     """pgas, the default, fused or nccl"""
     put: Annotated[str, _one_of(PUTS)]
-    between_hosts: Annotated[str, _one_of(("messages", "puts"))]
+    internode: Annotated[str, _one_of(("messages", "puts"))]
     aggregate_bytes: NonNegativeInt
     copy_output: bool
     """return a copy of the pooled embeddings, the default. False returns the window into which peers have stored them,
-    and saves the copy; drop all references to it before the module's next forward, which raises `WindowHeldError`
+    and saves the copy; drop all references to it before the module's next forward, which raises `BufferInUseError`
     otherwise"""
     output_order: Annotated[str, _one_of(("plan", "model"))]
     """order of the features in the output: "plan", the default, as under TorchRec, or as in the unsharded module"""
@@ -103,6 +103,8 @@ class _ExchangingSharder:
             InputError: if a value breaks a rule.
         """
         known = get_type_hints(kinds, include_extras=True)
+        given = {new_name(f"embedding.{name}").removeprefix("embedding."): value for name, value in given.items()}
+        given = {name: new_value(f"embedding.{name}", value) for name, value in given.items()}
         if unknown := sorted(given.keys() - known):
             raise TypeError(f"sharder: unexpected arguments {', '.join(unknown)}")
         checked = dict[str, Any]()

@@ -53,7 +53,7 @@ _CUT_BY_COLUMNS = (
     GridPooledEmbeddingSharding,
     CwSequenceEmbeddingSharding,
 )
-# TorchRec reduces the partial sums of these within a host first.
+# TorchRec reduces the partial sums of these within a node first.
 _BY_HOST = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
 
 
@@ -100,13 +100,13 @@ def output_types(sharding: Any) -> set[SparseType]:
 def in_rank_order(ids: KeyedJaggedTensor, sharding: Any, batch_sizes: tuple[int, ...]) -> KeyedJaggedTensor:
     """Return the ids of a sharding's input with rank 0's samples first, those of rank 1 next, and so on.
 
-    TorchRec reduces the partial sums of some shardings within a host first, and sorts samples for that: those of the
-    first rank of each host come first, then those of each second one, and so on.
+    TorchRec reduces the partial sums of some shardings within a node first, and sorts samples for that: those of the
+    first rank of each node come first, then those of each second one, and so on.
 
     Args:
         batch_sizes: samples of each rank.
 
-    Example: 2 hosts of 2 ranks with a sample each. The samples of ranks 0, 2, 1, 3 become those of ranks 0, 1, 2, 3.
+    Example: 2 nodes of 2 ranks with a sample each. The samples of ranks 0, 2, 1, 3 become those of ranks 0, 1, 2, 3.
     """
     if not isinstance(sharding, _BY_HOST) or sharding._world_size == sharding._local_size:
         return ids

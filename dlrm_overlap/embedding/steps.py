@@ -11,7 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMo
 from torch.cuda import is_current_stream_capturing, is_initialized
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.kernels.arguments import Numbers
+from dlrm_overlap.kernels.arguments import OptimizerParams
 
 _LAZY = 3  # FBGEMM's CounterWeightDecayMode.ADAGRADW
 
@@ -59,21 +59,21 @@ class UpdateRule(NamedTuple):
         return bool(self.arguments.weight_decay or self.arguments.max_norm or self.count)
 
     @property
-    def numbers(self) -> Numbers:
+    def numbers(self) -> OptimizerParams:
         """The numbers as kernels and the reference take them."""
         given, mode = self.arguments, self.arguments.weight_decay_mode
-        return Numbers(
+        return OptimizerParams(
             lr=self.lr,
             eps=given.eps,
             l2=given.weight_decay * (mode == WeightDecayMode.L2.value and not self.always_decays),
             decoupled=given.weight_decay * (mode in (WeightDecayMode.DECOUPLE.value, _LAZY) or self.always_decays),
-            most_norm=given.max_norm or Numbers(0.0).most_norm,
+            max_norm=given.max_norm or OptimizerParams(0.0).max_norm,
             beta1=given.beta1,
             beta2=given.beta2,
             count=self.count,
             halflife=given.counter_halflife,
             decay_after=given.adjustment_iter,
-            most_rate=given.adjustment_ub,
+            max_rate=given.adjustment_ub,
             lazy=float(mode == _LAZY),
         )
 

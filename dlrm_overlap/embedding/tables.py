@@ -13,7 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.cache import HomeTable, RowCache, bring_in, make_caches
+from dlrm_overlap.embedding.cache import HomeTable, RowCache, activate, make_caches
 from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
 from dlrm_overlap.embedding.steps import UpdateRule
 from dlrm_overlap.kernels.arguments import STATES
@@ -179,10 +179,10 @@ class LocalTables:
             self.write_back()
         self._cached, self._cached_features = {}, []
 
-    def bring_in(self, ids: KeyedJaggedTensor) -> None:
+    def activate(self, ids: KeyedJaggedTensor) -> None:
         """Bring the rows of the next step to the caches, and replace its ids by slots; on the current stream."""
         self.read_again()
-        bring_in(self._cached_features, ids)
+        activate(self._cached_features, ids)
 
     def write_back(self) -> None:
         """Store the rows of the caches to their tables, and keep them; on the current stream."""

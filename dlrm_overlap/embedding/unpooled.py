@@ -18,8 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.order import uncompiled
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, SlotBlocks
-from dlrm_overlap.embedding.exchange import Exchange, fails_for_good
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.exchange import Exchange, poison_on_error
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.layout import Layout, RowRange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.replicated import ReplicatedTables
@@ -47,7 +47,7 @@ class UnpooledExchange(Exchange):
         self._clips = False  # gradients are clipped before they are summed
         self.expanded_dtype = options.output_dtype
         self.sums: RowSums | None = None
-        self._batch_bound: BatchBound | None = None
+        self._batch_bound: BatchCapacity | None = None
         self.distinct: DistinctIds
         """of the tables in the order of `table_layout`, where this exchange takes ids"""
         self._is_counted = False  # whether the distinct ids of the batches are within the bound's
@@ -59,12 +59,12 @@ class UnpooledExchange(Exchange):
         """the memory of what is known of the ids that were sent in even epochs, and in odd ones"""
 
     @property
-    def bound(self) -> BatchBound | None:
+    def bound(self) -> BatchCapacity | None:
         """The bound of batches by which ids are taken, if they are."""
         return self._batch_bound
 
     def take_distinct(
-        self, distinct: DistinctIds, bound: BatchBound, layout: Layout, replicated: ReplicatedTables | None
+        self, distinct: DistinctIds, bound: BatchCapacity, layout: Layout, replicated: ReplicatedTables | None
     ) -> None:
         """From now on, take the ids of this rank's samples, see `take_ids`; a collective."""
         self.distinct, self._is_counted = distinct, bool(bound.distinct)
@@ -75,19 +75,19 @@ class UnpooledExchange(Exchange):
 
     @property
     def row_ranges(self) -> Mapping[str, RowRange]:
-        """What has slots of its own, by name: each table or, of one cut by rows over several hosts, each owner's rows.
+        """What has slots of its own, by name: each table or, of one cut by rows over several nodes, each owner's rows.
 
-        An owner sends another host a row for every slot that may have an id of its rows.
+        An owner sends another node a row for every slot that may have an id of its rows.
         """
         return self.table_layout.row_ranges(self.has_rows_apart)
 
     @cached_property
     def has_rows_apart(self) -> bool:
-        """Whether rows of a table are on several hosts; the first access is a collective."""
+        """Whether rows of a table are on several nodes; the first access is a collective."""
         shards = [shard for shards in self.table_layout.by_owner for shard in shards]
         return any(shard.is_cut_by_rows for shard in shards) and not self.reach.whole
 
-    def take_bound(self, bound: BatchBound) -> None:
+    def take_bound(self, bound: BatchCapacity) -> None:
         """From now on, take ids of another bound; a collective, of ranks that are through with their steps."""
         self._batch_bound, most = bound, self._most_slots(bound)
         self._blocks = SlotBlocks.of(list(most.values()))
@@ -95,14 +95,14 @@ class UnpooledExchange(Exchange):
         ids = {name: room for name, (_, room) in features.items()}
         ranges = self.row_ranges
         layout = self.table_layout.with_features({name: ranges[of] for name, (of, _) in features.items()})
-        slots = BatchBound(self._blocks.slots, dict.fromkeys(ids, (0, 1)), ids)
+        slots = BatchCapacity(self._blocks.slots, dict.fromkeys(ids, (0, 1)), ids)
         self.take_ids(list(ids), slots, layout, self._replicated)
         room, bags = sum(self._most(bound)), len(ids) * self._blocks.slots
         # Ids, lengths, places; rows, starts, count and order of the runs.
         sizes = room, bags, room, room, room + 1, 1, room
         self._kept = [[torch.zeros(size, dtype=torch.int32, device=self.device) for size in sizes] for _ in range(2)]
 
-    def _most_slots(self, bound: BatchBound) -> dict[str, int]:
+    def _most_slots(self, bound: BatchCapacity) -> dict[str, int]:
         """Return the most slots that a batch fills, by name of `row_ranges`."""
         ids = dict.fromkeys(self.table_layout.names, 0)
         for sequence, room in zip(self.distinct.sequences, self._most(bound), strict=True):
@@ -114,7 +114,7 @@ class UnpooledExchange(Exchange):
             for most in [ids[of.table]]
         }
 
-    def _most(self, bound: BatchBound) -> list[int]:
+    def _most(self, bound: BatchCapacity) -> list[int]:
         """Return the most ids of each sequence."""
         return bound.capacity([sequence.feature for sequence in self.distinct.sequences])
 
@@ -139,7 +139,7 @@ class UnpooledExchange(Exchange):
         """Return the slots, which are as many on all ranks."""
         return samples
 
-    @fails_for_good
+    @poison_on_error
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
         assert self._ids is not None
         rooms = self.rooms_of(features)

@@ -1,20 +1,29 @@
 """Windows that peers store into: two that take turns, their ready flags, and the epochs that both ends count."""
 
 import gc
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from dlrm_overlap.comm.arena import Arena, Loan, Region
+from dlrm_overlap.comm.arena import Arena, BufferView, Region
 from dlrm_overlap.comm.counters import Counter
 from dlrm_overlap.kernels.arguments import Windows
-from dlrm_overlap.kernels.flags import Flags, awaiting_flags, raise_flags, raising_flags
+from dlrm_overlap.kernels.flags import Flags, prepare_signals, prepare_wait, signal_flags
 
 
-class WindowHeldError(RuntimeError):
+class BufferInUseError(RuntimeError):
     """A forward began while the pooled embeddings of the one before were still in use."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return what has had another name, with a warning."""
+    if name != "WindowHeldError":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("WindowHeldError is deprecated; use BufferInUseError", FutureWarning, stacklevel=2)
+    return BufferInUseError
 
 
 class WindowSpec(NamedTuple):
@@ -54,7 +63,7 @@ class WindowPair:
         self.arena, self.counter = arena, counter
         self.names, self.flags = (f"{spec.name}0", f"{spec.name}1"), f"{spec.name}_ready"
         self._windows = [arena.local(name) for name in self.names]
-        self._loans: list[Loan] = []
+        self._loans: list[BufferView] = []
 
     @property
     def epoch(self) -> int:
@@ -75,12 +84,12 @@ class WindowPair:
         """Begin a step and return its epoch.
 
         Raises:
-            WindowHeldError: if a window that was lent is still in use; nothing has begun.
+            BufferInUseError: if a window that was lent is still in use; nothing has begun.
         """
         if self._loans and self._held():
             gc.collect()  # a cycle may be all that holds it
             if self._held():
-                raise WindowHeldError(
+                raise BufferInUseError(
                     "pooled embeddings: a forward began while the output of the one before is in use, and peers would "
                     "overwrite it; give the sharder copy_output=True, or run its backward or drop it first"
                 )
@@ -133,14 +142,14 @@ class PairFlags:
             timeout=int(timeout_s * 1e9),
             status=status,
         )
-        self._raising, self._awaiting = raising_flags(self.flags, arena.rank, 0), awaiting_flags(self.flags, arena.rank)
+        self._raising, self._awaiting = prepare_signals(self.flags, arena.rank, 0), prepare_wait(self.flags, arena.rank)
 
     def raise_at_all(self, source: int | None = None) -> None:
-        """Raise the first flag of this rank, or of `source`, of another host, as that one would."""
+        """Raise the first flag of this rank, or of `source`, of another node, as that one would."""
         if source is None:
             self._raising(self._pair.counter.argument)
         else:
-            raise_flags(self.flags, source, 0, self._pair.counter.argument)
+            signal_flags(self.flags, source, 0, self._pair.counter.argument)
 
     def wait(self) -> None:
         """Wait for the flags."""
@@ -150,7 +159,7 @@ class PairFlags:
 def skip_epoch(pair: WindowPair, kind: type[PairFlags], timeout_s: float, status: Any) -> None:
     """Take an epoch of a pair in which nothing is stored: raise a flag at each rank reached, and await one of each.
 
-    Only ranks of this host store into its windows, so those of other hosts need not be awaited.
+    Only ranks of this node store into its windows, so those of other nodes need not be awaited.
     """
     flags = kind(pair, one_flag_each(pair.arena.reached, pair.arena.world_size), timeout_s, status)
     pair.begin()

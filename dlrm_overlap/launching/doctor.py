@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching import stack
+from dlrm_overlap.launching import supported_versions
 from dlrm_overlap.launching.environment import output_of
 
 _MIN_SHM_BYTES = 1 << 30
@@ -43,7 +43,7 @@ def _findings() -> Iterator[Finding]:
     inside = (3, 11) <= sys.version_info[:2] <= (3, 12)
     yield Finding("Python", platform.python_version(), "" if inside else "use Python 3.11 or 3.12", needed=True)
     try:
-        stack.check_stack()
+        supported_versions.check_stack()
     except InputError as error:
         fault, _, cure = str(error).partition("; ")
         yield Finding("libraries", fault, cure, needed=True)
@@ -56,12 +56,14 @@ def _findings() -> Iterator[Finding]:
 
 def _libraries() -> Finding:
     """Compare the libraries, which match by their releases, with the versions that were tried together."""
-    build, found = stack.build(), stack.versions()
-    tried = stack.STACKS[build]._asdict()
+    build, found = supported_versions.build(), supported_versions.versions()
+    tried = supported_versions.STACKS[build]._asdict()
     others = [name for name, version in found.items() if (version or "").partition("+")[0] != tried[name]]
     detail = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
     if others:
-        return Finding("libraries", f"{detail}: {', '.join(others)} not tried so", stack.install_command(build))
+        return Finding(
+            "libraries", f"{detail}: {', '.join(others)} not tried so", supported_versions.install_command(build)
+        )
     return Finding("libraries", f"{detail}, tried together")
 
 
@@ -69,7 +71,7 @@ def _gpus() -> Iterator[Finding]:
     import torch
 
     from dlrm_overlap.comm.network import missing_puts
-    from dlrm_overlap.comm.reach import hosts_of, place_of
+    from dlrm_overlap.comm.reach import nodes_of, place_of
 
     if not torch.cuda.is_available():
         cure = "check nvidia-smi, the driver, CUDA_VISIBLE_DEVICES, docker run --gpus all" if torch.version.cuda else ""
@@ -80,12 +82,12 @@ def _gpus() -> Iterator[Finding]:
         about = torch.cuda.get_device_properties(device)
         memory = f"{about.total_memory / 2**30:.0f} GiB"
         yield Finding(f"GPU {device.index}", f"{about.name}, {memory}, compute capability {about.major}.{about.minor}")
-    hosts, _ = hosts_of([place_of(device) for device in devices])
-    together = " | ".join(f"{host[0]}-{host[-1]}" if len(host) > 1 else str(host[0]) for host in hosts)
+    nodes, _ = nodes_of([place_of(device) for device in devices])
+    together = " | ".join(f"{node[0]}-{node[-1]}" if len(node) > 1 else str(node[0]) for node in nodes)
     missing = missing_puts()
     others = "messages of NCCL" + (f" ({missing})" if missing else ", or puts from kernels (NVSHMEM is there)")
     detail = f"GPUs {together} by stores, all others and other machines by {others}"
-    cure = "some have no peer access, nvidia-smi topo -p2p r tells why; messages are slower" if len(hosts) > 1 else ""
+    cure = "some have no peer access, nvidia-smi topo -p2p r tells why; messages are slower" if len(nodes) > 1 else ""
     yield Finding("reach", detail, cure)
     yield _compiler()
 
@@ -111,7 +113,7 @@ def _shared_memory() -> Finding:
 
 def _mpi() -> Finding:
     """Load MPI in a process of its own: it may be loaded only once, and a broken one aborts the process."""
-    if (version := stack.version_of("mpi4py")) is None:
+    if (version := supported_versions.version_of("mpi4py")) is None:
         return Finding("mpi4py", "not installed, for mpirun only", "pip install mpi4py")
     probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     library = output_of(sys.executable, "-c", probe).strip("\0 \n").partition("\n")[0].strip()

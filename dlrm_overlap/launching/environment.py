@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from dlrm_overlap.launching import stack
+from dlrm_overlap.launching import supported_versions
 
 
 def environment() -> dict[str, str]:
@@ -24,11 +24,11 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": stack.nccl_version(),
-        "fbgemm": next(iter(stack.fbgemm_versions().values()), None),
-        "torchrec": stack.version_of("torchrec"),
-        "triton": stack.version_of("triton"),
-        "numpy": stack.version_of("numpy"),
+        "nccl": supported_versions.nccl_version(),
+        "fbgemm": next(iter(supported_versions.fbgemm_versions().values()), None),
+        "torchrec": supported_versions.version_of("torchrec"),
+        "triton": supported_versions.version_of("triton"),
+        "numpy": supported_versions.version_of("numpy"),
         "gpu": ", ".join(f"{len(list(same))} x {name}" for name, same in itertools.groupby(gpus)),
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
         "cpu": _cpu(),

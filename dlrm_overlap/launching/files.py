@@ -102,7 +102,7 @@ def hold_folder(folder: Path, key: str) -> Iterator[bool]:
         Whether the lock is held: False where there are none.
 
     Raises:
-        InputError: if another process holds it; the error names that process and its host.
+        InputError: if another process holds it; the error names that process and its node.
         OSError: if the file cannot be made.
     """
     path = folder / LOCK_NAME

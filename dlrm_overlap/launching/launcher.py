@@ -29,13 +29,13 @@ class World:
     rank: int
     """0 .. world_size - 1"""
     local_rank: int
-    """rank among the processes of this host; the GPU to use"""
+    """rank among the processes of this node; the GPU to use"""
     world_size: int
     """processes in all, W"""
     local_world_size: int
-    """processes on this host"""
+    """processes on this node"""
     master_addr: str
-    """host of rank 0: a name or an address, without brackets if that is one of IPv6"""
+    """node of rank 0: a name or an address, without brackets if that is one of IPv6"""
     master_port: int
     """port there for the rendezvous; 0 where a world of one needs none"""
     source: str
@@ -56,10 +56,10 @@ class World:
                     f"{self.source} launch: {prefix}WORLD_SIZE {size} is above {_MOST_RANKS}; correct what starts the "
                     f"ranks"
                 )
-        if self.world_size > 1 and not (_is_host(self.master_addr) and 0 < self.master_port < 1 << 16):
+        if self.world_size > 1 and not (_is_node(self.master_addr) and 0 < self.master_port < 1 << 16):
             raise InputError(
                 f"{self.source} launch: {self.world_size} ranks cannot meet at {self.master_addr!r}, port "
-                f"{self.master_port}; set MASTER_ADDR to the name or IP address of rank 0's host, without a port, and "
+                f"{self.master_port}; set MASTER_ADDR to the name or IP address of rank 0's node, without a port, and "
                 f"MASTER_PORT to a free port, 1 .. 65535"
             )
 
@@ -82,7 +82,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
 
     | source | found by | rendezvous |
     |---|---|---|
-    | nproc | the mark that `spawn` leaves | this host |
+    | nproc | the mark that `spawn` leaves | this node |
     | torchrun | TORCHELASTIC_RUN_ID | MASTER_ADDR, MASTER_PORT |
     | mpi | OMPI_COMM_WORLD_SIZE, or PMI_SIZE if not Slurm's own | rank 0's choice, broadcast through mpi4py |
     | slurm | SLURM_STEP_ID (srun) | first node of the step, port from job and step id |
@@ -150,7 +150,7 @@ def _from_variables(environ: Mapping[str, str], source: str) -> World:
     rank, size = _integer(environ, "RANK", source), _integer(environ, "WORLD_SIZE", source)
     address = _master_addr(environ)
     port = _integer(environ, "MASTER_PORT", source) if size > 1 else 0
-    if size == 1 or is_loopback(address):  # one host: the local ranks are the ranks
+    if size == 1 or is_loopback(address):  # one node: the local ranks are the ranks
         environ = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), **environ}
     local, local_size = _integer(environ, "LOCAL_RANK", source), _integer(environ, "LOCAL_WORLD_SIZE", source)
     return World(rank, local, size, local_size, LOOPBACK if size == 1 else address, port, source)
@@ -229,15 +229,15 @@ def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     return None
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address or localhost.
+def is_loopback(node: str) -> bool:
+    """Return whether `node` is a loopback address or localhost.
 
-    Other names are not looked up: a host may know itself as 127.0.1.1 and be reached by others at another address.
+    Other names are not looked up: a node may know itself as 127.0.1.1 and be reached by others at another address.
     """
     try:
-        address = ipaddress.ip_address(host)
+        address = ipaddress.ip_address(node)
     except ValueError:
-        return host == "localhost"
+        return node == "localhost"
     return address.is_loopback
 
 
@@ -251,7 +251,7 @@ def _master_addr(environ: Mapping[str, str]) -> str:
     return str(address.ipv4_mapped or address)
 
 
-def _is_host(text: str) -> bool:
+def _is_node(text: str) -> bool:
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -275,7 +275,7 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that was free on this host a moment ago."""
+    """Return a TCP port that was free on this node a moment ago."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

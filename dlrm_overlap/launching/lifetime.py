@@ -51,7 +51,7 @@ def release_asks() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
 
 
-def heed_asks() -> None:
+def handle_signals() -> None:
     """Let SIGTERM and SIGUSR1 end this process from now on, also if they are pending: it has nothing left to save."""
     for number in _ASKS:
         signal.signal(number, signal.SIG_DFL)

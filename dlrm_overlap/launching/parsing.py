@@ -7,6 +7,7 @@ import difflib
 import inspect
 import itertools
 import json
+import logging
 import os
 import re
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
@@ -17,9 +18,11 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 
 import yaml
 
-from dlrm_overlap.config import FullPath, InputError, in_one_line
+from dlrm_overlap.config import RENAMED_KEYS, RENAMED_VALUES, FullPath, InputError, in_one_line
 
 Sections = TypeVar("Sections")
+log = logging.getLogger("dlrm_overlap")
+
 _CONFIGS = Path(__file__).parents[1] / "configs"
 _SHOWN = 200  # characters of a value
 # What PyYAML raises for a text that is not YAML, and for a tag whose value is wrong, as in `!!int ''`.
@@ -144,6 +147,36 @@ def _read_file(path: Path, config: type) -> dict[str, Any]:
     return read_tree(tree, config, path)
 
 
+def new_name(key: str) -> str:
+    """Return the name of a key that may have the name of an earlier version, of which it warns."""
+    if key not in RENAMED_KEYS:
+        return key
+    log.warning("%s is deprecated; use %s", key, RENAMED_KEYS[key])
+    return RENAMED_KEYS[key]
+
+
+def new_value(key: str, value: Any) -> Any:
+    """Return the name of a value that may have the name of an earlier version, of which it warns."""
+    names = RENAMED_VALUES.get(key, {})
+    if not isinstance(value, str) or value not in names:
+        return value
+    log.warning("%s: %s is deprecated; use %s", key, value, names[value])
+    return names[value]
+
+
+def _with_new_names(argv: Sequence[str]) -> list[str]:
+    """Return options with the names of this version."""
+    renamed = list[str]()
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if key.startswith("--"):
+            key = f"--{new_name(key[2:])}"
+            renamed.append(f"{key}={new_value(key[2:], value)}" if equals else key)
+        else:
+            renamed.append(new_value(renamed[-1][2:], word) if renamed else word)
+    return renamed
+
+
 def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> dict[str, Any]:
     """Return the values of `tree`, a section of keys of the dataclass `section` as read from `path`, by dotted key.
 
@@ -158,6 +191,9 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
     found: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
+        if name not in kinds and key in RENAMED_KEYS:
+            key = new_name(key)
+            name = key.rpartition(".")[2]
         if name not in kinds:
             raise InputError(f"{path}: {key} is not a key; {suggest(key, [prefix + each for each in kinds])}")
         if dataclasses.is_dataclass(kinds[name]):
@@ -167,7 +203,7 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
             found[key] = _read_members(value or {}, get_args(kinds[name])[1], path, key)
             continue
         try:
-            found[key] = convert(kinds[name], value)
+            found[key] = convert(kinds[name], new_value(key, value))
         except ValueError:
             shown = "null" if value is None else in_one_line(str(value))
             raise InputError(f"{path}: {key}: {_cut(shown)} is not {words_of(kinds[name])}; see --help") from None
@@ -327,7 +363,7 @@ def parse_config(
     for key in keys:
         text = _help_of(key) if asks_help else None
         parser.add_argument(f"--{key.name}", type=key.kind, default=SUPPRESS, metavar="VALUE", help=text)
-    options = parser.read(argv)
+    options = parser.read(_with_new_names(argv))
     values = read_tree(defaults, config, "defaults") if defaults else {}
     for file in options.config:
         values |= _read_file(find_config(file), config)

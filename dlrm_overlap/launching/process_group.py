@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LAST_RESORT, _LAST_RESORT_S = 10.0, 5.0  # a collective gives up after so many wait_timeout_s, and so many seconds more
 _SHOWN = 60  # characters of a value
-_RESOLVE_S = 20.0  # the name of a container's host may become known a moment after the container has started
+_RESOLVE_S = 20.0  # the name of a container's node may become known a moment after the container has started
 _LET_GO_S = 0.05  # far more than gloo's threads need to let go of the last collective's tensors
 
 
@@ -30,13 +30,13 @@ def find_device(kind: str, local_rank: int, source: str = "nproc", local_ranks: 
 
     Args:
         kind: train.device; auto takes the GPUs if there are any.
-        local_rank: the rank's number among those of this host.
+        local_rank: the rank's number among those of this node.
         source: who started them, `World.source`.
-        local_ranks: processes on this host. Every rank checks that all of them have a GPU, so that rank 0, whose
+        local_ranks: processes on this node. Every rank checks that all of them have a GPU, so that rank 0, whose
             message is the one shown, finds it too.
 
     Raises:
-        InputError: if there is no GPU for each rank of this host.
+        InputError: if there is no GPU for each rank of this node.
     """
     import torch
 
@@ -105,8 +105,8 @@ def init_process_group(
     except (OSError, RuntimeError) as error:  # of sockets, the store and gloo
         raise InputError(
             f"{world.source} launch: {world.world_size} ranks do not meet at {world.rendezvous} within "
-            f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, with MASTER_ADDR and MASTER_PORT a host "
-            f"and a free port that all reach, and GLOO_SOCKET_IFNAME on each host the interface by which the others "
+            f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, with MASTER_ADDR and MASTER_PORT a node "
+            f"and a free port that all reach, and GLOO_SOCKET_IFNAME on each node the interface by which the others "
             f"reach it"
         ) from error
 
@@ -130,10 +130,10 @@ def _open_store(world: World, timeout_s: float) -> "Store":
 
 
 def _resolve(world: World, patience_s: float) -> tuple[Any, ...]:
-    """Return the first address of rank 0's host. A `TCPStore` would look for one until its own timeout.
+    """Return the first address of rank 0's node. A `TCPStore` would look for one until its own timeout.
 
     Raises:
-        InputError: if the host has no address.
+        InputError: if the node has no address.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -142,7 +142,7 @@ def _resolve(world: World, patience_s: float) -> tuple[Any, ...]:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise InputError(
-                    f"{world.source} launch: {world.master_addr}, the host of rank 0, has no address "
+                    f"{world.source} launch: {world.master_addr}, the node of rank 0, has no address "
                     f"({error.strerror}); set MASTER_ADDR to a name or an address that all ranks can look up"
                 ) from None
         time.sleep(min(1.0, patience_s))
@@ -163,7 +163,7 @@ def check_alike(facts: Mapping[str, Any], group: "dist.ProcessGroup") -> None:
             found = [f"{key} is {_shown(theirs.get(key))}, not {_shown(first.get(key))}" for key in keys]
             raise InputError(
                 f"rank {rank} differs from rank 0: {', '.join(found)}; start all ranks of a run by one command, with "
-                f"the same files on every host"
+                f"the same files on every node"
             )
 
 

@@ -1,4 +1,4 @@
-"""The launcher of `--nproc`: starts the ranks on this host, reports the one that failed, and ends the others."""
+"""The launcher of `--nproc`: starts the ranks on this node, reports the one that failed, and ends the others."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ _REASONS = {
 
 
 def spawn(argv: Sequence[str], nproc: int) -> int:
-    """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this host and return the first failing exit code, or 0.
+    """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this node and return the first failing exit code, or 0.
 
     The ranks' output passes through untouched. When a rank fails, the others are killed, and standard error names that
     rank.

@@ -15,7 +15,7 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dlrm_overlap.comm.patience import Patience
+from dlrm_overlap.comm.deadline import Deadline
 from dlrm_overlap.launching.lifetime import HOLD_BACK_S
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ SLACK = 1.1
 """a rank is ended after so many timeouts, so that an exchange whose own wait expires names its slice first"""
 _POLL_S = 0.5
 _SHOWN_RANKS = 8
-_SILENT = "it is stopped, or its host is gone or cut off"
+_SILENT = "it is stopped, or its node is gone or cut off"
 
 
 class Progress:
@@ -95,8 +95,8 @@ class Watch:
                     self._end(lines, answering, patience.waited_s)
                 patience = self._patience()  # it reads or writes a checkpoint, which takes as long as its disk does
 
-    def _patience(self) -> Patience:
-        return Patience(SLACK * self._timeout_s, longest_s=max(2 * self._period_s, 1.0))
+    def _patience(self) -> Deadline:
+        return Deadline(SLACK * self._timeout_s, longest_s=max(2 * self._period_s, 1.0))
 
     def _beat(self, frame: FrameType) -> None:
         self._beats += 1

@@ -54,24 +54,24 @@ def check_folder(config: Config) -> None:
             move the checkpoint aside that it is to go on from.
     """
     folder, resume = config.folder, config.checkpoint.resume
-    if config.log.replace:  # whatever lies there is moved away, once the folder's lock is held
+    if config.log.overwrite:  # whatever lies there is moved away, once the folder's lock is held
         if same_checkpoint(folder / "checkpoints", Path(resume)):
             raise InputError(
-                f"checkpoint.resume: {resume} lies in {folder}, which log.replace moves aside; leave log.replace out "
-                f"to go on there, or give another --log.name"
+                f"checkpoint.resume: {resume} lies in {folder}, which log.overwrite moves aside; leave log.overwrite "
+                f"out to go on there, or give another --log.name"
             )
         return
     if newest := newest_checkpoint(folder / "checkpoints"):
         if resume != "auto" and not same_checkpoint(newest.parent, Path(resume)):
             raise InputError(
                 f"checkpoint.resume: {resume}, but {newest} is an earlier run's, which a later resume would take for "
-                f"this one's; leave checkpoint.resume out to go on there, move it aside by --log.replace true, or give "
-                f"another --log.name"
+                f"this one's; leave checkpoint.resume out to go on there, move it aside by --log.overwrite true, or "
+                f"give another --log.name"
             )
     elif (folder / "summary.json").exists():
         raise InputError(
             f"log.name: {folder} holds the results of an earlier run, and no checkpoint to go on from; move them aside "
-            f"by --log.replace true, or give another --log.name"
+            f"by --log.overwrite true, or give another --log.name"
         )
 
 
@@ -102,7 +102,7 @@ class RunLog:
                 if not old.is_dir():  # a user's folder is not TensorBoard's
                     remove(old)
         shown = config.as_dict()
-        shown["log"]["replace"] = False  # a run of this file goes on with this one
+        shown["log"]["overwrite"] = False  # a run of this file goes on with this one
         resolved = yaml.safe_dump(shown, sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start)

@@ -25,7 +25,7 @@ from dlrm_overlap.observe.result_files import is_number
 # matches counts; a name that none matches is dense.
 _KINDS = {
     "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices|_expand_rows",
-    "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_raise_flags|_await_flags|_store_to_peers|PtoP"
+    "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_signal_flags|_wait_for_flags|_store_to_peers|PtoP"
     r"|_begin_call",
     "update": r"split_embedding\w*_backward|_update_rows",
     "all-reduce": r"AllReduce|_average_share",
@@ -52,7 +52,7 @@ class Span(NamedTuple):
     end: float
 
 
-class Work(NamedTuple):
+class GpuWork(NamedTuple):
     """A kernel or a copy on the GPU."""
 
     name: str
@@ -108,10 +108,10 @@ def _is_whole(event: dict[str, Any]) -> bool:
     )
 
 
-def gpu_work(events: Iterable[dict[str, Any]]) -> list[Work]:
+def gpu_work(events: Iterable[dict[str, Any]]) -> list[GpuWork]:
     """Return the kernels and copies among `events` that ran on the GPU."""
     return [
-        Work(event["name"], event["args"]["stream"], Span(event["ts"], event["ts"] + event["dur"]))
+        GpuWork(event["name"], event["args"]["stream"], Span(event["ts"], event["ts"] + event["dur"]))
         for event in events
         if event.get("cat") in _GPU_WORK
     ]
@@ -143,7 +143,7 @@ def exclusive(groups: Mapping[str, Iterable[Span]]) -> dict[str, float]:
     return dict(zip(groups, found, strict=True))
 
 
-def shares(work: Sequence[Work], window: Span | None = None) -> dict[str, float]:
+def shares(work: Sequence[GpuWork], window: Span | None = None) -> dict[str, float]:
     """Return the shares of `window`, by default of all of `work`, in us: compute, exposed, copying, idle, exposed_most.
 
     A kernel ran that computes; else one that communicates; else copies, within this GPU or from the host; else nothing:

@@ -15,7 +15,7 @@ _GPU_BYTES = 140 * 10**9  # an H200's memory
 _CAPACITY_BYTES = _GPU_BYTES * 4 // 5  # of a rank's tables: `embedding.plan` reserves a fifth
 
 
-class Shard(NamedTuple):
+class SimulatedShard(NamedTuple):
     """Columns and rows of a table on a rank."""
 
     rank: int
@@ -24,7 +24,7 @@ class Shard(NamedTuple):
     """part of the table's rows"""
 
 
-class Shares(NamedTuple):
+class SimulatedShares(NamedTuple):
     """Of each rank, [W], its part of the work over the mean rank's, if no table were cut by rows."""
 
     memory: np.ndarray
@@ -42,8 +42,12 @@ class Shares(NamedTuple):
 
 
 def shares_of(
-    loads: Sequence[TableLoad], plan: Sequence[Sequence[Shard]], world_size: int, gpus_per_host: int, dense: bool
-) -> Shares:
+    loads: Sequence[TableLoad],
+    plan: Sequence[Sequence[SimulatedShard]],
+    world_size: int,
+    gpus_per_host: int,
+    dense: bool,
+) -> SimulatedShares:
     """Return the ranks' shares where `plan` has the shards of each table.
 
     Of a table that is cut by rows, the exchange sends within a host the partial sums of bags that have ids of a shard.
@@ -71,13 +75,13 @@ def shares_of(
             found[:, rank] += load.pooling * columns * rows, columns, load.pooling * rows, near, away, sums
     elements, ids = sum(load.pooling * load.dim for load in loads), sum(load.pooling for load in loads)
     columns = sum(load.dim for load in loads)
-    return Shares(*(found * (W / np.array([elements, columns, ids, columns, columns, columns]))[:, None]))
+    return SimulatedShares(*(found * (W / np.array([elements, columns, ids, columns, columns, columns]))[:, None]))
 
 
 @lru_cache(maxsize=32)
 def plan_tables(
     loads: tuple[TableLoad, ...], plan: str, optimizer: Any, world_size: int, gpus_per_host: int, samples: int
-) -> list[list[Shard]]:
+) -> list[list[SimulatedShard]]:
     """Return the shards of each table by a value of `embedding.plan`.
 
     Raises:
@@ -86,7 +90,7 @@ def plan_tables(
     if plan != "auto":
         return _torchrecs(loads, plan, optimizer, world_size, gpus_per_host, samples)
     if len(set(loads)) == 1 and len(loads) % world_size == 0:  # each rank gets as many
-        return [[Shard(number % world_size, load.dim, 1.0)] for number, load in enumerate(loads)]
+        return [[SimulatedShard(number % world_size, load.dim, 1.0)] for number, load in enumerate(loads)]
     cut_columns = not looks_at_rows(optimizer)
     placed = balance(loads, world_size, _CAPACITY_BYTES, cut_columns, gpus_per_host)
     if placed is None:
@@ -95,13 +99,13 @@ def plan_tables(
     for number, (load, ranks) in enumerate(zip(loads, placed.ranks, strict=True)):
         by_rows = number in placed.by_rows
         part = (load.dim, 1 / len(ranks)) if by_rows else (load.dim // len(ranks), 1.0)
-        found.append([Shard(rank, *part) for rank in ranks])
+        found.append([SimulatedShard(rank, *part) for rank in ranks])
     return found
 
 
 def _torchrecs(
     loads: Sequence[TableLoad], plan: str, optimizer: Any, world_size: int, gpus_per_host: int, samples: int
-) -> list[list[Shard]]:
+) -> list[list[SimulatedShard]]:
     """Return the shards of each table by TorchRec's planner, which takes the fused lookup and knows the ids a bag."""
     import torch
     from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -143,7 +147,7 @@ def _torchrecs(
     for config in configs:
         shards = planned[config.name].sharding_spec.shards  # type: ignore[index]
         rows = config.num_embeddings
-        found.append([Shard(s.placement.rank(), s.shard_sizes[1], s.shard_sizes[0] / rows) for s in shards])
+        found.append([SimulatedShard(s.placement.rank(), s.shard_sizes[1], s.shard_sizes[0] / rows) for s in shards])
     return found
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from dlrm_overlap.kernels.grouping import group_rows
 from dlrm_overlap.simulate.config import LookupConfig, SimulateConfig, UpdateConfig
-from dlrm_overlap.simulate.workload import Workload
+from dlrm_overlap.simulate.workload import SimulatedWorkload
 
 _MANY_BAGS = 1 << 17
 _PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.layout` cuts a rank's window
@@ -66,17 +66,17 @@ def all_reduce_s(config: SimulateConfig, nbytes: float) -> float:
     return 2 * (within_s + between_s + steps_s)
 
 
-def pooled_seconds(config: SimulateConfig, work: Workload) -> np.ndarray:
+def pooled_seconds(config: SimulateConfig, work: SimulatedWorkload) -> np.ndarray:
     """Return [W], how long the links are busy with pooled embeddings, or with their gradients."""
     return link_seconds(config, work.pair_bytes * work.shares.near, work.pair_bytes * work.shares.away).max(0)
 
 
-def has_few_bags(work: Workload) -> bool:
+def has_few_bags(work: SimulatedWorkload) -> bool:
     """Return whether a persistent kernel takes tasks of one group of bags, as `backends.fused` cuts them."""
     return work.bags < _MANY_BAGS and work.ids > work.bags
 
 
-def pooling_s(lookup: LookupConfig, work: Workload) -> np.ndarray:
+def pooling_s(lookup: LookupConfig, work: SimulatedWorkload) -> np.ndarray:
     """Return [W]: how long each rank pools if nothing holds it up, after `lookup.us`.
 
     Tables are read one after the other. Each takes as long as the memory needs for rows that are not in the cache, or
@@ -89,7 +89,7 @@ def pooling_s(lookup: LookupConfig, work: Workload) -> np.ndarray:
     return rows_s * work.shares.memory + other_s * work.shares.links
 
 
-def put_bytes(config: SimulateConfig, work: Workload) -> float:
+def put_bytes(config: SimulateConfig, work: SimulatedWorkload) -> float:
     """Return the bytes of a rank's put to another host, by the exchange's own rule (`kernels.grouping`).
 
     It is at least a pooled embedding under pgas and a slice under fused, at most all that the host gets.
@@ -101,7 +101,7 @@ def put_bytes(config: SimulateConfig, work: Workload) -> float:
     return each * min(every, group_rows(math.ceil(each), embedding.aggregate_bytes))
 
 
-def forward(config: SimulateConfig, work: Workload, begin_s: float) -> float:
+def forward(config: SimulateConfig, work: SimulatedWorkload, begin_s: float) -> float:
     """Return when the embeddings of all ranks are there, of a stage that begins at `begin_s`."""
     gpu, network, shares = config.gpu, config.network, work.shares
     lookup = gpu.baseline if config.is_collective else gpu.fused if config.embedding.backend == "fused" else gpu.pgas
@@ -129,17 +129,17 @@ def forward(config: SimulateConfig, work: Workload, begin_s: float) -> float:
     return arrival_s(config, sent)
 
 
-def sort_s(rates: UpdateConfig, work: Workload) -> np.ndarray:
+def sort_s(rates: UpdateConfig, work: SimulatedWorkload) -> np.ndarray:
     """Return the seconds [W] in which each rank's sort of its ids has the multiprocessors alone."""
     return work.ids * work.shares.ids * rates.sort_ns / 1e9
 
 
-def rows_s(rates: UpdateConfig, work: Workload) -> np.ndarray:
+def rows_s(rates: UpdateConfig, work: SimulatedWorkload) -> np.ndarray:
     """Return [W], how long the rows of each rank take to be updated alone, in seconds, all at once."""
     return (work.update_bytes / rates.gb_per_s / 1e9 + rates.us / 1e6) * work.shares.memory
 
 
-class Backward(NamedTuple):
+class BackwardTimes(NamedTuple):
     """When the parts of a backward end, in seconds."""
 
     arrived_s: float
@@ -153,8 +153,8 @@ class Backward(NamedTuple):
 
 
 def backward(
-    config: SimulateConfig, work: Workload, begin_s: np.ndarray, sorted_s: np.ndarray, products_s: np.ndarray
-) -> Backward:
+    config: SimulateConfig, work: SimulatedWorkload, begin_s: np.ndarray, sorted_s: np.ndarray, products_s: np.ndarray
+) -> BackwardTimes:
     """Return when gradients have arrived and rows are updated.
 
     A rank has its gradient at `begin_s`, [W], and its ids are sorted at `sorted_s`, the collective's once the gradients
@@ -167,7 +167,7 @@ def backward(
             pack_s = kernel_s + 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9
             arrived = arrival_s(config, begin_s + pack_s + gpu.collective_us / 1e6 + links_s)
         ready = arrived + kernel_s + sort_s(gpu.baseline_update, work) + gpu.baseline_update.sort_us / 1e6
-        return Backward(arrived, ready + alone_s, alone_s, products_s)
+        return BackwardTimes(arrived, ready + alone_s, alone_s, products_s)
     issue_s = (work.world_size - config.network.gpus_per_host) * config.network.message_ns / 1e9
     updated, first = sorted_s, np.full_like(sorted_s, np.inf)
     parts = max(1, min(_MOST_PARTS, int(work.pair_bytes * work.world_size) // _PART_BYTES))
@@ -179,4 +179,4 @@ def backward(
         first, updated = np.minimum(first, begun), begun + alone_s * share
     # Updates and products leave each other half of the multiprocessors: both take longer by what the shorter one needs.
     shared = np.clip(products_s - first, 0.0, alone_s)
-    return Backward(arrived, updated + shared, alone_s + shared, products_s + shared)
+    return BackwardTimes(arrived, updated + shared, alone_s + shared, products_s + shared)

@@ -23,7 +23,7 @@ import numpy as np
 from dlrm_overlap.embedding.traffic import count_dense
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.stage import all_reduce_s, backward, forward, sort_s
-from dlrm_overlap.simulate.workload import Workload, build_workload
+from dlrm_overlap.simulate.workload import SimulatedWorkload, build_workload
 
 _OPTIMIZER_BYTES = 26  # a parameter, read and written by an update under Adagrad with a bfloat16 shadow
 _BUCKETS = 4  # in which the collective backward sums dense gradients
@@ -47,7 +47,7 @@ class DenseSeconds(NamedTuple):
     parameters: int
 
 
-def dense_seconds(config: SimulateConfig, work: Workload) -> DenseSeconds:
+def dense_seconds(config: SimulateConfig, work: SimulatedWorkload) -> DenseSeconds:
     """Return the dense part's times on one rank, from the operations that `traffic.count_dense` counts."""
     model, gpu, tables, dense_features = config.model, config.gpu, work.tables, config.data.dense_features
     counts = count_dense(model, tables, dense_features, work.samples)
@@ -78,7 +78,7 @@ def dense_seconds(config: SimulateConfig, work: Workload) -> DenseSeconds:
 class Simulated(NamedTuple):
     """One simulated stage, backward or step."""
 
-    work: Workload
+    work: SimulatedWorkload
     ms: float
     """until the last rank has ended"""
     updates_ms: float = 0.0
@@ -100,7 +100,7 @@ def simulate(config: SimulateConfig) -> Simulated:
     return _step(config, work)
 
 
-def _step(config: SimulateConfig, work: Workload) -> Simulated:
+def _step(config: SimulateConfig, work: SimulatedWorkload) -> Simulated:
     gpu, dense, several = config.gpu, dense_seconds(config, work), work.world_size > 1
     nbytes, none = 4.0 * dense.parameters, np.zeros(work.world_size)
     embeddings = forward(config, work, gpu.step_us / 1e6)

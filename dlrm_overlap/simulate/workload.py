@@ -12,13 +12,13 @@ from dlrm_overlap.embedding.balance import TableLoad
 from dlrm_overlap.embedding.traffic import ShardTraffic, pooling_bytes, update_bytes
 from dlrm_overlap.kernels.arguments import state_bytes
 from dlrm_overlap.simulate.config import SimulateConfig
-from dlrm_overlap.simulate.shares import Shares, plan_tables, shares_of
+from dlrm_overlap.simulate.shares import SimulatedShares, plan_tables, shares_of
 
 _EXACT_RANKS, _BIN = 4096, 1.01  # the first so many rows one by one, then rows together up to 1% more
 CACHE_BYTES = 25e6  # half of an H200's L2: either half keeps the rows that the multiprocessors beside it have read
 
 
-class Workload(NamedTuple):
+class SimulatedWorkload(NamedTuple):
     """The mean rank's step of W, and the ranks' shares of it."""
 
     world_size: int
@@ -46,10 +46,10 @@ class Workload(NamedTuple):
     """of ids and offsets that a rank sends to others"""
     ids: float
     """that a rank looks up"""
-    shares: Shares
+    shares: SimulatedShares
 
 
-def build_workload(config: SimulateConfig) -> Workload:
+def build_workload(config: SimulateConfig) -> SimulatedWorkload:
     """Return the work of the mean rank, and the ranks' shares of it by the plan.
 
     Raises:
@@ -86,7 +86,7 @@ def build_workload(config: SimulateConfig) -> Workload:
     update = update_bytes(shards, *sizes, wire, wire, embedding.optimizer)
     place = world_size, config.network.gpus_per_host
     plan = plan_tables(tuple(loads), embedding.plan, embedding.optimizer, *place, samples)
-    return Workload(
+    return SimulatedWorkload(
         world_size=world_size,
         samples=samples,
         tables=len(loads),

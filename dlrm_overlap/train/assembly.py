@@ -19,14 +19,14 @@ from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import shards_of
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_topology, make_plan
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import count_of
 from dlrm_overlap.train.dense_part import cast_once, compile_dense, compile_loss, divide_head, join_dense
-from dlrm_overlap.train.explain import why_not_captured
+from dlrm_overlap.train.explain import capture_blockers
 from dlrm_overlap.train.graphs.dense_step import dense_parameters
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.model import TrainTask, build_model
@@ -115,7 +115,7 @@ def assemble(
     if graph:
         bound = casts = None
         if dlrm.history_key is None:  # else the first batch shows the distinct ids, and how many ids histories have
-            bound = BatchBound(samples, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
+            bound = BatchCapacity(samples, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
         if casts_once:
             flat = FlatParameters(dense_parameters(model), shards_of(model), torch.bfloat16)
             casts = cast_once(task, flat, config.train.compile_dense)
@@ -148,7 +148,7 @@ def takes_graph(config: Config, model: DistributedModelParallel, device: torch.d
     kind = config.train.pipeline
     if kind == "torchrec" or (kind == "auto" and device.type != "cuda"):
         return False
-    reason = why_not_captured(model)
+    reason = capture_blockers(model)
     is_due = kind == "graph" or BACKENDS[config.embedding.backend].stores_to_peers
     if reason is not None and is_due and dist.get_rank() == 0:
         log.warning("train.pipeline: torchrec, since the steps cannot be captured: %s", reason)

@@ -33,7 +33,7 @@ def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) ->
     for name in [backends[0], *again, *backends[1:]]:
         backend = backends[0] if name in again else name
         embedding = dataclasses.replace(config.embedding, backend=backend)
-        run_log = dataclasses.replace(config.log, name=name if name in again else None, replace=True)
+        run_log = dataclasses.replace(config.log, name=name if name in again else None, overwrite=True)
         configs[name] = dataclasses.replace(config, embedding=embedding, checkpoint=checkpoint, log=run_log)
     return configs
 

@@ -73,7 +73,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     """
     from dlrm_overlap.checkpoint.checkpoint import agree_on, checkpoint_shape
     from dlrm_overlap.data.loader import PREPARE_TOGETHER, open_datasets, other_ids
-    from dlrm_overlap.train.stepping import Stepper
+    from dlrm_overlap.train.stepping import StepRunner
 
     config = for_evaluation(ranks.config)
     check_start(config, ranks.device)
@@ -93,7 +93,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     ranks.connect(eval_path=held_out.fingerprint())
     try:
         manifest = agree_on(path)
-        stepper = Stepper(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
+        stepper = StepRunner(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
         values = stepper.evaluate_checkpoint(path)
     except DamagedError as error:
         raise InputError(f"{_OPTION}: {error}; evaluate another checkpoint") from None

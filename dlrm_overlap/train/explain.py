@@ -18,8 +18,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import why_not_flat
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
-from dlrm_overlap.embedding.reasons import reasons_to_fall_back, why_not_beside_graphs
 from dlrm_overlap.embedding.shardings import cached_shares
+from dlrm_overlap.embedding.unsupported import unsupported_by_exchange, unsupported_by_graphs
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.train.graphs.dense_step import dense_optimizers, dense_parameters, why_after_the_graph
 
@@ -136,7 +136,7 @@ def note_why_eager(model: nn.Module, reason: str) -> None:
     setattr(model, _WHY_EAGER, reason)
 
 
-def why_not_captured(model: nn.Module) -> str | None:
+def capture_blockers(model: nn.Module) -> str | None:
     """Return why the steps of a sharded model cannot be captured, alike on all ranks, or None if they can."""
     if not any(isinstance(module, ExchangingModule) for module in model.modules()):
         return "no module was sharded by OverlapEmbeddingBagCollectionSharder or OverlapEmbeddingCollectionSharder"
@@ -184,7 +184,7 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
         params: Mapping[str, ParameterSharding] = getattr(module, "module_sharding_plan", {})
         if isinstance(module, ExchangingModule):
             uncaptured = module.why_ids_are_not_taken()
-            yield _Collection(path, params, module.why_not_exchanged, uncaptured, module.cached)
+            yield _Collection(path, params, module.unsupported_reasons, uncaptured, module.cached)
         elif not ours and isinstance(module, ShardedEmbeddingBagCollection):
             shardings = dict(zip(module._sharding_types, module._embedding_shardings, strict=True))
             yield _as_if_exchanged(path, params, shardings, module._env)
@@ -222,8 +222,8 @@ def _as_if_exchanged(
 ) -> _Collection:
     """Return a module as our sharder would shard it."""
     cached = cached_shares(params)
-    why_not = reasons_to_fall_back(shardings, env, torch.float32, cached)
-    return _Collection(path, params, why_not, why_not_beside_graphs(shardings, why_not), cached)
+    why_not = unsupported_by_exchange(shardings, env, torch.float32, cached)
+    return _Collection(path, params, why_not, unsupported_by_graphs(shardings, why_not), cached)
 
 
 def _left_alone(path: str, params: Mapping[str, ParameterSharding], module: nn.Module) -> _Collection:

@@ -42,7 +42,7 @@ def total_steps(config: Config, train: Dataset, world_size: int) -> int:
     return config.train.steps or config.train.epochs * (train.num_samples or 0) // batch
 
 
-class Stepper:
+class StepRunner:
     """Takes steps of one rank, and evaluates. Every rank calls the same methods in the same order."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """A training run: `Trainer.fit` goes from the first step, or a checkpoint, to the summary.
 
-`Stepper.step` takes one step; docs/architecture.md leads through it, file by file.
+`StepRunner.step` takes one step; docs/architecture.md leads through it, file by file.
 """
 
 import logging
@@ -21,7 +21,7 @@ from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharders
-from dlrm_overlap.launching import stack
+from dlrm_overlap.launching import supported_versions
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.lifetime import EndRequest
 from dlrm_overlap.launching.watch import Progress
@@ -30,12 +30,12 @@ from dlrm_overlap.observe.result_files import has_results, read_summary, set_asi
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
 from dlrm_overlap.train.assembly import MakeSharders
-from dlrm_overlap.train.stepping import Stepper
+from dlrm_overlap.train.stepping import StepRunner
 
 log = logging.getLogger("dlrm_overlap")
 
 
-class AskedToEndError(Exception):
+class PreemptedError(Exception):
     """The run was asked to end before its last step, and has. All ranks raise it after the same step."""
 
 
@@ -55,8 +55,8 @@ class _Stretch(Iterator[Batch]):
         self.steps = self._taken
 
 
-class Trainer(Stepper):
-    """One rank's part of a run: a `Stepper` that evaluates, logs, saves and resumes. All ranks make it alike."""
+class Trainer(StepRunner):
+    """One rank's part of a run: a `StepRunner` that evaluates, logs, saves and resumes. All ranks make it alike."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Trainer(Stepper):
         progress: Progress | None = None,
         end: EndRequest | None = None,
     ) -> None:
-        """Build the model as a `Stepper`; `end` asks `fit` to end early."""
+        """Build the model as a `StepRunner`; `end` asks `fit` to end early."""
         super().__init__(config, world, device, train, held_out, make_sharders, progress)
         self._end, self.folder, self.start = end or EndRequest(), config.folder, 0
         self.checkpointer = Checkpointer(
@@ -87,7 +87,7 @@ class Trainer(Stepper):
                 for name, sharding in sorted(tables.items())  # type: ignore[attr-defined]
             },
             "world_size": world.world_size,
-            "versions": {name: stack.version_of(name) for name in ("torch", "torchrec")},
+            "versions": {name: supported_versions.version_of(name) for name in ("torch", "torchrec")},
             "trained_metrics": [],
         }
         self.running = RunningMetrics(list(train.labels), self.samples_per_rank, config.log.every, device)
@@ -111,7 +111,7 @@ class Trainer(Stepper):
         Raises:
             InputError: if this run cannot go on from the folder's checkpoint, or another run holds the lock.
             NotFiniteError: if a loss or a weight is not finite.
-            AskedToEndError: if a rank was asked to end. The state is saved, if this run saves at all.
+            PreemptedError: if a rank was asked to end. The state is saved, if this run saves at all.
         """
         with hold_run_folder(self.folder):
             try:
@@ -163,10 +163,10 @@ class Trainer(Stepper):
             return run_log.summary(step, values, self.running.lifetime())
 
     def _set_aside(self) -> None:
-        """Move the log of a run aside that ended before its first checkpoint; for log.replace, all that lies there."""
+        """Move the log of a run that ended before its first checkpoint aside; under log.overwrite, any earlier run."""
         ended_early = newest_checkpoint(self.checkpointer.folder) is None and has_results(self.folder)
-        if (self.config.log.replace or ended_early) and (aside := set_aside(self.folder)):
-            why = "log.replace" if self.config.log.replace else "a run ended here before its first checkpoint"
+        if (self.config.log.overwrite or ended_early) and (aside := set_aside(self.folder)):
+            why = "log.overwrite" if self.config.log.overwrite else "a run ended here before its first checkpoint"
             log.info("%s: what lay in %s is now in %s", why, self.folder, aside)
 
     def _end_early(self, step: int, saves: bool) -> NoReturn:
@@ -176,13 +176,13 @@ class Trainer(Stepper):
         self.progress.is_over = True
         if saves:
             begins_anew = {
-                "log.replace": self.config.log.replace,
+                "log.overwrite": self.config.log.overwrite,
                 "checkpoint.resume": self.config.checkpoint.resume != "auto",
             }
             without = " and ".join(key for key, is_set in begins_anew.items() if is_set)
             same = "the same command" + f" without {without}" * bool(without)
-            raise AskedToEndError(f"asked to end: step {step} is saved, and {same} goes on from there")
-        raise AskedToEndError(f"asked to end behind step {step}: nothing is saved, as checkpoint.every and last say")
+            raise PreemptedError(f"asked to end: step {step} is saved, and {same} goes on from there")
+        raise PreemptedError(f"asked to end behind step {step}: nothing is saved, as checkpoint.every and last say")
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:
         """Take the steps [first, last) and return `last`, or the step at which the run is to end.
@@ -232,7 +232,7 @@ class Trainer(Stepper):
     def _resume(self) -> dict[str, Any] | None:
         """Return the folder's summary if its run is finished; otherwise load the checkpoint to go on from, if any."""
         config = self.config.checkpoint
-        return self.checkpointer.resume(config.resume, config.resume_changed, self._go_on_from)
+        return self.checkpointer.resume(config.resume, config.allow_config_mismatch, self._go_on_from)
 
     def _go_on_from(self, checkpoint: Path, manifest: Manifest) -> dict[str, Any] | None:
         """Return the folder's summary if its run is finished, and otherwise load `checkpoint`; a collective."""

@@ -10,18 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import STATES, Numbers
+from dlrm_overlap.kernels.arguments import STATES, OptimizerParams
 from dlrm_overlap.kernels.backward.rounding import rounded
 
 SEED_STEP = tl.constexpr(0x5EED)  # between the seeds of two steps
 MOST_STATES = max(map(len, STATES.values()))
 # Indices of `Rule.numbers`.
 LR, EPS, L2, DECOUPLED, MOST_NORM, BETA1, BETA2, COUNT, HALFLIFE, DECAY_AFTER, MOST_RATE, LAZY = map(
-    tl.constexpr, range(len(Numbers._fields))
+    tl.constexpr, range(len(OptimizerParams._fields))
 )
 
 
-class RowRange(NamedTuple):
+class OptimizerRows(NamedTuple):
     """Rows that are updated alike: they have one dim, one type, one optimizer and one allocation."""
 
     index: int
@@ -51,7 +51,7 @@ class Rule(NamedTuple):
     """
 
     numbers: torch.Tensor
-    """[12] float32, see `Numbers`, whose `count` is that of step 0"""
+    """[12] float32, see `OptimizerParams`, whose `count` is that of step 0"""
     clock: torch.Tensor
     """[1] int64: steps to add to `step`, see `comm/counters.py`"""
     step: int = 0
@@ -63,7 +63,7 @@ class Rule(NamedTuple):
 
 
 class RowPointers(NamedTuple):
-    """Where a kernel finds the rows of a range: the fields of `RowRange`, with as many states as any optimizer has."""
+    """Where a kernel finds the rows: the fields of `OptimizerRows`, with as many states as any optimizer has."""
 
     weights: Any
     states: Any

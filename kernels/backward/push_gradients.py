@@ -24,7 +24,7 @@ import triton.language as tl
 from dlrm_overlap.kernels.arguments import Windows, power_of_2
 from dlrm_overlap.kernels.compiled import TYPES, specialised
 from dlrm_overlap.kernels.launches import Launch
-from dlrm_overlap.kernels.primitives import raise_flags, task_at
+from dlrm_overlap.kernels.primitives import signal_flags, task_at
 
 # Columns of the shard table [parts, W, most, 3] int64.
 SOURCE = tl.constexpr(0)  # column of the output's gradient where the shard begins
@@ -130,10 +130,10 @@ def _push_gradients(
         # scope; its release of the flags at system scope then covers the stores of all, see `primitives`.
         if tl.atomic_add(done + part, 1, sem="acq_rel", scope="gpu") == programs - 1:
             tl.store(done + part, 0)  # ready for the next exchange
-            raise_flags(peers_ready, rank * parts + part, world_size, epoch + tl.load(clock), PEERS)
+            signal_flags(peers_ready, rank * parts + part, world_size, epoch + tl.load(clock), PEERS)
 
 
-def pushing_gradients(
+def prepare_push_gradients(
     gradient: torch.Tensor,
     tables: Sequence[ShardTable],
     windows: Windows,

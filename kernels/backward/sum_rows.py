@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from dlrm_overlap.kernels.arguments import Numbers
-from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule
+from dlrm_overlap.kernels.arguments import OptimizerParams
+from dlrm_overlap.kernels.backward.optimizers import OptimizerRows, Rule
 from dlrm_overlap.kernels.backward.row_runs import CHUNK_IDS, InputFeatures, Preparation, SortedIds
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 
@@ -41,7 +41,7 @@ class RowSums:
         # The search for the first run and the end needs no order among the rows between.
         boundaries = torch.tensor([0, torch.iinfo(torch.int32).max], dtype=torch.int64, device=device)
         self._features = InputFeatures(entries, any_mean=False, boundaries=boundaries)
-        numbers = torch.tensor(Numbers(-1.0), device=device)
+        numbers = torch.tensor(OptimizerParams(-1.0), device=device)
         self._rule = Rule(numbers, torch.zeros(1, dtype=torch.int64, device=device))
 
     def __call__(self, gradient: torch.Tensor, runs: Runs, rows: int, chunk_ids: int = CHUNK_IDS) -> torch.Tensor:
@@ -59,6 +59,6 @@ class RowSums:
             return sums
         ids = SortedIds(runs.rows, runs.starts, runs.count, runs.order, _INFO_BITS, runs.starts, runs.order.numel())
         prepared = Preparation(ids, self._features, self._dim // 4, chunk_ids)(ids)
-        range_of_all = RowRange(0, sums, (), 0, (), self._dim, any_mean=False, optimizer="sgd")
+        range_of_all = OptimizerRows(0, sums, (), 0, (), self._dim, any_mean=False, optimizer="sgd")
         RowUpdate(range_of_all, chunk_ids)(prepared, gradient, self._rule)
         return sums

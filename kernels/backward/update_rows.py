@@ -19,8 +19,8 @@ from dlrm_overlap.kernels.arguments import STATES, power_of_2
 from dlrm_overlap.kernels.backward.optimizers import (
     MOST_STATES,
     OPTIMIZERS,
+    OptimizerRows,
     RowPointers,
-    RowRange,
     Rule,
     load_rows,
     rule_at,
@@ -264,7 +264,7 @@ class RowUpdate:
     anew when they move. It belongs to one caller, as a `Launch` does.
     """
 
-    def __init__(self, rows: RowRange, chunk_ids: int = CHUNK_IDS) -> None:
+    def __init__(self, rows: OptimizerRows, chunk_ids: int = CHUNK_IDS) -> None:
         """Take the rows.
 
         Args:
@@ -281,7 +281,7 @@ class RowUpdate:
         Args:
             runs: of the step's ids.
             gradient: [D_local * B] of the wire's type, this rank's gradient window: [B, D] for each shard, see
-                `pushing_gradients`. Or, where `Preparation` was given `row_units`, [B, D_total] with rows of so many.
+                `prepare_push_gradients`. Or, if `Preparation` was given `row_units`, [B, D_total] with such rows.
             rule: the optimizer's numbers at this step.
         """
         assert gradient.numel() <= 2**33, (

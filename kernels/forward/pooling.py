@@ -20,7 +20,7 @@ FEATURE_COLUMNS = tl.constexpr(6)
 
 _INTEGERS = ["rank", "world_size", "features_here", "blocks", "batch", "epoch", "timeout", "slots", "first_slot"]
 # Shapes change from run to run, views of a batch begin anywhere: neither is worth a kernel of its own.
-GENERAL = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["values", "offsets", "id_weights"]}
+JIT_OPTIONS = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["values", "offsets", "id_weights"]}
 
 
 @triton.jit

@@ -1,6 +1,6 @@
-"""Pooled embeddings that have come from another host, stored where they belong in the windows of this host's ranks.
+"""Pooled embeddings that have come from another node, stored where they belong in the windows of this node's ranks.
 
-It is a message of one rank: a row for each sample of this host's ranks, with the columns that the sender
+It is a message of one rank: a row for each sample of this node's ranks, with the columns that the sender
 pools. They are copied as they are, in words of 8 bytes where that goes, 4 or 2 else.
 """
 
@@ -50,12 +50,12 @@ def _put_columns(
 ):  # fmt: skip
     """Copy up to ROWS rows of a message into the window of the rank whose samples they are.
 
-    Program p serves rank here + 1 + p / blocks of the host's, modulo their number, so that no two ranks begin with
+    Program p serves rank here + 1 + p / blocks of the node's, modulo their number, so that no two ranks begin with
     one window.
 
     Memory: the program reads rows of `message`, `pitch` words apart, and for each of their first `words` words its
     offset from `columns`. It stores them to as many rows of one window, this rank's or a peer's, `stride` words apart.
-    `first_sample` [ranks + 1] are the host's ranks' first samples in the global batch, and the end of the last.
+    `first_sample` [ranks + 1] are the node's ranks' first samples in the global batch, and the end of the last.
 
     Order: no two programs share an address. The stores are complete when the kernel ends; the kernel that raises the
     sender's flags comes next on the stream, and its release covers them.
@@ -88,16 +88,16 @@ def put_columns(
     most_samples: int,
     here: int,
 ) -> None:
-    """Store a message's rows into the windows of the host's ranks. No flag is raised.
+    """Store a message's rows into the windows of the node's ranks. No flag is raised.
 
     Args:
         message: [rows, pitch] of the wire's type, contiguous, from a multiple of 16 bytes on.
         put: its columns in a window's row.
-        windows: [ranks] int64: addresses of the windows of the host's ranks, in order, multiples of 16.
+        windows: [ranks] int64: addresses of the windows of the node's ranks, in order, multiples of 16.
         first_sample: [ranks + 1] int32: the first sample of each in the global batch, and the end of the last.
         stride: elements of a window's row.
         most_samples: at least those of any of these ranks.
-        here: of the caller among the host's ranks.
+        here: of the caller among the node's ranks.
     """
     words, ranks = put.columns.numel(), windows.numel()
     if not words:

@@ -1,4 +1,4 @@
-"""The forward to another host: programs pool bags into a message, and put its groups as they are finished.
+"""The forward to another node: programs pool bags into a message, and put its groups as they are finished.
 
 It pools as `store_pooled` does, but sample after sample, all features of some samples first, so that the first groups
 are on their way while the last ones are pooled. No host and no collective is in the way of a group.
@@ -10,12 +10,19 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows
 from dlrm_overlap.kernels.compiled import specialised
-from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, pool, pooling_constants, store_rows
+from dlrm_overlap.kernels.forward.pooling import (
+    COLUMN,
+    FEATURE_COLUMNS,
+    JIT_OPTIONS,
+    pool,
+    pooling_constants,
+    store_rows,
+)
 from dlrm_overlap.kernels.messages import Groups, Outgoing
 from dlrm_overlap.kernels.network import Network, put_signal
 
 _INTEGERS = ["peer", "group_blocks", "groups", "every_feature", "shift", "signals"]
-_GENERAL = GENERAL | {"do_not_specialize": GENERAL["do_not_specialize"] + _INTEGERS}
+_GENERAL = JIT_OPTIONS | {"do_not_specialize": JIT_OPTIONS["do_not_specialize"] + _INTEGERS}
 
 
 @triton.jit
@@ -51,11 +58,11 @@ def _put_pooled(
 ):  # fmt: skip
     """Do one task: pool BAGS bags of one feature into the message, and put the group that is finished with it.
 
-    A group is `group_blocks` tasks' samples of one rank of the other host, with all features; several launches fill it
+    A group is `group_blocks` tasks' samples of one rank of the other node, with all features; several launches fill it
     where features are not pooled together. The program that completes a group puts it.
 
     Memory: the program reads the offsets, ids and rows of its bags. It stores [BAGS, DIM] of the wire's type to as many
-    rows of the message, which is in this rank's heap: those of rank i of the host begin at `windows`[i]. `counts`
+    rows of the message, which is in this rank's heap: those of rank i of the node begin at `windows`[i]. `counts`
     [ranks * groups] int32 counts the finished rows of each group, once for each of `every_feature` features; it is 0
     before and after all launches of an epoch. Groups and their signals are stored in the heap of `peer`. `clock_word`
     [1] int64 is read.
@@ -63,7 +70,7 @@ def _put_pooled(
     Order: the program stores a task, then counts its rows; the one that completes a group acquires all of it, see
     `completes`, before it puts the group.
 
-    Example: a host of ranks 2 and 3 with 4 samples each, two features, BAGS 2, groups of 2 blocks. Programs 0 and 1
+    Example: a node of ranks 2 and 3 with 4 samples each, two features, BAGS 2, groups of 2 blocks. Programs 0 and 1
     pool features 0 and 1 of samples 0 and 1 of rank 2, programs 2 and 3 those of samples 2 and 3: who of all four
     counts last puts the group. Programs 4 .. 7 do the same for rank 3.
 
@@ -115,14 +122,14 @@ def put_pooled(
     clock: torch.Tensor,
     epoch: int,
 ) -> None:
-    """Pool every bag of one host's samples into a message, and put its groups.
+    """Pool every bag of one node's samples into a message, and put its groups.
 
     Args:
-        bags: whose `first_sample` are those of the host's ranks.
+        bags: whose `first_sample` are those of the node's ranks.
         windows: where the rows of each of these ranks begin in the message; the stride is the message's pitch.
         status: [1 + kinds] int64, see `Flags`; the kernel records an id outside its table there.
         message: where the rows go.
-        groups: how the message is cut; its runs are the samples of the host's ranks.
+        groups: how the message is cut; its runs are the samples of the node's ranks.
         counts: [at least ranks * groups.each] int32, of finished rows; 0 before and after all launches of an epoch.
         every_feature: features of all launches that fill the message.
         clock: [1] int64; the signals are set to `epoch` + `clock`.

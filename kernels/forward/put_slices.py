@@ -27,9 +27,16 @@ import triton.language as tl
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows, power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
 from dlrm_overlap.kernels.flags import Flags
-from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, pool, pooling_constants, store_rows
+from dlrm_overlap.kernels.forward.pooling import (
+    COLUMN,
+    FEATURE_COLUMNS,
+    JIT_OPTIONS,
+    pool,
+    pooling_constants,
+    store_rows,
+)
 from dlrm_overlap.kernels.launches import Launch
-from dlrm_overlap.kernels.primitives import await_flags, raise_flag, raise_flags, task_at
+from dlrm_overlap.kernels.primitives import signal_flag, signal_flags, task_at, wait_for_flags
 
 # Of a thread, so that a multiprocessor holds 32 programs of a warp and has as many loads in flight as with
 # `store_pooled`. Left to itself the compiler takes 72 for 128 columns, which is 28 programs.
@@ -88,7 +95,7 @@ def put_by_stores(
         store_rows(rows, window, sample, column, live, STRIDE, DIM, BLOCK_DIM)
 
 
-@triton.jit(**GENERAL)
+@triton.jit(**JIT_OPTIONS)
 def _put_slices(
     values, offsets, id_weights, first_sample, features, windows,
     status, peers_ready, ready, counts, clock_word,
@@ -122,8 +129,8 @@ def _put_slices(
     scope), and passes a barrier and raises this rank's slot 0 at every rank (release, system scope): that covers all
     stores of this launch and of earlier ones on the stream. Every task is in exactly one sum, so exactly one program
     raises, and it waits for none; a program without a task adds nothing, and may begin after the flags are raised. With
-    END_WAIT, program p of P at last awaits its share of this rank's `ready` [W, slots], see `await_flags`: FLAGS flags
-    from p * FLAGS on, then from (p + P) * FLAGS on, and so forth.
+    END_WAIT, program p of P finally waits for its share of this rank's `ready` [W, slots], see `wait_for_flags`: FLAGS
+    flags from p * FLAGS on, then from (p + P) * FLAGS on, and so forth.
 
     Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order, staged.
     Program A draws task 0: it pools samples 4 and 5, which are rank 1's, stages them, and counts 1 of 2. Program B
@@ -181,7 +188,7 @@ def _put_slices(
                         PUT_ROWS, STRIDE, DIM, BLOCK_DIM,
                     )  # fmt: skip
                     flags = tl.load(peers_ready + destination).to(tl.pointer_type(tl.int64))
-                    raise_flag(flags + rank * slots + first_slot + which * slices + index, epoch)
+                    signal_flag(flags + rank * slots + first_slot + which * slices + index, epoch)
             stored += 1
             position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
             group = 0
@@ -189,13 +196,13 @@ def _put_slices(
         tl.debug_barrier()  # all threads have stored before one of them counts the tasks
         if tl.atomic_add(ticket + 2, stored, sem="release", scope="gpu") == tasks - stored:
             tl.atomic_xchg(ticket + 2, 0, sem="acquire", scope="gpu")  # 0, as the next launch must find it
-            raise_flags(peers_ready, rank * slots, world_size, epoch, PEERS)
+            signal_flags(peers_ready, rank * slots, world_size, epoch, PEERS)
     if tl.atomic_add(ticket + 1, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(ticket, 0)
         tl.store(ticket + 1, 0)
     if END_WAIT:
         for share in range(tl.program_id(0) * FLAGS, world_size * slots, tl.num_programs(0) * FLAGS):
-            await_flags(ready, counts, slots, share, rank, world_size, epoch, timeout, status, FLAGS, INTERPRETED)
+            wait_for_flags(ready, counts, slots, share, rank, world_size, epoch, timeout, status, FLAGS, INTERPRETED)
 
 
 class SlicedPut(NamedTuple):

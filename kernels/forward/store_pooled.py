@@ -15,12 +15,19 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows
 from dlrm_overlap.kernels.compiled import specialised
-from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, pool, pooling_constants, store_rows
+from dlrm_overlap.kernels.forward.pooling import (
+    COLUMN,
+    FEATURE_COLUMNS,
+    JIT_OPTIONS,
+    pool,
+    pooling_constants,
+    store_rows,
+)
 from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import task_at
 
 
-@triton.jit(**GENERAL)
+@triton.jit(**JIT_OPTIONS)
 def _store_pooled(
     values, offsets, id_weights, first_sample, features, windows, status,
     rank, world_size, features_here, blocks, batch,
@@ -57,13 +64,13 @@ def _store_pooled(
     store_rows(rows, window, sample, column, filled, STRIDE, DIM, BLOCK_DIM)
 
 
-def storing_pooled(
+def prepare_store_pooled(
     bags: Bags, features: FeatureTable, windows: Windows, status: torch.Tensor, options: PoolingOptions
 ) -> Launch:
     """Return a launch that takes values, offsets and weights at each call, see `Bags.tensors`.
 
     It pools every bag and stores the result straight into the window of the sample's owner. No flag is raised. The
-    stores are complete when the kernel ends, so `raise_flags`, launched next on the stream, may report them to the
+    stores are complete when the kernel ends, so `signal_flags`, launched next on the stream, may report them to the
     peers. The ids have the types and the number of samples of `bags`. The launch keeps all other tensors alive, but not
     the rows: it may be called while these are at the addresses in `features`.
 

@@ -14,7 +14,7 @@ from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags
-from dlrm_overlap.kernels.primitives import await_flags, count_and_raise
+from dlrm_overlap.kernels.primitives import count_and_raise, wait_for_flags
 
 _SUM_PROGRAMS, _SUM_WARPS = 1056, 8  # at most: eight programs a multiprocessor, whose registers hold as many
 
@@ -33,7 +33,7 @@ def _begin_call(
     Example: clock 6. Once the peers' flags have reached 6, the clock is 7.
     """
     epoch = tl.load(clock)
-    await_flags(done, counts, 1, 0, rank, world_size, epoch, timeout, status, PEERS, INTERPRETED)
+    wait_for_flags(done, counts, 1, 0, rank, world_size, epoch, timeout, status, PEERS, INTERPRETED)
     tl.store(clock, epoch + 1)
 
 

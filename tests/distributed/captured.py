@@ -1,7 +1,7 @@
 """Captured steps on a CPU: a stand-in for a CUDA graph that takes the step anew, with what a graph would find.
 
 A graph's replay reads and writes the memory of its capture, with the arguments of its capture, and nothing happens on
-the host. So the stand-in gives the step the buffers of ids that it had when it was captured, puts back what a replay
+the node. So the stand-in gives the step the buffers of ids that it had when it was captured, puts back what a replay
 leaves alone, such as the parameters' `grad`, and checks that every window is the one of the capture, and every number
 that of its argument and word.
 """
@@ -23,7 +23,7 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import StepCounters
 from dlrm_overlap.train.graphs import captured
 from dlrm_overlap.train.graphs.captured import CapturedStep, GraphPair
-from dlrm_overlap.train.graphs.read_ahead import ReadAhead
+from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from tests.distributed.interpreted import without_streams
 
@@ -33,8 +33,8 @@ class StandIn(CapturedStep):
 
     taken: dict[str, int]
     exchanges: Sequence[Exchange]
-    ahead: ReadAhead
-    parity: int
+    ahead: InputPrefetcher
+    buffer_index: int
     parameters: Sequence[torch.nn.Parameter]
 
     def __init__(
@@ -52,7 +52,7 @@ class StandIn(CapturedStep):
         self._captured = False
 
     def launch(self) -> Any:
-        """Take the step that has been captured. On the host, that is all as in an eager step."""
+        """Take the step that has been captured. On the node, that is all as in an eager step."""
         assert not self._captured
         self._captured = True
         self.taken["captured"] += 1
@@ -60,16 +60,16 @@ class StandIn(CapturedStep):
 
     def replay(self) -> Any:
         self.taken["replayed"] += 1
-        on_the_host = [list(exchange._sent) for exchange in self.exchanges]
+        on_the_node = [list(exchange._sent) for exchange in self.exchanges]
         given = {
-            exchange: self.ahead._working[self.parity].ids[index].tensor for exchange, index in self.ahead._senders
+            exchange: self.ahead._active[self.buffer_index].ids[index].tensor for exchange, index in self.ahead._senders
         }
         gradients = [parameter.grad for parameter in self.parameters]
         for exchange, read in zip(self.exchanges, self._read, strict=True):
             exchange._sent.clear()
             exchange._sent.extend((given[exchange], _anew(arrived)) for _, arrived in read)
         output = self._take()
-        for exchange, sent in zip(self.exchanges, on_the_host, strict=True):
+        for exchange, sent in zip(self.exchanges, on_the_node, strict=True):
             exchange._sent.clear()
             exchange._sent.extend(sent)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -123,12 +123,12 @@ def captures() -> Iterator[dict[str, int]]:
         init(pipeline, *arguments, **options | {"capture": True})
         pipeline._streams.main_stream = None
 
-    def stand_in(pair: Any, parity: int, *given: Any) -> Any:
+    def stand_in(pair: Any, buffer_index: int, *given: Any) -> Any:
         parameters = list(pair._dense._flat.parameters.values())
-        own = {"ahead": pair._ahead, "parity": parity, "parameters": parameters}
+        own = {"ahead": pair._ahead, "buffer_index": buffer_index, "parameters": parameters}
         kind = type("StandIn", (StandIn,), {"taken": taken, "exchanges": pair._ahead.exchanges} | own)
         with patch.object(captured, "CapturedStep", kind):
-            return capture(pair, parity, *given)
+            return capture(pair, buffer_index, *given)
 
     with (
         patch.object(GraphTrainPipeline, "__init__", begin),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlrm_overlap.comm.record import ExchangeTimeoutError
+from dlrm_overlap.comm.device_errors import ExchangeTimeoutError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.dense.functions import StoreOptions

@@ -25,7 +25,7 @@ class Check(NamedTuple):
     """What is drawn, and what is checked of a draw."""
 
     draws: Callable[[int, int], SearchStrategy[Any]]
-    """by the number of ranks, and that of a host's"""
+    """by the number of ranks, and that of a node's"""
     make: Callable[[Any, Path], Iterator[Callable[[], None]]]
     """called on all ranks with a draw and a folder; yields what raises where something does not agree"""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.dense.gemm.layer import Layer
+from dlrm_overlap.dense.gemm.layer import ProductLayer
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.kernels.compiled import INTERPRETED
@@ -60,7 +60,9 @@ def check_kept() -> None:
     products, kept = _products(), list[bool]()
     gather = products.all_gather_matmul
 
-    def noted(x_shard: torch.Tensor, layer: Layer, way: str, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def noted(
+        x_shard: torch.Tensor, layer: ProductLayer, way: str, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         kept.append(keep)
         return gather(x_shard, layer, way, keep)
 
@@ -109,9 +111,9 @@ HALVES = [
 
 @contextlib.contextmanager
 def _between_gpus(timeout_s: float = 60.0) -> Iterator[ParallelProducts]:
-    """Products that a GPU runs, their kernels interpreted and their copies the host's."""
+    """Products that a GPU runs, their kernels interpreted and their copies the node's."""
     from dlrm_overlap.comm.copy_engine import CopyEngine
-    from dlrm_overlap.dense.gemm.windows import Windows
+    from dlrm_overlap.dense.gemm.windows import ProductWindows
     from dlrm_overlap.kernels.gemm.product import Tiling
 
     def counted(engine: CopyEngine, word: torch.Tensor, count: int) -> None:
@@ -119,7 +121,7 @@ def _between_gpus(timeout_s: float = 60.0) -> Iterator[ParallelProducts]:
 
     with without_streams(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(CopyEngine, "wait_counter", counted)
-        patch.setattr(Windows, "tiling", Tiling(block_m=16, block_n=16, block_k=16, group=2))
+        patch.setattr(ProductWindows, "tiling", Tiling(block_m=16, block_n=16, block_k=16, group=2))
         products = ParallelProducts(world(), torch.device("cpu"), timeout_s)
         yield products
         products.close()

@@ -17,7 +17,7 @@ from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.embedding.backends import push, puts
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.backends.fused import SlicedForward
-from dlrm_overlap.embedding.opening import Halves, open_halves
+from dlrm_overlap.embedding.opening import ExchangeParts, build_exchange
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.kernels.network import Network
 from tests.distributed.tiny_stage import CPU, Stage
@@ -40,18 +40,18 @@ def interpreted_halves(
     options: ExchangeOptions,
     samples: int,
     reach: Reach | None = None,
-) -> Halves:
+) -> ExchangeParts:
     """Return the GPU's halves of an exchange; with a backward of their own to be made and used in `without_streams`.
 
     Args:
-        reach: the hosts; None asks the options.
+        reach: the nodes; None asks the options.
     """
     for lookup in stage.tables.lookups:  # which a CPU's lookup keeps elsewhere
         lookup.weights_dev, lookup.momentum1_dev = lookup.weights_host, lookup.momentum1_host
     load = Implementation.load
     with patch.object(Implementation, "load", lambda implementation, _: load(implementation, "cuda")):
         context = stage.layout, stage.tables, options, group, CPU, samples, StepCounters(CPU)
-        halves = open_halves(ExchangeContext(*context, reach=reach))
+        halves = build_exchange(ExchangeContext(*context, reach=reach))
     if isinstance(halves.forward, SlicedForward):
         halves.forward.grid = lambda *_: 2  # type: ignore[method-assign]
     return halves

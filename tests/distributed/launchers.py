@@ -38,7 +38,7 @@ _SLURM_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol"
 NO_SLURM = f"needs root and {', '.join(_SLURM_PROGRAMS)}: apt-get install slurmctld slurmd slurm-client munge"
 _SLURM = """\
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={node}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser=root
 MailProg=/bin/true
@@ -58,7 +58,7 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 MpiDefault=none
 SchedulerParameters=batch_sched_delay=1,sched_interval=2
-NodeName=node NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 RealMemory=1000
+NodeName=node NodeHostname={node} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 RealMemory=1000
 PartitionName=all Nodes=node Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -96,8 +96,8 @@ class SlurmCluster:
         for listener in listeners:
             ports.append(listener.getsockname()[1])
             listener.close()
-        host = socket.gethostname()
-        (folder / "slurm.conf").write_text(_SLURM.format(folder=folder, ports=ports, host=host))
+        node = socket.gethostname()
+        (folder / "slurm.conf").write_text(_SLURM.format(folder=folder, ports=ports, node=node))
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "munge.key").chmod(0o600)
         places = {"key-file": "munge.key", "socket": "munge.socket", "log-file": "munge.log"}

@@ -29,7 +29,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.backends.cpu import CpuPush
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
@@ -157,7 +157,7 @@ def open_pipeline(
     kind: str,
     model: DistributedModelParallel,
     optimizer: Any,
-    bound: BatchBound | None = None,
+    bound: BatchCapacity | None = None,
     device: torch.device = CPU,
 ) -> Any:
     """Return TorchRec's pipeline that works ahead, its simplest one, or ours of steps that are captured on GPUs."""
@@ -165,7 +165,7 @@ def open_pipeline(
         return TrainPipelineBase(model, optimizer, device)
     if kind == "sparse_dist":
         return TrainPipelineSparseDist(model, optimizer, device)
-    return GraphTrainPipeline(model, optimizer, device, bound=bound)
+    return GraphTrainPipeline(model, optimizer, device, capacity=bound)
 
 
 def train(
@@ -178,7 +178,7 @@ def train(
     dense_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     before: Callable[[DistributedModelParallel, CombinedOptimizer], object] = lambda *_: None,
     after: Callable[[DistributedModelParallel, CombinedOptimizer], object] = lambda *_: None,
-    bound: BatchBound | None = None,
+    bound: BatchCapacity | None = None,
     device: torch.device = CPU,
 ) -> dict[str, Any]:
     """Return what a step on each of `batches` gives on this rank: outputs, weights and states, and what exchanged.

@@ -1,6 +1,6 @@
-"""Two hosts on one machine, as far as the network goes: namespaces with an address each, and a wire between them.
+"""Two nodes on one machine, as far as the network goes: namespaces with an address each, and a wire between them.
 
-    host0, 10.77.0.1  eth0 ---- eth0  10.77.0.2, host1
+    node0, 10.77.0.1  eth0 ---- eth0  10.77.0.2, node1
 
 Both ends of the wire, a veth pair, are made inside the namespaces: the machine's own network has nothing of it. A
 namespace lives as long as its keeper, a `cat` that ends with this process, however that ends; nothing has a name in
@@ -42,8 +42,8 @@ class TwoHosts:
         return self
 
     def _make(self) -> None:
-        for host in range(2):
-            keep = ["unshare", "--net", "--uts", "sh", "-c", f"hostname host{host} && echo made && exec cat"]
+        for node in range(2):
+            keep = ["unshare", "--net", "--uts", "sh", "-c", f"hostname node{node} && echo made && exec cat"]
             keeper = subprocess.Popen(
                 keep, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
@@ -53,10 +53,10 @@ class TwoHosts:
                 raise subprocess.CalledProcessError(1, " ".join(keep), stderr=keeper.communicate()[1])
         ends = [str(keeper.pid) for keeper in self._keepers]
         _run("ip", "link", "add", INTERFACE, "netns", ends[0], "type", "veth", "peer", INTERFACE, "netns", ends[1])
-        for host, address in enumerate(ADDRESSES):
-            self.run(host, "ip", "address", "add", f"{address}/24", "dev", INTERFACE)
+        for node, address in enumerate(ADDRESSES):
+            self.run(node, "ip", "address", "add", f"{address}/24", "dev", INTERFACE)
             for interface in ("lo", INTERFACE):
-                self.run(host, "ip", "link", "set", interface, "up")
+                self.run(node, "ip", "link", "set", interface, "up")
 
     def __exit__(self, *_: object) -> None:
         """End what runs in the namespaces, and with it these."""
@@ -78,20 +78,20 @@ class TwoHosts:
                     found.append(int(entry.name))
         return found
 
-    def _command(self, host: int, *argv: str) -> list[str]:
-        return ["nsenter", "--net", "--uts", "--target", str(self._keepers[host].pid), *argv]
+    def _command(self, node: int, *argv: str) -> list[str]:
+        return ["nsenter", "--net", "--uts", "--target", str(self._keepers[node].pid), *argv]
 
-    def run(self, host: int, *argv: str) -> None:
-        """Run a command on a host, which must end well."""
-        _run(*self._command(host, *argv))
+    def run(self, node: int, *argv: str) -> None:
+        """Run a command on a node, which must end well."""
+        _run(*self._command(node, *argv))
 
-    def start(self, host: int, output: Path, environ: dict[str, str], *argv: str) -> subprocess.Popen[bytes]:
-        """Start a command on a host, in the repository's root, that writes all it has to say to a file."""
+    def start(self, node: int, output: Path, environ: dict[str, str], *argv: str) -> subprocess.Popen[bytes]:
+        """Start a command on a node, in the repository's root, that writes all it has to say to a file."""
         unset = ("TRITON_INTERPRET", "GLOO_SOCKET_IFNAME")
         kept = {name: value for name, value in os.environ.items() if name not in unset}
         with output.open("wb") as file:
             return subprocess.Popen(
-                self._command(host, *argv),
+                self._command(node, *argv),
                 cwd=ROOT,
                 env=kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH} | environ,
                 stdin=subprocess.DEVNULL,
@@ -111,8 +111,8 @@ class TwoHosts:
         }
         for told, way in ways.items():
             with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):
-                for host in range(2):
-                    self.run(host, "tc", "qdisc", "replace", "dev", INTERFACE, "root", *way)
+                for node in range(2):
+                    self.run(node, "tc", "qdisc", "replace", "dev", INTERFACE, "root", *way)
                 return told
         return "not slowed down: no tc, or neither netem nor tbf in this kernel"
 
@@ -126,7 +126,7 @@ def _run(*argv: str) -> None:
 
 
 def enter(place: str) -> None:
-    """Let this thread, and those that it starts from now on, be on the host of `place`."""
+    """Let this thread, and those that it starts from now on, be on the node of `place`."""
     libc: Any = ctypes.CDLL(None, use_errno=True)
     for name, kind in (("net", _CLONE_NEWNET), ("uts", _CLONE_NEWUTS)):
         with Path(place, name).open() as handle:
@@ -135,7 +135,7 @@ def enter(place: str) -> None:
 
 
 def sent_bytes() -> int:
-    """Return what this thread's host has sent, with all headers."""
+    """Return what this thread's node has sent, with all headers."""
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
     (line,) = [line for line in lines if line.strip().startswith(f"{INTERFACE}:")]
     return int(line.split(":")[1].split()[8])

@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding import layout as layouts
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import POOLED_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near
 from tests.distributed.captured import captures
@@ -49,7 +49,7 @@ class Way(NamedTuple):
     backend: str
     pipeline: str
     """none, sparse_dist, graph or, by a stand-in for CUDA graphs, captured"""
-    hosts: int | str
+    nodes: int | str
     put: str
     schedule: str
     slice_bags: int
@@ -63,7 +63,7 @@ class Drawn:
 
     ranks: int
     local: int
-    """ranks of a host"""
+    """ranks of a node"""
     seed: int
     """of ids and their weights"""
     tables: Mapping[str, Table]
@@ -102,7 +102,7 @@ class Drawn:
 
 @st.composite
 def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
-    """Draw for `ranks` ranks, of which each host has `local`."""
+    """Draw for `ranks` ranks, of which each node has `local`."""
     # Its numbers are hypothesis's, which shrinks them to the first choice, the least number, and False.
     draw = draw_from(st.randoms(use_true_random=False))
     numbers = iter(range(100))
@@ -193,17 +193,17 @@ def drawn_tables(
 
 def _place(draw: random.Random, kind: str, dim: int, ranks: int, local: int) -> tuple[list[int], int]:
     """Return the ranks of a table's shards, and how many of them have the same rows."""
-    hosts = [list(range(first, first + local)) for first in range(0, ranks, local)]
-    most = len(hosts) if kind == "grid_shard" else 4
+    nodes = [list(range(first, first + local)) for first in range(0, ranks, local)]
+    most = len(nodes) if kind == "grid_shard" else 4
     cuts = draw.choice([cuts for cuts in range(1, most + 1) if dim % (4 * cuts) == 0])
     if kind in ("column_wise", "table_column_wise"):
-        return draw.choices(range(ranks) if kind == "column_wise" else draw.choice(hosts), k=cuts), cuts
+        return draw.choices(range(ranks) if kind == "column_wise" else draw.choice(nodes), k=cuts), cuts
     if kind == "grid_shard":
-        return [rank for host in draw.sample(hosts, cuts) for rank in host], cuts
+        return [rank for node in draw.sample(nodes, cuts) for rank in node], cuts
     placed = {
         "data_parallel": [],
         "table_wise": [draw.randrange(ranks)],
-        "table_row_wise": draw.choice(hosts),
+        "table_row_wise": draw.choice(nodes),
         "row_wise": list(range(ranks)),
     }
     return placed[kind], 1
@@ -231,14 +231,14 @@ def placed_anew(drawn: Drawn) -> Drawn:
     return replace(drawn, tables=tables, others=others)
 
 
-def _way(draw: random.Random, pipelines: Sequence[str], hosts: int) -> Way:
+def _way(draw: random.Random, pipelines: Sequence[str], nodes: int) -> Way:
     pipeline = draw.choice(pipelines)
     stores = pipeline in ("graph", "captured")
     return Way(
         draw.choice(["pgas", "fused"] if stores else ["nccl", "pgas", "fused"]),
         pipeline,
-        draw.choice(["auto", hosts]) if hosts > 1 else "auto",
-        draw.choice(["in_place", "stores"]),
+        draw.choice(["auto", nodes]) if nodes > 1 else "auto",
+        draw.choice(["direct", "staged"]),
         draw.choice(["linear", "remote_first", "balanced"]),
         draw.choice([4, 32]),
         draw.choice([256, layouts._PART_BYTES]),
@@ -306,7 +306,7 @@ def _sharder(drawn: Drawn, way: Way | None) -> Any:
     # The epsilon is so large that no gradient is divided by itself.
     params = {"optimizer": optimizer, "learning_rate": 0.5 if drawn.optimizer == "sgd" else 0.05, "eps": 1e-3}
     if way is not None:
-        options = {name: getattr(way, name) for name in ("backend", "hosts", "put", "schedule", "slice_bags")}
+        options = {name: getattr(way, name) for name in ("backend", "nodes", "put", "schedule", "slice_bags")}
         return OverlapEmbeddingBagCollectionSharder(params, wire_dtype=drawn.wire, **options)
     wire, codecs = CommType(drawn.wire), None
     if drawn.wire != "fp32":
@@ -326,7 +326,7 @@ def _train(drawn: Drawn, way: Way | None, steps: slice = slice(None), **hooks: A
     captured = way.pipeline == "captured"
     with patch.object(layouts, "_PART_BYTES", way.part_bytes), captures() if captured else nullcontext() as taken:
         # A bound that is learnt from so few samples grows with many of them, and no step would be captured.
-        hooks["bound"] = BatchBound(max(drawn.samples), drawn.bag_sizes) if captured else None
+        hooks["bound"] = BatchCapacity(max(drawn.samples), drawn.bag_sizes) if captured else None
         result = train(model, plan, sharder, batches, "graph" if captured else way.pipeline, **hooks)
     assert taken in (None, {"captured": 2, "replayed": len(batches) - 5}), taken
     return result
@@ -358,7 +358,7 @@ def compare_with_stock(drawn: Drawn, _: Path) -> Iterator[Callable[[], None]]:
             assert_all_near(ours["states"], stock["states"], twice * WEIGHT_TOLERANCE[drawn.types], "states")
             assert ours["keys"] == stock["keys"], f"columns {ours['keys']} in place of {stock['keys']}"
             assert [used for used, _, _ in ours["exchanged"]] == [way.backend] * sum(modules), ours["exchanged"]
-            others = [line for line in messages if "between hosts one message" not in line]
+            others = [line for line in messages if "between nodes one message" not in line]
             assert not others, "\n".join(others)
 
         yield check

@@ -15,7 +15,7 @@ from torch import nn
 
 from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.comm.arena import HostArena, Region, open_arena
-from dlrm_overlap.comm.record import ExchangeTimeoutError
+from dlrm_overlap.comm.device_errors import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding import layout as layouts
 from dlrm_overlap.embedding.options import ExchangeOptions
@@ -65,7 +65,7 @@ def check_what_was_stored_before_a_flag_is_there_after_the_wait(rank: int, world
             arena.wait("ready", counts, token, timeout_s=20)
             assert (arena.local("window") == token).all(), f"rank {rank}, epoch {epoch}"
         arena.view("window", following).fill_(epoch)
-        arena.raise_flag("ready", following, slot=0, epoch=epoch)
+        arena.signal_flag("ready", following, slot=0, epoch=epoch)
 
 
 def check_what_one_rank_cannot_make_is_told_on_all(rank: int, world_size: int) -> None:
@@ -168,7 +168,7 @@ def check_a_rank_that_does_not_step_is_named(rank: int, world_size: int) -> None
 def check_the_gpus_forward_under_the_interpreter(rank: int, world_size: int) -> None:
     stage = Stage(OWNERS, rank)
     half: dict[str, Any] = {"wire_dtype": torch.float16, "output_dtype": torch.float16, "leading_columns": 8}
-    staged: dict[str, Any] = {"put": "stores", **half}
+    staged: dict[str, Any] = {"put": "staged", **half}
     for backend, more in (("nccl", half), ("pgas", {}), ("pgas", half), ("fused", {}), ("fused", staged)):
         options = ExchangeOptions(backend=backend, slice_bags=4, wait_timeout_s=1e-4, **more)
         forward = interpreted_forward(stage, _group(), options, samples=9)
@@ -183,7 +183,7 @@ def check_the_gpus_forward_under_the_interpreter(rank: int, world_size: int) -> 
             assert_same(pooled, expected.to(options.output_dtype), f"{options}, step {number}")
             del pooled
         for state in getattr(forward, "_states", {}).values():
-            assert (state.staging.numel() > 0) == (options.put == "stores"), "memory to stage in, only if it is used"
+            assert (state.staging.numel() > 0) == (options.put == "staged"), "memory to stage in, only if it is used"
         forward.close()
 
 

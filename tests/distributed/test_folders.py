@@ -57,10 +57,10 @@ def _check_a_lock_refuses_all(folder: Path) -> None:
 
 
 def _check_ranks_that_see_other_folders(folder: Path) -> None:
-    """Each rank has a working folder of its own, as on a host of its own, and a `log.dir` in it."""
+    """Each rank has a working folder of its own, as on a node of its own, and a `log.dir` in it."""
     saves = [*SMALL, "--checkpoint.last", "true", "--checkpoint.every", "2", "--train.steps", "4"]
     whole = train(quickstart(folder, "whole", *saves))
-    here = folder / f"host_{dist.get_rank()}"
+    here = folder / f"node_{dist.get_rank()}"
     here.mkdir()
     os.chdir(here)
     for seen in ("nothing", "an older one", "another", "the same"):

@@ -11,8 +11,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from dlrm_overlap.train.graphs.bounds import LearntBound
-from dlrm_overlap.train.graphs.read_ahead import ReadAhead
+from dlrm_overlap.train.graphs.capacity import CapacityTracker
+from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher
 from tests.agreement import assert_same
 from tests.distributed.captured import captures
 from tests.distributed.foreign import (
@@ -47,7 +47,7 @@ def _compare(case: str) -> None:
     if case.endswith(EAGER):
         compare(name, world(), CPU)
         return
-    late = patch.object(LearntBound, "is_within", lambda *_: False) if case.endswith(LATE) else nullcontext()
+    late = patch.object(CapacityTracker, "is_within", lambda *_: False) if case.endswith(LATE) else nullcontext()
     with captures() as taken, late:
         compare(name, world(), CPU)
     assert tuple(taken.values()) == PROGRAMS[name].captured, taken
@@ -69,13 +69,13 @@ def test_a_second_call_is_refused_in_the_first_step() -> None:
 @pytest.mark.usefixtures("world_of_one")
 def test_a_part_that_differs_in_every_batch_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     """Nor are places made for batches again and again, when each is unlike the one before."""
-    forget, forgotten = ReadAhead.forget_places, list[int]()
+    forget, forgotten = InputPrefetcher.forget_places, list[int]()
 
-    def count(ahead: ReadAhead) -> None:
+    def count(ahead: InputPrefetcher) -> None:
         forgotten.append(1)
         forget(ahead)
 
-    with captures() as taken, patch.object(ReadAhead, "forget_places", count):
+    with captures() as taken, patch.object(InputPrefetcher, "forget_places", count):
         train(PROGRAMS["step_numbers"]._replace(part=lambda step, _: step, steps=30), True, world(), CPU)
     assert tuple(taken.values()) == (0, 0)
     assert len(forgotten) == 3, "after 3, 6 and 12 steps"

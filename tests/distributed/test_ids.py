@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, CpuIdExchange, IdExchange
-from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
+from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.compiled import INTERPRETED
@@ -40,12 +40,12 @@ def _keys(stage: Stage) -> list[str]:
     return [key for key in KEYS if key in owned or key == "unused"]
 
 
-def _bound(stage: Stage, sizes: Sizes) -> BatchBound:
-    return BatchBound(SAMPLES, {key: sizes[key] for key in _keys(stage)})
+def _bound(stage: Stage, sizes: Sizes) -> BatchCapacity:
+    return BatchCapacity(SAMPLES, {key: sizes[key] for key in _keys(stage)})
 
 
 def _open(stage: Stage, sizes: Sizes, kind: type[IdExchange]) -> IdExchange:
-    """Return an exchange of ids by itself, on a host, or on a GPU as the interpreter has it."""
+    """Return an exchange of ids by itself, on a node, or on a GPU as the interpreter has it."""
     layout = joined(stage.layout)
     ids = IdLayout(layout, _keys(stage), _bound(stage, sizes))
     options = ExchangeOptions(wait_timeout_s=TIMEOUT_S[kind], aggregate_bytes=0)  # each part of a message by itself
@@ -145,7 +145,7 @@ def _check_too_many(kind: type[IdExchange], sizes: Sizes, told: str) -> None:
         lengths[place : place + SAMPLES] = 2
         lengths[place] = 3
         batches[1] = KeyedJaggedTensor(_keys(stage), torch.ones(int(lengths.sum())).int(), lengths=lengths)
-    with pytest.raises(ValueError, match=told):  # noqa: PT012  a host raises in the first, a device in the second
+    with pytest.raises(ValueError, match=told):  # noqa: PT012  a node raises in the first, a device in the second
         exchange.send(mine := _mine(batches), mine.stride())
         exchange.check()
 

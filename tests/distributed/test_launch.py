@@ -30,8 +30,8 @@ total = torch.tensor([world.rank + 1.0])
 dist.all_reduce(total)
 if world.source in ("nproc", "environment"):
     from tests.conftest import listening_on
-    hosts = {host for host, _ in listening_on(os.getpid())}
-    assert hosts and hosts <= {"127.0.0.1", "::1"}, f"other machines can connect to {hosts}"
+    nodes = {node for node, _ in listening_on(os.getpid())}
+    assert nodes and nodes <= {"127.0.0.1", "::1"}, f"other machines can connect to {nodes}"
 with open(f"{sys.argv[-1]}.{world.rank}", "w") as file:
     file.write(f"{world.source} {world.world_size} {world.local_world_size} {total.item()}")
 process_group.shutdown()
@@ -106,7 +106,7 @@ def test_one_failing_rank_ends_the_run(program: Path, tmp_path: Path, launcher: 
 
 
 @pytest.mark.slow
-def test_a_host_whose_configuration_differs_is_refused_on_both(tmp_path: Path) -> None:
+def test_a_node_whose_configuration_differs_is_refused_on_both(tmp_path: Path) -> None:
     """Two agents of torchrun, a rank each: the second agent's file is stale."""
     port = free_port()
     train = ["-m", "dlrm_overlap", "train", "--config", "configs/quickstart.yaml", "--train.device", "cpu"]

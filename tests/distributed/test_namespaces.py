@@ -1,4 +1,4 @@
-"""Two hosts in network namespaces, each with an address of its own: started as launch/README.md says, and cut off."""
+"""Two nodes in network namespaces, each with an address of its own: started as launch/README.md says, and cut off."""
 
 import os
 import re
@@ -24,57 +24,57 @@ _SMALL = ["--train.global_batch_size", "256", "--data.eval_samples", "500", "--e
 
 
 @pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
+def nodes() -> Iterator[TwoHosts]:
     with TwoHosts() as made:
         yield made
     assert made.processes() == []
 
 
-def _start_agents(hosts: TwoHosts, folder: Path, *options: str) -> list[subprocess.Popen[bytes]]:
-    """Start torchrun's agent on each host, with two CPU ranks, by the script and the variables of launch/README.md."""
+def _start_agents(nodes: TwoHosts, folder: Path, *options: str) -> list[subprocess.Popen[bytes]]:
+    """Start torchrun's agent on each node, with two CPU ranks, by the script and the variables of launch/README.md."""
     script, config = str(ROOT / "launch/torchrun.sh"), str(ROOT / "configs/quickstart.yaml")
-    options = ("--train.device", "cpu", "--log.dir", str(folder), "--log.name", "two_hosts", *_SMALL, *options)
+    options = ("--train.device", "cpu", "--log.dir", str(folder), "--log.name", "two_nodes", *_SMALL, *options)
     options += ("--log.tensorboard", "false", "--checkpoint.last", "false")
     place = {"NNODES": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "NPROC": "2"}
-    place["GLOO_SOCKET_IFNAME"] = INTERFACE  # these hosts' own names lead to no address
+    place["GLOO_SOCKET_IFNAME"] = INTERFACE  # these nodes' own names lead to no address
     return [
-        hosts.start(host, folder / f"host{host}", place | {"NODE_RANK": str(host)}, script, config, *options)
-        for host in range(2)
+        nodes.start(node, folder / f"node{node}", place | {"NODE_RANK": str(node)}, script, config, *options)
+        for node in range(2)
     ]
 
 
-def _train_on_one_host(folder: Path) -> None:
-    train(quickstart(folder, "one_host", *_SMALL, "--train.steps", str(_COMPARED)))
+def _train_on_one_node(folder: Path) -> None:
+    train(quickstart(folder, "one_node", *_SMALL, "--train.steps", str(_COMPARED)))
 
 
 @pytest.mark.slow
-def test_they_train_over_a_slow_wire_as_one_host_does_and_name_each_other_once_it_is_cut(
-    hosts: TwoHosts, tmp_path: Path
+def test_they_train_over_a_slow_wire_as_one_node_does_and_name_each_other_once_it_is_cut(
+    nodes: TwoHosts, tmp_path: Path
 ) -> None:
-    told = hosts.slow_down()
+    told = nodes.slow_down()
     forever = ["--train.steps", "1000000", "--log.every", "1", "--embedding.wait_timeout_s", "10"]
-    agents = _start_agents(hosts, tmp_path, *forever)
+    agents = _start_agents(nodes, tmp_path, *forever)
     deadline = time.monotonic() + 120
-    while f"step {_COMPARED}:" not in (said := (tmp_path / "host0").read_text()):
+    while f"step {_COMPARED}:" not in (said := (tmp_path / "node0").read_text()):
         assert time.monotonic() < deadline, f"{told}\n{said}"
         assert all(agent.poll() is None for agent in agents), said
         time.sleep(0.1)
-    hosts.cut()
+    nodes.cut()
     begin = time.monotonic()
     assert all(agent.wait(timeout=60) for agent in agents), "an agent ended well"
     assert time.monotonic() - begin < 40
-    assert hosts.processes() == []
-    assert "2 hosts (ranks 0 to 1, ranks 2 to 3; 2 machines): stores within a host" in said
+    assert nodes.processes() == []
+    assert "2 nodes (ranks 0 to 1, ranks 2 to 3; 2 machines): stores within a node" in said
     stood = [
         r"stood still in step \d+ for 1\d s:\n  rank [23]: silent",
         r"stood still .*\n  rank 0, .* does not answer",
     ]
-    for host, peers in enumerate(("[23]", "[01]")):
-        said = (tmp_path / f"host{host}").read_text()
+    for node, peers in enumerate(("[23]", "[01]")):
+        said = (tmp_path / f"node{node}").read_text()
         waited = rf"waited 10 s for .* of rank {peers}: expected epoch \d+, seen \d+"
-        assert re.search(f"{stood[host]}|{waited}", said), said
-    run_ranks(_train_on_one_host, 4, tmp_path)
-    losses, expected = (read_metrics(tmp_path / name, "train/loss") for name in ("two_hosts", "one_host"))
+        assert re.search(f"{stood[node]}|{waited}", said), said
+    run_ranks(_train_on_one_node, 4, tmp_path)
+    losses, expected = (read_metrics(tmp_path / name, "train/loss") for name in ("two_nodes", "one_node"))
     assert list(expected) == list(range(1, _COMPARED + 1))
     assert {step: losses[step] for step in expected} == expected
 
@@ -84,7 +84,7 @@ _SAMPLES, _REPEATED = 16, 10  # of a rank; steps that are counted
 
 
 def _count_what_crosses(folder: Path, places: list[str]) -> None:
-    """Take some forwards by an all-to-all and by messages between hosts, and check how many bytes each sends."""
+    """Take some forwards by an all-to-all and by messages between nodes, and check how many bytes each sends."""
     rank = dist.get_rank()
     enter(places[rank // 2])
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
@@ -92,9 +92,9 @@ def _count_what_crosses(folder: Path, places: list[str]) -> None:
     assert isinstance(group, dist.ProcessGroup)
     sizes, stage = [_SAMPLES] * 4, Stage(_OWNERS, rank)
     counted: dict[str, int] = {}
-    for backend, hosts in (("nccl", 1), ("pgas", 2), ("fused", 2)):
+    for backend, nodes in (("nccl", 1), ("pgas", 2), ("fused", 2)):
         exchange = stage.exchange(group, backend)
-        assert len(exchange.reach.hosts) == hosts
+        assert len(exchange.reach.nodes) == nodes
         for number in range(1 + _REPEATED):
             if number == 1:
                 before = _traffic_at_rest()
@@ -110,7 +110,7 @@ def _count_what_crosses(folder: Path, places: list[str]) -> None:
 
 
 def _traffic_at_rest() -> int:
-    """Return what this rank's host has sent, once all ranks are here and their acknowledgements have been sent."""
+    """Return what this rank's node has sent, once all ranks are here and their acknowledgements have been sent."""
     dist.barrier()
     time.sleep(0.1)
     found = sent_bytes()
@@ -119,8 +119,8 @@ def _traffic_at_rest() -> int:
 
 
 @pytest.mark.slow
-def test_pooled_embeddings_cross_once(hosts: TwoHosts, tmp_path: Path) -> None:
-    run_ranks(_count_what_crosses, 4, tmp_path, hosts.places())
+def test_pooled_embeddings_cross_once(nodes: TwoHosts, tmp_path: Path) -> None:
+    run_ranks(_count_what_crosses, 4, tmp_path, nodes.places())
 
 
 _MEET = """
@@ -135,18 +135,18 @@ except InputError as error:
 
 
 @pytest.mark.slow
-def test_an_interface_that_the_other_host_does_not_reach_is_told_in_one_line(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_an_interface_that_the_other_node_does_not_reach_is_told_in_one_line(nodes: TwoHosts, tmp_path: Path) -> None:
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0]}
     place |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
-        hosts.start(host, tmp_path / f"host{host}", place | {"RANK": str(host)}, sys.executable, "-c", _MEET)
-        for host in range(2)
+        nodes.start(node, tmp_path / f"node{node}", place | {"RANK": str(node)}, sys.executable, "-c", _MEET)
+        for node in range(2)
     ]
     deadline = time.monotonic() + 60
     while not any(codes := [rank.poll() for rank in ranks]):  # one of the two connects, the other waits for it
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert 1 in codes
-    said = (tmp_path / f"host{codes.index(1)}").read_text()
-    assert re.search(r"2 ranks do not meet at .*; start all ranks.* GLOO_SOCKET_IFNAME on each host", said), said
+    said = (tmp_path / f"node{codes.index(1)}").read_text()
+    assert re.search(r"2 ranks do not meet at .*; start all ranks.* GLOO_SOCKET_IFNAME on each node", said), said
     assert "Traceback" not in said

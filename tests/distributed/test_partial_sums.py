@@ -21,8 +21,8 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.backends.base import WindowBackward
 from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward
-from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
-from dlrm_overlap.embedding.opening import Halves, open_halves
+from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
+from dlrm_overlap.embedding.opening import ExchangeParts, build_exchange
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.traffic import partial_sums
@@ -45,10 +45,12 @@ class Counted:
         self._workload, self._samples = workload, workload.batch_sizes[workload.rank]
         self._layout = joined(workload.layout)
         names = sorted({shard.feature_name for shards in self._layout.by_owner for shard in shards})
-        bound = BatchBound(self._samples, dict.fromkeys(names, (ids_a_bag, ids_a_bag)))
+        bound = BatchCapacity(self._samples, dict.fromkeys(names, (ids_a_bag, ids_a_bag)))
         ids = IdLayout(self._layout, names, bound)
         about = workload.group, workload.device, self._samples, StepCounters(workload.device)
-        self._halves: Halves = open_halves(ExchangeContext(self._layout, workload.tables, options, *about, ids=ids))
+        self._halves: ExchangeParts = build_exchange(
+            ExchangeContext(self._layout, workload.tables, options, *about, ids=ids)
+        )
         forward, backward = self._halves.forward, self._halves.backward
         assert isinstance(forward, ZeroCopyForward)
         assert isinstance(backward, WindowBackward)

@@ -21,7 +21,7 @@ Pools = Callable[[int, int], RankPool]
 
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    """Ranks that all tests share, by their number and that of a host, of which TorchRec makes groups that it keeps."""
+    """Ranks that all tests share, by their number and that of a node, of which TorchRec makes groups that it keeps."""
     with ExitStack() as stack:
         yield cache(lambda ranks, local: stack.enter_context(RankPool(ranks, tmp_path_factory.mktemp("ranks"))))
 

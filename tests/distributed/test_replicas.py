@@ -20,9 +20,9 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.reasons import reasons_to_fall_back
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap.embedding.unsupported import unsupported_by_exchange
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near
 from tests.distributed.models import CPU, MEAN, SUM, Model, Tables, make_plan, open_pipeline, world
 from tests.distributed.workers import logged_messages, run_ranks
@@ -166,7 +166,7 @@ def _train_all(folder: Path) -> None:
     sharded: Any = _shard(OverlapEmbeddingBagCollectionSharder()).module.embedding
     sharded._env.sharding_strategy = ShardingStrategy.FULLY_SHARDED  # whose lookups can be made on GPUs alone
     shardings = dict(zip(sharded._sharding_types, sharded._embedding_shardings, strict=True))
-    reasons = reasons_to_fall_back(shardings, sharded._env, torch.float32)
+    reasons = unsupported_by_exchange(shardings, sharded._env, torch.float32)
     saved["refused"] = {"reasons": list(reasons.values())}
     torch.save(saved, folder / f"{dist.get_rank()}.pt")
 

@@ -29,8 +29,8 @@ def _work(folder: Path) -> None:
     for backend in ("pgas", "fused"):
         options = "--embedding.backend", backend, "--train.pipeline", "graph", "--checkpoint.last", "false"
         train(_config(folder, backend, *options))
-    hosts = ["--embedding.backend", "pgas", "--embedding.hosts", "2", "--train.pipeline", "graph"]
-    trainer = make_trainer(_config(folder, "two_hosts", *hosts, "--checkpoint.last", "false"))
+    nodes = ["--embedding.backend", "pgas", "--embedding.nodes", "2", "--train.pipeline", "graph"]
+    trainer = make_trainer(_config(folder, "two_nodes", *nodes, "--checkpoint.last", "false"))
     assert all(table.exchanged for table in explain(trainer.model).tables)
     trainer.fit()
     (unpooled,) = [each for each in exchanges(trainer.model) if isinstance(each, UnpooledExchange)]
@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["pgas", "fused", "two_hosts"])
+@pytest.mark.parametrize("name", ["pgas", "fused", "two_nodes"])
 def test_backends_agree(runs: Path, name: str) -> None:
     assert_losses_agree(runs / name, runs / "torchrec", LOSS_TOLERANCE["adagrad"])
 

@@ -36,7 +36,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
@@ -331,7 +331,7 @@ def test_an_id_outside_a_table_that_is_cut_by_rows(world_of_one: dist.ProcessGro
     sharder: Any = OverlapEmbeddingBagCollectionSharder({"bounds_check_mode": BoundsCheckMode.FATAL})
     plan = construct_module_sharding_plan(module, {"t": row_wise(compute_kernel="fused")}, sharder, 1, 1, "cpu")
     sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
-    sharded.take_ids(["f"], BatchBound(2, {"f": (0, 2)}))
+    sharded.take_ids(["f"], BatchCapacity(2, {"f": (0, 2)}))
     sharded(KeyedJaggedTensor(["f"], torch.tensor([4, 0, 1]), lengths=torch.tensor([2, 1]))).wait()
     told = min(bad, 2**31 - 1)
     with pytest.raises(ValueError, match=rf"id 1 of feature f in the batch of rank 0: f: id {told} is outside"):
@@ -347,7 +347,7 @@ def test_a_module_that_was_sharded_anew_takes_no_ids(world_of_one: dist.ProcessG
     sharded = sharder.shard(module, plan, environment, CPU)
     ids = KeyedJaggedTensor(["f"], torch.tensor([4, 0, 1]), lengths=torch.tensor([2, 1]))
     before = sharded(ids).values()
-    sharded.take_ids(["f"], BatchBound(2, {"f": (0, 2)}))
+    sharded.take_ids(["f"], BatchCapacity(2, {"f": (0, 2)}))
     sharded.update_shards({}, environment, CPU)
     assert_all_near({"f": sharded(ids).values()}, {"f": before}, 0.0, "output")
 
@@ -370,7 +370,7 @@ def test_means_of_row_wise_tables_are_divided(
         sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
         initialise_tables(sharded, seed=0)
         if takes_ids and sharder is ours:
-            sharded.take_ids(["x", "y", "z"], BatchBound(1, dict.fromkeys("xyz", (0, 2))), weighted=True)
+            sharded.take_ids(["x", "y", "z"], BatchCapacity(1, dict.fromkeys("xyz", (0, 2))), weighted=True)
         found.append(dict(sorted(sharded(ids).to_dict().items())))
     assert_all_near(found[0], found[1], 0.0, "output")
     assert all(pooled.any() for pooled in found[0].values())
@@ -488,7 +488,7 @@ def test_a_table_that_names_a_feature_twice(world_of_one: dist.ProcessGroup, ord
         sharded: Any = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
         initialise_tables(sharded, seed=0)
         if captured and sharder is ours:
-            sharded.take_ids(["x", "y", "z"], BatchBound(1, dict.fromkeys("xyz", (0, 2))))
+            sharded.take_ids(["x", "y", "z"], BatchCapacity(1, dict.fromkeys("xyz", (0, 2))))
         pooled = sharded(ids).wait()
         columns = zip(pooled.keys(), pooled.values().split(pooled.length_per_key(), dim=1), strict=True)
         by_name = [column for _, column in sorted(columns, key=lambda each: each[0])]

@@ -33,7 +33,7 @@ WAYS: dict[str, tuple[str, Case]] = {
     "graph_pooled_beside": ("graph", Case(pooled=True, need_indices=True)),
     "graph_fp16_rows": ("graph", Case(rows=DataType.FP16, plan="row_wise")),
     "graph_rank_0_without": ("graph", Case(samples=(0, 4))),
-    "graph_two_hosts": ("graph", replace(STEADY, steps=4, pooled=True, hosts=2, kernel=CACHED)),
+    "graph_two_nodes": ("graph", replace(STEADY, steps=4, pooled=True, nodes=2, kernel=CACHED)),
     "graph_jagged": ("graph", CASES["jagged"]),
     "graph_data_parallel": ("graph", replace(STEADY, plan="data_parallel", steps=4, optimizer="dense_sgd")),
     "graph_own_batches": ("graph", replace(CASES["own_batches"], pooled=True)),
@@ -41,8 +41,8 @@ WAYS: dict[str, tuple[str, Case]] = {
 }
 MORE: dict[str, tuple[str, Case]] = {  # plans of other kinds: `unpooled_plans`
     "graph_one_rank": ("graph", Case(plan="one_rank", optimizer="rowwise_adagrad", few=4)),
-    "captured_two_hosts": ("captured", replace(STEADY, pooled=True, hosts=2)),
-    "graph_two_hosts_row_wise": ("graph", replace(STEADY, plan="row_wise", steps=4, hosts=2)),
+    "captured_two_nodes": ("captured", replace(STEADY, pooled=True, nodes=2)),
+    "graph_two_nodes_row_wise": ("graph", replace(STEADY, plan="row_wise", steps=4, nodes=2)),
     "captured_longer": ("captured", replace(STEADY, steps=13, longer={4: 4})),
 }
 

@@ -29,7 +29,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
@@ -89,9 +89,9 @@ class Case:
     ids: torch.dtype = torch.int64
     own_batches: bool = False
     """whether half of a feature's sequences are of several samples"""
-    bound: BatchBound | None = None
+    bound: BatchCapacity | None = None
     """of captured steps; None is learnt"""
-    hosts: int | Literal["auto"] = "auto"
+    nodes: int | Literal["auto"] = "auto"
     """that are emulated"""
 
     @property
@@ -274,7 +274,7 @@ def train(
     if pipeline in kinds:
         steps = kinds[pipeline](sharded, optimizer, device)
     else:
-        steps = GraphTrainPipeline(sharded, optimizer, device, bound=case.bound)
+        steps = GraphTrainPipeline(sharded, optimizer, device, capacity=case.bound)
     given: dict[str, torch.Tensor] = {}
     stand_in = isinstance(sharders[0], EmbeddingCollectionSharder) and not isinstance(
         sharders[0], OverlapEmbeddingCollectionSharder
@@ -320,6 +320,6 @@ def stock_sharders(case: Case) -> list[Any]:
 def our_sharders(case: Case, **options: Any) -> list[Any]:
     params = _params(case)
     return [
-        OverlapEmbeddingCollectionSharder(dict(params), hosts=case.hosts, **options),
-        OverlapEmbeddingBagCollectionSharder(dict(params), hosts=case.hosts),
+        OverlapEmbeddingCollectionSharder(dict(params), nodes=case.nodes, **options),
+        OverlapEmbeddingBagCollectionSharder(dict(params), nodes=case.nodes),
     ]

@@ -12,7 +12,7 @@ import torch
 from torchrec.modules.embedding_configs import DataType
 
 from dlrm_overlap.embedding import distinct as distinct_ids
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
 from tests.distributed.captured import captures
 from tests.distributed.models import CPU, Table
@@ -42,7 +42,7 @@ class Drawn(NamedTuple):
 
 @st.composite
 def drawn_sequences(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
-    """Draw for `ranks` ranks, of which TorchRec takes `local` for those of a host."""
+    """Draw for `ranks` ranks, of which TorchRec takes `local` for those of a node."""
     draw = draw_from(st.randoms(use_true_random=False))
     dim = draw.choice([4, 8, 20, 192])
     tables = drawn_tables(draw, iter(range(100)), ranks, local, 4, KINDS, [dim])
@@ -69,7 +69,9 @@ def drawn_sequences(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
     rows = DataType.FP16 if happens(draw, 0.2) else DataType.FP32
     sizes = {name: draw.choice([(1, 1), (0, 0), (0, 1), (0, 4), (3, 3), (2, 9)]) for name in features}
     samples = [draw.randrange(1, 7)] * ranks if even else [draw.randrange(7) for _ in range(ranks)]
-    bound = BatchBound(samples[0], sizes, distinct={name: t.rows for name, t in tables.items()}) if captured else None
+    bound = (
+        BatchCapacity(samples[0], sizes, distinct={name: t.rows for name, t in tables.items()}) if captured else None
+    )
     case = Case(
         tables=tables,
         features=draw.sample(features, len(features)),

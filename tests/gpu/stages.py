@@ -32,7 +32,7 @@ from dlrm_overlap.bench.rows import append_rows, print_table
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
@@ -52,7 +52,7 @@ class _Captured(Contender):
         keys, samples = sparse[0].keys(), sparse[0].stride()
         most = sparse[0].lengths().view(len(keys), samples).amax(1).tolist()
         sizes = {key: (size, size) for key, size in zip(keys, most, strict=True)}
-        self._exchange.take_ids(keys, BatchBound(samples, sizes))
+        self._exchange.take_ids(keys, BatchCapacity(samples, sizes))
         self._arrived: dict[int, ArrivedIds] = {}
         """by the batch of the workload; copies, since later ids take their memory"""
         for batch, features in zip(workload.batches, sparse, strict=True):

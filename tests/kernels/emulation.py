@@ -11,13 +11,13 @@ from math import gcd
 import pytest
 import torch
 
-from dlrm_overlap.comm.record import Record
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from dlrm_overlap.kernels.flags import Flags, raise_flags
+from dlrm_overlap.kernels.flags import Flags, signal_flags
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices, SliceState
-from dlrm_overlap.kernels.forward.store_pooled import storing_pooled
+from dlrm_overlap.kernels.forward.store_pooled import prepare_store_pooled
 from tests.agreement import assert_same
 from tests.kernels.tasks import TaskGrid
 
@@ -115,7 +115,7 @@ class World:
         self.stride = sum(case.features) * (case.dim + case.gap) + case.gap
         # A row above and below what the fullest rank may write.
         self.windows = [torch.full((self.samples + 2, self.stride), GUARD, dtype=case.wire) for _ in case.batch_sizes]
-        self.records = [Record(CPU) for _ in case.batch_sizes]
+        self.records = [DeviceErrorRecord(CPU) for _ in case.batch_sizes]
         self.rows_to_check = [self.ROWS] * max(case.features)
         """of each feature of a rank; negative, its bad ids are not recorded"""
         self._poison()
@@ -208,7 +208,9 @@ class World:
         """Run the zero-copy kernel of one rank."""
         status = self.records[rank].status
         bags = self.bags(rank)
-        storing_pooled(bags, self.feature_table(rank), self.destinations(), status, self.options(rank))(*bags.tensors)
+        prepare_store_pooled(bags, self.feature_table(rank), self.destinations(), status, self.options(rank))(
+            *bags.tensors
+        )
 
     def assert_no_record(self) -> None:
         for rank, record in enumerate(self.records):
@@ -271,7 +273,7 @@ class SlicedWorld(World):
         """
         self.in_place = in_place
         if self.in_place and not self.case.features[rank]:
-            raise_flags(self.flags(rank), rank, 0, epoch)
+            signal_flags(self.flags(rank), rank, 0, epoch)
             return
         slices = Slices(self.slice_bags, self.first_slot, in_place, raises, end_wait=counts is not None)
         bags = self.bags(rank)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from dlrm_overlap.kernels.arguments import STATES, Numbers
-from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule
+from dlrm_overlap.kernels.arguments import STATES, OptimizerParams
+from dlrm_overlap.kernels.backward.optimizers import OptimizerRows, Rule
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from dlrm_overlap.kernels.reference import update_rows
@@ -19,9 +19,9 @@ TOLERANCE = 1e-6
 
 
 class StepNumbers(NamedTuple):
-    """The optimizer's numbers at a step, as the host knows them."""
+    """The optimizer's numbers at a step, as the node knows them."""
 
-    numbers: Numbers
+    numbers: OptimizerParams
     seed: int = 3
     factor: float = 0.5
 
@@ -36,11 +36,11 @@ class StepNumbers(NamedTuple):
         return self._replace(numbers=self.numbers._replace(lr=lr))
 
 
-RULE = StepNumbers(Numbers(lr=0.5, eps=0.25))
-_DECAYING = Numbers(lr=0.5, eps=0.25, l2=0.2, decoupled=0.1, most_norm=2.5)
-_MEANS = Numbers(lr=0.5, eps=0.25, decoupled=0.1, beta1=0.5, beta2=0.9375, count=3)
+RULE = StepNumbers(OptimizerParams(lr=0.5, eps=0.25))
+_DECAYING = OptimizerParams(lr=0.5, eps=0.25, l2=0.2, decoupled=0.1, max_norm=2.5)
+_MEANS = OptimizerParams(lr=0.5, eps=0.25, decoupled=0.1, beta1=0.5, beta2=0.9375, count=3)
 # The third state's rows have had steps at counts 0, which is never, to 8; `count` is 9.
-_COUNTER = Numbers(lr=0.5, eps=0.25, decoupled=0.125, halflife=4, decay_after=2, most_rate=1.5, count=9)
+_COUNTER = OptimizerParams(lr=0.5, eps=0.25, decoupled=0.125, halflife=4, decay_after=2, max_rate=1.5, count=9)
 RULES = {
     "sgd": RULE,
     "adagrad": RULE,
@@ -238,10 +238,10 @@ class Model:
         ids = self.sorted_ids()
         return Preparation(ids, self.input_features(), row_units, self.case.chunk_ids)(ids)
 
-    def row_range(self, index: int) -> RowRange:
+    def row_range(self, index: int) -> OptimizerRows:
         rows, first = self.case.ranges[index], self.first_keys[index]
         units = rows.dim // 4
-        return RowRange(
+        return OptimizerRows(
             index=index,
             weights=self.weights[index],
             states=tuple(self.states[index]),

@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
-from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord, ExchangeTimeoutError
+from dlrm_overlap.kernels.flags import Flags, signal_flags, wait_flags
 from dlrm_overlap.kernels.primitives import BAD_ID, record
 from tests.agreement import assert_same
 from tests.kernels.compiling import run_without_interpreter
@@ -15,7 +15,7 @@ from tests.kernels.emulation import CLOCK, CPU, interpreted
 pytestmark = interpreted
 
 
-def _flags(ready: list[torch.Tensor], rank: int, counts: list[int], record: Record) -> Flags:
+def _flags(ready: list[torch.Tensor], rank: int, counts: list[int], record: DeviceErrorRecord) -> Flags:
     addresses = torch.tensor([each.data_ptr() for each in ready])
     return Flags(addresses, CLOCK, ready[rank], torch.tensor(counts).int(), timeout=3, status=record.status)
 
@@ -24,7 +24,7 @@ def _flags(ready: list[torch.Tensor], rank: int, counts: list[int], record: Reco
 def test_a_flag_is_raised_at_every_rank(world_size: int) -> None:
     ready = [torch.full((world_size, 4), 6) for _ in range(world_size)]
     rank, slot, epoch = world_size // 2, 2, 7
-    raise_flags(_flags(ready, rank, [0] * world_size, Record(CPU)), rank, slot, epoch)
+    signal_flags(_flags(ready, rank, [0] * world_size, DeviceErrorRecord(CPU)), rank, slot, epoch)
     expected = torch.full((world_size, 4), 6)
     expected[rank, slot] = epoch
     for peer, flags in enumerate(ready):
@@ -33,7 +33,7 @@ def test_a_flag_is_raised_at_every_rank(world_size: int) -> None:
 
 def _wait(ready: torch.Tensor, counts: list[int], epoch: int) -> list[int] | None:
     """Let rank 1 wait, and return what is recorded."""
-    record = Record(CPU)
+    record = DeviceErrorRecord(CPU)
     before = ready.clone()
     wait_flags(_flags([ready] * len(counts), 1, counts, record), 1, epoch)
     assert_same(ready, before, "flags")
@@ -73,12 +73,12 @@ def _record(status, a, b, c, KIND: tl.constexpr):
     record(status, KIND, a + zero, b + zero, c + zero, zero, zero)
 
 
-def _record_bad_id(records: Record, feature: int, sample: int, rows: int) -> None:
+def _record_bad_id(records: DeviceErrorRecord, feature: int, sample: int, rows: int) -> None:
     _record[(1,)](records.status, feature, sample, rows, KIND=BAD_ID)
 
 
 def test_a_wait_that_expires_after_a_bad_id_is_recorded_and_the_bad_id_too() -> None:
-    records = Record(CPU)
+    records = DeviceErrorRecord(CPU)
     _record_bad_id(records, 4, 5, 6)
     assert (records.bad_id(), records.expired(), records.empty) == ([4, 5, 6], None, False)
     records.raise_expired(3, "part")  # no wait has expired

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from dlrm_overlap.comm.record import Record
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.gemm.product import Destinations, Signals, Tiling, product
 from dlrm_overlap.kernels.schedule import staggered_peers
@@ -66,7 +66,7 @@ class Ranks:
         self.bias = torch.randn(case.n, generator=generator) if case.bias else None
         self.regions = -(-case.shard_rows // case.slot_rows)
         self.ready = [torch.zeros(case.world_size, self.regions + 1, dtype=torch.int64) for _ in range(case.world_size)]
-        self.records = [Record(CPU) for _ in range(case.world_size)]
+        self.records = [DeviceErrorRecord(CPU) for _ in range(case.world_size)]
         self.clock = torch.tensor([EPOCH, 0])[:1]
 
     def _random(self, generator: torch.Generator, *shape: int) -> torch.Tensor:

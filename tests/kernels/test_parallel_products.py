@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dlrm_overlap.comm.record import Record
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.gemm import reference
@@ -20,7 +20,7 @@ class Ranks:
     """Flags DONE of all ranks, and the clock of one, which stands at call 6."""
 
     def __init__(self, world_size: int, rank: int) -> None:
-        self.rank, self.records = rank, Record(CPU)
+        self.rank, self.records = rank, DeviceErrorRecord(CPU)
         self.at = [torch.full((world_size, 1), 6) for _ in range(world_size)]
         self.clock, self.counted = torch.tensor([6, 0])[:1], torch.zeros(1, dtype=torch.int32)
         self.at[rank][rank] = 0  # its own are not awaited

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dlrm_overlap.comm.record import Record
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.pull_ids import Arrivals, Published, place_ids, pull_ids, pull_tasks
 from tests.agreement import assert_same
@@ -26,7 +26,7 @@ class Ranks:
         self.capacities = [samples * most for _, most in bag_sizes]
         self.weights_at = sum(self.capacities) + 3
         self.offsets_at = 2 * self.weights_at
-        self.record = Record(CPU)
+        self.record = DeviceErrorRecord(CPU)
         self.published: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.windows: list[torch.Tensor] = []
         for _ in range(world_size):

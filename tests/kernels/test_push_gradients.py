@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dlrm_overlap.kernels.arguments import Windows
-from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, pushing_gradients
+from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, prepare_push_gradients
 from dlrm_overlap.kernels.schedule import SCHEDULES
 from tests.agreement import assert_same
 from tests.kernels.emulation import CLOCK, GUARD, interpreted, to_wire
@@ -105,7 +105,7 @@ class World:
         addresses = [storage[4:].data_ptr() for storage in self.storage]
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths[rank].flatten().cumsum(0)]).int()
         changing = [offsets] if case.shares else []
-        for push in pushing_gradients(
+        for push in prepare_push_gradients(
             self.gradients[rank],
             [self.shard_table(dim) for dim in dims or sorted({dim for *_, dim in self.shards})],
             Windows(torch.tensor(addresses), stride=0, dtype=case.wire, alignment=gcd(16, *addresses)),

@@ -1,4 +1,4 @@
-"""A message's rows, put into the windows of a host's ranks: every element, and nothing else."""
+"""A message's rows, put into the windows of a node's ranks: every element, and nothing else."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 from tests.agreement import assert_same
 from tests.kernels.emulation import GUARD, interpreted
 
-SIZES = (3, 0, 5)  # samples of the host's ranks
+SIZES = (3, 0, 5)  # samples of the node's ranks
 
 
 @interpreted
@@ -38,7 +38,7 @@ def test_columns_are_where_they_belong(
     put = PutColumns.of(shards, stride, dtype.itemsize, torch.device("cpu"))
     assert put.word_bytes == word
     addresses = torch.tensor([window.data_ptr() for window in windows])
-    first_sample = torch.tensor([10, *SIZES]).cumsum(0).int()  # the host's first rank is not the first of all
+    first_sample = torch.tensor([10, *SIZES]).cumsum(0).int()  # the node's first rank is not the first of all
     put_columns(message, put, addresses, first_sample, stride, max(SIZES), here=1)
     for rank, window in enumerate(windows):
         assert_same(window, expected[rank], f"window of rank {rank}")

@@ -1,11 +1,11 @@
-"""Pooled embeddings put to another host group by group, and what takes them there: every element, and nothing else."""
+"""Pooled embeddings put to another node group by group, and what takes them there: every element, and nothing else."""
 
 from collections.abc import Sequence
 
 import pytest
 import torch
 
-from dlrm_overlap.comm.record import Record
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
@@ -35,15 +35,15 @@ def _signals(heap: torch.Tensor) -> list[int]:
     ("groups", "puts", "weighted"), [(Groups(16, 1), (1, 1, 0, 0), False), (Groups(8, 2), (1, 1, 1, 0), True)]
 )
 def test_groups_of_a_message_are_pooled_put_and_taken(groups: Groups, puts: Sequence[int], weighted: bool) -> None:
-    """Rank 0 pools for ranks 1 and 2, whose host is another; rank 2 takes the message for both."""
+    """Rank 0 pools for ranks 1 and 2, whose node is another; rank 2 takes the message for both."""
     world = World(Case(batch_sizes=(1, 9, 3), features=(2, 0, 0), dim=4, gap=0, weighted=weighted))
     heaps, addresses = _heaps(3)
     sent, arrived = (_rows(heaps[rank], at, 12, 8) for rank, at in ((0, _STAGED), (2, _ARRIVED)))
-    host = world.first_sample[1:].clone()  # where a kernel's tensors may begin
+    node = world.first_sample[1:].clone()  # where a kernel's tensors may begin
     begins = torch.tensor([sent.data_ptr(), sent.data_ptr() + 9 * 8 * 4])
     out = Outgoing(_ARRIVED - _STAGED, heaps[0].data_ptr() + _SIGNALS, peer=2)
     counts = torch.zeros(4, dtype=torch.int32)
-    bags = world.bags(0)._replace(first_sample=host)
+    bags = world.bags(0)._replace(first_sample=node)
     for epoch in (1, 2):
         heaps[2][_ARRIVED // 8 : _ARRIVED // 8 + 48] = -1
         put_pooled(
@@ -56,7 +56,7 @@ def test_groups_of_a_message_are_pooled_put_and_taken(groups: Groups, puts: Sequ
         expected = torch.cat([torch.cat(features) for features in pooled], dim=1)
         assert_same(arrived, expected, "message")
     windows = [torch.full((10, 20), GUARD) for _ in range(2)]
-    record = Record(CPU)
+    record = DeviceErrorRecord(CPU)
 
     def take() -> None:
         network, signals, waiting = (
@@ -64,10 +64,10 @@ def test_groups_of_a_message_are_pooled_put_and_taken(groups: Groups, puts: Sequ
             heaps[2].data_ptr() + _SIGNALS,
             Waiting(9, record.status),
         )
-        await_message(network, 0, signals, groups, waiting, CLOCK, 2, host)
+        await_message(network, 0, signals, groups, waiting, CLOCK, 2, node)
         places = PutColumns.of([(4, 4), (4, 12)], 20, 4, CPU)
         addressed = torch.tensor([window.data_ptr() for window in windows])
-        put_columns(arrived, places, addressed, host, 20, 9, here=1)
+        put_columns(arrived, places, addressed, node, 20, 9, here=1)
 
     take()
     assert record.empty

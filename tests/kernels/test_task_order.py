@@ -31,7 +31,7 @@ def _tasks(out, tasks, rank, world_size, features, blocks, SCHEDULE: tl.constexp
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_device_and_host_agree(schedule: str, world_size: int) -> None:
+def test_device_and_node_agree(schedule: str, world_size: int) -> None:
     for features, samples, rank in product((1, 2, 5), (1, 4, 13, 24), sorted({0, world_size // 2, world_size - 1})):
         grid = TaskGrid(rank, world_size, features, samples, task_bags=4)
         tasks = torch.full((len(grid), 3), -1, dtype=torch.int32)

@@ -13,7 +13,7 @@ from dlrm_overlap.data.batch import Lease
 from dlrm_overlap.data.days import Day, Days
 from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.prepare import prepare_samples
-from dlrm_overlap.data.records import Layout, Packed, Unpacker
+from dlrm_overlap.data.records import Packed, RecordLayout, Unpacker
 from dlrm_overlap.kernels import reference
 from tests.agreement import assert_same_samples
 from tests.kernels.emulation import CPU, interpreted
@@ -35,7 +35,7 @@ def random_day(samples: int, labels: int = 1) -> Day:
 
 
 def test_ids_take_the_bytes_that_their_table_needs() -> None:
-    layout = Layout({"click": 1.0, "like": 1.0}, 5, ROWS, SIZES)
+    layout = RecordLayout({"click": 1.0, "like": 1.0}, 5, ROWS, SIZES)
     assert [field.width for field in layout.fields()] == [4, 1, *WIDTHS]
     assert layout.record_bytes == 4 * 5 + 2 + sum(w * n for w, n in zip(WIDTHS, SIZES, strict=True))
 
@@ -44,7 +44,7 @@ def test_ids_take_the_bytes_that_their_table_needs() -> None:
 @pytest.mark.parametrize(("labels", "samples"), [(1, 33), (2, 7), (1, 1)])
 @pytest.mark.parametrize("max_rows", [None, 100])
 def test_a_batch_is_what_was_packed(labels: int, samples: int, max_rows: int | None) -> None:
-    day, layout = random_day(samples, labels), Layout({f"label_{i}": 1.0 for i in range(labels)}, 5, ROWS, SIZES)
+    day, layout = random_day(samples, labels), RecordLayout({f"label_{i}": 1.0 for i in range(labels)}, 5, ROWS, SIZES)
     packed = layout.pack(day)
     assert packed.shape == (samples, layout.record_bytes)
     expected = Days([day], ROWS, max_rows).read(0, samples)

@@ -109,7 +109,7 @@ def test_the_page_of_figures_has_a_command_of_every_kind() -> None:
 
 
 def test_the_default_put_is_as_fast_as_the_other() -> None:
-    """`embedding.put: in_place` is at most 3% slower than stores of slices, on every shape that was measured."""
+    """`embedding.put: direct` is at most 3% slower than stores of slices, on every shape that was measured."""
     paths = [*Path("docs/results").glob("four_h200/stage_*.csv")]
     assert len(paths) == 5
     for path in paths:

@@ -36,7 +36,7 @@ from dlrm_overlap.bench.harness.workload import (
 )
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.config import Config
-from dlrm_overlap.embedding.opening import open_halves
+from dlrm_overlap.embedding.opening import build_exchange
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.train.ranks import Ranks
@@ -77,7 +77,7 @@ class Update(Contender):
         self._batch_sizes = BatchSizes.of(workload.batch_sizes)
         about = workload.layout, workload.tables, options, workload.group, workload.device
         most, counters = max(workload.batch_sizes), StepCounters(workload.device)
-        self._halves = open_halves(ExchangeContext(*about, most, counters))
+        self._halves = build_exchange(ExchangeContext(*about, most, counters))
         self._prepared = {} if exposed else {id(batch): self._begun(batch, prepared=True) for batch in batches}
 
     def _begun(self, batch: GradientBatch, prepared: bool = False) -> Step:

@@ -35,7 +35,7 @@ from dlrm_overlap.bench.harness.timing import Timing, greatest, time_alone
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.gemm import serial
-from dlrm_overlap.dense.gemm.layer import Layer
+from dlrm_overlap.dense.gemm.layer import ProductLayer
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.launching.environment import one_queue
 from dlrm_overlap.train.ranks import Ranks
@@ -94,8 +94,8 @@ class Case:
                 return operators.fused_all_gather_matmul(self.x, [turned], 0, group, return_A=False)[1][0]
             return operators.fused_matmul_reduce_scatter(self.x, turned, "sum", 0, group)
         if self.gathers:
-            return products.all_gather_matmul(self.x, Layer(self.weight), name, keep=False)[0]
-        return products.begin_reduce_scatter(self.x, Layer(self.weight), name)()
+            return products.all_gather_matmul(self.x, ProductLayer(self.weight), name, keep=False)[0]
+        return products.begin_reduce_scatter(self.x, ProductLayer(self.weight), name)()
 
     def _gathered(self) -> torch.Tensor:
         """Return the rows that the product has: those of all ranks, or for a reduce-scatter this rank's x."""

@@ -19,7 +19,7 @@ _SHOWN = ("step_ms", "samples_per_s_per_gpu", "evaluations_s", "total_s", "eval_
 def run(kind: str, ranks: Ranks) -> int:
     """Measure the figure on all ranks, which all call this, and return the exit code 0."""
     output, world_size = Path(ranks.values.output), ranks.world.world_size
-    anew = {"log.dir": str(output.with_suffix("")), "log.replace": True, "checkpoint.resume": "never"}
+    anew = {"log.dir": str(output.with_suffix("")), "log.overwrite": True, "checkpoint.resume": "never"}
     config = with_keys(ranks.config, anew)
     trainer = ranks.trainer(config)
     evaluate, evaluations_s = trainer.evaluate, list[float]()

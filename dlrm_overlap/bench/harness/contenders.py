@@ -172,14 +172,14 @@ class TorchRec(Contender):
 class Overlap(Contender):
     """One of our exchanges, named for its backend.
 
-    The name goes on with the put if that is not in place, and with `copied` if the output is a copy of the window.
+    The name ends with `stores` if the put is staged, and with `copied` if the output is a copy of the window.
     """
 
     def __init__(self, workload: Workload, options: ExchangeOptions) -> None:
         names = ["schedule"]
         if has_slices := BACKENDS[options.backend].has_slices:
             names += ["put", "slice_bags", "programs_per_sm"]
-        put = f"_{options.put}" if has_slices and options.put != "in_place" else ""
+        put = "_stores" if has_slices and options.put == "staged" else ""
         super().__init__(options.backend + put + "_copied" * options.copy_output, workload)
         self.columns = {name: getattr(options, name) for name in names}
         forward = replace(options, backward="collective")  # another backward would hold windows that nothing uses

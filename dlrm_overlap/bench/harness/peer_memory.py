@@ -8,8 +8,8 @@ import torch.distributed as dist
 from dlrm_overlap.bench.harness.communications import Communication, Payload
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
-from dlrm_overlap.comm.record import Record, settle
-from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord, settle
+from dlrm_overlap.kernels.flags import Flags, signal_flags, wait_flags
 from dlrm_overlap.kernels.peer_copy import RowFlags, Rows, store_rows
 from dlrm_overlap.kernels.schedule import staggered_peers
 
@@ -44,7 +44,7 @@ class PeerMemory:
         ranks, self._rank = group.size(), group.rank()
         regions = {name: Region((ranks, 1), torch.int64) for name in ("free", "arrived")}
         self._arena = open_arena(regions | {"memory": Region((elements,), torch.float32)}, group, device)
-        self._group, self._record = group, Record(device)
+        self._group, self._record = group, DeviceErrorRecord(device)
         self._word = torch.zeros(2, dtype=torch.int64, device=device)[:1]  # the epoch
         # A rank's own row has no flag: its stream is joined.
         others = [int(rank != self._rank) for rank in range(ranks)]
@@ -74,7 +74,7 @@ class PeerMemory:
 
         def begin() -> Callable[[], object]:
             self._word.add_(1)
-            raise_flags(self._free, rank, 0, 0)
+            signal_flags(self._free, rank, 0, 0)
             wait_flags(self._free, rank, 0)
             self._beside.follow()
             if way == "stores":

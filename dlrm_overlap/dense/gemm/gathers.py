@@ -9,9 +9,9 @@ of the window, which the next call overwrites.
 
 import torch
 
-from dlrm_overlap.dense.gemm.layer import Layer, cut, linear_into
-from dlrm_overlap.dense.gemm.windows import Windows
-from dlrm_overlap.kernels.flags import raise_flags, wait_flags
+from dlrm_overlap.dense.gemm.layer import ProductLayer, cut, linear_into
+from dlrm_overlap.dense.gemm.windows import ProductWindows
+from dlrm_overlap.kernels.flags import signal_flags, wait_flags
 from dlrm_overlap.kernels.gemm.calls import begin_call
 from dlrm_overlap.kernels.gemm.product import Signals, laid_out, product
 
@@ -19,7 +19,7 @@ from dlrm_overlap.kernels.gemm.product import Signals, laid_out, product
 class _Rows:
     """The rows of one call. When this is made, the current stream waits until all windows may be written to."""
 
-    def __init__(self, windows: Windows, x_shard: torch.Tensor, columns: int, keep: bool) -> None:
+    def __init__(self, windows: ProductWindows, x_shard: torch.Tensor, columns: int, keep: bool) -> None:
         """Begin the call, of N `columns`; peers wait for its end from then on, so all its memory is taken before."""
         (rows, inner), ranks, rank = x_shard.shape, windows.world_size, windows.rank
         size = ranks * rows * inner
@@ -51,12 +51,12 @@ class _Rows:
 
     def finish(self) -> None:
         """Raise DONE at all peers, once the current stream has read all rows, and wait for this rank's sending."""
-        raise_flags(self._windows.done, self._windows.rank, 0, 0)
+        signal_flags(self._windows.done, self._windows.rank, 0, 0)
         self._windows.engine.join()
 
 
 def copied(
-    windows: Windows, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool
+    windows: ProductWindows, x_shard: torch.Tensor, layer: ProductLayer, parts: int, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Products of cuBLAS, before each of which a kernel waits for the flag of its rows.
 
@@ -96,7 +96,7 @@ def copied(
 
 
 def tiled(
-    windows: Windows, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool
+    windows: ProductWindows, x_shard: torch.Tensor, layer: ProductLayer, parts: int, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One kernel multiplies all rows; its tiles wait for the flag of their rows, while other tiles are multiplied.
 

@@ -13,7 +13,7 @@ Finish = Callable[[], torch.Tensor]
 on which it began"""
 
 
-class Layer(NamedTuple):
+class ProductLayer(NamedTuple):
     """Maps rows x [m, k] to activation(x @ weight^T + bias) [m, n]; all of one type and on one device."""
 
     weight: torch.Tensor
@@ -23,7 +23,7 @@ class Layer(NamedTuple):
     activation: Activation = "none"
 
 
-def linear_into(out: torch.Tensor, x: torch.Tensor, layer: Layer) -> None:
+def linear_into(out: torch.Tensor, x: torch.Tensor, layer: ProductLayer) -> None:
     """Write the layer's output for the rows `x` [m, k] to `out` [m, n], contiguous, on the current stream.
 
     On GPUs bias and relu are cuBLAS's own epilogue: one kernel, which rounds once. A relu without a bias has no such

@@ -28,7 +28,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dlrm_overlap.comm.order import uncompiled
-from dlrm_overlap.dense.gemm.layer import Activation, Layer
+from dlrm_overlap.dense.gemm.layer import Activation, ProductLayer
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 
 
@@ -136,7 +136,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         keep: bool,
     ) -> torch.Tensor:
         with products.order:
-            out, x = products.all_gather_matmul(x_shard, Layer(weight, bias, activation), way, keep)
+            out, x = products.all_gather_matmul(x_shard, ProductLayer(weight, bias, activation), way, keep)
         ctx.save_for_backward(x, weight, out if activation == "relu" else None)
         ctx.products, ctx.way = products, way
         return out
@@ -149,7 +149,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         finish, dx, dw, db = None, None, None, None
         with ctx.products.order:
             if ctx.needs_input_grad[0]:
-                finish = ctx.products.begin_reduce_scatter(dz, Layer(weight.t()), ctx.way)
+                finish = ctx.products.begin_reduce_scatter(dz, ProductLayer(weight.t()), ctx.way)
             if x is not None:  # beside the rows that travel
                 dw = dz.t() @ x
             if ctx.needs_input_grad[2]:
@@ -171,7 +171,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
         way: str,
     ) -> torch.Tensor:
         with products.order:
-            out = products.begin_reduce_scatter(x, Layer(weight, bias, activation), way)()
+            out = products.begin_reduce_scatter(x, ProductLayer(weight, bias, activation), way)()
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, out if activation == "relu" else None)
         ctx.products, ctx.way = products, way
         return out
@@ -184,6 +184,6 @@ class _MatmulReduceScatter(torch.autograd.Function):
         dx, dw = None, None
         if ctx.needs_input_grad[0] or x is not None:
             with ctx.products.order:
-                dx, gathered = ctx.products.all_gather_matmul(dz, Layer(weight.t()), ctx.way, x is not None)
+                dx, gathered = ctx.products.all_gather_matmul(dz, ProductLayer(weight.t()), ctx.way, x is not None)
             dw = None if gathered is None else gathered.t() @ x
         return dx, dw, dz.sum(0) if ctx.needs_input_grad[2] else None, None, None, None, None

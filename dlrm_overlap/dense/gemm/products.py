@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.gemm import serial
-from dlrm_overlap.dense.gemm.layer import Finish, Layer
+from dlrm_overlap.dense.gemm.layer import Finish, ProductLayer
 
 if TYPE_CHECKING:
-    from dlrm_overlap.dense.gemm.windows import Windows
+    from dlrm_overlap.dense.gemm.windows import ProductWindows
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -66,7 +66,7 @@ class ParallelProducts:
         self.rank, self.world_size = group.rank(), group.size()
         self.order: AbstractContextManager[object] = nullcontext()
         """entered around all communication, to order it within a captured step"""
-        self.windows: Windows | None = None
+        self.windows: ProductWindows | None = None
         """made at the first call between GPUs that is not serial"""
         self._reaches_peers = device.type == "cuda" and self.world_size > 1
 
@@ -74,7 +74,7 @@ class ParallelProducts:
         return self
 
     def all_gather_matmul(
-        self, x_shard: torch.Tensor, layer: Layer, way: str, keep: bool
+        self, x_shard: torch.Tensor, layer: ProductLayer, way: str, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output of `operators.all_gather_matmul` and, if `keep`, the gathered rows [M, K]."""
         x_shard = _at_16_bytes(x_shard)
@@ -86,7 +86,7 @@ class ParallelProducts:
         gather = gathers.copied if way == "copies" else gathers.tiled
         return gather(self._opened(), x_shard, layer, parts, keep)
 
-    def begin_reduce_scatter(self, x: torch.Tensor, layer: Layer, way: str) -> Finish:
+    def begin_reduce_scatter(self, x: torch.Tensor, layer: ProductLayer, way: str) -> Finish:
         """Begin `operators.matmul_reduce_scatter`; the function that is returned, called once, returns its output.
 
         Work that is issued in between runs beside the communication.
@@ -100,7 +100,7 @@ class ParallelProducts:
         scatter = {"copies": scatters.copied, "tiles": scatters.tiled, "triggered": scatters.triggered}[way]
         return scatter(self._opened(), x, layer, parts)
 
-    def _choose(self, gathers: bool, rows: int, x: torch.Tensor, layer: Layer, way: str) -> tuple[str, int]:
+    def _choose(self, gathers: bool, rows: int, x: torch.Tensor, layer: ProductLayer, way: str) -> tuple[str, int]:
         """Return the way of a call, and into how many parts it cuts a rank's rows."""
         columns, inner = layer.weight.shape
         ruled, parts = rule(gathers, rows, columns, inner, self.world_size)
@@ -115,16 +115,16 @@ class ParallelProducts:
                 self._reaches_peers = False
         return ruled if halves and self._reaches_peers else "serial", parts
 
-    def _opened(self) -> "Windows":
+    def _opened(self) -> "ProductWindows":
         """Return the windows, made at the first call; a collective.
 
         Raises:
             InputError: on every rank, if there is no room, or the ranks do not reach each other's memory.
         """
         if self.windows is None:
-            from dlrm_overlap.dense.gemm.windows import Windows
+            from dlrm_overlap.dense.gemm.windows import ProductWindows
 
-            self.windows = Windows(self.group, self.device, self.wait_timeout_s)
+            self.windows = ProductWindows(self.group, self.device, self.wait_timeout_s)
         return self.windows
 
     def check(self) -> None:

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from dlrm_overlap.dense.gemm.layer import Finish, Layer, cut, linear_into
-from dlrm_overlap.dense.gemm.windows import Windows
+from dlrm_overlap.dense.gemm.layer import Finish, ProductLayer, cut, linear_into
+from dlrm_overlap.dense.gemm.windows import ProductWindows
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags, wait_flags
 from dlrm_overlap.kernels.gemm.calls import Parts, begin_call, sum_parts
@@ -26,7 +26,7 @@ class _Partials:
     from then on, so who makes it has taken all other memory of the call before.
     """
 
-    def __init__(self, windows: Windows, x: torch.Tensor, layer: Layer) -> None:
+    def __init__(self, windows: ProductWindows, x: torch.Tensor, layer: ProductLayer) -> None:
         ranks, self.windows = windows.world_size, windows
         self.rows, self.columns, self._dtype = x.shape[0] // ranks, len(layer.weight), x.dtype
         self._lines = -(-self.rows * self.columns // LINE)
@@ -74,7 +74,7 @@ def _finish_sent(
     return partials.sums()
 
 
-def copied(windows: Windows, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
+def copied(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, parts: int) -> Finish:
     """Each part of the peers' rows is a product of cuBLAS; a copy engine sends it to its owner, with a flag after it.
 
         current stream | wait for DONE | rows of r+1 | rows of r+2 | own rows | wait, add up a part | .. | DONE
@@ -85,7 +85,7 @@ def copied(windows: Windows, x: torch.Tensor, layer: Layer, parts: int) -> Finis
     """
     current, partial = torch.cuda.current_stream(windows.device), x.new_empty(x.shape[0], len(layer.weight))
     partials = _Partials(windows, x, layer)
-    rows, without_bias, engine = partials.rows, Layer(layer.weight), windows.engine
+    rows, without_bias, engine = partials.rows, ProductLayer(layer.weight), windows.engine
     first, *_, last = *windows.turns, windows.turns[-1]
     pieces = cut(rows, parts)
     cuts = {first: cut(rows, parts, small_first=True), last: pieces}
@@ -109,7 +109,7 @@ def copied(windows: Windows, x: torch.Tensor, layer: Layer, parts: int) -> Finis
     return functools.partial(_finish_sent, partials, pieces, sent, partial)
 
 
-def tiled(windows: Windows, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
+def tiled(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, parts: int) -> Finish:
     """One kernel multiplies all rows, and stores each tile in the window of the rank that owns its rows.
 
     So links are busy as long as the product runs, and no partial product is read again here:
@@ -134,7 +134,7 @@ def tiled(windows: Windows, x: torch.Tensor, layer: Layer, parts: int) -> Finish
     return finish
 
 
-def triggered(windows: Windows, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
+def triggered(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, parts: int) -> Finish:
     """One kernel multiplies all rows; copy engines send each part as soon as the kernel has counted all its tiles.
 
     The kernel goes through the rows of one peer after the other and stores them in this GPU's memory, so that no store

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from dlrm_overlap.dense.gemm.layer import Finish, Layer
+from dlrm_overlap.dense.gemm.layer import Finish, ProductLayer
 from dlrm_overlap.kernels.gemm.reference import sum_parts
 
 # Names since torch 2.13, and before.
@@ -19,7 +19,7 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 
 def gather(
-    group: dist.ProcessGroup, x_shard: torch.Tensor, layer: Layer, keep: bool
+    group: dist.ProcessGroup, x_shard: torch.Tensor, layer: ProductLayer, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gather, then multiply; return the layer's output for all rows [M, N], and the rows [M, K] if `keep`."""
     x = x_shard.new_empty(group.size() * x_shard.shape[0], x_shard.shape[1])
@@ -28,7 +28,7 @@ def gather(
     return functional.relu_(out) if layer.activation == "relu" else out, x if keep else None
 
 
-def scatter(group: dist.ProcessGroup, x: torch.Tensor, layer: Layer) -> Finish:
+def scatter(group: dist.ProcessGroup, x: torch.Tensor, layer: ProductLayer) -> Finish:
     """Multiply and begin to reduce. gloo cannot add up in a fixed order, so on CPUs partial products are exchanged."""
     partial, ranks, is_relu = functional.linear(x, layer.weight), group.size(), layer.activation == "relu"
     if x.device.type == "cpu":

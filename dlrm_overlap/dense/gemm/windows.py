@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
-from dlrm_overlap.comm.record import Record, settle
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord, settle
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.gemm.product import TILING
 from dlrm_overlap.kernels.schedule import staggered_peers
@@ -31,7 +31,7 @@ MISSING = "product's part"
 _GRANULE_BYTES = 1 << 21  # of GPU memory that is mapped between ranks
 
 
-class Windows:
+class ProductWindows:
     """The windows of one owner's products, their flags and copy engines. Its calls, of whatever way, follow each other.
 
     Ranks send to one peer after the other, rank + 1, rank + 2, .., so that at every turn no two send to one rank.
@@ -63,7 +63,7 @@ class Windows:
         regions = {
             name: Region((self.world_size, slots), torch.int64) for name, slots in (("ready", SLOTS), ("done", 1))
         }
-        self._flags, self._record = open_arena(regions, group, device), Record(device)
+        self._flags, self._record = open_arena(regions, group, device), DeviceErrorRecord(device)
         self.word = torch.zeros(2, dtype=torch.int64, device=device)[:1]
         """[1] int64: the epoch"""
         every = dict.fromkeys(range(self.world_size), 1)

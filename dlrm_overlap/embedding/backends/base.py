@@ -24,7 +24,7 @@ from dlrm_overlap.kernels.arguments import EVERY_BAG, Partials
 from dlrm_overlap.kernels.forward.add_partials import PartialTable, add_partials, partial_table
 
 
-class Half(ABC):  # noqa: B024  its subclasses have the abstract methods
+class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract methods
     """One rank's side of the forward or of the backward of an exchange."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
@@ -50,18 +50,18 @@ class Half(ABC):  # noqa: B024  its subclasses have the abstract methods
         """Release resources that outlive Python references."""
 
 
-class Forward(Half):
+class Forward(ExchangeDirection):
     """The forward on one rank. `start` and `finish` take turns, the same steps on every rank."""
 
     leading = 0
     """columns in front of the pooled embeddings where they arrive"""
     with_sums = True
-    """whether hosts add up their partial sums of other hosts' samples before these travel, see `Crossing`"""
+    """whether nodes add up their partial sums of other nodes' samples before these travel, see `Crossing`"""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
         super().__init__(context, windows)
         self._ids = context.ids
-        self._hosts = context.reach.hosts if context.reach is not None else (range(self.world_size),)
+        self._nodes = context.reach.nodes if context.reach is not None else (range(self.world_size),)
         self.bad_ids = BadIds(self.tables.bounds_checks)
         self._on_gpu = self.device.type == "cuda"
         self._current = CurrentStream(self.device)
@@ -94,15 +94,15 @@ class Forward(Half):
     def _partials(self) -> list[Partials]:
         """The sums that this rank makes, by the columns of a row with the leading ones.
 
-        Several row shards of another host are one of the partial sums, which arrives where the first one's would.
+        Several row shards of another node are one of the partial sums, which arrives where the first one's would.
         """
         number = self._ids.published if self._ids is not None else lambda _: 0
         found = []
         for each in self.layout.partial_sums:
             arriving: list[tuple[int, int]] = []
-            for host in self._hosts:
-                shards = each.on(host)
-                if self.with_sums and len(shards) > 1 and self.rank not in host:
+            for node in self._nodes:
+                shards = each.on(node)
+                if self.with_sums and len(shards) > 1 and self.rank not in node:
                     arriving.append((self.leading + self.layout.column(shards[0]), EVERY_BAG))
                 else:
                     arriving += [(self.leading + self.layout.column(shard), number(shard)) for shard in shards]
@@ -131,7 +131,7 @@ class Forward(Half):
             self._stream = current
 
 
-class Backward(Half):
+class Backward(ExchangeDirection):
     """The backward on one rank: of each step `note_forward`, `start`, then `finish`, the same on every rank.
 
     Rows are updated in the order of the starts. A step may be started before the one before it is finished.

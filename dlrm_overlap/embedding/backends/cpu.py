@@ -1,6 +1,6 @@
 """The exchange on CPUs: the kernels' order and protocol, the reference's arithmetic.
 
-Processes of one host store into each other's memory.
+Processes of one node store into each other's memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.comm.record import Record
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.embedding.backends.base import Backward, WindowBackward
 from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward
 from dlrm_overlap.embedding.id_layout import IdLayout
@@ -99,7 +99,7 @@ class CpuLookup:
     ) -> None:
         self._columns, self._bad_ids, self._rows = columns, bad_ids, replicated or context.tables
         self._left_out = {shard for shard in columns if context.leaves_out(shard)}
-        self.record = Record(context.device)
+        self.record = DeviceErrorRecord(context.device)
         """of no faults: `store` raises them"""
 
     def peers(self, pair: WindowPair, stride: int) -> list[list[torch.Tensor]]:
@@ -174,9 +174,9 @@ class CpuFlags(PairFlags):
         self._arena: Any = pair.arena
 
     def raise_at_all(self, source: int | None = None, slot: int = 0) -> None:
-        """Raise a flag of this rank, or of `source`, at the ranks of this host."""
+        """Raise a flag of this rank, or of `source`, at the ranks of this node."""
         for peer in self._arena.reached:
-            self._arena.raise_flag(self._pair.flags, peer, slot, self._pair.counter.value, source)
+            self._arena.signal_flag(self._pair.flags, peer, slot, self._pair.counter.value, source)
 
     def wait(self) -> None:
         """Wait for the flags, see `HostArena.wait`."""

@@ -53,11 +53,11 @@ class SlicedForward(ZeroCopyForward):
     @classmethod
     def slices(cls, options: ExchangeOptions, samples: int) -> int:
         """Return how many slices a shard's bags for `samples` samples make; none in place, where none has a flag."""
-        return -(-samples // options.slice_bags) if options.put == "stores" else 0
+        return -(-samples // options.slice_bags) if options.put == "staged" else 0
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        self._in_place = self.options.put == "in_place"
+        self._in_place = self.options.put == "direct"
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}
         self._launches = StepCache[tuple[Any, ...], Launch]()

@@ -8,13 +8,13 @@ import torch
 from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.comm.record import Record
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.cpu import CpuFlags
 from dlrm_overlap.embedding.backends.messages import send_window
-from dlrm_overlap.embedding.crossing import published_window
 from dlrm_overlap.embedding.distinct import Distinct
 from dlrm_overlap.embedding.id_layout import IdLayout
+from dlrm_overlap.embedding.internode import published_window
 from dlrm_overlap.embedding.layout import EVERY_RANK, SLOTS_FROM, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, StepCache, weights_of
@@ -45,7 +45,7 @@ class IdPull:
         self._exchange, self._shards, self._ids, self._sources = exchange, shards, exchange.ids, sources
         self._device, self._known = exchange.device, exchange.known
         self._features = [self._ids.published(shard) for shard in shards]
-        self._record = Record(self._device)
+        self._record = DeviceErrorRecord(self._device)
         self.status = self._record.status
         self._looks = bool(shards) and exchange.bad_ids_of(shards[0]).looks
         rows = [exchange.rows_of(shard) for shard in shards]
@@ -86,12 +86,12 @@ class IdPull:
         arrived = list(zip(values, offsets, weights, strict=True))
         return _Prepared(arrivals, self._tensor(tasks).reshape(len(tasks), 3), arrived)
 
-    def __call__(self, samples: int, parity: int) -> Bags:
-        """Read the ids that the ranks have published in the windows of `parity`."""
+    def __call__(self, samples: int, buffer_index: int) -> Bags:
+        """Read the ids that the ranks have published in the windows of `buffer_index`."""
         found = self._prepared.get(samples, self._prepare, samples)
-        published, status = self._published[parity], self.status
+        published, status = self._published[buffer_index], self.status
         place_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
-        bags, lengths = found.arrived[parity], not self._known
+        bags, lengths = found.arrived[buffer_index], not self._known
         pull_ids(published, found.arrivals, found.tasks, *bags, status, samples, lengths=lengths, check=self._looks)
         return bags
 
@@ -264,10 +264,10 @@ class IdExchange:
             for source in reach.sources:
                 self._flags.raise_at_all(source)
             self._flags.wait()
-        parity = self.windows.counter.value % 2
+        buffer_index = self.windows.counter.value % 2
         # Of its own in every step: it remembers lengths that it is asked for.
-        ids = _input(self._pull(samples, parity), self.world_size * samples)
-        own = _input(self._pull_own(samples, parity), samples) if self._pull_own is not None else None
+        ids = _input(self._pull(samples, buffer_index), self.world_size * samples)
+        own = _input(self._pull_own(samples, buffer_index), samples) if self._pull_own is not None else None
         offsets = self.windows.local[self.ids.offsets_at :] if self.ids.shares or self.layout.has_slots else None
         published = len(self.ids.published_capacity) * samples + 1
         batch = BatchSizes.of((samples,) * self.world_size)
@@ -314,7 +314,7 @@ class IdExchange:
         return ValueError(f"the batch of rank {rank} has {text}; {cure}, and start again")
 
     def skip(self) -> None:
-        """Take an epoch in which nothing is published, as `Half.skip`."""
+        """Take an epoch in which nothing is published, as `ExchangeDirection.skip`."""
         skip_epoch(self.windows, self.flags_type, self.options.wait_timeout_s, self._pull.status)
 
     def check(self) -> None:
@@ -349,10 +349,12 @@ class CpuIdPull:
         arena, names = exchange.windows.arena, exchange.windows.names
         self._seen = [[published_window(arena, name, rank) for rank in sources] for name in names]
 
-    def __call__(self, samples: int, parity: int) -> Bags:
-        """Read the ids that the ranks have published in the windows of `parity`."""
+    def __call__(self, samples: int, buffer_index: int) -> Bags:
+        """Read the ids that the ranks have published in the windows of `buffer_index`."""
         ids = self._exchange.ids
-        published = [self._offsets(*each, samples) for each in zip(self._sources, self._seen[parity], strict=True)]
+        published = [
+            self._offsets(*each, samples) for each in zip(self._sources, self._seen[buffer_index], strict=True)
+        ]
         values, offsets = reference.pull_ids(published, self._features, samples)
         self._check_rows(values, offsets[::samples].tolist())
         if not ids.weighted:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.embedding.backends.base import Half
+from dlrm_overlap.embedding.backends.base import ExchangeDirection
 from dlrm_overlap.embedding.backends.cpu import CpuLookup, ids_in_bags
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.backends.rows import InputRows, in_readable_rows
@@ -19,13 +19,13 @@ from dlrm_overlap.embedding.replicated import ReplicatedGradients
 from dlrm_overlap.embedding.steps import BatchSizes, Step, tensors_of
 from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import WindowPair
-from dlrm_overlap.kernels.arguments import Numbers, Windows
+from dlrm_overlap.kernels.arguments import OptimizerParams, Windows
 from dlrm_overlap.kernels.backward.optimizers import Rule
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from dlrm_overlap.kernels.reference import update_rows
 
 
-class LocalLookup(Half):
+class LocalLookup(ExchangeDirection):
     """The lookup of replicated tables on one rank: of each step `pool`, and maybe `start_backward`, `finish_backward`.
 
     Who trains sets the parameters' gradients to zero before each step, as for other parameters; `start_backward` adds
@@ -84,7 +84,7 @@ class CpuLocalLookup(LocalLookup):
             ids, sample, factors = ids_in_bags(own.inputs[0], shard, own.batch.total)
             rows = gradient[sample, column : column + shard.dim].float() * factors
             sums = self.gradients.weight(shard)
-            update_rows(sums, (), ids.long(), rows, "sgd", Numbers(self.gradients.LEARNING_RATE))
+            update_rows(sums, (), ids.long(), rows, "sgd", OptimizerParams(self.gradients.LEARNING_RATE))
 
     def finish_backward(self, step: Step) -> None:
         """Do nothing: `start_backward` has added all gradients."""
@@ -106,7 +106,7 @@ class DeviceLocalLookup(LocalLookup):
         self._rows: InputRows | None = None
         self._updates: list[RowUpdate] = []
         """of the ranges of these rows"""
-        numbers = torch.tensor(Numbers(self.gradients.LEARNING_RATE), device=self.device)
+        numbers = torch.tensor(OptimizerParams(self.gradients.LEARNING_RATE), device=self.device)
         self._rule = Rule(numbers, context.counters.steps.word)
 
     def _input_rows(self) -> InputRows:

@@ -1,4 +1,4 @@
-"""Messages between hosts by a collective, each way of a step in one call: on GPUs NCCL's grouped sends and receives.
+"""Messages between nodes by a collective, each way of a step in one call: on GPUs NCCL's grouped sends and receives.
 
 A backend has a carrier for each way: one of these or, for pooled embeddings on GPUs, that of `puts`. All have:
 
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.embedding.crossing import Crossing, Message, Messages, arriving_windows
+from dlrm_overlap.embedding.internode import Crossing, Message, Messages, arriving_windows
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.windows import WindowPair
 
 
 def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
-    """Send this rank's current window to the other hosts, and copy theirs to where this host's ranks read them.
+    """Send this rank's current window to the other nodes, and copy theirs to where this node's ranks read them.
 
     All ranks call this; see `published_window`. On a GPU it is issued on the current stream, on a CPU it is done. The
     messages are in memory of their own, since NCCL may ask for more of memory that it sends from in a CUDA graph than
@@ -28,8 +28,8 @@ def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
     """
     reach, window = windows.arena.reach, windows.local.flatten()
     send_sizes, receive_sizes = [0] * group.size(), [0] * group.size()
-    for host in reach.others:
-        send_sizes[reach.relay(reach.rank, host)] = window.numel()
+    for node in reach.others:
+        send_sizes[reach.relay(reach.rank, node)] = window.numel()
     for source in reach.sources:
         receive_sizes[source] = window.numel()
     received = window.new_empty(sum(receive_sizes))
@@ -119,12 +119,12 @@ class PooledByCollective(ByCollective):
         """Pool into the messages; `receive` sends them."""
 
         def pool(message: Message, sent: torch.Tensor) -> None:
-            host, batch = message.host, step.batch
-            windows = self._windows.get((host, batch), self._lookup.rows_of_ranks, sent, host, batch)
-            self._lookup.store(windows, step, tables, host)
+            node, batch = message.node, step.batch
+            windows = self._windows.get((node, batch), self._lookup.rows_of_ranks, sent, node, batch)
+            self._lookup.store(windows, step, tables, node)
 
         self.fill(step, pool)
 
     def receive(self, step: Step) -> None:
-        """Send all messages and receive the other hosts', in one call."""
+        """Send all messages and receive the other nodes', in one call."""
         self.exchange(self._messages_of(step.batch)).wait()

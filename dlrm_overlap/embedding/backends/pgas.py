@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dlrm_overlap.comm.arena import Region
-from dlrm_overlap.comm.record import Record
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
@@ -29,7 +29,7 @@ from dlrm_overlap.kernels.arguments import (
     has_short_bags,
     tuning_for,
 )
-from dlrm_overlap.kernels.forward.store_pooled import storing_pooled
+from dlrm_overlap.kernels.forward.store_pooled import prepare_store_pooled
 from dlrm_overlap.kernels.launches import Launch
 
 
@@ -63,7 +63,7 @@ class DeviceLookup:
         together = context.layout.pooled_together(owner).values()
         self.pooled_together = [some for each in together if (some := [shard for shard in each if shard in columns])]
         """the shards of each kernel"""
-        self.record = Record(self._device)
+        self.record = DeviceErrorRecord(self._device)
         self._storage: tuple[int, ...] | None = None
         self._tables: list[FeatureTable] = []
         self._first_samples: dict[tuple[BatchSizes, range | None], torch.Tensor] = {}
@@ -159,7 +159,7 @@ class DeviceLookup:
     ) -> Launch:
         """Return the launch by which `store` pools `shards` in steps like this one."""
         options = self.pooling_options(tuning_for(table.dim, table.weight_dtype.itemsize, short=short))
-        return storing_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
+        return prepare_store_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
 
     def check(self) -> None:
         """Raise the faults that kernels have recorded; under bounds check WARNING, log an id outside its table.
@@ -225,7 +225,7 @@ class ZeroCopyForward(Forward):
         """Return [W] int32: how many flags this rank awaits of each rank; its own work is ordered by the stream.
 
         It awaits at least one of each peer, since that flag also says that the peer needs its window of the step
-        before no more. Another host's rank sends one message, for which a rank of this host raises one flag.
+        before no more. Another node's rank sends one message, for which a rank of this node raises one flag.
         """
         slices, reached = self.slices(self.options, step.batch.most), self.windows.arena.reached
         counts = [
@@ -251,7 +251,7 @@ class ZeroCopyForward(Forward):
         return self._flags[slices]
 
     def begin(self, step: Step) -> int:
-        """Begin the step on the current stream and return its epoch; messages to other hosts are sent after that."""
+        """Begin the step on the current stream and return its epoch; messages to other nodes are sent after that."""
         epoch = self.windows.begin()
         self.join_stream()
         return epoch

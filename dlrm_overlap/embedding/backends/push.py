@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.comm.order import CurrentStream, OnStream
-from dlrm_overlap.comm.record import Record
 from dlrm_overlap.embedding.backends.base import WindowBackward
 from dlrm_overlap.embedding.backends.cpu import train_weights
 from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows, UpdateRange, in_readable_rows
@@ -26,7 +26,7 @@ from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
 from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each, skip_epoch
 from dlrm_overlap.kernels.backward.optimizers import Rule
-from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, pushing_gradients
+from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, prepare_push_gradients
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from dlrm_overlap.kernels.launches import Launch
 
@@ -60,7 +60,7 @@ class Push(WindowBackward):
         self._current = CurrentStream(self.device)
         self._issued, self._pushed_all, self._updated = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self._updating = False  # whether updates were issued since the main stream last waited for them
-        self._record = Record(self.device)
+        self._record = DeviceErrorRecord(self.device)
         self._peers = windows.peers(0, self.options.wire_dtype)  # gradients have no rows of one stride
         reached = len(windows.arena.reached)
         # Of N ranks that are reached, (N - 1) / N of the rows that programs take are remote.
@@ -84,7 +84,7 @@ class Push(WindowBackward):
         self._are_captured = False  # whether captured steps read these
 
     def gradients_by(self, rank: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None) -> Pushed:
-        """Return the gradients of a rank's samples, of this one or of one of another host, as this rank stores them.
+        """Return the gradients of a rank's samples, of this one or of one of another node, as this rank stores them.
 
         Args:
             column: returns the column of a shard of the ranks reached.
@@ -208,7 +208,7 @@ class Push(WindowBackward):
         self, pushed: Pushed, step: Step, changed: list[torch.Tensor], scale: float, first: int, end: int
     ) -> list[Launch]:
         """Return the launches by which `store_of` stores in steps like this one."""
-        return pushing_gradients(
+        return prepare_push_gradients(
             changed[0],
             pushed.tables,
             self._peers[self.windows.epoch % 2],

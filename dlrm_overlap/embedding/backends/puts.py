@@ -1,26 +1,26 @@
-"""Pooled embeddings to other hosts, put group by group by the kernel that pools them: no collective is in their way.
+"""Pooled embeddings to other nodes, put group by group by the kernel that pools them: no collective is in their way.
 
 A rank has a heap (`comm.network`), alike on all ranks:
 
     signals, twice        [slots, groups] int64: slot j's are raised by the j-th rank that sends here (`Reach.sources`)
-    sent, twice           a message to each other host is staged here, in the one of even epochs or of odd ones
+    sent, twice           a message to each other node is staged here, in the one of even epochs or of odd ones
     received, twice       a message of each rank that sends here arrives here, likewise
 
 Step e uses the memory of e mod 2. Its messages may be staged and put when those of step e - 2 have been read. Rank S
-sends to R of another host, and Q takes R's message to the host of S. S begins step e after all flags of e - 1, R's
+sends to R of another node, and Q takes R's message to the node of S. S begins step e after all flags of e - 1, R's
 among them. Q has raised that one when the signals of R's message of e - 1 had come. R has put that message after its
 own step e - 2, which R ends when it has read all that was sent to it for e - 2, by S as well. So S knows that R has
 read its message of e - 2, and therefore that the put has read the staged memory. This holds if each rank sends to each
-other host in every epoch. Where there are no rows or no columns, and in an epoch that is skipped, the signal of group 0
+other node in every epoch. Where there are no rows or no columns, and in an epoch that is skipped, the signal of group 0
 goes alone.
 """
 
 import torch
 
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.comm.network import NvshmemHeap
-from dlrm_overlap.comm.record import Record
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
-from dlrm_overlap.embedding.crossing import Crossing, Message
+from dlrm_overlap.embedding.internode import Crossing, Message
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each
@@ -42,11 +42,11 @@ class PooledByPuts:
         """Make the heap; a collective."""
         self._windows, self._crossing, self._lookup, self._options = windows, crossing, lookup, context.options
         self._reach = reach = crossing.reach
-        takers = [reach.relay(reach.rank, host) for host in reach.others]
+        takers = [reach.relay(reach.rank, node) for node in reach.others]
         self._slot_at = {peer: reach.taken_by(peer).index(reach.rank) for peer in takers}
         """which of a peer's slots is this rank's"""
         self._slots, self._staged = max(1, reach.most_taken), len(reach.others)
-        most, ranks = context.samples_per_rank, max(len(host) for host in reach.hosts)
+        most, ranks = context.samples_per_rank, max(len(node) for node in reach.nodes)
         pitches = [crossing.pitch(columns) for columns in crossing.pooled_columns]
         self._most_groups = max(ranks * self._groups(most, pitch).each for pitch in pitches)
         # Also where no message has rows, so that the memory of each begins at a multiple of the alignment.
@@ -58,14 +58,14 @@ class PooledByPuts:
         self._signals = signals[:signals_bytes].view(torch.int64).view(2, self._slots, self._most_groups)
         self._sent = sent.view(2, self._staged, self._message_bytes)
         self._received = received.view(2, self._slots, self._message_bytes)
-        self._record = Record(context.device)
+        self._record = DeviceErrorRecord(context.device)
         self._waiting = Waiting(int(context.options.wait_timeout_s * 1e9), self._record.status)
         self._features = sum(map(len, lookup.pooled_together))
         room = self._most_groups
         self._counts = [torch.zeros(room, dtype=torch.int32, device=context.device) for _ in reach.others]
-        """finished rows of each group of the message to each other host, see `put_pooled`"""
+        """finished rows of each group of the message to each other node, see `put_pooled`"""
         self._tables = StepCache[BatchSizes, dict[tuple[int, int], Windows]]()
-        """by number of the other host and parity, where its ranks' rows begin in the message to it"""
+        """by number of the other node and buffer_index, where its ranks' rows begin in the message to it"""
         self._one_row = torch.tensor([0, 1], dtype=torch.int32, device=context.device)
 
     def _groups(self, samples: int, pitch: int) -> Groups:
@@ -81,18 +81,18 @@ class PooledByPuts:
         return memory[: message.elements * dtype.itemsize].view(dtype).view(message.rows, message.pitch)
 
     def _outgoing(self, number: int, message: Message) -> Outgoing:
-        """Return where the message to the `number`-th other host is staged, where it arrives and who takes it."""
-        slot, parity = self._slot_at[message.peer], self._parity
-        shift_bytes = self._received[parity, slot].data_ptr() - self._sent[parity, number].data_ptr()
-        return Outgoing(shift_bytes, self._signals[parity, slot].data_ptr(), message.peer)
+        """Return where the message to the `number`-th other node is staged, where it arrives and who takes it."""
+        slot, buffer_index = self._slot_at[message.peer], self._parity
+        shift_bytes = self._received[buffer_index, slot].data_ptr() - self._sent[buffer_index, number].data_ptr()
+        return Outgoing(shift_bytes, self._signals[buffer_index, slot].data_ptr(), message.peer)
 
     def send(self, step: Step, tables: list[FeatureTable]) -> None:
-        """Pool for the other hosts, the next one first, and put groups as they are finished."""
+        """Pool for the other nodes, the next one first, and put groups as they are finished."""
         counter, lookup, network = self._windows.counter, self._lookup, self._heap.network
         lookup.first_samples(step.batch, self._reach.here)  # for `arrived`: made, if it is new, on this stream
         sent = self._crossing.pooled(step.batch).sent
-        for host in self._reach.others:
-            number = next(i for i, message in enumerate(sent) if message.host == host)
+        for node in self._reach.others:
+            number = next(i for i, message in enumerate(sent) if message.node == node)
             message = sent[number]
             out = self._outgoing(number, message)
             if not message.elements:
@@ -101,7 +101,7 @@ class PooledByPuts:
             windows = self._tables.get(step.batch, self._rows, step.batch)[number, self._parity]
             for shards, table in zip(lookup.pooled_together, tables, strict=True):
                 put_pooled(
-                    lookup.bags(shards, step, host),
+                    lookup.bags(shards, step, node),
                     table,
                     windows,
                     lookup.record.status,
@@ -116,12 +116,14 @@ class PooledByPuts:
                 )
 
     def _rows(self, batch: BatchSizes) -> dict[tuple[int, int], Windows]:
-        """Return, by number of the other host and parity, where its ranks' rows begin in the message to it."""
+        """Return, by number of the other node and buffer_index, where its ranks' rows begin in the message to it."""
         rows_of = self._lookup.rows_of_ranks
         return {
-            (number, parity): rows_of(self._rows_in(self._sent[parity, number], message), message.host, batch)
+            (number, buffer_index): rows_of(
+                self._rows_in(self._sent[buffer_index, number], message), message.node, batch
+            )
             for number, message in enumerate(self._crossing.pooled(batch).sent)
-            for parity in (0, 1)
+            for buffer_index in (0, 1)
             if message.elements
         }
 

@@ -12,8 +12,8 @@ from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.replicated import ReplicatedGradients
 from dlrm_overlap.embedding.steps import StepCache, UpdateRule
 from dlrm_overlap.embedding.tables import LocalTables
-from dlrm_overlap.kernels.arguments import Numbers
-from dlrm_overlap.kernels.backward.optimizers import RowRange
+from dlrm_overlap.kernels.arguments import OptimizerParams
+from dlrm_overlap.kernels.backward.optimizers import OptimizerRows
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
 
 
@@ -22,7 +22,7 @@ class UpdateRange:
     """Rows of one part that one call of a kernel updates: of some consecutive features of an input."""
 
     part: int
-    rows: RowRange
+    rows: OptimizerRows
     lookup: int
     """the fused lookup that holds them, whose optimizer and learning rate are theirs"""
 
@@ -75,7 +75,7 @@ class InputRows:
             part, lookup, _, weight_at, state_at = alike[members[0]]
             any_mean = any(shards[i].mean for i in members)
             stored, dim = tables.stored(shards[members[0]]), shards[members[0]].dim
-            rows = RowRange(
+            rows = OptimizerRows(
                 index, stored.weights, stored.states, weight_at, state_at, dim, any_mean, stored.optimizer,
                 stored.stochastic_rounding,
             )  # fmt: skip
@@ -164,7 +164,7 @@ class DeviceRules:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._kept: list[tuple[Numbers, torch.Tensor]] = []
+        self._kept: list[tuple[OptimizerParams, torch.Tensor]] = []
 
     def numbers(self, lookup: int) -> torch.Tensor:
         """Return the numbers of a lookup, as they are when all work on the current stream is done."""

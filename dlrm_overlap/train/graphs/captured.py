@@ -13,7 +13,7 @@ from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.train.graphs.dense_step import DenseStep
-from dlrm_overlap.train.graphs.read_ahead import ReadAhead
+from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher
 
 
 class CapturedStep:
@@ -83,21 +83,23 @@ class GraphPair:
     Graphs hold addresses, and keep nothing alive. They are released with the pair, or when the process ends.
     """
 
-    def __init__(self, ahead: ReadAhead, dense: DenseStep, order: CommunicationOrder, device: torch.device) -> None:
+    def __init__(
+        self, ahead: InputPrefetcher, dense: DenseStep, order: CommunicationOrder, device: torch.device
+    ) -> None:
         self._ahead, self._dense, self._order, self._device = ahead, dense, order, device
         self.each: list[CapturedStep | None] = [None, None]
-        """by parity"""
+        """by buffer_index"""
         self._captured_places: list[Any] = []
         weakref.finalize(self, _release, self.each, device)
 
-    def capture(self, parity: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
-        """Capture the step of `parity`, take it, and return its output."""
+    def capture(self, buffer_index: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
+        """Capture the step of `buffer_index`, take it, and return its output."""
         for exchange in self._ahead.exchanges:
             exchange.follow_rules(capture=True)
-        other = self.each[1 - parity]
+        other = self.each[1 - buffer_index]
         pool = other.pool if other is not None else None
         captured = CapturedStep(step, self._order, self._counters, pool, stream)
-        self.each[parity], self._captured_places = captured, self._places
+        self.each[buffer_index], self._captured_places = captured, self._places
         return captured.launch()
 
     def release(self) -> None:
@@ -127,28 +129,28 @@ class GraphPair:
         """All that counts steps: of each exchange, then that of the dense gradients where they have one."""
         return [*(exchange.counters for exchange in self._ahead.exchanges), *self._dense.buckets.counters]
 
-    def align(self, parity: int, takes_ids: bool) -> None:
-        """Send the ids of the batch at `parity`, where none are under way and the exchanges take ids.
+    def align(self, buffer_index: int, takes_ids: bool) -> None:
+        """Send the ids of the batch at `buffer_index`, where none are under way and the exchanges take ids.
 
         Eager steps since the capture have moved the epochs on. Captured steps go on with the windows and the arguments
         that they were captured with. So where the next epoch has the other window, one epoch is skipped, and the words
         on the device are set to make up the difference. Dense gradients have one window, and skip nothing.
         """
-        captured = self.each[parity] or self.each[1 - parity]
+        captured = self.each[buffer_index] or self.each[1 - buffer_index]
         if captured is None:
             if takes_ids:
-                self._ahead.send_ids(parity)
+                self._ahead.send_ids(buffer_index)
             return
-        for exchange, counter in self._in_other_windows(captured, parity):
+        for exchange, counter in self._in_other_windows(captured, buffer_index):
             exchange.skip(counter)
-        self._ahead.send_ids(parity)
+        self._ahead.send_ids(buffer_index)
         for counters, arguments in zip(self._counters, captured.arguments, strict=True):
             counters.set_arguments(arguments)
-        assert not self._in_other_windows(captured, parity), "a replay would meet the peers in another window"
+        assert not self._in_other_windows(captured, buffer_index), "a replay would meet the peers in another window"
 
-    def _in_other_windows(self, captured: CapturedStep, parity: int) -> list[tuple[Exchange, Counter]]:
-        """Return counters whose next epoch has another window than `captured` has in the step of `parity`."""
-        is_other, found = captured is not self.each[parity], list[tuple[Exchange, Counter]]()
+    def _in_other_windows(self, captured: CapturedStep, buffer_index: int) -> list[tuple[Exchange, Counter]]:
+        """Return counters whose next epoch has another window than `captured` has in the step of `buffer_index`."""
+        is_other, found = captured is not self.each[buffer_index], list[tuple[Exchange, Counter]]()
         for exchange, values in zip(self._ahead.exchanges, captured.captured_values, strict=False):
             counters = exchange.counters
             for counter, value in zip(counters.each, values, strict=True):

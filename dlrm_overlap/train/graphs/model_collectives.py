@@ -36,7 +36,7 @@ def _caller() -> FrameType | None:
     while frame.f_back is not None and _package(frame) in ("torch", "torchrec"):
         through.add(_package(frame))
         frame = frame.f_back
-    # On a GPU autograd's own thread has no caller: TorchRec's collectives there are those of `StockTables`.
+    # On a GPU autograd's own thread has no caller: TorchRec's collectives there are those of `TorchRecTables`.
     in_backward = _package(frame) == "torch" and "torchrec" in through
     return None if in_backward or _package(frame) == __name__.partition(".")[0] else frame
 

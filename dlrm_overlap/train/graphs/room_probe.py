@@ -20,9 +20,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.train.graphs.constants import difference
-from dlrm_overlap.train.graphs.static_batch import BoundedIds, Leaves, replace_leaves
+from dlrm_overlap.train.graphs.static_batch import BatchTensors, PaddedKeyedJaggedTensor, replace_leaves
 
 _MORE = 8  # ids for which there is room beyond twice those of a feature
 _TOLERANCE, _TOLERANCE_16 = 1e-3, 2e-2  # of sums in another order, relative to a tensor's greatest element
@@ -39,7 +39,7 @@ class RoomProbe:
     """
 
     def __init__(
-        self, model: nn.Module, modules: Sequence[ExchangingModule[Any]], bound: BatchBound, batch: Any
+        self, model: nn.Module, modules: Sequence[ExchangingModule[Any]], bound: BatchCapacity, batch: Any
     ) -> None:
         """Copy a batch that has no room behind its ids, before its step, which may change it.
 
@@ -48,7 +48,7 @@ class RoomProbe:
             bound: by which captured steps have room.
             batch: on the device.
         """
-        self._modules, self._bound = modules, bound
+        self._modules, self._capacity = modules, bound
         self._batch = replace_leaves(batch, partial(self._copy, fill=None))
         self._results: dict[nn.Module, Any] = {}
         exchanged = {inner for module in modules for inner in module.modules()}
@@ -88,25 +88,25 @@ class RoomProbe:
                 return reason or "another rank has found out"
         return ""
 
-    def _run(self, forward: Callable[[Any], Any], fill: float | None) -> Leaves | Exception:
+    def _run(self, forward: Callable[[Any], Any], fill: float | None) -> BatchTensors | Exception:
         """Return the loss and the output with `fill` in the room, or without room, or the error that was raised."""
         device = next((p.device for module in self._dense for p in module.parameters(recurse=False)), None)
         devices = [device.index] if device is not None and device.type == "cuda" else []
         with torch.random.fork_rng(devices), self._state_kept(), self._replaying(fill):
             try:
                 loss, output = forward(replace_leaves(self._batch, partial(self._copy, fill=fill)))
-                return Leaves((loss, output))
+                return BatchTensors((loss, output))
             except Exception as error:  # whatever a user's model raises
                 return error
 
     def _room(self, feature: str, count: int) -> int:
         """Return the room for `count` ids of a feature: none more where captured steps have none either."""
-        least, most = self._bound.bag_sizes.get(feature, (0, 1))
-        is_full = least == most and self._bound.capacity([feature]) == [count]
+        least, most = self._capacity.bag_sizes.get(feature, (0, 1))
+        is_full = least == most and self._capacity.capacity([feature]) == [count]
         return count if is_full else 2 * count + _MORE
 
     def _copy(self, leaf: Any, fill: float | None) -> Any:
-        if not isinstance(leaf, BoundedIds):
+        if not isinstance(leaf, PaddedKeyedJaggedTensor):
             return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
         counts, keys = leaf.capacities, leaf.keys()
         rooms = counts if fill is None else list(map(self._room, keys, counts))
@@ -114,7 +114,9 @@ class RoomProbe:
         weights = leaf.weights_or_none()
         weights = None if weights is None else _with_more(weights, more, fill)
         tensors = _with_more(leaf.values(), more, 0), weights, leaf.lengths().clone()
-        return BoundedIds(keys, *tensors, leaf.stride(), rooms, rooms == counts, leaf.inverse_indices_or_none())
+        return PaddedKeyedJaggedTensor(
+            keys, *tensors, leaf.stride(), rooms, rooms == counts, leaf.inverse_indices_or_none()
+        )
 
     def _result(self, module: Any, result: Any, fill: float | None) -> Any:
         """Return a copy of what an embedding module has returned, with room behind the rows of unpooled tables."""
@@ -184,7 +186,7 @@ def _with_more(tensor: torch.Tensor, more: int, fill: float | None) -> torch.Ten
     return torch.cat([tensor, tensor.new_full((more, *tensor.shape[1:]), value)])
 
 
-def _difference(exact: Leaves | Exception, found: Leaves | Exception) -> str:
+def _difference(exact: BatchTensors | Exception, found: BatchTensors | Exception) -> str:
     """Return how loss or output differ between two runs, empty if they do not."""
     if isinstance(exact, Exception):
         return f"it cannot be run twice on a batch ({_described(exact)})"

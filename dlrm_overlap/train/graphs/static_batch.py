@@ -19,13 +19,13 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from dlrm_overlap.comm.order import uncompiled
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Lease
-from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.own_batches import InverseIndices, with_bags_of_samples, with_even_batches
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.steps import weights_of, with_room
+from dlrm_overlap.embedding.variable_batch import InverseIndices, with_bags_of_samples, with_even_batches
 from dlrm_overlap.train.graphs.constants import Constant, copy_of, difference, frozen
 
 
-class Leaves(dict[str, Any]):
+class BatchTensors(dict[str, Any]):
     """The tensors and KeyedJaggedTensors of a batch by their places in it, found once for all that a step asks.
 
     Example: of ({"a": t, "b": u, "k": 3}, v) they are "0.a": t, "0.b": u, "1": v.
@@ -60,9 +60,9 @@ class Leaves(dict[str, Any]):
         """The forms of the tensors by their places."""
         return {place: Form.of(leaf) for place, leaf in self.items() if isinstance(leaf, torch.Tensor)}
 
-    def kept(self) -> "Leaves":
+    def kept(self) -> "BatchTensors":
         """Return the same batch with lists and dictionaries of its own, which a caller may fill for its next batch."""
-        return Leaves(replace_leaves(self.batch, lambda leaf: leaf))
+        return BatchTensors(replace_leaves(self.batch, lambda leaf: leaf))
 
 
 _LEAVES = torch.Tensor, KeyedJaggedTensor
@@ -95,7 +95,7 @@ class Unlike(NamedTuple):
 
 def why_not_static(batch: Any) -> str | None:
     """Return why memory at fixed addresses cannot hold such a batch, or None if it can."""
-    for place, leaf in Leaves(batch).items():
+    for place, leaf in BatchTensors(batch).items():
         if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
             kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
             return f"a batch has {kind} at {place}"
@@ -109,8 +109,8 @@ class StaticBatch:
     batch with other ones is not taken.
     """
 
-    def __init__(self, example: Any, device: torch.device, bound: BatchBound) -> None:
-        leaves = Leaves(example)
+    def __init__(self, example: Any, device: torch.device, bound: BatchCapacity) -> None:
+        leaves = BatchTensors(example)
         if not leaves:
             raise InputError(
                 f"GraphTrainPipeline: no tensor was found in a batch of type {type(example).__name__}, so each step "
@@ -119,14 +119,16 @@ class StaticBatch:
             )
         self._constants, self._forms = frozen(leaves.constants), leaves.forms
         self._leaves = {
-            place: StaticIds(leaf, device, bound)
+            place: StaticKeyedJaggedTensor(leaf, device, bound)
             if isinstance(leaf, KeyedJaggedTensor)
             else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
             for place, leaf in leaves.items()
         }
-        self.ids = {place: leaf for place, leaf in self._leaves.items() if isinstance(leaf, StaticIds)}
+        self.ids = {place: leaf for place, leaf in self._leaves.items() if isinstance(leaf, StaticKeyedJaggedTensor)}
         """the leaves that are ids, by place"""
-        each = [leaf.changing if isinstance(leaf, StaticIds) else [leaf] for leaf in self._leaves.values()]
+        each = [
+            leaf.changing if isinstance(leaf, StaticKeyedJaggedTensor) else [leaf] for leaf in self._leaves.values()
+        ]
         self._memory = _moved_together([tensor for tensors in each for tensor in tensors])
         self._example = example
         self.renew()
@@ -139,15 +141,17 @@ class StaticBatch:
         """Make the batch anew for its next step: of the same tensors, and of ids that remember nothing of the last."""
         for leaf in self.ids.values():
             leaf.renew()
-        tensors = iter([leaf.tensor if isinstance(leaf, StaticIds) else leaf for leaf in self._leaves.values()])
+        tensors = iter(
+            [leaf.tensor if isinstance(leaf, StaticKeyedJaggedTensor) else leaf for leaf in self._leaves.values()]
+        )
         self.batch = replace_leaves(self._example, lambda _: next(tensors))
         """a batch of the same class, of the static tensors"""
 
-    def why_not(self, leaves: Leaves) -> Unlike | None:
+    def why_not(self, leaves: BatchTensors) -> Unlike | None:
         """Return why a batch is not taken: it differs from the first one in samples, shapes, types or other parts.
 
         Raises:
-            InputError: if ids have another place than in the first batch; or see `StaticIds.why_not`.
+            InputError: if ids have another place than in the first batch; or see `StaticKeyedJaggedTensor.why_not`.
         """
         if leaves.keys() != self._leaves.keys():
             if [place for place, leaf in leaves.items() if isinstance(leaf, KeyedJaggedTensor)] == list(self.ids):
@@ -166,7 +170,7 @@ class StaticBatch:
 
     def _why_not(self, place: str, leaf: Any) -> Unlike | None:
         static = self._leaves[place]
-        if isinstance(static, StaticIds):
+        if isinstance(static, StaticKeyedJaggedTensor):
             reason = static.why_not(leaf)
             return Unlike(place, f"ids {place}: {reason}", reason != _SAMPLES) if reason else None
         ours, first = Form.of(leaf), self._forms[place]
@@ -174,11 +178,11 @@ class StaticBatch:
             return None
         return Unlike(place, f"tensor {place} is {ours}, and was {first} in the first batch", ours.shape == first.shape)
 
-    def fill(self, leaves: Leaves) -> None:
+    def fill(self, leaves: BatchTensors) -> None:
         """Copy a batch that `takes` accepts, from the host or from the device, on the current stream."""
         for place, leaf in leaves.items():
             static = self._leaves[place]
-            if isinstance(static, StaticIds):
+            if isinstance(static, StaticKeyedJaggedTensor):
                 static.fill(leaf)
             else:
                 static.copy_(leaf, non_blocking=True)
@@ -195,7 +199,9 @@ class StaticBatch:
 
     def exact(self) -> Any:
         """Return the batch with ids that have no room behind them; reads their numbers from the device."""
-        tensors = iter([leaf.exact() if isinstance(leaf, StaticIds) else leaf for leaf in self._leaves.values()])
+        tensors = iter(
+            [leaf.exact() if isinstance(leaf, StaticKeyedJaggedTensor) else leaf for leaf in self._leaves.values()]
+        )
         return replace_leaves(self._example, lambda _: next(tensors))
 
     def find(self, features: KeyedJaggedTensor) -> str | None:
@@ -240,13 +246,13 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return replace_leaves(batch, lambda leaf: leaf.to(device, non_blocking=True))
 
 
-def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> Leaves:
+def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> BatchTensors:
     """Return a batch whose ids have a bag a sample for each feature, see `own_batches`; mostly the same one.
 
     Args:
         unpooled: features of tables that are not pooled: ids that have one of them get each sample's own bags.
     """
-    leaves = Leaves(batch)
+    leaves = BatchTensors(batch)
     if not any(ids.variable_stride_per_key() for ids in leaves.ids):
         return leaves
 
@@ -255,11 +261,11 @@ def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> Leaves:
             return leaf
         return with_even_batches(with_bags_of_samples(leaf) if {*unpooled} & {*leaf.keys()} else leaf)
 
-    return Leaves(replace_leaves(batch, even))
+    return BatchTensors(replace_leaves(batch, even))
 
 
 def replace_leaves(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return a copy of `value` with `replace(leaf)` in place of each leaf, in the order of `Leaves`.
+    """Return a copy of `value` with `replace(leaf)` in place of each leaf, in the order of `BatchTensors`.
 
     Of objects without leaves, those that no one can hash are copied, such as arrays; the others are shared.
     """
@@ -267,7 +273,7 @@ def replace_leaves(value: Any, replace: Callable[[Any], Any]) -> Any:
         return replace(value)
     if isinstance(value, _WITHOUT_LEAVES):
         return value
-    if type(value) not in (list, tuple, dict) and not Leaves(value):
+    if type(value) not in (list, tuple, dict) and not BatchTensors(value):
         return copy_of(value)
     replaced = {key: replace_leaves(each, replace) for key, each in _parts(value)}
     if isinstance(value, dict):
@@ -285,10 +291,10 @@ def replace_leaves(value: Any, replace: Callable[[Any], Any]) -> Any:
     return copied
 
 
-class StaticIds:
+class StaticKeyedJaggedTensor:
     """Memory for the most ids that a batch may have, and the KeyedJaggedTensor of it that the next step reads."""
 
-    def __init__(self, example: KeyedJaggedTensor, device: torch.device, bound: BatchBound) -> None:
+    def __init__(self, example: KeyedJaggedTensor, device: torch.device, bound: BatchCapacity) -> None:
         self._known, self._samples, self.keys = bound.known_lengths, example.stride(), example.keys()
         self._weighted = weights_of(example) is not None
         # Known lengths leave no room behind the ids of a batch, which may have fewer samples than the bound.
@@ -316,7 +322,7 @@ class StaticIds:
     def renew(self) -> None:
         """Make the KeyedJaggedTensor anew: it remembers offsets and lengths, which are those of one batch."""
         about = self._samples, self._capacities, self._known, self._inverse
-        self.tensor = BoundedIds(self.keys, self._values, self._weights, self._lengths, *about)
+        self.tensor = PaddedKeyedJaggedTensor(self.keys, self._values, self._weights, self._lengths, *about)
 
     def exact(self) -> KeyedJaggedTensor:
         """Return these ids without room behind them, as TorchRec has them; reads their number from the device."""
@@ -327,7 +333,7 @@ class StaticIds:
             return self.tensor  # of a batch that has changed since it was counted: whoever sends it finds that
         weights = None if self._weights is None else self._weights[:total]
         tensors = self._values[:total], weights, self._lengths
-        found = BoundedIds(self.keys, *tensors, self._samples, counts, True, self._inverse)
+        found = PaddedKeyedJaggedTensor(self.keys, *tensors, self._samples, counts, True, self._inverse)
         found.with_room, found.is_exact = self.tensor, True
         return found
 
@@ -400,7 +406,7 @@ def _on_device(indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(indices, dtype=torch.int32, device=device)
 
 
-class BoundedIds(KeyedJaggedTensor):
+class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
     """Ids of one step in memory that has room for the most that a batch may have.
 
     After a batch's ids, `values` is 0. TorchRec's class reads numbers of ids from the device; here `split`, `permute`,
@@ -483,7 +489,7 @@ class BoundedIds(KeyedJaggedTensor):
             values, weights = values.where(has_id, 0), weights if weights is None else weights.where(has_id, 0)
         taken = [keys[i] for i in indices]
         inverse = self.inverse_indices_or_none()
-        cut = BoundedIds(taken, values, weights, lengths, samples, capacities, self._known, inverse)
+        cut = PaddedKeyedJaggedTensor(taken, values, weights, lengths, samples, capacities, self._known, inverse)
         cut.is_exact = self.is_exact
         return cut
 

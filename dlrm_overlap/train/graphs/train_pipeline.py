@@ -16,6 +16,7 @@ same steps are taken one by one.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
@@ -35,22 +36,22 @@ from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import divided_layers
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.train.explain import explain, note_why_eager, why_not_captured
-from dlrm_overlap.train.graphs.bounds import Agreement, Answer, LearntBound
+from dlrm_overlap.train.explain import capture_blockers, explain, note_why_eager
+from dlrm_overlap.train.graphs.capacity import CapacityTracker, PendingResult, RankConsensus
 from dlrm_overlap.train.graphs.captured import GraphPair
 from dlrm_overlap.train.graphs.dense_step import DenseStep, leave_ddp
+from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
-from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from dlrm_overlap.train.graphs.room_probe import RoomProbe
-from dlrm_overlap.train.graphs.static_batch import Leaves, on_device, why_not_static, with_even_batches_of
+from dlrm_overlap.train.graphs.static_batch import BatchTensors, on_device, why_not_static, with_even_batches_of
 
 log = logging.getLogger("dlrm_overlap")
 
 _DENSE_REDUCE = ("auto", "collective", "stores")
 _WARMUP_STEPS = 3  # before a capture: they compile kernels, fill caches and learn which parameters get a gradient
-_ODD_STEPS = 3  # one after the other, until the next batch is taken for the first of others like it
+_UNCAPTURABLE_STEPS = 3  # one after the other, until the next batch is taken for the first of others like it
 _WORTH = 100  # replays, after which a capture was worth its time
 
 
@@ -75,28 +76,31 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         model: DistributedModelParallel,
         optimizer: torch.optim.Optimizer | KeyedOptimizer,
         device: torch.device,
-        *torchrecs: Any,
-        bound: BatchBound | None = None,
+        *torchrec_args: Any,
+        capacity: BatchCapacity | None = None,
         group: dist.ProcessGroup | None = None,
         casts: CastWeights | None = None,
         gradient_dtype: torch.dtype = torch.float32,
         dense_reduce: str = "auto",
         capture: bool | None = None,
-        **stock: Any,
+        bound: BatchCapacity | None = None,
+        **torchrec_kwargs: Any,
     ) -> None:
         """Take the arguments of `TrainPipelineSparseDist`, by position or name, and those of captured steps.
 
-        Of TorchRec's, `custom_model_fwd` and `dmp_collection_sync_interval_batches` mean what they mean there. How
-        TorchRec issues a step, as `apply_jit` says, counts where it does, as it does without `execute_all_batches`.
+        TorchRec's `custom_model_fwd` and `dmp_collection_sync_interval_batches` keep their meaning. Its options about
+        how a step is issued, such as `apply_jit`, apply only when this pipeline falls back to TorchRec's, e.g. with
+        `execute_all_batches=False`.
 
         Args:
-            bound: of the batches at first; None learns it from the first one.
+            capacity: sizes of the largest batch, for which memory is allocated; None learns them from the first batch.
             group: the model's ranks; None is the default group.
             casts: gives the model its weights in bfloat16, if it does; made of all dense parameters that it trains.
             gradient_dtype: type in which dense gradients are sent, float32 or bfloat16.
             dense_reduce: how dense gradients are summed: collective (`dense.gradients`), stores (`dense.stores`), or
-                auto, which is stores between GPUs where all ranks are on one host.
+                auto, which is stores between GPUs where all ranks are on one node.
             capture: whether to capture; None captures on GPUs.
+            bound: deprecated name of `capacity`.
 
         Raises:
             InputError: if `dense_reduce` is not known, or stores are asked of a CPU.
@@ -105,14 +109,18 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             raise InputError(
                 f"dense_reduce: {dense_reduce!r} on {device} must be auto, collective or, on GPUs, stores; leave it out"
             )
-        given = signature(TrainPipelineSparseDist).bind(model, optimizer, device, *torchrecs, **stock)
+        if bound is not None:
+            warnings.warn("GraphTrainPipeline: bound is deprecated; use capacity", FutureWarning, stacklevel=2)
+            capacity = capacity or bound
+        arguments = model, optimizer, device, *torchrec_args
+        given = signature(TrainPipelineSparseDist).bind(*arguments, **torchrec_kwargs)
         given.apply_defaults()
         self._model, self._device, self._optimizer = model, device, optimizer
         self._modules = [each for each in model.modules() if isinstance(each, ExchangingModule)]
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
         if self._modules and dist.get_rank(group) == 0 and log.isEnabledFor(logging.INFO):
             log.info("tables:\n%s", explain(model, optimizer=optimizer))
-        reason = why_not_captured(model)
+        reason = capture_blockers(model)
         if reason is None and not given.arguments["execute_all_batches"]:
             reason = "execute_all_batches is False"
         self._given, self._is_first = given, dist.get_rank(group) == 0
@@ -127,10 +135,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._gradient_dtype, self._dense_reduce = gradient_dtype, dense_reduce
         self._order = CommunicationOrder()
         self._streams = Streams(device)
-        self._agreement = Agreement(ranks, self.check, device)
-        self._bound = LearntBound(bound, self._agreement, self._modules, device)
-        self._ahead = ReadAhead(self._modules, device, self._bound, self._streams, self._order)
-        self._patience = _ODD_STEPS  # doubled where graphs are released too soon
+        self._agreement = RankConsensus(ranks, self.check, device)
+        self._capacity = CapacityTracker(capacity, self._agreement, self._modules, device)
+        self._ahead = InputPrefetcher(self._modules, device, self._capacity, self._streams, self._order)
+        self._patience = _UNCAPTURABLE_STEPS  # doubled where graphs are released too soon
         self._ignores_room = False  # whether the model is known to read no room behind ids of captured steps
         self._has_looked = False
         """whether a first batch has been read"""
@@ -180,7 +188,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if self._captures and self._dense.why_after and group.rank() == 0:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
         self._graphs = GraphPair(self._ahead, self._dense, self._order, self._device)
-        self._warmup_steps = self._odd_steps = self._replays = 0
+        self._warmup_steps = self._uncapturable_steps = self._replays = 0
         self._has_stepped = False
         self._learning_rates: list[Any] = []
         setattr(self._model, _HOLDER, self)
@@ -270,83 +278,89 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         training = _holder(self._model)
         if training._ahead.ids_are_sent:
             training._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
-        batch = Leaves(next(batches))
+        batch = BatchTensors(next(batches))
         if any(module.takes_ids for module in self._modules):  # else they take batches of features as they are
             batch = with_even_batches_of(batch.batch, self._ahead.unpooled_features)
-        if training._steps and training._bound.describes(batch):
+        if training._steps and training._capacity.describes(batch):
             with torch.inference_mode(False):  # training steps write to the windows that are made
-                training._make_room(training._bound.ask(training._bound.describe(batch), batch.ids))
+                training._make_room(training._capacity.ask(training._capacity.describe(batch), batch.ids))
         _, output = self._model_fwd(on_device(batch.batch, self._device))
         return output
 
     def _train(self, batches: Iterator[Any]) -> Any:
         if any(self._graphs.each):
             self._graphs.check_places()
-        parity = self._steps % 2
-        if self._ahead.find(parity) is None:
-            self._ahead.begin(batches, parity)
+        buffer_index = self._steps % 2
+        if self._ahead.find(buffer_index) is None:
+            self._ahead.begin(batches, buffer_index)
             self._dense.cast_shadow()  # a checkpoint may have been loaded since the last step
         self._dense.clear()
         self._follow_learning_rates()
-        output = self._take_step(parity) if self._ahead.is_captured(parity) else self._take_odd_step(parity)
+        output = (
+            self._take_step(buffer_index)
+            if self._ahead.is_captured(buffer_index)
+            else self._take_uncapturable_step(buffer_index)
+        )
         self._dense.update_after()
         if self._replicas is not None and self._sync_interval and self._steps % self._sync_interval == 0:
             self._replicas.sync()
-        self._ahead.release(parity)
+        self._ahead.release(buffer_index)
         self._steps += 1
         if self._ahead.is_exhausted:
             self._ahead.forget_sent_ids()
-        self._ahead.land(batches, parity)
+        self._ahead.stage(batches, buffer_index)
         return output
 
-    def _take_step(self, parity: int) -> Any:
-        self._odd_steps = 0
+    def _take_step(self, buffer_index: int) -> Any:
+        self._uncapturable_steps = 0
         with self._ahead.steady():
             if not self._ahead.ids_are_sent:
-                self._ahead.bring_back(parity)
-                self._graphs.align(parity, self._has_stepped)
+                self._ahead.bring_back(buffer_index)
+                self._graphs.align(buffer_index, self._has_stepped)
             # A replay leaves the ids that were sent ahead to the next replay: no eager step and no capture would find
             # them. So the graphs are replayed once there are both; the first is captured anew where a segment's end
             # came between. A replay need not know whether the next batch is captured, and does not wait for the ranks.
             graphs = self._graphs.each
-            if (captured := graphs[parity]) is not None and graphs[1 - parity] is not None:
-                self._ahead.settle(1 - parity)
+            if (captured := graphs[buffer_index]) is not None and graphs[1 - buffer_index] is not None:
+                self._ahead.ensure_staged(1 - buffer_index)
                 self._replays += 1
-                return self._launch(parity, captured.replay)
-            following = self._ahead.is_captured(1 - parity)
+                return self._launch(buffer_index, captured.replay)
+            following = self._ahead.is_captured(1 - buffer_index)
             captures = self._captures and not self._ahead.made_in_model
-            has_room = not self._bound.bound.known_lengths
+            has_room = not self._capacity.capacity.known_lengths
             if not self._has_stepped:
-                output = self._first_step(parity, following)
+                output = self._first_step(buffer_index, following)
             elif captures and has_room and not self._ignores_room:
-                output = self._probe_step(parity, following)
+                output = self._probe_step(buffer_index, following)
             elif captures and self._warmup_steps >= _WARMUP_STEPS and following:
-                step = partial(self._step, parity, following=True, exact=False)
-                return self._launch(parity, partial(self._graphs.capture, parity, step, self._streams.main_stream))
+                step = partial(self._step, buffer_index, following=True, exact=False)
+                return self._launch(
+                    buffer_index, partial(self._graphs.capture, buffer_index, step, self._streams.main_stream)
+                )
             else:  # the last ones before a capture have its sizes
-                output = self._step(parity, following, exact=not captures)
+                output = self._step(buffer_index, following, exact=not captures)
             self._warmup_steps += 1
             return output
 
-    def _first_step(self, parity: int, following: bool) -> Any:
+    def _first_step(self, buffer_index: int, following: bool) -> Any:
         """Take the first step, and learn which ids the model looks up, and which parameters get a gradient."""
         with self._ahead.finding_ids(), ModelCollectives() as collectives:
-            loss, output = self._forward(self._ahead.batch(parity))
+            loss, output = self._forward(self._ahead.batch(buffer_index))
             loss.backward()
         self._dense.update()
         self._has_stepped = True
         if self._captures and collectives.called:
             self._stay_eager(f"the model calls {collectives.called}")
         if following:
-            self._ahead.bring_in(1 - parity)
+            self._ahead.activate(1 - buffer_index)
         return output
 
-    def _probe_step(self, parity: int, following: bool) -> Any:
+    def _probe_step(self, buffer_index: int, following: bool) -> Any:
         """Take an eager step, and learn whether the model reads the room behind the ids of captured ones."""
-        batch = self._ahead.batch(parity)
-        probe = RoomProbe(self._model, self._modules, self._bound.bound, batch)
+        batch = self._ahead.batch(buffer_index)
+        probe = RoomProbe(self._model, self._modules, self._capacity.capacity, batch)
         with probe.recording():
-            output = self._step(parity, following, batch=batch)
+            output = self._step(buffer_index, following, batch=batch)
         if reason := probe.why_reads_room(self._model_fwd, self._agreement.any_is):
             self._stay_eager(f"the model reads what is behind the ids of a captured step, or their number: {reason}")
         self._ignores_room = not reason
@@ -358,26 +372,26 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if self._agreement.is_first:
             log.warning("train pipeline: steps are eager: %s", reason)
 
-    def _take_odd_step(self, parity: int) -> Any:
+    def _take_uncapturable_step(self, buffer_index: int) -> Any:
         """Take the step of a batch that no captured step takes, with its ids within it, on all ranks alike."""
         self._ahead.forget_sent_ids()
-        self._odd_steps += 1
-        odd = self._ahead.find(parity)
-        assert odd is not None
-        if not self._make_room(odd.answer) and self._odd_steps == self._patience:
-            self._patience = _ODD_STEPS if self._replays >= _WORTH else 2 * self._patience
+        self._uncapturable_steps += 1
+        held = self._ahead.find(buffer_index)
+        assert held is not None
+        if not self._make_room(held.answer) and self._uncapturable_steps == self._patience:
+            self._patience = _UNCAPTURABLE_STEPS if self._replays >= _WORTH else 2 * self._patience
             self._forget_captured()
             self._ahead.forget_places()
-        if self._agreement.is_first and self._odd_steps <= 1:  # the first of several
+        if self._agreement.is_first and self._uncapturable_steps <= 1:  # the first of several
             log.info("train pipeline: step %d is eager, since a batch is unlike those of captured steps", self._steps)
-        loss, output = self._forward(self._ahead.batch(parity))
+        loss, output = self._forward(self._ahead.batch(buffer_index))
         self._backward(loss)
-        self._streams.step_is_issued(1 - parity)  # which reads where the next batch of its parity lands
+        self._streams.step_is_issued(1 - buffer_index)  # which reads where the next batch of its buffer_index lands
         return output
 
-    def _make_room(self, answer: Answer) -> bool:
+    def _make_room(self, answer: PendingResult) -> bool:
         """Let the bound grow to what all ranks bring, where that is beyond it; return whether it was."""
-        if is_beyond := self._bound.are_beyond(numbers := answer.wait()):
+        if is_beyond := self._capacity.are_beyond(numbers := answer.wait()):
             self._forget_captured()
             self._ahead.make_room(numbers)
         return is_beyond
@@ -385,15 +399,15 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def _forget_captured(self) -> None:
         """Forget the graphs, and capture others after some eager steps."""
         self._graphs.release()
-        self._warmup_steps = self._odd_steps = self._replays = 0
+        self._warmup_steps = self._uncapturable_steps = self._replays = 0
         self._ignores_room = False  # there may be room behind ids of other features
 
-    def _launch(self, parity: int, take: Callable[[], Any]) -> Any:
+    def _launch(self, buffer_index: int, take: Callable[[], Any]) -> Any:
         """Take a captured step by numbers as they are now, between lookup and update of tables of TorchRec's."""
         self._dense.refresh()
         for exchange in self._ahead.exchanges:
             exchange.tables.read_again()
-        stock = self._ahead.stock_tables(parity)
+        stock = self._ahead.stock_tables(buffer_index)
         for tables, ids in stock:
             tables.look_up(ids)
         output = take()
@@ -401,19 +415,19 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             tables.update()
         return output
 
-    def _step(self, parity: int, following: bool, exact: bool = True, batch: Any = None) -> Any:
-        """Issue the step on batch i, which is at `parity`; with `following`, batch i + 1 is brought in beside it.
+    def _step(self, buffer_index: int, following: bool, exact: bool = True, batch: Any = None) -> Any:
+        """Issue the step on batch i, which is at `buffer_index`; with `following`, batch i + 1 is brought in beside it.
 
         Args:
-            exact: whether there is no room behind ids, see `ReadAhead.batch`.
+            exact: whether there is no room behind ids, see `InputPrefetcher.batch`.
             batch: batch i, if it has been made.
         """
-        batch = self._ahead.batch(parity, exact) if batch is None else batch
+        batch = self._ahead.batch(buffer_index, exact) if batch is None else batch
         self._streams.fork_ids()
         loss, output = self._forward(batch)
         if following:  # whose ids take their turn among the waits here, and are found from the fork on
             with self._streams.ids():
-                self._ahead.bring_in(1 - parity)
+                self._ahead.activate(1 - buffer_index)
         self._backward(loss)
         self._streams.join_ids()
         return output

@@ -71,7 +71,7 @@ def _run_rank(rank: int, world_size: int, ranks_per_gpu: int, port: int, folder:
     # Else each rank's Inductor starts 32 processes to compile in, and ranks build tests of the CPU one after the other.
     os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
     # TorchRec places a rank's shards on the GPU whose number is the rank modulo the local world size. So ranks that
-    # share GPUs take them in turns, in a world of as many ranks a host as there are GPUs.
+    # share GPUs take them in turns, in a world of as many ranks a node as there are GPUs.
     gpus = world_size // ranks_per_gpu
     world = World(rank, rank % gpus, world_size, gpus, LOOPBACK, port, "nproc")
     os.environ["LOCAL_WORLD_SIZE"] = str(gpus)

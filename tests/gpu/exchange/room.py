@@ -47,11 +47,11 @@ OF_ALL = {
     "foreign_empty_*": _EMPTY,
     "foreign_longer_sequences": _CUTS,
     "unpooled_*": _NODES,
-    "lifetimes_hosts_*": _NODES,
+    "lifetimes_nodes_*": _NODES,
     "tensor_parallel_captured_fp32": _CUTS,
-    "hosts_*": _NODES,
+    "nodes_*": _NODES,
     "peer_stalls_training_*": _PEERS,
-    "peer_stalls_hosts_puts": _NODES,
+    "peer_stalls_nodes_puts": _NODES,
     "graph_peer_stalls": _PEERS,
 }
 """names of checks -> why two ranks do not show what they check"""
@@ -61,8 +61,8 @@ _BYTES = "it measures, or needs, most of the GPU's memory"
 _TIMES = "it measures times of the GPU"
 EXCLUSIVE = {
     "stress_*": _STEPS,
-    "hosts_stress_*": _STEPS,
-    "hosts_puts_stress_*": _STEPS,
+    "nodes_stress_*": _STEPS,
+    "nodes_puts_stress_*": _STEPS,
     "update_stress": _STEPS,
     "dense_float32_*": _STEPS,
     "dense_bfloat16_*": _STEPS,

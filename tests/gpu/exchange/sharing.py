@@ -21,12 +21,12 @@ UNSHARED = {
     "update_yields": _BESIDE,
     "tensor_parallel_captured_*": _CAPTURED,
     "tensor_parallel_delayed_*": _CAPTURED,
-    "hosts_captured_*": _CAPTURED,
-    "hosts_sums_captured_*": _CAPTURED,
-    "lifetimes_hosts_messages": _CAPTURED,
-    "lifetimes_hosts_puts": _NVSHMEM,
-    "hosts_puts_*": _NVSHMEM,
-    "peer_stalls_hosts_puts": _NVSHMEM,
+    "nodes_captured_*": _CAPTURED,
+    "nodes_sums_captured_*": _CAPTURED,
+    "lifetimes_nodes_messages": _CAPTURED,
+    "lifetimes_nodes_puts": _NVSHMEM,
+    "nodes_puts_*": _NVSHMEM,
+    "peer_stalls_nodes_puts": _NVSHMEM,
 }
 """names of checks -> why they cannot hold where ranks share a GPU"""
 

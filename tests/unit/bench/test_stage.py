@@ -17,7 +17,7 @@ from dlrm_overlap.config import Config
         ("sweep", {}, ["baseline", "pgas", "fused"]),
         (
             "stage",
-            {"put": "stores", "slice_bags": 4, "schedule": "linear"},
+            {"put": "staged", "slice_bags": 4, "schedule": "linear"},
             ["baseline", "torchrec", "nccl", "pgas", "fused_stores", "pgas_copied"],
         ),
     ],
@@ -29,5 +29,5 @@ def test_contenders(kind: str, keys: dict[str, Any], names: list[str], config: C
         contender.close()
     assert list(found) == names
     assert "put" not in found["pgas"]
-    asked = {"put": "in_place", "slice_bags": 32, "schedule": "balanced", "programs_per_sm": None} | keys
+    asked = {"put": "direct", "slice_bags": 32, "schedule": "balanced", "programs_per_sm": None} | keys
     assert found["fused_stores" if keys else "fused"] == asked

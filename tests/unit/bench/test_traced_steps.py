@@ -19,7 +19,7 @@ _KERNELS = [
     ("sm90_gemm", 7, 0, 90),
     (_MARK, 7, 100, 102),
     ("_store_pooled", 7, 110, 150),
-    ("_await_flags", 7, 150, 160),
+    ("_wait_for_flags", 7, 150, 160),
     ("sm90_gemm", 7, 160, 199),
     (_MARK, 7, 200, 202),
     ("_push_gradients", 8, 190, 240),

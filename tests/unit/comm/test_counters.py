@@ -37,7 +37,7 @@ class Steps:
             each.word.copy_(word)
 
     def launch(self) -> list[int]:
-        """Replay the step that was captured last, which is counted already: words as the host has them afterwards."""
+        """Replay the step that was captured last, which is counted already: words as the node has them afterwards."""
         for each in self.counters.each:
             each.word += 1
         assert [int(each.word) for each in self.counters.each] == [each.on_device for each in self.counters.each]

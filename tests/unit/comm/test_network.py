@@ -1,4 +1,4 @@
-"""How messages go between hosts: the key, what there is, and errors."""
+"""How messages go between nodes: the key, what there is, and errors."""
 
 import threading
 import time
@@ -70,7 +70,7 @@ def test_all_ranks_learn_what_keeps_one_from_starting(
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     with ThreadPoolExecutor(2) as threads:
-        expected = [f"embedding.between_hosts: puts, but {why}; take messages"] * 2 if why else []
+        expected = [f"embedding.internode: puts, but {why}; take messages"] * 2 if why else []
         assert list(threads.map(told, range(2))) == [expected] * 2
     assert time.monotonic() - begin < 5
 
@@ -82,7 +82,7 @@ def test_who_has_no_nvshmem_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None
         ("cuda", r"NVSHMEM's libnvshmem_host.so.3 is not found .*"),
         ("cpu", "CPUs have no kernels .*"),
     ):
-        with pytest.raises(InputError, match=rf"^embedding\.between_hosts: puts, but {why}; take messages$"):
+        with pytest.raises(InputError, match=rf"^embedding\.internode: puts, but {why}; take messages$"):
             start_puts(Rank(0, 1), torch.device(device), TIMEOUT_S)  # type: ignore[arg-type]
 
 

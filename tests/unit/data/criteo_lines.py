@@ -10,7 +10,7 @@ import pytest
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.prepare import prepare_files
-from dlrm_overlap.data.records import Layout
+from dlrm_overlap.data.records import RecordLayout
 from dlrm_overlap.data.schema import criteo_schema
 
 ROWS = [3 + 5 * t for t in range(26)]
@@ -18,7 +18,7 @@ ROWS = [3 + 5 * t for t in range(26)]
 
 def prepare_criteo(
     source: Path, target: Path, rows: int | None = None, min_count: int | None = None, **options: Any
-) -> Layout:
+) -> RecordLayout:
     return prepare_files(source, target, criteo_schema(rows, min_count), **options)
 
 

@@ -17,7 +17,7 @@ from dlrm_overlap.data.checksums import BLOCK_BYTES, CheckedArray, ChecksumWrite
 from dlrm_overlap.data.days import Day, Ragged
 from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.prepared import Prepared, write_samples
-from dlrm_overlap.data.records import Layout
+from dlrm_overlap.data.records import RecordLayout
 from tests.conftest import run_cli
 from tests.unit.data.criteo_lines import assert_one_line
 
@@ -37,7 +37,7 @@ def write_folder(folder: Path, samples: int = SAMPLES, sizes: list[int | None] |
             yield Day("day", rng.integers(0, 2, (n, 1)), rng.random((n, 13), np.float32), ids)
 
     folder.mkdir()
-    write_samples(folder, Layout({"click": 1.0}, 13, ROWS, sizes or [40, 1, None], held_out=100), days())
+    write_samples(folder, RecordLayout({"click": 1.0}, 13, ROWS, sizes or [40, 1, None], held_out=100), days())
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The host's arena in a world of one: regions, loans, flags, and what is left behind."""
+"""The node's arena in a world of one: regions, loans, flags, and what is left behind."""
 
 import errno
 import gc
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import HostArena, Region, open_arena
-from dlrm_overlap.comm.record import ExchangeTimeoutError
+from dlrm_overlap.comm.device_errors import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
 
 CPU = torch.device("cpu")
@@ -33,10 +33,10 @@ def arena(world_of_one: dist.ProcessGroup) -> Iterator[HostArena]:
     arena.close()
 
 
-def _mapped() -> set[str]:
-    """Return the files in shared memory that this process has mapped."""
+def _mapped() -> set[tuple[str, ...]]:
+    """Return the inode and the name of each file in shared memory that this process has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return {line.split(maxsplit=5)[5] for line in lines if "dlrm_overlap_arena" in line}
+    return {tuple(line.split(maxsplit=5)[4:]) for line in lines if "dlrm_overlap_arena" in line}
 
 
 def test_regions_are_zeros_aligned_and_apart(arena: HostArena) -> None:
@@ -64,11 +64,11 @@ def test_arenas_lie_side_by_side(arena: HostArena, world_of_one: dist.ProcessGro
 def test_no_file_stays_behind(world_of_one: dist.ProcessGroup) -> None:
     before = _mapped()
     arena = open_arena(REGIONS, world_of_one, CPU)
-    (path,) = _mapped() - before
-    assert path.endswith("(deleted)"), "the file has a name"
+    (file,) = _mapped() - before
+    assert file[1].endswith("(deleted)"), "the file has a name"
     arena.close()
     gc.collect()
-    assert path not in _mapped()
+    assert file not in _mapped()
 
 
 def test_too_little_shared_memory_is_told(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +137,8 @@ def test_lent_memory_outlives_the_arena(world_of_one: dist.ProcessGroup) -> None
 
 
 def test_a_wait_is_bounded_and_names_the_flag(arena: HostArena) -> None:
-    arena.raise_flag("flags", peer=0, slot=0, epoch=7)
-    arena.raise_flag("flags", peer=0, slot=1, epoch=6)
+    arena.signal_flag("flags", peer=0, slot=0, epoch=7)
+    arena.signal_flag("flags", peer=0, slot=1, epoch=6)
     arena.wait("flags", torch.tensor([1]), epoch=7, timeout_s=0)
     arena.wait("flags", torch.tensor([2]), epoch=6, timeout_s=0)
     arena.wait("flags", torch.tensor([0]), epoch=9, timeout_s=0)

@@ -95,24 +95,24 @@ def test_rows_are_cut_where_columns_do_not_balance(world_size: int) -> None:
     assert max(links) * world_size / (26 * 128) == pytest.approx(placed.links), "over the mean of whole tables"
 
 
-def test_of_several_hosts_rows_are_cut_within_one() -> None:
+def test_of_several_nodes_rows_are_cut_within_one() -> None:
     tables = _mlperf()
-    placed = balance(tables, 64, _ROOM, host_size=8)
+    placed = balance(tables, 64, _ROOM, node_size=8)
     assert placed is not None
-    hosts = [list(range(first, first + 8)) for first in range(0, 64, 8)]
-    assert all(placed.ranks[t] in hosts for t in placed.by_rows)
+    nodes = [list(range(first, first + 8)) for first in range(0, 64, 8)]
+    assert all(placed.ranks[t] in nodes for t in placed.by_rows)
     assert placed.by_rows == {t for t, table in enumerate(tables) if table.rows >= 8 * 8}, "columns of the others"
     ids = sum(table.pooling for table in tables)
     assert placed.memory == pytest.approx((tables[20].pooling / 8) / (ids / 64)), (
         "no rank has more than an eighth of it"
     )
     assert placed.links < 1.5, "the network counts more"
-    unpooled = balance([TableLoad(100.0, 64, 256, 1 << 20, 1 << 20, False)], 4, _ROOM, host_size=2)
+    unpooled = balance([TableLoad(100.0, 64, 256, 1 << 20, 1 << 20, False)], 4, _ROOM, node_size=2)
     assert unpooled is not None
     assert (unpooled.ranks, unpooled.by_rows) == ([[0, 1, 2, 3]], frozenset()), "by columns, whose owners may be any"
-    large = balance([TableLoad(1.0, 64, 256, 6 << 30, 1 << 20)], 4, 2 << 30, host_size=2)
+    large = balance([TableLoad(1.0, 64, 256, 6 << 30, 1 << 20)], 4, 2 << 30, node_size=2)
     assert large is not None
-    assert (large.ranks, large.by_rows) == ([[0, 1, 2, 3]], {0}), "a host has no room"
+    assert (large.ranks, large.by_rows) == ([[0, 1, 2, 3]], {0}), "a node has no room"
 
 
 def test_a_table_is_cut_to_fit() -> None:

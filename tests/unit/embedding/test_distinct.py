@@ -103,7 +103,7 @@ def test_ids_beyond_their_room_or_slots_are_told_by_lengths() -> None:
 
 
 def test_ranges_of_rows_have_slots_of_their_own() -> None:
-    """As between hosts; ids outside the table are in its last range."""
+    """As between nodes; ids outside the table are in its last range."""
     finder = DistinctIds(SEQUENCES, ROWS, torch.device("cpu"), [[0, 4, 6], [0]])
     batch = _batch(f=[[9, 0, 3], [0, 12]], g=[[4], [5, 5]], h=[[7], []])
     rooms = finder.rooms_of(batch)

@@ -15,7 +15,7 @@ from dlrm_overlap.embedding import steps
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.steps import BatchSizes, Step
-from dlrm_overlap.embedding.windows import WindowHeldError
+from dlrm_overlap.embedding.windows import BufferInUseError
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.train.model import JoinInPlace, concatenated
@@ -35,7 +35,7 @@ def test_a_second_forward_is_refused_while_the_output_is_held(world_of_one: dist
     inputs, expected = stage.inputs(0, (5,))
     pooled = exchange.start(inputs, (5,)).wait().detach()
     for _ in range(2):
-        with pytest.raises(WindowHeldError, match="give the sharder copy_output=True, or run its backward or drop it"):
+        with pytest.raises(BufferInUseError, match="give the sharder copy_output=True, or run its backward or drop it"):
             exchange.start(inputs, (5,))
     assert_same(pooled, expected, "what is held")
     kept = pooled.clone()
@@ -56,7 +56,7 @@ def test_backward_and_evaluation_let_go(world_of_one: dist.ProcessGroup, backend
         with torch.set_grad_enabled(number % 3 != 2):
             product = exchange.start(inputs, (5,)).wait() * factor  # whose backward needs the pooled embeddings
         if number % 3 == 0:
-            with pytest.raises(WindowHeldError):
+            with pytest.raises(BufferInUseError):
                 exchange.start(inputs, (5,))
         if product.requires_grad:
             product.backward(torch.zeros_like(product))  # changes no row
@@ -107,7 +107,7 @@ def test_what_is_joined_in_place_trains_as_what_is_cast(
                 output = (joined @ factors).tanh() * joined[:, :1]
             del pooled
             if exchange is ours and number == 1:
-                with pytest.raises(WindowHeldError):
+                with pytest.raises(BufferInUseError):
                     exchange.start(inputs, (5,))
             if output.requires_grad:
                 output.float().sum().backward()
@@ -382,7 +382,7 @@ def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
 ) -> None:
     monkeypatch.setattr(steps, "_MOST", 2)
     stage = Stage([([4], [])], rank=0)
-    options = ExchangeOptions(backend=backend, put="stores", slice_bags=2, wait_timeout_s=20.0)
+    options = ExchangeOptions(backend=backend, put="staged", slice_bags=2, wait_timeout_s=20.0)
     forward: Any = interpreted_forward(stage, world_of_one, options, samples=4)
     made: list[weakref.ref[Any]] = []
     launched = Launch.__call__

@@ -5,7 +5,7 @@ import torch
 
 from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout
+from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout
 from dlrm_overlap.embedding.layout import Layout
 from tests.unit.embedding.shards import make_shard
 
@@ -16,7 +16,7 @@ RANGES, KNOWN = {"f": (1, 1), "g": (0, 2)}, {"f": (1, 1), "g": (2, 2)}
 
 
 def _ids(bag_sizes: dict[str, tuple[int, int]], layout: Layout = LAYOUT) -> IdLayout:
-    return IdLayout(layout, ["f", "g"], BatchBound(3, bag_sizes))
+    return IdLayout(layout, ["f", "g"], BatchCapacity(3, bag_sizes))
 
 
 def test_the_worked_example() -> None:
@@ -29,24 +29,24 @@ def test_the_worked_example() -> None:
 
 def test_known_ids_are_counted_of_the_features_that_a_batch_has() -> None:
     """The bound may name features of other ids, which are published apart."""
-    bound = BatchBound(3, KNOWN | {"of another module": (7, 7)})
+    bound = BatchCapacity(3, KNOWN | {"of another module": (7, 7)})
     assert IdLayout(LAYOUT, ["f", "g"], bound).known_total(2) == 2 * (1 + 2)
 
 
 @pytest.mark.parametrize(
     ("samples", "sizes", "told"),
     [
-        (0, (1, 1), "BatchBound: 0 samples, but a batch has at least 1; give those of a rank's batch"),
-        (3, (2, 1), r"BatchBound: \(2, 1\) ids a bag of f is no range; give \(least, most\)"),
-        (3, (-1, 1), r"BatchBound: \(-1, 1\) ids a bag of f is no range"),
-        (3, 4, r"BatchBound: 4 ids a bag of f is no range; give \(least, most\)"),
+        (0, (1, 1), "BatchCapacity: 0 samples, but a batch has at least 1; give those of a rank's batch"),
+        (3, (2, 1), r"BatchCapacity: \(2, 1\) ids a bag of f is no range; give \(least, most\)"),
+        (3, (-1, 1), r"BatchCapacity: \(-1, 1\) ids a bag of f is no range"),
+        (3, 4, r"BatchCapacity: 4 ids a bag of f is no range; give \(least, most\)"),
     ],
 )
 def test_what_is_no_bound(samples: int, sizes: tuple[int, int], told: str) -> None:
     with pytest.raises(InputError, match=told):
-        BatchBound(samples, {"f": sizes})
+        BatchCapacity(samples, {"f": sizes})
 
 
 def test_a_feature_without_a_bound() -> None:
     with pytest.raises(InputError, match="no bound for the ids of feature h; name it in bag_sizes"):
-        BatchBound(3, KNOWN).capacity(["f", "h"])
+        BatchCapacity(3, KNOWN).capacity(["f", "h"])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout
+from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout
 from dlrm_overlap.embedding.layout import Layout
 from tests.unit.embedding.shards import make_shard
 
@@ -49,7 +49,7 @@ def test_partial_sums_of_a_table_that_is_cut_by_rows() -> None:
     assert sorted(layout.sent_columns.tolist()) == list(range(28))
 
 
-def test_owners_of_rows_have_slots_of_their_own_between_hosts() -> None:
+def test_owners_of_rows_have_slots_of_their_own_between_nodes() -> None:
     """A table of 5 rows over three ranks, the last of which has none, and a table that is whole on rank 1."""
     rows = [(0, 3), (3, 5), (5, 5)]
     shards = [make_shard("cut", owner, 4, rows=rows[owner], row_shard=owner) for owner in range(3)]
@@ -67,7 +67,7 @@ def test_owners_of_rows_have_slots_of_their_own_between_hosts() -> None:
         [("a", (0, 3))], [("b", (3, 5)), ("c", (0, 0))], [],
     ]  # fmt: skip
     assert features.dims == [4, 4, 4]
-    ids = IdLayout(features, list("abc"), BatchBound(2, dict.fromkeys("abc", (0, 1))))
+    ids = IdLayout(features, list("abc"), BatchCapacity(2, dict.fromkeys("abc", (0, 1))))
     assert ids.shares == [(0, 0, 1 << 32), (1, 3, 1 << 32)], "each has all ids of its feature, less its first row"
 
 
@@ -76,7 +76,7 @@ def test_shares_of_a_feature_whose_tables_are_cut_at_other_rows() -> None:
     cuts = [("a", owner, (owner * 3, owner * 3 + 3)) for owner in range(4)] + [("b", 0, (0, 3)), ("b", 1, (3, 6))]
     shards = [make_shard(name, owner, 4, rows=rows, row_shard=owner) for name, owner, rows in cuts]
     named = [replace(shard, feature_name="f") for shard in shards]
-    ids = IdLayout(Layout(named, ["a", "b"], 4), ["other", "f"], BatchBound(2, {"other": (1, 1), "f": (0, 5)}))
+    ids = IdLayout(Layout(named, ["a", "b"], 4), ["other", "f"], BatchCapacity(2, {"other": (1, 1), "f": (0, 5)}))
     every = 1 << 32
     assert ids.shares == [(1, 0, 3), (1, 3, 6), (1, 3, every), (1, 6, 9), (1, 9, every)]
     assert (ids.shares_at, ids.shared_values, ids.offsets_at) == (12, 20, 32)

@@ -15,7 +15,7 @@ from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.counters import Counter
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, IdExchange
 from dlrm_overlap.embedding.backends.local import CpuLocalLookup, DeviceLocalLookup, LocalLookup
-from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout
+from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, Layout
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.replicated import ReplicatedTables
@@ -49,7 +49,7 @@ def _context(group: dist.ProcessGroup, *others: FeatureShard) -> ExchangeContext
     ]
     names = [name for name in NAMES if name != "other" or others]
     layout = Layout([*others, *shards], names, world_size=1)
-    ids = IdLayout(layout, names, BatchBound(SAMPLES, dict.fromkeys(names, (0, 40))))
+    ids = IdLayout(layout, names, BatchCapacity(SAMPLES, dict.fromkeys(names, (0, 40))))
     options = ExchangeOptions(wait_timeout_s=1.0)
     replicated = ReplicatedTables(lookups, [BoundsCheckMode.FATAL] * len(lookups))
     known = layout, LocalTables([]), options, group, CPU, SAMPLES, StepCounters(CPU)

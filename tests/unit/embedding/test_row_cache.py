@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding import cache as cache_module
-from dlrm_overlap.embedding.cache import HomeTable, RowCache, bring_in, make_caches
+from dlrm_overlap.embedding.cache import HomeTable, RowCache, activate, make_caches
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels import swap_rows as swapping
-from dlrm_overlap.kernels.arguments import STATES, CacheState, Numbers, Swaps
+from dlrm_overlap.kernels.arguments import STATES, CacheState, OptimizerParams, Swaps
 from dlrm_overlap.kernels.find_slots import Blocks, find_slots
 from tests.kernels.emulation import CPU, interpreted
 
 IDS, ROWS, DIM = 6, 20, 4
-NUMBERS = Numbers(lr=0.5, eps=1e-3, l2=0.01, decoupled=0.01, beta1=0.9, beta2=0.99, count=9)
+NUMBERS = OptimizerParams(lr=0.5, eps=1e-3, l2=0.01, decoupled=0.01, beta1=0.9, beta2=0.99, count=9)
 
 
 class Tables:
@@ -38,7 +38,7 @@ class Tables:
         """Return the slots of the ids of a step that comes next. What is at home of rows in the cache is poisoned."""
         slots = torch.tensor(ids, dtype=torch.int32)
         bags = KeyedJaggedTensor(["ids"], slots, offsets=torch.tensor([0, len(ids)], dtype=torch.int32), stride=1)
-        bring_in([(self.cache, torch.tensor([0, -1]))], bags)
+        activate([(self.cache, torch.tensor([0, -1]))], bags)
         for home in self.homes:
             home[self.held()] = torch.nan
         return slots

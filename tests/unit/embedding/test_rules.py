@@ -8,10 +8,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMo
 
 from dlrm_overlap.embedding.backends.rows import DeviceRules
 from dlrm_overlap.embedding.steps import UpdateRule
-from dlrm_overlap.kernels.arguments import Numbers
+from dlrm_overlap.kernels.arguments import OptimizerParams
 
 DECOUPLE = WeightDecayMode.DECOUPLE
-REST = list(Numbers(0.0, decoupled=0.25, beta1=0.5, beta2=0.75, halflife=-1.0, decay_after=-1.0, most_rate=1.0))[2:]
+REST = list(OptimizerParams(0.0, decoupled=0.25, beta1=0.5, beta2=0.75, halflife=-1.0, decay_after=-1.0, max_rate=1.0))[
+    2:
+]
 
 
 def _rules(*learning_rates: float, eps: float = 0.5, count: int = 0) -> list[UpdateRule]:
@@ -38,7 +40,7 @@ def test_all_steps_read_one_memory() -> None:
 
 def test_the_count_is_that_of_step_0() -> None:
     """Which kernels add to the step's number, so that neither eager nor captured steps need other numbers each."""
-    device, count = _device_rules(), Numbers._fields.index("count")
+    device, count = _device_rules(), OptimizerParams._fields.index("count")
     for step, counted, expected in ((100, 103, 3), (101, 104, 3), (102, 106, 4)):  # the last after an evaluation
         device.follow(_rules(0.25, count=counted), step)
         assert device.numbers(0)[count] == expected

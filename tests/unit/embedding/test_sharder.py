@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharder import (
     OverlapEmbeddingBagCollectionSharder,
     OverlapEmbeddingCollectionSharder,
@@ -29,7 +29,7 @@ from tests.distributed.models import CPU
     [
         ({"backend": "torchrec"}, "backend: 'torchrec' is not one of 'nccl', 'pgas', 'fused'"),
         ({"schedule": "x"}, "schedule: 'x' is not one of 'linear', 'remote_first', 'balanced'"),
-        ({"put": "x"}, "put: 'x' is not one of 'in_place', 'stores'"),
+        ({"put": "x"}, "put: 'x' is not one of 'direct', 'staged'"),
         ({"wire_dtype": "x"}, "wire_dtype: 'x' is not one of 'fp32', 'bf16', 'fp16'"),
         ({"output_order": "x"}, "output_order: 'x' is not one of 'plan', 'model'"),
         ({"slice_bags": 3}, "slice_bags: 3 is not a power of two from 4 on"),
@@ -85,7 +85,7 @@ def _unpooled(group: dist.ProcessGroup, rows: Mapping[str, int], **options: Any)
 def test_a_batch_beyond_the_bound_of_its_distinct_ids(world_of_one: dist.ProcessGroup) -> None:
     """One that nobody has counted is found where its ids arrive; one that is within it gives its rows."""
     sharded = _unpooled(world_of_one, {"f": 9})
-    sharded.take_ids(["f"], BatchBound(2, {"f": (0, 4)}, distinct={"t_f": 2}))
+    sharded.take_ids(["f"], BatchCapacity(2, {"f": (0, 4)}, distinct={"t_f": 2}))
     ids = KeyedJaggedTensor(["f"], torch.tensor([8, 0, 8, 8]), lengths=torch.tensor([3, 1]))
     (shard,) = sharded.state_dict()["embeddings.t_f.weight"].local_shards()
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_a_batch_beyond_the_bound_of_its_distinct_ids(world_of_one: dist.Process
 def test_rows_are_narrowed_where_they_arrive(world_of_one: dist.ProcessGroup) -> None:
     """Sums of their gradients are not: 1 + 2^-8 is no number of bf16, in which gradients come."""
     sharded = _unpooled(world_of_one, {"f": 9}, output_dtype="bf16")
-    sharded.take_ids(["f"], BatchBound(2, {"f": (0, 4)}))
+    sharded.take_ids(["f"], BatchCapacity(2, {"f": (0, 4)}))
     (shard,) = sharded.state_dict()["embeddings.t_f.weight"].local_shards()
     wanted, ids = shard.tensor.clone(), KeyedJaggedTensor(["f"], torch.tensor([8, 0, 8]), lengths=torch.tensor([2, 1]))
     rows = sharded(ids)["f"].values()
@@ -118,7 +118,7 @@ def test_memory_is_that_of_the_bounds_of_distinct_ids(world_of_one: dist.Process
     """Of 98% duplicates, and of one table that has most of the distinct ids, which are in several blocks of slots."""
     distinct = {"f": 2000, "g": 8, "h": 8, "i": 8}
     sharded, samples = _unpooled(world_of_one, dict.fromkeys(distinct, 5000)), 100
-    bound = BatchBound(
+    bound = BatchCapacity(
         samples,
         dict.fromkeys(distinct, (0, 1000)),
         dict.fromkeys(distinct, 100_000),

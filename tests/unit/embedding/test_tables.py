@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from dlrm_overlap.embedding.tables import max_gradients
-from dlrm_overlap.kernels.arguments import Numbers
+from dlrm_overlap.kernels.arguments import OptimizerParams
 from dlrm_overlap.kernels.reference import update_rows
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 
 ROWS, DIM, STEPS = 50, 12, 3
 LR, EPS = 0.5, 0.25
-NUMBERS = Numbers(LR, EPS, decoupled=0.125, beta1=0.5, beta2=0.75)
+NUMBERS = OptimizerParams(LR, EPS, decoupled=0.125, beta1=0.5, beta2=0.75)
 OPTIMIZERS = {
     "sgd": (partial(torch.optim.SGD, lr=LR), []),
     "adagrad": (partial(torch.optim.Adagrad, lr=LR, eps=EPS, initial_accumulator_value=0.0), ["sum"]),
@@ -55,7 +55,7 @@ def test_rowwise_adagrad_by_hand() -> None:
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     state = torch.tensor([8.0, 7.0, 0.0])
     gradient = torch.tensor([[1.0, 1.0], [0.0, -4.0], [2.0, 4.0]])
-    update_rows(weight, [state], torch.tensor([0, 2, 0]), gradient, "rowwise_adagrad", Numbers(0.5, 5.0))
+    update_rows(weight, [state], torch.tensor([0, 2, 0]), gradient, "rowwise_adagrad", OptimizerParams(0.5, 5.0))
     # Row 0: [3, 5] in sum, 17 in mean square, 25 with what was there: 0.5 / (5 + 5) of it. Row 2: 8, from nothing.
     assert_same(state, torch.tensor([25.0, 7.0, 8.0]), "state")
     row_2 = 6 + 0.5 * 4 / (8**0.5 + 5)
@@ -64,7 +64,7 @@ def test_rowwise_adagrad_by_hand() -> None:
 
 def test_half_precision_rows_are_rounded_once() -> None:
     weight = torch.ones(1, 4).half()  # below 1, float16 lie 2**-11 apart
-    update_rows(weight, [], torch.tensor([0, 0]), torch.full((2, 4), 0.3 * 2**-11), "sgd", Numbers(1.0))
+    update_rows(weight, [], torch.tensor([0, 0]), torch.full((2, 4), 0.3 * 2**-11), "sgd", OptimizerParams(1.0))
     assert_same(weight, torch.full((1, 4), 1 - 2**-11).half(), "weight")
 
 
@@ -72,7 +72,7 @@ def test_partial_rowwise_adam_and_lamb_by_hand() -> None:
     """One row, mean 1 and mean square 3 before step 2; betas 1/2 and 3/4, which correct by 3/4 and 7/16."""
     for name, ratio in (("partial_rowwise_adam", 1.0), ("partial_rowwise_lamb", 0.0)):
         weight, states = torch.tensor([[3.0, -4.0]]), [torch.ones(1, 2), torch.tensor([3.0])]
-        numbers = Numbers(lr=0.5, decoupled=0.25, beta1=0.5, beta2=0.75, count=2)
+        numbers = OptimizerParams(lr=0.5, decoupled=0.25, beta1=0.5, beta2=0.75, count=2)
         update_rows(weight, states, torch.tensor([0]), torch.tensor([[3.0, -1.0]]), name, numbers)
         # Means (2, 0); mean square 9/4 + 5/4 = 7/2, 8 when corrected: the mean's 8/3 is divided by sqrt(8).
         assert_same(states[0], torch.tensor([[2.0, 0.0]]), name)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.dense.gemm.layer import Layer
+from dlrm_overlap.dense.gemm.layer import ProductLayer
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.gemm.serial import scatter
 from tests.agreement import assert_same
@@ -25,7 +25,7 @@ def test_auto_runs_serially_where_ranks_do_not_reach_each_other(
         raise InputError("the GPUs of these 2 ranks do not reach each other's memory")
 
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    products, layer, tries = ParallelProducts(group, torch.device("cuda")), Layer(LARGE), list[int]()
+    products, layer, tries = ParallelProducts(group, torch.device("cuda")), ProductLayer(LARGE), list[int]()
     monkeypatch.setattr(products, "_opened", out_of_reach)
     assert products._choose(False, 8, LARGE, layer, "auto") == ("serial", 4), "few bytes"
     assert products._choose(False, 8192, LARGE.float(), layer, "auto") == ("serial", 4)
@@ -47,7 +47,7 @@ def test_on_cpus_partial_products_are_added_up_in_the_order_of_the_ranks(monkeyp
 
     monkeypatch.setattr(dist, "all_to_all_single", exchange)
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
-    out = scatter(group, torch.ones(2 * ranks, 3), Layer(torch.ones(3, 3)))()
+    out = scatter(group, torch.ones(2 * ranks, 3), ProductLayer(torch.ones(3, 3)))()
     expected = parts[0].clone()
     for part in parts[1:]:
         expected += part

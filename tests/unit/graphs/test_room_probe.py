@@ -10,13 +10,13 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from dlrm_overlap.embedding.distinct import NamedSequence
 from dlrm_overlap.embedding.exchanging_module import Deferred
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.train.graphs.room_probe import RoomProbe
-from dlrm_overlap.train.graphs.static_batch import Leaves, StaticBatch
+from dlrm_overlap.train.graphs.static_batch import BatchTensors, StaticBatch
 from tests.agreement import assert_same
 
 CPU = torch.device("cpu")
-BOUND = BatchBound(3, {"f": (1, 1), "g": (0, 4)})
+BOUND = BatchCapacity(3, {"f": (1, 1), "g": (0, 4)})
 IDS = KeyedJaggedTensor(
     ["f", "g"], torch.tensor([7, 8, 9, 1, 2, 3]), torch.rand(6), lengths=torch.tensor([1, 1, 1, 0, 3, 0])
 )
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 def _why(model: Model) -> str:
     static = StaticBatch({"x": torch.rand(3, 2), "ids": IDS}, CPU, BOUND)
-    static.fill(Leaves({"x": torch.rand(3, 2), "ids": IDS}))
+    static.fill(BatchTensors({"x": torch.rand(3, 2), "ids": IDS}))
     static.renew()
     modules: Any = [model.rows]
     probe = RoomProbe(model, modules, BOUND, batch := static.exact())

@@ -14,13 +14,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Lease
-from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.train.graphs.static_batch import Leaves, StaticBatch, on_device
+from dlrm_overlap.embedding.id_layout import BatchCapacity
+from dlrm_overlap.train.graphs.static_batch import BatchTensors, StaticBatch, on_device
 from tests.agreement import assert_same
 
 CPU = torch.device("cpu")
-RANGES = BatchBound(2, {"f": (1, 1), "g": (0, 3)})
-KNOWN = BatchBound(2, {"f": (1, 1), "g": (2, 2)})
+RANGES = BatchCapacity(2, {"f": (1, 1), "g": (0, 3)})
+KNOWN = BatchCapacity(2, {"f": (1, 1), "g": (2, 2)})
 
 
 def _ids(lengths: list[int], values: list[int], dtype: torch.dtype = torch.int32) -> KeyedJaggedTensor:
@@ -59,7 +59,7 @@ def test_a_batch_is_copied_to_fixed_addresses() -> None:
     static = StaticBatch(_batch(FIRST), CPU, RANGES)
     addresses = [tensor.data_ptr() for tensor in _tensors(static.batch)]
     for ids, number in ((FIRST, 1.0), (SECOND, 2.0), (FIRST, 3.0)):
-        static.fill(Leaves(_batch(ids, number)))
+        static.fill(BatchTensors(_batch(ids, number)))
         assert_same(static.batch.dense, torch.full((2, 3), number), "dense")
         assert_same(static.batch.labels, torch.tensor([number, 1.0]), "labels")
         assert_same(static.batch.sparse.lengths(), ids.lengths(), "lengths")
@@ -82,13 +82,13 @@ def test_objects_dictionaries_lists_and_tuples() -> None:
     assert isinstance(made.pair, Pair)
     assert isinstance(made.by_name["inner"], Batch)
     assert (made.text, made.by_name["count"], made.several[1]) == ("of no tensor", 3, "x")
-    static.fill(Leaves(_nested(1.0)))
+    static.fill(BatchTensors(_nested(1.0)))
     assert_same(made.pair.dense, torch.ones(4), "a tuple's")
     assert_same(made.by_name["weight"], torch.ones(1), "a dictionary's")
     assert_same(made.several[0], torch.tensor(1.0), "a list's")
     assert_same(made.by_name["inner"].sparse.lengths(), FIRST.lengths(), "of an object in a dictionary")
     assert_same(made.pair.ids.lengths(), SECOND.lengths(), "a tuple's ids")
-    assert len(Leaves(made)) == len(Leaves(_nested(0.0))) == 7
+    assert len(BatchTensors(made)) == len(BatchTensors(_nested(0.0))) == 7
     assert static.find(made.pair.ids) == "pair.0"
     assert static.find(made.by_name["inner"].sparse) == "by_name.inner.sparse"
     assert static.find(FIRST) is None
@@ -124,7 +124,7 @@ class SlottedBatch:
 @pytest.mark.parametrize("kind", [FrozenBatch, SlottedBatch, Attributes])
 def test_a_batch_may_be_of_any_class(kind: Callable[..., Any]) -> None:
     static = StaticBatch(kind(dense=torch.zeros(3), ids=FIRST, mode=Mode.TRAINING), CPU, RANGES)
-    static.fill(Leaves(kind(dense=torch.ones(3), ids=SECOND, mode=Mode.TRAINING)))
+    static.fill(BatchTensors(kind(dense=torch.ones(3), ids=SECOND, mode=Mode.TRAINING)))
     for _ in range(2):
         batch: Any = static.batch
         assert isinstance(batch, type(kind(dense=None, ids=None)))
@@ -143,7 +143,7 @@ def test_a_batch_without_a_tensor_is_refused() -> None:
 def test_the_example_stays_as_it_was() -> None:
     example = _nested(1.0)
     static = StaticBatch(example, CPU, RANGES)
-    static.fill(Leaves(_nested(0.0)))
+    static.fill(BatchTensors(_nested(0.0)))
     assert_same(example.pair.dense, torch.ones(4), "dense")
     assert_same(example.by_name["inner"].sparse.values(), FIRST.values(), "ids")
 
@@ -153,10 +153,12 @@ def test_known_lengths_are_there_from_the_first_and_ids_are_counted() -> None:
     ids = static.ids["sparse"]
     assert_same(ids.tensor.lengths(), SECOND.lengths(), "lengths")
     assert ids.count.tolist() == [6]
-    static.fill(Leaves(_batch(FIRST)))  # of fewer ids than it must have: the count informs the exchange, and all ranks
+    static.fill(
+        BatchTensors(_batch(FIRST))
+    )  # of fewer ids than it must have: the count informs the exchange, and all ranks
     assert ids.count.tolist() == [5]
     assert ids.count.dtype == torch.int32
-    static.fill(Leaves(_batch(SECOND)))
+    static.fill(BatchTensors(_batch(SECOND)))
     assert ids.count.tolist() == [6]
     assert_same(ids.tensor.lengths(), SECOND.lengths(), "lengths")
 
@@ -164,18 +166,18 @@ def test_known_lengths_are_there_from_the_first_and_ids_are_counted() -> None:
 def test_ids_beyond_the_room_are_left_out_and_told_of() -> None:
     values = list(range(10))
     known, ranges = StaticBatch(_batch(SECOND), CPU, KNOWN), StaticBatch(_batch(FIRST), CPU, RANGES)
-    known.fill(Leaves(_batch(_ids([1, 1, 4, 4], values))))
+    known.fill(BatchTensors(_batch(_ids([1, 1, 4, 4], values))))
     assert known.ids["sparse"].count.tolist() == [10]
     assert known.batch.sparse.values().tolist() == values[:6]
-    ranges.fill(Leaves(_batch(_ids([1, 1, 4, 4], values))))
+    ranges.fill(BatchTensors(_batch(_ids([1, 1, 4, 4], values))))
     assert ranges.batch.sparse.lengths().tolist() == [1, 1, 4, 4]
     assert ranges.batch.sparse.values().tolist() == values[:8]
 
 
 @pytest.mark.parametrize("bound", [RANGES, KNOWN], ids=["ranges", "known"])
-def test_one_static_batch_is_copied_from_another(bound: BatchBound) -> None:
+def test_one_static_batch_is_copied_from_another(bound: BatchCapacity) -> None:
     source, to = StaticBatch(_nested(0.0), CPU, bound), StaticBatch(_nested(0.0), CPU, bound)
-    source.fill(Leaves(_nested(1.0)))
+    source.fill(BatchTensors(_nested(1.0)))
     to.take_over(source)
     assert_same(to.batch.pair.dense, torch.ones(4), "dense")
     for place in ("pair.0", "by_name.inner.sparse"):
@@ -197,14 +199,14 @@ def test_one_static_batch_is_copied_from_another(bound: BatchBound) -> None:
 )
 def test_batches_unlike_the_first_one_are_not_taken(other: Any) -> None:
     static = StaticBatch(_batch(FIRST), CPU, RANGES)
-    assert static.why_not(Leaves(_batch(FIRST))) is None
-    assert static.why_not(Leaves(other)) is not None
+    assert static.why_not(BatchTensors(_batch(FIRST))) is None
+    assert static.why_not(BatchTensors(other)) is not None
 
 
 def test_tensors_of_another_type_are_not_cast() -> None:
     first = {"y": torch.tensor([0, 1]), "ids": _weighted(FIRST)}
     static = StaticBatch(first, CPU, RANGES)
-    assert static.why_not(Leaves(first)) is None
+    assert static.why_not(BatchTensors(first)) is None
     float64 = _weighted(FIRST, torch.ones(5).double())
     for changed, reason in (
         ({"y": torch.tensor([0.5, 0.25])}, "tensor y is [2] torch.float32, and was [2] torch.int64 in the first batch"),
@@ -212,19 +214,19 @@ def test_tensors_of_another_type_are_not_cast() -> None:
         ({"y": torch.tensor([0, 1]).to_sparse()}, "tensor y is [2] torch.int64 torch.sparse_coo, and was"),
         ({"ids": float64}, "ids ids: weights are torch.float64, and were torch.float32 in the first batch"),
     ):
-        unlike = static.why_not(Leaves(first | changed))
+        unlike = static.why_not(BatchTensors(first | changed))
         assert unlike is not None
         assert unlike.needs_word
         assert unlike.reason.startswith(reason)
     trained = {"y": torch.zeros(2, requires_grad=True)}
-    assert StaticBatch(trained, CPU, RANGES).why_not(Leaves(trained)) is not None, "nobody would get its gradient"
+    assert StaticBatch(trained, CPU, RANGES).why_not(BatchTensors(trained)) is not None, "nobody would get its gradient"
 
 
 def test_ids_of_a_smaller_type_keep_their_values() -> None:
     static = StaticBatch(_batch(_ids([1, 1, 0, 0], [7, 8], torch.int64)), CPU, RANGES)
     for dtype, is_taken in ((torch.int32, True), (torch.int64, True), (torch.float32, False)):
         ids = _ids([1, 1, 0, 0], [7, 8], dtype)
-        assert (static.why_not(Leaves(_batch(ids))) is None) == is_taken
+        assert (static.why_not(BatchTensors(_batch(ids))) is None) == is_taken
 
 
 class Kind(Enum):
@@ -285,18 +287,18 @@ def _tagged(tag: str) -> Tagged:
 def test_a_batch_with_other_constants_is_not_taken(make: Callable[[], Any], other: Callable[[], Any]) -> None:
     """Each value is made anew, as by whoever reads a batch."""
     static = StaticBatch({"x": torch.zeros(1), "part": make()}, CPU, RANGES)
-    assert static.why_not(Leaves({"x": torch.ones(1), "part": make()})) is None
-    unlike = static.why_not(Leaves({"x": torch.ones(1), "part": other()}))
+    assert static.why_not(BatchTensors({"x": torch.ones(1), "part": make()})) is None
+    unlike = static.why_not(BatchTensors({"x": torch.ones(1), "part": other()}))
     assert unlike is not None
     assert unlike.needs_word
     assert "part" in unlike.reason
-    assert static.why_not(Leaves({"x": torch.ones(1), "part": make()})) is None
+    assert static.why_not(BatchTensors({"x": torch.ones(1), "part": make()})) is None
 
 
 def test_a_value_that_nobody_can_compare_is_taken_for_a_changed_one() -> None:
     static = StaticBatch({"x": torch.zeros(1), "part": (one := object())}, CPU, RANGES)
-    assert static.why_not(Leaves({"x": torch.zeros(1), "part": one})) is None
-    assert static.why_not(Leaves({"x": torch.zeros(1), "part": object()})) is not None
+    assert static.why_not(BatchTensors({"x": torch.zeros(1), "part": one})) is None
+    assert static.why_not(BatchTensors({"x": torch.zeros(1), "part": object()})) is not None
 
 
 class Stubborn(set[int]):
@@ -308,18 +310,18 @@ class Stubborn(set[int]):
 
 def test_a_value_that_can_change_without_a_copy_is_taken_for_a_changed_one() -> None:
     batch = {"x": torch.zeros(1), "part": Stubborn()}
-    assert StaticBatch(batch, CPU, RANGES).why_not(Leaves(batch)) is not None
+    assert StaticBatch(batch, CPU, RANGES).why_not(BatchTensors(batch)) is not None
 
 
 def test_events_and_leases_of_a_batch_do_not_count() -> None:
     first, second = ({"x": torch.zeros(1), "event": torch.Event("cpu")} for _ in range(2))
-    assert StaticBatch(first, CPU, RANGES).why_not(Leaves(second)) is None
+    assert StaticBatch(first, CPU, RANGES).why_not(BatchTensors(second)) is None
     returned: deque[Lease] = deque()
     first, second, third = (
         replace(_batch(FIRST), lease=lease) for lease in (Lease(0, returned), Lease(1, returned), None)
     )
     for batch in (second, third):
-        assert StaticBatch(first, CPU, RANGES).why_not(Leaves(batch)) is None
+        assert StaticBatch(first, CPU, RANGES).why_not(BatchTensors(batch)) is None
 
 
 @pytest.mark.parametrize("change", ["array", "list", "set", "dict"])
@@ -327,8 +329,8 @@ def test_values_that_are_changed_in_place_are_seen(change: str) -> None:
     parts: dict[str, Any] = {"array": np.zeros(2), "list": [1], "set": {1}, "dict": {"a": [1]}}
     batch = {"x": torch.zeros(1), "parts": parts}
     static = StaticBatch(batch, CPU, RANGES)
-    held = Leaves(batch).kept()
-    assert static.why_not(Leaves(batch)) is None
+    held = BatchTensors(batch).kept()
+    assert static.why_not(BatchTensors(batch)) is None
     changes: dict[str, Callable[[Any], Any]] = {
         "array": lambda array: array.fill(1.0),
         "list": lambda numbers: numbers.append(2),
@@ -336,9 +338,9 @@ def test_values_that_are_changed_in_place_are_seen(change: str) -> None:
         "dict": lambda lists: lists["a"].append(2),
     }
     changes[change](parts[change])
-    assert static.why_not(Leaves(batch)) is not None
+    assert static.why_not(BatchTensors(batch)) is not None
     assert static.why_not(held) is None, "a batch that waits for its step"
-    assert static.why_not(Leaves(static.batch)) is None, "what eager steps read"
+    assert static.why_not(BatchTensors(static.batch)) is None, "what eager steps read"
 
 
 def _weighted(ids: KeyedJaggedTensor, weights: torch.Tensor | None = None) -> KeyedJaggedTensor:
@@ -351,8 +353,8 @@ def test_weights_are_copied_and_cut_with_their_ids(dtype: torch.dtype) -> None:
     static = StaticBatch(_batch(_weighted(FIRST, torch.ones(5).to(dtype))), CPU, RANGES)
     for weights in (torch.arange(5).to(dtype), torch.arange(5).to(dtype) + 7):
         batch = _weighted(FIRST, weights)
-        assert static.why_not(Leaves(_batch(batch))) is None
-        static.fill(Leaves(_batch(batch)))
+        assert static.why_not(BatchTensors(_batch(batch))) is None
+        static.fill(BatchTensors(_batch(batch)))
         static.renew()
         ours = static.batch.sparse
         assert_same(ours.weights()[:5], weights, "weights")
@@ -374,7 +376,7 @@ def test_ids_that_no_step_could_take_are_refused(
     static = StaticBatch(_batch(first), CPU, RANGES)
     for batch in _batch(ids), replace(_batch(ids), dense=torch.zeros(1, 3)):
         with pytest.raises(InputError, match=f"GraphTrainPipeline: .*{refused}"):
-            static.why_not(Leaves(batch))
+            static.why_not(BatchTensors(batch))
 
 
 def test_ids_with_other_inverse_indices_are_none_like_the_first() -> None:
@@ -384,16 +386,16 @@ def test_ids_with_other_inverse_indices_are_none_like_the_first() -> None:
 
     static = StaticBatch(ids(torch.zeros(2, 2).long()), CPU, RANGES)
     inverses = [torch.ones(2, 2).long(), torch.zeros(2, 3).long(), None]
-    assert [static.why_not(Leaves(ids(each))) is None for each in inverses] == [True, False, False]
-    static.fill(Leaves(ids(inverses[0])))
-    assert_same(Leaves(static.batch)["sparse"].inverse_indices()[1], inverses[0], "inverse indices")
+    assert [static.why_not(BatchTensors(ids(each))) is None for each in inverses] == [True, False, False]
+    static.fill(BatchTensors(ids(inverses[0])))
+    assert_same(BatchTensors(static.batch)["sparse"].inverse_indices()[1], inverses[0], "inverse indices")
 
 
 def test_tensors_are_told_apart_by_their_names() -> None:
     static = StaticBatch({"a": torch.zeros(2), "b": torch.ones(2)}, CPU, RANGES)
-    static.fill(Leaves({"b": torch.full((2,), 4.0), "a": torch.full((2,), 3.0)}))
+    static.fill(BatchTensors({"b": torch.full((2,), 4.0), "a": torch.full((2,), 3.0)}))
     assert (static.batch["a"].tolist(), static.batch["b"].tolist()) == ([3.0, 3.0], [4.0, 4.0])
-    unlike = static.why_not(Leaves({"a": torch.zeros(2), "c": torch.zeros(2)}))
+    unlike = static.why_not(BatchTensors({"a": torch.zeros(2), "c": torch.zeros(2)}))
     assert unlike is not None
     assert unlike.reason == "tensors at b and c are in one batch and not in another"
 
@@ -405,7 +407,7 @@ def test_what_has_no_method_of_its_own_is_brought_to_the_device() -> None:
 
 def test_a_feature_without_a_bound_is_refused() -> None:
     with pytest.raises(InputError, match="no bound for the ids of feature g"):
-        StaticBatch(_batch(FIRST), CPU, BatchBound(2, {"f": (1, 1)}))
+        StaticBatch(_batch(FIRST), CPU, BatchCapacity(2, {"f": (1, 1)}))
 
 
 def test_lent_memory_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,6 +421,6 @@ def test_lent_memory_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     del example
     assert [lease.slot for lease in returned] == [0], "the example's memory is free"
     for slot in (1, 2):
-        static.fill(Leaves(replace(_batch(SECOND), lease=Lease(slot, returned))))
+        static.fill(BatchTensors(replace(_batch(SECOND), lease=Lease(slot, returned))))
         assert copying == list(range(1, slot + 1)), "the slot waits for the copies"
         assert [lease.slot for lease in returned] == list(range(slot + 1))

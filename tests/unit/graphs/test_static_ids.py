@@ -8,13 +8,13 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.train.graphs.static_batch import StaticIds
+from dlrm_overlap.embedding.id_layout import BatchCapacity
+from dlrm_overlap.train.graphs.static_batch import StaticKeyedJaggedTensor
 from tests.agreement import assert_same
 
 CPU = torch.device("cpu")
-BOUND = BatchBound(2, {"f": (0, 1), "g": (0, 2), "h": (0, 3)})
-KNOWN = BatchBound(2, {"f": (1, 1), "g": (2, 2), "h": (0, 0)})
+BOUND = BatchCapacity(2, {"f": (0, 1), "g": (0, 2), "h": (0, 3)})
+KNOWN = BatchCapacity(2, {"f": (1, 1), "g": (2, 2), "h": (0, 0)})
 
 
 def _ids(lengths: list[int], values: list[int]) -> KeyedJaggedTensor:
@@ -26,8 +26,8 @@ BATCHES = [_ids([1, 0, 2, 1, 0, 2], [5, 7, 8, 1, 9, 3]), _ids([1, 1, 2, 2, 3, 3]
 OF_KNOWN = [_ids([1, 1, 2, 2, 0, 0], [*range(first, first + 6)]) for first in (1, 20)]
 
 
-def _static(example: KeyedJaggedTensor, bound: BatchBound = BOUND) -> StaticIds:
-    return StaticIds(example, CPU, bound)
+def _static(example: KeyedJaggedTensor, bound: BatchCapacity = BOUND) -> StaticKeyedJaggedTensor:
+    return StaticKeyedJaggedTensor(example, CPU, bound)
 
 
 def _assert_alike(ours: Any, theirs: Any, room: int) -> None:
@@ -39,7 +39,7 @@ def _assert_alike(ours: Any, theirs: Any, room: int) -> None:
 
 
 @pytest.mark.parametrize(("bound", "batches"), [(BOUND, BATCHES), (KNOWN, OF_KNOWN)], ids=["ranges", "known"])
-def test_each_batch_is_cut_by_its_own_lengths(bound: BatchBound, batches: list[KeyedJaggedTensor]) -> None:
+def test_each_batch_is_cut_by_its_own_lengths(bound: BatchCapacity, batches: list[KeyedJaggedTensor]) -> None:
     static = _static(batches[0], bound)
     f, g, h = bound.capacity(["f", "g", "h"])
     for batch in batches:

@@ -35,7 +35,7 @@ from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.train import assembly
 from dlrm_overlap.train.assembly import takes_graph
-from dlrm_overlap.train.explain import why_not_captured
+from dlrm_overlap.train.explain import capture_blockers
 from dlrm_overlap.train.graphs.dense_step import (
     DenseStep,
     dense_optimizers,
@@ -73,7 +73,7 @@ def _shard(
 def test_stores_to_peers_are_captured(world_of_one: dist.ProcessGroup, backend: str) -> None:
     sharder = OverlapEmbeddingBagCollectionSharder(backend=backend)
     model = nn.ModuleList([_shard(sharder, world_of_one, FUSED), nn.Linear(2, 2), _shard(sharder, world_of_one, FUSED)])
-    assert why_not_captured(model) is None
+    assert capture_blockers(model) is None
 
 
 @pytest.mark.parametrize(
@@ -85,23 +85,23 @@ def test_stores_to_peers_are_captured(world_of_one: dist.ProcessGroup, backend: 
     ids=["nccl", "weight_decay_is_captured"],
 )
 def test_collectives_are_not_captured(world_of_one: dist.ProcessGroup, options: dict[str, Any], reason: str) -> None:
-    assert why_not_captured(_shard(OverlapEmbeddingBagCollectionSharder(**options), world_of_one, FUSED)) == reason
+    assert capture_blockers(_shard(OverlapEmbeddingBagCollectionSharder(**options), world_of_one, FUSED)) == reason
 
 
 def test_tables_of_torchrecs_are_not_captured(world_of_one: dist.ProcessGroup) -> None:
     ours = OverlapEmbeddingBagCollectionSharder()
     stock = _shard(EmbeddingBagCollectionSharder({}), world_of_one, FUSED)
     none = "no module was sharded by OverlapEmbeddingBagCollectionSharder or OverlapEmbeddingCollectionSharder"
-    assert why_not_captured(nn.Linear(2, 2)) == none
-    assert why_not_captured(stock) == none
+    assert capture_blockers(nn.Linear(2, 2)) == none
+    assert capture_blockers(stock) == none
     beside = nn.ModuleList([_shard(ours, world_of_one, FUSED), stock])
-    assert why_not_captured(beside) == (
+    assert capture_blockers(beside) == (
         "EmbeddingBagCollection 1, with tables one, stays with TorchRec, which waits for the host"
     )
     some = _shard(ours, world_of_one, FUSED, row_wise())
-    assert why_not_captured(some) == "table two stays with TorchRec, with compute kernel dense"
+    assert capture_blockers(some) == "table two stays with TorchRec, with compute kernel dense"
     nothing = _shard(ours, world_of_one, data_parallel())
-    assert why_not_captured(nothing) == "it exchanges nothing"
+    assert capture_blockers(nothing) == "it exchanges nothing"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_tables_of_torchrecs_are_not_captured(world_of_one: dist.ProcessGroup) -
 )
 def test_data_parallel_tables_are_captured(world_of_one: dist.ProcessGroup, rows: DataType, reason: str | None) -> None:
     module = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED, data_parallel(), rows=rows)
-    assert why_not_captured(module) == reason
+    assert capture_blockers(module) == reason
 
 
 @pytest.mark.parametrize("mode", [None, BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL, BoundsCheckMode.NONE])
@@ -129,12 +129,12 @@ def test_what_cannot_be_one_flat_tensor_is_not_captured(world_of_one: dist.Proce
     sharded, dense = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED), nn.Linear(2, 2)
     model = nn.ModuleDict({"sharded": sharded, "dense": dense, "frozen": nn.Linear(2, 2).bfloat16()})
     model["frozen"].requires_grad_(False)
-    assert why_not_captured(model) is None
+    assert capture_blockers(model) is None
     assert list(dense_parameters(model)) == ["dense.weight", "dense.bias"]
     dense.to(torch.bfloat16)
-    assert why_not_captured(model) == "dense parameter dense.weight is torch.bfloat16 and must be torch.float32"
+    assert capture_blockers(model) == "dense parameter dense.weight is torch.bfloat16 and must be torch.float32"
     dense.requires_grad_(False)
-    assert why_not_captured(model) == "no dense parameter takes a gradient"
+    assert capture_blockers(model) == "no dense parameter takes a gradient"
 
 
 def _sgd(parameters: dict[str, nn.Parameter]) -> KeyedOptimizerWrapper:
@@ -267,7 +267,7 @@ def test_our_collectives_and_compiled_functions_are_as_without(world_of_one: dis
 def test_trackers_are_not_captured(world_of_one: dist.ProcessGroup, where: str) -> None:
     module = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED)
     getattr(module, f"register_{where}_tracker_fn")(lambda *_: None)
-    assert why_not_captured(module) == "a tracker is registered"
+    assert capture_blockers(module) == "a tracker is registered"
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_which_pipeline_a_run_takes(
     reason: str | None,
     taken: bool,
 ) -> None:
-    monkeypatch.setattr(assembly, "why_not_captured", lambda model: reason)
+    monkeypatch.setattr(assembly, "capture_blockers", lambda model: reason)
     model: Any = nn.Linear(2, 2)
     config = Config(data=DataConfig(tables=TablesConfig(rows=[3])), train=TrainConfig(steps=1, pipeline=kind))
     assert takes_graph(config, model, torch.device(device_type)) == taken

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dlrm_overlap.launching import stack
+from dlrm_overlap.launching import supported_versions
 
 
 @pytest.fixture
@@ -12,8 +12,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def install(cuda: str | None = None, **versions: str | None) -> None:
         named = {name.replace("_", "-"): version for name, version in versions.items()}
-        real = stack.version_of
-        monkeypatch.setattr(stack, "version_of", lambda name: named[name] if name in named else real(name))
+        real = supported_versions.version_of
+        monkeypatch.setattr(supported_versions, "version_of", lambda name: named[name] if name in named else real(name))
         monkeypatch.setattr(torch.version, "cuda", cuda)
         if named.get("torch"):
             monkeypatch.setattr(torch, "__version__", named["torch"])

@@ -34,7 +34,7 @@ def hydra(rank: int, size: int, **more: str) -> dict[str, str]:
 
 
 class FakeWorld:
-    """COMM_WORLD of a rank on a host that holds `local` ranks; rank 0's broadcast is what it says itself."""
+    """COMM_WORLD of a rank on a node that holds `local` ranks; rank 0's broadcast is what it says itself."""
 
     def __init__(self, rank: int, size: int, local: int) -> None:
         self.rank, self.size, self.local = rank, size, local

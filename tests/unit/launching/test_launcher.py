@@ -68,7 +68,7 @@ def test_detect(environ: dict[str, str], expected: World) -> None:
         (bare(0, 2, RANK="1" * 5000), "RANK is '" + "1" * 100),
         (bare(0, 2, MASTER_PORT="70000"), "cannot meet at '127.0.0.1', port 70000"),
         (torchrun(0, 2, MASTER_ADDR=""), "cannot meet at '', port 29500"),
-        (torchrun(0, 2, MASTER_ADDR="h0:29500"), "set MASTER_ADDR to the name or IP address of rank 0's host, without"),
+        (torchrun(0, 2, MASTER_ADDR="h0:29500"), "set MASTER_ADDR to the name or IP address of rank 0's node, without"),
         (torchrun(0, 2, MASTER_ADDR="[::1]:29500"), "cannot meet at '[::1]:29500', port 29500"),
         (torchrun(0, 2, MASTER_ADDR="[h0]"), "cannot meet at '[h0]', "),
         (torchrun(0, 2, MASTER_ADDR="[::1"), "cannot meet at '[::1', "),
@@ -185,7 +185,7 @@ def test_mpi_ranks_come_from_comm_world(
     assert sys.modules["mpi4py"].rc.finalize is False
 
 
-def test_mpi_rank_0_offers_the_loopback_on_one_host_and_a_given_address_always(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_rank_0_offers_the_loopback_on_one_node_and_a_given_address_always(monkeypatch: pytest.MonkeyPatch) -> None:
     install_mpi4py(monkeypatch, FakeWorld(0, 2, local=2))
     found = launcher.detect(openmpi(0, 2))
     assert found.master_addr == HERE

@@ -49,10 +49,10 @@ def test_find_device_refuses_to_share_a_gpu(monkeypatch: pytest.MonkeyPatch, kin
             process_group.find_device(kind, 0, source, local_ranks=3)
 
 
-@pytest.mark.parametrize("host", [HERE, "localhost", "127.0.0.2", "::1", "[::1]", "::ffff:127.0.0.1"])
-def test_ranks_of_one_host_meet_on_loopback_alone(host: str) -> None:
+@pytest.mark.parametrize("node", [HERE, "localhost", "127.0.0.2", "::1", "[::1]", "::ffff:127.0.0.1"])
+def test_ranks_of_one_node_meet_on_loopback_alone(node: str) -> None:
     port = launcher.free_port()
-    ranks = [launcher.detect(bare(rank, 2, MASTER_ADDR=host, MASTER_PORT=str(port))) for rank in range(2)]
+    ranks = [launcher.detect(bare(rank, 2, MASTER_ADDR=node, MASTER_PORT=str(port))) for rank in range(2)]
     with ThreadPoolExecutor() as pool:
         stores = list(pool.map(lambda world: process_group._open_store(world, timeout_s=10), ranks))
     stores[1].set("key", "value")
@@ -90,15 +90,15 @@ def test_unlike_ranks_are_refused_with_the_keys(monkeypatch: pytest.MonkeyPatch)
 def test_an_interface_that_is_not_there_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     world = World(0, 0, 1, 1, HERE, 0, "single")
-    told = r"ranks do not meet .*nosuch0.*; start all ranks.* GLOO_SOCKET_IFNAME on each host"
+    told = r"ranks do not meet .*nosuch0.*; start all ranks.* GLOO_SOCKET_IFNAME on each node"
     with pytest.raises(InputError, match=told):
         process_group.init_process_group(world, torch.device("cpu"), timeout_s=10)
 
 
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "999.1.1.1", "fe80::1%nosuch0"])
-def test_a_host_without_an_address_is_reported_in_one_line(host: str) -> None:
-    nowhere = World(0, 0, 2, 1, host, 29500, "slurm")
-    with pytest.raises(InputError, match=rf"slurm launch: {host}, the host of rank 0, has no address .*; set MASTER"):
+@pytest.mark.parametrize("node", ["no.such.node.invalid", "999.1.1.1", "fe80::1%nosuch0"])
+def test_a_node_without_an_address_is_reported_in_one_line(node: str) -> None:
+    nowhere = World(0, 0, 2, 1, node, 29500, "slurm")
+    with pytest.raises(InputError, match=rf"slurm launch: {node}, the node of rank 0, has no address .*; set MASTER"):
         process_group.init_process_group(nowhere, torch.device("cpu"), timeout_s=0.01)
 
 

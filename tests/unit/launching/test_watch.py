@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from dlrm_overlap.comm.patience import Patience
+from dlrm_overlap.comm.deadline import Deadline
 
 
 def test_time_in_which_the_process_stands_still_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    patience = Patience(2.0)
+    patience = Deadline(2.0)
     for step in [0.25] * 4 + [3600.0]:
         now += step
         assert not patience.is_over()

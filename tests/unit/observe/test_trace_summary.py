@@ -12,8 +12,8 @@ import pytest
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.trace_summary import (
+    GpuWork,
     Span,
-    Work,
     shares,
     summarise,
 )
@@ -63,16 +63,16 @@ def test_each_kind_of_work_is_listed_with_what_runs_alone(tmp_path: Path, name: 
 
 
 def test_work_of_the_step_before_does_not_count(tmp_path: Path) -> None:
-    """The host is ahead: when the first traced step is launched, as one graph, the GPU still runs the step before."""
+    """The node is ahead: when the first traced step is launched, as one graph, the GPU still runs the step before."""
 
     def launched(event: dict[str, Any], call: int) -> dict[str, Any]:
         return event | {"args": event["args"] | {"correlation": call}}
 
     steps = [event if "stream" not in event["args"] or event["ts"] < 1000 else launched(event, 2) for event in STEPS]
     before = [launched(_event("sm90_xmma_gemm", 0, 950), 1), launched(_event("Memset", 950, 960, "gpu_memset"), 1)]
-    host = launched(_event("cudaGraphLaunch", 10, 20, "cuda_runtime"), 2)
+    node = launched(_event("cudaGraphLaunch", 10, 20, "cuda_runtime"), 2)
     paths = [
-        _write(tmp_path / name, events) for name, events in (("a.json", STEPS), ("b.json", [*before, *steps, host]))
+        _write(tmp_path / name, events) for name, events in (("a.json", STEPS), ("b.json", [*before, *steps, node]))
     ]
     alone, behind = (summarise(path).replace(str(path), "") for path in paths)
     assert alone == behind
@@ -86,7 +86,7 @@ def test_work_of_the_step_before_does_not_count(tmp_path: Path) -> None:
         ("_expand_rows", "lookup"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
-        ("_await_flags", "exchange"),
+        ("_wait_for_flags", "exchange"),
         ("_begin_call", "exchange"),
         ("split_embedding_backward_codegen_rowwise_adagrad_unweighted_kernel_warp_per_row_1<float>", "update"),
         ("_update_rows", "update"),
@@ -109,7 +109,7 @@ def test_work_of_the_step_before_does_not_count(tmp_path: Path) -> None:
     ],
 )
 def test_kernels_are_known_by_name(name: str, kind: str) -> None:
-    assert Work(name, 7, Span(0, 1)).kind == kind
+    assert GpuWork(name, 7, Span(0, 1)).kind == kind
 
 
 def test_a_window_is_shared_among_computing_exposed_communication_copies_and_nothing() -> None:
@@ -117,11 +117,11 @@ def test_a_window_is_shared_among_computing_exposed_communication_copies_and_not
     names = {
         "_put_slices": (0, 10),
         "sm90_gemm": (6, 8),
-        "_await_flags": (8, 14),
+        "_wait_for_flags": (8, 14),
         "Memcpy HtoD": (12, 16),
         "_pull_ids": (20, 24),
     }
-    work = [Work(name, stream, Span(*span)) for stream, (name, span) in enumerate(names.items())]
+    work = [GpuWork(name, stream, Span(*span)) for stream, (name, span) in enumerate(names.items())]
     names = ("compute", "exposed", "copying", "idle", "exposed_most")
     assert list(shares(work, Span(0, 25)).items()) == list(zip(names, (10, 8, 2, 5, 16), strict=True))
     assert list(shares(work, Span(7, 21)).values()) == [3, 5, 2, 4, 7]

@@ -91,7 +91,7 @@ def test_all_that_differs_is_reported(checkpoint: Path, caplog: pytest.LogCaptur
     with pytest.raises(InputError) as error:
         _find(checkpoint, *options)
     assert all(change in str(error.value) for change in CHANGES.values())
-    assert "; set what it had, take the change by --checkpoint.resume_changed true" in str(error.value)
+    assert "; set what it had, take the change by --checkpoint.allow_config_mismatch true" in str(error.value)
     with caplog.at_level("INFO", "dlrm_overlap"):
         assert _find(checkpoint, *options, changed=True) == checkpoint
     (line,) = caplog.messages
@@ -117,7 +117,7 @@ def test_another_number_of_ranks_shares_the_global_batch(checkpoint: Path, optio
 def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path, resume: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text("{}")
-    with pytest.raises(InputError, match=r"log\.name: .*run holds .* move them aside by --log\.replace true, or"):
+    with pytest.raises(InputError, match=r"log\.name: .*run holds .* move them aside by --log\.overwrite true, or"):
         check_folder(_run(tmp_path, "--checkpoint.resume", resume))
 
 

@@ -235,3 +235,24 @@ def test_the_wire_has_the_dense_parts_type_unless_it_is_told_another() -> None:
     assert resolved("torchrec", "auto") == ["fp32"] * 3, "as users run it"
     assert resolved("pgas", "fp32") == ["fp32"] * 3
     assert resolved("torchrec", "fp16") == ["fp16"] * 3
+
+
+def test_names_of_earlier_versions_are_accepted_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "old.yaml"
+    file.write_text("embedding: {put: stores, hosts: 2}\nlog: {replace: true}\n")
+    options = ["--config", "quickstart", "--config", str(file), "--checkpoint.resume_changed", "true"]
+    config = configuration(*options, "--embedding.between_hosts=puts")
+    assert (config.embedding.put, config.embedding.nodes, config.embedding.internode) == ("staged", 2, "puts")
+    assert config.log.overwrite
+    assert config.checkpoint.allow_config_mismatch
+    assert sorted(caplog.messages) == [
+        "checkpoint.resume_changed is deprecated; use checkpoint.allow_config_mismatch",
+        "embedding.between_hosts is deprecated; use embedding.internode",
+        "embedding.hosts is deprecated; use embedding.nodes",
+        "embedding.put: stores is deprecated; use staged",
+        "log.replace is deprecated; use log.overwrite",
+    ]
+    configuration("--config", "quickstart", "--embedding.put", "in_place")
+    assert caplog.messages[-1] == "embedding.put: in_place is deprecated; use direct"

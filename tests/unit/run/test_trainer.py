@@ -25,7 +25,7 @@ from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.observe.run_log import RunLog
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
-from dlrm_overlap.train.trainer import AskedToEndError, Trainer
+from dlrm_overlap.train.trainer import PreemptedError, Trainer
 from tests.agreement import assert_all_near
 from tests.conftest import file_limit, read_metrics
 from tests.distributed.models import CPU, local_tensors
@@ -81,12 +81,12 @@ def test_a_step_is_saved_once_and_only_if_asked(
 
 @pytest.mark.parametrize(
     ("options", "same"),
-    [("", ""), ("--log.replace true --checkpoint.resume never", " without log.replace and checkpoint.resume")],
+    [("", ""), ("--log.overwrite true --checkpoint.resume never", " without log.overwrite and checkpoint.resume")],
 )
 def test_a_run_that_was_asked_to_end_says_how_it_goes_on(tmp_path: Path, options: str, same: str) -> None:
     trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *SAVES, "--log.every", "1", *options.split()))
     trainer._end.asked = True
-    with pytest.raises(AskedToEndError, match=rf"step 3 is saved, and the same command{same} goes on"):
+    with pytest.raises(PreemptedError, match=rf"step 3 is saved, and the same command{same} goes on"):
         trainer.fit()
     assert checkpoints(tmp_path) == ["step_3"]
 
@@ -105,7 +105,7 @@ def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
 
 
 def test_a_run_keeps_a_second_one_out_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = [*SMALL, "--log.replace", "true"]
+    options = [*SMALL, "--log.overwrite", "true"]
     first, second = (make_trainer(quickstart(tmp_path, "run", *options)) for _ in range(2))
     train, refused = first._train, []
 
@@ -283,10 +283,10 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path:
 def test_an_earlier_run_is_moved_aside_when_asked_and_can_go_on_there(tmp_path: Path) -> None:
     _fit(tmp_path, *SAVES)
     before = _contents(tmp_path / "run")
-    with pytest.raises(InputError, match=r"resume: .*step_4 lies in .*run, which log.replace moves aside; leave "):
-        _fit(tmp_path, "--log.replace", "true", "--checkpoint.resume", str(tmp_path / "run/checkpoints/step_4"))
+    with pytest.raises(InputError, match=r"resume: .*step_4 lies in .*run, which log.overwrite moves aside; leave "):
+        _fit(tmp_path, "--log.overwrite", "true", "--checkpoint.resume", str(tmp_path / "run/checkpoints/step_4"))
     for seed in ("1", "2"):
-        _fit(tmp_path, *SAVES, "--train.seed", seed, "--log.replace", "true")
+        _fit(tmp_path, *SAVES, "--train.seed", seed, "--log.overwrite", "true")
     moved = tmp_path / "run" / "earlier_1"
     assert _contents(moved) == {moved / path.relative_to(tmp_path / "run"): each for path, each in before.items()}
     configs = [yaml.safe_load((tmp_path / name / "config.yaml").read_text()) for name in ("run/earlier_2", "run")]
@@ -315,7 +315,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, rate: str, every
 def test_the_greatest_and_the_least_numbers_train_or_end_by_name(
     tmp_path: Path, optimizers: tuple[str, str], value: str
 ) -> None:
-    names = ["--train.optimizer", optimizers[0], "--embedding.optimizer", optimizers[1], "--log.replace", "true"]
+    names = ["--train.optimizer", optimizers[0], "--embedding.optimizer", optimizers[1], "--log.overwrite", "true"]
     for key in ("train.lr", "embedding.lr", "train.eps", "embedding.eps", "data.tables.zipf_alpha"):
         try:
             assert _fit(tmp_path, *names, f"--{key}", value)["steps"] == 4
@@ -393,7 +393,7 @@ def test_a_run_goes_on_with_other_samples_only_if_asked(tmp_path: Path, caplog: 
     with pytest.raises(InputError, match=r"train\.global_batch_size 64, now 32, data\.seed 0, now 1;"):
         _fit(tmp_path, *changed)
     assert _contents(tmp_path) == before
-    assert _fit(tmp_path, *changed, "--checkpoint.resume_changed", "true")["steps"] == 4
+    assert _fit(tmp_path, *changed, "--checkpoint.allow_config_mismatch", "true")["steps"] == 4
     assert "step_2 was trained with train.global_batch_size 64, now 32, data.seed 0, now 1" in caplog.text
 
 

@@ -10,7 +10,7 @@ from dlrm_overlap.config import DataConfig, EmbeddingConfig, InputError, ModelCo
 from dlrm_overlap.embedding.balance import TableLoad
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.simulate.config import GpuConfig, LookupConfig, NetworkConfig, SimulateConfig, UpdateConfig
-from dlrm_overlap.simulate.shares import Shard, shares_of
+from dlrm_overlap.simulate.shares import SimulatedShard, shares_of
 from dlrm_overlap.simulate.stage import (
     all_reduce_s,
     backward,
@@ -181,7 +181,7 @@ def test_every_rank_has_the_work_that_the_plan_gives_it() -> None:
 def test_the_work_of_tables_that_are_cut_by_rows() -> None:
     """Two hosts of two ranks; a table of two ids a bag is cut by rows over the first, one of one id is on rank 3."""
     tables = [TableLoad(ids, 64, 256, 0) for ids in (2, 1)]
-    plan = [[Shard(0, 64, 0.5), Shard(1, 64, 0.5)], [Shard(3, 64, 1.0)]]
+    plan = [[SimulatedShard(0, 64, 0.5), SimulatedShard(1, 64, 0.5)], [SimulatedShard(3, 64, 1.0)]]
     ours, dense = (shares_of(tables, plan, 4, 2, dense=each) for each in (False, True))
     for found in (ours, dense):
         assert (found.memory * 3 / 4).tolist() == pytest.approx([1, 1, 0, 1]), "of 3 rows a sample"
@@ -193,7 +193,7 @@ def test_the_work_of_tables_that_are_cut_by_rows() -> None:
     assert (ours.sums * 32).tolist() == pytest.approx([32, 32, 0, 0])
     assert (dense.near * 32).tolist() == pytest.approx([128, 128, 0, 64]), "the sums of both hosts' samples"
     assert (dense.away * 32).tolist() == pytest.approx([32, 32, 0, 64]), "of which each rank sends half on"
-    few_rows = shares_of(tables[:1], [[Shard(0, 64, 1.0), Shard(1, 64, 0.0)]], 4, 2, dense=False)
+    few_rows = shares_of(tables[:1], [[SimulatedShard(0, 64, 1.0), SimulatedShard(1, 64, 0.0)]], 4, 2, dense=False)
     assert few_rows.near.tolist() == [4, 4, 0, 0], "rank 1, which has no rows, sends what it gathers"
 
 

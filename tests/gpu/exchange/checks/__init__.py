@@ -9,9 +9,9 @@ from tests.gpu.exchange.checks import (
     gathering,
     gemm,
     graphs,
-    hosts,
     lifetimes,
     lookups,
+    nodes,
     overlap,
     streams,
     stress,
@@ -39,7 +39,7 @@ CHECKS = (
     | unpooled.CHECKS
     | lifetimes.CHECKS
     | tensor_parallel.CHECKS
-    | hosts.CHECKS
+    | nodes.CHECKS
     | faults.LOST_PEERS
     | backward_steps.LOST_PEERS
     | dense.LOST

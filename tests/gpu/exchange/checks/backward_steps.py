@@ -26,7 +26,7 @@ _PART_BYTES = 1 << 12  # so little that small windows have all parts that there 
 
 
 def _pause(training: Training, chance: random.Random) -> None:
-    """Delay each of the streams that a step runs on, or the host, now and then."""
+    """Delay each of the streams that a step runs on, or the node, now and then."""
     backward: Any = training.exchange._halves and training.exchange._halves.backward
     for stream in (None, getattr(backward, "_push_stream", None), getattr(backward, "_update_stream", None)):
         dawdle(training.place, chance, stream)
@@ -102,10 +102,10 @@ def _check_stress(place: Place, options: ExchangeOptions) -> None:
     _assert_same_rows(rows, expected_rows, "disturbed")
 
 
-def _host_flags_raised_by(raise_by: Callable[[Callable[[], None], int], None]) -> Any:
+def _node_flags_raised_by(raise_by: Callable[[Callable[[], None], int], None]) -> Any:
     """Return what hands `raise_by`, while entered, each flag of a gradient that this CPU rank raises, and its part."""
-    raise_flag = HostArena.raise_flag
-    return patch.object(HostArena, "raise_flag", lambda *args: raise_by(partial(raise_flag, *args), args[3]))
+    signal_flag = HostArena.signal_flag
+    return patch.object(HostArena, "signal_flag", lambda *args: raise_by(partial(signal_flag, *args), args[3]))
 
 
 def _parts_far_apart(place: Place, chance: random.Random) -> Any:
@@ -115,11 +115,11 @@ def _parts_far_apart(place: Place, chance: random.Random) -> Any:
 
         return patch.object(push, "_REMOTE_PROGRAMS", 0.5)  # one program on two ranks
 
-    def slowly(raise_flag: Callable[[], None], _: int) -> None:
-        raise_flag()
+    def slowly(signal_flag: Callable[[], None], _: int) -> None:
+        signal_flag()
         dawdle(place, chance)
 
-    return _host_flags_raised_by(slowly)
+    return _node_flags_raised_by(slowly)
 
 
 def _first_parts_alone(place: Place, exchange: Exchange, parts: int) -> Any:
@@ -128,7 +128,7 @@ def _first_parts_alone(place: Place, exchange: Exchange, parts: int) -> Any:
         backward: Any = exchange._open().backward
         backward.own.flags.done[parts:] = -1  # a program that never comes
         return contextlib.nullcontext()
-    return _host_flags_raised_by(lambda raise_flag, part: raise_flag() if part < parts else None)
+    return _node_flags_raised_by(lambda signal_flag, part: signal_flag() if part < parts else None)
 
 
 def _check_parts(place: Place) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
-from dlrm_overlap.comm.record import ExchangeTimeoutError
+from dlrm_overlap.comm.device_errors import ExchangeTimeoutError
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_same
@@ -182,11 +182,11 @@ CHECKS |= every("ids_outside_lenient", _check_lenient, backend=_BACKENDS)
 _stalls = partial(_check_lost_peer, dies=False, train=False)
 _of_four_warps = partial(_stalls, backend="fused", dim=1024)
 # Of two ranks: a group of the culprit's message is awaited, and the flag that is raised behind it, for as long.
-_between_two = partial(_stalls, backend="pgas", hosts=2, between_hosts="puts", what="(?:group|slice)")
+_between_two = partial(_stalls, backend="pgas", nodes=2, internode="puts", what="(?:group|slice)")
 LOST_PEERS = (
     every("peer_stalls_eval", _stalls, backend=_BACKENDS[1:], alone=True)
     | every("peer_dies_eval", partial(_stalls, dies=True), backend=_BACKENDS[1:], alone=True)
     | every("peer_stalls_training", partial(_stalls, train=True), backend=_BACKENDS[1:], alone=True)
     | every("peer_stalls_eval_fused_of_four_warps", _of_four_warps, gpu_only=True, alone=True)
-    | every("peer_stalls_hosts_puts", _between_two, gpu_only=True, alone=True)
+    | every("peer_stalls_nodes_puts", _between_two, gpu_only=True, alone=True)
 )

@@ -19,7 +19,7 @@ from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding import distinct
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.train.graphs.bounds import LearntBound
+from dlrm_overlap.train.graphs.capacity import CapacityTracker
 from dlrm_overlap.train.graphs.captured import CapturedStep
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.model import DLRM
@@ -100,7 +100,7 @@ def train_in_segments(place: Place, config: Config, delays: bool = False, border
 
 @contextmanager
 def delayed(place: Place, pipeline: Any, late: bool) -> Iterator[None]:
-    """Keep each rank's GPU and host busy for a random time before each step, another one on every rank, if `late`."""
+    """Keep each rank's GPU and node busy for a random time before each step, another one on every rank, if `late`."""
     if not late:
         yield
         return
@@ -120,7 +120,7 @@ def delayed(place: Place, pipeline: Any, late: bool) -> Iterator[None]:
 def _check_losses(place: Place, optimizer: str, known: bool) -> None:
     config = graph_config(place, "pgas", optimizer, known)
     expected = train_in_segments(place, replace(config, train=replace(config.train, pipeline="torchrec")))
-    for backend, put in (("pgas", "in_place"), *(("fused", put) for put in PUTS)):
+    for backend, put in (("pgas", "direct"), *(("fused", put) for put in PUTS)):
         config = graph_config(place, backend, optimizer, known)
         run = train_in_segments(place, replace(config, embedding=replace(config.embedding, put=put)))
         run.assert_near(expected, LOSS_TOLERANCE.get(optimizer, LOSS_TOLERANCE["adagrad"]), f"{backend}, put {put}")
@@ -136,11 +136,11 @@ def _check_row_shards(place: Place, known: bool) -> None:
         train = replace(config.train, pipeline=pipeline)  # type: ignore[arg-type]
         return train_in_segments(place, replace(config, embedding=embedding, train=train), late)
 
-    expected = run("table_wise", "pgas", "in_place", "torchrec", late=False)
+    expected = run("table_wise", "pgas", "direct", "torchrec", late=False)
     ways = [
-        ("nccl", "in_place", "torchrec"),
-        ("pgas", "in_place", "torchrec"),
-        ("pgas", "in_place", "graph"),
+        ("nccl", "direct", "torchrec"),
+        ("pgas", "direct", "torchrec"),
+        ("pgas", "direct", "graph"),
     ]
     ways += [("fused", put, "graph") for put in PUTS]
     for backend, put, pipeline in ways:
@@ -237,7 +237,7 @@ def _train_until_told(place: Place, trainer: Trainer, step: int, spoil: Callable
 def _check_overflow(place: Place, known: bool) -> None:
     """Every rank names the rank that brought ids that were not counted, or have changed since."""
     config = graph_config(place, "pgas", "sgd", known)
-    with patch.multiple(LearntBound, is_within=lambda *_: True, are_captured=lambda *_: True):
+    with patch.multiple(CapacityTracker, is_within=lambda *_: True, are_captured=lambda *_: True):
         told = _train_until_told(place, make_trainer(place, config), 12, _too_many)
     culprit = CULPRIT % place.world_size
     assert told.startswith(f"the batch of rank {culprit} has "), told

@@ -113,7 +113,7 @@ def _check_sizes(place: Place, known: bool, **embedding: Any) -> None:
     """Evaluations of many sizes between captured steps change no bit of these."""
     config = graph_config(place, embedding.pop("backend"), "rowwise_adagrad", known)
     config = replace(config, embedding=replace(config.embedding, **embedding))
-    if "hosts" in embedding:  # between hosts, dense gradients are summed by a collective
+    if "nodes" in embedding:  # between nodes, dense gradients are summed by a collective
         config = replace(config, train=replace(config.train, dense_reduce="collective"))
     expected, expected_rows = _run(place, config, _nothing)
     with _others_between(place) as between:
@@ -233,19 +233,19 @@ def _check_garbage(place: Place) -> None:
 _WAYS: dict[str, dict[str, Any]] = {
     "pgas": {"backend": "pgas", "known": False},
     "pgas_known": {"backend": "pgas", "known": True},
-    **{f"fused_{put}": {"backend": "fused", "put": put, "known": put == "stores"} for put in PUTS},
+    **{f"fused_{put}": {"backend": "fused", "put": put, "known": put == "staged"} for put in PUTS},
 }
 
 
 def _across(place: Place, carrier: str) -> None:
-    hosts = place.world_size if place.world_size % 2 else 2
-    _check_sizes(place, known=True, backend="pgas", hosts=hosts, between_hosts=carrier)
+    nodes = place.world_size if place.world_size % 2 else 2
+    _check_sizes(place, known=True, backend="pgas", nodes=nodes, internode=carrier)
 
 
 CHECKS = (
     {f"lifetimes_{name}": Check(partial(_check_sizes, **way)) for name, way in _WAYS.items()}
-    | every("lifetimes_hosts", _across, carrier=["messages"], timeout_s=200)
-    | every("lifetimes_hosts", _across, carrier=["puts"], timeout_s=200, gpu_only=True)
+    | every("lifetimes_nodes", _across, carrier=["messages"], timeout_s=200)
+    | every("lifetimes_nodes", _across, carrier=["puts"], timeout_s=200, gpu_only=True)
     | every("lifetimes_reload", _check_reload, precision=("fp32", "bf16"))
     | every("lifetimes_closed", _check_closed)
     | every("lifetimes_garbage", _check_garbage)

@@ -24,7 +24,7 @@ _SLICES = [{"slice_bags": bags, "programs_per_sm": most} for bags, most in produ
 
 def _by_put(backend: str) -> list[ExchangeOptions]:
     """Return options of the backend, one for each of its puts."""
-    return [ExchangeOptions(backend, put=put) for put in (PUTS if backend == "fused" else ("in_place",))]
+    return [ExchangeOptions(backend, put=put) for put in (PUTS if backend == "fused" else ("direct",))]
 
 
 def _tables_of_all_dims(world_size: int) -> list[Table]:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.observe.trace_summary import Span, Work, gpu_work, length, read_events
+from dlrm_overlap.observe.trace_summary import GpuWork, Span, gpu_work, length, read_events
 from tests.gpu.exchange.place import Place, every
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 
@@ -21,7 +21,7 @@ _LAUNCH_US = 20.0  # between two kernels of two streams, whatever runs beside th
 _LONGEST_WAIT = 0.5  # of the all-reduce, in what is left of the update when the dense part's backward ends
 
 
-def _trace(place: Place, tables: Sequence[Table], widths: Sequence[int]) -> list[Work]:
+def _trace(place: Place, tables: Sequence[Table], widths: Sequence[int]) -> list[GpuWork]:
     """Trace a step of tables and of a bottom MLP of `widths` under DDP.
 
     Its backward has all been issued before it runs, on all ranks at once.
@@ -40,7 +40,7 @@ def _trace(place: Place, tables: Sequence[Table], widths: Sequence[int]) -> list
         awaitable = exchange.start(inputs, batch.sizes)
         bottom = bottom_mlp(dense)
         loss = top_mlp(awaitable.wait()).mean() + bottom.mean()
-        torch.cuda._sleep(_LEAD_CYCLES)  # until all is issued: else a slow host would separate them
+        torch.cuda._sleep(_LEAD_CYCLES)  # until all is issued: else a slow node would separate them
         dist.all_reduce(together, group=place.group)
         loss.backward()
 
@@ -57,13 +57,13 @@ def _trace(place: Place, tables: Sequence[Table], widths: Sequence[int]) -> list
     return gpu_work(read_events(path))
 
 
-def _spans(work: Sequence[Work], name: str) -> list[Span]:
+def _spans(work: Sequence[GpuWork], name: str) -> list[Span]:
     found = [each.span for each in work if name in each.name]
     assert found, f"no kernel {name} among {sorted({each.name for each in work})}"
     return found
 
 
-def _dense(work: Sequence[Work], begin: float) -> list[Span]:
+def _dense(work: Sequence[GpuWork], begin: float) -> list[Span]:
     """Return what the main stream runs from `begin` on."""
     (main,) = {each.stream for each in work if "_store_pooled" in each.name}
     on_main = [each.span for each in work if each.stream == main and each.kind != "copies"]

@@ -53,7 +53,7 @@ class _Known:
 
 
 def dawdle(place: Place, chance: random.Random, stream: torch.cuda.Stream | None = None) -> None:
-    """Keep the GPU or the host of this rank busy for a while, now and then: up to a millisecond, rarely more.
+    """Keep the GPU or the node of this rank busy for a while, now and then: up to a millisecond, rarely more.
 
     `stream` is what waits on the GPU, the current one if none is given.
     """
@@ -164,10 +164,10 @@ _RUNS = {
     "pgas_linear": _options("pgas", "linear"),
     "fused": _options("fused"),
     "fused_4_bags_1_program": _options("fused", slice_bags=4, programs_per_sm=1),
-    "fused_stores": _options("fused", put="stores"),
-    "fused_stores_4_bags_1_program": _options("fused", put="stores", slice_bags=4, programs_per_sm=1),
+    "fused_stores": _options("fused", put="staged"),
+    "fused_stores_4_bags_1_program": _options("fused", put="staged", slice_bags=4, programs_per_sm=1),
     "fused_stores_128_bags_2_programs": _options(
-        "fused", "remote_first", put="stores", slice_bags=128, programs_per_sm=2
+        "fused", "remote_first", put="staged", slice_bags=128, programs_per_sm=2
     ),
 }
 CHECKS = every("stress", stress, options=_RUNS)

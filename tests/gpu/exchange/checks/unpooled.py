@@ -11,8 +11,8 @@ _CASES = {
     "mixed": Case(samples=(5, 3), pooled=True, need_indices=True),
     "row_wise": Case(plan="row_wise", samples=(5, 3), optimizer="rowwise_adagrad", few=4),
     "own_batches": Case(samples=(5, 3), own_batches=True, need_indices=True, clipped=True),
-    "two_hosts": Case(plan="column_wise", samples=(5, 3), pooled=True, hosts=2),
-    "rows_of_two_hosts": Case(samples=(6,), bags=(0, 3), steps=4, longer={99: 1}, pooled=True, hosts=2),
+    "two_nodes": Case(plan="column_wise", samples=(5, 3), pooled=True, nodes=2),
+    "rows_of_two_nodes": Case(samples=(6,), bags=(0, 3), steps=4, longer={99: 1}, pooled=True, nodes=2),
     "repeated": Case(samples=(4,), repeated=100_000, optimizer="rowwise_adagrad"),
 }
 
@@ -20,7 +20,7 @@ _CASES = {
 def _check(place: Place, name: str, backend: str = "pgas") -> None:
     case = replace(_CASES[name], repeated=_CASES[name].repeated if place.on_gpu else 0)
     if place.world_size % 2:
-        case = replace(case, hosts="auto")
+        case = replace(case, nodes="auto")
     stock = train(case, stock_sharders(case), "none", place.device)
     ours = train(case, our_sharders(case, backend=backend), "graph", place.device)
     assert_same(ours["output of step 0"], stock["output of step 0"], "first output")

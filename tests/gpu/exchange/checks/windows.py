@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.windows import WindowHeldError
+from dlrm_overlap.embedding.windows import BufferInUseError
 from tests.agreement import assert_same
 from tests.gpu.exchange.place import Place, every
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
@@ -54,7 +54,7 @@ def _check_held(place: Place, backend: str) -> None:
     def assert_refused(by: str) -> None:
         try:
             start()
-        except WindowHeldError:
+        except BufferInUseError:
             return
         raise AssertionError(f"a forward overwrites what {by} holds")
 
@@ -93,7 +93,7 @@ def used_bytes(place: Place) -> int:
 
 
 @torch.no_grad()
-def _check_memory(place: Place, backend: str, put: str = "in_place") -> None:
+def _check_memory(place: Place, backend: str, put: str = "direct") -> None:
     """`close` gives windows and staging back, every time; so does making windows anew for a larger batch."""
     stage, everyones = _stage(place)
     window_bytes = 1 << (28 if place.on_gpu else 23)
@@ -127,5 +127,5 @@ CHECKS = (
     every("side_by_side", _check_side_by_side, backend=_BACKENDS)
     | every("held", _check_held, backend=_BACKENDS)
     | every("memory", _check_memory, backend=_BACKENDS)
-    | every("memory_fused_stores", partial(_check_memory, backend="fused", put="stores"))
+    | every("memory_fused_stores", partial(_check_memory, backend="fused", put="staged"))
 )

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from dlrm_overlap.comm.deadline import Deadline
 from dlrm_overlap.comm.every_rank import gathered
-from dlrm_overlap.comm.patience import Patience
 from dlrm_overlap.comm.reach import place_of
 
 _HEADER = np.dtype(np.int64)
@@ -52,7 +52,7 @@ class Work(Protocol):
         ...
 
 
-class Maxima:
+class AsyncMaxReduce:
     """Puts the greatest numbers of a group's ranks in place of each rank's own. All ranks ask in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -99,7 +99,7 @@ class _Question:
     def __init__(self, numbers: np.ndarray, pipes: Mapping[int, _Pipes], asked: "deque[_Question]") -> None:
         self._numbers, self._late, self._asked = numbers, list(pipes.items()), asked
         self._has_failed = False
-        self._patience = Patience(default_pg_timeout.total_seconds())
+        self._patience = Deadline(default_pg_timeout.total_seconds())
 
     def wait(self, timeout: timedelta) -> None:
         """Take the answers that are not there yet, see `Work`; `timeout` is for each of them."""

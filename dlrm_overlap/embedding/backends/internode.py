@@ -1,20 +1,20 @@
-"""`pgas` and `fused` between hosts: stores within a host, and between hosts one message a host and rank.
+"""`pgas` and `fused` between nodes: stores within a node, and between nodes one message a node and rank.
 
-    current stream    | pool for the other hosts | pool for this host | raise |   bottom MLP ..   | await all | output
+    current stream    | pool for the other nodes | pool for this node | raise |   bottom MLP ..   | await all | output
     NCCL's stream                                | messages out and in ...... |
     passing stream                                                            | put into windows, raise for the sender |
 
     or by puts:
-    current stream    | pool and put by groups  | pool for this host | raise |   bottom MLP ..   | await all | output
+    current stream    | pool and put by groups  | pool for this node | raise |   bottom MLP ..   | await all | output
     passing stream                               | await groups    | put into windows, raise for the sender |
 
-Messages go by a collective or by puts of the kernel that pools (`messages`, `puts`), partial sums of a host's ranks by
+Messages go by a collective or by puts of the kernel that pools (`messages`, `puts`), partial sums of a node's ranks by
 messages of their own (`sums`), gradients by the collective. What has come is stored into the windows of all ranks of
-the host, each column where it belongs, and the sender's flag is raised at each, as the sender would. A CPU waits for
+the node, each column where it belongs, and the sender's flag is raised at each, as the sender would. A CPU waits for
 messages where it sends its own.
 
 No rank overwrites a window before its reader is done: a rank passes on step e's messages after its own beginning of
-step e, and so after the flags of step e - 1 of all ranks of its host, as it stores its own pooled embeddings.
+step e, and so after the flags of step e - 1 of all ranks of its node, as it stores its own pooled embeddings.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -29,8 +29,8 @@ from dlrm_overlap.embedding.backends.messages import PackedByCollective, PooledB
 from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward
 from dlrm_overlap.embedding.backends.push import Push
 from dlrm_overlap.embedding.backends.puts import PooledByPuts
-from dlrm_overlap.embedding.backends.sums import HostSums
-from dlrm_overlap.embedding.crossing import Crossing, Message
+from dlrm_overlap.embedding.backends.sums import NodeSums
+from dlrm_overlap.embedding.internode import Crossing, Message
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.windows import WindowPair
@@ -38,7 +38,7 @@ from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 
 
 class ZeroCopyAcross(ZeroCopyForward):
-    """`pgas` between hosts: pooled embeddings of the other hosts come first, and travel while this host is served."""
+    """`pgas` between nodes: pooled embeddings of the other nodes come first, and travel while this node is served."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
@@ -47,11 +47,11 @@ class ZeroCopyAcross(ZeroCopyForward):
         self._sent_lookup = self.lookup_type(context, self._crossing.pooled_columns[self.rank], self.bad_ids)
         self._sent_tables: list[Any] = []
         self._puts: PooledByPuts | None = None
-        self._sums: HostSums | None = None
-        if self.options.between_hosts == "puts":
+        self._sums: NodeSums | None = None
+        if self.options.internode == "puts":
             self._puts = PooledByPuts(context, windows, self._crossing, self._sent_lookup)
         if self._crossing.has_sums:
-            self._sums = HostSums(context, windows, self._crossing, self.peers, self.column, self.bad_ids)
+            self._sums = NodeSums(context, windows, self._crossing, self.peers, self.column, self.bad_ids)
         self._carrier = self._puts or PooledByCollective(context, self._crossing, self._sent_lookup)
         self._sum_tables: list[Any] = []
         # Work that peers wait for comes first.
@@ -62,14 +62,14 @@ class ZeroCopyAcross(ZeroCopyForward):
             self._columns_of[source] = PutColumns.of(shards, self.stride, wire.itemsize, self.device)
 
     def prepare(self, step: Step) -> list[Any]:
-        """Return the tables of the lookup for this host, and find those for the others."""
+        """Return the tables of the lookup for this node, and find those for the others."""
         self._sent_tables = self._sent_lookup.tables()
         self._sum_tables = self._sums.lookup.tables() if self._sums is not None else []
         self.lookup.first_samples(step.batch, self.reached)  # made, if it is new, on this stream
         return super().prepare(step)
 
     def begin(self, step: Step) -> int:
-        """Begin the step, then pool for the other hosts, and start to send and to pass on their messages."""
+        """Begin the step, then pool for the other nodes, and start to send and to pass on their messages."""
         epoch = super().begin(step)
         if self._sums is not None:
             self._sums.store(step, self._sum_tables)
@@ -94,7 +94,7 @@ class ZeroCopyAcross(ZeroCopyForward):
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Make the stream wait for the flags, then for the messages of this rank, whose memory is used again.
 
-        In this order, since the wait for flags is bounded, and passing on may wait for a host that is gone.
+        In this order, since the wait for flags is bounded, and passing on may wait for a node that is gone.
         """
         pooled = super().finish(step, copy)
         if self._pass_stream is not None:
@@ -102,7 +102,7 @@ class ZeroCopyAcross(ZeroCopyForward):
         return pooled
 
     def _pass_on(self, step: Step) -> None:
-        """Store messages that have come into the windows of this host's ranks, and raise the senders' flags."""
+        """Store messages that have come into the windows of this node's ranks, and raise the senders' flags."""
         for slot, message in enumerate(self._crossing.pooled(step.batch).received):
             self.put(step, self._carrier.arrived(step, slot), message.peer)
             if self._sums is not None:
@@ -110,7 +110,7 @@ class ZeroCopyAcross(ZeroCopyForward):
             self.flags_of(step).raise_at_all(message.peer)
 
     def put(self, step: Step, rows: torch.Tensor, source: int) -> None:
-        """Store the rows that `source` has sent into the windows of this host's ranks."""
+        """Store the rows that `source` has sent into the windows of this node's ranks."""
         windows, here = self.peers[self.windows.epoch % 2].addresses, self.reached.index(self.rank)
         first_sample = self.lookup.first_samples(step.batch, self.reached)
         put_columns(rows, self._columns_of[source], windows, first_sample, self.stride, step.batch.most, here)
@@ -120,11 +120,11 @@ class ZeroCopyAcross(ZeroCopyForward):
         self.join_stream()
         if self._puts is not None:
             self._puts.skip()
-        else:  # without a collective: each host skips the epoch alone
+        else:  # without a collective: each node skips the epoch alone
             super().skip()
 
     def check(self) -> None:
-        """Raise the faults that kernels have recorded, those that pool for other hosts and pass on included."""
+        """Raise the faults that kernels have recorded, those that pool for other nodes and pass on included."""
         super().check()
         self._sent_lookup.check()
         for part in (self._puts, self._sums):
@@ -138,7 +138,7 @@ class ZeroCopyAcross(ZeroCopyForward):
 
 
 class SlicedAcross(ZeroCopyAcross, SlicedForward):
-    """`fused` between hosts: slices within the host, by the persistent kernel; all of a step to each other host.
+    """`fused` between nodes: slices within the node, by the persistent kernel; all of a step to each other node.
 
     The kernel does not await the flags, since its programs would hold the multiprocessors that the messages need.
     """
@@ -147,12 +147,12 @@ class SlicedAcross(ZeroCopyAcross, SlicedForward):
 
 
 class CpuZeroCopyAcross(ZeroCopyAcross, CpuZeroCopyForward):
-    """`pgas` and `fused` between hosts on CPUs. Partial sums travel as they are: no host adds its own up first."""
+    """`pgas` and `fused` between nodes on CPUs. Partial sums travel as they are: no node adds its own up first."""
 
     with_sums = False
 
     def put(self, step: Step, rows: torch.Tensor, source: int) -> None:
-        """Store the rows that `source` has sent into the windows of this host's ranks."""
+        """Store the rows that `source` has sent into the windows of this node's ranks."""
         of_ranks = self.lookup.rows_of_ranks(rows, self.reached, step.batch)
         for window, here in zip(self.peers[self.windows.epoch % 2], of_ranks, strict=True):
             for shard, column in self._crossing.pooled_columns[source].items():
@@ -161,7 +161,7 @@ class CpuZeroCopyAcross(ZeroCopyAcross, CpuZeroCopyForward):
 
 
 class GradientsAcross(WindowBackward):
-    """Gradients between hosts: stored at the owners of this host, and sent to the other hosts."""
+    """Gradients between nodes: stored at the owners of this node, and sent to the other nodes."""
 
     with_sums = True
     """see `Crossing`"""
@@ -171,19 +171,19 @@ class GradientsAcross(WindowBackward):
         reach = windows.arena.reach
         self._crossing = Crossing(self.layout, reach, self.options.wire_dtype, self.with_sums)
         self._carrier = PackedByCollective(context, self._crossing.gradients)
-        self._sent_columns = {host: self._crossing.output_columns(host).to(self.device) for host in reach.others}
+        self._sent_columns = {node: self._crossing.output_columns(node).to(self.device) for node in reach.others}
         columns = self._crossing.gradient_columns[reach.here]
         self._passed_on = {source: self.gradients_by(source, columns.__getitem__) for source in reach.sources}
-        """by the rank that sends them, the gradients that this rank stores at this host's owners as that one would"""
+        """by the rank that sends them, the gradients that this rank stores at this node's owners as that one would"""
 
     def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
-        """Store at this host's owners and, with the first part, send to the other hosts and pass on their messages."""
+        """Store at this node's owners and, with the first part, send to the other nodes and pass on their messages."""
         if first > 0:
             super().push(step, gradient, first, end)
             return
 
         def pack(message: Message, sent: torch.Tensor) -> None:
-            columns = self._sent_columns[message.host]
+            columns = self._sent_columns[message.node]
             if self.sent_scale == 1.0 and gradient.dtype == sent.dtype:
                 torch.index_select(gradient, 1, columns, out=sent)
             else:
@@ -198,10 +198,10 @@ class GradientsAcross(WindowBackward):
 
 
 class PushAcross(GradientsAcross, Push):
-    """`push` between hosts."""
+    """`push` between nodes."""
 
 
 class CpuPushAcross(GradientsAcross, CpuPush):
-    """`push` between hosts on CPUs."""
+    """`push` between nodes on CPUs."""
 
     with_sums = False

@@ -9,7 +9,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, Sha
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
-class StockTables:
+class TorchRecTables:
     """Shardings that TorchRec serves: it sends their ids, looks them up and sends pooled embeddings, and back.
 
     Its collectives and numbers on the host have no place in a CUDA graph. So a captured step reads their pooled

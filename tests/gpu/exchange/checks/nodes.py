@@ -1,4 +1,4 @@
-"""Exchanges between hosts, which are emulated: the same bits as where all ranks store to each other, and no overtaking.
+"""Exchanges between nodes, which are emulated: the same bits as where all ranks store to each other, and no overtaking.
 
 Messages go from GPU to GPU of one machine, by NCCL or, where a check is named so, by puts of NVSHMEM: what is checked
 is who sends what, where it is put, and when.
@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
+from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.comm.network import NvshmemHeap, start_puts
-from dlrm_overlap.comm.record import Record
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, await_message, send_signal
 from tests.agreement import LOSS_TOLERANCE, assert_all_near
@@ -27,7 +27,7 @@ _WAIT_S = 90.0  # a peer may still compile kernels that are linked with NVSHMEM,
 _RUNS = {
     "pgas": (ExchangeOptions("pgas", wait_timeout_s=_WAIT_S), "adagrad"),
     "fused": (ExchangeOptions("fused", wait_timeout_s=_WAIT_S), "rowwise_adagrad"),
-    "fused_stores_bf16": (ExchangeOptions("fused", put="stores", wait_timeout_s=_WAIT_S, **_BF16), "sgd"),  # type: ignore[arg-type]
+    "fused_stores_bf16": (ExchangeOptions("fused", put="staged", wait_timeout_s=_WAIT_S, **_BF16), "sgd"),  # type: ignore[arg-type]
     "pgas_bf16": (ExchangeOptions("pgas", wait_timeout_s=_WAIT_S, **_BF16), "adagrad"),  # type: ignore[arg-type]
 }
 # Bytes of a group: few rows that leave together, some, all of a run.
@@ -36,12 +36,12 @@ _STEPS = 20
 _SUMS_TOLERANCE = 1e-4  # of rows after 40 steps of row-wise Adagrad, in which partial sums are added in another order
 
 
-def _between(options: ExchangeOptions, hosts: int, carrier: str) -> ExchangeOptions:
-    return replace(options, hosts=hosts, between_hosts=carrier)
+def _between(options: ExchangeOptions, nodes: int, carrier: str) -> ExchangeOptions:
+    return replace(options, nodes=nodes, internode=carrier)
 
 
 def _two(place: Place) -> int:
-    """Return two hosts or, of an odd number of ranks, a host a rank."""
+    """Return two nodes or, of an odd number of ranks, a node a rank."""
     return place.world_size if place.world_size % 2 else 2
 
 
@@ -49,7 +49,7 @@ def _rows_after(place: Place, optimizer: str, options: ExchangeOptions, dims: Se
     """Return rows and states after a step a batch, by gradients that depend on the forward's output."""
     tables = tables_of_all_kinds(range(place.world_size - (place.world_size > 2)), dims)  # the last of several has none
     training = Training(place, tables, optimizer, options)
-    assert training.exchange.reach.whole == (options.hosts == 1 or place.world_size == 1)
+    assert training.exchange.reach.whole == (options.nodes == 1 or place.world_size == 1)
     for seed, batch in enumerate(uneven_batches(place, tables)):
         training.step(batch, seed, feedback=True)
     rows = training.rows()
@@ -59,10 +59,10 @@ def _rows_after(place: Place, optimizer: str, options: ExchangeOptions, dims: Se
 
 def _check_bits(place: Place, run: tuple[ExchangeOptions, str], carrier: str, dims: Sequence[int] = FEW_DIMS) -> None:
     options, optimizer = run
-    expected = _rows_after(place, optimizer, replace(options, hosts=1), dims)
-    for hosts in sorted({_two(place), place.world_size}):
-        found = _rows_after(place, optimizer, _between(options, hosts, carrier), dims)
-        assert_all_near(found, expected, 0.0, f"{hosts} hosts:")
+    expected = _rows_after(place, optimizer, replace(options, nodes=1), dims)
+    for nodes in sorted({_two(place), place.world_size}):
+        found = _rows_after(place, optimizer, _between(options, nodes, carrier), dims)
+        assert_all_near(found, expected, 0.0, f"{nodes} nodes:")
 
 
 def _check_stress(place: Place, options: ExchangeOptions, carrier: str) -> None:
@@ -75,7 +75,10 @@ def _check_signals(place: Place) -> None:
     heap = NvshmemHeap(1 << 20, place.group, place.device)
     network, own, clock = heap.network, heap.local.data_ptr(), torch.zeros(1, dtype=torch.int64, device=place.device)
     out, source = Outgoing(0, own, (place.rank + 1) % place.world_size), (place.rank - 1) % place.world_size
-    waiting, one_row = Waiting(int(20e9), Record(place.device).status), torch.tensor([0, 1], device=place.device).int()
+    waiting, one_row = (
+        Waiting(int(20e9), DeviceErrorRecord(place.device).status),
+        torch.tensor([0, 1], device=place.device).int(),
+    )
     for epoch in (1, 2, 3):
         send_signal(network, out, clock, epoch)
         await_message(network, source, own, Groups(1, 1), waiting, clock, epoch, one_row)
@@ -85,26 +88,26 @@ def _check_signals(place: Place) -> None:
 
 
 def _check_losses(place: Place, backend: str, carrier: str) -> None:
-    """A run between hosts has the losses and the rows of one on one host, to the last bit."""
+    """A run between nodes has the losses and the rows of one on one node, to the last bit."""
     config = small_config(place, backend, "adagrad")
-    apart = replace(config.embedding, hosts=_two(place), between_hosts=carrier)
+    apart = replace(config.embedding, nodes=_two(place), internode=carrier)
     expected, found = (
         train_in_segments(place, replace(config, embedding=each), borders=(0, _STEPS))
-        for each in (replace(apart, hosts=1), apart)
+        for each in (replace(apart, nodes=1), apart)
     )
-    found.assert_same(expected, "between hosts")
+    found.assert_same(expected, "between nodes")
 
 
 def _check_captured(place: Place, backend: str, known: bool, carrier: str, plan: Literal["auto", "row_wise"]) -> None:
-    """Captured steps between hosts, under any delays and between evaluations, have the bits of those on one host.
+    """Captured steps between nodes, under any delays and between evaluations, have the bits of those on one node.
 
-    Where tables are cut by rows over all ranks, a host's sums are made first, in another order than on one host.
+    Where tables are cut by rows over all ranks, a node's sums are made first, in another order than on one node.
     """
     config = graph_config(place, backend, "rowwise_adagrad", known)
-    # Between hosts, dense gradients are summed by a collective.
+    # Between nodes, dense gradients are summed by a collective.
     config = replace(config, train=replace(config.train, dense_reduce="collective"))
-    apart = replace(config.embedding, hosts=_two(place), between_hosts=carrier, plan=plan)
-    expected = train_in_segments(place, replace(config, embedding=replace(apart, hosts=1)))
+    apart = replace(config.embedding, nodes=_two(place), internode=carrier, plan=plan)
+    expected = train_in_segments(place, replace(config, embedding=replace(apart, nodes=1)))
     found = train_in_segments(place, replace(config, embedding=apart), delays=True)
     if plan == "auto":
         found.assert_same(expected, "captured")
@@ -115,7 +118,7 @@ def _check_captured(place: Place, backend: str, known: bool, carrier: str, plan:
 
 def _add(carrier: str, name: str, check: Callable[..., None], gpu_only: bool = False, **axes: Any) -> dict[str, Check]:
     """Return checks of one carrier; those of puts hold only where NVSHMEM is."""
-    prefix = {"messages": "hosts", "puts": "hosts_puts"}[carrier]
+    prefix = {"messages": "nodes", "puts": "nodes_puts"}[carrier]
     gpu_only = gpu_only or carrier == "puts"
     return every(f"{prefix}_{name}", partial(check, carrier=carrier), timeout_s=120, gpu_only=gpu_only, **axes)
 
@@ -143,5 +146,5 @@ CHECKS = (
     | _puts("bits", _check_bits, run={name: _RUNS[name] for name in ("fused", "fused_stores_bf16")})
     | _puts("bits_gathered", _check_bits, run={name: (each, "sgd") for name, each in _gathered.items()})
     | _puts("sums_captured", _sums, backend=["pgas"])
-    | every("hosts_puts_signals", _check_signals, timeout_s=120, gpu_only=True)
+    | every("nodes_puts_signals", _check_signals, timeout_s=120, gpu_only=True)
 )

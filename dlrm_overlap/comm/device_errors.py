@@ -22,7 +22,7 @@ class ExchangeTimeoutError(RuntimeError):
         )
 
 
-class Record:
+class DeviceErrorRecord:
     """One record of each kind that kernels write, such as of a wait that expired, or of an id outside its table.
 
     A kernel writes a kind's record once, the first time, see `primitives.record`.

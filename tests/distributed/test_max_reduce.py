@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm import maxima
-from dlrm_overlap.comm.maxima import Maxima
+from dlrm_overlap.comm import max_reduce
+from dlrm_overlap.comm.max_reduce import AsyncMaxReduce
 from tests.distributed.workers import run_ranks
 
 _RANKS, _SIZES, _NOBODY = 3, (1, 7, 170, 511), 65534
@@ -63,16 +63,16 @@ def _disturb(user: int, pids: Path, found: Any) -> None:
 def _agree(folder: Path) -> None:
     with (folder / "pids").open("a") as file:
         file.write(f"{os.getpid()}\n")
-    gathered: Callable[..., Any] = maxima.gathered
+    gathered: Callable[..., Any] = max_reduce.gathered
 
     def late(*given: Any) -> Any:
         time.sleep(_HEAD_START_S)  # for strangers to be there before the peers
         return gathered(*given)
 
-    maxima.gathered = late
+    max_reduce.gathered = late
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
-    ranks = Maxima(group)
+    ranks = AsyncMaxReduce(group)
     for step, size in itertools.product(range(20), _SIZES):
         numbers = torch.full((size,), 100 * step + group.rank())
         ranks.begin(numbers).wait(timedelta(seconds=5))

@@ -18,9 +18,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.own_batches import of_samples, with_bags_of_samples, with_even_batches
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap.embedding.variable_batch import of_samples, with_bags_of_samples, with_even_batches
 from dlrm_overlap.train.graphs.static_batch import with_even_batches_of
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
 from tests.distributed.captured import captures
@@ -28,19 +28,19 @@ from tests.distributed.models import CPU, MEAN, SUM, Model, Table, Tables, make_
 from tests.distributed.workers import logged_messages, run_ranks
 
 STEPS = 7
-BOUND = BatchBound(
+BOUND = BatchCapacity(
     4, dict.fromkeys("fghij", (0, 3))
 )  # one that is learnt from so few samples grows, and steps are eager
 TABLES: Tables = {
     "whole": (20, 8, ["f", "g"], MEAN),
     "shared": (20, 4, ["g"], SUM),
     "columns": (30, 16, ["h"], SUM),
-    "of_a_host": (22, 8, ["i", "g"], SUM),
+    "of_a_node": (22, 8, ["i", "g"], SUM),
     "grid": (9, 16, ["f"], SUM),
 }
 OTHERS: Tables = {"rows": (21, 8, ["i"], SUM), "mean_of_rows": (11, 4, ["j"], MEAN)}
 FEATURES = list("fghij")
-LOCAL = 2  # ranks of a host
+LOCAL = 2  # ranks of a node
 BY_ROWS: Any = dict.fromkeys(OTHERS, row_wise(compute_kernel="fused"))
 
 
@@ -75,15 +75,15 @@ def _expanded(batch: Batch) -> Batch:
     return Batch(batch.dense, sparse, batch.labels)
 
 
-def _train(sharder: Any, pipeline: str, batches: list[Batch], bound: BatchBound | None = None) -> dict[str, Any]:
+def _train(sharder: Any, pipeline: str, batches: list[Batch], bound: BatchCapacity | None = None) -> dict[str, Any]:
     model, ranks = Model(TABLES, OTHERS), list(range(dist.get_world_size()))
 
-    def cut_by_hosts(name: str, kind: str, owners: list[int], cuts: int) -> Any:
+    def cut_by_nodes(name: str, kind: str, owners: list[int], cuts: int) -> Any:
         return sharding_of(Table(*TABLES[name][:3], False, kind, owners, cuts))
 
     places: Any = {"whole": [0], "shared": [0], "columns": [1, 0]}  # rank 1 has no whole table
-    places["of_a_host"] = cut_by_hosts("of_a_host", "table_row_wise", ranks[-LOCAL:], 1)
-    places["grid"] = cut_by_hosts("grid", "grid_shard", ranks, len(ranks) // LOCAL)
+    places["of_a_node"] = cut_by_nodes("of_a_node", "table_row_wise", ranks[-LOCAL:], 1)
+    places["grid"] = cut_by_nodes("grid", "grid_shard", ranks, len(ranks) // LOCAL)
     plan = make_plan(model, places, BY_ROWS, sharder, local_size=LOCAL)
     evaluated = []
 

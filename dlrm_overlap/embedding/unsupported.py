@@ -35,7 +35,7 @@ _UPDATED_IN_BACKWARD = (
 )
 
 
-def reasons_to_fall_back(
+def unsupported_by_exchange(
     shardings: Mapping[str, Any],
     env: ShardingEnv,
     wire_dtype: torch.dtype,
@@ -142,7 +142,7 @@ def _why_not_together(shardings: Sequence[Any]) -> str | None:
     return None
 
 
-def why_not_beside_graphs(shardings: Mapping[str, Any], why_not_exchanged: Mapping[str, str | None]) -> str | None:
+def unsupported_by_graphs(shardings: Mapping[str, Any], unsupported_reasons: Mapping[str, str | None]) -> str | None:
     """Return why captured steps cannot do without the tables of a module that are not exchanged, or None if they can.
 
     Kernels of the step look up data-parallel tables. TorchRec looks up the others before the step, and updates them
@@ -150,10 +150,10 @@ def why_not_beside_graphs(shardings: Mapping[str, Any], why_not_exchanged: Mappi
 
     Args:
         shardings: TorchRec's, by type.
-        why_not_exchanged: likewise, as `reasons_to_fall_back` returns it.
+        unsupported_reasons: likewise, as `unsupported_by_exchange` returns it.
     """
     for kind, sharding in shardings.items():
-        if (why := why_not_exchanged[kind]) is None:
+        if (why := unsupported_reasons[kind]) is None:
             continue
         for group in groups_of(sharding):
             for table in group.embedding_tables:

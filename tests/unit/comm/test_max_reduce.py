@@ -11,17 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm import maxima
-from dlrm_overlap.comm.maxima import Maxima
+from dlrm_overlap.comm import max_reduce
+from dlrm_overlap.comm.max_reduce import AsyncMaxReduce
 from tests.unit.comm.threads import Rank, Threads
 
 _SOON = timedelta(seconds=5)
 
 
-def _opened(size: int, monkeypatch: pytest.MonkeyPatch) -> list[Maxima]:
+def _opened(size: int, monkeypatch: pytest.MonkeyPatch) -> list[AsyncMaxReduce]:
     monkeypatch.setattr(dist, "all_gather_object", Threads(size).gather)
     with ThreadPoolExecutor(size) as ranks:
-        made = list(ranks.map(lambda rank: Maxima(Rank(rank, size)), range(size)))  # type: ignore[arg-type]
+        made = list(ranks.map(lambda rank: AsyncMaxReduce(Rank(rank, size)), range(size)))  # type: ignore[arg-type]
     return made
 
 
@@ -56,7 +56,7 @@ def test_a_late_rank_can_be_waited_for_again_and_one_that_has_ended_cannot(monke
 
 
 def test_a_later_question_fails_with_an_earlier_one_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maxima, "default_pg_timeout", timedelta(0))
+    monkeypatch.setattr(max_reduce, "default_pg_timeout", timedelta(0))
     here, _other = _opened(2, monkeypatch)
     _, later = (here.begin(torch.tensor([1])) for _ in range(2))
     with pytest.raises(RuntimeError, match="rank 1 has not answered"):
@@ -71,7 +71,7 @@ def test_a_peer_that_does_not_read_holds_nobody_up(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: "gloo")
     monkeypatch.setattr(dist, "all_reduce", lambda numbers, *_, group, **__: asked_gloo.append(len(numbers)) or group)
     here, _other = _opened(2, monkeypatch)
-    for size in (maxima._MOST_BYTES // 8, 30_000):
+    for size in (max_reduce._MOST_BYTES // 8, 30_000):
         for _ in range(6):
             work = here.begin(torch.zeros(size, dtype=torch.int64))
             if not asked_gloo:
@@ -97,9 +97,9 @@ def test_without_pipes_all_ranks_ask_gloo_and_leave_no_file_open(monkeypatch: py
     if fault == "a rank has no room for files":
         fails_once(os, "pipe2", errno.EMFILE)
     elif fault == "a rank sees no other process":
-        fails_once(maxima, "_open", errno.ENOENT)
+        fails_once(max_reduce, "_open", errno.ENOENT)
     else:
-        monkeypatch.setattr(maxima, "_MOST_MESSAGES", 17)
+        monkeypatch.setattr(max_reduce, "_MOST_MESSAGES", 17)
     before = os.listdir("/proc/self/fd")
     assert [each._pipes for each in _opened(3, monkeypatch)] == [None] * 3
     assert os.listdir("/proc/self/fd") == before

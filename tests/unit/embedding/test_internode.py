@@ -1,4 +1,4 @@
-"""Messages between hosts: both ends lay them out alike."""
+"""Messages between nodes: both ends lay them out alike."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.embedding.crossing import Crossing, Message
+from dlrm_overlap.embedding.internode import Crossing, Message
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.steps import BatchSizes
 from tests.unit.embedding.shards import make_shard
@@ -34,21 +34,21 @@ def test_what_is_sent_is_what_is_received(way: str) -> None:
     sent = {(rank, m.peer): (m.rows, m.pitch) for rank, messages in enumerate(every) for m in messages.sent}
     received = {(m.peer, rank): (m.rows, m.pitch) for rank, messages in enumerate(every) for m in messages.received}
     assert sent == received
-    assert len(sent) == len(DIMS) * (len(HOSTS) - 1), "one message a rank and other host"
+    assert len(sent) == len(DIMS) * (len(HOSTS) - 1), "one message a rank and other node"
     for messages in every:
         for each in messages:
             assert [m.peer for m in each] == sorted(m.peer for m in each), "in the order of a collective"
             assert [m.start for m in each] == [sum(m.elements for m in each[:i]) for i in range(len(each))]
 
 
-def test_a_table_that_is_cut_by_rows_over_a_host_leaves_it_as_one_sum() -> None:
+def test_a_table_that_is_cut_by_rows_over_a_node_leaves_it_as_one_sum() -> None:
     crossings = _crossings(cut=[1, 2, 3])
     first, second, third = crossings[1], crossings[2], crossings[3]
-    # Rank 1's partial sums are alone on their host, and travel as they are.
+    # Rank 1's partial sums are alone on their node, and travel as they are.
     assert first.pitch(first.pooled_columns[1]) == 12 + 4
     assert second.pitch(second.pooled_columns[2]) == 4
     assert list(second.sum_columns[HOSTS[1]].values()) == [0, 4], "rank 2's, where the sum is made, and rank 3's"
-    # Ranks 0 and 4 are served by rank 2, rank 1 by rank 3, whose message to the last host is empty.
+    # Ranks 0 and 4 are served by rank 2, rank 1 by rank 3, whose message to the last node is empty.
     assert second.gathered_at(4) == (2, 1)
     assert second.gathered_at(1) == (3, 0)
     assert second.sums(BATCH).sent == [Message(0, HOSTS[0], 0, 3, 4), Message(4, HOSTS[2], 12, 5, 4)]

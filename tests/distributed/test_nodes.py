@@ -1,4 +1,4 @@
-"""Exchanges between hosts, which are emulated: the same bits as where all ranks store to each other."""
+"""Exchanges between nodes, which are emulated: the same bits as where all ranks store to each other."""
 
 import time
 import weakref
@@ -14,17 +14,17 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import open_arena
+from dlrm_overlap.comm.device_errors import ExchangeTimeoutError
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.embedding import layout as layouts
 from dlrm_overlap.embedding import steps
-from dlrm_overlap.embedding.backends.across import CpuZeroCopyAcross
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, IdExchange
+from dlrm_overlap.embedding.backends.internode import CpuZeroCopyAcross
 from dlrm_overlap.embedding.backends.messages import ByCollective
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
-from dlrm_overlap.embedding.crossing import Messages, arrival_regions
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
+from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
+from dlrm_overlap.embedding.internode import Messages, arrival_regions
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.steps import BatchSizes, Step
@@ -39,7 +39,7 @@ from tests.distributed.workers import cases_on_ranks, make_trainer, quickstart
 
 OWNERS = [([8, 4], [4]), ([], []), ([8], [12]), ([4], [])]  # rank 1 holds no tables
 CUT = [(8, (0, 1)), (4, (2, 3))]
-"""tables cut by rows, of which one host or another has all shards: so the sums have the bits of one host"""
+"""tables cut by rows, of which one node or another has all shards: so the sums have the bits of one node"""
 BATCH_SIZES = [(3, 2, 4, 1), (1, 1, 1, 1), (9, 2, 5, 3), (2, 7, 0, 4), (0, 0, 3, 0), (0, 0, 0, 0), (3, 2, 4, 1)]
 HOSTS = {
     "2 of 2": (range(2), range(2, 4)),
@@ -59,9 +59,9 @@ def _group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _exchange(stage: Stage, hosts: str, backend: str, **options: Any) -> Exchange:
+def _exchange(stage: Stage, nodes: str, backend: str, **options: Any) -> Exchange:
     exchange = stage.exchange(_group(), backend, **options)
-    exchange.reach = Reach(stage.rank, HOSTS[hosts], "emulated")
+    exchange.reach = Reach(stage.rank, HOSTS[nodes], "emulated")
     return exchange
 
 
@@ -82,35 +82,35 @@ def _train(rank: int, exchange: Exchange, stage: Stage) -> list[torch.Tensor]:
     return outputs
 
 
-def check_bits_are_those_of_one_host(rank: int) -> None:
+def check_bits_are_those_of_one_node(rank: int) -> None:
     every = ["pgas", "fused"]
     ways = [(EmbOptimType.EXACT_ADAGRAD, WIRES[0], HOSTS, every), (EmbOptimType.EXACT_SGD, WIRES[1], ["2 of 2"], every)]
     ways += [(EmbOptimType.EXACT_SGD, WIRES[2], ["1 and 3"], ["fused"])]
     for optimizer, more, splits, backends in ways:
         with patch.object(layouts, "_PART_BYTES", 64):
             known = Stage(OWNERS, rank, optimizer=optimizer, cut=CUT)
-            exchange = known.exchange(_group(), "pgas", hosts=1, **more)
+            exchange = known.exchange(_group(), "pgas", nodes=1, **more)
             expected = _train(rank, exchange, known)
             assert exchange.reach.whole
-            for hosts, backend in ((hosts, backend) for hosts in splits for backend in backends):
-                stage, what = Stage(OWNERS, rank, optimizer=optimizer, cut=CUT), f"{backend}, {hosts}, {more}"
-                exchange = _exchange(stage, hosts, backend, **more)
+            for nodes, backend in ((nodes, backend) for nodes in splits for backend in backends):
+                stage, what = Stage(OWNERS, rank, optimizer=optimizer, cut=CUT), f"{backend}, {nodes}, {more}"
+                exchange = _exchange(stage, nodes, backend, **more)
                 for number, pooled in enumerate(_train(rank, exchange, stage)):
                     assert_same(pooled, expected[number], f"{what}, step {number}")
                 assert_all_near(stage.rows_and_states(), known.rows_and_states(), 0.0, f"{what}:")
                 exchange.close()
 
 
-def check_hosts_are_found_and_emulated(rank: int) -> None:
+def check_nodes_are_found_and_emulated(rank: int) -> None:
     stage = Stage(OWNERS, rank)
-    assert stage.exchange(_group(), "pgas").reach.hosts == (range(4),), "one machine"
-    assert stage.exchange(_group(), "pgas", hosts=2).reach.hosts == HOSTS["2 of 2"]
-    assert stage.exchange(_group(), "nccl", hosts=2).reach.whole, "a collective reaches all"
+    assert stage.exchange(_group(), "pgas").reach.nodes == (range(4),), "one machine"
+    assert stage.exchange(_group(), "pgas", nodes=2).reach.nodes == HOSTS["2 of 2"]
+    assert stage.exchange(_group(), "nccl", nodes=2).reach.whole, "a collective reaches all"
 
 
 def check_a_rank_that_does_not_step_is_named(rank: int) -> None:
     stage, sizes = Stage(OWNERS, rank), (4, 4, 4, 4)
-    exchange = stage.exchange(_group(), "pgas", hosts=2, wait_timeout_s=1.0)
+    exchange = stage.exchange(_group(), "pgas", nodes=2, wait_timeout_s=1.0)
     inputs, _ = stage.inputs(0, sizes)
     exchange.start(inputs, sizes).wait()
     forward: Any = exchange._open().forward
@@ -119,7 +119,7 @@ def check_a_rank_that_does_not_step_is_named(rank: int) -> None:
     with patch.object(forward, "_pass_on", lambda step: None), told as raised:
         exchange.start(inputs, sizes).wait()
     silent = (2, 3) if rank < 2 else (0, 1)
-    assert any(f"of rank {peer}:" in str(raised.value) for peer in silent), "a rank of the other host"
+    assert any(f"of rank {peer}:" in str(raised.value) for peer in silent), "a rank of the other node"
 
 
 class _Work:
@@ -148,13 +148,13 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
         ("fused", EmbOptimType.EXACT_ADAGRAD, half, "3 and 1", "puts"),
         ("pgas", EmbOptimType.EXACT_SGD, {"aggregate_bytes": 512}, "4 of 1", "puts"),  # one has no tables
     ]
-    for backend, optimizer, more, hosts, by in ways:
+    for backend, optimizer, more, nodes, by in ways:
         stage, known = (Stage(OWNERS, rank, optimizer=optimizer, cut=CUT) for _ in range(2))
         under_way.clear()
-        exchange, generator = known.exchange(_group(), "pgas", hosts=1, **more), torch.Generator().manual_seed(rank)
+        exchange, generator = known.exchange(_group(), "pgas", nodes=1, **more), torch.Generator().manual_seed(rank)
         with without_streams(), patch.object(layouts, "_PART_BYTES", 64), patch.object(ByCollective, *noted):
-            options = ExchangeOptions(backend, between_hosts=by, slice_bags=4, wait_timeout_s=1e-4, **more)
-            reach = Reach(rank, HOSTS[hosts], "emulated")
+            options = ExchangeOptions(backend, internode=by, slice_bags=4, wait_timeout_s=1e-4, **more)
+            reach = Reach(rank, HOSTS[nodes], "emulated")
             halves: Any = interpreted_halves(stage, _group(), options, 9, reach)
             for number, sizes in enumerate(BATCH_SIZES[index] for index in (3, 2, 3, 3)):
                 inputs, _ = stage.inputs(number, sizes)
@@ -174,7 +174,7 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
                 if number < 2:  # the third step has the window of the first, the last one the other
                     halves.forward.skip()
                     halves.backward.skip()
-            calls = (hosts != "4 of 1") + (by == "messages") + 1
+            calls = (nodes != "4 of 1") + (by == "messages") + 1
             assert len(under_way) == 4 * calls, "in each step one of sums, of pooled rows, of gradients"
             assert all(work.waited for work in under_way), "a capture would end with a stream that was never joined"
             pushed = [halves.backward.own, *halves.backward._passed_on.values()]
@@ -187,7 +187,7 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
 def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int) -> None:
     """By puts and by a collective: the addresses of a message's rows outlive other sizes, and the memory is one."""
     rows_of_ranks = DeviceLookup.rows_of_ranks
-    for between_hosts in ("messages", "puts"):
+    for internode in ("messages", "puts"):
         stage, made = Stage(OWNERS, rank), list[weakref.ref[torch.Tensor]]()
 
         def rows_of(*of: Any, made: list[weakref.ref[torch.Tensor]] = made) -> Windows:
@@ -196,7 +196,7 @@ def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int
             return windows
 
         with without_streams(), patch.object(DeviceLookup, "rows_of_ranks", rows_of), patch.object(steps, "_MOST", 1):
-            options = ExchangeOptions("pgas", between_hosts=between_hosts, wait_timeout_s=1e-4)
+            options = ExchangeOptions("pgas", internode=internode, wait_timeout_s=1e-4)
             reach = Reach(rank, HOSTS["2 of 2"], "emulated")
             halves: Any = interpreted_halves(stage, _group(), options, 4, reach)
             at_once: list[int] = []
@@ -205,7 +205,7 @@ def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int
                     inputs, expected = stage.inputs(number, sizes)
                     step = Step(inputs, BatchSizes.of(sizes))
                     halves.forward.start(step)
-                    assert_same(halves.forward.finish(step), expected, f"{between_hosts}, step {number}")
+                    assert_same(halves.forward.finish(step), expected, f"{internode}, step {number}")
                     halves.forward.check()
                 at_once.append(len(made))
         first, second = at_once[:2]
@@ -219,7 +219,7 @@ def check_tables_that_are_all_cut_by_rows_put_no_rows_under_the_interpreter(rank
     """Their sums go by a collective, so messages of puts are empty, and their signals go alone."""
     stage = Stage([([], [])] * 4, rank, cut=CUT)
     with without_streams():
-        options = ExchangeOptions("pgas", between_hosts="puts", wait_timeout_s=1e-4)
+        options = ExchangeOptions("pgas", internode="puts", wait_timeout_s=1e-4)
         halves: Any = interpreted_halves(stage, _group(), options, 4, Reach(rank, HOSTS["2 of 2"], "emulated"))
         for number, sizes in enumerate(((3, 2, 4, 1), (1, 1, 1, 1), (4, 4, 4, 4))):
             inputs, expected = stage.inputs(number, sizes)
@@ -238,12 +238,12 @@ def _ids_of(rank: int, step: int, keys: Sequence[str], samples: int) -> KeyedJag
     return KeyedJaggedTensor(list(keys), values, lengths=lengths)
 
 
-def _check_ids(rank: int, kind: type[IdExchange], hosts: str) -> None:
+def _check_ids(rank: int, kind: type[IdExchange], nodes: str) -> None:
     """Check that this rank gets the ids of its tables from all ranks, in steps of which one is skipped."""
     stage, group, counters, most = Stage(OWNERS, rank), _group(), StepCounters(CPU), 5
-    layout, reach = joined(stage.layout), Reach(rank, HOSTS[hosts], "emulated")
+    layout, reach = joined(stage.layout), Reach(rank, HOSTS[nodes], "emulated")
     keys = sorted(shard.feature_name for shard in stage.shards)
-    ids = IdLayout(layout, keys, BatchBound(most, dict.fromkeys(keys, (0, 3))))
+    ids = IdLayout(layout, keys, BatchCapacity(most, dict.fromkeys(keys, (0, 3))))
     options = ExchangeOptions(wait_timeout_s=20.0 if kind is CpuIdExchange else 1e-3)
     context = ExchangeContext(layout, stage.tables, options, group, CPU, most, counters, ids=ids)
     regions = {**ids.windows.regions(4), **arrival_regions(ids.windows, reach)}
@@ -261,33 +261,33 @@ def _check_ids(rank: int, kind: type[IdExchange], hosts: str) -> None:
             of = [getattr(batch[name], what)() for name in owned for batch in batches]
             expected = torch.cat([torch.empty(0, dtype=torch.int32), *of])
             found = getattr(arrived.ids, what)()[: expected.numel()].int()
-            assert_same(found, expected, f"{what}, {kind.__name__}, {hosts}, step {step}")
+            assert_same(found, expected, f"{what}, {kind.__name__}, {nodes}, step {step}")
     exchange.close()
 
 
-def check_ids_reach_hosts_of_several_ranks(rank: int) -> None:
-    for hosts in HOSTS:
-        _check_ids(rank, CpuIdExchange, hosts)
+def check_ids_reach_nodes_of_several_ranks(rank: int) -> None:
+    for nodes in HOSTS:
+        _check_ids(rank, CpuIdExchange, nodes)
 
 
-def check_ids_reach_hosts_of_several_ranks_under_the_interpreter(rank: int) -> None:
+def check_ids_reach_nodes_of_several_ranks_under_the_interpreter(rank: int) -> None:
     with without_streams():
         _check_ids(rank, IdExchange, "3 and 1")
 
 
-def check_captured_steps_of_rows_on_two_hosts_under_the_interpreter(rank: int) -> None:
+def check_captured_steps_of_rows_on_two_nodes_under_the_interpreter(rank: int) -> None:
     """The plan cuts a table by rows over all ranks."""
     options = ["--data.tables.multi_hot", "[40, 0..6, 1, 1, 2, 1, 1, 1]", "--train.global_batch_size", "32"]
     options += ["--train.steps", "9", "--train.pipeline", "graph", "--train.dense_reduce", "collective"]
     options += ["--embedding.backend", "pgas", "--data.eval_samples", "32"]
 
-    def train_on(hosts: int) -> torch.Tensor:
-        trainer = make_trainer(quickstart(Path("unused"), "run", *options, "--embedding.hosts", f"{hosts}"))
+    def train_on(nodes: int) -> torch.Tensor:
+        trainer = make_trainer(quickstart(Path("unused"), "run", *options, "--embedding.nodes", f"{nodes}"))
         batches = iter([trainer.train_data.read(32 * step + 8 * rank, 8) for step in range(9)])
         losses = torch.stack([trainer.step(batches).clone() for _ in range(9)])
         (exchange,) = exchanges(trainer.model)
         assert exchange.layout.partial_sums
-        assert isinstance(exchange._open().forward, CpuZeroCopyAcross) == (hosts == 2)
+        assert isinstance(exchange._open().forward, CpuZeroCopyAcross) == (nodes == 2)
         dist.barrier()
         trainer.close()
         return losses

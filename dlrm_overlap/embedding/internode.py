@@ -1,20 +1,20 @@
-"""The messages of a step that crosses from host to host, and the offsets of all values in them; both ends agree on it.
+"""The messages of a step that crosses from node to node, and the offsets of all values in them; both ends agree on it.
 
-A rank sends one message to each other host in the forward, and one in the backward: to the rank there that takes its
-messages, which passes them on to the ranks of that host by stores (`Reach.relay`). A message is made of rows, one a
+A rank sends one message to each other node in the forward, and one in the backward: to the rank there that takes its
+messages, which passes them on to the ranks of that node by stores (`Reach.relay`). A message is made of rows, one a
 sample, that begin at multiples of 16 bytes.
 
-    forward     of rank w, to host H:  a row for each sample of H's ranks, with the columns of w's shards, in order
-    sums        of rank w, to host H:  a row for each sample of those of H's ranks that w serves, with the columns of
-                                       the sums that are made on w's host
-    backward    of rank r, to host H:  a row for each sample of r, with the columns of the shards of all ranks of H
+    forward     of rank w, to node H:  a row for each sample of H's ranks, with the columns of w's shards, in order
+    sums        of rank w, to node H:  a row for each sample of those of H's ranks that w serves, with the columns of
+                                       the sums that are made on w's node
+    backward    of rank r, to node H:  a row for each sample of r, with the columns of the shards of all ranks of H
 
-Of a table that is cut by rows over several ranks of a host, only sums leave it on GPUs: each rank of another host is
+Of a table that is cut by rows over several ranks of a node, only sums leave it on GPUs: each rank of another node is
 *served* by the rank to which its own messages go, which gathers its partial sums and adds them up. Its gradient is sent
 once, for all of these shards. Where the exchange sends ids, one more message brings the window in which a rank has
-published its ids, whole, since its size is known beforehand; the ranks of the host read it at the rank that takes it.
+published its ids, whole, since its size is known beforehand; the ranks of the node read it at the rank that takes it.
 
-Example: hosts of ranks 0, 1 and 2, 3, of 5 samples each. Rank 1 owns shards of 12 columns, rank 2 of 4, rank 3 of 8.
+Example: nodes of ranks 0, 1 and 2, 3, of 5 samples each. Rank 1 owns shards of 12 columns, rank 2 of 4, rank 3 of 8.
 Forward, rank 1 sends rank 3 a message of 10 rows of 12: samples of rank 2, then of rank 3. Backward, it sends rank 3
 one of 5 rows of 12: the gradients of rank 2's 4 columns, then of rank 3's 8. Is a table of 4 columns cut by rows over
 ranks 2 and 3, then rank 3 gathers two partial sums for each sample of rank 1, and sends it a row of 4.
@@ -41,8 +41,8 @@ class Message(NamedTuple):
 
     peer: int
     """the rank to which it goes, or from which it comes"""
-    host: range
-    """the ranks of the peer's host"""
+    node: range
+    """the ranks of the peer's node"""
     start: int
     """its first element"""
     rows: int
@@ -67,33 +67,33 @@ class Messages(NamedTuple):
 
 
 class Crossing:
-    """The messages between hosts on one rank, for any batch."""
+    """The messages between nodes on one rank, for any batch."""
 
     def __init__(self, layout: Layout, reach: Reach, wire_dtype: torch.dtype, with_sums: bool = True) -> None:
-        """Lay messages out; `with_sums` says whether hosts make sums, else each partial sum travels as it is."""
+        """Lay messages out; `with_sums` says whether nodes make sums, else each partial sum travels as it is."""
         self.reach, self._layout, self._wire_dtype = reach, layout, wire_dtype
         self._unit = _ROW_BYTES // wire_dtype.itemsize
         kept = lru_cache(maxsize=64)
         self.pooled, self.sums, self.gradients = kept(self._pooled), kept(self._sums), kept(self._gradients)
         """the messages of a batch: of pooled embeddings, of sums, and of their gradients"""
         sums = layout.partial_sums if with_sums else ()
-        on_hosts = {host: [each.on(host) for each in sums] for host in reach.hosts}
-        self.sums_on = {host: [shards for shards in found if len(shards) > 1] for host, found in on_hosts.items()}
-        """of each host the sums that are made there for samples of other hosts, each by its row shards"""
+        on_nodes = {node: [each.on(node) for each in sums] for node in reach.nodes}
+        self.sums_on = {node: [shards for shards in found if len(shards) > 1] for node, found in on_nodes.items()}
+        """of each node the sums that are made there for samples of other nodes, each by its row shards"""
         added = {shard for found in self.sums_on.values() for shards in found for shard in shards}
         self.has_sums = bool(added and reach.most_taken)
-        """whether there are such sums, and other hosts"""
+        """whether there are such sums, and other nodes"""
         self.pooled_columns = [_side_by_side([s for s in shards if s not in added]) for shards in layout.by_owner]
-        """by rank, the first column of each of its shards in a row of what it pools for another host"""
-        self.sum_columns = {host: _sum_columns(found) for host, found in self.sums_on.items()}
-        """by host, the first column of each shard in a row of partial sums that are gathered there. Those of each sum's
+        """by rank, the first column of each of its shards in a row of what it pools for another node"""
+        self.sum_columns = {node: _sum_columns(found) for node, found in self.sums_on.items()}
+        """by node, the first column of each shard in a row of partial sums that are gathered there. Those of each sum's
         first shard come first: there the sum is made, and a message has these columns alone."""
-        self.gradient_columns = {host: self._gradient_columns(host) for host in reach.hosts}
-        """by host, the first column of each of its shards in a row of gradients, those of one sum at the same"""
+        self.gradient_columns = {node: self._gradient_columns(node) for node in reach.nodes}
+        """by node, the first column of each of its shards in a row of gradients, those of one sum at the same"""
 
-    def _gradient_columns(self, host: range) -> Mapping[FeatureShard, int]:
-        shards = [shard for rank in host for shard in self._layout.by_owner[rank]]
-        first = {shard: shards[0] for shards in self.sums_on[host] for shard in shards}
+    def _gradient_columns(self, node: range) -> Mapping[FeatureShard, int]:
+        shards = [shard for rank in node for shard in self._layout.by_owner[rank]]
+        first = {shard: shards[0] for shards in self.sums_on[node] for shard in shards}
         columns = _side_by_side([shard for shard in shards if first.get(shard, shard) is shard])
         return {shard: columns[first.get(shard, shard)] for shard in shards}
 
@@ -101,23 +101,23 @@ class Crossing:
         """Return the elements from row to row of a message with these columns."""
         return -(-max((column + shard.dim for shard, column in columns.items()), default=0) // self._unit) * self._unit
 
-    def _sum_pitch(self, host: range) -> int:
-        return self.pitch(_side_by_side([shards[0] for shards in self.sums_on[host]]))
+    def _sum_pitch(self, node: range) -> int:
+        return self.pitch(_side_by_side([shards[0] for shards in self.sums_on[node]]))
 
-    def output_columns(self, host: range) -> torch.Tensor:
+    def output_columns(self, node: range) -> torch.Tensor:
         """Return [pitch] int64: of each column of a row of gradients the output's; those after the last repeat it."""
-        columns = self.gradient_columns[host]
+        columns = self.gradient_columns[node]
         ranges = {column: (self._layout.output_column(shard), shard.dim) for shard, column in columns.items()}
         found = column_numbers(list(ranges.values()))
         padding = self.pitch(columns) - found.numel()
         return torch.cat([found, found[-1:].repeat(padding)]) if padding else found
 
-    def served(self, rank: int, host: range) -> Sequence[int]:
-        """Return the ranks of `host` for whose samples `rank`, of another host, gathers partial sums, in order."""
-        return [each for each in self.reach.taken_by(rank) if each in host]
+    def served(self, rank: int, node: range) -> Sequence[int]:
+        """Return the ranks of `node` for whose samples `rank`, of another node, gathers partial sums, in order."""
+        return [each for each in self.reach.taken_by(rank) if each in node]
 
     def gathered_at(self, rank: int) -> tuple[int, int]:
-        """Return which rank of this host gathers partial sums for `rank`, and where it does among those it serves."""
+        """Return which rank of this node gathers partial sums for `rank`, and where it does among those it serves."""
         gatherer = self.reach.relay(rank, self.reach.here)
         return gatherer, self.reach.taken_by(gatherer).index(rank)
 
@@ -128,50 +128,50 @@ class Crossing:
         """
         if not self.has_sums:
             return None
-        widest = max(self.pitch(self.sum_columns[host]) for host in self.reach.hosts)
+        widest = max(self.pitch(self.sum_columns[node]) for node in self.reach.nodes)
         return WindowSpec("sums", Region((self.reach.most_taken * samples * widest,), self._wire_dtype), 1)
 
     def _pooled(self, batch: BatchSizes) -> Messages:
         reach, here = self.reach, self._samples(self.reach.here, batch)
         mine = self.pitch(self.pooled_columns[reach.rank])
-        sent = [(self._samples(host, batch), mine) for host in self._other_hosts]
+        sent = [(self._samples(node, batch), mine) for node in self._other_nodes]
         received = [(here, self.pitch(self.pooled_columns[source])) for source in reach.sources]
         return self._messages(sent, received)
 
     def _sums(self, batch: BatchSizes) -> Messages:
         reach, mine = self.reach, self._sum_pitch(self.reach.here)
 
-        def rows(rank: int, host: range) -> int:
-            return sum(batch.per_rank[each] for each in self.served(rank, host))
+        def rows(rank: int, node: range) -> int:
+            return sum(batch.per_rank[each] for each in self.served(rank, node))
 
-        sent = [(rows(reach.rank, host), mine) for host in self._other_hosts]
-        received = [(rows(source, reach.here), self._sum_pitch(reach.host_of(source))) for source in reach.sources]
+        sent = [(rows(reach.rank, node), mine) for node in self._other_nodes]
+        received = [(rows(source, reach.here), self._sum_pitch(reach.node_of(source))) for source in reach.sources]
         return self._messages(sent, received)
 
     def _gradients(self, batch: BatchSizes) -> Messages:
         reach, each = self.reach, batch.per_rank
-        sent = [(each[reach.rank], self.pitch(self.gradient_columns[host])) for host in self._other_hosts]
+        sent = [(each[reach.rank], self.pitch(self.gradient_columns[node])) for node in self._other_nodes]
         mine = self.pitch(self.gradient_columns[reach.here])
         return self._messages(sent, [(each[source], mine) for source in reach.sources])
 
     @property
-    def _other_hosts(self) -> Sequence[range]:
-        return [host for host in self.reach.hosts if host != self.reach.here]
+    def _other_nodes(self) -> Sequence[range]:
+        return [node for node in self.reach.nodes if node != self.reach.here]
 
     @staticmethod
-    def _samples(host: range, batch: BatchSizes) -> int:
-        return batch.first_sample[host.stop] - batch.first_sample[host.start]
+    def _samples(node: range, batch: BatchSizes) -> int:
+        return batch.first_sample[node.stop] - batch.first_sample[node.start]
 
     def _messages(self, sent: Sequence[tuple[int, int]], received: Sequence[tuple[int, int]]) -> Messages:
         """Return the messages whose rows and pitches these are."""
         reach = self.reach
-        to = [reach.relay(reach.rank, host) for host in self._other_hosts]
+        to = [reach.relay(reach.rank, node) for node in self._other_nodes]
         return Messages(self._laid_out(to, sent), self._laid_out(reach.sources, received))
 
     def _laid_out(self, peers: Sequence[int], shapes: Sequence[tuple[int, int]]) -> list[Message]:
         starts = [0, *accumulate(rows * pitch for rows, pitch in shapes)]
         return [
-            Message(peer, self.reach.host_of(peer), start, *shape)
+            Message(peer, self.reach.node_of(peer), start, *shape)
             for peer, start, shape in zip(peers, starts[:-1], shapes, strict=True)
         ]
 
@@ -187,7 +187,7 @@ def _sum_columns(sums: Sequence[Sequence[FeatureShard]]) -> Mapping[FeatureShard
 
 
 def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:
-    """Return the regions in which windows of other hosts' ranks arrive, alike on all ranks: one for either window."""
+    """Return the regions in which windows of other nodes' ranks arrive, alike on all ranks: one for either window."""
     if reach.whole:
         return {}
     window = Region((max(1, reach.most_taken), *spec.window.shape), spec.window.dtype)
@@ -195,7 +195,7 @@ def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:
 
 
 def published_window(arena: Arena, name: str, rank: int) -> torch.Tensor:
-    """Return window `name` of `rank` as it is seen here: its own or, of another host's, the copy that has arrived."""
+    """Return window `name` of `rank` as it is seen here: its own or, of another node's, the copy that has arrived."""
     reach = arena.reach
     if rank in reach.here:
         return arena.view(name, rank)

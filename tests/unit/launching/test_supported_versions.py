@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching import stack
+from dlrm_overlap.launching import supported_versions
 from tests.conftest import read_table
 
 CPU = "pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0 triton==3.7.1 && pip install --no-deps torchrec==1.8.0"
@@ -45,7 +45,7 @@ def test_check_stack_names_what_does_not_match(
 ) -> None:
     installed(cuda, **versions)
     with pytest.raises(InputError) as error:
-        stack.check_stack()
+        supported_versions.check_stack()
     assert str(error.value) == message
 
 
@@ -55,14 +55,14 @@ def test_check_stack_names_what_does_not_match(
 )
 def test_check_stack_takes_what_matches(installed: Callable[..., None], torch_version: str, release: str) -> None:
     installed(torch=torch_version, fbgemm_gpu=None, fbgemm_gpu_cpu=release, torchrec=release)
-    stack.check_stack()
+    supported_versions.check_stack()
 
 
 def test_the_extras_and_the_pages_have_the_versions_of_the_table() -> None:
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
     rows: dict[str, list[str]] = dict(zip(("cuda", "cpu"), read_table("docs/torchrec.md", "  | extra |"), strict=True))
-    for build, versions in stack.STACKS.items():
-        names = ("torch", stack.FBGEMM_NAMES[build], "torchrec", "triton")
+    for build, versions in supported_versions.STACKS.items():
+        names = ("torch", supported_versions.FBGEMM_NAMES[build], "torchrec", "triton")
         pins = [f"{name}=={version}" for name, version in zip(names, versions, strict=True)]
         found = [line.partition(";")[0] for line in extras[build]]
         assert set(pins) - set(found) == ({pins[2]} if build == "cpu" else set())
@@ -78,7 +78,7 @@ def test_an_import_without_torchrec_names_the_command() -> None:
         "import importlib.util as u, importlib.metadata as m; "
         "u.find_spec = lambda name, real=u.find_spec: None if name == 'torchrec' else real(name); "
         "m.version = lambda name, real=m.version: real('torchrec-is-absent' if name == 'torchrec' else name); "
-        "from dlrm_overlap import BatchBound"
+        "from dlrm_overlap import BatchCapacity"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert "InputError: torchrec: not installed; pip install torch==" in result.stderr
@@ -91,7 +91,7 @@ def test_check_stack_where_fbgemm_does_not_load(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(importlib, "import_module", fail)
     with pytest.raises(InputError) as error:
-        stack.check_stack()
+        supported_versions.check_stack()
     told = "FBGEMM does not load (OSError: libcudart.so.13: cannot open shared object file); pip uninstall"
     assert str(error.value).startswith(told)
     assert "\n" not in str(error.value)
@@ -101,7 +101,9 @@ def test_check_stack_where_fbgemm_does_not_load(monkeypatch: pytest.MonkeyPatch)
 def test_a_cpu_build_of_fbgemm_does_not_serve_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: (name, key) == (stack._OPERATOR, "CPU")
+        torch._C,
+        "_dispatch_has_kernel_for_dispatch_key",
+        lambda name, key: (name, key) == (supported_versions._OPERATOR, "CPU"),
     )
     with pytest.raises(InputError, match="FBGEMM has no CUDA operators"):
-        stack.check_stack()
+        supported_versions.check_stack()

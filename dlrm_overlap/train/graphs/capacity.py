@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.comm.maxima import Maxima, Work
+from dlrm_overlap.comm.max_reduce import AsyncMaxReduce, Work
 from dlrm_overlap.comm.order import CurrentStream
-from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.train.graphs.static_batch import Leaves
+from dlrm_overlap.train.graphs.static_batch import BatchTensors
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -29,14 +29,14 @@ _CPU = torch.device("cpu")
 _LOOK = timedelta(seconds=1)  # at what kernels have recorded, while an answer is late
 
 
-class Answer:
+class PendingResult:
     """The greatest of some numbers over the ranks, found beside the steps.
 
     Of a batch on a GPU kernels write the numbers. The ranks are asked once they are there, at the latest with the next
     question: the CPU never waits for a step that has just been issued.
     """
 
-    def __init__(self, agreement: "Agreement", numbers: torch.Tensor, written: torch.Event | None) -> None:
+    def __init__(self, agreement: "RankConsensus", numbers: torch.Tensor, written: torch.Event | None) -> None:
         """Take numbers, [n] int64 on the CPU, that are there once `written` has happened."""
         self._agreement, self._numbers, self._written = agreement, numbers, written
         self._work: Work | None = None
@@ -67,7 +67,7 @@ class Answer:
         return self._numbers.numpy()
 
 
-class Agreement:
+class RankConsensus:
     """The CPUs of a group's ranks, which put the same questions to each other in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None], device: torch.device = _CPU) -> None:
@@ -75,18 +75,18 @@ class Agreement:
         on_gpu = device.type == "cuda"
         self._current = CurrentStream(torch.cuda.current_stream(device).device) if on_gpu else None
         self.check, self.is_first = check, group.rank() == 0
-        self.maxima = Maxima(group) if group.size() > 1 else None
-        self.last: Answer | None = None
+        self.maxima = AsyncMaxReduce(group) if group.size() > 1 else None
+        self.last: PendingResult | None = None
         """the question that is still to be put to the ranks"""
 
-    def ask(self, numbers: torch.Tensor, are_pending: bool = False) -> Answer:
-        """Ask for the greatest of each number over the ranks, see `Answer`; the current stream may have to write some.
+    def ask(self, numbers: torch.Tensor, are_pending: bool = False) -> PendingResult:
+        """Ask for the greatest of each number over the ranks; the current stream may still have to write some.
 
         The numbers are kept until they are there: kernels write to their memory.
         """
         self.ask_last()
         written = self._current().record_event() if self._current is not None and are_pending else None
-        self.last = answer = Answer(self, numbers, written)
+        self.last = answer = PendingResult(self, numbers, written)
         if written is None:
             self.ask_last()
         return answer
@@ -103,7 +103,7 @@ class Agreement:
 
 
 class Description(NamedTuple):
-    """The numbers that describe a batch, see `LearntBound`."""
+    """The numbers that describe a batch, see `CapacityTracker`."""
 
     numbers: torch.Tensor
     """[3 + 3 * T + tables] int64 on the CPU"""
@@ -111,7 +111,7 @@ class Description(NamedTuple):
     """whether the current stream has yet to write some of them"""
 
 
-class LearntBound:
+class CapacityTracker:
     """The bound of captured steps, which is learnt from a first batch, and grows with later ones; alike on all ranks.
 
     A batch is described by [3 + 3 * T] int64: whether there is none, whether it is unlike the first one, its samples;
@@ -126,13 +126,13 @@ class LearntBound:
 
     def __init__(
         self,
-        bound: BatchBound | None,
-        agreement: Agreement,
+        bound: BatchCapacity | None,
+        agreement: RankConsensus,
         modules: Sequence[Any] = (),
         device: torch.device = _CPU,
     ) -> None:
         """Take the bound to begin with, None is learnt; and the modules whose unpooled tables have distinct ids."""
-        self._bound, self.agreement, self._device = bound, agreement, device
+        self._capacity, self.agreement, self._device = bound, agreement, device
         counted = [module.counted() for module in modules if hasattr(module, "counted")]
         self._collections = [(tables, distinct) for tables, distinct in counted if tables]
         self._tables = list(dict.fromkeys(table for tables, _ in self._collections for table in tables))
@@ -141,23 +141,23 @@ class LearntBound:
         self._limits = np.zeros(0, np.int64)
 
     @property
-    def bound(self) -> BatchBound:
+    def capacity(self) -> BatchCapacity:
         """The bound that was given, or has been learnt."""
-        assert self._bound is not None, "a bound is learnt from the first batch"
-        return self._bound
+        assert self._capacity is not None, "a bound is learnt from the first batch"
+        return self._capacity
 
-    def learn(self, example: Leaves | None) -> bool:
+    def learn(self, example: BatchTensors | None) -> bool:
         """Make room for a batch that later ones are like, and return whether every rank has one; waits for them."""
         if self.agreement.any_is(example is None) or example is None:
             return False
         self._features = _features(example)
         self._limit()
         numbers = self.ask(self.describe(example), example.ids).wait()
-        if self._bound is None or self.are_beyond(numbers):
+        if self._capacity is None or self.are_beyond(numbers):
             self.grow(numbers)
         return True
 
-    def describe(self, batch: Leaves) -> Description:
+    def describe(self, batch: BatchTensors) -> Description:
         """Count a batch's samples and ids, on the current stream where the ids are on a GPU; not yet distinct ids."""
         on_gpu = any(ids.values().is_cuda for ids in batch.ids)
         room = self._distinct_from + len(self._tables)
@@ -181,7 +181,9 @@ class LearntBound:
     def _distinct_from(self) -> int:
         return _HEADER + 3 * len(self._features)
 
-    def ask(self, described: Description | None, ids: Sequence[KeyedJaggedTensor] = (), unlike: bool = False) -> Answer:
+    def ask(
+        self, described: Description | None, ids: Sequence[KeyedJaggedTensor] = (), unlike: bool = False
+    ) -> PendingResult:
         """Ask for the greatest numbers over all ranks; None if this one has no batch.
 
         Args:
@@ -214,7 +216,7 @@ class LearntBound:
         none = torch.zeros((), dtype=torch.int64, device=self._device)
         return torch.stack([counts.get(table, none) for table in self._tables])
 
-    def describes(self, batch: Leaves) -> bool:
+    def describes(self, batch: BatchTensors) -> bool:
         """Return whether a batch has the features that the bound is made of."""
         return bool(self._features) and _features(batch) == self._features
 
@@ -233,7 +235,7 @@ class LearntBound:
 
     def grow(self, numbers: np.ndarray) -> None:
         """Make room for batches of these greatest numbers: a quarter more than they have, twice what was too little."""
-        old = self._bound or BatchBound(max(1, int(numbers[_SAMPLES])), {})
+        old = self._capacity or BatchCapacity(max(1, int(numbers[_SAMPLES])), {})
         sizes, ids, distinct = dict(old.bag_sizes), dict(old.ids), dict(old.distinct)
         columns = numbers[_HEADER : self._distinct_from].reshape(3, len(self._features)).tolist()
         for key, count, most, least in zip(self._features, *columns, strict=True):
@@ -246,17 +248,17 @@ class LearntBound:
                 ids[key] = _room_for(count, room)
         for table, count in zip(self._tables, numbers[self._distinct_from :].tolist(), strict=True):
             room = distinct.get(table, 0)
-            if self._bound is None or 0 < room < count:
+            if self._capacity is None or 0 < room < count:
                 distinct[table] = max(1, _room_for(count, room))
-        grown = BatchBound(max(int(numbers[_SAMPLES]), old.samples), sizes, ids, distinct)
-        if self._bound is not None and self.agreement.is_first:
+        grown = BatchCapacity(max(int(numbers[_SAMPLES]), old.samples), sizes, ids, distinct)
+        if self._capacity is not None and self.agreement.is_first:
             log.info("train pipeline: a batch is beyond the bound: steps are captured anew, by %s", grown)
-        self._bound = grown
+        self._capacity = grown
         self._limit()
 
     def _limit(self) -> None:
         """Find the numbers that batches within the bound do not exceed."""
-        bound = self._bound or BatchBound(1, {})
+        bound = self._capacity or BatchCapacity(1, {})
         sizes = [bound.bag_sizes.get(key, (0, -1)) for key in self._features]
         known = bound.known_lengths
         ids = [_ANY if known else bound.capacity([key])[0] if key in bound.bag_sizes else -1 for key in self._features]
@@ -275,5 +277,5 @@ def ended(numbers: np.ndarray) -> bool:
     return bool(numbers[_ENDED])
 
 
-def _features(batch: Leaves) -> list[str]:
+def _features(batch: BatchTensors) -> list[str]:
     return [key for ids in batch.ids for key in ids.keys()]  # noqa: SIM118

@@ -3,7 +3,7 @@
 import time
 
 
-class Patience:
+class Deadline:
     """The bound of a wait that polls. Time in which this process itself stood still, as under Ctrl-Z, does not count.
 
     Between two polls counts `longest_s` at most: whoever is stopped does not poll, and its peers may be stopped, too.
