@@ -226,7 +226,7 @@ def looks_at_rows(optimizer: str) -> bool:
 
 
 MOST_USES = 3
-"""that a cache counts of a row: visits of the hand that the row outlasts"""
+"""upper limit of a row's reference counter in the CLOCK replacement"""
 _NEVER = -2  # a step before all: the first one may take a slot of it
 
 

@@ -122,8 +122,8 @@ class Exchange:
         self._lookup_stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
         self._unfinished: list[Step] = []
         self.steady = False
-        """where the exchange takes ids: whether the steps of now have as many samples, on each rank, as the first of
-        them; otherwise ranks agree on the most in each step, which waits for the CPU"""
+        """True while every step has the same batch size on each rank, if the exchange sends the ids. Otherwise the
+        ranks exchange their batch sizes in each step, for which the host waits"""
         self._steady_samples: int | None = None
 
     @cached_property

@@ -25,8 +25,8 @@ from dlrm_overlap.observe.result_files import is_number
 # matches counts; a name that none matches is dense.
 _KINDS = {
     "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices|_expand_rows",
-    "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_(signal|raise)_flags|_(wait_for|await)_flags|_store_to_peers|PtoP"
-    r"|_begin_call",
+    "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_(signal|raise)_flags|_(wait_for|await)_flags|_store_to_peers"
+    r"|PtoP|_begin_call",
     "update": r"split_embedding\w*_backward|_update_rows",
     "all-reduce": r"AllReduce|_average_share",
     "ids": r"_pull_ids|_place_ids|permute_\dD|bucketize|bounds_check|cumsum",

@@ -172,7 +172,7 @@ class Backward(ExchangeDirection):
 
     @abstractmethod
     def finish(self, step: Step) -> None:
-        """Make all that is issued on the current stream from now on see this rank's rows updated by the step."""
+        """Make the current stream wait until the step has updated this rank's rows."""
 
 
 def gradient_scale(world_size: int) -> float:

@@ -222,10 +222,10 @@ class ZeroCopyForward(Forward):
         return 0
 
     def awaited_flags(self, step: Step) -> torch.Tensor:
-        """Return [W] int32: how many flags this rank awaits of each rank; its own work is ordered by the stream.
+        """Return [W] int32: the number of flags to wait for from each rank; the stream orders this rank's own work.
 
-        It awaits at least one of each peer, since that flag also says that the peer needs its window of the step
-        before no more. Another node's rank sends one message, for which a rank of this node raises one flag.
+        There is at least one flag from each peer, which also signals that the peer has released its previous window. A
+        rank of another node sends one message, for which a rank of this node signals one flag.
         """
         slices, reached = self.slices(self.options, step.batch.most), self.windows.arena.reached
         counts = [

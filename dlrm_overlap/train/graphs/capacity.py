@@ -30,10 +30,10 @@ _LOOK = timedelta(seconds=1)  # at what kernels have recorded, while an answer i
 
 
 class PendingResult:
-    """The greatest of some numbers over the ranks, found beside the steps.
+    """The elementwise maximum of some numbers over the ranks, computed while steps run.
 
-    Of a batch on a GPU kernels write the numbers. The ranks are asked once they are there, at the latest with the next
-    question: the CPU never waits for a step that has just been issued.
+    For a batch on a GPU, a kernel writes the numbers. The reduction starts when they are ready, at the latest before
+    the next one: the CPU never waits for a step that it has just issued.
     """
 
     def __init__(self, agreement: "RankConsensus", numbers: torch.Tensor, written: torch.Event | None) -> None:
@@ -112,16 +112,15 @@ class Description(NamedTuple):
 
 
 class CapacityTracker:
-    """The bound of captured steps, which is learnt from a first batch, and grows with later ones; alike on all ranks.
+    """The capacity of captured steps, learned from the first batch and grown by later ones; the same on all ranks.
 
-    A batch is described by [3 + 3 * T] int64: whether there is none, whether it is unlike the first one, its samples;
-    then of T features the ids of the batch, the most ids of a bag, and the least ids of a bag with a minus. A rank
-    without samples says nothing about bags: see `reference.count_bags`.
+    A batch is described by [3 + 3 * T + tables] int64: 1 if there is no batch, 1 if it differs from the first one, its
+    samples; then for each of T features the ids of the batch, the ids of the largest bag, and minus the ids of the
+    smallest bag; then one count of distinct ids for each unpooled table, computed on the device. A rank without samples
+    does not change the sizes of bags: see `reference.count_bags`.
 
-    Example: bags f: [5] [], g: [7, 7] [1] give 0 0 2, then 1 3, 1 2, 0 -1. The bound of 2 samples has room for 2 ids of
-    f, since the largest bag has 1, and for a quarter more than 3 of g, that is 4. A batch with 5 ids of g makes it 8.
-
-    The distinct ids of each unpooled table, of which the device finds the number, follow those.
+    Example: bags f: [5] [], g: [7, 7] [1] give 0 0 2, then 1 3, 1 2, 0 -1. The capacity for 2 samples is 2 ids of f,
+    since the largest bag has 1, and 4 ids of g, a quarter more than 3. A batch with 5 ids of g makes it 8.
     """
 
     def __init__(

@@ -56,14 +56,15 @@ _WORTH = 100  # replays, after which a capture was worth its time
 
 
 class GraphTrainPipeline(TrainPipeline[Any, Any]):
-    """Trains a TorchRec model as `TrainPipelineSparseDist` does, by CUDA graphs.
+    """Trains a TorchRec model like `TrainPipelineSparseDist`, with each step as a CUDA graph.
 
-    The model, under our sharder, is taken out of DDP: this pipeline sums the dense gradients itself, and starts all
-    ranks from rank 0's dense weights. Every step gives a gradient to the same dense parameters. Of several pipelines of
-    one model the one that trains has its graphs. `TrainPipelineSparseDist` trains a model that cannot be captured.
+    The model must be sharded by our sharder. It is taken out of DDP: this pipeline averages the dense gradients itself,
+    and starts all ranks from rank 0's dense weights. Every step must give a gradient to the same dense parameters. If
+    pipelines share a model, only the one that is training holds CUDA graphs. A model that cannot be captured is trained
+    by `TrainPipelineSparseDist`.
 
-    Steps are captured for batches like the first one, on each rank, with up to a bound of ids. The steps of others are
-    taken eagerly, and the bound grows where they are beyond it.
+    A graph is valid for batches like the first one, with at most `capacity` ids. Other batches are trained eagerly, and
+    the capacity grows if a batch exceeds it.
 
     Example:
         pipeline = GraphTrainPipeline(model, optimizer, device)
