@@ -20,7 +20,7 @@ from dlrm_overlap.config import (
     ValueRule,
     in_one_line,
 )
-from dlrm_overlap.launching.parsing import UniqueKeyLoader, read_tree
+from dlrm_overlap.launching.parsing import NOT_YAML, UniqueKeyLoader, read_tree
 
 Separator = Annotated[str, ValueRule("the text between two values", bool)]
 Delimiter = Annotated[str, ValueRule("one ASCII character", lambda value: len(value) == 1 and value.isascii())]
@@ -104,7 +104,9 @@ def read_schema(path: Path) -> Schema:
     try:
         with path.open() as file:
             tree = yaml.load(file, UniqueKeyLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except InputError:
+        raise
+    except (OSError, *NOT_YAML) as error:
         raise InputError(f"{path}: no schema can be read ({in_one_line(error)}); give a YAML file") from None
     keys = read_tree(tree, Schema, path)
     try:

@@ -15,7 +15,7 @@ def run() -> None:
     # Beside another program 300 to 3000 turns of spinning were slower than none. Read when torch is loaded, later.
     if sys.argv[1:2] != ["profile"]:  # whose program runs in this environment
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    lifetime.hold_asks()
+    lifetime.block_signals()
     lifetime.interrupt_imports()
     streams.open_streams()
     try:

@@ -22,7 +22,7 @@ from dlrm_overlap.bench.options import FIGURES, options_of
 from dlrm_overlap.config import BelowOne, Config, FullPath, InputError, NonNegativeInt, PositiveInt
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.launcher import announced_rank
-from dlrm_overlap.launching.lifetime import SAVED, release_asks, report_missing, say
+from dlrm_overlap.launching.lifetime import SAVED, report_missing, say, unblock_signals
 from dlrm_overlap.launching.parsing import Parser, parse_config, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_start, check_writable, run_on_ranks
@@ -311,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
         if argv[0] != "train":  # the only command that saves; it takes the signals once it can
-            release_asks()
+            unblock_signals()
         return COMMANDS[argv[0]](argv[1:])
     except InputError as error:
         return _refuse(str(error))

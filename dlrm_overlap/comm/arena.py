@@ -50,7 +50,7 @@ class BufferView:
         self._address = self._storage._cdata
         self._idle = self._count_users(self._address)
 
-    def lend(self, rows: int, first_column: int = 0, columns: int | None = None) -> torch.Tensor:
+    def acquire(self, rows: int, first_column: int = 0, columns: int | None = None) -> torch.Tensor:
         """Return `columns` columns, None for all, from `first_column` on, of the first `rows` rows.
 
         It is a tensor of its own on the region's storage: autograd lets nobody change a view in place that an autograd
@@ -124,7 +124,7 @@ class Arena(ABC):
             self._addresses[name] = torch.tensor(pointers, dtype=torch.int64, device=self.device)
         return self._addresses[name]
 
-    def loan(self, name: str) -> BufferView:
+    def buffer_view(self, name: str) -> BufferView:
         """Return a `BufferView` of region `name` of this rank's arena, by which its window is lent to the model."""
         region = self.local(name)
         region_bytes = region.numel() * region.dtype.itemsize
@@ -243,10 +243,10 @@ class HostArena(Arena):
         """
         flags = self.local(name)
         used = torch.arange(flags.shape[1], device="cpu") < counts[:, None]
-        patience = None
+        deadline = None
         while (missing := used & (flags < epoch)).any():
-            patience = patience or Deadline(timeout_s)
-            if patience.is_over():
+            deadline = deadline or Deadline(timeout_s)
+            if deadline.is_over():
                 peer, slot = missing.nonzero()[0].tolist()
                 raise ExchangeTimeoutError((self.rank, peer, slot, epoch, int(flags[peer, slot])), timeout_s, what)
             time.sleep(20e-6)

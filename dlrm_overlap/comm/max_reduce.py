@@ -99,7 +99,7 @@ class _Question:
     def __init__(self, numbers: np.ndarray, pipes: Mapping[int, _Pipes], asked: "deque[_Question]") -> None:
         self._numbers, self._late, self._asked = numbers, list(pipes.items()), asked
         self._has_failed = False
-        self._patience = Deadline(default_pg_timeout.total_seconds())
+        self._deadline = Deadline(default_pg_timeout.total_seconds())
 
     def wait(self, timeout: timedelta) -> None:
         """Take the answers that are not there yet, see `Work`; `timeout` is for each of them."""
@@ -113,9 +113,9 @@ class _Question:
     def _take(self, timeout_s: float) -> None:
         rank, pipe = self._late[-1]
         if not _is_readable(pipe.from_rank, timeout_s):
-            if self._patience.is_over():
+            if self._deadline.is_over():
                 self._fail()
-            raise RuntimeError(f"rank {rank} has not answered for {self._patience.waited_s:.0f} s")
+            raise RuntimeError(f"rank {rank} has not answered for {self._deadline.waited_s:.0f} s")
         header = os.read(pipe.from_rank, _HEADER.itemsize)
         size = int(np.frombuffer(header, _HEADER)[0]) if header else 0
         if size != self._numbers.nbytes:

@@ -63,7 +63,7 @@ class WindowPair:
         self.arena, self.counter = arena, counter
         self.names, self.flags = (f"{spec.name}0", f"{spec.name}1"), f"{spec.name}_ready"
         self._windows = [arena.local(name) for name in self.names]
-        self._loans: list[BufferView] = []
+        self._views: list[BufferView] = []
 
     @property
     def epoch(self) -> int:
@@ -86,7 +86,7 @@ class WindowPair:
         Raises:
             BufferInUseError: if a window that was lent is still in use; nothing has begun.
         """
-        if self._loans and self._held():
+        if self._views and self._held():
             gc.collect()  # a cycle may be all that holds it
             if self._held():
                 raise BufferInUseError(
@@ -97,17 +97,17 @@ class WindowPair:
         return self.counter.value
 
     def _held(self) -> bool:
-        first, second = self._loans
+        first, second = self._views
         return first.held or second.held
 
-    def lend(self, rows: int, first_column: int = 0, columns: int | None = None) -> torch.Tensor:
+    def acquire(self, rows: int, first_column: int = 0, columns: int | None = None) -> torch.Tensor:
         """Return `columns` columns, None for all, from `first_column` on, of the first `rows` rows of the window.
 
         The window is in use until nothing holds them any more.
         """
-        if not self._loans:
-            self._loans = [self.arena.loan(name) for name in self.names]
-        return self._loans[self.epoch % 2].lend(rows, first_column, columns)
+        if not self._views:
+            self._views = [self.arena.buffer_view(name) for name in self.names]
+        return self._views[self.epoch % 2].acquire(rows, first_column, columns)
 
     def peers(self, stride: int, dtype: torch.dtype) -> list[Windows]:
         """Return the windows of the ranks reached, of even epochs and of odd ones; `stride` is a row's, in elements."""

@@ -56,7 +56,7 @@ class World:
                     f"{self.source} launch: {prefix}WORLD_SIZE {size} is above {_MOST_RANKS}; correct what starts the "
                     f"ranks"
                 )
-        if self.world_size > 1 and not (_is_node(self.master_addr) and 0 < self.master_port < 1 << 16):
+        if self.world_size > 1 and not (_is_address(self.master_addr) and 0 < self.master_port < 1 << 16):
             raise InputError(
                 f"{self.source} launch: {self.world_size} ranks cannot meet at {self.master_addr!r}, port "
                 f"{self.master_port}; set MASTER_ADDR to the name or IP address of rank 0's node, without a port, and "
@@ -229,15 +229,15 @@ def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     return None
 
 
-def is_loopback(node: str) -> bool:
-    """Return whether `node` is a loopback address or localhost.
+def is_loopback(host: str) -> bool:
+    """Return whether `host`, a name or an address, is a loopback address or localhost.
 
     Other names are not looked up: a node may know itself as 127.0.1.1 and be reached by others at another address.
     """
     try:
-        address = ipaddress.ip_address(node)
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return node == "localhost"
+        return host == "localhost"
     return address.is_loopback
 
 
@@ -251,7 +251,7 @@ def _master_addr(environ: Mapping[str, str]) -> str:
     return str(address.ipv4_mapped or address)
 
 
-def _is_node(text: str) -> bool:
+def _is_address(text: str) -> bool:
     try:
         ipaddress.ip_address(text)
     except ValueError:

@@ -38,7 +38,7 @@ def end_with_parent(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def hold_asks() -> None:
+def block_signals() -> None:
     """Keep SIGTERM, SIGUSR1 and SIGHUP pending, in this process and in those that it starts from now on.
 
     So a signal that arrives before a process can save is not lost, and does not end it. Call it in the main thread.
@@ -46,16 +46,16 @@ def hold_asks() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
 
 
-def release_asks() -> None:
-    """Deliver the signals that `hold_asks`, here or in the process that started this one, has kept pending."""
+def unblock_signals() -> None:
+    """Deliver the signals that `block_signals`, here or in the process that started this one, has kept pending."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
 
 
-def handle_signals() -> None:
+def end_on_signals() -> None:
     """Let SIGTERM and SIGUSR1 end this process from now on, also if they are pending: it has nothing left to save."""
     for number in _ASKS:
         signal.signal(number, signal.SIG_DFL)
-    release_asks()
+    unblock_signals()
 
 
 def interrupt_imports() -> None:
@@ -127,7 +127,7 @@ class EndRequest:
         for number in (*_ASKS, *[signal.SIGINT] * heeds_keys):
             signal.signal(number, hear)
         self._listens = True
-        release_asks()
+        unblock_signals()
 
     @contextmanager
     def while_ranks_meet(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LAUNCHER_PID, LOOPBACK, NPROC_MARKER, free_port
-from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, SAVED, hold_asks, release_asks, say
+from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, SAVED, block_signals, say, unblock_signals
 
 # Passed on to the ranks, which may save before they end.
 _ASKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
@@ -50,17 +50,17 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     port = free_port()
     workers: list[subprocess.Popen[bytes]] = []
     try:
-        release_asks()
+        unblock_signals()
         if caught:
             say(f"dlrm-overlap: {signal.Signals(caught[0]).name}: no rank has started; run the same command again")
             return SAVED if argv[0] == "train" else 128 + caught[0]
-        hold_asks()
+        block_signals()
         for rank in range(nproc):
             workers.append(_start(argv, rank, nproc, port))
-        release_asks()
+        unblock_signals()
         return _wait(workers, caught)
     finally:
-        release_asks()
+        unblock_signals()
         for worker in workers:
             _kill_group(worker)
         for number, handler in previous.items():

@@ -78,24 +78,24 @@ class Watch:
         self._closed.set()
 
     def _run(self) -> None:
-        here, patience = None, self._patience()
+        here, deadline = None, self._new_deadline()
         while not self._closed.wait(min(self._period_s, _POLL_S)) and not self.progress.is_over:
             frame = sys._current_frames().get(self._watched)
             if frame is None:
                 return  # the watched thread has ended
             if (now := (self.progress.step, self.progress.batch, _instructions(frame))) != here:
-                here, patience = now, self._patience()
+                here, deadline = now, self._new_deadline()
                 self._moved = time.monotonic()
             if time.monotonic() - self._beaten >= self._period_s:
                 self._beat(frame)
             del frame
-            if patience.is_over():
+            if deadline.is_over():
                 lines, answering, moving = self._diagnose()
                 if not moving:
-                    self._end(lines, answering, patience.waited_s)
-                patience = self._patience()  # it reads or writes a checkpoint, which takes as long as its disk does
+                    self._end(lines, answering, deadline.waited_s)
+                deadline = self._new_deadline()  # it reads or writes a checkpoint, which takes as long as its disk does
 
-    def _patience(self) -> Deadline:
+    def _new_deadline(self) -> Deadline:
         return Deadline(SLACK * self._timeout_s, longest_s=max(2 * self._period_s, 1.0))
 
     def _beat(self, frame: FrameType) -> None:

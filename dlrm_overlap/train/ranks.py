@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dlrm_overlap.config import Config, DataConfig, InputError, PeerError, PositiveInt, flatten
 from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.environment import code_digest
-from dlrm_overlap.launching.lifetime import HOLD_BACK_S, EndRequest, handle_signals
+from dlrm_overlap.launching.lifetime import HOLD_BACK_S, EndRequest, end_on_signals
 from dlrm_overlap.launching.parsing import Parser, parse_config
 from dlrm_overlap.launching.resources import check_processes
 from dlrm_overlap.launching.spawn import spawn
@@ -226,7 +226,7 @@ def _one_rank_reports() -> Iterator[None]:
         rank = launcher.announced_rank()
         held_back = 3 if isinstance(error, PeerError) else (rank != 0) + (not isinstance(error, InputError))
         if rank is not None and held_back:
-            handle_signals()  # torchrun and mpirun end a rank by SIGTERM
+            end_on_signals()  # torchrun and mpirun end a rank by SIGTERM
             time.sleep(HOLD_BACK_S * held_back)
         raise
 

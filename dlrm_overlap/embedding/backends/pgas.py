@@ -239,7 +239,7 @@ class ZeroCopyForward(Forward):
         samples = step.batch.per_rank[self.rank]
         if self._partials:
             self.add_partials(step, self.windows.local[:samples])
-        pooled = self.windows.lend(samples, self.leading, self.layout.total_dim)
+        pooled = self.windows.acquire(samples, self.leading, self.layout.total_dim)
         return pooled.clone(memory_format=torch.contiguous_format) if copy else pooled
 
     def flags_of(self, step: Step) -> PairFlags:

@@ -4,7 +4,7 @@ The others run on two ranks, and on GPUs that other checks use at the same time:
 which compiles kernels and prepares.
 """
 
-from fnmatch import fnmatchcase
+from tests.gpu.exchange.sharing import reason_for
 
 _PEERS = "a rank has several peers, which it reaches in the schedule's order and hears in any"
 _NODES = "nodes of one rank make no sums and forward nothing to their other ranks"
@@ -81,9 +81,9 @@ EXCLUSIVE = {
 
 def why_all(name: str) -> str:
     """Return why a check needs all ranks; empty if two ranks do."""
-    return next((why for pattern, why in OF_ALL.items() if fnmatchcase(name, pattern)), "")
+    return reason_for(name, OF_ALL)
 
 
 def why_exclusive(name: str) -> str:
     """Return why a check shares its GPUs with no other; empty if it can."""
-    return next((why for pattern, why in EXCLUSIVE.items() if fnmatchcase(name, pattern)), "")
+    return reason_for(name, EXCLUSIVE)

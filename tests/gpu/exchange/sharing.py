@@ -5,6 +5,7 @@ arrive over a link, and nothing that is timed counts: the GPU runs one rank at a
 """
 
 import os
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -31,9 +32,14 @@ UNSHARED = {
 """names of checks -> why they cannot hold where ranks share a GPU"""
 
 
+def reason_for(name: str, reasons: Mapping[str, str]) -> str:
+    """Return the reason of the first pattern that matches the name of a check; empty if none does."""
+    return next((why for pattern, why in reasons.items() if fnmatchcase(name, pattern)), "")
+
+
 def why_not_shared(name: str) -> str:
     """Return why check `name` cannot hold where ranks share a GPU; empty if it can."""
-    return next((why for pattern, why in UNSHARED.items() if fnmatchcase(name, pattern)), "")
+    return reason_for(name, UNSHARED)
 
 
 def init_shared(world: World, device: torch.device, timeout_s: float) -> None:

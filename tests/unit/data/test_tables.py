@@ -255,6 +255,7 @@ def test_numbers_of_64_bits_and_hexadecimal_ones_are_keys(tmp_path: Path) -> Non
         ("labels: a", "labels: 'a' must be sections by name"),
         ("- 1", "must be a section of keys"),
         ("a: [", "no schema can be read"),
+        ("labels: {a: !!int ''}", "no schema can be read"),
     ],
 )
 def test_a_wrong_schema_is_refused(tmp_path: Path, text: str, rule: str) -> None:

@@ -93,43 +93,43 @@ def test_a_machine_that_stores_in_another_order_is_refused(
         open_arena(REGIONS, world_of_one, CPU)
 
 
-def test_a_loan_is_held_as_long_as_a_tensor_lives(arena: HostArena) -> None:
-    loan = arena.loan("window")
+def test_a_buffer_is_held_as_long_as_a_tensor_lives(arena: HostArena) -> None:
+    buffer = arena.buffer_view("window")
     arena.local("window").copy_(torch.arange(24.0).view(4, 6))
-    assert not loan.held
-    lent = loan.lend(3)
+    assert not buffer.held
+    lent = buffer.acquire(3)
     assert torch.equal(lent, torch.arange(18.0).view(3, 6)), "the region itself, without a copy"
     arena.local("window")[0, 0] = 99
     assert lent[0, 0] == 99
     view = lent[1:, 2:].t()
     del lent
-    assert loan.held
+    assert buffer.held
     copy = view.clone()
     del view
-    assert not loan.held
+    assert not buffer.held
     assert copy.numel() == 8
 
 
-def test_a_loan_is_held_by_a_graph_that_saved_it(arena: HostArena) -> None:
-    loan = arena.loan("window")
+def test_a_buffer_is_held_by_a_graph_that_saved_it(arena: HostArena) -> None:
+    buffer = arena.buffer_view("window")
     weight = torch.ones(6, requires_grad=True)
-    loss = (loan.lend(4) * weight).sum()
-    assert loan.held, "the product's backward needs the factor"
+    loss = (buffer.acquire(4) * weight).sum()
+    assert buffer.held, "the product's backward needs the factor"
     loss.backward()
-    assert not loan.held, "backward frees what the graph saved"
-    loss = (loan.lend(4) * weight).sum()
-    assert loan.held
+    assert not buffer.held, "backward frees what the graph saved"
+    loss = (buffer.acquire(4) * weight).sum()
+    assert buffer.held
     del loss
-    assert not loan.held
+    assert not buffer.held
     with torch.no_grad():
-        product = loan.lend(4) * weight
-    assert not loan.held
+        product = buffer.acquire(4) * weight
+    assert not buffer.held
     assert product.shape == (4, 6)
 
 
 def test_lent_memory_outlives_the_arena(world_of_one: dist.ProcessGroup) -> None:
     arena = open_arena(REGIONS, world_of_one, CPU)
-    lent = arena.loan("window").lend(4)
+    lent = arena.buffer_view("window").acquire(4)
     arena.local("window").fill_(3)
     arena.close()
     gc.collect()

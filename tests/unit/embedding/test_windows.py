@@ -24,7 +24,7 @@ def _produce(windows: WindowPair) -> torch.Tensor:
     """Take a step whose output is its epoch."""
     epoch = windows.begin()
     windows.local.fill_(epoch)
-    return windows.lend(3)
+    return windows.acquire(3)
 
 
 def test_steps_count_up_and_windows_take_turns(windows: WindowPair) -> None:

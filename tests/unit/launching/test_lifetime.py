@@ -46,7 +46,7 @@ MEETS = """
 import os, signal, sys, time
 from dlrm_overlap.launching import lifetime
 lifetime._GRACE_S = 0.3
-lifetime.hold_asks()
+lifetime.block_signals()
 if sys.argv[2] == "before":
     os.kill(os.getpid(), signal.SIGUSR1)
 end = lifetime.EndRequest()

@@ -191,7 +191,8 @@ class TestSpawn:
     def test_a_launcher_that_is_asked_before_it_starts_a_rank_starts_none(
         self, worker: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
     ) -> None:
-        asked = f"from dlrm_overlap.launching.lifetime import hold_asks; hold_asks(); signal.raise_signal({number}); "
+        blocked = "from dlrm_overlap.launching.lifetime import block_signals; block_signals(); "
+        asked = f"{blocked}signal.raise_signal({number}); "
         assert launcher_of(worker, number, "all:say", before=asked).wait(20) == SAVED
         told = f"dlrm-overlap: {number.name}: no rank has started; run the same command again\n"
         assert capfd.readouterr() == ("", told)
