@@ -71,7 +71,7 @@ def _gpus() -> Iterator[Finding]:
     import torch
 
     from dlrm_overlap.comm.network import missing_puts
-    from dlrm_overlap.comm.reach import nodes_of, place_of
+    from dlrm_overlap.comm.reach import location_of, nodes_of
 
     if not torch.cuda.is_available():
         cure = "check nvidia-smi, the driver, CUDA_VISIBLE_DEVICES, docker run --gpus all" if torch.version.cuda else ""
@@ -82,7 +82,7 @@ def _gpus() -> Iterator[Finding]:
         about = torch.cuda.get_device_properties(device)
         memory = f"{about.total_memory / 2**30:.0f} GiB"
         yield Finding(f"GPU {device.index}", f"{about.name}, {memory}, compute capability {about.major}.{about.minor}")
-    nodes, _ = nodes_of([place_of(device) for device in devices])
+    nodes, _ = nodes_of([location_of(device) for device in devices])
     together = " | ".join(f"{node[0]}-{node[-1]}" if len(node) > 1 else str(node[0]) for node in nodes)
     missing = missing_puts()
     others = "messages of NCCL" + (f" ({missing})" if missing else ", or puts from kernels (NVSHMEM is there)")
