@@ -173,7 +173,7 @@ def test_the_two_lines_of_the_page_train(world_of_one: dist.ProcessGroup, caplog
         adagrad = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adagrad(parameters, lr=0.03))
         names |= {"model": model, "optimizer": CombinedOptimizer([model.fused_optimizer, ("dense", adagrad)])}
         exec(pipeline, names)
-        batches = example["made_up"](15, rank=0)
+        batches = example["synthetic_batches"](15, rank=0)
         loss = [names["pipeline"].progress(batches).item() for _ in range(15)][-1]
         names["pipeline"].close()
     warnings = [each for each in caplog.records if each.name == "dlrm_overlap" and each.levelname == "WARNING"]
