@@ -53,14 +53,14 @@ class FlatParameters:
         shards: Collection[str] = (),
         shadow_dtype: torch.dtype | None = None,
     ) -> None:
-        """Move `parameters`, given by name in the model's order; `why_not_flat` must return None for them.
+        """Move `parameters`, given by name in the model's order; `unsupported_by_flat` must return None for them.
 
         Args:
             parameters: with the same number of elements on all ranks.
             shards: names of parameters of which each rank holds a different part.
             shadow_dtype: float16 or bfloat16 of `shadow`; None makes none.
         """
-        assert (reason := why_not_flat(parameters)) is None, reason
+        assert (reason := unsupported_by_flat(parameters)) is None, reason
         self.named = dict(parameters)
         """the parameters as given, including slices"""
         slices = _slices(parameters)
@@ -204,7 +204,7 @@ def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, int]
     return found
 
 
-def why_not_flat(parameters: Mapping[str, nn.Parameter]) -> str | None:
+def unsupported_by_flat(parameters: Mapping[str, nn.Parameter]) -> str | None:
     """Return why `FlatParameters` cannot move parameters, or None if it can."""
     for name, given in parameters.items():
         parameter = given._original_tensor if isinstance(given, TableBatchedEmbeddingSlice) else given

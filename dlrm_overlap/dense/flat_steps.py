@@ -19,7 +19,7 @@ _KINDS = {
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")  # options that change an update if set
 
 
-def why_no_flat_steps(optimizer: Any) -> str | None:
+def unsupported_by_flat_steps(optimizer: Any) -> str | None:
     """Return why `FlatSteps` does not support an optimizer, or None if it does."""
     name = type(optimizer).__name__
     if type(optimizer) not in _KINDS:
@@ -45,7 +45,7 @@ class FlatSteps:
     """
 
     def __init__(self, flat: FlatParameters, optimizer: torch.optim.Optimizer) -> None:
-        """Take over an optimizer's state; `why_no_flat_steps` must return None for it.
+        """Take over an optimizer's state; `unsupported_by_flat_steps` must return None for it.
 
         Its parameters that are not in `flat` get no gradient.
         """

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
-from dlrm_overlap.dense.flat import FlatParameters, why_not_flat
+from dlrm_overlap.dense.flat import FlatParameters, unsupported_by_flat
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.kernels.dense.arguments import BLOCK
 from tests.agreement import assert_near, assert_same
@@ -126,10 +126,10 @@ class _Owned(nn.Parameter):
 
 def test_parameters_that_cannot_be_moved_have_a_reason() -> None:
     plain, half = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1).half())
-    assert why_not_flat({"a": plain}) is None
-    assert why_not_flat({"a": half}) == "a is torch.float16 and must be torch.float32"
+    assert unsupported_by_flat({"a": plain}) is None
+    assert unsupported_by_flat({"a": half}) == "a is torch.float16 and must be torch.float32"
     owned = "a is a _Owned and must be a plain nn.Parameter with memory of its own"
-    assert why_not_flat({"a": _Owned(torch.ones(1))}) == owned
+    assert unsupported_by_flat({"a": _Owned(torch.ones(1))}) == owned
 
 
 def _slices(whole: nn.Parameter) -> dict[str, nn.Parameter]:
