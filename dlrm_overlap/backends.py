@@ -1,7 +1,4 @@
-"""The registry of embedding backends: their options, and where their code is. It imports neither that code nor torch.
-
-docs/adding_a_backend.md explains how to add one.
-"""
+"""The registry of embedding backends. It imports neither their code nor torch (docs/adding_a_backend.md)."""
 
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -10,7 +7,7 @@ _PACKAGE = "dlrm_overlap.embedding.backends"
 
 
 class Implementation(NamedTuple):
-    """Where the class of a forward or backward is: MODULE:CLASS in `embedding/backends`, by device type."""
+    """Where a forward's or backward's class is, by device type: MODULE:CLASS in `embedding/backends`."""
 
     cpu: str
     cuda: str
@@ -31,7 +28,7 @@ class Backend(NamedTuple):
     backward: str | None
     """name in `BACKWARDS` of how gradients are sent back; None: TorchRec's"""
     stores_to_peers: bool = False
-    """whether it stores into peers' memory within a node, so that `GraphTrainPipeline` can capture its steps"""
+    """whether it stores into peers' memory within a node, which `GraphTrainPipeline` needs"""
     has_slices: bool = False
     """whether its kernel is persistent, so that `embedding.put`, `slice_bags` and `programs_per_sm` apply"""
     forward_internode: Implementation | None = None
@@ -71,4 +68,4 @@ BACKWARDS_INTERNODE = BACKWARDS | {"push": Implementation(cpu="internode:CpuPush
 """The backwards if ranks are on several nodes."""
 
 EXCHANGED = tuple(name for name, backend in BACKENDS.items() if backend.forward is not None)
-"""Backends with an exchange of this project, which the sharder accepts."""
+"""Backends whose exchange is this project's."""

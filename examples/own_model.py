@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/own_model.py --backend pgas        # on GPUs, or on a CPU if there are none
     python examples/own_model.py                                            # one process
 
-A user tower and an item tower each map pooled embeddings to a vector; the dot product is the logit of a click. Only two
-lines differ from TorchRec (--backend torchrec): the sharder and the pipeline. docs/torchrec.md has details.
+The dot product of a user vector and an item vector is the logit of a click. Only two lines differ from TorchRec
+(--backend torchrec): the sharder and the pipeline (docs/torchrec.md).
 
 You can ignore the warnings: TorchRec's planner warns about its own estimates, PyTorch about how TorchRec uses DDP.
 """

@@ -1,7 +1,7 @@
 """Memory that the ranks of a node share. This is the only file that uses PyTorch's symmetric memory.
 
-Each step has an epoch, 1, 2, 3, ..: a producer stores data, then sets its flag at the consumer to the epoch (signal),
-and the consumer waits for it. Flags are never reset. On GPUs kernels do so (`kernels.flags`), on CPUs `HostArena`.
+Producers store data, then set a flag at the consumer to the step's epoch (signal), for which the consumer waits. Flags
+only grow. On GPUs kernels signal and wait (`kernels.flags`), on CPUs `HostArena` does.
 """
 
 import mmap
@@ -39,7 +39,7 @@ class BufferView:
     """A region that is given out as a tensor, and that knows whether the tensor is in use."""
 
     def __init__(self, region: torch.Tensor) -> None:
-        """Take a tensor [rows, columns] that has a storage of its own."""
+        """Take a tensor [rows, columns] with its own storage."""
         self._region, self._storage = region, region.untyped_storage()
         self._columns, self._strides = region.shape[1], region.stride()
         self._count_users: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
@@ -47,9 +47,9 @@ class BufferView:
         self._idle = self._count_users(self._address)
 
     def acquire(self, rows: int, first_column: int = 0, columns: int | None = None) -> torch.Tensor:
-        """Return the first `rows` rows of `columns` columns from `first_column`; None is all following columns.
+        """Return the first `rows` rows of `columns` columns (None: all) from `first_column` on.
 
-        It is a new tensor, not a view: autograd forbids in-place changes of a view made by an autograd function.
+        It is not a view: autograd forbids in-place changes of a view made by an autograd function.
         """
         columns = self._columns - first_column if columns is None else columns
         with torch.inference_mode(False):  # a tensor made in inference mode could not be saved for a backward
@@ -62,7 +62,7 @@ class BufferView:
 
 
 class CudaMemory:
-    """`size_bytes` bytes of GPU memory at `address` that `torch.as_tensor` wraps without a copy; `holds` owns them."""
+    """GPU memory that `torch.as_tensor` wraps without a copy; `holds` keeps it allocated."""
 
     def __init__(self, address: int, size_bytes: int, holds: object = None) -> None:
         self._holds = holds
@@ -96,22 +96,22 @@ class Arena(ABC):
 
     @abstractmethod
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        """Return the memory of each reached rank, [size_bytes] uint8; a rank zeroes its own before peers can write."""
+        """Return each reached rank's memory, [size_bytes] uint8; a rank zeroes its own before peers can write."""
 
     def view(self, name: str, rank: int) -> torch.Tensor:
-        """Return region `name` of the arena of `rank`, one of `reached`."""
+        """Return region `name` of `rank`, one of `reached`."""
         offset, (shape, dtype) = self._regions[name]
         memory = self._memory[self.reached.index(rank)]
         return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def local(self, name: str) -> torch.Tensor:
-        """Return region `name` of this rank's arena."""
+        """Return region `name` of this rank."""
         return self.view(name, self.rank)
 
     def addresses(self, name: str) -> torch.Tensor:
-        """Return int64 on the device: this process's address of region `name` of each reached rank.
+        """Return int64 on the device: addresses here of region `name` of each reached rank.
 
-        The first call copies to the device, so it must not be captured. Later calls return the same tensor.
+        The first call, a copy to the device, must not be captured.
         """
         if name not in self._addresses:
             pointers = [self.view(name, rank).data_ptr() for rank in self.reached]
@@ -127,7 +127,7 @@ class Arena(ABC):
         return BufferView(torch.as_tensor(memory, device=self.device).view(region.dtype).view(region.shape))
 
     def close(self) -> None:
-        """Free the memory, which no kernel here or at a peer may use any more."""
+        """Free the memory; no kernel, here or at a peer, may use it any more."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._memory = []
@@ -171,7 +171,7 @@ class CudaArena(Arena):
 
 
 class HostArena(Arena):
-    """Memory that processes of one node share through unnamed files, which a killed process does not leave behind."""
+    """Memory shared by the processes of a node, in unnamed files that disappear with them."""
 
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
         files: list[int] = []
@@ -211,7 +211,6 @@ class HostArena(Arena):
         return descriptor
 
     def _open(self, path: str, expected: tuple[int, int]) -> torch.Tensor:
-        """Map the file at `path` if its device and inode are `expected`."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -225,14 +224,14 @@ class HostArena(Arena):
             os.close(descriptor)
 
     def signal_flag(self, name: str, peer: int, slot: int, epoch: int, source: int | None = None) -> None:
-        """Set flag `slot` of this rank, or of `source`, in region `name` [W, slots] int64 of `peer` to `epoch`."""
+        """Set flag `slot` of this rank (or of `source`) at `peer` to `epoch`; region `name` is [W, slots] int64."""
         self.view(name, peer)[self.rank if source is None else source, slot] = epoch
 
     def wait(self, name: str, counts: torch.Tensor, epoch: int, timeout_s: float, what: str = "slice") -> None:
-        """Wait until the first counts[w] flags of every rank w are at least `epoch`; `what` names a slot in the error.
+        """Wait until the first counts[w] flags of each rank w reach `epoch`; errors name a slot by `what`.
 
         Raises:
-            ExchangeTimeoutError: after `timeout_s` seconds.
+            ExchangeTimeoutError: after `timeout_s`.
         """
         flags = self.local(name)
         used = torch.arange(flags.shape[1], device="cpu") < counts[:, None]
@@ -255,10 +254,10 @@ def _out_of_reach(path: str, why: str) -> InputError:
 def open_arena(
     regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, reach: Reach | None = None
 ) -> Arena:
-    """Make a zeroed arena; a collective of `group`, with the same regions on all ranks.
+    """Make a zeroed arena; a collective, with the same regions on all ranks.
 
     Args:
-        reach: which ranks see each other's regions; None is all of `group`.
+        reach: which ranks see each other's regions; None: all of `group`.
 
     Raises:
         InputError: if ranks that should share memory cannot.

@@ -1,7 +1,4 @@
-"""Copies to a peer's memory by a GPU's copy engines, which leave its multiprocessors free.
-
-They run one at a time: on an H200 one copy saturates the links, three concurrent ones are slower (docs/lab.md).
-"""
+"""Copies to a peer's memory by a GPU's copy engines, which leave its multiprocessors free (docs/lab.md)."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -23,24 +20,24 @@ class CopyEngine:
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
-        """Create the stream. `priority` applies to kernels that are issued on it; copies have none."""
+        """Create the stream; `priority` is that of kernels on it."""
         self.stream = torch.cuda.Stream(device, priority=priority)
         self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
 
     def follow(self) -> None:
-        """Make later work of this stream wait for what has been issued on the current stream."""
+        """Make this stream wait for what has been issued on the current one."""
         self._begun.record(torch.cuda.current_stream(self.stream.device))
         self.stream.wait_event(self._begun)
 
     def join(self) -> None:
-        """Make the current stream wait for all copies issued so far."""
+        """Make the current stream wait for what has been issued here."""
         self._done.record(self.stream)
         torch.cuda.current_stream(self.stream.device).wait_event(self._done)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source` to `destination`: contiguous, of one shape and dtype, in this GPU's memory or a peer's.
+        """Copy between contiguous tensors of one shape and dtype, in this GPU's memory or a peer's.
 
-        This takes a quarter of the host time of `copy_` on another stream.
+        It takes a quarter of the host time of `copy_` on another stream.
         """
         assert (destination.shape, destination.dtype) == (source.shape, source.dtype), "bytes are copied as they are"
         assert all(each.is_contiguous() for each in (destination, source)), "one range of bytes is copied to another"
@@ -54,9 +51,9 @@ class CopyEngine:
         _check(runtime.cudaMemcpyAsync, destination.data_ptr(), source.data_ptr(), size, kind, stream)
 
     def write_flag(self, flag: torch.Tensor, word: torch.Tensor) -> None:
-        """Copy `word` to `flag` after all earlier copies are complete, which whoever acquires the flag then sees.
+        """Copy `word` to `flag` after all earlier copies are complete, also for whoever acquires the flag.
 
-        A copy reads `word` when it runs, so a replayed graph writes the value of that moment, not the captured one.
+        Unlike a stream memory operation, a replayed copy writes the value of that moment.
 
         Args:
             flag: [1] int64, in this GPU's memory or a peer's.
@@ -65,15 +62,13 @@ class CopyEngine:
         self.copy(flag, word)
 
     def wait_counter(self, word: torch.Tensor, count: int) -> None:
-        """Make later work of this stream wait, without a timeout, until `word` has reached the constant `count`.
+        """Make this stream wait, without a timeout, until `word` reaches the constant `count`, at least 1.
 
-        Reset the word before each use: after this wait is done (`join`), before the kernel that increments it, and
-        before the next wait (`follow`). Launch that kernel before calling this: its first launch loads it, which can
-        wait for the whole device, and so for this stream.
+        Reset the word before each use: after this wait (`join`), before the kernel that increments it, and before the
+        next wait (`follow`). Launch that kernel first: its first launch loads it, which may wait for this stream.
 
         Args:
-            word: [1] int64 in this GPU's memory, initially 0, incremented by atomics at GPU scope or wider.
-            count: at least 1.
+            word: [1] int64 in this GPU's memory, incremented by atomics at GPU scope or wider.
         """
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports] # not on a CPU
 

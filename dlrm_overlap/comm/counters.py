@@ -1,10 +1,10 @@
 """Step counters that stay right when captured and eager steps follow each other.
 
-A CUDA graph replays its kernels' arguments, so kernels add an `argument` and a `word` in device memory. Eager steps
-increase the argument. Captured steps increase the word, and their argument stays as captured.
+A CUDA graph replays its kernels' arguments, so kernels add an `argument`, which eager steps increase, and a `word` in
+device memory, which captured steps increase.
 
-Example: a step is captured as the 4th, after 3 eager ones. The capture advances the word to 1, so argument 3 is
-captured. The next replay is the 5th step, with the word at 2. An eager 6th step has argument 4, and the word is 2.
+Example: a step is captured as the 4th. The capture advances the word to 1, so argument 3 is captured. The next replay
+is the 5th step, with word 2. An eager 6th step has argument 4 and word 2.
 """
 
 import torch
@@ -17,7 +17,6 @@ class Counter:
         self.word = word
         """[1] int64 on the device, which kernels add to `argument`"""
         self.value = 0
-        """as counted on the host"""
         self.on_device = 0
         """value of `word` once all issued work is done"""
 
@@ -36,13 +35,13 @@ class Counters:
         self.each = [Counter(words[:1]) for words in self._words]
 
     def advance(self) -> None:
-        """Increase every word on the current stream, at the start of a captured or replayed step."""
+        """Increase every word, at the start of a captured or replayed step."""
         self._words.add_(1)
         for counter in self.each:
             counter.on_device += 1
 
     def count_step(self) -> None:
-        """Count a replayed step, in which every number and word increases."""
+        """Count a replayed step on the host."""
         for counter in self.each:
             counter.value += 1
             counter.on_device += 1

@@ -4,10 +4,10 @@ import time
 
 
 class Deadline:
-    """The time limit of a wait that polls, without time in which this process was stopped, e.g. by Ctrl-Z."""
+    """The time limit of a wait that polls. Time while this process was stopped (Ctrl-Z) does not count."""
 
     def __init__(self, timeout_s: float, longest_s: float = 1.0) -> None:
-        """Start a wait of `timeout_s`. At most `longest_s` counts between two polls; it must be far more than usual."""
+        """Start a wait; at most `longest_s` counts between two polls."""
         self.waited_s = 0.0
         self._timeout_s, self._longest_s = timeout_s, longest_s
         self._polled = time.monotonic()

@@ -24,7 +24,7 @@ class ExchangeTimeoutError(RuntimeError):
 
 
 class DeviceErrorRecord:
-    """The first error of each kind that kernels have reported, such as an expired wait (`primitives.record`)."""
+    """The first error of each kind that kernels have reported (`primitives.record`)."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -45,7 +45,7 @@ class DeviceErrorRecord:
         return self._read(_EXPIRED, 5)
 
     def raise_expired(self, timeout_s: float, what: str = "slice") -> None:
-        """Raise if a wait of `timeout_s` has expired, without waiting for the device; `what` names a slot.
+        """Raise if a wait has expired, without waiting for the device; `what` names a slot.
 
         Raises:
             ExchangeTimeoutError: if a wait has expired.
@@ -71,15 +71,10 @@ class DeviceErrorRecord:
 
 
 def settle(group: dist.ProcessGroup, device: torch.device, check: Callable[[], None]) -> None:
-    """Wait until no rank of `group` has work in flight, so that shared memory can be freed; a collective.
+    """Wait until no rank has work in flight, so that shared memory can be freed; a collective.
 
     Args:
-        group: ranks that write to each other's memory.
-        device: this rank's.
         check: raises recorded errors, instead of the CUDA error that an expired wait leaves.
-
-    Raises:
-        ExchangeTimeoutError: by `check`.
     """
     try:
         if device.type == "cuda":

@@ -25,13 +25,13 @@ class _Fault(NamedTuple):
 
 
 def on_every_rank(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
-    """Call `work`, and return its result once it has succeeded on every rank of `group`; a collective.
+    """Call `work`, and return its result once it has succeeded on every rank; a collective.
 
-    All ranks raise the same kind of error, after all know of it, so no rank waits for one that is gone.
+    After a failure all ranks raise, the same kind of error, so no rank waits for one that is gone.
 
     Raises:
-        InputError: on every rank, if every failure is an `InputError`.
-        PeerError: if some failure is not an `InputError`; a rank that has failed so itself raises its own error.
+        InputError: if every failure is an `InputError`.
+        PeerError: if some failure is another exception, which is raised on its own rank.
     """
     try:
         result = work()

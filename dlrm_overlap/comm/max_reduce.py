@@ -1,8 +1,7 @@
 """The elementwise maximum of integers over ranks, computed by the CPUs while the GPUs work.
 
-Ranks of one machine send each other their numbers through pipes, which takes a tenth of the time of gloo's all-reduce.
-gloo is used if there are several machines, or more numbers than fit a pipe. The pipes are unnamed, and a rank opens its
-peers' pipes through /proc/<process id>/fd, so no other user's process can connect.
+Ranks of one machine use unnamed pipes, opened through /proc/<process id>/fd, which take a tenth of the time of gloo and
+which no other user can open. gloo is used between machines, and for more numbers than fit a pipe.
 """
 
 import fcntl
@@ -37,20 +36,19 @@ class Work(Protocol):
     """A reduction in flight, as torch.distributed's `Work`."""
 
     def wait(self, timeout: timedelta) -> Any:
-        """Wait until the maxima are there.
+        """Wait for the maxima.
 
         Raises:
-            RuntimeError: after `timeout`, and `wait` may be called again; or if the reduction has failed, which
-                completes it.
+            RuntimeError: after `timeout`, and `wait` may be called again; or if the reduction has failed.
         """
 
     def is_completed(self) -> bool:
-        """Return whether the maxima are there, or never will be."""
+        """Return whether the maxima are there or the reduction has failed."""
         ...
 
 
 class AsyncMaxReduce:
-    """Replaces numbers by their maxima over a group's ranks, which all start their reductions in the same order."""
+    """Replaces numbers by their maxima over ranks, which start their reductions in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Connect the ranks, two or more; a collective."""
@@ -60,7 +58,7 @@ class AsyncMaxReduce:
             weakref.finalize(self, _close, [end for pipe in self._pipes.values() for end in pipe])
 
     def begin(self, numbers: torch.Tensor) -> Work:
-        """Start to replace `numbers`, [n] int64 on the CPU, by the maxima; n is the same on all ranks."""
+        """Start to replace `numbers`, [n] int64 on the CPU, by the maxima."""
         if self._pipes is None or numbers.nbytes > _MAX_BYTES:
             work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._gloo, async_op=True)
             assert work is not None
@@ -75,15 +73,12 @@ class AsyncMaxReduce:
 
     @cached_property
     def _gloo(self) -> Any:
-        """A gloo group of the ranks; the first access is a collective."""
         ranks = dist.get_process_group_ranks(self._ranks)
         # A group of its own, since these reductions come in no fixed order among the other collectives.
         return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 class _Pipes(NamedTuple):
-    """File descriptors of the pipes from and to another rank."""
-
     from_rank: int
     to_rank: int
 
@@ -97,7 +92,7 @@ class _PipeReduction:
         self._deadline = Deadline(default_pg_timeout.total_seconds())
 
     def wait(self, timeout: timedelta) -> None:
-        """Read what has not arrived yet; `timeout` applies to each message. See `Work`."""
+        """See `Work`; `timeout` applies to each message."""
         while self._missing:
             self._pending[0]._take(timeout.total_seconds())
 
@@ -136,7 +131,7 @@ def _is_readable(pipe: int, timeout_s: float) -> bool:
 
 
 def _connected(group: dist.ProcessGroup) -> dict[int, _Pipes] | None:
-    """Return the pipes to each other rank, None if some rank cannot open its peers' pipes; a collective."""
+    """Return the pipes to each other rank, None if some rank cannot open them; a collective."""
     rank, made = group.rank(), dict[int, tuple[int, int]]()
     to_rank = dict[int, int]()
     is_open = True
@@ -166,16 +161,11 @@ def _connected(group: dist.ProcessGroup) -> dict[int, _Pipes] | None:
 
 
 def _address_of(end: int) -> tuple[str, tuple[int, int]]:
-    """Return the path at which a peer finds a pipe's end of this process, and the pipe's identity."""
     return f"/proc/{os.getpid()}/fd/{end}", _identity(os.fstat(end))
 
 
 def _open(path: str, expected: tuple[int, int]) -> int:
-    """Open a pipe for writing.
-
-    Raises:
-        OSError: if that fails, or it is not the `expected` pipe.
-    """
+    """Open a pipe for writing; raises OSError unless it is the `expected` one."""
     # Checked before opening: in another container this process id may be another process, and its file a device.
     if _identity(os.stat(path)) != expected:
         raise FileNotFoundError(path)

@@ -1,7 +1,6 @@
-"""Memory that kernels of any node can write to. This is the only file that uses NVSHMEM.
+"""Memory that kernels of any node can write to, by NVSHMEM's host library. This is the only file that uses it.
 
-It calls the NVSHMEM host library that PyTorch installs. PyTorch's own symmetric memory cannot be used, as it allows one
-backend per process: the arena needs CUDA's, since NVSHMEM allocates on all ranks, not on those of one node.
+PyTorch's symmetric memory allows one backend per process, and the arena needs CUDA's: NVSHMEM allocates on all ranks.
 """
 
 import ctypes
@@ -38,7 +37,6 @@ def missing_puts() -> str:
 
 
 def _library(name: str) -> Path | None:
-    """Return the path of an NVSHMEM file, from NVSHMEM_LIB_DIR if that is set, else from the installed package."""
     folders = [Path(os.environ["NVSHMEM_LIB_DIR"])] if "NVSHMEM_LIB_DIR" in os.environ else []
     if importlib.util.find_spec("nvidia") and (found := importlib.util.find_spec("nvidia.nvshmem")):
         folders += [Path(package) / "lib" for package in found.submodule_search_locations or ()]
@@ -46,14 +44,13 @@ def _library(name: str) -> Path | None:
 
 
 class NvshmemHeap:
-    """A block of NVSHMEM's memory, of one size on every rank, that kernels put into; the constructor is a collective.
+    """A block of NVSHMEM's memory, of one size on every rank; the constructor is a collective.
 
-    NVSHMEM frees only on all ranks at once, and an exchange that closes after a peer has failed must not wait for it.
-    So blocks are not freed, but reused for later blocks of the same size.
+    NVSHMEM frees on all ranks at once, and must not wait for a failed peer, so closed blocks are reused instead.
     """
 
     def __init__(self, size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Take a zeroed block. `start_puts` must have been called.
+        """Take a zeroed block, after `start_puts`.
 
         Raises:
             InputError: if there is not enough memory.
@@ -71,7 +68,6 @@ class NvshmemHeap:
 
         on_every_rank(allocate, group)
         self.local = torch.as_tensor(CudaMemory(self._address, size_bytes), device=device)
-        """[size] uint8, this rank's"""
         self.local.zero_()
         torch.cuda.synchronize(device)
         dist.barrier(group)  # no rank puts before all have zeroed
@@ -87,12 +83,7 @@ class NvshmemHeap:
 
 
 def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
-    """Start NVSHMEM on all ranks of `group`, so that kernels can put to other nodes; a collective.
-
-    Args:
-        group: all ranks.
-        device: this rank's.
-        timeout_s: limit of the start, in which ranks wait for each other within NVSHMEM.
+    """Start NVSHMEM on all ranks, within `timeout_s`; a collective.
 
     Raises:
         InputError: on all ranks, if some rank cannot start.
@@ -108,16 +99,16 @@ def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
 
 
 def _refuse(why: str, group: dist.ProcessGroup) -> None:
-    """Raise the ranks' fault on all ranks, preferably the cause for which others wait; an empty `why` is none."""
+    """Raise the ranks' fault on all ranks, preferably the cause for which others wait."""
     if found := faults(why and f"{why} (rank {group.rank()})", group):
         cause = min(found, key=lambda fault: "has not started" in fault)
         raise InputError(f"embedding.internode: puts, but {cause}; take messages")
 
 
 def _started(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> str:
-    """Start NVSHMEM if that has not been tried before, and return this rank's fault, empty if none.
+    """Start NVSHMEM unless that was tried before, and return this rank's fault, empty if none.
 
-    NVSHMEM waits for all ranks without a timeout, so a thread starts it, and is abandoned if a rank has failed.
+    NVSHMEM waits for all ranks without a timeout, so a thread starts it, which is abandoned if a rank fails.
     """
     if any(gathered(nvshmem.start_fault is not None, group)):
         return nvshmem.start_fault or nvshmem.rank_mismatch(group.rank(), group.size())
@@ -150,8 +141,6 @@ def _nvshmem() -> "_Nvshmem":
 
 
 class _Nvshmem:
-    """The functions of NVSHMEM's host library that are used, and the free blocks."""
-
     def __init__(self) -> None:
         # No multicast, as in symmetric memory and NCCL, and the same network interface as NCCL.
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
@@ -195,10 +184,10 @@ class _Nvshmem:
         return "" if started == (rank, world_size) else f"NVSHMEM was started by other ranks (rank {rank})"
 
     def allocate(self, size_bytes: int, group: dist.ProcessGroup) -> int:
-        """Return the address of a block, 0 if there is no memory; a collective of `group`, all ranks.
+        """Return the address of a block, 0 if there is no memory; a collective of all ranks.
 
-        It reuses the first block of this size that is free on all ranks, since a rank that has not closed its own may
-        still be written to. (Allocating on some ranks only would wait for the others without a timeout.)
+        It reuses the first block of this size that is free on all ranks: a block that some rank uses may be written to,
+        and an allocation by some ranks would wait for the others.
         """
         mine = self._free.get(size_bytes, {})
         if common := set.intersection(*gathered(set(mine), group)):

@@ -12,12 +12,10 @@ Returned = TypeVar("Returned")
 
 
 class CommunicationOrder:
-    """Serializes everything in a captured step that signals or waits for a peer, collectives included.
+    """Serializes all signals, waits and collectives of a captured step, in the capture's order, the same on every rank.
 
-    CUDA graphs do not promise that branches run concurrently. Without one order, rank 0 might wait for rank 1's ids
-    before its lookup, while rank 1 waits for that lookup before it sends the ids. The order of the capture is the same
-    on every rank, so the rank that is furthest behind never waits for one that waits for it. Other work of the branches
-    is not ordered.
+    CUDA graphs do not promise that branches run concurrently. With different orders, rank 0 might wait for rank 1's ids
+    before its lookup, and rank 1 for that lookup before it sends the ids.
 
     Example:
         with order:
@@ -26,7 +24,7 @@ class CommunicationOrder:
 
     def __init__(self) -> None:
         self.is_captured = False
-        """whether the current step is captured in a CUDA graph, otherwise eager"""
+        """whether the current step is captured"""
         self._last: torch.Event | None = None
 
     def begin(self) -> None:
@@ -34,7 +32,7 @@ class CommunicationOrder:
         self.is_captured, self._last = True, None
 
     def end(self) -> None:
-        """End the order: later work is ordered only by its streams."""
+        """End the order."""
         self.is_captured, self._last = False, None
 
     def __enter__(self) -> None:
@@ -47,9 +45,7 @@ class CommunicationOrder:
 
 
 class OnStream:
-    """A context that issues work on a stream of the current device, as `torch.cuda.stream`, which takes 12 us of host
-    time.
-    """
+    """As `torch.cuda.stream`, which takes 12 us of host time, on the current device."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream.stream_id, stream.device_index, stream.device_type
@@ -63,10 +59,9 @@ class OnStream:
 
 
 class CurrentStream:
-    """Returns a device's current stream, as the same object while the stream stays the same."""
+    """Returns the current stream of a CUDA device (with index), as the same object while it does not change."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take a CUDA device with an index."""
         self._device, self._raw = device, -1
         self._stream: torch.cuda.Stream | None = None
 
@@ -79,7 +74,7 @@ class CurrentStream:
 
 
 class Streams:
-    """The streams of a pipeline on one device; on a CPU everything runs in the order of its calls."""
+    """The streams of a pipeline; on a CPU everything runs in the order of its calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -97,9 +92,7 @@ class Streams:
 
     @contextmanager
     def main(self) -> Iterator[None]:
-        """Context on the steps' stream, which first waits for the caller's stream; at its end the caller's waits for
-        it.
-        """
+        """Context on the steps' stream, after the caller's stream, which waits for it at the end."""
         if not self._on_gpu:
             yield
             return
@@ -125,8 +118,7 @@ class Streams:
     def copies(self, buffer_index: int, later: bool = False) -> Iterator[None]:
         """Context for copies to staging buffer `buffer_index`, which later steps wait for.
 
-        The copies wait for the caller's earlier work, such as the batch itself. With `later` they are further copies of
-        a batch that had such a context before, and wait for nothing.
+        Copies wait for the caller's earlier work, unless they are `later` copies of a batch that had such a context.
         """
         if not self._on_gpu:
             yield
@@ -140,7 +132,7 @@ class Streams:
         self.main_stream.wait_event(self._copied)
 
     def fork_ids(self) -> None:
-        """Let the work of `ids` start after what is on the steps' stream now."""
+        """Let `ids` start after what is on the steps' stream now."""
         if self._on_gpu:
             self._ids.wait_stream(self.main_stream)
 
@@ -155,7 +147,7 @@ class Streams:
 
 
 def uncompiled(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Keep a function out of compiled graphs, as its work is not on tensors and must be done in every step."""
+    """Keep a function out of compiled graphs, as its side effects are needed in every step."""
     disabled = torch.compiler.disable(function)
 
     @wraps(function)

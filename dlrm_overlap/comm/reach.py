@@ -1,8 +1,4 @@
-"""Which ranks reach each other by loads and stores, and which only by messages over a network.
-
-A node is a run of consecutive ranks that reach each other's memory: ranks of one machine whose GPUs have peer access.
-Between nodes, a relay rank receives what a rank sends to the whole node, and passes it on (`Reach.relay`).
-"""
+"""Which ranks reach each other by loads and stores: those of a node, which are consecutive ranks."""
 
 import socket
 from collections.abc import Sequence
@@ -27,24 +23,23 @@ class Location(NamedTuple):
     device: str
     """the GPU's UUID; empty on a CPU"""
     reached: frozenset[str]
-    """UUIDs of the GPUs whose memory this one can load and store, including its own"""
+    """UUIDs of the GPUs, including its own, that this one can load from and store to"""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """The nodes of a group's ranks, as one rank sees them; identical on all ranks but for `rank` and `group`.
+    """The nodes of a group's ranks, as one rank sees them.
 
-    Example: ranks 0 .. 3 on one machine and 4 .. 7 on another are two nodes. On rank 1, `here` is 0 .. 3, and rank 5
-    receives what rank 1 sends to the other node: `relay(1, range(4, 8))` is 5.
+    Example: ranks 0 .. 3 and 4 .. 7 are two nodes. On rank 1, `here` is 0 .. 3, and `relay(1, range(4, 8))` is 5.
     """
 
     rank: int
     nodes: tuple[range, ...]
-    """the ranks of each node, in order"""
+    """ranks of each node, in order"""
     why: str = ""
     """why there is more than one node"""
     group: dist.ProcessGroup | None = None
-    """the ranks of this node, if they are GPUs and not all ranks: symmetric memory needs a group"""
+    """ranks of this node, if they are GPUs and not all ranks: symmetric memory needs a group"""
 
     @staticmethod
     def of_one_node(group: dist.ProcessGroup) -> "Reach":
@@ -71,47 +66,44 @@ class Reach:
 
     @cached_property
     def others(self) -> Sequence[range]:
-        """The other nodes, starting with the next one, so that not all nodes send to the same one first."""
+        """The other nodes, from the next one on, so that they do not all send to the same node first."""
         at = self.nodes.index(self.here)
         return self.nodes[at + 1 :] + self.nodes[:at]
 
     def relay(self, source: int, node: range) -> int:
-        """Return the rank of `node` that receives messages of `source`, a rank of another node.
+        """Return the rank of `node` that receives, for all its ranks, messages of `source` of another node.
 
-        It has the same position in its node as `source` has in its own, modulo the node's size, so messages use the
-        network cards of all ranks.
+        Its position in its node is that of `source`, modulo the node's size, so all ranks' network cards are used.
         """
         return node[(source - self.node_of(source).start) % len(node)]
 
     def taken_by(self, rank: int) -> Sequence[int]:
-        """Return the ranks of other nodes for whose messages `rank` is the relay, in order."""
+        """Return the ranks of other nodes whose messages `rank` receives, in order."""
         here = self.node_of(rank)
         return [source for node in self.nodes if node != here for source in node[rank - here.start :: len(here)]]
 
     @cached_property
     def sources(self) -> Sequence[int]:
-        """The ranks of other nodes whose messages this rank receives, in order."""
+        """The ranks of other nodes whose messages this rank receives."""
         return self.taken_by(self.rank)
 
     @cached_property
     def most_taken(self) -> int:
-        """The largest number of ranks whose messages one rank receives; the first rank of a node receives the most."""
+        """The largest number of ranks whose messages one rank receives: the first of a node."""
         return max(len(self.taken_by(node.start)) for node in self.nodes)
 
     def summary(self) -> str:
-        """Return the nodes, and why there are several, in one line; more than four are abbreviated."""
+        """Return the nodes, abbreviated if more than four, and why there are several."""
         names = [_named(node) for node in self.nodes]
         shown = names if len(names) <= 4 else [*names[:3], "..", names[-1]]
         return f"{len(names)} nodes ({', '.join(shown)}; {self.why})"
 
 
 def find_reach(group: dist.ProcessGroup, device: torch.device, nodes: int | str = "auto") -> Reach:
-    """Find out which ranks of `group` reach each other by stores; a collective.
+    """Find out which ranks reach each other by stores; a collective.
 
     Args:
-        device: this rank's.
-        nodes: auto tests machines and peer access of GPUs. A number emulates that number of equal nodes, whatever
-            the ranks reach; 1 says that all reach each other.
+        nodes: auto tests machines and GPUs' peer access; a number emulates that number of equal nodes.
 
     Raises:
         InputError: if the number does not divide the number of ranks.
@@ -143,9 +135,9 @@ def location_of(device: torch.device) -> Location:
 
 
 def nodes_of(locations: Sequence[Location]) -> tuple[tuple[range, ...], str]:
-    """Return the nodes, which are runs of ranks that reach each other, and why there are several.
+    """Return the nodes, and why there are several.
 
-    Example: ranks 0 and 2 on machine a and rank 1 on machine b are three nodes of one rank.
+    Example: ranks 0 and 2 on machine a and rank 1 on machine b are three nodes.
     """
     first, found = 0, []
     for rank in range(1, len(locations) + 1):
@@ -171,7 +163,6 @@ def _named(node: range) -> str:
 def _group_of(
     group: dist.ProcessGroup, rank: int, nodes: Sequence[range], device: torch.device
 ) -> dist.ProcessGroup | None:
-    """Make the group of this rank's node if symmetric memory needs one; a collective of the node."""
     here = next(node for node in nodes if rank in node)
     if device.type != "cuda" or len(here) in (1, group.size()):
         return None

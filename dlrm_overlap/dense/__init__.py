@@ -1,4 +1,4 @@
-"""The dense parameters as one flat tensor, updated by one kernel, with gradients that are reduced in flat buckets.
+"""Dense parameters as one flat tensor, updated by one kernel, with gradients reduced in flat buckets.
 
 Reading order: `flat`, `flat_steps`, `gradients`, `stores`.
 """

@@ -10,17 +10,14 @@ from dlrm_overlap.dense.flat import FlatParameters, copy_all
 
 
 class CastWeights:
-    """Provides low-precision copies of a model's weights, and collects their gradients; results equal autocast's.
+    """Provides low-precision copies of weights and collects their gradients; results equal autocast's.
 
-    Each step calls `begin`, computes with the weights from `of` (each used once), runs the backward, and calls
-    `finish`. An autograd function that writes gradients itself computes with `shadow`, and writes to `gradient_buffers`
-    or registers a function by `later`. `ahead_of` writes gradients during the rest of the backward.
+    Each step calls `begin`, computes with the weights of `of` (each used once), runs the backward, and calls `finish`.
+    Autograd functions that write gradients themselves use `shadow`, and `gradient_buffers` or `later`.
     """
 
     def __init__(self, flat: FlatParameters, cast: Collection[nn.Parameter]) -> None:
-        """Cast the parameters `cast` of `flat`, which has a shadow; the gradients of its other parameters are
-        autograd's.
-        """
+        """Cast the parameters `cast` of `flat`, which has a shadow; the others' gradients are autograd's."""
         self.flat = flat
         self._name_of = {parameter: name for name, parameter in flat.parameters.items()}
         self._names = {self._name_of[parameter] for parameter in cast}
@@ -35,21 +32,20 @@ class CastWeights:
         """tensors that the stream reads, kept until the current stream has waited for it"""
         # Used instead of the parameters: autograd would call their hooks even without a gradient.
         self.anchor = torch.empty(0, device="cpu", requires_grad=True)
-        """for autograd functions that write gradients themselves and may have no other input that requires a
-        gradient"""
+        """for autograd functions that write gradients themselves: an input that requires a gradient"""
 
     def on_complete(self, complete: Callable[[str], None]) -> None:
-        """Call `complete` with a parameter's name when its gradient has been written, on the writing stream."""
+        """Call `complete` with a parameter's name once its gradient is written, on the writing stream."""
         self._complete = complete
 
     def begin(self) -> None:
-        """Begin a step: gradients become views of the flat tensor again, zero for the parameters that are not cast."""
+        """Begin a step: gradients are the flat tensor's views again, zero for parameters that are not cast."""
         self._taken, self._later, self._written = {}, [], set()
         self.flat.show_gradients()
         self.flat.zero(self._others)
 
     def of(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Return weights to compute with; parameters that are not cast are returned unchanged."""
+        """Return weights to compute with, unchanged for parameters that are not cast."""
         return {
             key: _CastOnce.apply(self.anchor, self.shadow(parameter), self, self._name_of[parameter])
             if self._name_of[parameter] in self._names
@@ -58,22 +54,21 @@ class CastWeights:
         }
 
     def shadow(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the low-precision copy of a parameter, detached from autograd."""
+        """Return a parameter's low-precision copy, detached from autograd."""
         assert self.flat.shadow is not None, "the parameters were made flat without shadow_dtype"
         return self.flat.shadow.views[self._name_of[parameter]]
 
     def later(self, parameters: Iterable[nn.Parameter], write: Callable[[list[torch.Tensor]], None]) -> None:
-        """Have `write` called with the tensors (float32, contiguous) from which the optimizer reads the gradients.
+        """Have `write` called, after the gradients that others wait for, with the tensors to write gradients to.
 
-        So gradients that others wait for are computed first. Calls run in order, and the gradients of one call may be
-        reduced while the next are computed.
+        They are float32 and contiguous. Gradients of one call may be reduced while those of the next are computed.
         """
         names = [self._name_of[parameter] for parameter in parameters]
         assert self._names.issuperset(names), "the gradients of the other parameters are autograd's"
         self._later.append((names, write))
 
     def gradient_buffers(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """Return the tensors from which the optimizer reads gradients, for an autograd function to write to at once."""
+        """Return the tensors that the optimizer reads gradients from, for an autograd function to write to."""
         self.later(parameters, lambda _: None)
         return [self.flat.gradients.views[self._name_of[parameter]] for parameter in parameters]
 
@@ -84,7 +79,7 @@ class CastWeights:
     def ahead_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`; its backward first calls `write_concurrently`.
 
-        Example: applied to the bottom MLP's output, the head's gradients are written during the bottom MLP's backward.
+        Example: with the bottom MLP's output, the head's gradients are written during the bottom MLP's backward.
         """
         same = tensor.view_as(tensor)
         if same.requires_grad:
@@ -104,7 +99,7 @@ class CastWeights:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Write the remaining gradients to the flat tensor, zeros for parameters that got none."""
+        """Write the remaining gradients, and zeros for parameters that got none."""
         if self._in_use:
             assert self._stream is not None
             torch.cuda.current_stream(self.flat.device).wait_stream(self._stream)
@@ -128,7 +123,7 @@ class CastWeights:
 
 
 class _CastOnce(torch.autograd.Function):
-    """Returns the shadow of a parameter; its backward gives the gradient to `CastWeights`."""
+    """Returns a parameter's shadow; its backward gives the gradient to `CastWeights`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, shadow: torch.Tensor, weights: CastWeights, name: str) -> Any:

@@ -1,7 +1,7 @@
 """The low-rank cross network as one autograd function: cuBLAS products, and one elementwise kernel per layer.
 
-Every activation is bfloat16, rounded once where it is stored. The kernels read and write these activations [b, N], for
-three layers (notation of `kernels.dense.cross`):
+Activations are bfloat16, rounded once where they are stored. What the kernels read and write of three layers, each [b,
+N] (notation of `kernels.dense.cross`):
 
 | pass | reads | writes |
 |---|---|---|
@@ -10,8 +10,8 @@ three layers (notation of `kernels.dense.cross`):
 | backward, layer 1 | g_3 p_2 x_0 | du_1 |
 | backward, layer 0 | g_3 p_2 p_1 x_0 w_0 w_1 w_2 | du_0 dx_0 |
 
-The last product adds p_0 to dx_0. Saved tensors are stacked from the last layer to the first, as in the flat gradient,
-so that the weight gradients of all layers are one batched product.
+The last product adds p_0 to dx_0. Tensors are stacked from the last layer to the first, as in the flat gradient, so
+that the weight gradients of all layers are one batched product.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, stack
 
 
 class CrossLayer(NamedTuple):
-    """The parameters of a layer, or tensors for their gradients; N is the width, R the rank."""
+    """Parameters of a layer of width N and rank R, or tensors for their gradients."""
 
     w: torch.Tensor
     """[N, R]"""
@@ -36,7 +36,7 @@ class CrossLayer(NamedTuple):
 
 
 Write = Callable[[list[torch.Tensor]], None]
-"""writes the gradients of one parameter of all layers to contiguous tensors, possibly float32"""
+"""writes one parameter's gradients of all layers to contiguous tensors, possibly float32"""
 Later = Callable[[str, Write], None]
 """takes a field name of `CrossLayer` and a function that writes its gradients"""
 
@@ -49,10 +49,10 @@ def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later) -> torch
 
     Args:
         x0: [b, N] floating point, contiguous, requires a gradient in training; unchanged until the backward.
-        layers: at least one; w and v have the dtype of x0. Autograd does not see the parameters.
-        later: called in the backward for bias, v and w, in this order, with a function to be called once on the
-            backward's stream, which writes the gradients. x0's gradient is ready before they are computed. v comes
-            before w, since its products leave multiprocessors free for the kernel that sends x0's gradient.
+        layers: at least one; w and v have the dtype of x0. Autograd does not see them.
+        later: called in the backward for bias, v and w with a function to call once on the backward's stream, after
+            which the gradients are written. v comes before w, since its products leave multiprocessors free for the
+            kernel that sends x0's gradient.
     """
     assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
     return _Cross.apply(x0, later, *(tensor.detach() for layer in layers for tensor in layer))  # type: ignore[no-any-return]
@@ -125,8 +125,7 @@ def _layers(tensors: Sequence[torch.Tensor]) -> list[CrossLayer]:
 def _products_into(out: Sequence[torch.Tensor], left: torch.Tensor, right: torch.Tensor) -> None:
     """Write left @ right, [n, N, b] and [n, b, R], to the n tensors `out`, accumulated in float32.
 
-    It is one batched product if `out` has a constant stride in memory, since a single product has too few blocks to
-    fill a GPU.
+    It is one batched product if `out` has a constant stride: a single product does not fill a GPU.
     """
     batch = _as_batch(out)
     if batch is None:
@@ -137,7 +136,7 @@ def _products_into(out: Sequence[torch.Tensor], left: torch.Tensor, right: torch
 
 
 def _as_batch(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return contiguous tensors of one shape as one view [n, ..], if they have a constant stride in one storage."""
+    """Return tensors as one view [n, ..], if they have a constant stride in one storage."""
     if not tensors:
         return None
     first = tensors[0]

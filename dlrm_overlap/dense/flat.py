@@ -34,17 +34,12 @@ class FlatTensor(NamedTuple):
 class FlatParameters:
     """Moves parameters into one flat tensor, with gradients that are views of another.
 
-    The parameters stay the same objects, and backwards accumulate into the views. `adopt_gradients` copies gradients
-    that are not views, such as autograd makes after `zero_grad`. The gradient of an `idle` parameter is None.
+    The parameters stay the same objects. The layout is their reverse order, as backwards complete them. Shards, which
+    differ between ranks, come last, from a multiple of `BLOCK` on. TorchRec exposes each data-parallel table as a slice
+    of a parameter that holds a lookup's tables: here that holder is moved.
 
-    The layout is the reverse order of the parameters, as backwards complete them. Shards, which differ between ranks,
-    come last, from a multiple of `BLOCK` on: [0, `shared_end`) is the same on every rank.
-
-    TorchRec exposes each data-parallel table as a slice of a parameter that holds all tables of a lookup. Here the
-    holder is moved; the slices stay slices of it. Holders come after other parameters, as their backward ends last.
-
-    Example: parameters of 3 and 100 elements get the positions 128 .. 130 and 0 .. 99 of 1024 elements. If the first is
-    a shard, its position is 1024 .. 1026 of 2048.
+    Example: parameters of 3 and 100 elements get the positions 128 .. 130 and 0 .. 99 of 1024. If the first is a shard,
+    its position is 1024 .. 1026 of 2048.
     """
 
     def __init__(
@@ -53,7 +48,7 @@ class FlatParameters:
         shards: Collection[str] = (),
         shadow_dtype: torch.dtype | None = None,
     ) -> None:
-        """Move `parameters`, given by name in the model's order; `unsupported_by_flat` must return None for them.
+        """Move `parameters`, by name in the model's order; `unsupported_by_flat` must return None for them.
 
         Args:
             parameters: with the same number of elements on all ranks.
@@ -62,23 +57,23 @@ class FlatParameters:
         """
         assert (reason := unsupported_by_flat(parameters)) is None, reason
         self.named = dict(parameters)
-        """the parameters as given, including slices"""
+        """as given, including slices"""
         slices = _slices(parameters)
         whole = {name: parameter for name, parameter in reversed(self.named.items()) if name not in slices}
         holders = {holder: parameters[name]._original_tensor for name, (holder, _) in slices.items()}  # type: ignore[attr-defined]
         self.parameters: dict[str, nn.Parameter] = whole | holders
-        """the parameters that are moved: all but slices, then the holders of slices"""
+        """those that are moved: all but slices, then the holders of slices"""
         self.unseen = set(holders)
-        """names of parameters whose gradients may be written without autograd, as lookups do for slices"""
+        """names of parameters whose gradients may be written without autograd, such as holders"""
         self.shards = frozenset(shards)
         self.idle: frozenset[str] = frozenset()
-        """names of parameters that get a gradient on no rank; their flat gradient is zero"""
+        """names of parameters that get a gradient on no rank: None, zero in the flat tensor"""
         self.device = next(iter(self.parameters.values())).device
         self.positions: dict[str, FlatPosition] = {}
-        """of `parameters`, in the order of the layout"""
+        """of `parameters`, in the layout's order"""
         shared_end = self._assign_positions([name for name in self.parameters if name not in self.shards], 0)
         self.shared_end = -(-shared_end // BLOCK) * BLOCK
-        """number of elements before the first shard, a multiple of `BLOCK`"""
+        """elements before the first shard, a multiple of `BLOCK`: the same on all ranks"""
         end = self._assign_positions([name for name in self.parameters if name in self.shards], self.shared_end)
         self._elements = -(-end // BLOCK) * BLOCK
         self._all_positions = dict(self.positions)
@@ -92,11 +87,10 @@ class FlatParameters:
             parameter.data = self.weights.views[name]
         self.adopt_gradients()
         self.shadow = self.like(shadow_dtype) if shadow_dtype is not None else None
-        """a copy of the weights, rounded to nearest, which every update by `FlatSteps` also writes"""
+        """a copy of the weights, rounded to nearest, which `FlatSteps` keeps up to date"""
         self.cast_shadow()
 
     def _assign_positions(self, names: Iterable[str], begin: int) -> int:
-        """Assign consecutive positions from element `begin` on, and return their end."""
         for name in names:
             shape = self.parameters[name].shape
             self.positions[name] = FlatPosition(begin, begin + -(-shape.numel() // LINE) * LINE, shape)
@@ -104,7 +98,7 @@ class FlatParameters:
         return begin
 
     def cast_shadow(self) -> None:
-        """Write the shadow; needed after anything other than `FlatSteps`, such as a load, has changed weights."""
+        """Write the shadow; needed after anything but `FlatSteps` has changed weights."""
         if self.shadow is not None:
             self.shadow.tensor.copy_(self.weights.tensor)
 
@@ -114,7 +108,7 @@ class FlatParameters:
         return FlatTensor(zeros, {name: position.of(zeros) for name, position in self._all_positions.items()})
 
     def zero(self, names: Collection[str] | None = None) -> None:
-        """Set the gradients of `names` to zero, None for all in one operation, and make them the views again."""
+        """Set the gradients of `names` (None: all, in one operation) to zero, and make them views again."""
         self.show_gradients(names)
         if names is None:
             self.gradients.tensor.zero_()
@@ -123,29 +117,29 @@ class FlatParameters:
             torch._foreach_zero_(views)  # pyright: ignore[reportPrivateImportUsage]
 
     def show_gradients(self, names: Iterable[str] | None = None) -> None:
-        """Make the gradients of `names`, None for all, the views again, or None if idle."""
+        """Make the gradients of `names` (None: all) the views again, or None if idle."""
         for name in self.parameters if names is None else names:
             parameter, view = self.parameters[name], None if name in self.idle else self.gradients.views[name]
             if parameter.grad is not view:
                 parameter.grad = view
 
     def drop_gradients(self) -> None:
-        """Set gradients to None, so that a backward does not accumulate; gradients in `unseen` become zero."""
+        """Set gradients to None, so that a backward does not accumulate, or zero if in `unseen`."""
         for name in self.parameters.keys() - self.unseen:
             self.parameters[name].grad = None
         self.zero(self.unseen)
 
     @torch.no_grad()
     def adopt_gradients(self, names: Iterable[str] | None = None) -> list[torch.Tensor]:
-        """Copy gradients that are not views into the flat tensor, by few kernels, and restore the views.
+        """Copy gradients that are not views to the flat tensor, by few kernels, and restore the views.
 
         None counts as zero, and stays None for idle parameters.
 
         Args:
-            names: of the parameters to look at; None is all.
+            names: of the parameters to look at; None: all.
 
         Returns:
-            The copied gradients. If another stream made them, keep them alive until the copy has been waited for.
+            The copied gradients, to be kept alive until the copy is done, if another stream made them.
         """
         views, gradients = list[torch.Tensor](), list[torch.Tensor]()
         for name in self.parameters if names is None else names:
@@ -163,10 +157,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def keep_gradients_in(self, memory: torch.Tensor) -> None:
-        """Move the flat gradient, with its content, to `memory` [n] float32, such as memory that peers can read.
-
-        Not allowed after a CUDA graph was captured, which would use the old memory.
-        """
+        """Move the flat gradient to `memory` [n] float32, such as shared memory, before any CUDA graph is captured."""
         tensor, views = self.gradients
         memory.copy_(tensor)
         tensor.data = memory
@@ -177,10 +168,7 @@ class FlatParameters:
 
 
 def copy_all(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy each tensor to its view, of the same shape, possibly another dtype.
-
-    PyTorch copies all pairs of equal strides by one kernel.
-    """
+    """Copy each tensor to its view, possibly of another dtype, by one kernel for all of equal strides."""
     same_strides = [
         (view, tensor) for view, tensor in zip(views, tensors, strict=True) if view.stride() == tensor.stride()
     ]
@@ -192,7 +180,7 @@ def copy_all(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
 
 
 def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, int]]:
-    """Return, for each slice, its holder's name, made of all its slices' names, and its first element there."""
+    """Return, for each slice, its holder's name and its first element there."""
     holders: dict[int, list[tuple[str, TableBatchedEmbeddingSlice]]] = {}
     for name, parameter in parameters.items():
         if isinstance(parameter, TableBatchedEmbeddingSlice):
@@ -205,7 +193,7 @@ def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, int]
 
 
 def unsupported_by_flat(parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """Return why `FlatParameters` cannot move parameters, or None if it can."""
+    """Return why `FlatParameters` cannot move parameters, or None."""
     for name, given in parameters.items():
         parameter = given._original_tensor if isinstance(given, TableBatchedEmbeddingSlice) else given
         if type(parameter) is not nn.Parameter:

@@ -20,7 +20,7 @@ _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")  # options that change 
 
 
 def unsupported_by_flat_steps(optimizer: Any) -> str | None:
-    """Return why `FlatSteps` does not support an optimizer, or None if it does."""
+    """Return why `FlatSteps` does not support an optimizer, or None."""
     name = type(optimizer).__name__
     if type(optimizer) not in _KINDS:
         return f"{name} is none of torch.optim's SGD, Adagrad, Adam and AdamW"
@@ -31,12 +31,10 @@ def unsupported_by_flat_steps(optimizer: Any) -> str | None:
 
 
 class FlatSteps:
-    """Takes the steps of a torch.optim optimizer by one kernel over flat tensors, bit for bit equal.
+    """Takes a torch.optim optimizer's steps by one kernel over flat tensors, bit for bit equal.
 
-    The optimizer keeps its `param_groups` and state; the state's tensors become views of flat ones, so state dicts are
-    those of torch.optim. `refresh` reads learning rates, decays, epsilon and betas, and state that `load_state_dict`
-    has replaced. The kernel reads the numbers from device memory, so captured steps follow changes. Idle parameters
-    (`FlatParameters.idle`) are not updated, as under torch.optim.
+    The optimizer's state becomes views of flat tensors, so state dicts are those of torch.optim. The kernel reads
+    learning rates etc. from device memory, so captured steps follow changes. Idle parameters are not updated.
 
     Example:
         steps.begin()
@@ -79,7 +77,7 @@ class FlatSteps:
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy changed numbers of `param_groups` to device memory, on the current stream; must not be captured.
+        """Read `param_groups` and replaced state; copies changes to device memory, so it must not be captured.
 
         Raises:
             InputError: if the kernel was compiled for another kind of update.
@@ -107,7 +105,7 @@ class FlatSteps:
             self._known[index] = values
 
     def begin(self) -> None:
-        """Count a step, on the current stream; outside of a capture, `refresh` first."""
+        """Count a step; outside of a capture, `refresh` first."""
         if self._flat.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self.refresh()
             if not self._has_begun:
@@ -116,7 +114,7 @@ class FlatSteps:
         self._kernels.begin_update(self.update)
 
     def update_range(self, first: int, end: int) -> None:
-        """Update elements [first, end) of the weights; both are multiples of `BLOCK`."""
+        """Update elements [first, end) of the weights, multiples of `BLOCK`."""
         self._kernels.update_range(self.update, first, end)
 
     @torch.no_grad()
@@ -147,7 +145,7 @@ class FlatSteps:
             self._optimizer.state[parameter].update(views)  # in place: wrappers may hold this dictionary
 
     def _prepare(self) -> None:
-        """Exclude idle parameters, known after the first backward, and count a step for loaded momentum buffers."""
+        """Exclude idle parameters, and count a step for loaded momentum buffers."""
         for row, name in enumerate(self._names):
             if name in self._flat.idle:
                 self._lines_of(name).fill_(-1)
@@ -169,7 +167,7 @@ class FlatSteps:
         return [_numbers(self._kind, group) for group in self._optimizer.param_groups]
 
     def _form_of(self, numbers: Sequence[tuple[Any, ...]]) -> tuple[str, bool]:
-        """Return `kind` and `decays` of the update, which the kernel is compiled for."""
+        """Return `kind` and `decays`, for which the kernel is compiled."""
         momentum = self._kind == "sgd" and any(each[2] for each in numbers)
         return "momentum" if momentum else self._kind, any(each[5] or each[6] for each in numbers)
 
@@ -178,8 +176,8 @@ def take_steps(each: Sequence[FlatSteps], ranges: Iterable[tuple[int, int]]) -> 
     """Take a step of several optimizers of one flat tensor, range by range.
 
     Args:
-        ranges: [first, end) in elements, multiples of `BLOCK` that cover all; each is updated on the current stream
-            when it is yielded, so its gradients must be final by then.
+        ranges: [first, end) in elements, multiples of `BLOCK` that cover all; gradients of a range must be final
+            when it is yielded.
     """
     with torch.no_grad():
         for steps in each:

@@ -1,4 +1,4 @@
-"""What the modules of the dense part share: kernels, products with float32 outputs, and options."""
+"""Shared by the dense part: kernels, products with float32 outputs, and options."""
 
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -13,15 +13,14 @@ class StoreOptions(NamedTuple):
     """How gradients are reduced by stores to peers."""
 
     programs: int = 16
-    """programs, of 32 warps, of the kernel that fills the links (GPU)"""
+    """programs, of 32 warps, of the GPU's kernel"""
     piece_elements: int = 4 << 20
-    """approximate number of elements that are reduced at once, and updated while the next ones are sent"""
+    """approximate elements that are reduced at once, and updated while the next are sent"""
     wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
-    """limit of a wait for a peer"""
 
 
 def kernels_on(device: torch.device, name: str) -> Any:
-    """Return module `name` of `kernels.dense` for a GPU, or the module of reference functions for a CPU."""
+    """Return module `name` of `kernels.dense` for a GPU, or the reference functions for a CPU."""
     return import_module(f"dlrm_overlap.kernels.dense.{name}") if device.type == "cuda" else reference
 
 

@@ -33,7 +33,7 @@ class CollectiveReduction:
 
     @torch.no_grad()
     def reduce(self, number: int) -> None:
-        """Replace range `number` by its mean over the ranks, on the current stream."""
+        """Replace range `number` by its mean over the ranks."""
         begin, end = self._ranges[number]
         gradient = self._gradients[begin:end]
         if self._sent is None and gradient.is_cuda:
@@ -74,13 +74,10 @@ class _Bucket:
 class GradientBuckets:
     """Replaces the flat gradient by its mean over the ranks, bucket by bucket, during the backward.
 
-    Autograd hooks find complete buckets, which a separate stream reduces in the order of the layout on all ranks;
-    `finish` reduces the rest. The first `finish` finds out which parameters get a gradient; later backwards must give
-    one to the same. As under DDP, a gradient on some ranks becomes the mean over all, and one on no rank stays None
-    (`FlatParameters.idle`). Shards are never reduced: their gradients are already sums over the ranks' samples, divided
-    by the number of ranks if they are means.
-
-    Backward and `finish` may be captured together in a CUDA graph.
+    Autograd hooks find complete buckets, which a separate stream reduces in the layout's order; `finish` reduces the
+    rest. Every backward must give a gradient to the same parameters. As under DDP, a gradient on some ranks becomes the
+    mean over all, and one on no rank stays None (`FlatParameters.idle`). Shards are not reduced: their gradients are
+    already means. Backward and `finish` may be captured in one CUDA graph.
 
     Example:
         optimizer.zero_grad()
@@ -100,14 +97,12 @@ class GradientBuckets:
         order: AbstractContextManager[object] | None = None,
         stores: StoreOptions | None = None,
     ) -> None:
-        """Hook into the backward of the parameters of `flat`, until `close`; a collective.
+        """Hook into the backward of the parameters of `flat`; a collective.
 
         Args:
-            flat: the same parameters on all ranks.
-            group: reduces tensors on the parameters' device.
             dtype: in which gradients are sent and added up, float32 or bfloat16.
             bucket_bytes: minimum size of a bucket except the last.
-            order: context entered around each reduction, to order it among all communication.
+            order: context of each reduction, to order it among all communication.
             stores: reduce by stores to peers' memory, which all ranks must reach; None uses the group's all-reduce.
 
         Raises:
@@ -156,10 +151,10 @@ class GradientBuckets:
     def finish(self) -> None:
         """Reduce the remaining buckets, and make the current stream wait for the whole flat gradient.
 
-        Call it once after each backward, on all ranks. The first call is a collective on the CPU.
+        Call it once after each backward, on all ranks; the first call is a collective on the CPU.
 
         Raises:
-            InputError: if other parameters got a gradient on this rank than in the first step.
+            InputError: if other parameters got a gradient than in the first step.
         """
         for _ in self.finish_in_ranges():
             pass
@@ -168,8 +163,8 @@ class GradientBuckets:
         """As `finish`, but make the current stream wait for one range at a time.
 
         Returns:
-            An iterator, to be exhausted, over ranges [first, end) in elements, multiples of `BLOCK`, which cover
-                all: first the shards, then the others in order.
+            An iterator, to be exhausted, over ranges [first, end), multiples of `BLOCK`, which cover all: first the
+                shards, then the others in order.
         """
         self._note_stream()
         waiting = self._waiting()
@@ -201,7 +196,7 @@ class GradientBuckets:
             yield first, end
 
     def check(self) -> None:
-        """Raise the error that a kernel has recorded, if any; never waits for the device."""
+        """Raise an error that a kernel has recorded; never waits for the device."""
         self._reduction.check()
 
     def close(self) -> None:
@@ -211,8 +206,8 @@ class GradientBuckets:
         self._reduction.close()
 
     def complete(self, name: str) -> None:
-        """Note that a parameter's gradient is complete on the current stream; code that bypasses autograd calls this
-        once per step.
+        """Note that a parameter's gradient is complete on the current stream; called by hooks, or by who bypasses
+        autograd.
         """
         if name in self._flat.shards:
             return
@@ -244,7 +239,6 @@ class GradientBuckets:
                 self._reduction.reduce(number)
 
     def _after_gradients(self) -> AbstractContextManager[object]:
-        """Return the reduction stream's context, after it waits for all complete gradients."""
         if self._stream is None:
             return nullcontext()
         for stream in self._filled_on:
@@ -252,7 +246,7 @@ class GradientBuckets:
         return torch.cuda.stream(self._stream)
 
     def _waiting(self) -> set[str]:
-        """Return the parameters whose gradient autograd has not completed, without those written by others."""
+        """Return the parameters whose gradient autograd has not completed, without `unseen`."""
         return set().union(*(bucket.waiting for bucket in self._buckets)) - self._flat.unseen
 
     def _refuse(self, lost: set[str], gained: set[str]) -> NoReturn:

@@ -1,8 +1,7 @@
 """The interaction of all pairs, and layers with ReLU, each as one autograd function.
 
 A layer's bias and ReLU are the epilogue of cuBLAS's product. Its backward masks the gradient and sums it for the bias
-in one pass, and the weights' products write float32 to where the optimizer reads. (torch.compile needs more passes and
-casts.) A last layer of one output takes one kernel forward and one backward.
+in one pass, and the weights' products write float32 to where the optimizer reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,15 +31,14 @@ def relu_layers(
 ) -> torch.Tensor:
     """Return relu(x @ weight^T + bias), layer after layer, [b, N of the last]; differentiable once.
 
-    A last layer of one output has no ReLU, and returns [b]. Autograd does not see the parameters: the backward writes
-    their gradients.
+    A last layer of one output has no ReLU, and returns [b]. Autograd does not see the parameters.
 
     Args:
         x: [b, K] contiguous.
         layers: at least one with ReLU, contiguous, of the dtype of `x`.
         gradient_buffers: called once in the backward, returns contiguous float32 tensors for the gradients. The
-            first weight's may have fewer columns than the weight, if its last ones are padding.
-        anchor: a tensor that requires a gradient, and gets none, for the case that `x` needs none.
+            first weight's lack its last columns if these are padding.
+        anchor: a tensor that requires a gradient and gets none, as `x` may not need one.
     """
     return _ReluLayers.apply(
         x, [Layer(*(each.detach() for each in layer)) for layer in layers], gradient_buffers, anchor
@@ -111,20 +109,20 @@ def _columns_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 def fits(features: int, dim: int) -> bool:
-    """Return whether `interact` supports this number of embeddings and dim; otherwise torch.compile is used."""
+    """Return whether `interact` supports this number of embeddings and dim."""
     return features <= _MAX_FEATURES and product_block(features) * product_block(dim) <= _MAX_ELEMENTS
 
 
 def interact(embeddings: torch.Tensor, features: int, width: int) -> torch.Tensor:
     """Return each sample's first embedding and the dot products of all pairs, padded by zeros, [b, width].
 
-    Same values as `train.model.DotInteraction`. The padding speeds up the following product, whose rows should be
-    multiples of 16 bytes. Differentiable once.
+    These are the values of `train.model.DotInteraction`; the following product is faster on rows of a multiple of 16
+    bytes. Differentiable once.
 
     Args:
         embeddings: [b, F * D], contiguous; unchanged until the backward.
         features: F.
-        width: N, at least D + F * (F - 1) / 2 and at most 16 more.
+        width: at least D + F * (F - 1) / 2 and at most 16 more.
     """
     return _Interact.apply(embeddings, features, width)  # type: ignore[no-any-return]
 

@@ -6,13 +6,13 @@ itself, or a copy in the dtype that is sent, is in shared memory:
     step e, rank r           ready e | wait for all ready flags | average piece 0 | average piece 1 | ..
     rank r, current stream                          wait for all flags of piece 0 | update it | wait for piece 1 | ..
 
-**One buffer is enough.** Owner w reads and overwrites its share of rank r's piece after it has waited for r's ready
-flag, and signals the piece's flag when it is done. So once r has waited for every rank's flags of all pieces, no peer
-accesses its gradient before its next ready flag. Its next backward follows these waits on its stream.
+**One buffer is enough.** An owner accesses its share of rank r's piece after r's ready flag, and signals the piece's
+flag afterwards. So when r has waited for all flags of all pieces, no peer accesses its gradient before its next ready
+flag, and r's next backward follows these waits on its stream.
 
-**Captured steps do not deadlock.** Signals and waits are in `comm.order`, except the current stream's waits, which run
-concurrently with later pieces. A graph may execute such a wait before a later piece, but every rank signals its flags
-without waiting for anything later in the order.
+**Captured steps do not deadlock.** Signals and waits are in `comm.order`, except the current stream's waits. A graph
+may execute such a wait before a later piece, but every rank signals its flags without waiting for anything later in the
+order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,16 +42,16 @@ class Piece:
     begin: int
     end: int
     share: int
-    """lines that each rank owns; the last ranks own fewer or none"""
+    """lines per rank; the last ranks have fewer or none"""
     slot: int
-    """of the flag that a rank signals when the mean of its share is at all ranks"""
+    """of the flag that the mean of a rank's share is at all ranks"""
 
     def lines(self, rank: int) -> int:
-        """Return the number of lines that `rank` owns."""
+        """Return the number of lines of `rank`."""
         return max(0, min(self.share, self.end - self.begin - rank * self.share))
 
     def first(self, rank: int) -> int:
-        """Return the first line that `rank` owns."""
+        """Return the first line of `rank`."""
         return min(self.end, self.begin + rank * self.share)
 
 
@@ -59,7 +59,7 @@ class Range(NamedTuple):
     """A range of the flat gradient that is reduced when every rank has all of it."""
 
     ready: int
-    """slot of the flag that signals that a rank's gradients are written, and may be replaced by the mean"""
+    """slot of the flag that a rank's gradients are written, and may be replaced by the mean"""
     pieces: list[Piece]
     """at least one, in order; their slots follow `ready`"""
 
@@ -67,10 +67,10 @@ class Range(NamedTuple):
 def cut(ranges: Sequence[tuple[int, int]], piece_elements: int, world_size: int) -> list[Range]:
     """Cut ranges of elements, multiples of `LINE`, into pieces of about `piece_elements`.
 
-    Slots are numbered in the order in which they are signaled, so a wait for a slot may include all before it.
+    A wait for a slot may include all before it: slots are numbered in the order of their signals.
 
-    Example: the range 0 .. 640 on two ranks, 256 elements per piece, becomes lines 0 .. 4, of which rank 0 owns 0 .. 2,
-    and lines 5 .. 9, of which it owns 5 .. 7. Slot 0 is the ready flag, slots 1 and 2 are the pieces' flags.
+    Example: the range 0 .. 640 on two ranks, 256 elements per piece, becomes lines 0 .. 4 (rank 0 owns 0 .. 2) and 5 ..
+    9 (rank 0 owns 5 .. 7). Slot 0 is the ready flag, slots 1 and 2 are the pieces' flags.
     """
     cut_ranges, slot = [], 0
     for begin, end in ranges:
@@ -87,7 +87,7 @@ def cut(ranges: Sequence[tuple[int, int]], piece_elements: int, world_size: int)
 
 
 class StoreReduction:
-    """As `CollectiveReduction`, by kernels (see the module). An expired wait is recorded, and stops the GPU."""
+    """As `CollectiveReduction`, by kernels. An expired wait is recorded, and stops the GPU."""
 
     def __init__(
         self,
@@ -100,7 +100,6 @@ class StoreReduction:
         """Reduce `ranges` of the gradient of `flat`; a collective, which allocates shared memory.
 
         Args:
-            flat: the same parameters on all ranks.
             group: ranks that reach each other's memory.
             dtype: in which gradients are sent, float32 or bfloat16; sums are float32.
             ranges: of elements, multiples of `LINE`; every step reduces all, in order.
@@ -140,7 +139,7 @@ class StoreReduction:
             for _, pieces in self._cut
             for piece in pieces
         }
-        """piece -> [W] int64, addresses of this rank's share at each rank"""
+        """[W] int64 of each piece: addresses of this rank's share at each rank"""
 
     @torch.no_grad()
     def reduce(self, number: int) -> None:
@@ -171,7 +170,7 @@ class StoreReduction:
             torch.cuda.current_stream(self._flat.device).wait_stream(stream)
 
     def _average(self, piece: Piece) -> None:
-        """Store the mean of this rank's share of a piece to all ranks, then signal the piece's flag."""
+        """Store the mean of this rank's share to all ranks, then signal the piece's flag."""
         average_share(
             self._shares[piece],
             self._dtype,
@@ -186,7 +185,6 @@ class StoreReduction:
         self._arrived[piece.slot].record(torch.cuda.current_stream(self._flat.device))
 
     def _wait(self, slot: int) -> None:
-        """Make the current stream wait for all flags up to `slot` of every rank."""
         wait_flags(self._flags[slot], self._rank, self._epochs.each[0].argument)
 
     def check(self) -> None:

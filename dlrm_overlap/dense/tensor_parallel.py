@@ -4,12 +4,11 @@ Rank r of W has rows [r N / W, (r + 1) N / W) of the first weight [N, K] and the
 
     x [b, K] of each rank --all-gather, product--> y [B, N / W] --product, reduce-scatter--> z [b, M] of each rank
 
-A pair sends 4 (W - 1) b times the layers' width, data parallelism 2 (W - 1) / W times the weights: for N x N layers the
-pair sends less if b < N / W.
+For N x N layers this sends fewer bytes than data parallelism if b < N / W.
 
-**Gradients.** The gradient to train by is the mean over ranks, but a divided weight's gradient is a sum over all
-samples. So the gradient of z is divided by W, and that of x multiplied by W again, which is exact if W is a power of
-two. The second layer's bias is whole on all ranks, and its gradient over this rank's samples is multiplied, too.
+**Gradients.** A divided weight's gradient is a sum over all samples, where the mean over ranks is needed. So the
+gradient of z is divided by W, and that of x multiplied by W, exactly if W is a power of two. The gradient of the second
+layer's bias, which is whole and averaged over the ranks, is also multiplied by W.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from dlrm_overlap.dense.gemm.products import ParallelProducts
 
 
 class Shard(NamedTuple):
-    """The part of a whole parameter that a rank holds: elements [offsets, offsets + its own shape)."""
+    """The part of a parameter that a rank holds: elements [offsets, offsets + its own shape) of the whole."""
 
     shape: tuple[int, ...]
     """of the whole parameter"""
@@ -32,16 +31,13 @@ class Shard(NamedTuple):
 
 
 class DividedPerceptron(nn.Module):
-    """One `Perceptron` of a pair, divided over the ranks: the first by neurons, the second by inputs.
-
-    Parameter names are those of the whole layer.
-    """
+    """One `Perceptron` of a pair: the first is divided by neurons, the second by inputs; parameter names stay."""
 
     def __init__(self, whole: Perceptron, products: ParallelProducts, is_first: bool) -> None:
         super().__init__()
         self.products = products
         self.shards: dict[str, Shard] = {}
-        """parameter -> its part of the whole; without parameters that are whole"""
+        """parameter -> its part of the whole, for divided parameters"""
         self._is_first, linear = is_first, whole._linear
         has_bias = linear.bias is not None
         self._linear = nn.Linear(linear.in_features, linear.out_features, has_bias, device="meta")
@@ -53,7 +49,7 @@ class DividedPerceptron(nn.Module):
         self._rest = nn.Identity() if self._epilogue == "relu" else whole._activation_fn
 
     def _part(self, name: str, whole: torch.Tensor, dim: int | None) -> nn.Parameter:
-        """Return this rank's part of a parameter along `dim`, or a copy of all of it for None."""
+        """Return this rank's part along `dim`, or a copy of all for None."""
         if dim is None:
             return nn.Parameter(whole.detach().clone(), whole.requires_grad)
         size = whole.shape[dim] // self.products.world_size
@@ -86,9 +82,8 @@ def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 def divide_pairs(mlp: MLP, products: ParallelProducts) -> list[tuple[int, int]]:
     """Divide layers 0 and 1, 2 and 3, .. of `mlp` in place, the same on all ranks.
 
-    A pair stays whole if the number of ranks does not divide its inner width or its activations have parameters, and so
-    does an unpaired last layer. Activations must be elementwise. Checkpoints of whole and divided layers are
-    interchangeable.
+    A pair stays whole if the ranks do not divide its inner width or its activations, which must be elementwise, have
+    parameters. So does an unpaired last layer. Checkpoints of whole and divided layers are interchangeable.
 
     Returns:
         The indices of the layers of each divided pair.
@@ -113,7 +108,7 @@ def divided_layers(model: nn.Module) -> list[DividedPerceptron]:
 
 
 def products_of(model: nn.Module) -> list[ParallelProducts]:
-    """Return the products of the divided layers, to be checked and closed with the model."""
+    """Return the divided layers' products, to be checked and closed with the model."""
     return list(dict.fromkeys(layer.products for layer in divided_layers(model)))
 
 

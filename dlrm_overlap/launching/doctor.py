@@ -1,4 +1,4 @@
-"""A report on this machine and Python: what training needs, and how to fix what is missing."""
+"""A report on what training needs on this machine, and how to get what is missing."""
 
 import os
 import platform
@@ -24,7 +24,6 @@ class Finding(NamedTuple):
     cure: str = ""
     """empty if nothing is wrong"""
     needed: bool = False
-    """whether training cannot run without it"""
 
 
 def run_doctor() -> int:
@@ -55,7 +54,7 @@ def _findings() -> Iterator[Finding]:
 
 
 def _libraries() -> Finding:
-    """Compare the installed releases with those that were tested together."""
+    """Compare the installed releases with those tested together."""
     build, found = supported_versions.build(), supported_versions.versions()
     tested = supported_versions.STACKS[build]._asdict()
     others = [name for name, version in found.items() if (version or "").partition("+")[0] != tested[name]]
@@ -113,7 +112,7 @@ def _shared_memory() -> Finding:
 
 
 def _mpi() -> Finding:
-    """Load MPI in a separate process, since it can be loaded only once, and a broken one aborts the process."""
+    """Load MPI in a separate process: a broken one aborts the process."""
     if (version := supported_versions.version_of("mpi4py")) is None:
         return Finding("mpi4py", "not installed, for mpirun only", "pip install mpi4py")
     probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"

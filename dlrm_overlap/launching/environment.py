@@ -13,7 +13,7 @@ from dlrm_overlap.launching import supported_versions
 
 
 def environment() -> dict[str, str]:
-    """Return versions, GPUs of the ranks, CPU, clock source, date and commit, as far as they are known."""
+    """Return versions, GPUs, CPU, clock source, date and commit, as far as they are known."""
     import torch
 
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # may be any text if this launch does not use it
@@ -41,7 +41,7 @@ def environment() -> dict[str, str]:
 
 
 def one_queue() -> bool:
-    """Return whether CUDA_DEVICE_MAX_CONNECTIONS=1, which makes all streams one queue, so that nothing overlaps."""
+    """Return whether CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue, so that nothing overlaps."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
@@ -70,7 +70,7 @@ def _cpu() -> str:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, with `-dirty` if files differ; without a repository, DLRM_OVERLAP_COMMIT."""
+    """Return the checkout's commit, `-dirty` if files differ; without a repository, DLRM_OVERLAP_COMMIT."""
     named = os.environ.get("DLRM_OVERLAP_COMMIT")
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # installed or copied: a repository further up is another one

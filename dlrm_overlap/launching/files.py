@@ -38,7 +38,7 @@ _KINDS = {
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open the regular file `path`, or the one that it links to, for reading, without waiting for a pipe's writer.
+    """Open the regular file `path` for reading, without waiting for a pipe's writer.
 
     Raises:
         OSError: if it cannot be read or is not a regular file.
@@ -59,11 +59,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def discard(path: Path) -> None:
-    """Remove a file, a link (not its target), or a folder with its content.
-
-    Raises:
-        OSError: if it cannot be removed.
-    """
+    """Remove a file, a link (not its target), or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -86,21 +82,16 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def hold_folder(folder: Path, key: str) -> Iterator[bool]:
-    """Hold the lock of `folder`, which must exist, during the block.
+    """Hold the lock of `folder` during the block, and yield whether it is held.
 
-    The lock is a flock on `.lock`, which names its owner and ends with the owner's process; forked children do not hold
-    it. On NFS all clients see it, unless mounted otherwise. On a file system without locks a warning is logged, and the
-    block runs unlocked.
+    The lock is a flock on `.lock`, which ends with this process; forked children do not hold it. On NFS all clients see
+    it, unless mounted otherwise. Without locks in the file system a warning is logged.
 
     Args:
-        folder: the folder.
         key: the option that names the folder, for the error.
 
-    Yields:
-        Whether the lock is held.
-
     Raises:
-        InputError: if another process holds it; the error names the process and its node.
+        InputError: if another process holds it, which is named with its node.
         OSError: if the lock file cannot be created.
     """
     path = folder / LOCK_NAME
@@ -140,7 +131,7 @@ def _acquire(path: Path, key: str) -> FileLock:
 
 
 def temporary_of(file: Path) -> Path:
-    """Return a partly random name in the folder of `file`. Open it with "x", which follows no link."""
+    """Return a partly random name next to `file`, to be opened with "x", which follows no link."""
     return file.with_name(f".{file.name}.{secrets.token_hex(_RANDOM_BYTES)}.tmp")
 
 
@@ -182,7 +173,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove temporary files that a killed process has left in `folder`, whose lock must be held."""
+    """Remove a killed process's temporary files from `folder`, whose lock must be held."""
     for file in folder.glob(_TEMPORARIES):
         with contextlib.suppress(OSError):
             file.unlink()

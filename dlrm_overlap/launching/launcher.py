@@ -20,26 +20,23 @@ _SLURM_PORTS = range(20000, 32000)  # below Linux's ephemeral ports
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank among all ranks, and where they meet.
+    """This process's rank, and where all ranks meet.
 
     Raises:
-        InputError: if a rank is not below its world size, or the address or port that several ranks need is
-            invalid.
+        InputError: if ranks do not fit their sizes, or several ranks have no valid address and port.
     """
 
     rank: int
     local_rank: int
-    """rank among the processes of this node, which selects the GPU"""
+    """rank on this node, which selects the GPU"""
     world_size: int
-    """number of processes"""
     local_world_size: int
-    """number of processes on this node"""
     master_addr: str
     """name or IP address of rank 0's node, without brackets"""
     master_port: int
-    """port of the rendezvous; 0 if a single rank needs none"""
+    """port of the rendezvous, 0 for a single rank"""
     source: str
-    """launcher: nproc | torchrun | mpi | slurm | environment | single"""
+    """nproc | torchrun | mpi | slurm | environment | single"""
 
     def __post_init__(self) -> None:
         for rank, size, prefix in (
@@ -76,20 +73,18 @@ class World:
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World:
-    """Return this process's rank, from its launcher's variables in `environ`; initializes MPI under mpirun.
+    """Return this process's rank, from its launcher's variables; initializes MPI under mpirun.
 
-    The first of these launchers that is found counts:
+    The first launcher found counts (launch/README.md lists contradictions):
 
     | source | found by | rendezvous |
     |---|---|---|
     | nproc | the variable that `spawn` sets | this node |
     | torchrun | TORCHELASTIC_RUN_ID | MASTER_ADDR, MASTER_PORT |
     | mpi | OMPI_COMM_WORLD_SIZE, or PMI_SIZE if not Slurm's own | rank 0's choice, broadcast through mpi4py |
-    | slurm | SLURM_STEP_ID (srun) | first node of the step, port from job and step id |
+    | slurm | SLURM_STEP_ID (srun), unless of one task with RANK or WORLD_SIZE | first node, port from job and step id |
     | environment | RANK and WORLD_SIZE | MASTER_ADDR, MASTER_PORT |
     | single | none of these | none |
-
-    RANK or WORLD_SIZE override an srun of one task, which is a shell. launch/README.md lists contradictions.
 
     Raises:
         InputError: if variables are missing, not numbers or contradict each other, or mpi4py cannot use this MPI.
@@ -120,7 +115,6 @@ def _integer(environ: Mapping[str, str], name: str, source: str) -> int:
 
 
 def _mpi_task(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return (rank, size) as set by mpirun, None outside mpirun."""
     for prefix in ("OMPI_COMM_WORLD_", "PMI_"):
         if prefix + "SIZE" in environ:
             task = _integer(environ, prefix + "RANK", "mpirun"), _integer(environ, prefix + "SIZE", "mpirun")
@@ -130,7 +124,6 @@ def _mpi_task(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def _slurm_task(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return (rank, size) in the Slurm step, None outside srun."""
     if "SLURM_STEP_ID" not in environ:
         return None
     return _integer(environ, "SLURM_PROCID", "srun"), _integer(environ, "SLURM_STEP_NUM_TASKS", "srun")
@@ -158,8 +151,7 @@ def _from_variables(environ: Mapping[str, str], source: str) -> World:
 def _from_mpi(environ: Mapping[str, str], announced: int) -> World:
     """Get the ranks from MPI, and broadcast rank 0's address.
 
-    MPI_Finalize is left to `process_group.shutdown`: mpirun considers a rank that ends without it failed, and a
-    finalize at every exit would wait for ranks that have failed.
+    `process_group.shutdown` finalizes MPI: a finalize at every exit would wait for failed ranks.
     """
     try:
         import mpi4py
@@ -198,7 +190,7 @@ def _from_slurm(environ: Mapping[str, str], rank: int, size: int) -> World:
 
 
 def _slurm_nodes(environ: Mapping[str, str], size: int) -> tuple[int, int]:
-    """Return the number of nodes of this step of `size` tasks, and the number of tasks on this node."""
+    """Return the number of nodes of this step of `size` tasks, and of tasks on this node."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", str(size))
     node = _integer(environ, "SLURM_NODEID", "srun")
     nodes, here = 0, None
@@ -221,7 +213,7 @@ def _slurm_nodes(environ: Mapping[str, str], size: int) -> tuple[int, int]:
 
 
 def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the rank in the first launcher's variable that is set, without checks, or None."""
+    """Return the rank in the first launcher's variable that is set, unchecked, or None."""
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", *["SLURM_PROCID"] * ("SLURM_STEP_ID" in environ)):
         if re.fullmatch(r"[0-9]{1,18}", environ.get(name, "")):
             return int(environ[name])
@@ -229,7 +221,7 @@ def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host`, a name or an address, is localhost or a loopback address; names are not looked up."""
+    """Return whether `host` is localhost or a loopback address; names are not looked up."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -256,7 +248,7 @@ def _is_address(text: str) -> bool:
 
 
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """End this process with the launcher of `--nproc`, if that has started it.
+    """End this process together with the launcher of `--nproc`, if that has started it.
 
     Raises:
         InputError: if the launcher's process id is not a number.

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 SAVED = 75
-"""exit code of a run that was asked to end and has saved what it needs to resume: EX_TEMPFAIL of sysexits.h"""
+"""exit code of a run that was asked to end and has saved: EX_TEMPFAIL of sysexits.h"""
 HOLD_BACK_S = 3.0
-"""within this time a launcher ends the other ranks of a failed one, which would report consequential errors"""
+"""time in which a launcher ends the other ranks of a failed one, before they report consequential errors"""
 ENDS_SOON = "SIGINT: the run saves and ends after its next log line; a second one ends it at once"
 ENDED_AT_ONCE = "interrupted: what was trained after the newest checkpoint is lost"
 _END_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -24,10 +24,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, or now if process `parent` has ended.
-
-    Unlike a thread that watches a pipe, this works while the process is stopped or in a call that never returns.
-    """
+    """Have the kernel kill this process, even if stopped, when the thread that started it ends, or now if it has."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -35,29 +32,26 @@ def end_with_parent(parent: int) -> None:
 
 
 def block_signals() -> None:
-    """Keep SIGTERM, SIGUSR1 and SIGHUP pending, here and in child processes, until a process can save.
-
-    Call it in the main thread.
-    """
+    """Keep SIGTERM, SIGUSR1 and SIGHUP pending, here and in child processes; call it in the main thread."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
 
 
 def unblock_signals() -> None:
-    """Deliver the signals that `block_signals` has kept pending, here or in the parent process."""
+    """Deliver the signals that `block_signals` has kept pending."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
 
 
 def end_on_signals() -> None:
-    """Let SIGTERM and SIGUSR1 end this process, also pending ones, as it has nothing to save."""
+    """Let SIGTERM and SIGUSR1 end this process, also pending ones."""
     for number in _END_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     unblock_signals()
 
 
 def interrupt_imports() -> None:
-    """Let SIGINT end this process at once while a module is imported, when libraries may catch KeyboardInterrupt.
+    """Let SIGINT end this process at once during imports, in which libraries may catch KeyboardInterrupt.
 
-    Otherwise SIGINT raises KeyboardInterrupt. If it is ignored, it stays ignored.
+    If SIGINT is ignored, it stays ignored.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -79,11 +73,7 @@ def say(text: str) -> None:
 
 
 def report_missing(error: ModuleNotFoundError) -> bool:
-    """Report a missing module and its cure in one line on standard error.
-
-    Returns:
-        Whether it was reported, which a module of this package is not.
-    """
+    """Report a missing module and its cure in one line on standard error; return False for this package's own."""
     if not error.name or error.name.partition(".")[0] == "dlrm_overlap":
         return False
     print(
@@ -102,9 +92,9 @@ class EndRequest:
         self.asked = self._listens = False
 
     def listen(self, answers: bool = True) -> None:
-        """Handle the signals from now on, including pending ones; an ignored SIGINT stays ignored.
+        """Handle the signals from now on, also pending ones; call it in the main thread.
 
-        Call it in the main thread. `answers`: print a line on SIGINT, which one process of a run does.
+        An ignored SIGINT stays ignored. One process of a run `answers` SIGINT by a line.
         """
         is_second = False
 
@@ -127,10 +117,9 @@ class EndRequest:
 
     @contextmanager
     def while_ranks_meet(self) -> Iterator[None]:
-        """End this process with `SAVED` if it is asked to end and the block takes 5 s longer.
+        """End this process with `SAVED` if, after `listen`, it is asked to end and the block takes 5 s longer.
 
-        Other ranks may never start, for example if torchrun ends them after a failure; nothing was trained yet. Does
-        nothing before `listen`.
+        Other ranks may never start, for example if torchrun ends them after a failure.
         """
         if not self._listens:
             yield

@@ -38,7 +38,7 @@ _WORDS = {
 
 
 def words_of(kind: Any) -> str:
-    """Return a description of the type `kind`, such as "a number from 0 to below 1 or null"."""
+    """Return a description of a type, such as "a number from 0 to below 1 or null"."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return arguments[1].words
@@ -51,10 +51,10 @@ def words_of(kind: Any) -> str:
 
 
 def convert(kind: Any, value: Any, text: str | None = None) -> Any:
-    """Return a YAML value as a value of type `kind`; `text` is the option's text, if it is from the command line.
+    """Return a YAML value as one of type `kind`; `text` is what was written, for an option.
 
     Raises:
-        ValueError: if it does not have that type.
+        ValueError: if it is not of that type.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
@@ -87,8 +87,6 @@ def _cut(text: str) -> str:
 
 
 def _option_of(kind: Any) -> Callable[[str], Any]:
-    """Return a function that parses an option of type `kind`, for argparse."""
-
     def read(text: str) -> Any:
         value: Any = text
         with contextlib.suppress(*NOT_YAML):
@@ -119,20 +117,13 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 def find_config(given: str) -> Path:
-    """Return the path of the YAML file `given`, or of the packaged file of that name, such as quickstart or bench/tiny.
-
-    An existing file comes first. configs/quickstart.yaml also names the packaged file.
-    """
+    """Return the path of the YAML file `given`, or of the packaged file of that name, such as bench/tiny."""
     own = _CONFIGS / f"{given.removeprefix('configs/').removesuffix('.yaml')}.yaml"
     return own if os.path.isfile(own) and not os.path.exists(given) else Path(given)
 
 
 def _read_file(path: Path, config: type) -> dict[str, Any]:
-    """Return the values of a YAML file by dotted key; `config` is the dataclass of its keys.
-
-    Raises:
-        InputError: naming the file, the key and the nearest known key.
-    """
+    """Return the values of a YAML file by dotted key; raises as `read_tree`."""
     try:
         with path.open() as file:
             tree = yaml.load(file, UniqueKeyLoader)
@@ -210,7 +201,7 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
 
 
 def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[str, Any]:
-    """Return sections with names chosen by the user, as objects of the dataclass `member`."""
+    """Return sections with user-chosen names, as objects of the dataclass `member`."""
     if not isinstance(tree, dict):
         raise InputError(f"{path}: {key}: {tree!r} must be sections by name, each with its keys")
     made = {}
@@ -222,13 +213,13 @@ def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[s
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
-    """Return "did you mean X?" with the most similar of `known`, or a list of all if none is similar."""
+    """Return "did you mean X?" with the most similar of `known`, or else a list of all."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
 def _suggest_option(name: str, known: Sequence[str]) -> str:
-    """Return "did you mean X or Y?" with the options that end as `name` does, or else the most similar one."""
+    """Return "did you mean X or Y?" with the options of the same last part, or else the most similar one."""
     name = "--" + name.lstrip("-").replace("-", "_")
     tail = name.rpartition(".")[2].lstrip("-")
     found = [each for each in known if re.fullmatch(rf"--(.*\.)?{re.escape(tail)}", each)]
@@ -237,7 +228,7 @@ def _suggest_option(name: str, known: Sequence[str]) -> str:
 
 
 class Parser(ArgumentParser):
-    """An argument parser that reports a mistake in one line, and knows types such as `PositiveInt | None`."""
+    """An argument parser that reports mistakes in one line, and knows types such as `PositiveInt | None`."""
 
     def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
         super().__init__(prog, usage, description, allow_abbrev=False)
@@ -249,7 +240,7 @@ class Parser(ArgumentParser):
         return super().add_argument(*names, **settings)
 
     def read(self, argv: Sequence[str]) -> Any:
-        """Return the values of `argv`, in which options and positional arguments may be mixed.
+        """Return the values of `argv`; options and positional arguments may be mixed.
 
         Raises:
             InputError: if an option is unknown or its value is wrong.
@@ -282,12 +273,10 @@ class Key(NamedTuple):
     """A key of the configuration."""
 
     name: str
-    """with its sections, such as train.steps"""
+    """with its sections: train.steps"""
     kind: Any
-    """type of its values"""
     default: Any
     section: type
-    """dataclass that has the key"""
 
 
 def _default_of(section: Any, field: dataclasses.Field[Any]) -> Any:
@@ -296,7 +285,7 @@ def _default_of(section: Any, field: dataclasses.Field[Any]) -> Any:
 
 
 def keys_of(section: Any, prefix: str = "") -> Iterator[Key]:
-    """Yield the keys of `section` in order; an object instead of a dataclass provides other defaults."""
+    """Yield the keys of `section` in order, with its values as defaults if it is an object."""
     for each in dataclasses.fields(section):
         default = _default_of(section, each)
         if isinstance(each.type, type) and dataclasses.is_dataclass(each.type):
@@ -313,7 +302,7 @@ def _help_of(key: Key) -> str:
 
 
 def _changes(section: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the arguments with which `section` gets `values`, by key after `prefix`."""
+    """Return the arguments with which `section` gets `values`."""
     found = {}
     for each in dataclasses.fields(section):
         key = f"{prefix}{each.name}"
@@ -338,8 +327,6 @@ def parse_config(
     Args:
         config: the dataclass of all sections.
         prog: the command, for --help.
-        description: for --help.
-        argv: options.
         add_options: adds the command's own options.
         defaults: override the keys' defaults; nested as in a file.
 

@@ -1,4 +1,4 @@
-"""A rank's device, and its process group: created from the launcher's `World`, destroyed at the end."""
+"""A rank's device, and its process group."""
 
 import os
 import socket
@@ -27,14 +27,12 @@ _RELEASE_S = 0.05  # far more than gloo's threads need to release the last colle
 def find_device(kind: str, local_rank: int, source: str = "nproc", local_ranks: int = 1) -> "torch.device":
     """Return a rank's device: the CPU, or the GPU of its local rank.
 
-    If only one GPU is visible it is taken, provided that the launcher (Slurm, MPI, a script) may have selected it.
+    A single visible GPU is taken if the launcher (Slurm, MPI, a script) may have selected it.
 
     Args:
         kind: train.device; auto takes GPUs if there are any.
-        local_rank: the rank's number on this node.
         source: `World.source`.
-        local_ranks: number of ranks on this node. Every rank checks the GPUs of all, as only rank 0's error is
-            shown.
+        local_ranks: ranks on this node, whose GPUs every rank checks, as only rank 0's error is shown.
 
     Raises:
         InputError: if there is no GPU for each rank of this node.
@@ -64,17 +62,15 @@ def visible_gpus(kind: str) -> int:
 def init_process_group(
     world: World, device: "torch.device", timeout_s: float = 600.0, wait_timeout_s: float = 600.0
 ) -> None:
-    """Create the default process group: gloo for CPU tensors, and NCCL, connected at once, if `device` is a GPU.
+    """Create the default process group: gloo for CPU tensors, and NCCL, connected at once, for a GPU.
 
-    Also sets the current CUDA device and a current stream of priority -1, so that kernels on the default stream have
-    lower priority. If the ranks meet at a loopback address, the store, gloo and NCCL listen only there.
+    Also sets the current CUDA device, and a current stream of priority -1, above the default stream's. Ranks that meet
+    at a loopback address listen only there.
 
     Args:
-        world: the rank, and where the ranks meet.
-        device: this rank's.
-        timeout_s: limit of the rendezvous, since ranks may start at very different times.
-        wait_timeout_s: embedding.wait_timeout_s. Collectives get a longer timeout, so that `Watch` or an exchange's
-            wait, whose errors name rank and step, expire first.
+        timeout_s: limit of the rendezvous, since ranks may start at different times.
+        wait_timeout_s: embedding.wait_timeout_s. Collectives wait longer, so that errors that name rank and step
+            come first.
 
     Raises:
         InputError: if the ranks do not meet.
@@ -135,7 +131,7 @@ def _open_store(world: World, timeout_s: float) -> "Store":
 
 
 def _resolve(world: World, timeout_s: float) -> tuple[Any, ...]:
-    """Return the first address of rank 0's node, for which a `TCPStore` would look until its own timeout.
+    """Return the first address of rank 0's node, for which a `TCPStore` would look too long.
 
     Raises:
         InputError: if the node has no address after `timeout_s`.
@@ -178,7 +174,7 @@ def _shown(value: Any) -> str:
 
 
 def watch_ranks(world: World, timeout_s: float, progress: Progress) -> Watch | None:
-    """Watch this thread's progress together with the other ranks'; None with one rank. Needs the process group."""
+    """Watch this thread's progress and the other ranks'; None with one rank. Needs the process group."""
     if world.world_size == 1:
         return None
     from torch.distributed.distributed_c10d import _get_default_store
@@ -188,10 +184,9 @@ def watch_ranks(world: World, timeout_s: float, progress: Progress) -> Watch | N
 
 
 def shutdown() -> None:
-    """Destroy the process group and finalize MPI at the end of a successful run.
+    """Destroy the process group and finalize MPI, unless an exception propagates.
 
-    It does nothing while an exception propagates, since both may wait for ranks that never come. The launcher then ends
-    the other ranks, because of the exit code, or the missing MPI_Finalize.
+    Both may wait for ranks that never come. After an error the launcher ends the other ranks.
     """
     if sys.exc_info()[0] is not None:
         return
@@ -212,7 +207,7 @@ def finalise_mpi() -> None:
 
 
 def abandon(code: int) -> None:
-    """Have MPI, if it runs, abort all ranks: not every mpirun does so if a rank ends without MPI_Finalize."""
+    """Have MPI, if it runs, abort all ranks, which not every mpirun does by itself."""
     if mpi := _running_mpi():
         mpi.COMM_WORLD.Abort(code)
 

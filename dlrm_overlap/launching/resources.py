@@ -31,7 +31,7 @@ def check_processes(nproc: int) -> None:
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that this process may use, by its affinity mask and its cgroups' CPU quota."""
+    """Return the number of cores that this process may use, by affinity mask and cgroups."""
     cores = float(len(os.sched_getaffinity(0)))
     for folder in _cgroups("cpu", root):
         limit, _, period = _read(folder / "cpu.max").partition(" ")
@@ -43,7 +43,7 @@ def available_cores(root: Path = Path("/")) -> int:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Return this node's free memory, or the limit of this process's cgroups if that is lower."""
+    """Return this node's free memory, or the cgroups' limit if that is lower."""
     free = psutil.virtual_memory().available
     for folder in _cgroups("memory", root):
         limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
@@ -53,7 +53,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups, versions 1 and 2, and of all their parents."""
+    """Yield the folders of this process's cgroups and their parents."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

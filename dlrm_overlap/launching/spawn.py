@@ -1,4 +1,4 @@
-"""The launcher of `--nproc`: starts the ranks on this node, reports a failed one, and ends the others."""
+"""The launcher of `--nproc`: starts the ranks on this node, and ends all if one fails."""
 
 import contextlib
 import os
@@ -26,17 +26,15 @@ _REASONS = {
 def spawn(argv: Sequence[str], nproc: int) -> int:
     """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this node; return the first failing exit code, or 0.
 
-    If a rank fails, the others are killed, and standard error names the failed rank. Call it in the main thread.
+    If a rank fails, the others are killed, and standard error names it. SIGUSR1 is forwarded to the ranks, and SIGTERM,
+    SIGHUP and SIGINT as SIGTERM, so that they may save; a second signal ends all at once. The exit code is
+    `lifetime.SAVED` if all have saved, else 128 + signal. After an earlier signal no rank is started.
 
-    SIGUSR1 is forwarded to the ranks, and SIGTERM, SIGHUP and SIGINT as SIGTERM, so that they may save before they end;
-    a second signal ends all at once. The exit code is `lifetime.SAVED` if all have saved, else 128 + signal. The ranks
-    start with these signals blocked until they can save; after an earlier signal none is started.
-
-    Each rank leads a process group, so its loader processes end with it. When this function returns, no rank is alive.
-    If this process is killed, the kernel kills the ranks (`launcher.end_with_launcher`).
+    Ranks lead process groups, so their loader processes end with them, and the kernel kills ranks whose launcher is
+    killed (`launcher.end_with_launcher`). Call it in the main thread.
 
     Raises:
-        InputError: inside another launcher that started several processes; if a rank cannot be started.
+        InputError: inside another launcher of several processes; if a rank cannot be started.
     """
     _refuse_nesting(os.environ)
     caught: list[int] = []
@@ -115,11 +113,7 @@ def _refuse_nesting(environ: Mapping[str, str]) -> None:
 
 
 def import_path() -> dict[str, str]:
-    """Return variables with which ranks import this package, and no yaml.py or torch.py of the working folder.
-
-    `python -m` imports from the working folder first, unless PYTHONSAFEPATH is set. If this process found the package
-    there (a checkout that is not installed), PYTHONPATH names it.
-    """
+    """Return variables with which ranks import this package, and nothing from the working folder."""
     root = str(Path(__file__).resolve().parents[2])
     if sys.flags.safe_path or os.path.realpath(sys.path[0]) != root:
         return {"PYTHONSAFEPATH": "1"}
@@ -143,7 +137,7 @@ def _start(argv: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.
 
 
 def _kill_group(worker: subprocess.Popen[bytes]) -> None:
-    """Kill a worker and all its child processes, even if they are stopped or ignore signals."""
+    """Kill a worker and its child processes, even if they are stopped or ignore signals."""
     with contextlib.suppress(ProcessLookupError):  # all have ended
         os.killpg(worker.pid, signal.SIGKILL)
     worker.wait()

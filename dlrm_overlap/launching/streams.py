@@ -13,7 +13,7 @@ from dlrm_overlap.launching.lifetime import say
 def open_streams() -> None:
     """Replace closed standard streams by `/dev/null`, and ignore failures to write to the others.
 
-    Otherwise a file that is opened later would get a closed stream's descriptor, and what libraries write there.
+    A file opened later would otherwise get a closed stream's descriptor.
     """
     for descriptor in range(3):
         try:
@@ -24,7 +24,7 @@ def open_streams() -> None:
 
 
 def _wrap(descriptor: int, stream: TextIO | Any) -> TextIO:
-    """Return a stream that writes to `descriptor` as `stream` (None if that was closed), and never fails."""
+    """Return a stream that writes to `descriptor` as `stream` (None if closed), and never fails."""
     names = ("encoding", "errors", "line_buffering", "write_through")
     as_before = {name: getattr(stream, name) for name in names if hasattr(stream, name)}
     return io.TextIOWrapper(io.BufferedWriter(_Output(descriptor, "w", closefd=False)), **as_before)

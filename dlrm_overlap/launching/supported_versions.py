@@ -1,4 +1,4 @@
-"""Versions of torch, FBGEMM, TorchRec and Triton that work together, and whether the installed ones match."""
+"""Versions of torch, FBGEMM, TorchRec and Triton that work together, and those installed."""
 
 import importlib.metadata
 import logging
@@ -81,14 +81,14 @@ def fbgemm_versions() -> dict[str, str]:
 
 
 def build() -> str:
-    """Return which build of torch this is, "cuda" or "cpu"."""
+    """Return torch's build, "cuda" or "cpu"."""
     import torch
 
     return "cuda" if torch.version.cuda else "cpu"
 
 
 def install_command(build: str) -> str:
-    """Return the command that installs the versions for `build`, "cuda" or "cpu"."""
+    """Return the command that installs the versions for `build`."""
     stack = STACKS[build]
     libraries = f"torch=={stack.torch} {FBGEMM_NAMES[build]}=={stack.fbgemm} triton=={stack.triton}"
     # --no-deps: TorchRec depends on the CUDA fbgemm-gpu, which would overwrite fbgemm-gpu-cpu.
@@ -96,7 +96,7 @@ def install_command(build: str) -> str:
 
 
 def _load_fbgemm() -> str:
-    """Import FBGEMM and return why it cannot be used on this machine's devices, or an empty string."""
+    """Import FBGEMM and return why it cannot be used here, or an empty string."""
     import torch
 
     level = logging.root.manager.disable

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def format_table(lines: Sequence[Sequence[str]]) -> str:
-    """Return a table of `lines`, of which the first is the header; columns of numbers and "-" are right-aligned."""
+    """Return a table of `lines`, the first being the header; numbers and "-" are right-aligned."""
     columns = []
     for cells in zip(*lines, strict=True):
         width = max(map(len, cells))

@@ -1,8 +1,8 @@
 """A thread on each rank that ends a run that makes no progress, and names the rank that it waits for.
 
-A collective's timeout names neither the missing rank nor the step, and collectives in CUDA graphs have none. So every
-rank regularly writes its step and current call to the store. A rank that has not moved for longer than the timeout
-reads the others': a rank that writes nothing new is stopped or gone, else each line shows where that rank is.
+A collective's timeout names neither rank nor step, and CUDA graphs have none. So every rank regularly writes its step
+and current call to the store. A rank that has not moved for longer than the timeout reads the others': a rank that
+writes nothing is stopped or gone.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 SLACK = 1.1
-"""factor on the timeout, so that an exchange whose own wait expires reports its slice first"""
+"""factor on the timeout, so that an exchange's own wait expires first and reports its slice"""
 _POLL_S = 0.5
 _SHOWN_RANKS = 8
 _SILENT = "it is stopped, or its node is gone or cut off"
@@ -32,11 +32,11 @@ class Progress:
 
     def __init__(self) -> None:
         self.step = 0
-        """current training step, or the last one before an evaluation or a save"""
+        """current training step, or the last one"""
         self.batch = 0
-        """batches evaluated, and pieces of a checkpoint read or written"""
+        """number of batches evaluated, and of pieces of a checkpoint read or written"""
         self.is_over = False
-        """whether the work is done, so that this rank waits for no other rank"""
+        """whether this rank waits for no other any more"""
 
     def tick(self) -> None:
         """Count an evaluated batch or a piece of a checkpoint."""
@@ -58,8 +58,6 @@ class Watch:
 
         Args:
             store: all ranks' store, through a connection without other waits.
-            rank: this rank.
-            world_size: number of ranks.
             timeout_s: how long a rank may stay in one call of one step.
             progress: this rank's; a new one if None.
         """
@@ -106,7 +104,7 @@ class Watch:
             self._store.set(_key(self._rank), json.dumps(about))
 
     def _end(self, lines: list[str], answering: list[int], stood_s: float) -> NoReturn:
-        """Report which ranks are silent and where the others are, and end this process."""
+        """Report the silent ranks and where the others are, and end this process."""
         if self._rank != min(answering, default=self._rank):
             time.sleep(HOLD_BACK_S)
         head = f"dlrm-overlap: rank {self._rank} has stood still in step {self.progress.step} for {stood_s:.0f} s"
@@ -115,7 +113,7 @@ class Watch:
         os._exit(1)
 
     def _diagnose(self) -> tuple[list[str], list[int], bool]:
-        """Return a line for each rank, silent ones first; the ranks that answer; and whether another one moves.
+        """Return a line per rank, silent ones first; the ranks that answer; whether another one moves.
 
         A rank moves if it was in another call half a timeout ago.
         """
@@ -165,7 +163,7 @@ def _key(rank: int) -> str:
 
 
 def _instructions(frame: FrameType | None) -> tuple[int, ...]:
-    """Return numbers that stay the same while the thread is in the same calls, at the same instructions."""
+    """Return numbers that stay the same while the thread is at the same instructions of the same calls."""
     numbers = []
     while frame is not None:
         numbers += [id(frame.f_code), frame.f_lasti]
@@ -174,7 +172,7 @@ def _instructions(frame: FrameType | None) -> tuple[int, ...]:
 
 
 def _where(frame: FrameType) -> str:
-    """Return the innermost call, and the innermost call of this package."""
+    """Return the innermost call, and the innermost of this package."""
     ours: FrameType | None = frame
     while ours is not None and not ours.f_globals.get("__name__", "").startswith("dlrm_overlap"):
         ours = ours.f_back
