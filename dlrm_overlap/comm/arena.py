@@ -141,6 +141,7 @@ class CudaArena(Arena):
             return [torch.zeros(self.size_bytes, dtype=torch.uint8, device=self.device)]
         import torch.distributed._symmetric_memory as symmetric_memory
 
+        # Zero this rank's memory before any peer maps it.
         def allocate() -> torch.Tensor:
             try:
                 memory = symmetric_memory.empty(self.size_bytes, dtype=torch.uint8, device=self.device)
@@ -155,6 +156,7 @@ class CudaArena(Arena):
 
         local = on_every_rank(allocate, group)
 
+        # Map the peers' memory.
         def meet() -> Any:
             try:
                 return symmetric_memory.rendezvous(local, self.reach.group or group)

@@ -67,6 +67,7 @@ class _Cross(torch.autograd.Function):
         narrow = x0.new_empty(len(layers), len(x0), len(layers[0].v))
         output = torch.empty_like(x0)
         x = x0
+        # x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l
         for index, layer in enumerate(layers):
             left = len(layers) - 1 - index
             torch.mm(x, layer.v.t(), out=narrow[left])  # [b, R]; autocast ignores products with `out`
@@ -89,6 +90,7 @@ class _Cross(torch.autograd.Function):
         bias = torch.stack([layer.bias for layer in layers])
         sums = bias.new_empty(len(layers), -(-len(x0) // GROUP), x0.shape[1])
         gradient = gradients[0].contiguous()
+        # From the last layer to the first: gradients of the products, and dx at the first layer.
         for turn, index in enumerate(reversed(range(len(layers)))):
             tensors = CrossGradient(gradient, through, x0, products, bias, du[turn], dx, sums[index])
             kernels.gradient_of_layer(tensors, index, len(layers))

@@ -58,6 +58,7 @@ class FlatParameters:
         assert (reason := unsupported_by_flat(parameters)) is None, reason
         self.named = dict(parameters)
         """as given, including slices"""
+        # The parameters to move: slices are moved with their holders.
         slices = _slices(parameters)
         whole = {name: parameter for name, parameter in reversed(self.named.items()) if name not in slices}
         holders = {holder: parameters[name]._original_tensor for name, (holder, _) in slices.items()}  # type: ignore[attr-defined]
@@ -68,6 +69,7 @@ class FlatParameters:
         self.shards = frozenset(shards)
         self.idle: frozenset[str] = frozenset()
         """names of parameters that get a gradient on no rank: None, zero in the flat tensor"""
+        # The layout: shared parameters, then shards.
         self.device = next(iter(self.parameters.values())).device
         self.positions: dict[str, FlatPosition] = {}
         """of `parameters`, in the layout's order"""
@@ -80,6 +82,7 @@ class FlatParameters:
         for name, (holder, first) in slices.items():
             begin, shape = self.positions[holder].begin + first, parameters[name].shape
             self._all_positions[name] = FlatPosition(begin, begin + shape.numel(), shape)
+        # Move weights and gradients.
         self.weights, self.gradients = self.like(torch.float32), self.like(torch.float32)
         for name, parameter in self.parameters.items():
             self.weights.views[name].copy_(parameter.data)

@@ -112,6 +112,7 @@ class StoreReduction:
         self._rank, world_size, device = group.rank(), group.size(), flat.device
         self._cut = cut(ranges, options.piece_elements, world_size)
         slots = self._cut[-1].pieces[-1].slot + 1
+        # Shared memory: the gradient or a copy, and a flag for each rank and slot.
         elements = flat.gradients.tensor.numel() if dtype == torch.float32 else flat.shared_end
         regions = {"gradients": Region((elements,), dtype), "flags": Region((world_size, slots), torch.int64)}
         try:
@@ -126,6 +127,7 @@ class StoreReduction:
         self.counters: Sequence[Counters] = (self._epochs,)
         """counters that a captured step advances"""
         self._record, timeout = DeviceErrorRecord(device), int(options.wait_timeout_s * 1e9)
+        # Arguments of the kernels: flags, and where this rank's shares are at each rank.
         local, addresses, clock = self._arena.local("flags"), self._arena.addresses("flags"), self._epochs.each[0].word
         self._programs_done = torch.zeros(1, dtype=torch.int32, device=device)
         self._flags: list[Flags] = []

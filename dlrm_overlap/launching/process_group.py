@@ -78,6 +78,7 @@ def init_process_group(
     import torch
     import torch.distributed as dist
 
+    # Device, stream and network interface.
     backend, device_id = "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -87,6 +88,7 @@ def init_process_group(
     if is_loopback(world.master_addr):  # otherwise gloo and NCCL take the interface of the node's name
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    # Meet the other ranks.
     collective_timeout = timedelta(seconds=LAST_RESORT * wait_timeout_s + _LAST_RESORT_S)
     try:
         if world.world_size == 1:
