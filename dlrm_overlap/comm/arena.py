@@ -227,6 +227,7 @@ class HostArena(Arena):
 
     def signal_flag(self, name: str, peer: int, slot: int, epoch: int, source: int | None = None) -> None:
         """Set flag `slot` of this rank (or of `source`) at `peer` to `epoch`; region `name` is [W, slots] int64."""
+        # x86-64 makes this rank's earlier stores visible before this one.
         self.view(name, peer)[self.rank if source is None else source, slot] = epoch
 
     def wait(self, name: str, counts: torch.Tensor, epoch: int, timeout_s: float, what: str = "slice") -> None:
@@ -238,6 +239,7 @@ class HostArena(Arena):
         flags = self.local(name)
         used = torch.arange(flags.shape[1], device="cpu") < counts[:, None]
         deadline = None
+        # x86-64 does not reorder loads: what follows sees the stores before the signals.
         while (missing := used & (flags < epoch)).any():
             deadline = deadline or Deadline(timeout_s)
             if deadline.is_over():
