@@ -109,9 +109,9 @@ class Arena(ABC):
         return self.view(name, self.rank)
 
     def addresses(self, name: str) -> torch.Tensor:
-        """Return int64 on the device: addresses here of region `name` of each reached rank.
+        """Return the addresses, in this process, of region `name` of each reached rank: int64 on the device.
 
-        The first call, a copy to the device, must not be captured.
+        The first call copies them to the device, and must not be captured.
         """
         if name not in self._addresses:
             pointers = [self.view(name, rank).data_ptr() for rank in self.reached]

@@ -65,7 +65,7 @@ class CopyEngine:
         """Make this stream wait, without a timeout, until `word` reaches the constant `count`, at least 1.
 
         Reset the word before each use: after this wait (`join`), before the kernel that increments it, and before the
-        next wait (`follow`). Launch that kernel first: its first launch loads it, which may wait for this stream.
+        next wait (`follow`). Launch that kernel first: its first launch loads it, which can wait for the whole device.
 
         Args:
             word: [1] int64 in this GPU's memory, incremented by atomics at GPU scope or wider.

@@ -27,7 +27,7 @@ class _Fault(NamedTuple):
 def on_every_rank(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
     """Call `work`, and return its result once it has succeeded on every rank; a collective.
 
-    After a failure all ranks raise, the same kind of error, so no rank waits for one that is gone.
+    If it fails on a rank, all ranks raise the same kind of error, so that no rank waits for one that is gone.
 
     Raises:
         InputError: if every failure is an `InputError`.

@@ -12,10 +12,10 @@ Returned = TypeVar("Returned")
 
 
 class CommunicationOrder:
-    """Serializes all signals, waits and collectives of a captured step, in the capture's order, the same on every rank.
+    """Serializes all signals, waits and collectives of a captured step in the capture's order.
 
-    CUDA graphs do not promise that branches run concurrently. With different orders, rank 0 might wait for rank 1's ids
-    before its lookup, and rank 1 for that lookup before it sends the ids.
+    CUDA graphs do not promise that branches run concurrently. Without an order that is the same on every rank, rank 0
+    might wait for rank 1's ids before its lookup, and rank 1 for that lookup before it sends the ids.
 
     Example:
         with order:

@@ -59,9 +59,10 @@ class CastWeights:
         return self.flat.shadow.views[self._name_of[parameter]]
 
     def later(self, parameters: Iterable[nn.Parameter], write: Callable[[list[torch.Tensor]], None]) -> None:
-        """Have `write` called, after the gradients that others wait for, with the tensors to write gradients to.
+        """Have `write` called with the tensors to write gradients to, after the gradients that others wait for.
 
-        They are float32 and contiguous. Gradients of one call may be reduced while those of the next are computed.
+        They are float32 and contiguous. Calls run in order, and the gradients of one may be reduced while those of the
+        next are computed.
         """
         names = [self._name_of[parameter] for parameter in parameters]
         assert self._names.issuperset(names), "the gradients of the other parameters are autograd's"

@@ -25,8 +25,9 @@ def kernels_on(device: torch.device, name: str) -> Any:
 
 
 def product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Write left @ right, of matrices or batches, to `out`, accumulated in float32; `out` may be float32 for other
-    inputs.
+    """Write left @ right, of matrices or batches, to `out`, accumulated in float32.
+
+    `out` may be float32 for inputs of another type.
     """
     product = torch.mm if out.dim() == 2 else torch.bmm
     if out.dtype == left.dtype:

@@ -206,8 +206,9 @@ class GradientBuckets:
         self._reduction.close()
 
     def complete(self, name: str) -> None:
-        """Note that a parameter's gradient is complete on the current stream; called by hooks, or by who bypasses
-        autograd.
+        """Note that a parameter's gradient is complete on the current stream.
+
+        Code that writes gradients without autograd calls this once per step.
         """
         if name in self._flat.shards:
             return

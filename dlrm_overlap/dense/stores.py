@@ -44,7 +44,7 @@ class Piece:
     share: int
     """lines per rank; the last ranks have fewer or none"""
     slot: int
-    """of the flag that the mean of a rank's share is at all ranks"""
+    """of the flag that signals that the mean of a rank's share is at all ranks"""
 
     def lines(self, rank: int) -> int:
         """Return the number of lines of `rank`."""
@@ -59,7 +59,7 @@ class Range(NamedTuple):
     """A range of the flat gradient that is reduced when every rank has all of it."""
 
     ready: int
-    """slot of the flag that a rank's gradients are written, and may be replaced by the mean"""
+    """slot of the flag that signals that a rank's gradients are written, and may be replaced by the mean"""
     pieces: list[Piece]
     """at least one, in order; their slots follow `ready`"""
 

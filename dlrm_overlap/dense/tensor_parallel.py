@@ -4,7 +4,7 @@ Rank r of W has rows [r N / W, (r + 1) N / W) of the first weight [N, K] and the
 
     x [b, K] of each rank --all-gather, product--> y [B, N / W] --product, reduce-scatter--> z [b, M] of each rank
 
-For N x N layers this sends fewer bytes than data parallelism if b < N / W.
+For N x N layers, this sends fewer bytes than data parallelism in the same dtype if b < N / W.
 
 **Gradients.** A divided weight's gradient is a sum over all samples, where the mean over ranks is needed. So the
 gradient of z is divided by W, and that of x multiplied by W, exactly if W is a power of two. The gradient of the second
@@ -58,8 +58,9 @@ class DividedPerceptron(nn.Module):
         return nn.Parameter(whole.detach().narrow(dim, first, size).clone(), whole.requires_grad)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map [b, K] to [B, N / W] (first layer), with rank r's samples from row r b on, or [B, N / W] to [b, M]
-        (second).
+        """Map [b, K] to [B, N / W] (first layer), or [B, N / W] to [b, M] (second layer).
+
+        Rank r's samples are rows r b to (r + 1) b of B.
         """
         products, weight, bias = self.products, self._linear.weight, self._linear.bias
         if self._is_first:
@@ -82,8 +83,9 @@ def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 def divide_pairs(mlp: MLP, products: ParallelProducts) -> list[tuple[int, int]]:
     """Divide layers 0 and 1, 2 and 3, .. of `mlp` in place, the same on all ranks.
 
-    A pair stays whole if the ranks do not divide its inner width or its activations, which must be elementwise, have
-    parameters. So does an unpaired last layer. Checkpoints of whole and divided layers are interchangeable.
+    A pair stays whole if its inner width is not divisible by the number of ranks, or if its activations have
+    parameters. So does a last layer without a pair. Other activations must be elementwise. Checkpoints of whole and
+    divided layers are interchangeable.
 
     Returns:
         The indices of the layers of each divided pair.

@@ -82,7 +82,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
     | nproc | the variable that `spawn` sets | this node |
     | torchrun | TORCHELASTIC_RUN_ID | MASTER_ADDR, MASTER_PORT |
     | mpi | OMPI_COMM_WORLD_SIZE, or PMI_SIZE if not Slurm's own | rank 0's choice, broadcast through mpi4py |
-    | slurm | SLURM_STEP_ID (srun), unless of one task with RANK or WORLD_SIZE | first node, port from job and step id |
+    | slurm | SLURM_STEP_ID (srun), except one task with RANK or WORLD_SIZE | first node, port from job and step id |
     | environment | RANK and WORLD_SIZE | MASTER_ADDR, MASTER_PORT |
     | single | none of these | none |
 

@@ -133,7 +133,7 @@ def _open_store(world: World, timeout_s: float) -> "Store":
 
 
 def _resolve(world: World, timeout_s: float) -> tuple[Any, ...]:
-    """Return the first address of rank 0's node, for which a `TCPStore` would look too long.
+    """Return the first address of rank 0's node; a `TCPStore` would look for it until its own timeout.
 
     Raises:
         InputError: if the node has no address after `timeout_s`.
