@@ -156,6 +156,7 @@ def new_value(key: str, value: Any) -> Any:
 
 
 def _with_new_names(argv: Sequence[str]) -> list[str]:
+    """Return options with the names of this version."""
     renamed = list[str]()
     for word in argv:
         key, equals, value = word.partition("=")

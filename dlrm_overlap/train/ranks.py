@@ -75,7 +75,7 @@ class Ranks:
             own = {f"--{key}": str(value) for key, value in vars(self.values).items() if key not in _NOT_COMPARED}
             read = {f"the samples of data.{key}": value for key, value in samples.items()}
             facts = flatten(self.config.as_dict()) | own | read | {"code": code_digest()}
-            process_group.check_identical(facts, group)
+            process_group.check_alike(facts, group)
         return group
 
     def trainer(
