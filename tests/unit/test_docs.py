@@ -104,7 +104,7 @@ def test_readme_names_the_backends_of_the_registry() -> None:
 
 
 def test_the_page_of_figures_has_a_command_of_every_kind() -> None:
-    named = set(re.findall(r"\bbench (\w+)", Path("docs/figures.md").read_text()))
+    named = set(re.findall(r"\bbench (\w+)", Path("docs/results/figures.md").read_text()))
     assert set(FIGURES) <= named, "a figure without a line"
 
 
