@@ -1,4 +1,4 @@
-"""Copies to a peer's memory by a GPU's copy engines, which leave its multiprocessors free (docs/lab.md)."""
+"""Copies to a peer's memory by a GPU's copy engines, which leave its multiprocessors free (docs/results/lab.md)."""
 
 from collections.abc import Callable
 from functools import lru_cache

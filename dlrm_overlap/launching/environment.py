@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from dlrm_overlap.launching import supported_versions
+from dlrm_overlap.launching.resources import read_text
 
 
 def environment() -> dict[str, str]:
@@ -33,7 +34,7 @@ def environment() -> dict[str, str]:
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
         "cpu": _cpu(),
         "cores": str(len(os.sched_getaffinity(0))),
-        "clock_source": _read(Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")),
+        "clock_source": read_text(Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": commit(),
     }
@@ -57,15 +58,8 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _cpu() -> str:
-    model = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    model = re.search(r"^model name\s*:\s*(.+)$", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
     return model[1] if model else platform.machine()
 
 

@@ -34,9 +34,9 @@ def available_cores(root: Path = Path("/")) -> int:
     """Return the number of cores that this process may use, by affinity mask and cgroups."""
     cores = float(len(os.sched_getaffinity(0)))
     for folder in _cgroups("cpu", root):
-        limit, _, period = _read(folder / "cpu.max").partition(" ")
-        limit = limit or _read(folder / "cpu.cfs_quota_us")
-        period = period or _read(folder / "cpu.cfs_period_us")
+        limit, _, period = read_text(folder / "cpu.max").partition(" ")
+        limit = limit or read_text(folder / "cpu.cfs_quota_us")
+        period = period or read_text(folder / "cpu.cfs_period_us")
         if limit.isdigit() and period.isdigit():  # no limit is "max" in version 2, -1 in version 1
             cores = min(cores, int(limit) / int(period))
     return math.ceil(cores)
@@ -46,7 +46,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     """Return this node's free memory, or the cgroups' limit if that is lower."""
     free = psutil.virtual_memory().available
     for folder in _cgroups("memory", root):
-        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
         if limit.isdigit():
             free = min(free, int(limit))
     return free
@@ -54,7 +54,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:
     """Yield the folders of this process's cgroups and their parents."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -65,7 +65,8 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
         yield from (each for each in (folder, *folder.parents) if each.is_relative_to(mount))
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return a file's text without surrounding white space, empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
