@@ -246,8 +246,8 @@ class ModelConfig:
     """layer sizes of the top MLP; the last is the number of labels"""
     top_parallel: Literal["data", "tensor"] = "data"
     """how the top MLP is parallelized. data: each rank computes all layers for its own samples. tensor: pairs of layers
-    are split over the ranks, as in Megatron-LM, which sends fewer bytes if layers are wide and a rank has few
-    samples"""
+    are split over the ranks as in Megatron-LM, which sends fewer bytes if layers are wide and a rank has few samples;
+    the last layer, and pairs whose inner width is not divisible by the number of ranks, stay whole"""
     activation: Literal["relu", "gelu"] = "relu"
     """activation of the MLPs; gelu is smooth, so rounding differences between runs grow more slowly"""
     cross_layers: PositiveInt = 3
