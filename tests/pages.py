@@ -49,7 +49,9 @@ def _parse(spec: str) -> tuple[list[str], list[list[Row]], list[str]]:
     """Return the names of the files of a comment, the rows of each that it asks for, and its other parts."""
     names, *parts = (part.strip() for part in spec.split("|"))
     where = [each.split("=") for part in parts if part.startswith("where ") for each in part.split()[1:]]
-    files = [[row for row in read(name) if all(row.get(k) == v for k, v in where)] for name in names.split()]
+    files: list[list[Row]] = [
+        [row for row in read(name) if all(row.get(k) == v for k, v in where)] for name in names.split()
+    ]
     return names.split(), files, [part for part in parts if not part.startswith("where ")]
 
 
