@@ -1,7 +1,7 @@
-"""`dlrm-overlap eval`: predictions of a checkpoint for held-out samples, measured as a training run measures it.
+"""`dlrm-overlap eval`: evaluates a checkpoint on held-out samples, with the metrics of a training run.
 
-The configuration is the one that the checkpoint keeps; options change its keys, and `--config FILE` takes its place.
-Any number of ranks, backend and plan will do. Nothing is written but the file that `--output` names.
+The configuration comes from the checkpoint, or from `--config FILE`; options change its keys. The number of ranks,
+backend and plan may differ from the training run's. Only the file named by `--output` is written.
 """
 
 from argparse import ArgumentParser
@@ -21,7 +21,7 @@ _OPTION = "--checkpoint"
 
 
 def run(argv: list[str], description: str) -> int:
-    """Evaluate the checkpoint that `argv` names, on all ranks, and return the exit code."""
+    """Evaluate the checkpoint that `argv` names on all ranks, and return the exit code."""
     named = _named(argv)
     takes_stored = named is not None and not any(option.partition("=")[0] == "--config" for option in argv)
     defaults = stored_config(named) if named is not None and takes_stored else None
@@ -58,7 +58,7 @@ def run(argv: list[str], description: str) -> int:
 
 
 def _named(argv: list[str]) -> Path | None:
-    """Return the checkpoint that `argv` names, from which the defaults of the other options are; None without one."""
+    """Return the checkpoint that `argv` names, before the other options are parsed; None if it names none."""
     finder = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument(_OPTION, nargs="?", type=Path)
     path = finder.parse_known_args(argv)[0].checkpoint
@@ -66,10 +66,11 @@ def _named(argv: list[str]) -> Path | None:
 
 
 def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
-    """Return the `evaluation_metrics` of the checkpoint `path`, the number of samples, and how they were found.
+    """Return the `evaluation_metrics` of the checkpoint `path`, the number of samples, and the setting.
 
     Raises:
-        InputError: if it is not whole or, before the process group is made, if it is of another model.
+        InputError: if the checkpoint is damaged, or does not fit the model or data. The latter is found before the
+            process group is made.
     """
     from dlrm_overlap.checkpoint.checkpoint import agree_on, checkpoint_shape
     from dlrm_overlap.data.loader import PREPARE_TOGETHER, open_datasets, other_ids
@@ -111,16 +112,16 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """Return the configuration that the checkpoint `path` keeps, nested as in a file."""
+    """Return the configuration that is stored in the checkpoint `path`, nested as in a file."""
     config = read_manifest(path).about.get("config", {})
     read_tree(config, Config, path)
     return config
 
 
 def for_evaluation(config: Config) -> Config:
-    """Return `config` without the keys of training alone: optimizers, a compiled or captured dense part.
+    """Return `config` without optimizers and without a compiled or captured dense part.
 
-    None of it changes a prediction: evaluations in training, too, run the dense part kernel by kernel.
+    This changes no prediction: evaluation during training also runs the dense part eagerly.
     """
     embedding = replace(config.embedding, optimizer="sgd", eps=EmbeddingConfig.eps)
     train = replace(config.train, optimizer="sgd", eps=TrainConfig.eps, steps=1, compile_dense=False, graph_dense=False)

@@ -1,8 +1,7 @@
-"""Where the time of a training step goes, of any program that torch.profiler can trace, and what a captured step would
-take.
+"""Where the time of a training step goes, and how long a captured step would take; for any PyTorch program.
 
-Two sources are kept apart: the length of a step is by the clock, without the profiler, which slows the CPU; the times
-of kernels are from the trace. Their difference is the time in which the GPU waits for the CPU.
+The length of a step is measured without the profiler, which slows the CPU; the times of kernels come from a trace. The
+GPU waits for the CPU during the difference.
 """
 
 import tempfile
@@ -24,24 +23,24 @@ from dlrm_overlap.train.explain import explain
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of a step goes on all ranks; prints as a report."""
+    """Where the time of a step goes on each rank; `str` formats a report."""
 
     device: str
-    """name of the GPU, or "cpu\""""
+    """name of the GPU, or cpu"""
     steps: int
-    """steps that were timed by the clock, and as many that were traced"""
+    """number of steps timed, and of steps traced"""
     ranks: Sequence[dict[str, float]]
-    """of each rank the parts of a step in ms, as `step_parts` returns"""
+    """for each rank, the parts of a step in ms, as `step_parts` returns them"""
     tables: str | None = None
-    """if the model is known: each table, as `explain` prints it"""
+    """each table, as `explain` formats it, if a model was given"""
 
     @property
     def captured_ms(self) -> tuple[float, float] | None:
-        """What a captured step of the same kernels would take, at least and at most; None without times of a GPU.
+        """Estimated time of a captured step of the same kernels, (lower, upper) limit; None without GPU times.
 
-        In both the GPU never waits for the CPU. At least: all communication is hidden, so the step takes as long as the
-        computing kernels of the busiest rank, or the collectives. At most: as much is exposed as today. A collective
-        contains the wait for a later rank, so it is taken from the rank on which it is shortest.
+        In both the GPU never waits for the CPU. Lower limit: communication is fully hidden, so the step takes as long
+        as the busiest rank's computation, or the collectives. Upper limit: as much is exposed as now. Collectives
+        include the wait for later ranks, so they are taken from the rank where they are shortest.
         """
         if not all("GPU busy" in parts for parts in self.ranks):
             return None
@@ -52,7 +51,7 @@ class Profile:
         )
 
     def __str__(self) -> str:
-        """Return the parts of a step, the mean of the ranks and the most, and the estimate of a captured step."""
+        """Return the report: mean and maximum over the ranks of each part, and the estimate of a captured step."""
         lines = [["ms a step", "mean", "most", "on rank"]]
         for name in self.ranks[0]:
             of_ranks = [parts.get(name, 0.0) for parts in self.ranks]
@@ -75,15 +74,15 @@ class Profile:
 
 
 def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> dict[str, float]:
-    """Return the parts of a step, in ms, in the order of the report.
+    """Return the parts of a step in ms, in the order of the report.
 
     Args:
         events: complete events of a trace of `steps` steps, as `read_events` returns.
-        steps: how many steps were traced.
-        step_ms: length of a step by the clock.
+        steps: number of steps traced.
+        step_ms: length of a step without the profiler.
 
-    Example: of one step of 10 ms with a product from 0 to 4 and NCCL's all-to-all from 3 to 6, the GPU is busy for 6,
-    of which 4 compute and 2 are exposed communication; it waits for the CPU for 4, and communicates for 3.
+    Example: in a step of 10 ms, a product runs from 0 to 4 and NCCL's all-to-all from 3 to 6. The GPU is busy for 6: it
+    computes for 4, and 2 are exposed communication. It waits for the CPU for 4; collectives take 3.
     """
     work = gpu_work(issued_work(events))
     if not work:
@@ -104,15 +103,15 @@ def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> 
 def profile_steps(
     step: Callable[[], object], model: nn.Module | None = None, *, steps: int = 10, after: int = 10
 ) -> Profile:
-    """Take after + 2 steps + 1 training steps and return where their time goes, on all ranks; a collective.
+    """Take `after` + 2 `steps` + 1 training steps and return where their time goes, on all ranks; a collective.
 
-    The first `after` are skipped, `steps` are timed by the clock, one is skipped, and torch.profiler traces as many.
+    The first `after` steps are skipped, the next `steps` are timed, one is skipped, and `steps` are traced.
 
     Args:
-        step: takes one training step; all ranks give one.
+        step: takes one training step; given on every rank.
         model: a sharded model, whose tables the report explains.
-        steps: number of steps to time by the clock, and to trace.
-        after: number of steps before these.
+        steps: number of steps to time, and to trace.
+        after: number of steps to skip first.
 
     Raises:
         InputError: if the tables of `model` cannot be explained.
@@ -123,10 +122,10 @@ def profile_steps(
     tables = None if model is None else str(explain(model))
     for _ in range(after):
         step()
-    began = _time_s()
+    began = _time_after_gpu_s()
     for _ in range(steps):
         step()
-    step_ms = 1e3 * (_time_s() - began) / steps
+    step_ms = 1e3 * (_time_after_gpu_s() - began) / steps
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json.gz"
         with make_tracer(path, 1, steps) as profiler:
@@ -142,8 +141,7 @@ def profile_steps(
     return Profile(device, steps, ranks, tables)
 
 
-def _time_s() -> float:
-    """Return the time once the GPU has done all that was issued."""
+def _time_after_gpu_s() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

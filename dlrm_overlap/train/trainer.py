@@ -1,6 +1,6 @@
-"""A training run: `Trainer.fit` goes from the first step, or a checkpoint, to the summary.
+"""A training run: `Trainer.fit` trains, evaluates, saves and resumes.
 
-`StepRunner.step` takes one step; docs/architecture.md leads through it, file by file.
+docs/architecture.md follows one step, `StepRunner.step`, file by file.
 """
 
 import logging
@@ -36,11 +36,11 @@ log = logging.getLogger("dlrm_overlap")
 
 
 class PreemptedError(Exception):
-    """The run was asked to end before its last step, and has. All ranks raise it after the same step."""
+    """The run ended before its last step because it was asked to; every rank raises it after the same step."""
 
 
 class _Stretch(Iterator[Batch]):
-    """The batches of some steps; `cut` ends it after the batches that a pipeline has read ahead."""
+    """Yields up to `steps` batches; after `cut` it yields no more than it has already."""
 
     def __init__(self, batches: Iterator[Batch], steps: int) -> None:
         self._batches, self.steps, self._taken = batches, steps, 0
@@ -56,7 +56,7 @@ class _Stretch(Iterator[Batch]):
 
 
 class Trainer(StepRunner):
-    """One rank's part of a run: a `StepRunner` that evaluates, logs, saves and resumes. All ranks make it alike."""
+    """A `StepRunner` that also evaluates on a schedule, logs, saves and resumes."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Trainer(StepRunner):
         progress: Progress | None = None,
         end: EndRequest | None = None,
     ) -> None:
-        """Build the model as a `StepRunner`; `end` asks `fit` to end early."""
+        """Build the model as `StepRunner` does; `end` asks `fit` to end early."""
         super().__init__(config, world, device, train, held_out, make_sharders, progress)
         self._end, self.folder, self.start = end or EndRequest(), config.folder, 0
         self.checkpointer = Checkpointer(
@@ -104,12 +104,12 @@ class Trainer(StepRunner):
     def fit(self) -> dict[str, Any]:
         """Train to the last step or the target, evaluate, and return the summary.
 
-        Training begins after the newest checkpoint in the run's folder, or with the first step. A finished run is
-        left as it is. The log of a run that ended before its first checkpoint is moved to `earlier_1` in the folder, or
-        the next free number. Rank 0 holds the lock of the folder meanwhile.
+        Training starts after the newest checkpoint in the run's folder, if there is one. A finished run is left as it
+        is. Files of a run that ended before its first checkpoint are moved to the subfolder `earlier_1` or the next
+        free number. Rank 0 holds the folder's lock.
 
         Raises:
-            InputError: if this run cannot go on from the folder's checkpoint, or another run holds the lock.
+            InputError: if this run cannot resume from the folder's checkpoint, or another run holds the lock.
             NotFiniteError: if a loss or a weight is not finite.
             PreemptedError: if a rank was asked to end. The state is saved, if this run saves at all.
         """
@@ -125,7 +125,7 @@ class Trainer(StepRunner):
         from_rank_0(lambda: check_folder(self.config))
         from_rank_0(self._set_aside)
         saves = self.config.checkpoint.every or self.config.checkpoint.last
-        # The folder of the checkpoints may be a link, and another run may have a link to the same folder.
+        # The checkpoint folder may be a link, and another run may have a link to the same folder.
         folder = Path(os.path.realpath(self.checkpointer.folder))
         with hold_run_folder(folder) if saves else nullcontext():
             return self._go_on()
@@ -163,31 +163,33 @@ class Trainer(StepRunner):
             return run_log.summary(step, values, self.running.lifetime())
 
     def _set_aside(self) -> None:
-        """Move the log of a run that ended before its first checkpoint aside; under log.overwrite, any earlier run."""
+        """Move away the files of a run that ended before its first checkpoint or, with `log.overwrite`, of any run."""
         ended_early = newest_checkpoint(self.checkpointer.folder) is None and has_results(self.folder)
         if (self.config.log.overwrite or ended_early) and (aside := set_aside(self.folder)):
             why = "log.overwrite" if self.config.log.overwrite else "a run ended here before its first checkpoint"
-            log.info("%s: what lay in %s is now in %s", why, self.folder, aside)
+            log.info("%s: the earlier contents of %s are now in %s", why, self.folder, aside)
 
     def _end_early(self, step: int, saves: bool) -> NoReturn:
-        self.saves.finish()  # says so, if it was its failure that ended the run
+        self.saves.finish()  # raises if a failed save is what ended the run
         if saves:
             self.save(step)
         self.progress.is_over = True
         if saves:
-            begins_anew = {
+            restarts = {
                 "log.overwrite": self.config.log.overwrite,
                 "checkpoint.resume": self.config.checkpoint.resume != "auto",
             }
-            without = " and ".join(key for key, is_set in begins_anew.items() if is_set)
+            without = " and ".join(key for key, is_set in restarts.items() if is_set)
             same = "the same command" + f" without {without}" * bool(without)
-            raise PreemptedError(f"asked to end: step {step} is saved, and {same} goes on from there")
-        raise PreemptedError(f"asked to end behind step {step}: nothing is saved, as checkpoint.every and last say")
+            raise PreemptedError(f"asked to end: step {step} is saved, and {same} resumes from there")
+        raise PreemptedError(
+            f"asked to end after step {step}: nothing is saved, since checkpoint.every and checkpoint.last are off"
+        )
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:
-        """Take the steps [first, last) and return `last`, or the step at which the run is to end.
+        """Take the steps [first, last) and return the last step taken, which is earlier if the run is to end.
 
-        The pipeline is empty at the end: no later batch is in flight.
+        No batch is in flight at the end.
         """
         stretch = _Stretch(batches, last - first)
         self.pipeline.reset()
@@ -209,7 +211,7 @@ class Trainer(StepRunner):
                 asked = self._end.asked or self.saves.failed
                 times, metrics = timer.take_ms(), self.running.take()
                 run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, asked)
-                self.check()  # the loss was read, so the records of kernels are there
+                self.check()  # the loss was read, so the kernels' records are complete
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
                 if run_log.asked_to_end:
@@ -217,7 +219,6 @@ class Trainer(StepRunner):
         return step
 
     def _evaluate(self, step: int, run_log: RunLog) -> dict[str, float]:
-        """Evaluate after `step`, log the result and return it."""
         values = self.evaluate()
         self.check()
         run_log.evaluation(step, values)
@@ -225,37 +226,36 @@ class Trainer(StepRunner):
         return values
 
     def save(self, step: int, metrics: dict[str, float] | None = None, beside: bool = False) -> None:
-        """Save a checkpoint after `step`, as `Saves.save` does."""
+        """Save a checkpoint after `step`; see `Saves.save`."""
         self.checkpointer.about["trained_metrics"] = self.running.state()
         self.saves.save(step, metrics, beside)
 
     def _resume(self) -> dict[str, Any] | None:
-        """Return the folder's summary if its run is finished; otherwise load the checkpoint to go on from, if any."""
         config = self.config.checkpoint
         return self.checkpointer.resume(config.resume, config.allow_config_mismatch, self._go_on_from)
 
     def _go_on_from(self, checkpoint: Path, manifest: Manifest) -> dict[str, Any] | None:
-        """Return the folder's summary if its run is finished, and otherwise load `checkpoint`; a collective."""
+        """Return the folder's summary if its run is finished, otherwise load `checkpoint`; a collective."""
         config = self.config
         summary, target = from_rank_0(lambda: read_summary(self.folder)), config.train.target_auroc
         if summary is not None and (config.checkpoint.resume == "auto" or manifest.step >= summary["steps"]):
             reached = 0 < target <= summary["eval_auroc"]
             if reached or summary["steps"] >= self.steps:
                 why = f"train.target_auroc {target} is reached" if reached else f"train.steps is {self.steps}"
-                place = self.folder / "summary.json"
+                path = self.folder / "summary.json"
                 text = "finished already, nothing is trained: step %d was the last, since %s; results in %s"
-                log.info(text, summary["steps"], why, place)
+                log.info(text, summary["steps"], why, path)
                 return summary
         self.checkpointer.load(checkpoint, self.model, self.optimizer)
         self.start = self.saves.step = manifest.step
-        self.optimizer.set_optimizer_step(self.start)  # FBGEMM's count, by which Adam's means are corrected
+        self.optimizer.set_optimizer_step(self.start)  # FBGEMM's count, for Adam's bias correction
         for exchange in exchanges(self.model):
             exchange.counters.steps.value = self.start  # stochastic rounding depends on the step
         try:
             self.running.load(manifest.about.get("trained_metrics", []))
         except ValueError as error:
             if self.world.rank == 0:
-                log.warning("resume: %s: %.200s; lifetime_* count from step %d on", checkpoint, error, self.start)
+                log.warning("resume: %s: %.200s; lifetime_* metrics start at step %d", checkpoint, error, self.start)
         log.info("resume: %s, after step %d", checkpoint, self.start)
         return None
 

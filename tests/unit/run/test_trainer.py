@@ -86,7 +86,7 @@ def test_a_step_is_saved_once_and_only_if_asked(
 def test_a_run_that_was_asked_to_end_says_how_it_goes_on(tmp_path: Path, options: str, same: str) -> None:
     trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *SAVES, "--log.every", "1", *options.split()))
     trainer._end.asked = True
-    with pytest.raises(PreemptedError, match=rf"step 3 is saved, and the same command{same} goes on"):
+    with pytest.raises(PreemptedError, match=rf"step 3 is saved, and the same command{same} resumes"):
         trainer.fit()
     assert checkpoints(tmp_path) == ["step_3"]
 
