@@ -101,8 +101,10 @@ class Ranks:
             batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size
             check_resume_fits(config, list(train_data.rows), train_data.dense_features, batch)
         self.connect(path=train_data.fingerprint(), eval_path=held_out.fingerprint())
-        about = config, self.world, self.device, train_data, held_out, make_sharders or build_sharders
-        return Trainer(*about, self.progress, self.end)
+        sharders = make_sharders or build_sharders
+        return Trainer(
+            config, self.world, self.device, train_data, held_out, sharders, progress=self.progress, end=self.end
+        )
 
 
 def run_on_ranks(

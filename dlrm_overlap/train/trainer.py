@@ -16,20 +16,15 @@ import torch
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, trained_with
 from dlrm_overlap.checkpoint.manifest import Manifest, newest_checkpoint
 from dlrm_overlap.checkpoint.saving import Saves, require_finite
-from dlrm_overlap.config import Config
-from dlrm_overlap.data.batch import Batch, Dataset
+from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.launching import supported_versions
-from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.lifetime import EndRequest
-from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.metrics import RunningMetrics, StepTimer
 from dlrm_overlap.observe.result_files import has_results, read_summary, set_aside
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
-from dlrm_overlap.train.assembly import MakeSharders
 from dlrm_overlap.train.stepping import StepRunner
 
 log = logging.getLogger("dlrm_overlap")
@@ -58,19 +53,10 @@ class _Stretch(Iterator[Batch]):
 class Trainer(StepRunner):
     """A `StepRunner` that also evaluates on a schedule, logs, saves and resumes."""
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        device: torch.device,
-        train: Dataset,
-        held_out: Dataset,
-        make_sharders: MakeSharders = build_sharders,
-        progress: Progress | None = None,
-        end: EndRequest | None = None,
-    ) -> None:
-        """Build the model as `StepRunner` does; `end` asks `fit` to end early."""
-        super().__init__(config, world, device, train, held_out, make_sharders, progress)
+    def __init__(self, *args: Any, end: EndRequest | None = None, **options: Any) -> None:
+        """Build the model from the arguments of `StepRunner`; `end` asks `fit` to end early."""
+        super().__init__(*args, **options)
+        config, train = self.config, self.train_data
         self._end, self.folder, self.start = end or EndRequest(), config.folder, 0
         self.checkpointer = Checkpointer(
             self.folder / "checkpoints",
@@ -86,17 +72,17 @@ class Trainer(StepRunner):
                 for tables in self.plan.plan.values()
                 for name, sharding in sorted(tables.items())  # type: ignore[attr-defined]
             },
-            "world_size": world.world_size,
+            "world_size": self.world.world_size,
             "versions": {name: supported_versions.version_of(name) for name in ("torch", "torchrec")},
             "trained_metrics": [],
         }
-        self.running = RunningMetrics(list(train.labels), self.samples_per_rank, config.log.every, device)
+        self.running = RunningMetrics(list(train.labels), self.samples_per_rank, config.log.every, self.device)
         self.saves = Saves(
             config,
             self.checkpointer,
             self.model,
             self.optimizer,
-            device,
+            self.device,
             self.check,
             lambda: self._evaluate_on(1)["loss"],
         )
