@@ -137,7 +137,7 @@ class Trainer(StepRunner):
                 if every_eval and step % every_eval == 0:
                     values, evaluated = self._evaluate(step, run_log), step
                 if (every_save and step % every_save == 0) or (save_last and step == self.steps):
-                    self.save(step, values if evaluated == step else None, beside=step < self.steps)
+                    self.save(step, values if evaluated == step else None, background=step < self.steps)
                 if evaluated == step and target and values["auroc"] >= target:
                     log.info("early stop at step %d: AUROC %.4f reached %.4f", step, values["auroc"], target)
                     if save_last:
@@ -211,10 +211,10 @@ class Trainer(StepRunner):
         self._require_finite(values["loss"], "the held-out loss is", step)
         return values
 
-    def save(self, step: int, metrics: dict[str, float] | None = None, beside: bool = False) -> None:
+    def save(self, step: int, metrics: dict[str, float] | None = None, background: bool = False) -> None:
         """Save a checkpoint after `step`; see `Saves.save`."""
         self.checkpointer.about["trained_metrics"] = self.running.state()
-        self.saves.save(step, metrics, beside)
+        self.saves.save(step, metrics, background)
 
     def _resume(self) -> dict[str, Any] | None:
         config = self.config.checkpoint

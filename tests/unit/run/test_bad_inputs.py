@@ -93,7 +93,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (f"{TRAIN_2} --log.dir {{tmp}}/empty.yaml", ["log.dir: nothing can be written to", "Not a directory"]),
         (f"{TRAIN_2} --log.dir=~/runs", ["log.dir: ~/runs is not a path written in full"]),
         (f"{COMPARE} --nproc 2 --log.dir {{tmp}}/empty.yaml", ["log.dir: nothing can be written to"]),
-        (f"{TRAIN} --checkpoint.resume always", ["checkpoint.resume: 'always' is neither auto nor never nor a"]),
+        (f"{TRAIN} --checkpoint.resume always", ["checkpoint.resume: 'always' is not auto, never or a"]),
         (f"{BENCH} --nproc 2 --output {{tmp}}", ["--output", "is a folder; name a file"]),
         (f"{BENCH} --output {{tmp}}/empty.yaml/x.csv", ["--output: nothing can be written to", "Not a directory"]),
         ("bench step --config configs/quickstart.yaml --output {tmp}", ["--output", "is a folder"]),
