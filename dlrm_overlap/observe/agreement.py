@@ -1,18 +1,17 @@
 """Whether the losses of a run agree with those of the reference.
 
-A loss agrees if its relative difference is at most `rtol`. On GPUs atomics add in an order of chance, and training
-amplifies that rounding until two runs of the reference differ by more. Further runs of it from the same seeds measure
-by how much, and widen the tolerance:
+A loss agrees if its relative difference is at most `rtol`. On GPUs, atomics add in random order, and training amplifies
+the rounding until even two runs of the reference differ by more. Repeated runs of the reference, with equal seeds,
+measure this noise and widen the tolerance:
 
-- The bound is a multiple of the greatest difference of these runs from the first so far. Parting runs grow apart
-  exponentially, each as if it were earlier or later than the others, so "so far" looks ahead by a quarter of the steps
-  and one logged loss more.
-- The factor is larger for one run than for more. The factors were chosen by training many copies of a small DLRM, of
-  which fewer than 1 in 100 may be refused.
-- The bound is never below `rtol`, and noise never widens it beyond a tenth: losses so far apart show nothing.
+- The tolerance is a multiple of the greatest difference between these runs and the first one so far. Differences grow
+exponentially, earlier in some runs than in others, so "so far" looks ahead by a quarter of the steps plus one logged
+loss. - The multiple is larger if there is only one repeated run. Both were chosen by training many copies of a small
+DLRM, so that fewer than 1 in 100 are refused. - The tolerance is never below `rtol`, and never widened beyond 0.1:
+losses that far apart prove nothing.
 
-A fault of the first steps shows while the bound is still `rtol`. A fault below the noise is not found. A model in which
-one activation or row makes a difference parts by jumps, which may refuse a good run.
+A fault in the first steps is found while the tolerance is still `rtol`; a fault below the noise is not found. A model
+whose loss depends on single activations or rows diverges in jumps, and a good run of it may be refused.
 """
 
 import math
@@ -22,21 +21,21 @@ from itertools import accumulate
 Losses = Mapping[int, float]
 """step -> logged training loss"""
 
-_FACTOR_OF_ONE, _FACTOR_OF_MORE = 25.0, 10.0  # by the number of further runs
+_FACTOR_OF_ONE, _FACTOR_OF_MORE = 25.0, 10.0  # for one repeated run, and for more
 _LOOK_AHEAD = 1.25
 _GREATEST_NOISE = 0.1
-_LEAST_LOSS = 1e-30  # below it, a relative difference means nothing and may overflow
+_LEAST_LOSS = 1e-30  # below it, a relative difference is meaningless and may overflow
 
 
 def difference(loss: float | None, expected: float | None) -> float:
-    """Return |loss - expected| / |expected|, infinite unless both are there and finite."""
+    """Return |loss - expected| / |expected|; infinite if either is missing or not finite."""
     if loss is None or expected is None or not (math.isfinite(loss) and math.isfinite(expected)):
         return math.inf
     return abs(loss - expected) / max(abs(expected), _LEAST_LOSS)
 
 
 def greatest_difference(losses: Losses, reference: Losses) -> float | None:
-    """Return the greatest finite relative difference of a loss from the reference's; None if there is none."""
+    """Return the greatest finite relative difference between a loss and the reference's, or None."""
     found = (difference(losses.get(step), expected) for step, expected in reference.items())
     return max(filter(math.isfinite, found), default=None)
 
@@ -44,12 +43,12 @@ def greatest_difference(losses: Losses, reference: Losses) -> float | None:
 def loss_bound(reference: Losses, again: Sequence[Losses], rtol: float) -> dict[int, float]:
     """Return step -> greatest relative difference from the reference's loss that agrees.
 
-    Example: a further run parts by 1e-4 at the only step. The bound is 25 times that.
-
     Args:
-        reference: the losses of the reference.
-        again: those of its further runs; without one, every bound is `rtol`.
-        rtol: least bound.
+        reference: losses of the reference.
+        again: losses of its repeated runs; without any, every tolerance is `rtol`.
+        rtol: least tolerance.
+
+    Example: one repeated run differs by 1e-4 at the only step, so the tolerance is 25 times that.
     """
     steps = sorted(reference)
     factor = _FACTOR_OF_ONE if len(again) == 1 else _FACTOR_OF_MORE
@@ -61,13 +60,13 @@ def loss_bound(reference: Losses, again: Sequence[Losses], rtol: float) -> dict[
 
 
 def find_fault(losses: Losses, reference: Losses, again: Sequence[Losses], rtol: float) -> str | None:
-    """Describe the first step at which a loss is missing, not finite or beyond its bound; None if none is.
+    """Describe the first step whose loss is missing, not finite or out of tolerance; None if there is none.
 
     Args:
-        losses: of the run in question.
+        losses: of the run to judge.
         reference: of the reference.
-        again: of its further runs, which widen the tolerance (`loss_bound`) and must be whole and finite, too.
-        rtol: greatest relative difference that agrees where no noise was measured.
+        again: of its repeated runs, which widen the tolerance (`loss_bound`) and must be complete and finite too.
+        rtol: least tolerance.
     """
     bound = loss_bound(reference, again, rtol)
     runs = [losses, reference, *again]

@@ -117,7 +117,7 @@ def test_another_number_of_ranks_shares_the_global_batch(checkpoint: Path, optio
 def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path, resume: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text("{}")
-    with pytest.raises(InputError, match=r"log\.name: .*run holds .* move them aside by --log\.overwrite true, or"):
+    with pytest.raises(InputError, match=r"log\.name: .*run has .* move them aside with --log\.overwrite true, or"):
         check_folder(_run(tmp_path, "--checkpoint.resume", resume))
 
 
@@ -241,5 +241,5 @@ def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogC
     ):
         _find(checkpoint)
     _describe(newer, replace(manifest, format=2))
-    with pytest.raises(InputError, match=f"{newer}/{MANIFEST} has format 2, and this program knows 4"):
+    with pytest.raises(InputError, match=f"{newer}/{MANIFEST} has format 2, but this version reads 4"):
         _checkpointer(checkpoint.parent, _config(), 2).resume(str(newer), False, _path_of)

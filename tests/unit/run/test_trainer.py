@@ -217,7 +217,7 @@ def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCapt
     assert _contents(tmp_path) == before
     more = ["--train.steps", "6", "--log.trace_first", "4", "--log.trace_steps", "1"]
     assert _fit(tmp_path, *SAVES, *more)["steps"] == 6, "more steps were asked for"
-    assert "log.trace_first: 4, but the run goes on behind it: no step is traced" in caplog.messages
+    assert "log.trace_first: 4, but the run resumes later: no step is traced" in caplog.messages
     assert list(read_metrics(tmp_path / "run", "train/loss")) == list(range(1, 7))
 
 
@@ -255,7 +255,7 @@ def test_damaged_results_of_a_finished_run_are_written_again(
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [line.partition(" (")[0] for line in warnings if str(run) in line] == [
         f"{run}/summary.json is damaged",
-        f"{run}/metrics.jsonl: 3 of {len(lines) + 3} lines are damaged and left out",
+        f"{run}/metrics.jsonl: 3 of {len(lines) + 3} lines are damaged and skipped",
     ]
     assert _fit(tmp_path, *SAVES) == again, "finished, and read from the file"
     assert list(read_metrics(run, "train/loss")) == [1, 2, 3, 4]
@@ -283,7 +283,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path:
 def test_an_earlier_run_is_moved_aside_when_asked_and_can_go_on_there(tmp_path: Path) -> None:
     _fit(tmp_path, *SAVES)
     before = _contents(tmp_path / "run")
-    with pytest.raises(InputError, match=r"resume: .*step_4 lies in .*run, which log.overwrite moves aside; leave "):
+    with pytest.raises(InputError, match=r"resume: .*step_4 is in .*run, which log.overwrite moves aside; leave "):
         _fit(tmp_path, "--log.overwrite", "true", "--checkpoint.resume", str(tmp_path / "run/checkpoints/step_4"))
     for seed in ("1", "2"):
         _fit(tmp_path, *SAVES, "--train.seed", seed, "--log.overwrite", "true")
