@@ -209,7 +209,7 @@ def _count_processes(nproc: int | str, config: Config) -> int:
     if nproc != "auto":
         return int(nproc)
     gpus = process_group.visible_gpus(config.train.device)
-    text = f"{gpus} process{'es' * (gpus > 1)}, one a GPU" if gpus else "2 processes on the CPU"
+    text = f"{gpus} process{'es' * (gpus > 1)}, one per GPU" if gpus else "2 processes on the CPU"
     print(f"--nproc auto: {text}", file=sys.stderr)
     return gpus or 2
 

@@ -1,16 +1,16 @@
-"""`bench stage` and `bench sweep`: how long does the embedding stage's forward take under every backend?
+"""`bench stage` and `bench sweep`: how long does the forward of the embedding stage take with every backend?
 
-Every contender takes the same ids, rows and types in one run, and no time is reported on a shape unless the outputs of
-all agree there with the baseline's (Chen et al. 2024: FBGEMM's lookup, All-to-All, unpacking). `sweep` goes over many
-shapes. Scaling is measured by `stage` on 1, 2, 4, .. ranks, and an ablation under one value of a key after the other.
+All contenders have the same ids, rows and dtypes, and no time is reported on a shape unless all outputs agree with the
+baseline's (Chen et al. 2024: FBGEMM's lookup, All-to-All, unpacking). `sweep` measures many shapes. For scaling, run
+`stage` on 1, 2, 4, .. ranks; for an ablation, with one value of a key after another.
 
-Contenders: the baseline; the same in chunks of tables, so that NCCL sends one while FBGEMM looks up the next; `pgas`
-and `fused`; but in a sweep also TorchRec's own path, `nccl`, `fused` with the other put (GPUs), and `pgas` with a copy
+Contenders: the baseline; the baseline in chunks of tables, so that NCCL sends one while FBGEMM looks up the next;
+`pgas` and `fused`. `stage` adds TorchRec's own path, `nccl`, `fused` with the other put (GPUs), and `pgas` with a copy
 of its window, as the drop-in returns it.
 
-A row is a contender on a shape: its times, the bytes that the stage must move, how fast memory and links of these GPUs
-move bytes, the part of that limit that it reaches. `median_ms` is of steps back to back, as the CPU issues them, so on
-small shapes it is the CPU's; `gpu_ms` of a step whose kernels have been issued before it begins, as in a captured step.
+A row is a contender on a shape: its times, the bytes that the stage must move, the measured rates of memory and links,
+and the fraction of that limit. `median_ms` is of back-to-back steps, limited by the CPU on small shapes; `gpu_ms` is of
+steps issued before they start, as in a captured step.
 """
 
 import itertools
@@ -48,7 +48,7 @@ _SHOWN = (
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure; on rank 0 print each shape's table and append its rows. All ranks call this.
+    """Measure the figure; print and append the rows of each shape on rank 0. A collective.
 
     Returns:
         The exit code: 1 if outputs disagree on some shape, for which no time is reported.
@@ -70,16 +70,16 @@ def run(kind: str, ranks: Ranks) -> int:
 
 
 def shapes_of(values: Any, config: Config, world_size: int) -> list[Config]:
-    """Return the shape that a figure has on so many ranks, of a sweep those of all values of its axes.
+    """Return the shape of a figure, or all shapes of a sweep.
 
     Raises:
-        InputError: if there are fewer tables than ranks, if the samples cannot be divided among the ranks, or if a
-            sweep's come from files.
+        InputError: if there are fewer tables than ranks, the samples cannot be divided among the ranks, or a sweep
+            reads samples from files.
     """
     axes = [getattr(values, name, []) for name in ("dims", "global_batches", "pooling_factors")]
     if any(axes) and config.data.kind != "synthetic":
         raise InputError(
-            f"data.kind: {config.data.kind}, but bench sweep takes shapes that no file has; set data.kind synthetic"
+            f"data.kind: {config.data.kind}, but bench sweep changes the shape of the data; set data.kind synthetic"
         )
     shapes = []
     for dim, batch, mean_ids in itertools.product(*(axis or [None] for axis in axes)):
@@ -92,7 +92,7 @@ def shapes_of(values: Any, config: Config, world_size: int) -> list[Config]:
 
 
 def make_contenders(kind: str, config: Config, workload: Workload) -> list[Contender]:
-    """Return who takes part, the baseline first."""
+    """Return the contenders, the baseline first."""
     nccl, pgas, fused = (exchange_options(config, name) for name in EXCHANGED)
     first, ours = [Baseline(workload), *make_chunked(workload)], [pgas, fused]
     if kind == "stage":
@@ -105,7 +105,7 @@ def make_contenders(kind: str, config: Config, workload: Workload) -> list[Conte
 def _measure(
     kind: str, iterations: int, config: Config, workload: Workload, ceilings: tuple[float, float]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
+    """Return a row for each contender, or no rows and a line for each contender that disagrees."""
     contenders = make_contenders(kind, config, workload)
     agreements = check_outputs(contenders, workload)
     faults = disagreements(contenders, agreements)
