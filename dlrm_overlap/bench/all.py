@@ -1,7 +1,6 @@
-"""`dlrm-overlap bench all`: measures the figures of the documentation, README's first, within a time limit.
+"""`dlrm-overlap bench all`: measures the figures of the documentation, README's first (docs/figures.md).
 
-Each measurement is a command that writes its rows to `NAME.part`, which is renamed to `NAME.csv` once complete, so that
-running the same command again resumes. torch is only imported to count GPUs.
+Complete measurements are named `NAME.csv` and skipped by a later call. torch is only imported to count GPUs.
 """
 
 import contextlib
@@ -83,11 +82,13 @@ def run(argv: Sequence[str]) -> int:
     make_folder(folder)
     end, failed, left = time.monotonic() + 60 * values.minutes, False, list[list[str]]()
     for name in names:
-        part, whole = folder / f"{name}.part", folder / f"{name}.csv"
+        # Skip measurements that are complete or need another number of ranks.
+        part, complete = folder / f"{name}.part", folder / f"{name}.csv"
         words = words_of(name, nproc, part)
         ranks, least = int(words[words.index("--nproc") + 1]), 2 if FIGURES[words[1]].needs_peers else 1
-        if name not in values.only or whole.exists() or not least <= ranks <= nproc:
+        if name not in values.only or complete.exists() or not least <= ranks <= nproc:
             continue
+        # Run the command in the time that is left.
         if (left_s := end - time.monotonic()) > 0:
             if "--resume" not in words:
                 part.unlink(missing_ok=True)  # left by a call that was cut off
@@ -96,7 +97,7 @@ def run(argv: Sequence[str]) -> int:
                 command = [sys.executable, "-m", "dlrm_overlap", *words]
                 code = subprocess.run(command, timeout=left_s, check=False).returncode
                 if code in (0, 1) and part.exists():  # 1: contenders disagree, as their rows show
-                    part.rename(whole)
+                    part.rename(complete)
                     continue
             failed = True
         left.append(words)

@@ -1,7 +1,7 @@
 """The figures and their options. Does not import torch, so that mistakes are reported at once.
 
-To add a figure, write a file in `figures/` with a function `run(kind, ranks)`, called on all ranks, that returns the
-exit code, and add a line to FIGURES. Its options are in `ranks.values`; unless specified, each is a positive integer.
+A new figure is a line in FIGURES and a file in `figures/` with `run(kind, ranks)`, which is called on all ranks and
+returns the exit code. Options are in `ranks.values`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,6 +84,6 @@ FIGURES = {
 
 
 def options_of(kind: str) -> dict[str, Settings]:
-    """Return the options of the figure `kind` by name, without dashes."""
+    """Return the options of a figure, by name without dashes."""
     output = {"type": FullPath, "default": f"runs/bench/{kind}.csv", "help": "CSV file to append the rows to"}
     return {**FIGURES[kind].options, "output": output}

@@ -15,14 +15,12 @@ _SHAPE = ("tables", "rows", "dim", "multi_hot", "arch", "precision", "global_bat
 
 
 def _written(value: Any) -> str:
-    """Format a value for a CSV file: floats with four digits, nothing for None."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _command_line() -> str:
-    """Return the command of this run, as a user would type it."""
     import torch.distributed as dist
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -56,11 +54,7 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], command: str | No
 
 
 def report(rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Path, columns: Sequence[str]) -> None:
-    """Print the faults to standard error and the rows as a table of `columns`, and append the rows to `output`.
-
-    Raises:
-        InputError: if the file has other columns or cannot be written.
-    """
+    """Print faults to standard error and rows as a table of `columns`, and append the rows by `append_rows`."""
     for fault in faults:
         print(f"dlrm-overlap: {fault}", file=sys.stderr)
     if not rows:

@@ -1,7 +1,6 @@
-"""The contenders of `bench step`: each is the configuration with some keys changed.
+"""The contenders of `bench step`: the configuration with some keys changed. Does not import torch.
 
-To add one, add a line to a table here; `figures.step.build` handles what no key expresses. This module does not import
-torch, so that an unknown name is reported at once.
+What keys cannot express is in `figures.step.build`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,9 +84,7 @@ def expand(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def heats(names: Sequence[str], at_once: int) -> list[tuple[str, ...]]:
-    """Return groups of at most `at_once` contenders, which share a GPU's memory and take turns.
-
-    The last contender is in every group, so that each of the others is timed together with it.
+    """Split contenders into groups of at most `at_once`, which fit a GPU; the last contender is in every group.
 
     Example: a, b, c, d, e, three at once: (a, b, e), (c, d, e).
     """

@@ -1,7 +1,6 @@
-"""Checkpoints of a run: tables, dense parameters and optimizer state, independent of the plan.
+"""Checkpoints of a run, independent of plan, number of ranks and backend (docs/architecture/runs.md).
 
-A checkpoint is a folder `step_<N>` that gets this name once it is complete. Tensors are stored under their names in the
-unsharded model, so another plan, number of ranks or backend can load them. All ranks must see one file system.
+A checkpoint is a folder `step_<N>` that gets this name once it is complete.
 """
 
 import logging
@@ -26,8 +25,8 @@ from dlrm_overlap.checkpoint.manifest import (
     check_fits,
     is_checkpoint,
     newest_first,
+    read_complete,
     read_manifest,
-    read_whole,
     without_checksums,
     write_manifest,
 )
@@ -63,10 +62,7 @@ def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> di
 
 
 def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
-    """Return the settings that decide the initial weights and the samples of each step.
-
-    Left out are the number of ranks and keys that a resumed run may change: learning rates, backend, plan, steps.
-    """
+    """Return the settings that decide initial weights and samples; a resumed run may change all others."""
     data = config.as_dict()["data"]
     tables = data.pop("tables")
     for key in ("path", "eval_path"):
@@ -98,7 +94,7 @@ def agree_on(path: Path) -> Manifest:
         InputError: on all ranks, if they see different checkpoints.
     """
     try:
-        seen = read_whole(path)
+        seen = read_complete(path)
     except InputError as error:
         seen = str(error)
     for rank, other in enumerate(everywhere := gathered(seen, world())):
@@ -115,7 +111,7 @@ def agree_on(path: Path) -> Manifest:
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run to a folder, keeps the newest ones, and finds the one to resume from."""
+    """Writes the checkpoints of a run to a folder, keeps the newest, and finds the one to resume from."""
 
     def __init__(self, folder: Path, keep: int, shape: dict[str, Any], settings: dict[str, Any] | None = None) -> None:
         """Keep the last `keep` checkpoints in `folder`; `shape` is `checkpoint_shape`, `settings` is `trained_with`."""
@@ -126,18 +122,13 @@ class Checkpointer:
         self._damaged: set[Path] = set()  # found by `resume`
         self.about: dict[str, Any] = {}  # facts about this run, for readers of manifests
         self.tick: Callable[[], None] = lambda: None
-        """called for each piece read or written, as a sign of progress to waiting ranks"""
+        """called for each piece read or written, as a sign of progress"""
 
     def resume(self, resume: str, changed: bool, load: Callable[[Path, Manifest], Loaded]) -> Loaded | None:
-        """Return what `load` returns for the checkpoint that `checkpoint.resume` names; a collective.
+        """Return `load` of the checkpoint that `checkpoint.resume` names, or None without any; a collective.
 
-        `auto` takes the checkpoint saved last, or the newest one before it that is not damaged. None if there is none,
-        and for `never`.
-
-        Args:
-            resume: value of `checkpoint.resume`.
-            changed: value of `checkpoint.allow_config_mismatch`.
-            load: raises a DamagedError on all ranks if the checkpoint is damaged.
+        `auto` takes the newest save that is not damaged. `changed` is `checkpoint.allow_config_mismatch`; `load` raises
+        a DamagedError on all ranks.
 
         Raises:
             InputError: if the checkpoint is damaged, differs between ranks, or does not fit this run (`check_fits`).
@@ -170,7 +161,7 @@ class Checkpointer:
         )
 
     def make_shared_folder(self) -> None:
-        """Make the folder and check, before training, that every rank sees it; a collective.
+        """Make the folder and check that every rank sees it; a collective.
 
         Raises:
             InputError: on all ranks, if a rank does not see it.
@@ -201,11 +192,11 @@ class Checkpointer:
             step: number of steps taken.
             extents: `extents_to_store`, or a copy of it.
             metrics: of an evaluation after this step.
-            group: of all ranks, used by nothing else meanwhile; by default the default group.
-            about: `self.about` at the time `extents` were copied; by default the current one.
+            group: of all ranks, used by nothing else meanwhile.
+            about: `self.about` when `extents` were copied.
 
         Raises:
-            InputError: on all ranks, if a rank cannot write. No checkpoint appears, and earlier ones stay.
+            InputError: on all ranks, if a rank cannot write; earlier checkpoints stay.
         """
         final = self.folder / f"step_{step}"
         temporary, ranks = final.with_name(f"{_PARTIAL}{final.name}"), group or world()
@@ -239,7 +230,6 @@ class Checkpointer:
                 discard(left)
 
     def _commit(self, temporary: Path, final: Path, manifest: Manifest) -> None:
-        """Write the manifest, rename the folder, and remove surplus checkpoints."""
         manifests, unreadable = newest_first(self.folder)
         saved = 1 + max((each.saved for each in manifests.values()), default=0)
         write_manifest(temporary, replace(manifest, saved=saved))
@@ -258,7 +248,7 @@ class Checkpointer:
         """Load `path` on all ranks and return its step.
 
         Raises:
-            DamagedError: if it is damaged. The state is then partly overwritten: load another checkpoint, or end.
+            DamagedError: if it is damaged. The state is then partly overwritten.
             InputError: if it lacks a tensor of this model or its optimizers.
         """
         for _, each in optimizer.optimizers:
@@ -278,7 +268,6 @@ class Checkpointer:
 
 @contextmanager
 def _writing(final: Path) -> Iterator[None]:
-    """Raise the operating system's error as an InputError."""
     try:
         yield
     except OSError as error:
@@ -290,7 +279,7 @@ def _writing(final: Path) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, or the link to it; it disappears at once, by a rename."""
+    """Remove a checkpoint, or the link to it, which disappears at once."""
     removed = path.with_name(f"{_PARTIAL}removed_{path.name}")
     os.replace(path, removed)
     with suppress(OSError):  # the next save tries again
@@ -305,11 +294,7 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
 
 
 def check_resume_fits(config: Config, rows: list[int], dense_features: int, global_batch: int) -> None:
-    """Check from the manifests, before the ranks meet, that a run of `config` can resume from its checkpoint.
-
-    Raises:
-        InputError: with every difference; see `check_fits`.
-    """
+    """Check by manifests, before ranks meet, that a run of `config` can resume (`check_fits`)."""
     resume = config.checkpoint.resume
     if resume == "never":
         return

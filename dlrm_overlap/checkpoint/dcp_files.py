@@ -1,7 +1,6 @@
-"""Files of `torch.distributed.checkpoint` (DCP), with checksums, and loaded without executing anything in them.
+"""Files of `torch.distributed.checkpoint` (DCP), with checksums, loaded without executing anything in them.
 
-Each rank writes one file, in which every tensor is saved by `torch.save`, as one or more `pieces`. The pickle
-`.metadata` says where each tensor is.
+Each rank writes one file of `pieces`; the pickle `.metadata` says where each tensor is.
 """
 
 import io
@@ -56,8 +55,7 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write the tensors of `plan`, copying one at a time to the CPU.
 
-        DCP's own writer copies ahead, which uses CUDA even for tensors on the CPU. In a background save that would wait
-        for the training steps queued on the GPU, and fail with them.
+        DCP's writer copies ahead with CUDA, and so a background save would wait for, and fail with, training steps.
         """
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results = []
@@ -101,8 +99,7 @@ def _save(tensor: torch.Tensor, file: ChecksummedFile) -> None:
 class Reader(FileSystemReader):
     """Reads a checkpoint, and checks each piece before it is used.
 
-    If `read_metadata` raised, DCP would log a traceback and look for other files, so `set_up_storage_reader` raises
-    instead.
+    `set_up_storage_reader` raises errors of the metadata, since DCP would log a traceback if `read_metadata` did.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,7 +116,7 @@ class Reader(FileSystemReader):
             self._fault, self._metadata = error, dcp.Metadata({})
 
     def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
-        """Return the metadata; without tensors if it is damaged."""
+        """Return the metadata, without tensors if it is damaged."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -147,7 +144,6 @@ class Reader(FileSystemReader):
         return done
 
     def _load_ahead(self, ranges: Iterable[_ByteRange]) -> Iterator[tuple[_ByteRange, torch.Tensor]]:
-        """Yield the tensor of each range, while threads read the next ones."""
         loading: deque[tuple[_ByteRange, Future[torch.Tensor]]] = deque()
         with ThreadPoolExecutor(_READERS, "read") as threads:
             for span in ranges:
@@ -226,11 +222,7 @@ class _Unpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a name in the pickle refers to.
-
-        Raises:
-            pickle.UnpicklingError: if the name does not occur in the metadata of checkpoints.
-        """
+        """Return what a name in the pickle refers to; refuse names that checkpoints do not contain."""
         if (true := self._CLASSES.get((module, name))) is not None:
             return _fresh(true)
         if (function := self._FUNCTIONS.get((module, name))) is not None:

@@ -1,11 +1,7 @@
-"""Extents: the parts of the unsharded model's tensors that a rank holds.
+"""Extents: the elements [offsets, offsets + sizes) of the unsharded model's tensors that a rank holds.
 
-An extent is the elements [offsets, offsets + sizes) of a tensor. A run with another plan has other extents, and fills
-each from the stored ones that overlap it.
-
-Row-wise Adagrad keeps one number per row: the mean of the squared gradient over the columns, summed over steps. If a
-table is cut by columns, each shard has its own, over its own columns. They are stored as one tensor [rows] per cut,
-whose name ends in the columns: `momentum1@0:64`.
+A run with another plan fills its extents from the stored ones that overlap them. Row-wise Adagrad has one number per
+row; for a table cut by columns there is one per cut, stored as a tensor [rows] such as `momentum1@0:64`.
 """
 
 import math
@@ -30,17 +26,17 @@ class Extent:
     """Elements of a tensor that this rank holds."""
 
     path: tuple[str, ...]
-    """keys of the tensor in `{"model": .., "optimizer": ..}`, the state dicts of the unsharded model"""
+    """its keys in `{"model": .., "optimizer": ..}`, the state dicts of the unsharded model"""
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: torch.Tensor
-    """the elements; may have any shape that fits the whole tensor's"""
+    """its elements; any shape that fits the whole tensor's"""
     columns: tuple[int, int] | None = None
-    """for optimizer state with one number per row: columns [begin, end) of the table that it covers; None for all"""
+    """for state with one number per row: columns [begin, end) of the table that it covers; None for all"""
 
     @property
     def name(self) -> str:
-        """Name of the whole tensor in `torch.distributed.checkpoint`: its keys, joined."""
+        """Name of the whole tensor: its keys, joined as DCP does."""
         return ".".join(self.path)
 
     @property
@@ -52,12 +48,10 @@ class Extent:
 def local_extents(
     model: Mapping[str, Any], optimizer: Mapping[str, Any], shards: Mapping[str, Cut] | None = None
 ) -> list[Extent]:
-    """Return the extents that this rank holds; they share memory with the state.
+    """Return this rank's extents, which share memory with the state.
 
-    Args:
-        model: state_dict of a DistributedModelParallel, by the names of the unsharded model.
-        optimizer: state_dict of its CombinedOptimizer.
-        shards: shape and offsets of this rank's extent of each dense parameter that is divided over ranks.
+    `model` and `optimizer` are state_dicts of DistributedModelParallel and CombinedOptimizer; `shards` has the cuts of
+    dense parameters that are divided over ranks.
     """
     shards = shards or {}
     extents = [
@@ -78,11 +72,7 @@ def _cut_of(parameter: str, shards: Mapping[str, Cut]) -> Cut | None:
 
 
 def _extents_of(path: tuple[str, ...], tensor: Any, table: Any = None, cut: Cut | None = None) -> Iterator[Extent]:
-    """Yield this rank's extents of `tensor`.
-
-    With `table`, it is a state of that table's optimizer; with `cut`, this rank's extent of a dense parameter, or of
-    state of the same shape.
-    """
+    """Yield this rank's extents of `tensor`, which may be a state of `table`'s optimizer, or `cut` over ranks."""
     if cut is not None:
         yield Extent(path, *cut, tensor)
     elif not isinstance(tensor, ShardedTensor):
@@ -101,7 +91,6 @@ def _extents_of(path: tuple[str, ...], tensor: Any, table: Any = None, cut: Cut 
 
 
 def _boxes(tensor: ShardedTensor) -> dict[tuple[int, ...], Box]:
-    """Return offsets and sizes of all shards, by offsets."""
     shards = tensor.metadata().shards_metadata
     return {tuple(m.shard_offsets): (tuple(m.shard_offsets), tuple(m.shard_sizes)) for m in shards}
 
@@ -120,8 +109,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def sources(extent: Extent, stored: Iterable[str]) -> dict[str, int]:
     """Return the stored tensors that fill `extent`, each with its number of columns.
 
-    An extent that covers several cuts gets their mean, weighted by columns, which is exactly what a single shard would
-    have had for these gradients. A part of a cut gets the cut's number, an approximation. Others have one source.
+    An extent of several cuts gets their mean, weighted by columns, exactly what one shard would have had; a part of a
+    cut gets the cut's number, an approximation.
     """
     if extent.name in stored:
         return {extent.name: 1}

@@ -1,8 +1,4 @@
-"""The manifest of a checkpoint, `checkpoint.json`: what a run must know before it loads one. Does not import torch.
-
-It is written last and ends in a checksum of its own text. It counts the saves in its folder, so that the last save is
-known even if a run went back to an earlier checkpoint.
-"""
+"""The manifest of a checkpoint, `checkpoint.json`, which is written last. Does not import torch."""
 
 import dataclasses
 import json
@@ -41,13 +37,13 @@ class Manifest:
     settings: dict[str, Any] = field(default_factory=dict)
     """should be equal: which samples a step takes"""
     saved: int = 0
-    """number of this save in its folder; the last save has the greatest"""
+    """number of this save in its folder; the last save has the greatest, even if a run went back"""
     metrics: dict[str, float] = field(default_factory=dict)
     """of an evaluation after this step, if there was one"""
     about: dict[str, Any] = field(default_factory=dict)
     """information: the resolved configuration, the plan, the number of ranks"""
     files: dict[str, list[Piece]] = field(default_factory=dict)
-    """the pieces of each other file, in order; one for the whole file in a format without checksums"""
+    """the pieces of each other file; without checksums, one for the whole file"""
     format: int = FORMAT
 
     @property
@@ -61,7 +57,7 @@ class Manifest:
 
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
-    """Write `manifest` to the folder `checkpoint`, and sync it to disk."""
+    """Write `manifest` to the folder `checkpoint`, and sync it."""
     with (checkpoint / MANIFEST).open("wb") as file:
         file.write(_sealed(json.dumps(dataclasses.asdict(manifest), indent=1).rstrip("}\n").encode()))
         file.flush()
@@ -69,7 +65,6 @@ def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def _sealed(head: bytes) -> bytes:
-    """Return the text of a manifest: `head`, with all other fields, and its checksum."""
     return head + _CHECKSUM + xxh3_128(head).hexdigest().encode() + b'"\n}\n'
 
 
@@ -78,7 +73,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
     Raises:
         DamagedError: if it cannot be read or has been changed.
-        InputError: if another version of this program wrote its format.
+        InputError: if its format is unknown.
     """
     path = checkpoint / MANIFEST
     try:
@@ -139,11 +134,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
 
 
-def read_whole(checkpoint: Path) -> Manifest:
-    """Return the manifest of `checkpoint` after checking that all its files exist with the right sizes.
+def read_complete(checkpoint: Path) -> Manifest:
+    """Return the manifest of `checkpoint` after checking its files' sizes.
 
     Raises:
-        DamagedError: if a file is missing, is not a regular file, or has another size.
+        DamagedError: if a file is missing, irregular, or has another size.
         InputError: as `read_manifest` does.
     """
     manifest = read_manifest(checkpoint)
@@ -176,7 +171,7 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 
 
 def same_checkpoint(folder: Path, path: Path) -> Path | None:
-    """Return the checkpoint in `folder` that `path` refers to, possibly through a link; None if there is none."""
+    """Return the checkpoint in `folder` that `path` refers to, possibly through a link, or None."""
     return next((each for each in checkpoint_folders(folder) if path.exists() and each.samefile(path)), None)
 
 
@@ -192,13 +187,13 @@ def newest_first(folder: Path) -> tuple[dict[Path, Manifest], list[Path]]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint in `folder` that `auto` tries first; None if there is none."""
+    """Return the checkpoint in `folder` that `auto` tries first, or None."""
     manifests, unreadable = newest_first(folder)
     return next(iter([*unreadable, *manifests]), None)
 
 
 def locate_checkpoint(path: Path, key: str) -> Path:
-    """Return `path` if it is a checkpoint; if it is the folder of a run, its last save.
+    """Return `path` if it is a checkpoint; for a run's folder, its last save.
 
     Raises:
         InputError: naming the option `key`, if it is neither.
@@ -214,7 +209,7 @@ def locate_checkpoint(path: Path, key: str) -> Path:
 
 
 def differences(manifest: Manifest, shape: dict[str, Any]) -> str:
-    """Describe each field of `shape` that differs in a checkpoint; empty if none does."""
+    """Describe the fields of `shape` that differ in a checkpoint; empty if none do."""
     had = manifest.shape
     return "; ".join(
         f"{key} {_short(had.get(key))}, this run has {_short(has)}" for key, has in shape.items() if had.get(key) != has
@@ -227,7 +222,7 @@ def check_fits(
     """Check that a run of `shape` (`checkpoint_shape`) and `settings` (`trained_with`) can resume from `path`.
 
     Raises:
-        InputError: with every difference, if the model differs or, unless `changed` is set, the settings do.
+        InputError: with all differences of the model or, unless `changed`, of the settings.
     """
     if differing := differences(manifest, shape):
         raise InputError(

@@ -1,7 +1,6 @@
-"""Checksums of the pieces of a checkpoint's files, computed on writing and checked on reading. Does not import torch.
+"""Checksums of the pieces of files, computed on writing and checked on reading. Does not import torch.
 
-The pieces of a file are contiguous and cover it. The elements of a large tensor are one piece, so `torch.load` reads
-them straight into the tensor's memory.
+Pieces cover a file. A large tensor is one piece, so that `torch.load` reads it straight into its memory.
 """
 
 import io
@@ -43,7 +42,7 @@ class ChecksummedFile:
         self._hash, self._begin = xxh3_128(), 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append `data`. Large data becomes a piece, hashed by a second thread while it is written.
+        """Append `data`; large data becomes a piece, which a second thread hashes while it is written.
 
         Its last bytes go to the next piece, since `torch.load` first reads the last 4 KiB of its archive.
         """
@@ -94,7 +93,7 @@ class ChecksummedFile:
 class CheckedFile(io.RawIOBase):
     """Consecutive pieces of a file, readable as a file; a context manager.
 
-    Each piece is checked before any of its bytes is returned; pieces that were not read are checked on exit.
+    A piece is checked before its bytes are returned, or on exit if it was not read.
 
     Raises:
         DamagedError: if the file cannot be read, or a checksum differs.
@@ -150,7 +149,6 @@ class CheckedFile(io.RawIOBase):
         return done
 
     def _read(self, index: int, into: memoryview) -> None:
-        """Read and check a whole piece."""
         begin, piece, hashed = self._first + self._begins[index], self._pieces[index], xxh3_128()
         for at in range(0, piece.size, _CHUNK):
             chunk = into[at : at + _CHUNK]

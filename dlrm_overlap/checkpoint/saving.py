@@ -1,10 +1,9 @@
 """The saves of a run. They stop training, or a thread writes a copy of the state while training continues.
 
-    training  | steps 1 .. s | check, copy to the CPU | steps s + 1, ..     | next save: wait for the thread
-    thread    |                                       | write, rename       |
+    training  | steps 1 .. s | check, copy to the CPU | steps s + 1, .. | next save: wait for the thread
+    thread    |                                       | write, rename   |
 
-A useless state must not replace a good checkpoint, so every weight and optimizer state must be finite, and so must the
-loss of a held-out batch, since finite weights may still overflow. The thread has its own process group.
+Every weight, optimizer state and the loss of a held-out batch must be finite.
 """
 
 import logging
@@ -60,7 +59,7 @@ class Saves:
         check: Callable[[], None],
         held_out_loss: Callable[[], float],
     ) -> None:
-        """`check` raises errors that kernels recorded; `held_out_loss` is a collective that evaluates one batch."""
+        """`check` raises errors of kernels; `held_out_loss` evaluates one batch, as a collective."""
         self.step = 0
         """last step whose state was saved or loaded"""
         self._config, self._checkpointer = config, checkpointer
@@ -79,11 +78,8 @@ class Saves:
     def prepare(self, local_ranks: int) -> None:
         """Make the folder and, for background saves, a process group; a collective.
 
-        Args:
-            local_ranks: number of ranks on this node.
-
         Raises:
-            InputError: on all ranks, if one does not see the folder, or lacks memory for copies of the state.
+            InputError: on all ranks, if one does not see the folder or lacks memory for copies.
         """
         about = self._config.checkpoint
         if about.every or about.last:
@@ -108,15 +104,10 @@ class Saves:
         self._group = group
 
     def save(self, step: int, metrics: dict[str, float] | None = None, background: bool = False) -> None:
-        """Save a checkpoint after `step`, unless that is done; a collective.
+        """Save a checkpoint after `step` steps, unless that is done; a collective.
 
-        If a kernel of this rank recorded an error, it is raised first, and no checkpoint appears.
-
-        Args:
-            step: number of steps taken.
-            metrics: of an evaluation after this step.
-            background: with `checkpoint.asynchronous`, only check and copy the state, and let a thread write the copy;
-                `finish` raises its errors.
+        An error that a kernel recorded is raised first. `metrics` are of an evaluation after this step. With
+        `background` and `checkpoint.asynchronous`, a thread writes a copy of the state, and `finish` raises its errors.
 
         Raises:
             InputError: on all ranks, if a rank cannot write, now or in the previous save.
@@ -155,7 +146,7 @@ class Saves:
 
     @torch.no_grad()
     def _copy(self, extents: list[Extent]) -> list[Extent]:
-        """Copy `extents` to CPU memory that is allocated once, and pinned for a GPU's."""
+        """Copy `extents` to CPU memory that is allocated once, pinned if they are on a GPU."""
         copies = []
         for extent in extents:
             source, key = extent.tensor, (extent.stored_name, extent.offsets)
@@ -170,14 +161,14 @@ class Saves:
         """Wait for the background save, if any; a collective.
 
         Raises:
-            InputError: on all ranks, if a rank could not write; earlier checkpoints stay.
+            InputError: on all ranks, if a rank could not write.
         """
         if self._background is not None:
             background, self._background = self._background, None
             background.result()
 
     def close(self, error: Exception) -> None:
-        """Give a background save limited time to finish when the run ends by `error`."""
+        """Give a background save limited time when the run ends by `error`."""
         if self._background is None:
             return
         is_on_all_ranks = isinstance(error, InputError)  # else other ranks may have ended
@@ -187,7 +178,7 @@ class Saves:
 
 
 def _bytes_of_copy(tensor: torch.Tensor) -> int:
-    """Return the CPU memory of a copy; PyTorch rounds pinned memory up to a power of 2."""
+    """Return the size of a copy; pinned memory is rounded up to a power of 2."""
     return 1 << max(0, tensor.nbytes - 1).bit_length() if tensor.is_cuda else tensor.nbytes
 
 

@@ -1,7 +1,6 @@
 """The tensors of a checkpoint, in the format of `torch.distributed.checkpoint` (DCP).
 
-Names and shapes are those DCP gives `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`, so `dcp.load`
-reads them into any TorchRec model under any plan. The planners here tell DCP which extents a rank has.
+`dcp.load` reads them into `{"model": .., "optimizer": ..}`, the state dicts of any TorchRec model under any plan.
 """
 
 import warnings
@@ -52,16 +51,12 @@ def save_extents(
     group: dist.ProcessGroup | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Piece]]:
-    """Write the extents of all ranks to `folder`, once if several ranks have the same one; a collective.
+    """Write all ranks' extents to the new folder `folder`, each once; a collective.
 
-    Args:
-        folder: does not exist yet.
-        extents: of this rank.
-        group: of all ranks, used by nothing else meanwhile; by default the default group.
-        tick: called for each piece.
+    `group` has all ranks and is used by nothing else meanwhile. `tick` is called for each piece.
 
     Returns:
-        The pieces of each file of all ranks, for the manifest.
+        The pieces of each file, for the manifest.
 
     Raises:
         OSError: on all ranks, if one of them cannot write.
@@ -84,7 +79,7 @@ def load_extents(path: Path, extents: Sequence[Extent], tick: Callable[[], None]
     """Fill `extents` from the checkpoint `path`; a collective if there is a process group.
 
     Raises:
-        DamagedError: on all ranks, if a file cannot be read or a checksum differs. Some extents are then filled.
+        DamagedError: on all ranks, if a file is damaged. Some extents are then filled.
         InputError: on all ranks, if a tensor is missing or has another shape.
     """
     planner = _LoadPlanner(extents, tick)
@@ -100,7 +95,7 @@ def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
 
 
 def find_faults(path: Path) -> list[str]:
-    """Return the faults of a checkpoint's tensors: those that cannot be read, or are not finite."""
+    """Return faults of a checkpoint's tensors: unreadable or not finite."""
     planner = _VerifyPlanner([], lambda: None)
     try:
         _read(path, planner)
@@ -110,11 +105,7 @@ def find_faults(path: Path) -> list[str]:
 
 
 def read_unsharded(path: Path) -> dict[str, Any]:
-    """Return the checkpoint in memory: {"model": weights by name, "optimizer": states}.
-
-    Raises:
-        InputError: if a tensor cannot be read.
-    """
+    """Return the checkpoint in memory: {"model": weights by name, "optimizer": states}; an InputError if unreadable."""
     planner = _EmptyStateDictLoadPlanner()
     _read(path, planner)
     return planner.original_state_dict
@@ -146,7 +137,7 @@ def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Plans the writing of this rank's extents, in pieces. DCP removes what several ranks would write."""
+    """Plans the writing of this rank's extents; DCP removes duplicates of other ranks."""
 
     def __init__(self, extents: Sequence[Extent], tick: Callable[[], None]) -> None:
         super().__init__()
@@ -176,7 +167,6 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 def _pieces(extent: Extent) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """Cut `extent` along its first dimension, and return the offsets and elements of each piece."""
     tensor = extent.tensor.detach()
     if not tensor.numel() and 0 not in extent.shape:  # this rank has no rows of the table
         return []
@@ -188,8 +178,6 @@ def _pieces(extent: Extent) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Plans the reading of this rank's extents."""
-
     stored: dict[str, TensorStorageMetadata]
 
     def __init__(self, extents: Sequence[Extent], tick: Callable[[], None]) -> None:
@@ -231,15 +219,13 @@ class _LoadPlanner(DefaultLoadPlanner):
         self._tick()
 
     def take_means(self) -> None:
-        """Fill extents that are means of several stored tensors, weighted by columns."""
+        """Fill extents that are means of several stored tensors."""
         for extent, parts in self._means:
             total = torch.stack([columns * part for columns, part in parts]).sum(0)
             extent.tensor.detach().copy_(total / sum(columns for columns, _ in parts))
 
 
 class _VerifyPlanner(_LoadPlanner):
-    """Plans the reading of everything that is stored, and checks that it is finite."""
-
     def create_local_plan(self) -> LoadPlan:
         self.not_finite: list[str] = []
         return _reading({name: (each, each.chunks) for name, each in self.stored.items()})

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dlrm_overlap.checkpoint.manifest import MANIFEST, is_checkpoint, read_manifest, read_whole
+from dlrm_overlap.checkpoint.manifest import MANIFEST, is_checkpoint, read_complete, read_manifest
 from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.launching.files import replacing
 from dlrm_overlap.launching.text_table import plain
@@ -36,14 +36,14 @@ def show(path: Path) -> str:
 
 
 def verify(path: Path) -> list[str]:
-    """Return the faults of a checkpoint: an empty list if all checksums are right and every tensor is finite.
+    """Return the faults of a checkpoint, if any: damaged files, tensors that are not finite.
 
     Raises:
         InputError: if `path` is not a checkpoint.
     """
     _check_named(path)
     try:
-        read_whole(path)
+        read_complete(path)
     except InputError as error:
         return [str(error)]
     from dlrm_overlap.checkpoint.storage import find_faults  # loads torch
@@ -54,8 +54,7 @@ def verify(path: Path) -> list[str]:
 def export(path: Path, output: Path) -> None:
     """Write a checkpoint as one file for `torch.load`: {"model": weights by name, "optimizer": states}.
 
-    Names are sorted at every level, with numbers in numeric order, so the order does not depend on the ranks and plan
-    that wrote them. All tensors are in memory at once.
+    Names are sorted, numbers in numeric order, whatever ranks and plan wrote them. All tensors are in memory at once.
 
     Raises:
         InputError: if the checkpoint is damaged, or `output` exists or cannot be written.

@@ -1,8 +1,4 @@
-"""Compares several runs of one configuration: whether their losses agree, and which is faster.
-
-Everything is read from the files that the runs wrote. A backend whose losses disagree with the reference's gets no
-speedup. Repeated runs of the reference widen the tolerance by its own nondeterminism (`observe.agreement`).
-"""
+"""Compares several runs of one configuration by their files; only runs whose losses agree get a speedup."""
 
 import json
 import math
@@ -28,12 +24,10 @@ _CPU_NOTE = "On CPUs, plain PyTorch replaces the kernels of pgas and fused: only
 
 
 def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) -> dict[str, Any]:
-    """Return the contents of `comparison.json` for the runs in `folders`.
+    """Return the contents of `comparison.json` for `folders`, run -> its folder.
 
-    Args:
-        folders: run -> its folder. The first is the reference; the next `noise_runs` repeat it.
-        rtol: greatest relative difference of a logged training loss that agrees, unless noise widens it.
-        noise_runs: number of repeated runs of the reference.
+    The first run is the reference, and the next `noise_runs` repeat it. `rtol` is the greatest relative difference of a
+    logged training loss that agrees, unless noise widens it.
     """
     reference, *others = folders
     # A run whose loss was not finite ended early and has no summary.
@@ -64,12 +58,11 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
-    """Return the ratio of two times, or None unless both are positive."""
     return numerator / denominator if numerator > 0 and denominator > 0 else None
 
 
 def _read_losses(folder: Path) -> dict[int, float]:
-    """Return step -> logged training loss; NaN for a loss that is not a finite number."""
+    """Return step -> logged training loss; NaN if it is not a finite number."""
     losses = {}
     for record in read_records(folder / "metrics.jsonl"):
         if "train/loss" in record:
@@ -79,7 +72,7 @@ def _read_losses(folder: Path) -> dict[int, float]:
 
 
 def comparison_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
-    """Return the rows of a text table: a header, and one row per backend."""
+    """Return a header and a row per backend of a text table."""
     rows = [["backend", *_COLUMNS, "losses"]]
     for backend, result in comparison["backends"].items():
         difference = result["max_relative_difference"]
@@ -100,10 +93,7 @@ def report(
     noise_runs: int = 0,
     show: Callable[[str], None] = print,
 ) -> list[str]:
-    """Write the comparison to the JSON file `output`, show its table, and return a line for each run that disagrees.
-
-    The other arguments are those of `compare_runs`; `show` prints a text.
-    """
+    """Write `compare_runs` to the JSON file `output`, show its table, and return a line for each run that disagrees."""
     comparison = compare_runs(folders, rtol, noise_runs)
     write_atomically(output, json.dumps(comparison, indent=1) + "\n")
     show(format_table(comparison_rows(comparison)) + f"\n{_CPU_NOTE}" * (comparison["device"] == "cpu"))

@@ -1,8 +1,4 @@
-"""Measurements of a run: AUROC, normalised entropy, calibration, step times, memory.
-
-`RunningMetrics` covers the samples that a run trains on, with the predictions of each step before its update. The
-device only accumulates until a log line reads the sums.
-"""
+"""Measurements of a run: AUROC, normalised entropy, calibration, step times, memory."""
 
 import itertools
 import math
@@ -18,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.profiler import ProfilerActivity, profile, schedule
 
 WARMUP_STEPS = 10  # excluded from throughput and step times: slowed by allocation, autotuning and NCCL's first calls
-_BINS, _LEAST, _PER_UNIT = 4096, -16.0, 128  # bins for logits from -16 to 16; AUROC treats those of one bin as equal
+_BINS, _LEAST, _PER_UNIT = 4096, -16.0, 128  # bins for logits from -16 to 16; AUROC treats the logits of a bin as equal
 _LOSS, _PREDICTED = 2 * _BINS, 2 * _BINS + 1  # columns after the histograms
 _MAX_BUFFERED = 1 << 20
 
@@ -26,20 +22,15 @@ _MAX_BUFFERED = 1 << 20
 def evaluation_metrics(
     logits: torch.Tensor, labels: torch.Tensor, names: Sequence[str] = ("label",), weights: Sequence[float] = (1.0,)
 ) -> dict[str, float]:
-    """Return loss, AUROC, NE, calibration and accuracy of predictions gathered from all ranks.
+    """Return loss, AUROC, NE (`normalised_entropy`), calibration and accuracy of all ranks' predictions.
 
-    NE is `normalised_entropy`; calibration is the sum of predicted probabilities over the sum of labels; accuracy uses
-    the threshold 0.5. AUROC and NE are NaN if all labels are equal, calibration if all are 0, and every metric if a
-    logit is NaN.
-
-    With several labels, each metric is the mean over labels, but the loss is their weighted sum; METRIC/NAME is the
-    metric of one label.
+    Calibration is the sum of predicted probabilities over the sum of labels; accuracy uses the threshold 0.5. AUROC and
+    NE are NaN if all labels are equal, calibration if all are 0, and every metric if a logit is NaN. With L labels,
+    metrics are means over labels, the loss is weighted by `weights`, and METRIC/NAME is the metric of one label.
 
     Args:
         logits: [n] or [n, L] float32.
-        labels: of the same shape and dtype; 0 or 1.
-        names: of the L labels.
-        weights: of the labels' losses.
+        labels: as `logits`; 0 or 1.
     """
     columns = (each.double().view(len(each), -1).unbind(1) for each in (logits, labels))
     values = by_label({name: _of_label(*each) for name, *each in zip(names, *columns, strict=True)})
@@ -67,18 +58,16 @@ def _of_label(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
 def gather_predictions(
     logits: torch.Tensor, labels: torch.Tensor, batch_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather the logits and labels of all ranks in the order of the data set; a collective.
+    """Gather all ranks' logits and labels in the order of the data set, [steps * W * b] or [steps * W * b, L]; a
+    collective.
 
-    Rank r has the r-th `batch_size` samples of each global batch. For example, after three steps, two ranks with
-    batches of one sample have samples 0, 2, 4 and 1, 3, 5.
+    Rank r has the r-th b samples of each global batch: after three steps with b = 1, two ranks have samples 0, 2, 4 and
+    1, 3, 5.
 
     Args:
-        logits: [steps * b] or [steps * b, L] float32, this rank's batches in order; the same shape on every rank.
-        labels: of the same shape and dtype.
-        batch_size: samples per rank and step, b.
-
-    Returns:
-        Logits and labels, each [steps * W * b] or [steps * W * b, L], the same on every rank.
+        logits: [steps * b] or [steps * b, L] float32; the same shape on every rank.
+        labels: as `logits`.
+        batch_size: b, samples per rank and step.
     """
     local = torch.stack((logits, labels))
     gathered = local.new_empty((dist.get_world_size(), *local.shape))
@@ -89,14 +78,14 @@ def gather_predictions(
 
 
 class RunningMetrics:
-    """Accumulates the predictions of a rank's steps; `take` and `state` are collectives.
+    """Accumulates the predictions of a rank's training steps; `take` and `state` are collectives.
 
-    Each label has a row of float64 sums: histograms of the logits of negative and of positive samples, the sum of the
-    losses, and the sum of predicted probabilities.
+    Each label has a row of float64 sums: histograms of the logits of negative and positive samples, the losses, and the
+    predicted probabilities. The device only accumulates until a log line reads them.
     """
 
     def __init__(self, names: Sequence[str], samples: int, steps: int, device: torch.device) -> None:
-        """Take the names of the L labels, the samples per rank and step, and the steps between two log lines."""
+        """Take the labels' names, the samples per rank and step, and the steps between two log lines."""
         self._names, labels = names, len(names)
         # Predictions are buffered over several steps, so that most steps only pay for two copies.
         buffered = max(1, min(steps, _MAX_BUFFERED // (samples * labels)))
@@ -144,7 +133,7 @@ class RunningMetrics:
         return by_label(dict(zip(self._names, map(_metrics_of, sums), strict=True)))
 
     def state(self) -> list[tuple[int, float]]:
-        """Return the nonzero sums of all steps so far, including those since the last `take`, as pairs for JSON."""
+        """Return the nonzero sums of all steps so far, as pairs for JSON."""
         flat = (self._lifetime + self._of_all_ranks()).flatten()
         where = flat.nonzero()[:, 0]
         return list(zip(where.tolist(), flat[where].tolist(), strict=True))
@@ -184,8 +173,7 @@ def _metrics_of(sums: torch.Tensor) -> dict[str, float]:
 def normalised_entropy(loss: float, rate: float) -> float:
     """Return the mean log loss divided by the entropy of `rate`, the mean label; NaN if the entropy is 0.
 
-    Below 1 is better than always predicting the click rate. Source: He et al., Practical lessons from predicting clicks
-    on ads at Facebook, 2014, section 2.
+    Source: He et al., Practical lessons from predicting clicks on ads at Facebook, 2014, section 2.
     """
     if rate in (0.0, 1.0):
         return math.nan
@@ -218,9 +206,9 @@ class StepTimer:
             self._marks.append(time.perf_counter())
 
     def take_ms(self) -> list[float]:
-        """Return the times in ms between the marks since the last call, whose last mark is the first one here.
+        """Return the times between marks since the last call, in ms; waits for the last mark on a GPU.
 
-        On a GPU this waits for the last mark.
+        The last mark is the first one of the next call.
         """
         marks = self._marks
         self._marks = marks[-1:]
@@ -234,8 +222,7 @@ class StepTimer:
 def make_tracer(path: Path, before: int, steps: int) -> profile:
     """Return a profiler that traces `steps` steps after `before` others into the Chrome trace `path`.
 
-    Call its `step` after each step. It starts up during the last step before the traced ones, and writes the file after
-    the last one.
+    Call its `step` after each step. It starts up in the step before the traced ones.
     """
 
     def write(profiler: profile) -> None:

@@ -1,4 +1,4 @@
-"""The files of a run's results: lines of `metrics.jsonl`, and files that are replaced atomically."""
+"""Files of a run's results: `metrics.jsonl`, and files that are replaced atomically."""
 
 import errno
 import json
@@ -23,9 +23,8 @@ class MetricsFile:
     """`metrics.jsonl`: one JSON object per line, with null for NaN."""
 
     def __init__(self, path: Path, keep_up_to_step: int) -> None:
-        """Open `path` to append, dropping lines after `keep_up_to_step`, which a resumed run writes again.
-
-        Damaged lines, as a crash may leave, are dropped too, with one warning for all.
+        """Open `path` to append, dropping damaged lines, and lines after `keep_up_to_step`, which a resumed run
+        repeats.
 
         Raises:
             InputError: if it cannot be read or written.
@@ -37,18 +36,14 @@ class MetricsFile:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the file still has its name, so that nobody removed, moved or replaced it or its folder."""
+        """Whether nobody removed, moved or replaced the file or its folder."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except OSError:
             return False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append `record`.
-
-        Raises:
-            OSError: if the disk is full; the file is then unchanged.
-        """
+        """Append `record`; if the disk is full, raise an OSError and leave the file unchanged."""
         line, end = (json.dumps(nan_as_none(record)) + "\n").encode(), self._file.seek(0, os.SEEK_END)
         if self._file.write(line) < len(line):
             self._file.truncate(end)  # remove the incomplete line
@@ -60,7 +55,7 @@ class MetricsFile:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl. Damaged lines are skipped, with one warning for all.
+    """Return the records of a metrics.jsonl; one warning counts damaged lines.
 
     Raises:
         InputError: if it cannot be read.
@@ -91,7 +86,7 @@ def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value from a JSON file is a number in the range of a float."""
+    """Return whether a JSON value is a number in the range of a float."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
@@ -100,17 +95,17 @@ def _refuse(constant: str) -> float:
 
 
 def nan_as_none(value: Any) -> Any:
-    """Return `value` with None for every NaN and infinity in it, which JSON does not have."""
+    """Replace every NaN and infinity by None, since JSON has neither."""
     if isinstance(value, dict):
         return {k: nan_as_none(v) for k, v in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path`; readers see the old file or the new one, never a part.
+    """Replace `path` atomically.
 
     Raises:
-        InputError: if it cannot be written, as on a full disk; the old file then stays.
+        InputError: if it cannot be written; the old file stays.
     """
     try:
         with replacing(path) as stream:
@@ -128,9 +123,7 @@ def has_results(folder: Path) -> bool:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move the content of `folder`, whose lock this process holds, to a new subfolder; None if there is none.
-
-    Subfolders of earlier moves, `earlier_1` and so on, stay.
+    """Move the content of `folder`, whose lock this process holds, to a subfolder earlier_<N>; None if it is empty.
 
     Raises:
         InputError: if it cannot be moved.
@@ -149,9 +142,9 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of the finished run in `folder`, with NaN where the file has null.
+    """Return the summary of the finished run in `folder`, with NaN for null.
 
-    None if there is no summary or, with a warning, if it is damaged.
+    None if there is none or, with a warning, if it is damaged.
     """
     path = folder / "summary.json"
     try:
@@ -174,7 +167,7 @@ def remove(path: Path) -> None:
     """Remove a file of an earlier run, if it exists.
 
     Raises:
-        InputError: if it cannot be removed, for example because it is a folder.
+        InputError: if it cannot be removed.
     """
     try:
         path.unlink(missing_ok=True)

@@ -1,7 +1,6 @@
 """The folder of a run, locked by rank 0.
 
-Ranks may see different folders of the same name, for example if `log.dir` is on each node's own disk. So rank 0 alone
-reads the files on which decisions depend, and broadcasts the result.
+Nodes may have different folders of the same name, so rank 0 alone reads files on which decisions depend.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +21,8 @@ def from_rank_0(find: Callable[[], T]) -> T:
     """Call `find` on rank 0 and return its result on all ranks; a collective.
 
     Raises:
-        InputError: on all ranks, if `find` raises one on rank 0.
-        PeerError: on the other ranks, if `find` raises any other error, which rank 0 raises unchanged.
+        InputError: on all ranks, if `find` raises one.
+        PeerError: on the other ranks, if `find` raises another error.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -34,12 +33,10 @@ def from_rank_0(find: Callable[[], T]) -> T:
 
 @contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Let rank 0 create `folder` and hold its lock during the block; entering it is a collective.
-
-    Rank 0 also removes temporary files that a killed run left in it.
+    """Let rank 0 create `folder`, remove a killed run's temporary files, and hold its lock; entering is a collective.
 
     Raises:
-        InputError: on all ranks, if the folder cannot be created or written to, or another live process holds its lock.
+        InputError: on all ranks, if the folder is not writable, or another process holds its lock.
     """
 
     def hold() -> None:

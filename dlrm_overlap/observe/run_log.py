@@ -1,6 +1,4 @@
-"""The log of a run. Rank 0 writes log lines, `metrics.jsonl`, TensorBoard events, the resolved configuration and
-`summary.json`; each rank writes its own trace.
-"""
+"""The log of a run: log lines, `metrics.jsonl`, TensorBoard, configuration and summary; and a trace of each rank."""
 
 import contextlib
 import json
@@ -30,7 +28,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def start_logging(rank: int) -> None:
-    """Send the package's log to standard error: all of it on rank 0, only warnings on other ranks."""
+    """Send the package's log to standard error: everything on rank 0, only warnings on others."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
     # TorchRec and DDP warn about deprecated names that they use themselves.
@@ -45,13 +43,10 @@ def start_logging(rank: int) -> None:
 
 
 def check_folder(config: Config) -> None:
-    """Check that a run of `config` overwrites no results of an earlier run.
-
-    Files of a run that ended before its first checkpoint are not results; `set_aside` moves them.
+    """Check that a run of `config` overwrites no results; those before a first checkpoint do not count.
 
     Raises:
-        InputError: if results would be overwritten, checkpoints would be saved among those of another run, or
-            `log.overwrite` would move the checkpoint to resume from.
+        InputError: if it would overwrite results, mix checkpoints of two runs, or move away the one to resume from.
     """
     folder, resume = config.folder, config.checkpoint.resume
     if config.log.overwrite:  # everything in the folder is moved away, once its lock is held
@@ -76,7 +71,7 @@ def check_folder(config: Config) -> None:
 
 
 class RunLog:
-    """The log of one run. All ranks call the same methods, some of which are collectives; rank 0 writes."""
+    """The log of one run; all ranks call the same methods."""
 
     def __init__(
         self, config: Config, world: World, device: torch.device, folder: Path, start: int, plan: ShardingPlan
@@ -95,12 +90,14 @@ class RunLog:
             self._tracer = make_tracer(folder / "traces" / file, traced.start - 1 - start, len(traced))
         if world.rank:
             return
-        remove(folder / "summary.json")  # a resume would take it for this run's
-        if start == 0:  # remove an earlier run's traces and events
+        # Remove an earlier run's files.
+        remove(folder / "summary.json")
+        if start == 0:
             shutil.rmtree(folder / "traces", ignore_errors=True)
             for old in folder.glob("events.out.tfevents.*"):
                 if not old.is_dir():  # TensorBoard makes no folders
                     remove(old)
+        # Open this run's files.
         shown = config.as_dict()
         shown["log"]["overwrite"] = False  # so that a run of this file resumes this run
         resolved = yaml.safe_dump(shown, sort_keys=False)
@@ -144,20 +141,21 @@ class RunLog:
         metrics: Mapping[str, float],
         asked_to_end: bool = False,
     ) -> None:
-        """Log the steps since the last call, and let the ranks agree on whether to end early; a collective.
+        """Log the steps since the last call, and let the ranks agree on ending early; a collective.
 
         Args:
             step: the last of these steps.
-            loss_sum: [] sum of this rank's mean losses over these steps.
+            loss_sum: [] sum of this rank's losses over these steps.
             step_ms: times of these steps on this rank.
-            wait_s: time that this rank has waited for input since the start; the maximum over ranks is logged.
+            wait_s: this rank's wait for input since the start; the maximum over ranks is logged.
             lr_factor: of the learning rates.
-            metrics: of all ranks' predictions; see `RunningMetrics`.
-            asked_to_end: whether this rank was asked to end; afterwards `self.asked_to_end` tells if any was.
+            metrics: of all ranks (`RunningMetrics`).
+            asked_to_end: by this rank; `self.asked_to_end` becomes true if any rank was asked.
 
         Raises:
-            InputError: on all ranks, if the run's folder, or metrics.jsonl in it, is gone.
+            InputError: on all ranks, if the run's folder or metrics.jsonl is gone.
         """
+        # Combine the ranks' loss, wait and requests to end.
         count = len(step_ms)
         loss = loss_sum.double()
         is_lost = self._metrics is not None and not self._metrics.is_in_place
@@ -170,6 +168,7 @@ class RunLog:
                 f"log.dir: step {step}: {self.folder}, or metrics.jsonl in it, was removed or moved while the run was "
                 f"writing to it, so the run ends here; run again, and do not touch the folder until the run has ended"
             )
+        # Log the means over these steps.
         self.asked_to_end = bool(asked)
         self.loss = loss.item() / self.world.world_size / count
         mean_ms, wait_ms = sum(step_ms) / count, (waited_s - self.waited_s) * 1e3 / count
@@ -200,12 +199,8 @@ class RunLog:
     def summary(self, step: int, values: dict[str, float], trained: Mapping[str, float]) -> dict[str, Any]:
         """Write `summary.json` and return the summary; a collective.
 
-        Times are this rank's, without the warm-up steps if there are others; memory is the maximum over ranks.
-
-        Args:
-            step: last step of the run.
-            values: metrics of its last evaluation.
-            trained: metrics of all samples that it has trained on.
+        `values` are the metrics of the last evaluation, `trained` of all training samples. Times are this rank's,
+        without warm-up if possible; memory is the maximum over ranks.
         """
         times = self.step_ms[WARMUP_STEPS:] or self.step_ms
         memory = torch.tensor(memory_bytes(self.device), dtype=torch.float64, device=self.device)
@@ -230,9 +225,7 @@ class RunLog:
         return summary
 
     def _write(self, step: int, values: dict[str, float]) -> None:
-        """Write metrics to the file and to TensorBoard. If the disk is full, warn and continue; a checkpoint would
-        fail.
-        """
+        """Write metrics to file and TensorBoard; only warn if the disk is full."""
         try:
             if self._metrics:
                 self._metrics.write({"step": step, **values})

@@ -1,8 +1,7 @@
-"""Reads GPU traces: the time of each kind of work, the parts of a step, and exposed communication.
+"""Reads GPU traces: the time of each kind of work, and exposed communication.
 
-Communication is exposed while a kernel runs that moves data between GPUs or waits for a peer, and no kernel computes. A
-kernel that both looks up rows and stores them to peers counts as computing in `exposed`, and as communication in
-`exposed_most`: a trace cannot tell which of its time is spent on links alone.
+Communication is exposed while a kernel moves data between GPUs or waits for a peer, and no kernel computes. A kernel
+that looks up rows and stores them to peers computes in `exposed`, and communicates in `exposed_most`.
 """
 
 import gzip
@@ -59,12 +58,12 @@ class GpuWork(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Kind of work, one of `KINDS`; "dense" is pointwise work of the dense part."""
+        """One of `KINDS`; "dense" is the dense part's pointwise work."""
         return next((kind for kind, names in _KINDS.items() if re.search(names, self.name)), "dense")
 
     @property
     def stores(self) -> bool:
-        """Whether one kernel looks up rows and stores them to peers."""
+        """Whether it looks up rows and stores them to peers."""
         return re.search(_STORES, self.name) is not None
 
     @property
@@ -74,15 +73,11 @@ class GpuWork(NamedTuple):
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the complete events of a Chrome trace, which may be gzipped.
-
-    Raises:
-        InputError: if the file is not a trace.
-    """
+    """Return the complete events of a Chrome trace, which may be gzipped; an InputError if it is not one."""
     try:
         with open_file(path) as file, gzip.open(file) if path.suffix == ".gz" else nullcontext(file) as stream:
             events = [event for event in json.load(stream)["traceEvents"] if event.get("ph") == "X"]
-        if not all(map(_is_whole, events)):
+        if not all(map(_is_valid, events)):
             raise ValueError
         return events
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -90,8 +85,8 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         raise InputError(f"{path}: {fault}; give a file that log.trace_steps wrote") from None
 
 
-def _is_whole(event: dict[str, Any]) -> bool:
-    """Return whether the fields of an event that this file reads have the right types, and finite times."""
+def _is_valid(event: dict[str, Any]) -> bool:
+    """Return whether the fields of an event that this file reads have the right types."""
     is_work = event.get("cat") in _GPU_WORK
     return (
         is_number(event.get("ts", 0))
@@ -154,10 +149,10 @@ def exclusive(groups: Mapping[str, Iterable[Span]]) -> dict[str, float]:
 
 
 def shares(work: Sequence[GpuWork], window: Span | None = None) -> dict[str, float]:
-    """Return how `window`, by default the time of all `work`, is used, in us.
+    """Return how `window`, by default the time of all `work`, is used: compute, exposed, copying, idle, exposed_most in
+    us.
 
-    The keys are compute, exposed, copying, idle, which add up to its length, and exposed_most. Each instant counts for
-    the first that runs of: a kernel that computes, one that communicates, copies within this GPU or from the host.
+    The first four add up; an instant counts for the first that applies. Copies are within this GPU or from the CPU.
     """
     window = window or Span(min(each.span.begin for each in work), max(each.span.end for each in work))
     groups = {name: list[Span]() for name in ("compute", "stores", "exposed", "copying")}
@@ -173,17 +168,15 @@ def shares(work: Sequence[GpuWork], window: Span | None = None) -> dict[str, flo
 
 
 def issued_work(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `events` without GPU work that was issued before the trace began.
+    """Return `events` without GPU work issued before the trace began, by a CPU that ran ahead.
 
-    A CPU that runs ahead issues the step before untraced, and the GPU runs it later. All events are returned if the
-    trace has no CPU calls.
+    All are returned if the trace has no CPU calls.
     """
     calls = {_call(event) for event in events if event.get("cat") in _HOST_CALLS} - {None}
     return [event for event in events if event.get("cat") not in _GPU_WORK or not calls or _call(event) in calls]
 
 
 def _call(event: dict[str, Any]) -> int | None:
-    """Return the number that a CPU call and the GPU work it issues share."""
     return event.get("args", {}).get("correlation")
 
 
@@ -191,7 +184,7 @@ def summarise(path: Path) -> str:
     """Return a table of the kinds of work in a trace: ms a step, and ms in which nothing else runs.
 
     Raises:
-        InputError: if the file is not a trace, or nothing in it ran on a GPU.
+        InputError: if the file is not a trace, or has no GPU work.
     """
     events = read_events(path)
     work = gpu_work(issued_work(events))

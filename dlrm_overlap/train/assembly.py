@@ -68,9 +68,7 @@ class LearningRate:
 def assemble(
     config: Config, world: World, device: torch.device, train: Dataset, make_sharders: MakeSharders
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, TrainPipeline[Any, Any], ShardingPlan]:
-    """Build the sharded model on this rank's device, its optimizer, pipeline and plan; a collective.
-
-    The batch capacity of captured steps comes from the bag sizes of `train`.
+    """Build the sharded model, its optimizer, pipeline and plan; a collective.
 
     Raises:
         InputError: if the ranks cannot run the configuration.
@@ -116,13 +114,13 @@ def assemble(
     optimizer = build_optimizer(model, config.train)
     pipeline: TrainPipeline[Any, Any]
     if graph:
-        capacity = casts = None
-        # With histories, the first batch shows how many ids, and how many distinct ids, there are.
-        if dlrm.history_key is None:
-            capacity = BatchCapacity(samples, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
+        casts = None
         if casts_once:
             flat = FlatParameters(dense_parameters(model), shards_of(model), torch.bfloat16)
             casts = cast_once(task, flat, config.train.compile_dense)
+        # With histories, the first batch shows how many ids, and how many distinct ids, there are.
+        bags = dict(zip(dlrm.keys, train.bag_sizes, strict=True))
+        capacity = BatchCapacity(samples, bags) if dlrm.history_key is None else None
         pipeline = GraphTrainPipeline(
             model,
             optimizer,
@@ -135,19 +133,28 @@ def assemble(
             capture=None if config.train.capture else False,
         )
     else:
-        tables = [each for params in plan.plan.values() for each in params.values()]  # type: ignore[attr-defined]
-        cached = any(table.cache_params is not None for table in tables)
-        # FBGEMM fills its row caches one step ahead.
-        prefetches = cached and config.embedding.backend == "torchrec" and device.type == "cuda"
-        kind = PrefetchTrainPipelineSparseDist if prefetches else TrainPipelineSparseDist
-        pipeline = kind(model, optimizer, device, execute_all_batches=True)
+        pipeline = _torchrec_pipeline(config, model, optimizer, plan, device)
     return model, optimizer, pipeline, plan
 
 
-def takes_graph(config: Config, model: DistributedModelParallel, device: torch.device) -> bool:
-    """Return whether `GraphTrainPipeline` trains a sharded model; the same on every rank.
+def _torchrec_pipeline(
+    config: Config,
+    model: DistributedModelParallel,
+    optimizer: CombinedOptimizer,
+    plan: ShardingPlan,
+    device: torch.device,
+) -> TrainPipeline[Any, Any]:
+    tables = [each for params in plan.plan.values() for each in params.values()]  # type: ignore[attr-defined]
+    cached = any(table.cache_params is not None for table in tables)
+    # FBGEMM fills its row caches one step ahead.
+    prefetches = cached and config.embedding.backend == "torchrec" and device.type == "cuda"
+    kind = PrefetchTrainPipelineSparseDist if prefetches else TrainPipelineSparseDist
+    return kind(model, optimizer, device, execute_all_batches=True)
 
-    Logs why not, if the configuration asks for captured steps or has a backend whose steps are captured.
+
+def takes_graph(config: Config, model: DistributedModelParallel, device: torch.device) -> bool:
+    """Return whether `GraphTrainPipeline` trains a sharded model, the same on every rank; log why not, if it was
+    expected.
     """
     kind = config.train.pipeline
     if kind == "torchrec" or (kind == "auto" and device.type != "cuda"):
@@ -160,7 +167,7 @@ def takes_graph(config: Config, model: DistributedModelParallel, device: torch.d
 
 
 def build_optimizer(model: DistributedModelParallel, config: TrainConfig) -> CombinedOptimizer:
-    """Return one optimizer for the dense parameters and the tables, whose updates are fused into their backward."""
+    """Return one optimizer for dense parameters and tables, whose updates are fused into their backward."""
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "sgd": torch.optim.SGD,
         "adagrad": partial(torch.optim.Adagrad, eps=config.eps),

@@ -1,4 +1,4 @@
-"""Target attention: the output for a candidate, from the history of its sample."""
+"""Target attention: reduces a sample's history to what matters to its candidate."""
 
 from typing import Any, NamedTuple
 
@@ -15,12 +15,10 @@ _MAX_PAGE = 128  # entries; larger pages waste memory on a history's last one, s
 class TargetAttention(nn.Module):
     """Multi-head attention of a sample's candidate over the rows and positions of its history.
 
-    As in the Deep Interest Network (Zhou et al., KDD 2018, arXiv 1706.06978, section 4.3) the candidate's embedding
-    weighs the rows, here by scaled dot products. Keys and values are rows plus a learnt vector for each position; they
-    need no layers of their own, since those of the single query and of the output can absorb them.
-
-    One more position has no row and is never masked, so an empty history has an output too. No size depends on values
-    on the device, so nothing is read back.
+    As in the Deep Interest Network (Zhou et al., KDD 2018, arXiv 1706.06978, section 4.3), with scaled dot products.
+    Keys and values are rows plus a learnt vector per position, without layers of their own, which the query's and the
+    output's can absorb. One more position has no row and is never masked, for empty histories. Nothing is read back
+    from the device.
     """
 
     def __init__(self, config: SequenceConfig, dim: int) -> None:
@@ -36,9 +34,9 @@ class TargetAttention(nn.Module):
 
         Args:
             candidate_bD: pooled embeddings.
-            rows_nD: rows of all histories, sample by sample, newest id first. n may exceed the sum of `lengths`;
-                further rows are not read, except that row 0 must be finite if every history is empty.
-            lengths: [b] integers, lengths of the histories.
+            rows_nD: rows of all histories, sample by sample, newest id first, then any number of unread rows; row 0
+                must be finite if every history is empty.
+            lengths: [b] integers.
         """
         queries = self.query(candidate_bD).view(-1, self.heads, self.dim)
         positions = len(self.position) - 1
@@ -53,10 +51,10 @@ class TargetAttention(nn.Module):
 
 
 class Pages(NamedTuple):
-    """Histories cut into pages of C entries, so that one long history does not pad all the others.
+    """Histories cut into pages of C entries, so that a long one does not pad all others.
 
-    There are m = n // C + b + 1 pages, enough for n rows of b histories; the last page is always empty. Each sample has
-    K * C entries, the last C of which are always empty.
+    There are m = n // C + b + 1 pages for n rows of b histories; the last is empty. Each sample has K * C entries, the
+    last C empty.
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving, arXiv 2309.06180, section 4.1.
 
@@ -69,39 +67,34 @@ class Pages(NamedTuple):
     sample: torch.Tensor
     """[m] int64: sample of each page"""
     number: torch.Tensor
-    """[m] int64: index of each page among the K of its sample; of an empty page, an index without rows"""
+    """[m] int64: index of each page in its sample; of an empty page, an index without rows"""
     page: torch.Tensor
-    """[b, K] int64: pages of each sample; m - 1, the empty page, if there is none"""
+    """[b, K] int64: pages of each sample; m - 1 if there is none"""
     entry: torch.Tensor
-    """[n] int64: index of each row among the m * C entries; the last one, which is empty, for rows on no page"""
+    """[n] int64: index of each row among the m * C entries; the last one for rows on no page"""
     is_empty: torch.Tensor
     """[b, 1, K * C] bool: the sample's entries without a row"""
 
     def to_samples(self, each: torch.Tensor) -> torch.Tensor:
-        """Map values [m, H, C] of pages to [b, H, K * C], 0 for empty entries."""
+        """Map [m, H, C] of pages to [b, H, K * C] of samples, 0 for empty entries."""
         found = embedding(self.page, each.flatten(1)).unflatten(2, each.shape[1:])
         return found.transpose(1, 2).flatten(2).masked_fill_(self.is_empty, 0)
 
     def to_pages(self, each: torch.Tensor) -> torch.Tensor:
-        """Map values [b, H, K * C] of samples to [m, H, C], 0 for empty entries."""
+        """Map [b, H, K * C] of samples to [m, H, C] of pages, 0 for empty entries."""
         each = each.masked_fill(self.is_empty, 0)
         return each.unflatten(2, (self.page.shape[1], -1))[self.sample, :, self.number]
 
     def sums(self, each: torch.Tensor) -> torch.Tensor:
-        """Sum values [m, H, D] over the pages of each sample, [b, H, D]. Values of empty pages must be 0."""
+        """Sum [m, H, D] over each sample's pages, [b, H, D]; empty pages must be 0."""
         of_pages = embedding(self.page, each.flatten(1))
         # Without a dtype, autocast would sum in float32 on GPUs.
         return of_pages.sum(1, dtype=each.dtype).unflatten(1, each.shape[1:])
 
 
 def pages_of(lengths: torch.Tensor, rows: int, positions: int, page_size: int) -> Pages:
-    """Cut histories into pages.
-
-    Args:
-        lengths: [b] integers.
-        rows: n, at least the sum of lengths.
-        positions: rows of a history beyond this number are left out.
-        page_size: C, entries of a page; more than 1.
+    """Cut histories of `lengths` [b] in n `rows` into pages of C = `page_size` entries, leaving out rows after
+    `positions`.
     """
     samples, grid = lengths.shape[0], -(-positions // page_size) + 1
     count = (rows // page_size + samples + 1) if samples else 0
@@ -129,8 +122,7 @@ def pages_of(lengths: torch.Tensor, rows: int, positions: int, page_size: int) -
 class AttendToRows(torch.autograd.Function):
     """Softmax over rows and positions, and the weighted sum of the rows.
 
-    The backward computes the gradient of the rows by one product, where autograd would add two, and gathers it by row,
-    where autograd would use atomics.
+    The backward gets the rows' gradient from one product and a gather, where autograd would use two and atomics.
     """
 
     @staticmethod
@@ -142,9 +134,9 @@ class AttendToRows(torch.autograd.Function):
         Args:
             queries: [b, H, D]; all tensors have the same floating dtype.
             rows: [n, D]; finite.
-            scores: [b, H, K * C]: products of queries and positions; those of queries and rows are added.
+            scores: [b, H, K * C]: products of queries and positions.
             pages: of the rows.
-            positions: index of the entry that has no row and is never masked.
+            positions: index of the entry without a row that is never masked.
         """
         is_masked = pages.is_empty.clone()
         is_masked[:, :, positions] = False

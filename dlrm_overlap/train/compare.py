@@ -21,10 +21,9 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) -> dict[str, Config]:
-    """Return run -> its configuration: `config` without checkpoints, trained from the first step.
+    """Return run -> its configuration, trained from the first step and without checkpoints.
 
-    The runs are named after their backends. After the first, the reference, come `noise_runs` repeats of it:
-    torchrec_again, torchrec_again_2, .. Earlier runs in their folders are moved aside, not resumed.
+    After the first backend, the reference, come `noise_runs` repeats: torchrec_again, torchrec_again_2, ..
     """
     checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0, last=False)
     configs = {}

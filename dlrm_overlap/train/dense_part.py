@@ -1,7 +1,4 @@
-"""How the dense part trains: divided over ranks, compiled, captured in CUDA graphs, or with cast weights.
-
-`assembly` calls these functions in this order. Evaluation is always eager, but divided layers stay divided.
-"""
+"""How the dense part trains: divided over ranks, compiled, captured in CUDA graphs, or with cast weights."""
 
 import copy
 import logging
@@ -30,10 +27,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def divide_head(head: Head, products: ParallelProducts) -> None:
-    """Divide pairs of layers of the top MLP over the ranks of `products`, for `model.top_parallel: tensor`.
-
-    Call it before the model is compiled or gets an optimizer. Divided layers are not compiled or captured on their own.
-    """
+    """Divide pairs of layers of the top MLP over ranks, before it is compiled or gets an optimizer."""
     pairs = divide_pairs(head.top, products) if products.world_size > 1 else []
     if products.rank == 0:
         layers = " and ".join(f"{first + 1}, {second + 1}" for first, second in pairs) or "none"
@@ -41,11 +35,10 @@ def divide_head(head: Head, products: ParallelProducts) -> None:
 
 
 def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
-    """Compile forward and backward of the bottom MLP and the head for batches of `samples`.
+    """Compile bottom MLP and head for batches of `samples`, by calling them once.
 
-    This calls each part once, since torch.compile compiles at the first call, and must come before DDP wraps the model:
-    inside DDP, torch.compile would split its graphs at DDP's buckets. A divided head is not compiled, since
-    torch.compile cannot trace its communication.
+    Call this before DDP wraps the model, inside which torch.compile would split its graphs at DDP's buckets. A divided
+    head is not compiled, since torch.compile cannot trace its communication.
     """
     parts = _without_divided(task)
     for part in parts:
@@ -67,7 +60,6 @@ def _compiled(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _without_divided(task: TrainTask) -> tuple[Part, ...]:
-    """Return the bottom MLP and, unless some of its layers are divided, the head."""
     dlrm = task.dlrm
     return (dlrm.bottom,) if divided_layers(dlrm.head) else (dlrm.bottom, dlrm.head)
 
@@ -75,7 +67,7 @@ def _without_divided(task: TrainTask) -> tuple[Part, ...]:
 def _example_inputs(
     task: TrainTask, samples: int, device: torch.device
 ) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Return inputs of the bottom MLP and the head, shaped as in training; call it under autocast."""
+    """Return inputs of bottom MLP and head, shaped as in training; call it under autocast."""
     dlrm = task.dlrm
     dense = torch.randn(samples, dlrm.dense_features, device=device)
     front = torch.randn(samples, dlrm.front_columns, device=device).to(dlrm.bottom(dense).dtype).requires_grad_()
@@ -88,21 +80,20 @@ def _example_inputs(
 def join_dense(
     model: DistributedModelParallel, task: TrainTask, device: torch.device, graph_samples: int | None = None
 ) -> None:
-    """Wrap the dense part with DDP, first capturing it in CUDA graphs if `graph_samples`, a batch size, is given."""
+    """Wrap the dense part with DDP; first capture it in CUDA graphs if a batch size `graph_samples` is given."""
     nodes = _graph_dense(task, graph_samples, device) if graph_samples is not None else []
     model.init_data_parallel()
     del nodes  # DDP keeps them alive from here on
 
 
 def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[Node]:
-    """Capture forward and backward of the bottom MLP and of the head in CUDA graphs for batches of `samples`.
+    """Capture bottom MLP and head, forward and backward, in CUDA graphs for batches of `samples`.
 
     A divided head stays eager: its communication would have no fixed order among TorchRec's collectives.
 
     Returns:
-        The nodes that accumulate the parameters' gradients. A node runs on the stream on which it was created, and DDP
-        waits for only one of the streams that fill a bucket, so all are created here, on the current stream, before the
-        warm-up or the capture would create them on other streams.
+        The nodes that accumulate gradients. DDP waits for only one of the streams that fill a bucket, so all nodes are
+        created on the current stream, before warm-up or capture would create them on others.
     """
     capture = torch.cuda.graph
     parts = _without_divided(task)
@@ -121,11 +112,8 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
 def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool) -> CastWeights:
     """Let the dense part train with the shadow of its parameters, which is cast once a step.
 
-    The biases of the cross network are not cast: autocast also computes its sums in float32.
-
-    Args:
-        compiled: compile by torch.compile at the first step, and compute the interaction by `cross` or `interact`. The
-            top MLP of a divided head is not compiled.
+    Biases of the cross network are not cast: autocast also sums them in float32. `compiled` uses torch.compile, except
+    for the top MLP of a divided head, and computes the interaction by `cross` or `interact`.
     """
     bottom, head = task.dlrm.bottom, task.dlrm.head
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
@@ -153,7 +141,6 @@ def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool) -> CastWeig
 
 
 def _with_casts(part: nn.Module, casts: CastWeights, compiled: bool) -> Callable[..., torch.Tensor]:
-    """Return a function that computes `part` with weights from `casts`."""
     buffers, own = dict(part.named_buffers()), dict(part.named_parameters())
     stateless = copy.deepcopy(part).to("meta")  # has no weights
 
@@ -165,7 +152,7 @@ def _with_casts(part: nn.Module, casts: CastWeights, compiled: bool) -> Callable
 
 
 def _relu_layers(mlp: nn.Module) -> list[nn.Linear] | None:
-    """Return the layers of TorchRec's MLP if ReLU follows each of them, else None."""
+    """Return the layers of an MLP if ReLU follows each of them, else None."""
     each = list(mlp._mlp) if isinstance(mlp, MLP) else []  # type: ignore[arg-type]
     if not each or not all(isinstance(layer, Perceptron) and layer._activation_fn is torch.relu for layer in each):
         return None
@@ -173,9 +160,7 @@ def _relu_layers(mlp: nn.Module) -> list[nn.Linear] | None:
 
 
 def _aligned(columns: int) -> int:
-    """Round up to a number of columns whose 2 bytes each fill whole 16-byte units; other products read three times
-    slower.
-    """
+    """Round up to rows of whole 16-byte units in bfloat16; products read others three times slower."""
     return -(-columns // 8) * 8
 
 
@@ -189,7 +174,6 @@ def _mlp_with_casts(mlp: nn.Module, casts: CastWeights, compiled: bool) -> Calla
 
 
 def _top_with_casts(head: Head, casts: CastWeights, compiled: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes the top MLP and the logits."""
     compiles_top = compiled and not divided_layers(head)  # torch.compile cannot look into products that communicate
     squeezes = head.logit.out_features == 1
     if compiles_top and squeezes and (layers := _relu_layers(head.top)) is not None:
@@ -201,7 +185,7 @@ def _top_with_casts(head: Head, casts: CastWeights, compiled: bool) -> Callable[
 
 
 def _layers_with_casts(layers: Sequence[nn.Linear], casts: CastWeights) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes layers by `relu_layers`, with the columns of the first one padded to 16 bytes."""
+    """Return a function that computes layers by `relu_layers`, with the first one's columns padded."""
     each = [tuple(layer.parameters()) for layer in layers]  # weight, bias
     first = casts.shadow(each[0][0])
     known, width = first.shape[1], _aligned(first.shape[1])
@@ -224,7 +208,6 @@ def _layers_with_casts(layers: Sequence[nn.Linear], casts: CastWeights) -> Calla
 
 
 def _cross_with_casts(network: LowRankCrossNet, casts: CastWeights) -> Callable[..., torch.Tensor]:
-    """Return a function that computes the cross network by `cross`."""
     own = {"w": list(network.W_kernels), "v": list(network.V_kernels), "bias": list(network.bias)}
     each = list(zip(*own.values(), strict=True))
 

@@ -1,7 +1,6 @@
-"""`dlrm-overlap eval`: evaluates a checkpoint on held-out samples, with the metrics of a training run.
+"""`dlrm-overlap eval`: evaluates a checkpoint on held-out samples, with any number of ranks, backend and plan.
 
-The configuration comes from the checkpoint, or from `--config FILE`; options change its keys. The number of ranks,
-backend and plan may differ from the training run's. Only the file named by `--output` is written.
+The configuration is the checkpoint's, or `--config FILE`; options change its keys.
 """
 
 from argparse import ArgumentParser
@@ -27,7 +26,7 @@ def run(argv: list[str], description: str) -> int:
     defaults = stored_config(named) if named is not None and takes_stored else None
 
     def add_options(parser: Parser) -> None:
-        text = "what to evaluate: a folder step_<N>, or that of a run, whose newest checkpoint is taken"
+        text = "folder step_<N> to evaluate, or a run's folder, for its newest checkpoint"
         parser.add_argument(_OPTION, type=FullPath, metavar="PATH", required=True, help=text)
         parser.add_argument("--output", type=FullPath, help="file to write the results to, as JSON")
 
@@ -58,7 +57,7 @@ def run(argv: list[str], description: str) -> int:
 
 
 def _named(argv: list[str]) -> Path | None:
-    """Return the checkpoint that `argv` names, before the other options are parsed; None if it names none."""
+    """Return the checkpoint that `argv` names, if any, before the other options are parsed."""
     finder = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument(_OPTION, nargs="?", type=Path)
     path = finder.parse_known_args(argv)[0].checkpoint
@@ -69,13 +68,13 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     """Return the `evaluation_metrics` of the checkpoint `path`, the number of samples, and the setting.
 
     Raises:
-        InputError: if the checkpoint is damaged, or does not fit the model or data. The latter is found before the
-            process group is made.
+        InputError: if the checkpoint is damaged or, before the process group is made, does not fit the model or data.
     """
     from dlrm_overlap.checkpoint.checkpoint import agree_on, checkpoint_shape
     from dlrm_overlap.data.loader import PREPARE_TOGETHER, open_datasets, other_ids
     from dlrm_overlap.train.stepping import StepRunner
 
+    # Check that the checkpoint fits the data and the model.
     config = for_evaluation(ranks.config)
     check_start(config, ranks.device)
     _, held_out = open_datasets(config.data, ranks.device)
@@ -87,10 +86,9 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
             f"{_OPTION}: {config.data.eval_path or config.data.path} has {foreign} in the samples that {path} was "
             f"trained with; unless data.tables.max_rows differs, {PREPARE_TOGETHER}"
         )
-    if parted := differences(stored, model):
-        raise InputError(
-            f"{_OPTION}: {path} has {parted}; leave --config and these keys out, which takes what it was trained with"
-        )
+    if differing := differences(stored, model):
+        raise InputError(f"{_OPTION}: {path} has {differing}; leave out --config and these keys to use its own")
+    # Load and evaluate on all ranks.
     ranks.connect(eval_path=held_out.fingerprint())
     try:
         manifest = agree_on(path)
@@ -112,17 +110,14 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """Return the configuration that is stored in the checkpoint `path`, nested as in a file."""
+    """Return the configuration in the checkpoint `path`, nested as in a file."""
     config = read_manifest(path).about.get("config", {})
     read_tree(config, Config, path)
     return config
 
 
 def for_evaluation(config: Config) -> Config:
-    """Return `config` without optimizers and without a compiled or captured dense part.
-
-    This changes no prediction: evaluation during training also runs the dense part eagerly.
-    """
+    """Return `config` without optimizers and compiled or captured parts, which change no prediction."""
     embedding = replace(config.embedding, optimizer="sgd", eps=EmbeddingConfig.eps)
     train = replace(config.train, optimizer="sgd", eps=TrainConfig.eps, steps=1, compile_dense=False, graph_dense=False)
     return replace(config, embedding=embedding, train=train)

@@ -1,4 +1,4 @@
-"""Explains the tables of a model: their owners, and whether each is exchanged and captured, or why not."""
+"""Explains a model's tables: their owners, and whether each is exchanged and captured, or why not."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ _MEMORIES = {
     EmbeddingComputeKernel.FUSED_UVM_CACHING.value: "cached",
     EmbeddingComputeKernel.FUSED_UVM.value: "host",
 }
-"""where a table's rows are, by compute kernel; for other kernels, on the device"""
+"""compute kernel -> where the rows are, unless on the device"""
 
 
 class PlannedTable(NamedTuple):
-    """A table of a sharded or planned model. A data-parallel table has no shards and is on all ranks."""
+    """A table of a sharded or planned model; a data-parallel one has no shards, and all ranks."""
 
     module: str
     """path of the module that has the table"""
@@ -40,17 +40,17 @@ class PlannedTable(NamedTuple):
     sharding: str
     """TorchRec's sharding type"""
     ranks: tuple[int, ...]
-    """owners of the shards, in the order of the shards"""
+    """owners, in the order of the shards"""
     rows: int | None
     """rows of the largest shard"""
     columns: int | None
     exchanged: bool
     memory: str
-    """"device", "host", or "cached" by the exchange or, if the table is not exchanged, by FBGEMM"""
+    """device, host or cached (by FBGEMM if it is not exchanged)"""
     captured: bool
-    """whether `GraphTrainPipeline` captures its lookup"""
+    """whether its lookup is captured"""
     why_not: str | None
-    """why the table is not exchanged or, if it is, not captured"""
+    """why it is not exchanged or, if it is, not captured"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Explanation:
 
     tables: tuple[PlannedTable, ...]
     why_after: str | None = None
-    """why the dense optimizer steps after the graphs; empty if it is captured, None if no optimizer was given"""
+    """why the dense optimizer steps after the graphs; empty if captured, None if not given"""
 
     def __str__(self) -> str:
         """Return the text table."""
@@ -76,13 +76,10 @@ class Explanation:
 
 
 class _Collection(NamedTuple):
-    """A module with tables that is sharded, or that would be."""
-
     path: str
     params: Mapping[str, ParameterSharding]
     """table -> its sharding"""
     why_not: Mapping[str, str | None]
-    """sharding type -> why its tables are not exchanged, or None"""
     uncaptured: str | None
     """why it prevents the capture of steps, or None"""
     cached: Collection[str] = ()
@@ -99,17 +96,13 @@ def explain(
     """Return, for each table, its owners and whether it is exchanged and captured, or why not.
 
     Args:
-        model: sharded, or not yet sharded and with a plan. Where TorchRec's sharder was used, the answer is for this
-            project's sharder with default options.
+        model: sharded, or with a plan. For tables sharded by TorchRec, the answer assumes our sharder's defaults.
         plan: of a model that is not sharded; needs no process group.
-        fused_params: with a plan, the fused_params that the sharder will be given.
-        optimizer: the optimizer that a `GraphTrainPipeline` will be given, for `why_after`.
+        fused_params: for the sharder, with a plan.
+        optimizer: for a `GraphTrainPipeline`; sets `why_after`.
 
     Raises:
         InputError: if no module is sharded and there is no plan.
-
-    Example:
-        print(explain(model, plan))
     """
     collections = list(_sharded(model) if plan is None else _planned(model, plan, fused_params or {}))
     if not collections:
@@ -174,7 +167,7 @@ def _table(collection: _Collection, name: str, sharding: ParameterSharding, unca
 
 
 def _sharded(model: nn.Module) -> Iterator[_Collection]:
-    """Yield the modules of a sharded model that have tables; if none uses our sharder, as ours would shard them."""
+    """Yield the modules of a sharded model that have tables; as ours would shard them, if none uses our sharder."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, ShardedModule)}
     ours = any(isinstance(module, ExchangingModule) for module in modules.values())
     for name, module in modules.items():
@@ -230,7 +223,7 @@ def _left_alone(path: str, params: Mapping[str, ParameterSharding], module: nn.M
 
 
 def _sharding(kind: str, tables: list[EmbeddingShardingInfo], env: ShardingEnv) -> Any:
-    """Return TorchRec's sharding of tables, replaced by a similar one where TorchRec's would make a process group."""
+    """Return TorchRec's sharding of tables, or a similar one that makes no process group."""
     device = torch.device("cpu")
     if kind == ShardingType.TABLE_ROW_WISE.value:
         return TwPooledEmbeddingSharding(tables, env, device)

@@ -1,4 +1,4 @@
-"""The DLRM: bottom MLP, embedding tables, interaction, top MLP. `assembly.assemble` shards its tables."""
+"""The DLRM: bottom MLP, embedding tables, interaction, top MLP, before sharding."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,9 +22,8 @@ _ACTIVATIONS = {"relu": torch.relu, "gelu": nn.functional.gelu}
 
 
 class DotInteraction(nn.Module):
-    """Dot products of all pairs among the bottom MLP's output d and the T pooled embeddings, after d itself.
-
-    Source: Naumov et al., arXiv 1906.00091, section 2.1.
+    """Dot products of all pairs among the bottom MLP's output d and T pooled embeddings, after d (arXiv 1906.00091,
+    2.1).
 
     Example: T = 2 gives d, d.e0, d.e1, e0.e1 for each sample.
     """
@@ -38,18 +37,18 @@ class DotInteraction(nn.Module):
         self.register_buffer("pairs", rows * features + columns, persistent=False)
 
     def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Map [b, (T + 1) * D], the bottom MLP's output first, to [b, D + (T + 1) * T / 2]."""
+        """Map [b, (T + 1) * D], d first, to [b, D + (T + 1) * T / 2]."""
         each = embeddings.view(-1, self.features, self.dim)
         products = torch.bmm(each, each.transpose(1, 2)).flatten(1)
-        # The backward of one flat index is a scatter; that of a pair of indices would sort.
+        # The backward of one flat index is a scatter; a pair of indices would be sorted.
         return torch.cat((embeddings[:, : self.dim], products.index_select(1, self.pairs)), dim=1)
 
 
 class Part(nn.Module):
-    """A module of the dense part that may compute in another form, such as compiled, while it trains."""
+    """A module of the dense part that may train in another form, such as compiled."""
 
     in_training: Callable[..., torch.Tensor] | None = None
-    """used in training instead of `compute`, if not None; set by `train.dense_part`"""
+    """replaces `compute` in training; set by `train.dense_part`"""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Map the inputs of `compute` to its output."""
@@ -95,16 +94,16 @@ class Head(Part):
         self.logit = nn.Linear(config.top_mlp[-2], config.top_mlp[-1])
 
     def compute(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Map embeddings [b, (T + 1) * D], or the bottom MLP's output [b, D] and the rest, to logits [b] or [b, L]."""
+        """Map embeddings [b, (T + 1) * D], or the bottom MLP's output and the rest, to logits [b] or [b, L]."""
         embeddings = inputs[0] if len(inputs) == 1 else concatenated(*inputs)
         return self.logit(self.top(self.interaction(embeddings))).squeeze(1)
 
 
 class DLRM(nn.Module):
-    """The Deep Learning Recommendation Model (Naumov et al., arXiv 1906.00091), or MLPerf's variant with DCNv2.
+    """The Deep Learning Recommendation Model (arXiv 1906.00091), or MLPerf's variant with DCNv2; tables on the meta
+    device.
 
-    A history table (`model.sequence`) is not pooled: `TargetAttention` reduces it to one more input of the interaction,
-    after the bottom MLP's output. Tables are on the meta device until they are sharded.
+    `TargetAttention` reduces a history table (`model.sequence`) to one more input of the interaction, after d.
     """
 
     def __init__(self, config: ModelConfig, rows: Sequence[int], dense_features: int, weight_dtype: str) -> None:
@@ -133,7 +132,7 @@ class DLRM(nn.Module):
             self.attention = TargetAttention(config.sequence, config.dim)
 
     def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Map dense features [b, F] float32 and the bags of T tables to logits [b], or [b, L] for several labels."""
+        """Map dense features [b, F] float32 and bags of T tables to logits [b], or [b, L] for several labels."""
         pooled = self.embedding(sparse)  # returns at once: the exchange overlaps with the bottom MLP
         histories = None if self.history_key is None else self.history(sparse)
         front = self.bottom(dense)
@@ -157,7 +156,7 @@ class DLRM(nn.Module):
 
 @torch.fx.wrap  # a dictionary of results has no keys before the wait
 def history_of(histories: Any, key: str) -> JaggedTensor:
-    """Wait for the exchange and return the rows of the histories, sample by sample, newest id first."""
+    """Wait for the exchange and return the histories' rows, sample by sample, newest id first."""
     return histories.get(key)
 
 
@@ -172,10 +171,9 @@ def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
 
 @torch.fx.wrap
 def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
-    """Wait for the exchange and return `front` and the pooled embeddings, concatenated by columns.
+    """Wait for the exchange and return [front, pooled embeddings].
 
-    `front` is written in place if the output has room in front. A step that TorchRec exchanges, or whose output was
-    copied, has none.
+    `front` is written in place if the output has room; it has none if TorchRec exchanged it or it was copied.
     """
     values, dim = in_order(pooled, keys), front.shape[1]
     width = dim + values.shape[1]
@@ -186,22 +184,20 @@ def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.T
 
 
 def concatenated(front: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-    """Concatenate `front` [b, D or 2 D] and pooled embeddings [b, T * D] by columns, in the dtype of `front`."""
+    """Return [front, pooled] for [b, D or 2 D] and [b, T * D], in the dtype of `front`."""
     return torch.cat((front, pooled.to(front.dtype)), dim=1)
 
 
 class JoinInPlace(torch.autograd.Function):
-    """Writes a tensor [b, n D] in front of each row of the pooled embeddings [b, T * D]; returns both as one tensor.
+    """Writes [b, n D] in front of each row of the pooled embeddings [b, T * D], in whose storage the result is.
 
-    The result shares the storage of the pooled embeddings, so their buffer counts as in use.
-
-    Example: D = 2, T = 1, b = 2. The storage is _ _ 3 4 _ _ 7 8, with pooled embeddings [[3, 4], [7, 8]]. Joined with
-    [[1, 2], [5, 6]] they are [[1, 2, 3, 4], [5, 6, 7, 8]].
+    So their buffer counts as in use. Example: D = 2, T = 1, b = 2, storage _ _ 3 4 _ _ 7 8. [[1, 2], [5, 6]] and [[3,
+    4], [7, 8]] become [[1, 2, 3, 4], [5, 6, 7, 8]].
     """
 
     @staticmethod
     def forward(ctx: Any, front: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Return [b, (n + T) * D]; the storage of `pooled` has room for `front` before each row."""
+        """Return [b, (n + T) * D]."""
         ctx.dim = front.shape[1]
         shape, first = (pooled.shape[0], ctx.dim + pooled.shape[1]), pooled.storage_offset() - ctx.dim
         embeddings = pooled.new_empty(0).set_(pooled.untyped_storage(), first, shape, pooled.stride())
@@ -237,7 +233,7 @@ class TrainTask(nn.Module):
 def build_model(
     model: ModelConfig, embedding: EmbeddingConfig, rows: Sequence[int], dense_features: int, seed: int
 ) -> DLRM:
-    """Build the DLRM. Its dense weights depend on `seed` alone; its tables have no storage yet.
+    """Build the DLRM, whose dense weights depend on `seed` alone.
 
     Raises:
         InputError: if `model.sequence` names a table that does not exist.

@@ -1,7 +1,6 @@
 """Where the time of a training step goes, and how long a captured step would take; for any PyTorch program.
 
-The length of a step is measured without the profiler, which slows the CPU; the times of kernels come from a trace. The
-GPU waits for the CPU during the difference.
+A step's length is measured without the profiler, which slows the CPU; times of kernels come from a trace.
 """
 
 import tempfile
@@ -30,17 +29,16 @@ class Profile:
     steps: int
     """number of steps timed, and of steps traced"""
     ranks: Sequence[dict[str, float]]
-    """for each rank, the parts of a step in ms, as `step_parts` returns them"""
+    """each rank's parts of a step in ms (`step_parts`)"""
     tables: str | None = None
-    """each table, as `explain` formats it, if a model was given"""
+    """`explain` of a given model"""
 
     @property
     def captured_ms(self) -> tuple[float, float] | None:
         """Estimated time of a captured step of the same kernels, (lower, upper) limit; None without GPU times.
 
-        In both the GPU never waits for the CPU. Lower limit: communication is fully hidden, so the step takes as long
-        as the busiest rank's computation, or the collectives. Upper limit: as much is exposed as now. Collectives
-        include the wait for later ranks, so they are taken from the rank where they are shortest.
+        The GPU never waits for the CPU, and communication is fully hidden (lower) or exposed as now (upper).
+        Collectives count where they are shortest, since they include the wait for later ranks.
         """
         if not all("GPU busy" in parts for parts in self.ranks):
             return None
@@ -51,7 +49,7 @@ class Profile:
         )
 
     def __str__(self) -> str:
-        """Return the report: mean and maximum over the ranks of each part, and the estimate of a captured step."""
+        """Return the report: mean and maximum over ranks of each part, and the estimate."""
         lines = [["ms a step", "mean", "most", "on rank"]]
         for name in self.ranks[0]:
             of_ranks = [parts.get(name, 0.0) for parts in self.ranks]
@@ -74,12 +72,7 @@ class Profile:
 
 
 def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> dict[str, float]:
-    """Return the parts of a step in ms, in the order of the report.
-
-    Args:
-        events: complete events of a trace of `steps` steps, as `read_events` returns.
-        steps: number of steps traced.
-        step_ms: length of a step without the profiler.
+    """Return the parts of a step in ms from the complete `events` of a trace; `step_ms` is a step without the profiler.
 
     Example: in a step of 10 ms, a product runs from 0 to 4 and NCCL's all-to-all from 3 to 6. The GPU is busy for 6: it
     computes for 4, and 2 are exposed communication. It waits for the CPU for 4; collectives take 3.
@@ -103,18 +96,15 @@ def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> 
 def profile_steps(
     step: Callable[[], object], model: nn.Module | None = None, *, steps: int = 10, after: int = 10
 ) -> Profile:
-    """Take `after` + 2 `steps` + 1 training steps and return where their time goes, on all ranks; a collective.
+    """Take training steps and return where their time goes, on all ranks; a collective.
 
-    The first `after` steps are skipped, the next `steps` are timed, one is skipped, and `steps` are traced.
+    `after` steps are skipped, `steps` are timed, one is skipped, and `steps` are traced.
 
     Args:
         step: takes one training step; given on every rank.
-        model: a sharded model, whose tables the report explains.
+        model: sharded; the report explains its tables, or raises an InputError.
         steps: number of steps to time, and to trace.
         after: number of steps to skip first.
-
-    Raises:
-        InputError: if the tables of `model` cannot be explained.
 
     Example:
         print(profile_steps(lambda: pipeline.progress(batches), model))

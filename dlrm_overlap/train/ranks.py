@@ -1,6 +1,6 @@
-"""Runs a command on all ranks: parses its options, starts the ranks or detects this one, and calls its work.
+"""Runs a command on all ranks: parses options, starts or detects ranks, and calls the command's work.
 
-This file does not import torch, so that mistakes in options, paths and permissions are reported before any rank starts.
+Does not import torch, so that mistakes are reported before any rank starts.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _NOT_COMPARED = ("config", "nproc")  # the resolved configuration is compared in
 
 @dataclass(frozen=True)
 class Ranks:
-    """The argument of a command's work on one rank."""
+    """A command's options, and this rank."""
 
     config: Config
     values: Any
@@ -49,9 +49,9 @@ class Ranks:
     end: EndRequest = field(default_factory=EndRequest)
 
     def connect(self, **samples: str) -> "dist.ProcessGroup":
-        """Start logging and make the process group of all ranks, unless that is done; return the group.
+        """Start logging and make the process group of all ranks, once; return the group.
 
-        `samples` maps keys of `data` to `Dataset.fingerprint` of the samples they name.
+        `samples` maps keys of `data` to fingerprints of their samples.
 
         Raises:
             InputError: if the ranks do not meet, or differ in configuration, options, code or samples.
@@ -80,12 +80,10 @@ class Ranks:
     def trainer(
         self, config: Config | None = None, make_sharders: "MakeSharders | None" = None, resumes: bool = False
     ) -> "Trainer":
-        """Check `config`, by default the command's own, then make the process group and build the trainer.
-
-        With `resumes`, a checkpoint in the run's folder must fit `config`.
+        """Make the process group and build the trainer, by default for the command's own `config`.
 
         Raises:
-            InputError: if the device, the data or the checkpoint do not fit `config`; before the process group is made.
+            InputError: if the device, the data or, with `resumes`, a checkpoint does not fit, before the group is made.
         """
         from dlrm_overlap.checkpoint.checkpoint import check_resume_fits
         from dlrm_overlap.data.loader import open_datasets
@@ -118,13 +116,12 @@ def run_on_ranks(
 ) -> int:
     """Run `work` on every rank with the configuration and options in `argv`, and return its exit code.
 
-    With --nproc this process starts the ranks and waits for them; otherwise it is one of them. `work` makes the process
-    group by `Ranks.connect` or `Ranks.trainer`, after its own checks.
+    With --nproc this process starts the ranks and waits; otherwise it is one of them. `work` makes the process group.
 
     Args:
         command: its words, such as ["bench", "input"]; `argv` has the options after them.
         add_options: adds the command's own options.
-        check: raises an InputError for options that contradict each other, before any rank starts.
+        check: raises an InputError before any rank starts.
         defaults: replace the keys' defaults, nested as in a file.
     """
 
@@ -205,7 +202,7 @@ def check_start(config: Config, device: "torch.device") -> None:
 
 
 def _count_processes(nproc: int | str, config: Config) -> int:
-    """Return the number of processes that `--nproc` asks for; `auto` is also printed to standard error."""
+    """Return the number of processes for `--nproc`; print it for `auto`."""
     if nproc != "auto":
         return int(nproc)
     gpus = process_group.visible_gpus(config.train.device)
@@ -218,8 +215,8 @@ def _count_processes(nproc: int | str, config: Config) -> int:
 def _one_rank_reports() -> Iterator[None]:
     """Delay an error on all ranks but one, so that the launcher ends them before they report it too.
 
-    Every rank finds a user's mistake, and rank 0 reports it at once. Another error may be caused by the end of a peer,
-    so rank 0 waits too, but less than the others. A `PeerError` is always caused by another rank, and comes last.
+    Rank 0 reports a user's mistake at once, since every rank finds it. Other errors may be caused by the end of a peer,
+    so rank 0 waits too, but less. A `PeerError` comes last.
     """
     try:
         yield

@@ -28,7 +28,7 @@ from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 
 
 def total_steps(config: Config, train: Dataset, world_size: int) -> int:
-    """Return `train.steps` or, without it, the number of whole global batches in the configured epochs.
+    """Return `train.steps` or, without it, the number of complete global batches in the configured epochs.
 
     Raises:
         InputError: if the data set is smaller than one global batch.
@@ -43,7 +43,7 @@ def total_steps(config: Config, train: Dataset, world_size: int) -> int:
 
 
 class StepRunner:
-    """Takes training steps on one rank, and evaluates. Every rank calls the same methods in the same order."""
+    """Takes training steps and evaluates. All ranks call the same methods in the same order."""
 
     def __init__(
         self,
@@ -66,14 +66,11 @@ class StepRunner:
         self.model, self.optimizer, self.pipeline, self.plan = assemble(config, world, device, train, make_sharders)
         self.learning_rate = LearningRate(self.optimizer, config.train)
         self.predictions: list[torch.Tensor] = []
-        """logits and labels of this rank in the last step, valid until the next step"""
+        """this rank's logits and labels of the last step, valid until the next"""
 
     @contextmanager
     def raising_the_cause(self) -> Iterator[None]:
-        """Raise the error that a kernel recorded, such as an id outside its table, instead of CUDA's error.
-
-        CUDA only says that the GPU stopped, and says it to the next caller: a step, a log line or a checkpoint.
-        """
+        """Raise the error that a kernel recorded instead of CUDA's, which only says that the GPU stopped."""
         try:
             yield
         except RuntimeError:
@@ -87,13 +84,13 @@ class StepRunner:
         return loss
 
     def evaluate(self) -> dict[str, float]:
-        """Return the `evaluation_metrics` over the held-out samples of all ranks, bit-identical on every rank."""
+        """Return the `evaluation_metrics` of all ranks' held-out samples, bit-identical on every rank; a collective."""
         samples = self.held_out_data.num_samples
         assert samples is not None, "an endless data set cannot be evaluated"
         return self._evaluate_on(math.ceil(samples / self.global_batch))
 
     def evaluate_checkpoint(self, checkpoint: Path) -> dict[str, float]:
-        """Load the weights of a complete checkpoint, then `evaluate`; a collective.
+        """Load the weights of a complete checkpoint, then `evaluate`.
 
         Raises:
             InputError: if the checkpoint lacks a tensor of this model.
@@ -106,7 +103,6 @@ class StepRunner:
 
     @torch.no_grad()
     def _evaluate_on(self, steps: int) -> dict[str, float]:
-        """Evaluate over the first `steps` global batches; one batch is read by a thread, more by worker processes."""
         samples = self.held_out_data.num_samples
         logits, labels = [], []
         self.model.eval()
@@ -157,16 +153,16 @@ class StepRunner:
         )
 
     def _sharers(self) -> "list[GraphTrainPipeline | ParallelProducts | Exchange]":
-        """Return the objects that own memory which peers access, in the order of release: graphs first."""
+        """Return the objects with memory that peers access, in the order of release."""
         pipelines = [self.pipeline] if isinstance(self.pipeline, GraphTrainPipeline) else []
         return [*pipelines, *products_of(self.model), *exchanges(self.model)]
 
     def check(self) -> None:
-        """Raise the error that this rank's kernels recorded: a wait that timed out, or an id outside its table."""
+        """Raise the error that this rank's kernels recorded."""
         for sharer in self._sharers():
             sharer.check()
 
     def close(self) -> None:
-        """Release the memory that peers access; no rank may be in a step. Garbage collection does not release it."""
+        """Release memory that peers access, which garbage collection does not; no rank may be in a step."""
         for sharer in self._sharers():
             sharer.close()

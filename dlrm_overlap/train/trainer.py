@@ -35,7 +35,7 @@ class PreemptedError(Exception):
 
 
 class _Stretch(Iterator[Batch]):
-    """Yields up to `steps` batches; after `cut` it yields no more than it has already."""
+    """Yields up to `steps` batches; `cut` ends it after those already yielded."""
 
     def __init__(self, batches: Iterator[Batch], steps: int) -> None:
         self._batches, self.steps, self._taken = batches, steps, 0
@@ -90,9 +90,8 @@ class Trainer(StepRunner):
     def fit(self) -> dict[str, Any]:
         """Train to the last step or the target, evaluate, and return the summary.
 
-        Training starts after the newest checkpoint in the run's folder, if there is one. A finished run is left as it
-        is. Files of a run that ended before its first checkpoint are moved to the subfolder `earlier_1` or the next
-        free number. Rank 0 holds the folder's lock.
+        Resumes after the newest checkpoint in the run's folder, whose lock rank 0 holds, and leaves a finished run as
+        it is. Files of a run without a checkpoint are moved to `earlier_1` or the next free number.
 
         Raises:
             InputError: if this run cannot resume from the folder's checkpoint, or another run holds the lock.
@@ -173,9 +172,8 @@ class Trainer(StepRunner):
         )
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:
-        """Take the steps [first, last) and return the last step taken, which is earlier if the run is to end.
-
-        No batch is in flight at the end.
+        """Take the steps [first, last), fewer if the run is to end; return the last step. No batch is in flight
+        afterwards.
         """
         stretch = _Stretch(batches, last - first)
         self.pipeline.reset()
@@ -221,7 +219,7 @@ class Trainer(StepRunner):
         return self.checkpointer.resume(config.resume, config.allow_config_mismatch, self._go_on_from)
 
     def _go_on_from(self, checkpoint: Path, manifest: Manifest) -> dict[str, Any] | None:
-        """Return the folder's summary if its run is finished, otherwise load `checkpoint`; a collective."""
+        """Load `checkpoint`, or return the folder's summary if its run is finished."""
         config = self.config
         summary, target = from_rank_0(lambda: read_summary(self.folder)), config.train.target_auroc
         if summary is not None and (config.checkpoint.resume == "auto" or manifest.step >= summary["steps"]):

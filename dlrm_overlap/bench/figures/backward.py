@@ -1,12 +1,9 @@
-"""`bench backward`: how long does the backward of the embedding stage take, by each way of sending gradients?
+"""`bench backward`: times the embedding stage's backward, by each way of sending gradients.
 
-A step starts with the gradient [b, D_total] of every rank's samples and ends when the owners have updated their rows,
-with one optimizer after another. All contenders have the same ids, rows, gradients and plan; no time is reported unless
-rows and optimizer states agree with the baseline's. A row is a contender with an optimizer.
-
-Contenders: the baseline (packing, All-to-All, FBGEMM's operator including its sort of ids); `push`; and `push_exposed`,
-which includes in every step the preparation that needs only ids and overlaps with the dense layers in training. Extra
-columns: the optimizer, the ids of a rank, and `prepare_ms` of that preparation.
+A step starts with the gradient [b, D_total] of every rank's samples and ends when the owners have updated their rows.
+Contenders: the baseline (packing, All-to-All, FBGEMM's operator and sort of ids); `push`; `push_exposed`, which
+includes the preparation from ids that overlaps with dense layers in training. `prepare_ms` is the time of that
+preparation.
 """
 
 from collections.abc import Sequence
@@ -47,7 +44,7 @@ _SHOWN = (
 
 
 class GradientBatch(NamedTuple):
-    """A batch: its ids on the ranks that own their rows, and the gradient of its pooled embeddings."""
+    """Ids of a batch on the ranks that own their rows, and the gradient of its pooled embeddings."""
 
     ids: Ids
     gradient: torch.Tensor
@@ -55,7 +52,7 @@ class GradientBatch(NamedTuple):
 
 
 def make_batches(workload: Workload) -> list[GradientBatch]:
-    """Return the batches of `workload`, with gradients of mean 0 and variance 1."""
+    """Return the workload's batches with gradients of mean 0 and variance 1."""
     shape = workload.batch_sizes[workload.rank], workload.layout.total_dim
     generator = torch.Generator(workload.device).manual_seed(workload.rank)
     make = partial(torch.randn, shape, generator=generator, device=workload.device)
@@ -63,10 +60,7 @@ def make_batches(workload: Workload) -> list[GradientBatch]:
 
 
 class Update(Contender):
-    """One of the exchange's backwards, from the gradient to the updated rows.
-
-    The preparation that needs only ids is done once per batch before timing or, with `exposed`, in every step.
-    """
+    """One of the exchange's backwards; with `exposed`, each step includes the preparation that needs only ids."""
 
     def __init__(
         self, name: str, workload: Workload, options: ExchangeOptions, batches: Sequence[GradientBatch], exposed: bool
@@ -86,7 +80,7 @@ class Update(Contender):
         return step
 
     def step(self, batch: GradientBatch) -> None:
-        """Send the batch's gradient to the owners and update the rows there."""
+        """Send the gradient to the owners and update their rows."""
         # A copy, since `finish` discards the result of `prepare`.
         step = copy(self._prepared[id(batch)]) if self._prepared else self._begun(batch)
         self._parts.backward.start(step, batch.gradient)
@@ -99,16 +93,12 @@ class Update(Contender):
             self._parts.backward.finish(step)  # on GPUs this only waits for the preparing stream
 
     def close(self) -> None:
-        """Free the windows. Every rank must have finished its steps."""
+        """Free the windows."""
         self._parts.close()
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure; print and append the rows of each optimizer on rank 0. A collective.
-
-    Returns:
-        The exit code: 1 if rows or states disagree with some optimizer, for which no time is reported.
-    """
+    """Measure the figure; a collective. Return 1 if rows or states disagree, which leaves an optimizer without rows."""
     world, device, values = ranks.world, ranks.device, ranks.values
     config = shape_of(ranks.config, world.world_size, values.tables_per_rank)
     config = with_keys(config, {"train.precision": "fp32"})  # the gradient's dtype
@@ -141,7 +131,7 @@ def make_contenders(config: Config, workload: Workload, batches: Sequence[Gradie
 def _measure(
     config: Config, workload: Workload, optimizer: str, ceilings: tuple[float, float], iterations: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a row for each contender, or no rows and a line for each contender that disagrees."""
+    """Return the contenders' rows, or no rows and a line for each contender that disagrees."""
     batches = make_batches(workload)
     contenders = make_contenders(config, workload, batches)
     agreements = check_rows(contenders, workload, batches, optimizer)

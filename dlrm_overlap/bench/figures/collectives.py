@@ -1,10 +1,7 @@
-"""`bench collectives`: how fast is an all-to-all, alone and during a product that fills the GPU?
+"""`bench collectives`: times all-to-alls, alone and during a product that fills the GPU (column `beside`).
 
-Contenders: NCCL and, between GPUs, copies and stores into the peers' memory; each called eagerly and as a CUDA graph of
-one call. Every output is compared with the expected one, element by element, before timing.
-
-A call is timed on the GPU, from its start to the end of the wait. `gb_per_s` are the bytes sent by each GPU divided by
-the median time. With a product (column `beside`), the time covers both, and `product_ms` the product alone.
+Contenders: NCCL and, on GPUs, copies and stores into the peers' memory; eager and as CUDA graphs. Times cover the
+communication up to the end of the wait, and the product, whose own time is `product_ms`.
 """
 
 import itertools
@@ -31,11 +28,7 @@ _SHOWN = (
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure; print and append its rows on rank 0. A collective.
-
-    Returns:
-        The exit code: 1 if an output was wrong; it has no row then.
-    """
+    """Measure the figure; a collective. Return 1 if an output was wrong; it has no row then."""
     group, device, values = ranks.connect(), ranks.device, ranks.values
     on_gpu = device.type == "cuda"
     sizes_mb = values.sizes_mb or _SIZES_MB[device.type]
@@ -47,6 +40,7 @@ def run(kind: str, ranks: Ranks) -> int:
     left, right = (torch.randn(_PRODUCT[device.type], _PRODUCT[device.type]).to(device, torch.bfloat16) for _ in "ab")
     product = partial(torch.mm, left, right, out=torch.empty_like(left))
     rows, faults = list[dict[str, Any]](), list[str]()
+    # Each size alone and during the product, eager and captured.
     for mb in sizes_mb:
         payload = Payload(mb * _MB // 4, group, device)
         made = {"nccl": by_collective(payload)}
@@ -57,6 +51,7 @@ def run(kind: str, ranks: Ranks) -> int:
             calls: dict[str, Callable[[], object]] = {name: partial(_call, each, other) for name, each in made.items()}
             if captured:
                 calls = {name: capture(call, device) for name, call in calls.items()}
+            # Check every result, then time the right ones in turns.
             bad = wrong({name: (made[name], call) for name, call in calls.items()})
             faults += [f"{name}, {columns}: the output is wrong; no time is reported" for name in bad]
             right_calls = {name: call for name, call in calls.items() if name not in bad}
@@ -76,7 +71,6 @@ def run(kind: str, ranks: Ranks) -> int:
 
 @torch.no_grad()
 def _call(communication: Communication, product: Callable[[], object] | None) -> None:
-    """Start a communication, issue the product, and wait for the communication."""
     wait = communication.begin()
     if product is not None:
         product()

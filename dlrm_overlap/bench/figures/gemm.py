@@ -1,21 +1,13 @@
-"""`bench gemm`: how much time does a product save with its communication inside, and how much is left to save?
+"""`bench gemm`: times products with their communication inside (docs/results/gemm.md).
 
-A shape M x K x N describes two layers: M samples of all ranks, K features, N hidden units, of which each rank has N /
-W. `all_gather` is the first layer, from this rank's samples [M / W, K] to its part of the hidden units [M, N / W];
-`reduce_scatter` is the second, from there to [M / W, K]. Contenders: `serial`, collective and product in sequence; the
-other ways of `dense.gemm`, and `auto`, which picks one; `torch`, the fused operators of torch's symmetric memory. The
-outputs are compared with a float32 product before and after timing. Contenders and product take turns, and the ranks
-start together; CPU time is not included.
+For M samples of all ranks, K features and N hidden units, `all_gather` maps [M / W, K] to [M, N / W] and
+`reduce_scatter` maps that to [M / W, K]. Columns, as medians of the slowest rank:
+    gemm_ms             the product alone, by cuBLAS
+    ect_ms              effective communication time: median_ms - gemm_ms
+    overlap_efficiency  1 - ect_ms / (ect_ms of `serial`): 1 if the product hides all communication
+    floor_ms            the longer of gemm_ms and link_bytes at link_gb_per_s; of_floor is floor_ms / median_ms
 
-Columns; times are medians, of the slowest rank:
-    gemm_ms                   the product alone, of all rows, by cuBLAS
-    ect_ms                    effective communication time: median_ms - gemm_ms
-    overlap_efficiency        1 - ect_ms / (ect_ms of `serial`): 1 if the product hides all communication
-    link_bytes, link_gb_per_s bytes sent by each GPU, and the rate of its links, measured in the same run
-    floor_ms, of_floor        the longer of the product alone and link_bytes at that rate; floor_ms / median_ms
-    speedup                   (median_ms of `serial`) / median_ms
-
-Source: Flux (Chang et al., arXiv 2406.06858) for the effective communication time and overlap efficiency.
+Source: Flux (Chang et al., arXiv 2406.06858) for ect_ms and overlap_efficiency.
 """
 
 import itertools
@@ -55,7 +47,7 @@ _SHOWN = (
 
 
 class Case:
-    """One operator at one shape: this rank's tensors, the contenders, and the product alone."""
+    """One operator at one shape, with this rank's tensors."""
 
     def __init__(self, operator: str, shape: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
         """Draw the tensors of all_gather or reduce_scatter; W must divide M and N."""
@@ -69,7 +61,7 @@ class Case:
         """sent by each rank to its peers"""
 
     def contenders(self, products: ParallelProducts) -> dict[str, Call]:
-        """Return the call of each contender that can run; the same on every rank."""
+        """Return the calls of the contenders that can run; the same on every rank."""
         left_out = {"triggered"} if self.gathers else set[str]()  # its all-gather is the same as of tiles
         if self.device.type == "cpu" or self.group.size() == 1:
             left_out |= {"torch", "copies", "tiles", "triggered"}
@@ -98,7 +90,6 @@ class Case:
         return products.begin_reduce_scatter(self.x, ProductLayer(self.weight), name)()
 
     def _gathered(self) -> torch.Tensor:
-        """Return the input of the product: the rows of all ranks or, for a reduce-scatter, this rank's x."""
         if not self.gathers:
             return self.x
         x = self.x.new_empty(*self.shape[:2])
@@ -120,11 +111,7 @@ class Case:
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure; print and append its rows on rank 0. A collective.
-
-    Returns:
-        The exit code: 1 if an output was wrong; that contender has no row.
-    """
+    """Measure the figure; a collective. Return 1 if an output was wrong; that contender has no row."""
     device, values = ranks.device, ranks.values
     shapes = [_shape(text, ranks.world.world_size) for text in values.shapes or _SHAPES[device.type]]
     group = ranks.connect()
@@ -175,7 +162,7 @@ def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
 
 
 def compare(timed: Mapping[str, Timing], gemm: Timing, link_bytes: int, link_gb_per_s: float) -> list[dict[str, Any]]:
-    """Return the columns of the contenders of one operator at one shape, described above; `serial` is one of them."""
+    """Return the columns of all contenders, including `serial`, of one operator at one shape."""
     floor_ms = max(gemm.median_ms, link_bytes / link_gb_per_s / 1e6 if link_bytes else 0.0)
     serial_ms = timed["serial"].median_ms
     hidden = serial_ms - gemm.median_ms

@@ -1,8 +1,4 @@
-"""`bench input`: does the input keep up with training?
-
-Contenders: the training step fed by the loader, and the same step on one batch that stays in memory. Each run appends
-one row, with columns of its own.
-"""
+"""`bench input`: times the training step fed by the loader, and the same step on one batch in memory."""
 
 import itertools
 import sys
@@ -25,6 +21,7 @@ _SHOWN = ("cached_median_ms", "loaded_median_ms", "loaded_to_cached", "input_wai
 
 def run(kind: str, ranks: Ranks) -> int:
     """Measure the figure and return exit code 0; a collective."""
+    # Time steps on the cached batch and steps fed by the loader, in turns.
     trainer = ranks.trainer()
     with trainer.loader(trainer.train_data, 0, sys.maxsize) as loader:
         batches = iter(loader)
@@ -59,7 +56,6 @@ def run(kind: str, ranks: Ranks) -> int:
 
 
 def _take_turn(trainer: Trainer, batches: Iterator[Batch], warmup: int, steps: int) -> tuple[list[float], list[float]]:
-    """Return the times of `steps` steps in ms, after `warmup` steps that also refill the pipeline."""
     segment = itertools.islice(batches, steps + warmup)
     trainer.pipeline.reset()
     for _ in range(warmup):

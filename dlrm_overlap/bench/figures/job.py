@@ -1,8 +1,6 @@
-"""`bench job`: how long does a whole training job take, with its evaluations, saves and logs?
+"""`bench job`: times a whole training job with its evaluations, saves and logs, without building the model.
 
-The trainer runs the configuration from the first step, in a folder next to `--output`. Each run appends one row:
-`step_ms`, the median of training alone, and the samples per second and GPU that follow; the seconds of the whole run
-and of its evaluations. Building the model and plan is not included.
+`step_ms` is the median of training alone. The run's folder is next to `--output`.
 """
 
 import time

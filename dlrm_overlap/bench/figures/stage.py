@@ -1,16 +1,8 @@
-"""`bench stage` and `bench sweep`: how long does the forward of the embedding stage take with every backend?
+"""`bench stage` and `bench sweep`: time the embedding stage's forward with every backend (docs/results/stage.md).
 
-All contenders have the same ids, rows and dtypes, and no time is reported on a shape unless all outputs agree with the
-baseline's (Chen et al. 2024: FBGEMM's lookup, All-to-All, unpacking). `sweep` measures many shapes. For scaling, run
-`stage` on 1, 2, 4, .. ranks; for an ablation, with one value of a key after another.
-
-Contenders: the baseline; the baseline in chunks of tables, so that NCCL sends one while FBGEMM looks up the next;
-`pgas` and `fused`. `stage` adds TorchRec's own path, `nccl`, `fused` with the other put (GPUs), and `pgas` with a copy
-of its window, as the drop-in returns it.
-
-A row is a contender on a shape: its times, the bytes that the stage must move, the measured rates of memory and links,
-and the fraction of that limit. `median_ms` is of back-to-back steps, limited by the CPU on small shapes; `gpu_ms` is of
-steps issued before they start, as in a captured step.
+The baseline is FBGEMM's lookup, All-to-All and unpacking (Chen et al. 2024); it also runs in chunks of tables, so that
+NCCL sends one while FBGEMM looks up the next. `median_ms` is of back-to-back steps, limited by the CPU on small shapes;
+`gpu_ms` is of steps issued before they start, as in a captured step.
 """
 
 import itertools
@@ -48,11 +40,7 @@ _SHOWN = (
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure; print and append the rows of each shape on rank 0. A collective.
-
-    Returns:
-        The exit code: 1 if outputs disagree on some shape, for which no time is reported.
-    """
+    """Measure the figure; a collective. Return 1 if outputs disagree on some shape, which then has no rows."""
     world, device = ranks.world, ranks.device
     shapes = shapes_of(ranks.values, ranks.config, world.world_size)
     group = ranks.connect()
@@ -73,8 +61,7 @@ def shapes_of(values: Any, config: Config, world_size: int) -> list[Config]:
     """Return the shape of a figure, or all shapes of a sweep.
 
     Raises:
-        InputError: if there are fewer tables than ranks, the samples cannot be divided among the ranks, or a sweep
-            reads samples from files.
+        InputError: if the tables or samples cannot be divided among the ranks, or a sweep reads samples from files.
     """
     axes = [getattr(values, name, []) for name in ("dims", "global_batches", "pooling_factors")]
     if any(axes) and config.data.kind != "synthetic":
@@ -105,7 +92,7 @@ def make_contenders(kind: str, config: Config, workload: Workload) -> list[Conte
 def _measure(
     kind: str, iterations: int, config: Config, workload: Workload, ceilings: tuple[float, float]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a row for each contender, or no rows and a line for each contender that disagrees."""
+    """Return the contenders' rows, or no rows and a line for each contender that disagrees."""
     contenders = make_contenders(kind, config, workload)
     agreements = check_outputs(contenders, workload)
     faults = disagreements(contenders, agreements)

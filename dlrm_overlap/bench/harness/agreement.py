@@ -1,4 +1,4 @@
-"""Whether contenders agree with a reference in outputs, rows or losses; otherwise figures report no time."""
+"""Whether contenders agree with a reference in outputs, rows or losses."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,10 +30,10 @@ _MAX_NOISE = 5e-4  # above, the tolerance would exceed 2e-3, half the difference
 
 
 class Agreement(NamedTuple):
-    """The greatest difference between a contender and the reference, over all batches, steps and ranks."""
+    """Greatest difference between a contender and the reference, over batches, steps and ranks."""
 
     max_difference: float
-    """0 if they are bit-identical, infinite if a value is not finite"""
+    """0 if bit-identical, infinite if a value is not finite"""
     tolerance: float
     """greatest difference that agrees"""
 
@@ -55,7 +55,7 @@ def disagreements(contenders: Sequence[Contender], agreements: Sequence[Agreemen
 
 @torch.no_grad()
 def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[Agreement]:
-    """Compare the outputs of every contender with those of the first, on every batch; a collective."""
+    """Compare all contenders' outputs with the first's, on every batch; a collective."""
     found, scale = [0.0] * len(contenders), 0.0
     for ids in workload.batches:
         expected = contenders[0].step(ids).clone()
@@ -70,11 +70,10 @@ def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[A
 def check_rows(
     contenders: Sequence[Contender], workload: Workload, batches: Sequence[object], optimizer: str
 ) -> list[Agreement]:
-    """Let every contender update the same rows, and compare rows and optimizer states with the first's; a collective.
+    """Let every contender update the same rows twice, and compare rows and states with the first's; a collective.
 
-    Differences of rows are relative to the table's greatest change, differences of states to the state. States start at
-    random values between 0.5 and 1.5, so that a contender that reads another row's state is found, and no state is
-    close to 0. The steps are on the first two of `batches`. Rows and states are restored at the end.
+    Differences of rows are relative to the table's greatest change, those of states to the state. States start between
+    0.5 and 1.5 at random, so that reading another row's state shows. Rows and states are restored at the end.
     """
     weights, states = rows_of(workload)
     generator = torch.Generator(workload.device).manual_seed(workload.rank)
@@ -105,7 +104,7 @@ def check_rows(
 
 
 def rows_of(workload: Workload) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return this rank's rows, a tensor [rows, D] for each table, and the optimizer states, table by table."""
+    """Return this rank's rows, a tensor [rows, D] per table, and its optimizer states, table by table."""
     shards, tables = workload.layout.by_owner[workload.rank], workload.tables
     return [tables.weight(shard) for shard in shards], [s for shard in shards for s in tables.states(shard)]
 
@@ -117,11 +116,10 @@ def _finite(difference: float) -> float:
 def judge_losses(
     precision: str, losses: Mapping[str, Sequence[float]], again: Sequence[float]
 ) -> tuple[dict[str, Agreement], list[str]]:
-    """Return how the contenders' losses agree with those of the first, and a line for each that does not.
+    """Return each contender's agreement with the first's losses, and a line for each that disagrees.
 
-    The tolerance is what rounding may cause in `precision` or, if more, four times the greatest difference between two
-    runs of the reference, the second of which is `again`. Those differ in the rounding of a compiled dense part and, on
-    GPUs, by FBGEMM's update of hot rows, which is not deterministic.
+    The tolerance is the rounding of `precision` or, if more, four times the difference of `again`, a second run of the
+    reference, whose compiled dense part and, on GPUs, FBGEMM's update of hot rows are not deterministic.
     """
     reference, expected = next(iter(losses.items()))
     noise = _relative_difference(again, expected)
@@ -144,5 +142,4 @@ def judge_losses(
 
 
 def _relative_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the greatest relative difference of a step, infinite unless all losses are finite."""
     return max(difference(loss, wanted) for loss, wanted in zip(losses, expected, strict=True))

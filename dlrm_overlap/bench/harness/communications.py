@@ -1,4 +1,4 @@
-"""All-to-alls between all ranks, to be measured: their payload, and the implementation by a collective."""
+"""All-to-alls to be measured: their payload, and the implementation by a collective."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,10 +12,7 @@ _PERIOD = 61  # after which contents repeat
 
 
 class Payload:
-    """The rows of an all-to-all on one rank, float32: input and expected result, each [W, `part`].
-
-    The contents follow a formula, so every rank can compute its result.
-    """
+    """Input and expected result of an all-to-all on one rank, each [W, `part`] float32."""
 
     def __init__(self, part: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.part, self.group, self.device = part, group, device
@@ -35,7 +32,7 @@ class Payload:
 
 
 class Communication(NamedTuple):
-    """One implementation of a payload's all-to-all. All ranks make the same calls."""
+    """One implementation of a payload's all-to-all; all ranks make the same calls."""
 
     payload: Payload
     result: torch.Tensor
@@ -60,7 +57,7 @@ def by_collective(payload: Payload) -> Communication:
 
 
 def wrong(calls: Mapping[str, tuple[Communication, Callable[[], object]]]) -> list[str]:
-    """Run each call, or a replay of it; return those whose result is wrong on some rank. A collective."""
+    """Run each call or replay; return those whose result is wrong on some rank. A collective."""
     bad = []
     for (payload, result, _), run in calls.values():
         result.fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""The contenders of the forward, on the same rows and ids: baselines, TorchRec's own path, and our exchanges."""
+"""Contenders of the forward: baselines, TorchRec's own path, and our exchanges."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from dlrm_overlap.embedding.options import ExchangeOptions
 
 
 class Contender(ABC):
-    """One way to run the embedding stage, forward or backward. All ranks take the same steps."""
+    """One way to run the embedding stage; all ranks take the same steps."""
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.name, self.workload = name, workload
@@ -31,9 +31,8 @@ class Contender(ABC):
     def step(self, batch: Any) -> Any:
         """Run the stage on `batch`.
 
-        A contender of the forward takes `Ids` and returns the pooled embeddings [b, D_total] of this rank's samples, in
-        the model's feature order, valid until the next step. A contender of the backward takes a `GradientBatch` and
-        returns None.
+        A forward takes `Ids` and returns this rank's pooled embeddings [b, D_total] in the model's feature order, valid
+        until the next step; a backward takes a `GradientBatch`.
         """
 
     def cycle(self, batches: Sequence[Any]) -> Callable[[], object]:
@@ -42,11 +41,11 @@ class Contender(ABC):
         return lambda: self.step(next(following))
 
     def close(self) -> None:  # noqa: B027  most have nothing to free
-        """Free memory that garbage collection does not. Every rank must have finished its steps."""
+        """Free memory that garbage collection does not; no rank may be in a step."""
 
 
 def close_all(contenders: Sequence[Contender]) -> None:
-    """Close the contenders once every rank has finished its steps; a collective."""
+    """Close the contenders once no rank is in a step; a collective."""
     dist.barrier()
     for contender in contenders:
         contender.close()
@@ -80,12 +79,10 @@ class Baseline(Contender):
 
 
 class Chunked(Contender):
-    """The baseline, pipelined by chunks: All-to-All and unpacking of a chunk overlap with the lookup of the next.
+    """The baseline in chunks of tables, whose All-to-All and unpacking overlap with the next lookup; not on CPUs.
 
-    A chunk is some of every owner's tables, for all samples; all owners have tables of the same dims. Lookups are on
-    the current stream, collectives on NCCL's, and unpacking on a third, the only one that waits for collectives. The
-    ids of a chunk are contiguous, as if its tables were a group of their own in TorchRec; arranging them is not timed.
-    On a CPU nothing overlaps.
+    All owners have tables of the same dims. Unpacking has a stream of its own, the only one that waits for collectives.
+    Ids of a chunk are contiguous, as in a separate TorchRec group; arranging them is not timed.
     """
 
     def __init__(self, workload: Workload, chunks: int) -> None:
@@ -129,7 +126,7 @@ def make_chunked(workload: Workload) -> list[Contender]:
 def split_lookup(
     lookup: SplitTableBatchedEmbeddingBagsCodegen, borders: Sequence[int]
 ) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """Return lookups of the tables [borders[i], borders[i + 1]) of `lookup`, which share its rows and output dtype."""
+    """Return lookups of the tables [borders[i], borders[i + 1]) that share rows and output dtype of `lookup`."""
     name = "weights_host" if lookup.use_cpu else "weights_dev"
     weights = getattr(lookup, name).detach()
     physical_offsets: Any = lookup.weights_physical_offsets
@@ -153,7 +150,7 @@ def split_lookup(
 
 
 class TorchRec(Contender):
-    """TorchRec's sharded module, called as its train pipeline does, and waited for."""
+    """TorchRec's sharded module, called as in its train pipeline."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__("torchrec", workload)
@@ -166,10 +163,7 @@ class TorchRec(Contender):
 
 
 class Overlap(Contender):
-    """One of our exchanges, named after its backend.
-
-    `_stores` is appended if the put is staged, and `_copied` if the output is a copy of the window.
-    """
+    """One of our exchanges; the name ends in `_stores` if the put is staged, in `_copied` if the output is a copy."""
 
     def __init__(self, workload: Workload, options: ExchangeOptions) -> None:
         names = ["schedule"]

@@ -1,7 +1,4 @@
-"""Lower limits of the embedding stage and the step: the time that memory, links and products need at least.
-
-Bytes are counted from the ids of the first batch by `embedding.traffic`; the rates of memory and links are measured.
-"""
+"""Lower limits of the time of stage and step, from counted bytes and measured rates of memory and links."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -25,30 +22,30 @@ _DENSE_TFLOP_PER_S = 790.0  # cuBLAS's best on an H200, bf16
 
 
 class Limit(NamedTuple):
-    """The bytes of a step on a rank, and the rates of memory and links of the slowest rank."""
+    """Bytes of a step on a rank, and rates of the slowest rank."""
 
     hbm_bytes: int
-    """read from and written to this GPU's memory"""
+    """read from and written to GPU memory"""
     link_bytes: int
-    """sent from this GPU to its peers"""
+    """sent to peers"""
     hbm_gb_per_s: float
-    """of a GPU's memory, reads plus writes"""
+    """reads plus writes"""
     link_gb_per_s: float
-    """of a GPU's links to all peers together; 0 without peers"""
+    """to all peers together; 0 without peers"""
 
     @property
     def hbm_ms(self) -> float:
-        """Time that memory needs at the measured rate."""
+        """Time of memory traffic at the measured rate."""
         return self.hbm_bytes / self.hbm_gb_per_s / 1e6
 
     @property
     def link_ms(self) -> float:
-        """Time that the links need at the measured rate."""
+        """Time of link traffic at the measured rate."""
         return self.link_bytes / self.link_gb_per_s / 1e6 if self.link_bytes else 0.0
 
 
 def count_tables(bags: KeyedJaggedTensor, dim: int, element_bytes: int, ranks: int = 1) -> list[ShardTraffic]:
-    """Return the load of each table, divided by `ranks`; `bags` has one feature per table, for all samples."""
+    """Return each table's load, divided by `ranks`; `bags` has a feature per table, for all samples."""
     found = []
     for table in bags.to_dict().values():
         counts = table.values().numel(), table.values().unique().numel(), int((table.lengths() > 0).sum())
@@ -60,8 +57,7 @@ def count_tables(bags: KeyedJaggedTensor, dim: int, element_bytes: int, ranks: i
 def find_limit(workload: Workload, ceilings: tuple[float, float], optimizer: str | None = None) -> tuple[Limit, int]:
     """Return the limit of the forward, or of the backward with `optimizer`, and the ids of a rank; a collective.
 
-    The bytes are the maximum over ranks. A row counts each time an id names it, and a bag's gradient once per id of the
-    bag; a step can be faster than the limit if a cache serves them.
+    The bytes are the maximum over ranks. Rows count once per id, gradients of bags too; caches can beat this limit.
     """
     layout, rank, bags = workload.layout, workload.rank, workload.batches[0].inputs[0]
     first = layout.by_owner[rank][0]
@@ -84,7 +80,7 @@ def find_limit(workload: Workload, ceilings: tuple[float, float], optimizer: str
 
 
 def times(timing: Timing, baseline: Timing, limit: Limit) -> dict[str, Any]:
-    """Return the columns of a contender's times, compared with the limit and the baseline."""
+    """Return the columns of a contender's times, limit and speedup."""
     limit_ms = max(limit.hbm_ms, limit.link_ms)
     return {
         **asdict(timing),
@@ -96,15 +92,11 @@ def times(timing: Timing, baseline: Timing, limit: Limit) -> dict[str, Any]:
 
 
 def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any]:
-    """Return the columns of the floor of the first step: the longest of products, memory traffic and link traffic.
+    """Return the columns of the floor of the first step: the longest of products, memory and link traffic.
 
-    Everything counts once, as with an unlimited cache, and bytes are the mean over ranks, with no table cut by rows.
-    Histories are left out.
-
-    Links carry the ids of other ranks' tables, pooled embeddings and their gradients, and the dense gradients, of which
-    a ring all-reduce sends 2 (W - 1) / W per rank. Memory carries the touched rows, once read, once read and written
-    with their optimizer state; ids, pooled embeddings and gradients; dense weights, read once; outputs of dense layers,
-    written once.
+    Everything counts once; bytes are the mean over ranks, with no table cut by rows and without histories. Links carry
+    ids, pooled embeddings, their gradients, and dense gradients by a ring all-reduce. Memory carries touched rows,
+    read, then read and written with their state; ids, embeddings, gradients; dense weights and outputs once.
     """
     config, world_size, samples = trainer.config, trainer.world.world_size, trainer.samples_per_rank
     data, number_bytes = trainer.train_data, 2 if config.train.precision == "bf16" else 4
@@ -141,10 +133,9 @@ def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any
 
 
 def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
-    """Return the slowest rank's GB/s of memory, reads plus writes, and of links to all peers, 0 without; a collective.
+    """Return GB/s of the slowest rank: memory (reads plus writes), links to all peers (0 without); a collective.
 
-    Memory is measured by a copy within the device, links by the All-to-All of `bench collectives`: the faster of copy
-    engines and a kernel's stores, or gloo on CPUs.
+    Memory is measured by a copy, links by an all-to-all: the faster of copy engines and stores, or gloo on CPUs.
     """
 
     def repeat(call: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""All-to-alls through memory that peers write, for measurements on GPUs. Imports Triton, so not on CPUs."""
+"""All-to-alls through memory that peers write. Imports Triton, so not on CPUs."""
 
 from collections.abc import Callable
 
@@ -20,17 +20,14 @@ _PRIORITY = -2  # high, so that the storing kernel starts before other work
 class PeerMemory:
     """GPU memory that peers write, for the result of one payload at a time.
 
-    Each rank writes its rows to their final position at the peers. Between two flags per pair of ranks, a call does:
-
         current stream | signal FREE e to all, wait for theirs | other work ............... | wait for ARRIVED e of all
         side streams                                           | row to r + 1, flag | row to r + 2, flag | ..
 
-    `dma`: copy engines write rows and flags, so multiprocessors only run both ends. `stores`: one kernel with few
-    programs stores the rows, and its last program signals.
+    Rows go to their final position at the peers. `dma`: copy engines write rows and flags. `stores`: one kernel with
+    few programs stores rows, and its last program signals.
 
-    The epoch e is a word of device memory that a call first advances, so eager calls, captured calls and replays may
-    follow each other, in the same order on every rank. FREE e of rank r is a release on the stream that read r's
-    previous result; peers store the rows of e only after acquiring it.
+    Order: a call first advances the epoch e, a word of device memory, so eager calls and replays may mix, in the same
+    order on every rank. FREE e is a release after the previous result was read; peers acquire it before they store.
     """
 
     ways = "dma", "stores"
@@ -97,7 +94,7 @@ class PeerMemory:
         return Communication(payload, views[rank], begin)
 
     def close(self) -> None:
-        """Free the memory once all issued work is done; a collective, called once.
+        """Free the memory once all issued work is done; a collective.
 
         Raises:
             ExchangeTimeoutError: if a wait timed out.

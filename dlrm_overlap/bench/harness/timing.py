@@ -1,8 +1,4 @@
-"""Times of steps and of short pieces of work, as the maximum over ranks. Contenders take turns.
-
-`time_contenders` and `take_turns` time steps back to back, as the CPU issues them. `time_alone` times pieces that start
-together on all ranks and are issued before they start, so it measures the GPU alone.
-"""
+"""Times of steps and of short pieces of work, as the maximum over ranks. Contenders take turns."""
 
 import itertools
 import math
@@ -37,11 +33,7 @@ def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
 
 
 def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Run `piece` once, capture it as a CUDA graph, and return the function that replays it.
-
-    All work of the piece begins and ends on the current stream, which must not be the default one. The first run may
-    load kernels and communicate with other ranks.
-    """
+    """Run `piece`, which may load kernels, then capture it, and return the replay; not on the default stream."""
     piece()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
@@ -54,7 +46,7 @@ def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], o
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of a contender's steps, or of a piece of work, in ms; each is the maximum over the ranks."""
+    """Times of steps or of a piece of work, in ms, each the maximum over ranks."""
 
     mean_ms: float
     p10_ms: float
@@ -76,7 +68,7 @@ class Timing:
 def take_turns(
     turns: Sequence[Callable[[int], tuple[list[float], list[float]]]], steps: int, device: torch.device
 ) -> list[Timing]:
-    """Time at least `steps` steps of each contender, which take turns in rounds; a collective.
+    """Time at least `steps` steps of each contender, back to back, in rounds; a collective.
 
     A turn takes a number of steps and returns their `time_steps`.
     """
@@ -93,10 +85,7 @@ def take_turns(
 def time_steps(
     step: Callable[[], object], steps: int, device: torch.device, mark: Callable[[], object] = lambda: None
 ) -> tuple[list[float], list[float]]:
-    """Return this rank's times of `steps` steps, and the CPU times of issuing them, in ms.
-
-    `mark` is called before the first step and after each step.
-    """
+    """Return this rank's times of steps, and the CPU times of issuing them, in ms; `mark` is called at each border."""
     timer, host_ms = StepTimer(device), list[float]()
     timer.mark()
     mark()
@@ -113,7 +102,7 @@ def time_steps(
 def time_contenders(
     contenders: Sequence[Contender], batches: Sequence[Any], workload: Workload, steps: int
 ) -> list[Timing]:
-    """Time at least `steps` steps of each contender, cycling through `batches`, by `take_turns`; a collective."""
+    """Time at least `steps` steps of each contender on `batches` by `take_turns`; a collective."""
 
     def turn(contender: Contender, steps: int) -> tuple[list[float], list[float]]:
         step = contender.cycle(batches)
@@ -131,7 +120,7 @@ def time_parts(
 ) -> list[float]:
     """Return the median time in ms of each part of a step, as the maximum over ranks; a collective.
 
-    Take the step once before. `step` takes a batch and a function to call between two parts.
+    `step` takes a batch and a function to call between parts; take it once before.
     """
     timer = StepTimer(workload.device)
     dist.barrier()
@@ -145,13 +134,10 @@ def time_parts(
 
 @torch.no_grad()
 def time_alone(pieces: Sequence[Callable[[], object]], repetitions: int, device: torch.device) -> list[Timing]:
-    """Time each of `pieces`, which all begin and end on the current stream; a collective.
+    """Time pieces that start on all ranks together, without CPU time on a GPU; a collective.
 
-    On a GPU each piece waits at a gate (`_begin_together`) until the CPU has issued it, so the time is the GPU's alone,
-    as in a captured step. On a CPU the time starts at a barrier.
-
-    Each round shuffles the pieces, equally on all ranks: a piece's time can depend on the one before it (16 or 18 us
-    for the same kernels).
+    The pieces begin and end on the current stream, and wait at a gate (`_begin_together`) until the CPU has issued
+    them. Each round shuffles them, equally on all ranks: a piece's time depends on the one before it (16 or 18 us).
     """
     issued_ms = [0.0] * len(pieces)
     for _ in range(_WARMUP_RUNS):
@@ -179,11 +165,10 @@ def time_alone(pieces: Sequence[Callable[[], object]], repetitions: int, device:
 
 
 def _begin_together(device: torch.device, lead_ms: float) -> None:
-    """Let the next work on the current stream start at the same time on all ranks; a collective.
+    """Let the next work on the current stream start on all ranks together; a collective.
 
-    On a GPU, the stream first runs a kernel that idles for `lead_ms`, while the CPU issues the work, and then a
-    collective of one number. The collective comes last because the idle kernel counts cycles, and clocks differ: in the
-    opposite order one of two H200s waited 12 us within the timed work. On a CPU this is a barrier.
+    On a GPU, an idle kernel first runs for `lead_ms`, while the CPU issues the work. The collective comes after it,
+    since it counts cycles and clocks differ: in the opposite order one of two H200s waited 12 us within the timed work.
     """
     number = torch.zeros(1, device=device)  # filled before the idle kernel
     if device.type == "cuda":

@@ -32,10 +32,7 @@ class TracedSteps(NamedTuple):
 
 
 class TrainingRun:
-    """A contender's trainer, and the batches that it cycles through. All ranks call the same methods.
-
-    After each call no rank is in a step, so the trainer may be closed.
-    """
+    """A contender's trainer and batches. All ranks call the same methods, after which no rank is in a step."""
 
     def __init__(self, name: str, trainer: Trainer, batches: Sequence[Batch]) -> None:
         self.name, self.trainer, self._batches = name, trainer, batches
@@ -56,7 +53,7 @@ class TrainingRun:
         return (losses / dist.get_world_size()).tolist()
 
     def time(self, steps: int, mark: Callable[[], object] = lambda: None) -> tuple[list[float], list[float]]:
-        """Return this rank's `time_steps`; the pipeline prefetches in every timed step, and is empty at the end."""
+        """Return this rank's `time_steps`, in which the pipeline always prefetches; it is empty at the end."""
         segment = self._segment(_WARMUP_STEPS + steps + _AHEAD)
         step = partial(self._take_step, segment)
         dist.barrier()
@@ -93,7 +90,7 @@ class TrainingRun:
 
 
 def read_batches(trainer: Trainer, count: int) -> list[Batch]:
-    """Return this rank's batches of the first `count` steps, in pinned memory if the trainer is on a GPU."""
+    """Return this rank's first `count` batches, in pinned memory for a GPU."""
     samples, world = trainer.samples_per_rank, trainer.world
     firsts = [(step * world.world_size + world.rank) * samples for step in range(count)]
     batches = [trainer.train_data.read(first, samples) for first in firsts]

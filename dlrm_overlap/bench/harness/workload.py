@@ -1,4 +1,4 @@
-"""The workload of the contenders: a shape, its sharded tables, and batches of ids."""
+"""The contenders' workload: sharded tables, and batches of ids."""
 
 import gc
 import math
@@ -30,11 +30,7 @@ BATCHES = 4  # used in turn, so that no step finds the rows of the previous one 
 
 
 def with_keys(section: Any, keys: Mapping[str, Any]) -> Any:
-    """Return a configuration, or a section, with other values of some dotted keys.
-
-    Raises:
-        InputError: if the keys contradict each other.
-    """
+    """Return a configuration or section with other values of dotted keys; contradictions raise an InputError."""
     changes: dict[str, Any] = {}
     for name in dict.fromkeys(key.partition(".")[0] for key in keys):
         inner = {key.removeprefix(f"{name}."): value for key, value in keys.items() if key.startswith(f"{name}.")}
@@ -43,10 +39,10 @@ def with_keys(section: Any, keys: Mapping[str, Any]) -> Any:
 
 
 def shape_of(config: Config, world_size: int, tables_per_rank: int | None) -> Config:
-    """Return `config` with `tables_per_rank` tables for each rank, if given, and the dtypes of our exchanges.
+    """Return `config` with the dtypes of our exchanges and, if given, `tables_per_rank` tables per rank.
 
     Raises:
-        InputError: if there are fewer tables than ranks, or the samples cannot be divided among the ranks.
+        InputError: if tables or samples cannot be divided among the ranks.
     """
     keys: dict[str, Any] = {"embedding.backend": "pgas"}
     if tables_per_rank is not None:
@@ -58,12 +54,12 @@ def shape_of(config: Config, world_size: int, tables_per_rank: int | None) -> Co
 
 
 class Ids(NamedTuple):
-    """The ids of a batch on the ranks that own their rows."""
+    """Ids of a batch on the ranks that own their rows."""
 
     context: Any
-    """context that TorchRec's input_dist has filled"""
+    """filled by TorchRec's input_dist"""
     inputs: Any
-    """a KJTList of one KeyedJaggedTensor: B bags for each table of this rank, values and lengths int64"""
+    """KJTList of one KeyedJaggedTensor: B bags per table of this rank; int64"""
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class Workload:
     """samples of each rank"""
     wire_dtype: torch.dtype
     output_dtype: torch.dtype
-    """of the pooled embeddings of every contender: bfloat16 if the wire and `train.precision` are, else float32"""
+    """of every contender: bfloat16 if the wire and `train.precision` are, else float32"""
     batches: list[Ids]
 
     @property
@@ -89,10 +85,7 @@ class Workload:
 
 
 def read_ids(config: Config, group: dist.ProcessGroup, device: torch.device = _CPU) -> list[KeyedJaggedTensor]:
-    """Return the ids of this rank's samples in `BATCHES` batches, in the dtypes of the data set.
-
-    Synthetic ones are generated on `device`, with the same result on every device.
-    """
+    """Return this rank's ids of `BATCHES` batches, in the data set's dtypes; `device` only affects speed."""
     data, _ = open_datasets(config.data, device)
     samples = config.train.samples_per_rank(group.size())
     firsts = [(batch * group.size() + group.rank()) * samples for batch in range(BATCHES)]
@@ -115,17 +108,13 @@ def make_workload(
     optimizer: str = "sgd",
     cut_rows: bool = False,
 ) -> Workload:
-    """Shard the tables of `config` over all ranks and send the ids `sparse` to their owners; a collective.
+    """Shard the tables of `config` and send this rank's batches `sparse` (`read_ids`) to their owners; a collective.
 
-    Each table is on one rank, the first T / W on rank 0 and so on, so that the baseline unpacks by one concatenation;
-    or, with `cut_rows`, each is cut by rows over all ranks. All contenders share TorchRec's FBGEMM storage. Rows
-    narrower than float32 are rounded to nearest, not stochastically, so that updates can be compared. Ids are int64,
-    FBGEMM's own type, so that no contender has to cast.
-
-    Args:
-        sparse: this rank's batches, from `read_ids`.
-        optimizer: of the rows; the default has no state.
+    Rank 0 has the first T / W tables whole, and so on, so the baseline unpacks by one concatenation; with `cut_rows`
+    each table is cut by rows over all ranks. All contenders share TorchRec's FBGEMM storage. Rows round to nearest, not
+    stochastically, so that updates can be compared. Ids are int64, which FBGEMM need not cast.
     """
+    # Wire and output dtype, the same for all contenders.
     world_size = group.size()
     data, _ = open_datasets(config.data)
     tables = len(data.rows)
@@ -137,6 +126,7 @@ def make_workload(
     if ours.output_dtype == torch.bfloat16 and device.type == "cuda":  # FBGEMM has no such output on CPUs
         about_tables["output_dtype"] = SparseType.BF16
         wire_dtype = "fp32"  # TorchRec need not cast
+    # Shard by TorchRec, whole tables or rows.
     keys = {"backend": "torchrec", "optimizer": optimizer, "wire_dtype": wire_dtype}
     sharder: Any = build_sharders(with_keys(config.embedding, keys), fused_params=about_tables)[0]
     shardings = {
@@ -171,13 +161,13 @@ def _send_ids(module: ShardedEmbeddingBagCollection, sparse: KeyedJaggedTensor, 
 
 
 def exchange_options(config: Config, backend: str) -> ExchangeOptions:
-    """Return the options that `config` gives to an exchange of `backend`, one of `backends.EXCHANGED`."""
+    """Return the options of an exchange of `backend`, one of `backends.EXCHANGED`."""
     sharder: Any = build_sharders(replace(config.embedding, backend=backend), config.train.precision)[0]
     return sharder.options
 
 
 def describe(config: Config, world_size: int) -> dict[str, Any]:
-    """Return the columns of a run's shape; a list in the configuration becomes one value."""
+    """Return the columns of a run's shape."""
     tables, train = config.data.tables, config.train
     rows, most = tables.rows, tables.max_rows or math.inf
     return {
