@@ -52,7 +52,6 @@ def train_runs(configs: Mapping[str, Config], make_trainer: Callable[[Config], T
                 log.info("backend %s: %s", name, error)
             trainer.close()
             del trainer
-            gc.unfreeze()  # background saves froze the objects that were loaded
             gc.collect()  # a trainer has reference cycles
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()

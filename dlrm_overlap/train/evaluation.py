@@ -92,18 +92,18 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     ranks.connect(eval_path=held_out.fingerprint())
     try:
         manifest = agree_on(path)
-        stepper = StepRunner(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
-        values = stepper.evaluate_checkpoint(path)
+        runner = StepRunner(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
+        values = runner.evaluate_checkpoint(path)
     except DamagedError as error:
         raise InputError(f"{_OPTION}: {error}; evaluate another checkpoint") from None
-    stepper.close()
+    runner.close()
     return {
         "checkpoint": str(path.absolute()),
         "step": manifest.step,
         **values,
         "samples": held_out.num_samples,
         "world_size": ranks.world.world_size,
-        "global_batch_size": stepper.global_batch,
+        "global_batch_size": runner.global_batch,
         "backend": config.embedding.backend,
         "device": ranks.device.type,
     }
