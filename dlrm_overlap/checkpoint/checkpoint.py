@@ -62,7 +62,7 @@ def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> di
 
 
 def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
-    """Return the settings that decide initial weights and samples; a resumed run may change all others."""
+    """Return the settings that decide the initial weights and the samples of each step."""
     data = config.as_dict()["data"]
     tables = data.pop("tables")
     for key in ("path", "eval_path"):
