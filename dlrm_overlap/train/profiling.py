@@ -50,23 +50,22 @@ class Profile:
 
     def __str__(self) -> str:
         """Return the report: mean and maximum over ranks of each part, and the estimate."""
-        lines = [["ms a step", "mean", "most", "on rank"]]
+        lines = [["ms a step", "mean", "max", "on rank"]]
         for name in self.ranks[0]:
-            of_ranks = [parts.get(name, 0.0) for parts in self.ranks]
-            most = max(of_ranks)
-            lines.append([name, f"{sum(of_ranks) / len(of_ranks):.3f}", f"{most:.3f}", str(of_ranks.index(most))])
+            ms = [parts.get(name, 0.0) for parts in self.ranks]
+            lines.append([name, f"{sum(ms) / len(ms):.3f}", f"{max(ms):.3f}", str(ms.index(max(ms)))])
         steps = count_of(self.steps, "step")
-        text = f"{steps} by the clock and as many traced, {count_of(len(self.ranks), 'rank')}, {self.device}\n"
+        text = f"{steps} timed and {self.steps} traced, {count_of(len(self.ranks), 'rank')}, {self.device}\n"
         text += f"{format_table(lines)}\n\n"
         if self.captured_ms is None:
-            text += "Nothing ran on a GPU, so its times are missing, and with them the estimate of a captured step."
+            text += "Nothing ran on a GPU, so there are no GPU times and no estimate of a captured step."
         else:
-            least, most = self.captured_ms
+            lower, upper = self.captured_ms
             step = max(parts["step"] for parts in self.ranks)
             text += (
                 "If the GPU never waited for the CPU, as in a captured step, these kernels would take an estimated\n"
-                f"{least:.3f} ms with all communication hidden, {step / least:.1f} times as fast, or\n"
-                f"{most:.3f} ms with as much exposed as now, {step / most:.1f} times as fast."
+                f"{lower:.3f} ms with all communication hidden, {step / lower:.1f} times as fast, or\n"
+                f"{upper:.3f} ms with as much exposed as now, {step / upper:.1f} times as fast."
             )
         return text if self.tables is None else f"{text}\n\n{self.tables}"
 

@@ -416,7 +416,7 @@ def _check_profiled() -> None:
     batches = _batches(trainer)
     report = str(profile_steps(lambda: trainer.pipeline.progress(batches), trainer.model, steps=3, after=1))
     if dist.get_rank() == 0:
-        assert report.startswith("3 steps by the clock and as many traced, 2 ranks, cpu"), report
+        assert report.startswith("3 steps timed and 3 traced, 2 ranks, cpu"), report
         assert re.search(r"^dlrm.embedding  t_00 +\w+_wise ", report, re.MULTILINE), report
     _close(trainer)
 
