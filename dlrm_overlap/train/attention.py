@@ -93,8 +93,13 @@ class Pages(NamedTuple):
 
 
 def pages_of(lengths: torch.Tensor, rows: int, positions: int, page_size: int) -> Pages:
-    """Cut histories of `lengths` [b] in n `rows` into pages of C = `page_size` entries, leaving out rows after
-    `positions`.
+    """Cut histories into pages.
+
+    Args:
+        lengths: [b] integers.
+        rows: n, at least the sum of lengths.
+        positions: rows of a history beyond this number are left out.
+        page_size: C, more than 1.
     """
     samples, grid = lengths.shape[0], -(-positions // page_size) + 1
     count = (rows // page_size + samples + 1) if samples else 0

@@ -23,7 +23,8 @@ log = logging.getLogger("dlrm_overlap")
 def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) -> dict[str, Config]:
     """Return run -> its configuration, trained from the first step and without checkpoints.
 
-    After the first backend, the reference, come `noise_runs` repeats: torchrec_again, torchrec_again_2, ..
+    The runs are named after their backends. After the first, the reference, come `noise_runs` repeats of it:
+    torchrec_again, torchrec_again_2, ..
     """
     checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0, last=False)
     configs = {}

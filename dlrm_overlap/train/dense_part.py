@@ -35,7 +35,7 @@ def divide_head(head: Head, products: ParallelProducts) -> None:
 
 
 def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
-    """Compile bottom MLP and head for batches of `samples`, by calling them once.
+    """Compile the bottom MLP and the head for batches of `samples`, by calling each once.
 
     Call this before DDP wraps the model, inside which torch.compile would split its graphs at DDP's buckets. A divided
     head is not compiled, since torch.compile cannot trace its communication.
@@ -112,8 +112,8 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
 def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool) -> CastWeights:
     """Let the dense part train with the shadow of its parameters, which is cast once a step.
 
-    Biases of the cross network are not cast: autocast also sums them in float32. `compiled` uses torch.compile, except
-    for the top MLP of a divided head, and computes the interaction by `cross` or `interact`.
+    Biases of the cross network are not cast, because autocast also computes its sums in float32. With `compiled`,
+    torch.compile compiles all but the top MLP of a divided head, and `cross` or `interact` computes the interaction.
     """
     bottom, head = task.dlrm.bottom, task.dlrm.head
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None

@@ -22,10 +22,9 @@ _ACTIVATIONS = {"relu": torch.relu, "gelu": nn.functional.gelu}
 
 
 class DotInteraction(nn.Module):
-    """Dot products of all pairs among the bottom MLP's output d and T pooled embeddings, after d (arXiv 1906.00091,
-    2.1).
+    """The bottom MLP's output d, then the dot products of all pairs among d and T pooled embeddings.
 
-    Example: T = 2 gives d, d.e0, d.e1, e0.e1 for each sample.
+    Source: Naumov et al., arXiv 1906.00091, section 2.1. Example: T = 2 gives d, d.e0, d.e1, e0.e1 for each sample.
     """
 
     def __init__(self, features: int, dim: int) -> None:
@@ -100,10 +99,10 @@ class Head(Part):
 
 
 class DLRM(nn.Module):
-    """The Deep Learning Recommendation Model (arXiv 1906.00091), or MLPerf's variant with DCNv2; tables on the meta
-    device.
+    """The Deep Learning Recommendation Model (arXiv 1906.00091), or MLPerf's variant with DCNv2.
 
-    `TargetAttention` reduces a history table (`model.sequence`) to one more input of the interaction, after d.
+    Tables are on the meta device until they are sharded. `TargetAttention` reduces a history table (`model.sequence`)
+    to one more input of the interaction, after the bottom MLP's output.
     """
 
     def __init__(self, config: ModelConfig, rows: Sequence[int], dense_features: int, weight_dtype: str) -> None:
@@ -171,9 +170,9 @@ def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
 
 @torch.fx.wrap
 def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
-    """Wait for the exchange and return [front, pooled embeddings].
+    """Wait for the exchange and concatenate `front` and the pooled embeddings by columns.
 
-    `front` is written in place if the output has room; it has none if TorchRec exchanged it or it was copied.
+    `front` is written in place if the output has room, which it lacks if TorchRec exchanged it or it was copied.
     """
     values, dim = in_order(pooled, keys), front.shape[1]
     width = dim + values.shape[1]
@@ -184,15 +183,17 @@ def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.T
 
 
 def concatenated(front: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-    """Return [front, pooled] for [b, D or 2 D] and [b, T * D], in the dtype of `front`."""
+    """Concatenate `front` [b, D or 2 D] and pooled embeddings [b, T * D] by columns, in the dtype of `front`."""
     return torch.cat((front, pooled.to(front.dtype)), dim=1)
 
 
 class JoinInPlace(torch.autograd.Function):
-    """Writes [b, n D] in front of each row of the pooled embeddings [b, T * D], in whose storage the result is.
+    """Writes [b, n D] in front of each row of the pooled embeddings [b, T * D]; returns both as one tensor.
 
-    So their buffer counts as in use. Example: D = 2, T = 1, b = 2, storage _ _ 3 4 _ _ 7 8. [[1, 2], [5, 6]] and [[3,
-    4], [7, 8]] become [[1, 2, 3, 4], [5, 6, 7, 8]].
+    The result shares the embeddings' storage, so their buffer counts as in use.
+
+    Example: D = 2, T = 1, b = 2, storage _ _ 3 4 _ _ 7 8. [[1, 2], [5, 6]] and [[3, 4], [7, 8]] become [[1, 2, 3, 4],
+    [5, 6, 7, 8]].
     """
 
     @staticmethod

@@ -37,8 +37,8 @@ class Profile:
     def captured_ms(self) -> tuple[float, float] | None:
         """Estimated time of a captured step of the same kernels, (lower, upper) limit; None without GPU times.
 
-        The GPU never waits for the CPU, and communication is fully hidden (lower) or exposed as now (upper).
-        Collectives count where they are shortest, since they include the wait for later ranks.
+        The GPU never waits for the CPU; communication is fully hidden (lower limit), or exposed as now (upper limit).
+        Collectives count on the rank where they are shortest, since they include the wait for later ranks.
         """
         if not all("GPU busy" in parts for parts in self.ranks):
             return None

@@ -69,7 +69,7 @@ class StepRunner:
         """this rank's logits and labels of the last step, valid until the next"""
 
     @contextmanager
-    def raising_the_cause(self) -> Iterator[None]:
+    def raising_kernel_errors(self) -> Iterator[None]:
         """Raise the error that a kernel recorded instead of CUDA's, which only says that the GPU stopped."""
         try:
             yield
@@ -79,7 +79,7 @@ class StepRunner:
 
     def step(self, batches: Iterator[Batch]) -> torch.Tensor:
         """Take a training step on the next batch and return this rank's mean loss [], on the device."""
-        with self.raising_the_cause():
+        with self.raising_kernel_errors():
             loss, *self.predictions = self.pipeline.progress(batches)
         return loss
 
@@ -95,7 +95,7 @@ class StepRunner:
         Raises:
             InputError: if the checkpoint lacks a tensor of this model.
         """
-        with self.raising_the_cause():
+        with self.raising_kernel_errors():
             load_weights(checkpoint, self.model, cuts_of(self.model))
             values = self.evaluate()
         self.check()
@@ -115,7 +115,7 @@ class StepRunner:
                 logits.append(batch_logits)
                 labels.append(batch_labels)
         self.model.train()
-        self._uncount(steps)
+        self._subtract_forwards(steps)
         gathered = gather_predictions(torch.cat(logits), torch.cat(labels), self.samples_per_rank)
         # The last global batch is filled up with repeated samples.
         logits, labels = (each[:samples] for each in gathered)
@@ -126,7 +126,7 @@ class StepRunner:
         dist.broadcast(shared, 0)
         return dict(zip(values, shared.tolist(), strict=True))
 
-    def _uncount(self, forwards: int) -> None:
+    def _subtract_forwards(self, forwards: int) -> None:
         """Subtract evaluation forwards from FBGEMM's step counts, on which Adam's bias correction depends."""
         fused = fused_optimizers(self.optimizer)
         for lookup in {each._emb_module for each in fused if hasattr(each, "_emb_module")}:
@@ -152,17 +152,17 @@ class StepRunner:
             timeout_s=0.8 * self.config.embedding.wait_timeout_s,
         )
 
-    def _sharers(self) -> "list[GraphTrainPipeline | ParallelProducts | Exchange]":
+    def _peer_memory_owners(self) -> "list[GraphTrainPipeline | ParallelProducts | Exchange]":
         """Return the objects with memory that peers access, in the order of release."""
         pipelines = [self.pipeline] if isinstance(self.pipeline, GraphTrainPipeline) else []
         return [*pipelines, *products_of(self.model), *exchanges(self.model)]
 
     def check(self) -> None:
         """Raise the error that this rank's kernels recorded."""
-        for sharer in self._sharers():
-            sharer.check()
+        for owner in self._peer_memory_owners():
+            owner.check()
 
     def close(self) -> None:
         """Release memory that peers access, which garbage collection does not; no rank may be in a step."""
-        for sharer in self._sharers():
-            sharer.close()
+        for owner in self._peer_memory_owners():
+            owner.close()

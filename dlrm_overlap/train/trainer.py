@@ -34,7 +34,7 @@ class PreemptedError(Exception):
     """The run ended before its last step because it was asked to; every rank raises it after the same step."""
 
 
-class _Stretch(Iterator[Batch]):
+class _Segment(Iterator[Batch]):
     """Yields up to `steps` batches; `cut` ends it after those already yielded."""
 
     def __init__(self, batches: Iterator[Batch], steps: int) -> None:
@@ -100,7 +100,7 @@ class Trainer(StepRunner):
         """
         with hold_run_folder(self.folder):
             try:
-                with self.raising_the_cause():
+                with self.raising_kernel_errors():
                     return self._fit()
             except Exception as error:
                 self.saves.close(error)
@@ -113,9 +113,9 @@ class Trainer(StepRunner):
         # The checkpoint folder may be a link, and another run may have a link to the same folder.
         folder = Path(os.path.realpath(self.checkpointer.folder))
         with hold_run_folder(folder) if saves else nullcontext():
-            return self._go_on()
+            return self._train_to_end()
 
-    def _go_on(self) -> dict[str, Any]:
+    def _train_to_end(self) -> dict[str, Any]:
         if (summary := self._resume()) is not None:
             return summary
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
@@ -175,22 +175,22 @@ class Trainer(StepRunner):
         """Take the steps [first, last), fewer if the run is to end; return the last step. No batch is in flight
         afterwards.
         """
-        stretch = _Stretch(batches, last - first)
+        segment = _Segment(batches, last - first)
         self.pipeline.reset()
         timer = StepTimer(self.device)
         timer.mark()
         loss_sum = torch.zeros((), device=self.device)
         step = first
-        while step < first + stretch.steps:
+        while step < first + segment.steps:
             step += 1
             self.progress.step = step
             self.learning_rate.set(step - 1)
-            loss = self.step(stretch)
+            loss = self.step(segment)
             loss_sum += loss
             self.running.add(*self.predictions)
             timer.mark()
             run_log.advance()
-            if step % self.config.log.every == 0 or step == first + stretch.steps:
+            if step % self.config.log.every == 0 or step == first + segment.steps:
                 factor = self.learning_rate.factor(step - 1)
                 asked = self._end.asked or self.saves.failed
                 times, metrics = timer.take_ms(), self.running.take()
@@ -199,7 +199,7 @@ class Trainer(StepRunner):
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
                 if run_log.asked_to_end:
-                    stretch.cut()
+                    segment.cut()
         return step
 
     def _evaluate(self, step: int, run_log: RunLog) -> dict[str, float]:
@@ -216,9 +216,9 @@ class Trainer(StepRunner):
 
     def _resume(self) -> dict[str, Any] | None:
         config = self.config.checkpoint
-        return self.checkpointer.resume(config.resume, config.allow_config_mismatch, self._go_on_from)
+        return self.checkpointer.resume(config.resume, config.allow_config_mismatch, self._resume_from)
 
-    def _go_on_from(self, checkpoint: Path, manifest: Manifest) -> dict[str, Any] | None:
+    def _resume_from(self, checkpoint: Path, manifest: Manifest) -> dict[str, Any] | None:
         """Load `checkpoint`, or return the folder's summary if its run is finished."""
         config = self.config
         summary, target = from_rank_0(lambda: read_summary(self.folder)), config.train.target_auroc

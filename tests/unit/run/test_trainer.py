@@ -411,7 +411,7 @@ class _Exchange:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> _Exchange:
     exchange = _Exchange()
-    monkeypatch.setattr(Trainer, "_sharers", lambda self: [exchange])
+    monkeypatch.setattr(Trainer, "_peer_memory_owners", lambda self: [exchange])
     return exchange
 
 
