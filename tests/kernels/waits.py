@@ -30,18 +30,9 @@ def _types(names: dict[str, str]) -> dict[str, str]:
 
 
 _TYPES = _types(
-    {
-        "*i64": "clock clock_word status ready peers_ready features windows",
-        "*i32": "counts",
-        "i64": "timeout epoch",
-    }
+    {"*i64": "clock clock_word status ready peers_ready features windows", "*i32": "counts", "i64": "timeout epoch"}
 )
-_OF_SLICES = _types(
-    {
-        "*i32": "values offsets id_weights first_sample ticket done",
-        "*bf16": "staging",
-    }
-)
+_OF_SLICES = _types({"*i32": "values offsets id_weights first_sample ticket done", "*bf16": "staging"})
 _OF_MESSAGE = _types({"*i32": "first_sample", "i64": "signals", "i32": "rows source"})
 _NONE = torch.empty(0)
 _OF_PRODUCT = _types({"*bf16": "out bias", "*i64": "targets", "*i32": "done owners"})

@@ -30,7 +30,6 @@ def _pooled(config: Config) -> Config:
 
 
 def _reversed(batch: Batch, table: int) -> Batch:
-    """Return the batch with the ids of each of a table's bags in the opposite order."""
     tables = batch.sparse.lengths().view(len(batch.sparse.keys()), -1)
     values = list(batch.sparse.values().split(tables.sum(1).tolist()))
     values[table] = torch.cat([bag.flip(0) for bag in values[table].split(tables[table].tolist())])
