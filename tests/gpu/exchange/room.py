@@ -1,16 +1,16 @@
-"""What checks need: all ranks, or GPUs for themselves.
+"""The checks that need all ranks, or GPUs for themselves.
 
-The others run on two ranks, and on GPUs that other checks use at the same time: most of their time goes to the CPU,
-which compiles kernels and prepares.
+The others run on two ranks, and on GPUs that other checks use at the same time: they spend most of their time on the
+CPU, to compile kernels and prepare.
 """
 
 from tests.gpu.exchange.sharing import reason_for
 
-_PEERS = "a rank has several peers, which it reaches in the schedule's order and hears in any"
+_PEERS = "a rank has several peers, which it reaches in the schedule's order and which reach it in any"
 _NODES = "nodes of one rank make no sums and forward nothing to their other ranks"
 _CUTS = "tables are cut over more than two ranks"
 _EMPTY = "some ranks have no tables or no samples, and others have some"
-OF_ALL = {
+OF_ALL = {  # names of checks -> why two ranks do not test the same
     "dims_*": _PEERS,
     "schedules_*": _PEERS,
     "sizes_*": _EMPTY,
@@ -54,12 +54,11 @@ OF_ALL = {
     "peer_stalls_nodes_puts": _NODES,
     "graph_peer_stalls": _PEERS,
 }
-"""names of checks -> why two ranks do not show what they check"""
 
-_STEPS = "each of many steps would wait for its turn of the GPU"
+_STEPS = "each of many steps would wait for its turn on the GPU"
 _BYTES = "it measures, or needs, most of the GPU's memory"
 _TIMES = "it measures times of the GPU"
-EXCLUSIVE = {
+EXCLUSIVE = {  # names of checks -> why they share their GPUs with no other
     "stress_*": _STEPS,
     "nodes_stress_*": _STEPS,
     "nodes_puts_stress_*": _STEPS,
@@ -76,14 +75,13 @@ EXCLUSIVE = {
     "update_overlaps": _TIMES,
     "update_yields": _TIMES,
 }
-"""names of checks -> why they share their GPUs with no other"""
 
 
 def why_all(name: str) -> str:
-    """Return why a check needs all ranks; empty if two ranks do."""
+    """Return why a check needs all ranks, or an empty string."""
     return reason_for(name, OF_ALL)
 
 
 def why_exclusive(name: str) -> str:
-    """Return why a check shares its GPUs with no other; empty if it can."""
+    """Return why a check shares its GPUs with no other, or an empty string."""
     return reason_for(name, EXCLUSIVE)
