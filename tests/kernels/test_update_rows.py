@@ -193,9 +193,9 @@ def test_the_gradient_the_scale_and_the_range_of_each_id_are_found() -> None:
     assert_same(runs.bounds, torch.searchsorted(keys.unique(), first_keys), "bounds")
 
 
-def _twins(optimizer: str, weights: torch.dtype, scale: float = 1.0) -> tuple[Model, Model]:
+def _twins(optimizer: str, weights: torch.dtype, scale: float = 1.0, dim: int = 1024) -> tuple[Model, Model]:
     """Return two models of equal rows: of half precision with stochastic rounding, and of float32."""
-    rows = replace(MIXED, dim=1024, optimizer=optimizer)
+    rows = replace(MIXED, dim=dim, optimizer=optimizer)
     half = Model(Case((replace(rows, weights=weights, stochastic=True),)))
     half.rows(0).mul_(scale)
     full = Model(Case((rows,)))
@@ -206,7 +206,7 @@ def _twins(optimizer: str, weights: torch.dtype, scale: float = 1.0) -> tuple[Mo
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("weights", [torch.float16, torch.bfloat16])
 def test_half_precision_rows_are_rounded_once(optimizer: str, weights: torch.dtype) -> None:
-    half, full = _twins(optimizer, weights)
+    half, full = _twins(optimizer, weights, dim=128)
     rows = half.row_range(0)._replace(stochastic_rounding=False)
     RowUpdate(rows, half.case.chunk_ids)(half.prepare(), half.window, RULES[optimizer].rule())
     full.update(full.prepare())

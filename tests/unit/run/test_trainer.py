@@ -3,7 +3,7 @@
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,27 +109,27 @@ def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_run_keeps_a_second_one_out_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (_trainer(tmp_path, "--log.overwrite", "true") for _ in range(2))
-    train, refused = first._train, []
+def _fit_meanwhile(trainer: Any, meanwhile: Callable[[], None]) -> None:
+    """Train, and call `meanwhile` once the trainer has locked its folders."""
+    trainer._train = Mock(side_effect=lambda *_: meanwhile() or DEFAULT, wraps=trainer._train)
+    trainer.fit()
+    trainer._train.assert_called_once()
 
-    def meanwhile(*arguments: Any) -> int:
+
+def test_a_run_keeps_a_second_one_out_of_its_folder(tmp_path: Path) -> None:
+    first, second = (_trainer(tmp_path, "--log.overwrite", "true") for _ in range(2))
+
+    def refused() -> None:
         in_use = rf"log\.dir: .*run is in use by process {os.getpid()} on \S+, since .*; wait"
         with pytest.raises(InputError, match=in_use):
             second.fit()
-        refused.append(True)
-        return train(*arguments)
 
-    monkeypatch.setattr(first, "_train", meanwhile)
-    first.fit()
-    assert refused
+    _fit_meanwhile(first, refused)
     assert not (tmp_path / "run" / ".lock").exists()
     second.fit()
 
 
-def test_a_run_keeps_another_one_out_of_the_folder_of_its_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_keeps_another_one_out_of_the_folder_of_its_checkpoints(tmp_path: Path) -> None:
     """The `checkpoints` of two runs are links to one folder. A run that saves nothing needs no lock."""
     (tmp_path / "shared").mkdir()
     for name in ("a", "b"):
@@ -139,18 +139,13 @@ def test_a_run_keeps_another_one_out_of_the_folder_of_its_checkpoints(
         make_trainer(quickstart(tmp_path, name, *SMALL, "--checkpoint.last", last))
         for name, last in (("a", "true"), ("b", "true"), ("b", "false"))
     )
-    train, refused = first._train, []
 
-    def meanwhile(*arguments: Any) -> int:
+    def refused() -> None:
         with pytest.raises(InputError, match=rf"log\.dir: {tmp_path}/shared is in use by process {os.getpid()} on "):
             second.fit()
         reader.fit()
-        refused.append(True)
-        return train(*arguments)
 
-    monkeypatch.setattr(first, "_train", meanwhile)
-    first.fit()
-    assert refused
+    _fit_meanwhile(first, refused)
     assert os.listdir(tmp_path / "shared") == ["step_4"]
 
 
@@ -429,21 +424,6 @@ def test_an_id_outside_its_table_ends_the_run_at_the_next_log_line(
     assert checkpoints(tmp_path) == []
 
 
-def test_an_id_outside_its_table_in_the_last_evaluation_ends_the_run(
-    tmp_path: Path, exchange: _Exchange, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    evaluate = Trainer.evaluate
-
-    def and_record(self: Trainer) -> dict[str, float]:
-        exchange.recorded = True
-        return evaluate(self)
-
-    monkeypatch.setattr(Trainer, "evaluate", and_record)
-    with pytest.raises(ValueError, match="id 20 is outside its table"):
-        _fit(tmp_path)
-    assert not (tmp_path / "run" / "summary.json").exists()
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "error"),
     [
@@ -451,21 +431,28 @@ def test_an_id_outside_its_table_in_the_last_evaluation_ends_the_run(
         (RunLog, "training", torch.AcceleratorError("CUDA error")),
         (RunLog, "summary", RuntimeError("NCCL error")),
         (Trainer, "evaluate", RuntimeError("CUDA error")),
+        (Trainer, "evaluate", None),  # of a kernel of the last evaluation
         ("checkpointer", "write", torch.AcceleratorError("CUDA error")),
     ],
 )
 def test_what_a_kernel_recorded_is_raised_instead_of_what_follows(
-    tmp_path: Path, exchange: _Exchange, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception
+    tmp_path: Path, exchange: _Exchange, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Any
 ) -> None:
     trainer = _trainer(tmp_path, *SAVES)
 
-    def fail(*_: Any, **__: Any) -> None:
-        exchange.recorded = True
-        raise error
+    owner = getattr(trainer, owner) if isinstance(owner, str) else owner
+    call = getattr(owner, name)
 
-    monkeypatch.setattr(getattr(trainer, owner) if isinstance(owner, str) else owner, name, fail)
+    def record(*arguments: Any, **options: Any) -> Any:
+        exchange.recorded = True
+        if error is not None:
+            raise error
+        return call(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, record)
     with pytest.raises(ValueError, match="id 20 is outside its table"):
         trainer.fit()
+    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 @pytest.mark.parametrize(
