@@ -40,7 +40,7 @@ _DECAYING = OptimizerParams(lr=0.5, eps=0.25, l2=0.2, decoupled=0.1, max_norm=2.
 _MEANS = OptimizerParams(lr=0.5, eps=0.25, decoupled=0.1, beta1=0.5, beta2=0.9375, count=3)
 # The third state's rows had their last steps at counts 0 (never) to 8; `count` is 9.
 _COUNTER = OptimizerParams(lr=0.5, eps=0.25, decoupled=0.125, halflife=4, decay_after=2, max_rate=1.5, count=9)
-RULES = dict.fromkeys(("sgd", "adagrad", "rowwise_adagrad"), RULE)
+RULES: dict[str, StepNumbers] = dict.fromkeys(("sgd", "adagrad", "rowwise_adagrad"), RULE)
 RULES |= dict.fromkeys(("adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"), RULE._replace(numbers=_MEANS))
 RULES["decaying_rowwise_adagrad"] = RULE._replace(numbers=_DECAYING)
 RULES["rowwise_adagrad_with_counter"] = RULE._replace(numbers=_COUNTER)

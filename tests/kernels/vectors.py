@@ -23,12 +23,12 @@ from tests.kernels.compiling import compile_for_h200
 _INSTRUCTIONS = {16: "v4.b32", 8: "v2.b32", 4: "b32", 2: "b16", 1: "b8"}
 _COPY = {"counted": "*i32"} | dict.fromkeys(("source", "stride", "words", "offset"), "i64")
 _COPY |= dict.fromkeys(("targets", "peers_ready", "clock"), "*i64")
-_SHARES = dict.fromkeys(("shares", "peers_ready", "clock"), "*i64")
+_SHARES: dict[str, str] = dict.fromkeys(("shares", "peers_ready", "clock"), "*i64")
 _SHARES |= {"counted": "*i32", "scale": "fp32", "epoch": "i64"}
-_ROW_UPDATE = dict.fromkeys(("weights", "first_states", "second_states", "third_states", "gradient", "scales"), "*fp32")
-_ROW_UPDATE |= dict.fromkeys(("chunk_sums", "numbers"), "*fp32") | dict.fromkeys(
-    ("run_keys", "bounds", "clock"), "*i64"
-)
+_ROW_UPDATE: dict[str, str] = dict.fromkeys(("weights", "gradient", "scales"), "*fp32")
+_ROW_UPDATE |= dict.fromkeys(
+    ("first_states", "second_states", "third_states", "chunk_sums", "numbers"), "*fp32"
+) | dict.fromkeys(("run_keys", "bounds", "clock"), "*i64")
 _ROW_UPDATE |= dict.fromkeys(("run_starts", "gradient_at", "shared", "chunk_run", "chunk_first"), "*i32")
 _ROW_UPDATE |= dict.fromkeys(("weight_at", "first_at", "second_at", "third_at", "step", "seed"), "i64")
 _ROW_UPDATE |= {"factor": "fp32"}

@@ -97,8 +97,8 @@ def test_a_bucket_is_reduced_as_soon_as_it_is_complete(reductions: Reductions) -
     model, flat, buckets = _make(4)
     _backward(model, spare=True)
     buckets.finish()
-    for number, layer in enumerate(model.layers):
-        layer.weight.register_post_accumulate_grad_hook(lambda _, n=f"{number}": reductions.log.append(n))
+    for number, layer in enumerate(model.layers.parameters()):
+        layer.register_post_accumulate_grad_hook(lambda _, n=f"{number}": reductions.log.append(n))
     reductions.taken()
     for clear in (flat.zero, flat.drop_gradients):
         clear()

@@ -40,13 +40,13 @@ _Rows = dict[tuple[str, int], torch.Tensor]  # (table, first column) -> shard
 def small_config(place: Place, backend: Any, optimizer: Any, plan: Any = "auto", **train: Any) -> Config:
     """Return a small DLRM on synthetic data, with gelu, which is smooth and so does not amplify rounding."""
     rows, multi_hot = [2000, 2000, 1000, 1000, 500, 500, 100, 20], [4, "0..6", 1, 1, 2, 1, 1, 1]
-    lr = _LEARNING_RATE.get(optimizer, 0.01)
+    lr, train = _LEARNING_RATE.get(optimizer, 0.01), {"pipeline": "torchrec"} | train
     return Config(
         model=ModelConfig(dim=16, bottom_mlp=[64, 16], top_mlp=[64, 32, 1], activation="gelu"),
         # Ranks may have no children.
         data=DataConfig(tables=TablesConfig(rows=rows, multi_hot=multi_hot), eval_samples=4096, workers=0),
         embedding=EmbeddingConfig(backend=backend, optimizer=optimizer, plan=plan, lr=lr, wait_timeout_s=20.0),
-        train=TrainConfig(batch_size=SAMPLES, steps=_STEPS, **({"pipeline": "torchrec"} | train)),
+        train=TrainConfig(batch_size=SAMPLES, steps=_STEPS, **train),
         log=LogConfig(dir=str(place.folder)),
     )
 
