@@ -58,8 +58,8 @@ def _name_of(item: pytest.Item) -> str:
 def test_exchange(schedule: Schedule, name: str) -> None:
     if name not in schedule.checks:
         pytest.skip(_why_not(CHECKS[name], name, schedule.ranks_per_gpu) or "has passed before, by --left")
-    told = schedule.result(name).told
-    if told is None:
+    outcome = schedule.result(name).outcome
+    if outcome is None:
         pytest.skip("the time of --budget_s was not enough")
-    if told != "ok":
-        pytest.fail(told, pytrace=False)
+    if outcome != "ok":
+        pytest.fail(outcome, pytrace=False)

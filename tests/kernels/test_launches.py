@@ -59,8 +59,8 @@ class _Driver:
         offset._obj.value, size._obj.value = _LAYOUT[index.value]
         return 0
 
-    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, told: Any) -> int:  # noqa: N802
-        words = (ctypes.c_void_p * 5).from_address(told.value)
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: Any) -> int:  # noqa: N802
+        words = (ctypes.c_void_p * 5).from_address(extra.value)
         assert (words[0], words[2], words[4], parameters) == (1, 2, None, None)
         size = ctypes.c_size_t.from_address(words[3] or 0).value
         given = struct.unpack("@QQifqQQ", ctypes.string_at(words[1] or 0, size))

@@ -26,9 +26,8 @@ _COPY |= dict.fromkeys(("targets", "peers_ready", "clock"), "*i64")
 _SHARES: dict[str, str] = dict.fromkeys(("shares", "peers_ready", "clock"), "*i64")
 _SHARES |= {"counted": "*i32", "scale": "fp32", "epoch": "i64"}
 _ROW_UPDATE: dict[str, str] = dict.fromkeys(("weights", "gradient", "scales"), "*fp32")
-_ROW_UPDATE |= dict.fromkeys(
-    ("first_states", "second_states", "third_states", "chunk_sums", "numbers"), "*fp32"
-) | dict.fromkeys(("run_keys", "bounds", "clock"), "*i64")
+_ROW_UPDATE |= dict.fromkeys(("first_states", "second_states", "third_states", "chunk_sums", "numbers"), "*fp32")
+_ROW_UPDATE |= dict.fromkeys(("run_keys", "bounds", "clock"), "*i64")
 _ROW_UPDATE |= dict.fromkeys(("run_starts", "gradient_at", "shared", "chunk_run", "chunk_first"), "*i32")
 _ROW_UPDATE |= dict.fromkeys(("weight_at", "first_at", "second_at", "third_at", "step", "seed"), "i64")
 _ROW_UPDATE |= {"factor": "fp32"}

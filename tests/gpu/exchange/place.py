@@ -120,9 +120,9 @@ class Place:
             try:
                 if (check := reference()) is not None:
                     check()
-            except Exception as told:
-                told.__cause__ = error
-                return told
+            except Exception as recorded:
+                recorded.__cause__ = error
+                return recorded
         return error
 
     def report(self, error: BaseException | None) -> None:

@@ -143,19 +143,19 @@ class RankSet:
                     reports[rank] = report.error or reports.get(rank)
                 if hangs and (lost or reports.get(rank)):
                     end, hangs = time.monotonic() + _GRACE_S, False
-        missing, told = sorted([*lost, *waiting.values()]), list[str]()
+        missing, messages = sorted([*lost, *waiting.values()]), list[str]()
         if failed := [rank for rank, error in reports.items() if error]:
             error = str(reports[failed[0]]).strip()
             last = f"{error.splitlines()[-1]:.300}"
-            told.append(f"ranks {sorted(failed)} failed, rank {failed[0]} first: {last}\n{error}")
+            messages.append(f"ranks {sorted(failed)} failed, rank {failed[0]} first: {last}\n{error}")
         if missing:
             within = f" within {timeout_s:g} s" if hangs else ""
-            told.append("hangs: " * hangs + f"ranks {missing} did not report{within}")
-            told += self._what_logs_say(missing, [rank for rank in missing if rank not in lost])
+            messages.append("hangs: " * hangs + f"ranks {missing} did not report{within}")
+            messages += self._ends_of_logs(missing, [rank for rank in missing if rank not in lost])
             self.close()
-        return "\n".join(told) or "ok"
+        return "\n".join(messages) or "ok"
 
-    def _what_logs_say(self, ranks: list[int], alive: list[int]) -> list[str]:
+    def _ends_of_logs(self, ranks: list[int], alive: list[int]) -> list[str]:
         """Return the exit codes of ranks and the ends of their logs; ranks that are alive log their threads' stacks."""
         for rank, process in enumerate(self._processes):
             if rank not in alive:

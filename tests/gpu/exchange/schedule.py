@@ -21,7 +21,7 @@ _SETS_OF_PAIRS, _SETS_OF_ALL = 2, 3  # sets of ranks on each GPU at the same tim
 
 
 class Result(NamedTuple):
-    told: str | None  # ok, or the error; None if the time for all checks was over
+    outcome: str | None  # ok, or the error; None if the time for all checks was over
     seconds: float = 0.0
     lane: str = ""
 
@@ -131,8 +131,8 @@ class Schedule:
         with suppress(Empty):
             while not self._stopped:
                 name, began = lane.queue.get_nowait(), time.monotonic()
-                told = lane.ranks.run(name, self.checks[name])
-                self._results[name].set_result(Result(told, time.monotonic() - began, lane.name))
+                outcome = lane.ranks.run(name, self.checks[name])
+                self._results[name].set_result(Result(outcome, time.monotonic() - began, lane.name))
                 self._note_left()
 
     def _note_left(self) -> None:
@@ -146,12 +146,12 @@ class Schedule:
 
     def left(self) -> list[str]:
         """Return the checks that failed or have not run."""
-        return [name for name, found in self._results.items() if not found.done() or found.result().told != "ok"]
+        return [name for name, found in self._results.items() if not found.done() or found.result().outcome != "ok"]
 
     def report(self, slowest: int = 10) -> list[str]:
         """Return the lines of a report: how long the checks took, and which did not run."""
         done = {name: found.result() for name, found in self._results.items() if found.done()}
-        ran = {name: result for name, result in done.items() if result.told is not None}
+        ran = {name: result for name, result in done.items() if result.outcome is not None}
         lines = [f"{len(ran)} of {len(self.checks)} checks ran in {time.monotonic() - self._began:.0f} s"]
         for lane in dict.fromkeys(result.lane for result in ran.values()):
             times = [result.seconds for result in ran.values() if result.lane == lane]

@@ -35,10 +35,10 @@ def test_the_bytes_of_a_forward_are_the_hand_computed_ones() -> None:
 def test_the_bytes_of_a_backward_are_the_hand_computed_ones(optimizer: str, state_of_4: int, state_of_8: int) -> None:
     hbm, compulsory, link = update_bytes(_tables(), **OF_RANK_0, gradient_bytes=4, optimizer=optimizer)
     rows = 3 * 2 * (4 * 4 + state_of_4) + 1 * 2 * (8 * 4 + state_of_8)
-    told = 7 * 4 + 4 * 16
+    descriptors = 7 * 4 + 4 * 16
     sent, arrived = 2 * (4 + 8 + 4) * 4, 3 * (4 + 8) * 2
-    assert hbm == rows + told + sent + arrived + 5 * 4 * 2 + 2 * 8 * 2
-    assert compulsory == rows + told + sent + arrived + 2 * 4 * 2 + 2 * 8 * 2
+    assert hbm == rows + descriptors + sent + arrived + 5 * 4 * 2 + 2 * 8 * 2
+    assert compulsory == rows + descriptors + sent + arrived + 2 * 4 * 2 + 2 * 8 * 2
     assert link == 2 * 4 * 2
 
 

@@ -1,4 +1,4 @@
-"""The contenders of the stage's forward: who takes part in which order, and what they look up and send."""
+"""The contenders of the stage's forward: their order, and what they look up and send."""
 
 from dataclasses import replace
 from typing import Any

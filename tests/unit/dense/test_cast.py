@@ -174,35 +174,35 @@ def test_an_unused_weight_gets_a_gradient_of_zeros() -> None:
 
 def test_each_gradient_completes_once() -> None:
     model = Branches()
-    told: list[str] = []
+    completed: list[str] = []
     for name, parameter in model.flat.parameters.items():
-        hook = partial(lambda name, _: told.append(f"autograd: {name}"), name)
+        hook = partial(lambda name, _: completed.append(f"autograd: {name}"), name)
         parameter.register_post_accumulate_grad_hook(hook)
     gradients: list[torch.Tensor] = []
 
     def complete(name: str) -> None:
-        told.append(name)
+        completed.append(name)
         gradients.append(model.flat.gradients.views[name].clone())
 
     model.casts.on_complete(complete)
     for used in (("first", "second"), ("second",)):
         model.backward(*used)
-        assert sorted(told) == sorted(["autograd: scale", *used])
+        assert sorted(completed) == sorted(["autograd: scale", *used])
         assert all(gradient.any() for gradient in gradients), "they are written before they complete"
-        told.clear()
+        completed.clear()
 
 
 @pytest.mark.parametrize("arch", ["dot", "dcn"])
 def test_the_heads_gradients_are_written_before_the_bottom_mlps_are_computed(arch: str) -> None:
-    dense, told = Dense(arch, casts=True), list[str]()
+    dense, completed = Dense(arch, casts=True), list[str]()
     assert dense.casts is not None
-    dense.casts.on_complete(told.append)
+    dense.casts.on_complete(completed.append)
     dense.casts.begin()
     dense.logits(0).float().sum().backward()
-    early = list(told)
+    early = list(completed)
     assert early, "nothing was written while the backward ran"
     assert all("head" in name for name in early)
     dense.casts.finish()
-    late = told[len(early) :]
+    late = completed[len(early) :]
     assert late, "the bottom MLP's are written after the backward"
     assert all("bottom" in name for name in late)

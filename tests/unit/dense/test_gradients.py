@@ -126,13 +126,13 @@ def test_shards_are_never_reduced_and_are_updated_first(reductions: Reductions) 
 
 
 @pytest.mark.parametrize(
-    ("spare", "told"),
+    ("spare", "message"),
     [
         (True, "spare.weight got no gradient in this step, but one in the first, .* in every step"),
         (False, "spare.weight got a gradient in this step, but none in the first, "),
     ],
 )
-def test_the_parameters_that_get_gradients_must_not_change(reductions: Reductions, spare: bool, told: str) -> None:
+def test_the_parameters_that_get_gradients_must_not_change(reductions: Reductions, spare: bool, message: str) -> None:
     model, flat, buckets = _make(4)
     _backward(model, spare)
     for _ in range(2):
@@ -143,7 +143,7 @@ def test_the_parameters_that_get_gradients_must_not_change(reductions: Reduction
     _assert_gradients(flat, expected)
     flat.zero()
 
-    with pytest.raises(InputError, match=f"^dense gradients: {told}"):  # noqa: PT012
+    with pytest.raises(InputError, match=f"^dense gradients: {message}"):  # noqa: PT012
         _backward(model, not spare)
         buckets.finish()
 

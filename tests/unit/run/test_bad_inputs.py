@@ -235,15 +235,15 @@ def test_data_that_is_not_there_is_refused_before_a_rank_starts(
     command: str, path: str, tmp_path: Path, refusal: Refusal
 ) -> None:
     argv = [command, "--data.kind", "criteo_npy", "--log.dir", str(tmp_path), "--nproc", "2"]
-    told = "no such file or folder on this machine; give one"
+    message = "no such file or folder on this machine; give one"
     for options in (["--data.path", path], ["--data.path", str(tmp_path), "--data.eval_path", path]):
         line = refusal([*argv, *options])
         assert line.startswith(f"dlrm-overlap: {options[-2].removeprefix('--')}: {path}")
-        assert told in line
+        assert message in line
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "message"),
     [
         (
             ["train", "--data.kind", "criteo_npy", "--data.path", "x", "--data.dense_features", "10"],
@@ -253,5 +253,7 @@ def test_data_that_is_not_there_is_refused_before_a_rank_starts(
         (f"{COMPARE} --train.precision tf32 --train.device cpu".split(), "train.precision: tf32 needs a GPU"),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused_in_one_line(argv: list[str], told: str, refusal: Refusal) -> None:
-    assert told in refusal(argv)
+def test_keys_that_contradict_each_other_are_refused_in_one_line(
+    argv: list[str], message: str, refusal: Refusal
+) -> None:
+    assert message in refusal(argv)

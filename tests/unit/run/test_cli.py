@@ -41,10 +41,10 @@ def _python(script: str, *argv: str, env: dict[str, str] | None = None) -> subpr
 
 
 @pytest.mark.parametrize(
-    ("rank", "code", "told"),
+    ("rank", "code", "stderr"),
     [("0", 2, "dlrm-overlap: --config: nowhere.yaml: No such file"), ("1", -signal.SIGTERM, "")],
 )
-def test_a_rank_that_holds_its_report_back_can_be_ended(rank: str, code: int, told: str) -> None:
+def test_a_rank_that_holds_its_report_back_can_be_ended(rank: str, code: int, stderr: str) -> None:
     """By SIGTERM, as torchrun ends the others once rank 0 has reported; a training would save at it."""
     script = """
 import os, signal, sys, time
@@ -56,10 +56,10 @@ EndRequest().listen()
 sys.exit(cli.main(["train", "--config", "nowhere.yaml"]))
 """
     result = _python(script, env=os.environ | {"RANK": rank})
-    assert (result.returncode, result.stderr[: len(told) or None]) == (code, told)
+    assert (result.returncode, result.stderr[: len(stderr) or None]) == (code, stderr)
 
 
-# Gets a signal while the command line is imported; then trains, in place of `run_on_ranks`, until it is asked to end.
+# Gets a signal while the command line is imported; then trains, instead of `run_on_ranks`, until it is asked to end.
 LOADING = """
 import os, signal, sys, time
 from importlib.abc import MetaPathFinder
@@ -93,7 +93,7 @@ run()
 
 
 @pytest.mark.parametrize(
-    ("number", "command", "code", "told"),
+    ("number", "command", "code", "stderr"),
     [
         (signal.SIGTERM, "train", SAVED, ""),
         (signal.SIGUSR1, "train", SAVED, ""),
@@ -102,9 +102,11 @@ run()
         (signal.SIGINT, "train", 128 + signal.SIGINT, "dlrm-overlap: interrupted\n"),
     ],
 )
-def test_a_signal_while_the_command_line_is_loaded(number: int, command: str, code: int, told: str) -> None:
+def test_a_training_keeps_a_signal_that_arrives_while_it_is_loaded(
+    number: int, command: str, code: int, stderr: str
+) -> None:
     result = _python(LOADING, str(int(number)), command)
-    assert (result.returncode, result.stderr) == (code, told)
+    assert (result.returncode, result.stderr) == (code, stderr)
 
 
 def test_options_override_the_file(tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ def test_the_version_is_the_declared_one(capsys: pytest.CaptureFixture[str], mon
 
 
 @pytest.mark.parametrize(
-    ("gpus", "device", "nproc", "told"),
+    ("gpus", "device", "nproc", "stderr"),
     [
         (0, "auto", 2, "2 processes on the CPU"),
         (1, "auto", 1, "1 process, one per GPU"),
@@ -159,7 +161,7 @@ def test_the_version_is_the_declared_one(capsys: pytest.CaptureFixture[str], mon
     ],
 )
 def test_nproc_auto_is_a_process_per_gpu_or_two_on_the_cpu(
-    gpus: int, device: str, nproc: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+    gpus: int, device: str, nproc: int, stderr: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
     spawn = Mock(return_value=0)
     monkeypatch.setattr("dlrm_overlap.train.ranks.spawn", spawn)
@@ -167,7 +169,7 @@ def test_nproc_auto_is_a_process_per_gpu_or_two_on_the_cpu(
     options = ["--config", "configs/quickstart.yaml", "--train.device", device, "--log.dir", str(tmp_path)]
     assert main(["train", "--nproc", "auto", *options]) == 0
     spawn.assert_called_once_with(["train", *options], nproc)
-    assert capsys.readouterr().err == f"--nproc auto: {told}\n"
+    assert capsys.readouterr().err == f"--nproc auto: {stderr}\n"
 
 
 @pytest.mark.parametrize(

@@ -317,8 +317,8 @@ def test_the_greatest_and_the_least_numbers_train_or_end_the_run_by_name(
             assert (key, value) not in (("train.lr", "1e37"), ("embedding.lr", "1e37"))
         except NotFiniteError as error:
             assert value == "1e37"
-            told = str(error)
-            assert f"{key} 1e+37" in told or key.endswith("eps"), told
+            message = str(error)
+            assert f"{key} 1e+37" in message or key.endswith("eps"), message
 
 
 def test_weights_that_the_last_step_broke_are_not_saved(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_a_run_resumes_with_other_samples_only_if_asked(tmp_path: Path, caplog: 
 
 
 class _Exchange:
-    """An exchange, a kernel of which may have recorded an id outside its table."""
+    """An exchange; `recorded` says whether a kernel recorded an id outside its table."""
 
     recorded = False
 

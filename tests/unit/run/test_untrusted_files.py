@@ -77,7 +77,7 @@ def test_members_of_an_archive_execute_nothing(tmp_path: Path, mark: Path) -> No
     with pytest.raises(InputError, match=r"day_0_sparse_multi_hot\.npz"):
         Criteo(tmp_path, TablesConfig(rows=50), multi_hot=True)
     evil = f"{{'descr': __import__('os').mkdir('{mark}'), 'fortran_order': False, 'shape': (20, 1)}}"
-    for header in (evil, evil[:-20]):  # an expression in place of a literal, whole and cut
+    for header in (evil, evil[:-20]):  # an expression instead of a literal, whole and truncated
         with zipfile.ZipFile(tmp_path / "day_0_sparse_multi_hot.npz", "w") as archive:
             for t in range(26):
                 size = (len(header) + 1).to_bytes(2, "little")

@@ -15,7 +15,7 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_all_near, assert_same
 from tests.gpu.exchange.checks.backward import Training, tables_of_all_kinds, uneven_batches
-from tests.gpu.exchange.checks.faults import CULPRIT, GOOD_STEPS, TIMEOUT_S, flag_told_of
+from tests.gpu.exchange.checks.faults import CULPRIT, GOOD_STEPS, TIMEOUT_S, flag_error
 from tests.gpu.exchange.checks.stress import dawdle
 from tests.gpu.exchange.checks.windows import used_bytes
 from tests.gpu.exchange.place import Check, Place, every
@@ -223,8 +223,8 @@ def _check_silent_peer(place: Place, parts_sent: int) -> None:
             with _first_parts_alone(place, exchange, parts_sent), contextlib.suppress(RuntimeError):
                 output.sum().backward()
                 place.synchronize()  # it waits for its own other parts, too
-    flag, told = flag_told_of(place, exchange.check, "part", lambda: output.sum().backward())
-    assert flag == [place.rank, parts_sent, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS], told
+    flag, message = flag_error(place, exchange.check, "part", lambda: output.sum().backward())
+    assert flag == [place.rank, parts_sent, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS], message
     place.leave()
 
 

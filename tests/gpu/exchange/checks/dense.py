@@ -13,7 +13,7 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.gradients import GradientBuckets
-from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
+from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_error
 from tests.gpu.exchange.checks.stress import capture, dawdle
 from tests.gpu.exchange.place import Place, every
 
@@ -135,8 +135,8 @@ def _check_lost_peer(place: Place, captured: bool) -> None:
     take = steps.capture() if captured else steps.take
     steps.step(take)
     place.meet()
-    flag, told = flag_told_of(place, steps.buckets.check, "dense gradients' flag", take, 3 * TIMEOUT_S)
-    assert flag == [place.rank, 0, CULPRIT, 5, 4], told
+    flag, message = flag_error(place, steps.buckets.check, "dense gradients' flag", take, 3 * TIMEOUT_S)
+    assert flag == [place.rank, 0, CULPRIT, 5, 4], message
     place.leave()
 
 

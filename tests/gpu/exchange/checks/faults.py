@@ -48,10 +48,10 @@ def _check_fatal(place: Place, backend: str) -> None:
             place.synchronize()  # so that the kernel has recorded it when the next step begins
             exchange.start(stage.inputs(batch), batch.sizes)
     except ValueError as error:
-        told = str(error)
+        message = str(error)
     else:
         raise AssertionError("ids outside their table are not reported")
-    assert re.search(rf"{name}: .* outside its table of 50 rows", told), told
+    assert re.search(rf"{name}: .* outside its table of 50 rows", message), message
     place.close(exchange)
 
 
@@ -92,14 +92,14 @@ def _check_lost_peer(
         if wait_s != TIMEOUT_S:
             exchange.close()
     stalls_s = 0.0 if dies else 2.5 * TIMEOUT_S
-    flag, told = flag_told_of(place, exchange.check, what, lambda: _step(stage, exchange, batch, train), stalls_s)
+    flag, message = flag_error(place, exchange.check, what, lambda: _step(stage, exchange, batch, train), stalls_s)
     rank, slot, peer, expected, seen = flag
-    assert (rank, peer, expected, seen) == (place.rank, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS), told
-    assert slot < -(-_SAMPLES // exchange.options.slice_bags), told
+    assert (rank, peer, expected, seen) == (place.rank, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS), message
+    assert slot < -(-_SAMPLES // exchange.options.slice_bags), message
     place.leave()
 
 
-def flag_told_of(
+def flag_error(
     place: Place, check: Callable[[], None], what: str, work: Callable[[], object], stalls_s: float = 0.0
 ) -> tuple[list[int], str]:
     """Return the numbers and the text of the error of a wait in `work` that expires.
@@ -117,33 +117,33 @@ def flag_told_of(
     if place.rank == CULPRIT:
         time.sleep(stalls_s)
         place.leave()
-    told = told_in_time(place, check, work)
+    message = expired_error(place, check, work)
     wait = rf"rank (\d+) waited {TIMEOUT_S:g} s for {what} (\d+) of rank (\d+)"
-    match = re.match(rf"{wait}: expected epoch (\d+), seen (\d+);", told)
-    assert match, told
-    return list(map(int, match.groups())), told
+    match = re.match(rf"{wait}: expected epoch (\d+), seen (\d+);", message)
+    assert match, message
+    return list(map(int, match.groups())), message
 
 
-def told_in_time(place: Place, check: Callable[[], None], work: Callable[[], object]) -> str:
+def expired_error(place: Place, check: Callable[[], None], work: Callable[[], object]) -> str:
     """Return the error of a wait in `work` that expires, and check the time that it took."""
     began = time.monotonic()
-    late = threading.Timer(3 * TIMEOUT_S, _log_what_is_recorded, [check])  # in case the GPU hangs
+    late = threading.Timer(3 * TIMEOUT_S, _log_recorded, [check])  # in case the GPU hangs
     late.start()
     try:
         work()
         place.synchronize()
     except RuntimeError as error:
-        told = _what_is_told(check, error)
+        message = _recorded_error(check, error)
     else:
         raise AssertionError("no wait expired")
     finally:
         late.cancel()
     elapsed = time.monotonic() - began
-    assert 0.9 * TIMEOUT_S < elapsed < 3 * TIMEOUT_S, f"told after {elapsed:.1f} s: {told}"
-    return str(told)
+    assert 0.9 * TIMEOUT_S < elapsed < 3 * TIMEOUT_S, f"reported after {elapsed:.1f} s: {message}"
+    return str(message)
 
 
-def _log_what_is_recorded(check: Callable[[], None]) -> None:
+def _log_recorded(check: Callable[[], None]) -> None:
     """Write the errors that kernels recorded to the rank's log; works also if the GPU hangs."""
     try:
         check()
@@ -159,14 +159,14 @@ def _step(stage: Stage, exchange: Exchange, batch: Batch, train: bool) -> None:
             output.sum().backward()
 
 
-def _what_is_told(check: Callable[[], None], error: RuntimeError) -> ExchangeTimeoutError:
+def _recorded_error(check: Callable[[], None], error: RuntimeError) -> ExchangeTimeoutError:
     """Return the error that the user sees: the recorded one instead of the GPU's, as in `Trainer.step`."""
     if isinstance(error, ExchangeTimeoutError):
         return error
     try:
         check()
-    except ExchangeTimeoutError as told:
-        return told
+    except ExchangeTimeoutError as recorded:
+        return recorded
     raise AssertionError("nothing is recorded") from error
 
 

@@ -8,7 +8,7 @@ from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_s
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from tests.agreement import assert_same
 from tests.distributed.products import Case, check_operators
-from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
+from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_error
 from tests.gpu.exchange.checks.stress import capture, take_late
 from tests.gpu.exchange.place import Place, every
 
@@ -79,7 +79,7 @@ class _Steps:
         self.kept_weight = self.weights[0].clone().requires_grad_()
         self.expected = [self._gather("serial", self.shard), self._scatter("copies", self.rows)]
         self.expected.append(self._gradient("serial", self.shard))
-        self.factor, self.beside = halves(1024, 1024), torch.cuda.Stream(device)
+        self.factor, self.other = halves(1024, 1024), torch.cuda.Stream(device)
 
     def _gather(self, way: str, x: torch.Tensor) -> torch.Tensor:
         return all_gather_matmul(x, self.weights[0], None, "relu", products=self.products, way=way)
@@ -101,8 +101,8 @@ class _Steps:
         self.number.copy_((self.number + 1) % 4)
         scale = torch.exp2(self.number)
         for way in _CALLS:
-            self.beside.wait_stream(current)
-            with torch.cuda.stream(self.beside):
+            self.other.wait_stream(current)
+            with torch.cuda.stream(self.other):
                 torch.mm(self.factor, self.factor)
             calls, sources = (self._gather, self._scatter, self._gradient), (self.shard, self.rows, self.shard)
             inputs = (self.inputs[0], self.inputs[1], self.inputs[0])
@@ -115,7 +115,7 @@ class _Steps:
                 error = (out.float() - expected.float() * scale).abs()
                 # Some ways sum in another order; stale numbers, of around 20, are off by half.
                 self.bad += (~(error <= 0.5 * scale + 0.05 * expected.float().abs() * scale)).sum()
-            current.wait_stream(self.beside)
+            current.wait_stream(self.other)
 
     def check(self, what: str) -> None:
         self.place.synchronize()
@@ -195,8 +195,8 @@ def _check_lost_peer(place: Place, operator: str, how: str, way: str) -> None:
         call()
     replay = capture(place, call) if how == "captured" else call
     place.meet()
-    flag, told = flag_told_of(place, products.check, "product's part", replay)
-    assert flag[:3] == [place.rank, 0, CULPRIT], told
+    flag, message = flag_error(place, products.check, "product's part", replay)
+    assert flag[:3] == [place.rank, 0, CULPRIT], message
     place.leave()
 
 

@@ -25,7 +25,7 @@ from dlrm_overlap.train.model import DLRM
 from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near
 from tests.distributed.foreign import PROGRAMS, compare
-from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, told_in_time
+from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, expired_error
 from tests.gpu.exchange.checks.training import (
     SAMPLES,
     assert_agree,
@@ -203,7 +203,7 @@ def _outside(batch: Batch) -> Batch:
     return Batch.from_tensors(batch.dense, batch.sparse.lengths(), values, batch.labels)
 
 
-def _train_until_told(place: Place, trainer: Trainer, step: int, spoil: Callable[[Batch], Batch]) -> str:
+def _train_until_error(place: Place, trainer: Trainer, step: int, spoil: Callable[[Batch], Batch]) -> str:
     batches = _spoiled(place, trainer, step, spoil)
     try:
         for _ in range(step + 5):
@@ -215,8 +215,8 @@ def _train_until_told(place: Place, trainer: Trainer, step: int, spoil: Callable
         try:
             for exchange in exchanges(trainer.model):
                 exchange.check()
-        except (ValueError, RuntimeError) as told:
-            return str(told)
+        except (ValueError, RuntimeError) as recorded:
+            return str(recorded)
         return str(error)
     return "nothing"
 
@@ -225,10 +225,10 @@ def _check_overflow(place: Place, known: bool) -> None:
     """Every rank names the rank whose ids were not counted, or have changed since."""
     config = graph_config(place, "pgas", "sgd", known)
     with patch.multiple(CapacityTracker, is_within=lambda *_: True, are_captured=lambda *_: True):
-        told = _train_until_told(place, make_trainer(place, config), 12, _too_many)
+        message = _train_until_error(place, make_trainer(place, config), 12, _too_many)
     culprit = CULPRIT % place.world_size
-    assert told.startswith(f"the batch of rank {culprit} has "), told
-    assert "correct the bound" in told, told
+    assert message.startswith(f"the batch of rank {culprit} has "), message
+    assert "correct the bound" in message, message
     place.leave()
 
 
@@ -239,12 +239,12 @@ def _check_bad_id(place: Place) -> None:
     trainer = make_trainer(place, config)
     (exchange,) = exchanges(trainer.model)
     owners = {shard.owner for owned in exchange.layout.by_owner for shard in owned if shard.feature_name == "t_00"}
-    told = _train_until_told(place, trainer, 12, _outside)
+    message = _train_until_error(place, trainer, 12, _outside)
     if place.rank in owners:
-        assert "id 1000000000 is outside its table" in told, told
-        assert f"in the batch of rank {CULPRIT % place.world_size}" in told, told
+        assert "id 1000000000 is outside its table" in message, message
+        assert f"in the batch of rank {CULPRIT % place.world_size}" in message, message
     else:
-        assert "outside" not in told, told
+        assert "outside" not in message, message
     place.leave()
 
 
@@ -265,8 +265,8 @@ def _check_stalled_peer(place: Place) -> None:
         for _ in range(5):
             trainer.step(batches)
 
-    told = told_in_time(place, trainer.check, steps)
-    assert f"of rank {CULPRIT}: expected epoch" in told, told
+    message = expired_error(place, trainer.check, steps)
+    assert f"of rank {CULPRIT}: expected epoch" in message, message
     place.leave()
 
 

@@ -170,12 +170,12 @@ def _check_closed(place: Place) -> None:
     place.meet()
     for exchange in exchanges(trainer.model):
         exchange.close()
-    told = ""
+    message = ""
     try:
         train_steps(place, trainer, 12, 13)
     except InputError as error:
-        told = str(error)
-    assert ("were moved or given back since" in told) == place.on_gpu, told or "a graph was launched"
+        message = str(error)
+    assert ("were moved or given back since" in message) == place.on_gpu, message or "a graph was launched"
     place.close(trainer)
 
 

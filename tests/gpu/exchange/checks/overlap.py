@@ -77,8 +77,8 @@ def _check_overlaps(place: Place) -> None:
     dense = _dense(work, exchange.begin)
     dense_us, exchange_us = length(dense), length([exchange])
     overlap_us = dense_us + exchange_us - length([*dense, exchange])
-    told = f"{overlap_us:.0f} us of {dense_us:.0f} us of dense kernels within {exchange_us:.0f} us of the exchange"
-    assert overlap_us >= _LEAST_OVERLAP * min(dense_us, exchange_us) > 0, told
+    message = f"{overlap_us:.0f} us of {dense_us:.0f} us of dense kernels within {exchange_us:.0f} us of the exchange"
+    assert overlap_us >= _LEAST_OVERLAP * min(dense_us, exchange_us) > 0, message
 
 
 def _check_yields(place: Place) -> None:
@@ -90,8 +90,8 @@ def _check_yields(place: Place) -> None:
     dense_end = max((span.end for span in _dense(work, begin)), default=begin)
     assert dense_end < end, f"the dense part ends {dense_end - end:.0f} us after an update of {end - begin:.0f} us"
     wait = max(_spans(work, "AllReduce")).begin - dense_end
-    told = f"the all-reduce waits {wait:.0f} us, where {end - dense_end:.0f} us of an update are left"
-    assert wait <= max(_LONGEST_WAIT * (end - dense_end), _LAUNCH_US), told
+    message = f"the all-reduce waits {wait:.0f} us, where {end - dense_end:.0f} us of an update are left"
+    assert wait <= max(_LONGEST_WAIT * (end - dense_end), _LAUNCH_US), message
 
 
 CHECKS = every("update_overlaps", _check_overlaps, gpu_only=True) | every("update_yields", _check_yields, gpu_only=True)

@@ -83,13 +83,13 @@ def _check_capture(place: Place, backend: str) -> None:
     exchange, inputs = stage.exchange(ExchangeOptions(backend)), stage.inputs(batch)
     exchange.start(inputs, batch.sizes).wait()
     place.meet()
-    told = ""
+    message = ""
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             exchange.start(inputs, batch.sizes)
     except RuntimeError as error:
-        told = str(error)
-    assert "within a CUDA graph's capture" in told, told
+        message = str(error)
+    assert "within a CUDA graph's capture" in message, message
     assert_same(exchange.start(inputs, batch.sizes).wait(), pool_exactly(batch, everyones, place.rank), "after it")
     place.close(exchange)
 
