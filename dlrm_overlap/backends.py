@@ -11,14 +11,15 @@ _PACKAGE = "dlrm_overlap.embedding.backends"
 
 
 class Implementation(NamedTuple):
-    """Where the class of a forward or of a backward is, MODULE:CLASS in `embedding/backends`, by type of device."""
+    """Where the class of a forward or of a backward is: MODULE:CLASS in `embedding/backends`."""
 
-    cpu: str
-    cuda: str
+    name: str
+    cpu: str | None = None
+    """another class for CPUs"""
 
     def load(self, device_type: str) -> Any:
         """Import and return the class for `device_type`, cpu or cuda."""
-        module, _, name = getattr(self, device_type).partition(":")
+        module, _, name = (self.cpu if self.cpu and device_type == "cpu" else self.name).partition(":")
         return getattr(import_module(f"{_PACKAGE}.{module}"), name)
 
 
@@ -36,41 +37,30 @@ class Backend(NamedTuple):
     Between nodes it sends messages"""
     has_slices: bool = False
     """its kernel is persistent: `embedding.put`, `slice_bags` and `programs_per_sm` have an effect"""
-    forward_across: Implementation | None = None
-    """the forward where ranks are on several nodes; None takes the same, as a collective reaches all ranks"""
 
 
 BACKENDS = {
     "torchrec": Backend("FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU)", None, None),
-    "nccl": Backend(
-        "our lookup, then the same",
-        Implementation(cpu="collective:CpuCollectiveForward", cuda="collective:CollectiveForward"),
-        "collective",
-    ),
+    "nccl": Backend("our lookup, then the same", Implementation("collective:CollectiveForward"), "collective"),
     "pgas": Backend(
         "pooled rows stored straight into the peers' memory",
-        Implementation(cpu="cpu:CpuZeroCopyForward", cuda="pgas:ZeroCopyForward"),
+        Implementation("pgas:ZeroCopyForward"),
         "push",
         stores_to_peers=True,
-        forward_across=Implementation(cpu="internode:CpuZeroCopyAcross", cuda="internode:ZeroCopyAcross"),
     ),
     "fused": Backend(
         "one persistent kernel that stores pooled rows in place, or puts slices as they are done",
-        Implementation(cpu="cpu:CpuZeroCopyForward", cuda="fused:SlicedForward"),
+        Implementation("fused:SlicedForward", cpu="pgas:ZeroCopyForward"),
         "push",
         stores_to_peers=True,
         has_slices=True,
-        forward_across=Implementation(cpu="internode:CpuZeroCopyAcross", cuda="internode:SlicedAcross"),
     ),
 }
 
 BACKWARDS = {
-    "collective": Implementation(cpu="collective:CollectiveBackward", cuda="collective:CollectiveBackward"),
-    "push": Implementation(cpu="cpu:CpuPush", cuda="push:Push"),
+    "collective": Implementation("collective:CollectiveBackward"),
+    "push": Implementation("push:Push", cpu="cpu:CpuPush"),
 }
-
-BACKWARDS_ACROSS = BACKWARDS | {"push": Implementation(cpu="internode:CpuPushAcross", cuda="internode:PushAcross")}
-"""The backwards where ranks are on several nodes."""
 
 EXCHANGED = tuple(name for name, backend in BACKENDS.items() if backend.forward is not None)
 """The backends whose exchange is ours: what the sharder takes."""

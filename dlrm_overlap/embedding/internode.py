@@ -66,7 +66,7 @@ class Messages(NamedTuple):
     received: Sequence[Message]
 
 
-class Crossing:
+class InternodeLayout:
     """The messages between nodes on one rank, for any batch."""
 
     def __init__(self, layout: Layout, reach: Reach, wire_dtype: torch.dtype, with_sums: bool = True) -> None:

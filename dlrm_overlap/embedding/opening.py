@@ -2,21 +2,23 @@
 
 import logging
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.backends import BACKENDS, BACKWARDS, BACKWARDS_ACROSS
+from dlrm_overlap.backends import BACKENDS, BACKWARDS
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.comm.network import start_puts
 from dlrm_overlap.comm.reach import Reach, find_reach
 from dlrm_overlap.embedding.backends.base import Backward, Forward
+from dlrm_overlap.embedding.backends.cpu import CpuLookup, CpuSignals
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, IdExchange
 from dlrm_overlap.embedding.backends.local import CpuLocalLookup, DeviceLocalLookup, LocalLookup
-from dlrm_overlap.embedding.internode import Crossing, arrival_regions
+from dlrm_overlap.embedding.backends.lookup import DeviceLookup, Platform
+from dlrm_overlap.embedding.internode import InternodeLayout, arrival_regions
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
-from dlrm_overlap.embedding.windows import WindowPair
+from dlrm_overlap.embedding.windows import DeviceSignals, WindowPair
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -46,11 +48,11 @@ def reach_of(options: ExchangeOptions, group: dist.ProcessGroup, device: torch.d
 class ExchangeParts(NamedTuple):
     """An open exchange."""
 
-    forward: Forward
-    backward: Backward
+    forward: Forward[Any]
+    backward: Backward[Any]
     ids: IdExchange | None
     """brings ids to the owners of their rows, where that is not left to TorchRec"""
-    local: LocalLookup | None
+    local: LocalLookup[Any] | None
     """looks up the tables that every rank holds, where that is not left to TorchRec"""
     arena: Arena | None
     """memory of every rank's windows and flags; None where no part has windows"""
@@ -62,6 +64,10 @@ class ExchangeParts(NamedTuple):
                 part.close()
 
 
+ON_GPU = Platform(DeviceLookup, DeviceSignals, adds_sums=True)
+ON_CPU = Platform(CpuLookup, CpuSignals, adds_sums=False)
+
+
 def build_exchange(context: ExchangeContext) -> ExchangeParts:
     """Make the parts that the options name, and their windows; a collective.
 
@@ -69,12 +75,16 @@ def build_exchange(context: ExchangeContext) -> ExchangeParts:
         InputError: if there is no room for the windows, or the ranks do not reach each other's memory.
     """
     options, group, device = context.options, context.group, context.device
+    on_gpu = device.type == "cuda"
     reach = context.reach or reach_of(options, group, device)
-    context = replace(context, reach=reach)
-    backend = BACKENDS[options.backend]
-    forward = backend.forward if reach.whole else backend.forward_across or backend.forward
+    platform, internode = ON_GPU if on_gpu else ON_CPU, None
+    if not reach.whole:
+        internode = InternodeLayout(context.layout, reach, options.wire_dtype, platform.adds_sums)
+    context = replace(context, reach=reach, internode=internode)
+
+    # The memory: windows of every part in one arena.
+    forward, backward = BACKENDS[options.backend].forward, BACKWARDS[options.resolved_backward]
     assert forward is not None, f"backend {options.backend} has no exchange of ours"
-    backward = (BACKWARDS if reach.whole else BACKWARDS_ACROSS)[options.resolved_backward]
     make_forward, make_backward = forward.load(device.type), backward.load(device.type)
     specs = [make_forward.window_spec(context), make_backward.window_spec(context)]
     specs.append(context.ids.windows if context.ids is not None else None)
@@ -83,8 +93,7 @@ def build_exchange(context: ExchangeContext) -> ExchangeParts:
         regions |= spec.regions(group.size()) if spec else {}
     if context.ids is not None:
         regions |= arrival_regions(context.ids.windows, reach)
-    crossing = Crossing(context.layout, reach, options.wire_dtype, make_forward.with_sums)
-    if sums := crossing.sum_windows(context.samples_per_rank):
+    if internode is not None and (sums := internode.sum_windows(context.samples_per_rank)):
         regions |= sums.regions(group.size())
     arena = open_arena(regions, group, device, reach) if regions else None
     counters = context.counters.forward, context.counters.backward, context.counters.ids
@@ -92,13 +101,15 @@ def build_exchange(context: ExchangeContext) -> ExchangeParts:
         WindowPair(spec, arena, counter) if spec and arena else None
         for spec, counter in zip(specs, counters, strict=True)
     )
-    on_gpu = device.type == "cuda"
+
+    # The parts.
     id_exchange: IdExchange | None = None
     if context.ids is not None:
         assert ids is not None
         id_exchange = (IdExchange if on_gpu else CpuIdExchange)(context, context.ids, ids)
-    local: LocalLookup | None = None
+    local: LocalLookup[Any] | None = None
     if context.layout.replicated:
         assert outputs is not None
         local = (DeviceLocalLookup if on_gpu else CpuLocalLookup)(context, outputs)
-    return ExchangeParts(make_forward(context, outputs), make_backward(context, gradients), id_exchange, local, arena)
+    made = make_forward(context, outputs, platform), make_backward(context, gradients)
+    return ExchangeParts(*made, id_exchange, local, arena)

@@ -12,6 +12,7 @@ from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.id_layout import IdLayout
+from dlrm_overlap.embedding.internode import InternodeLayout
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.steps import BatchSizes
@@ -104,6 +105,8 @@ class ExchangeContext:
     """the tables that every rank holds, if this exchange looks them up; None leaves them to TorchRec"""
     reach: Reach | None = None
     """which ranks are reached by stores; None has `build_exchange` find out"""
+    internode: InternodeLayout | None = None
+    """the messages between nodes; None where all ranks reach each other. `build_exchange` sets it"""
 
     def leaves_out(self, shard: FeatureShard) -> bool:
         """Return whether a shard's empty bags are not sent, which the samples' ranks know by the ids they published.

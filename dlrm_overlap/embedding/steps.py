@@ -12,6 +12,7 @@ from torch.cuda import is_current_stream_capturing, is_initialized
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.kernels.arguments import OptimizerParams
+from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
 
 _LAZY = 3  # FBGEMM's CounterWeightDecayMode.ADAGRADW
 
@@ -78,45 +79,34 @@ class UpdateRule(NamedTuple):
         )
 
 
-class Step:
-    """One pass through the embedding stage: the values that its forward and its backward hand on."""
+class Step(NamedTuple):
+    """One pass through the embedding stage, as its forward and its backward are given it."""
 
-    work: Any = None
-    """the collective under way"""
-    received: torch.Tensor | None = None
-    """the tensor that the collective fills"""
-    set_aside: torch.Tensor | None = None
-    """a copy of the pooled embeddings, if the next step began before they were asked for"""
-    set_aside_event: Any = None
-    """on GPUs: the event after which that copy may be read"""
-    ids_ready: Any = None
-    """on GPUs: the event after which the backward may read the ids"""
-    number: int = 0
-    """number of the step among those that have a backward, counted from the run's first"""
-    rules: Sequence[UpdateRule] = ()
-    """how each of this rank's fused lookups updates its rows, as it was at the forward"""
-    runs: Sequence[Any] = ()
-    """the ids of each input, sorted and cut into chunks for the update of their rows"""
-    gradient: torch.Tensor | None = None
-    """gradient of the pooled embeddings, from when it is there until the rows are updated"""
-    sent: bool = False
-    """whether the gradient is on its way to the owners of the rows"""
+    inputs: Sequence[KeyedJaggedTensor]
+    """the ids of this rank's tables, one tensor an input of the layout, each with B bags a feature"""
+    batch: BatchSizes
     replicated: KeyedJaggedTensor | None = None
-    """of this rank's samples, the ids of tables that every rank holds, where this exchange looks those up"""
+    """the ids of this rank's samples of the tables that every rank holds, if this exchange looks those up"""
     own_offsets: torch.Tensor | None = None
-    """[published * b + 1] int32: of this rank's samples, the offsets of the bags of all features and shares, see
-    `IdLayout.published`, where this exchange sends the ids and tables are cut by rows, or bags are slots; the empty
-    ones of such shards have not arrived, and get no gradient"""
-    trains_weights: bool = False
-    """whether weights of some of this rank's ids require a gradient"""
-    weights_gradients: Sequence[torch.Tensor] = ()
-    """their gradients [n] float32, input by input"""
-    own_looked_up: Any = None
-    """on GPUs: the event after which the backward may read the ids of those tables"""
+    """[published * b + 1] int32: offsets of the bags of this rank's samples, of all features and shares as
+    `IdLayout.published` numbers them. Empty bags of row shards and empty slots do not arrive, and get no gradient. None
+    if TorchRec sends the ids, or if no table is cut by rows and no bag is a slot"""
 
-    def __init__(self, inputs: Sequence[KeyedJaggedTensor], batch: BatchSizes) -> None:
-        """Take the ids of this rank's tables, one tensor an input, each with B bags a feature."""
-        self.inputs, self.batch = inputs, batch
+
+class PendingBackward(NamedTuple):
+    """The backward that a step will have, as `Backward.note_forward` has noted it right after the forward's start."""
+
+    step: Step
+    number: int
+    """number of the step among those that have a backward, from 0"""
+    rules: Sequence[UpdateRule]
+    """how each fused lookup of this rank updates its rows, as of the forward"""
+    trains_weights: bool = False
+    """whether weights of some ids in `step.inputs` require a gradient"""
+    ids_ready: torch.Event | None = None
+    """on GPUs, the event after which the backward may read the ids"""
+    runs: Sequence[PreparedRuns | None] | None = None
+    """on GPUs, if `Backward.prepare` has been called: for each input, its ids sorted and cut into chunks"""
 
 
 def weights_of(ids: KeyedJaggedTensor) -> torch.Tensor | None:

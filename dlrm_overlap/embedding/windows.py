@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -115,24 +116,44 @@ class WindowPair:
 
 
 def one_flag_each(ranks: range, world_size: int) -> torch.Tensor:
-    """Return [W] int32 that has one awaited flag of each of `ranks`, and none of the others."""
+    """Return [W] int32, the number of flags to wait for from each rank: 1 from each of `ranks`, 0 from the others."""
     return torch.tensor([int(rank in ranks) for rank in range(world_size)], dtype=torch.int32, device="cpu")
 
 
-class PairFlags:
-    """The flags of a pair on the device: raised at the ranks reached, and awaited of all, in the current epoch."""
+class Signals(ABC):
+    """Sets flags of a pair at the ranks reached, and waits for this rank's own, in the current epoch."""
 
+    @abstractmethod
     def __init__(
-        self, pair: WindowPair, counts: torch.Tensor, timeout_s: float, status: torch.Tensor, unit: str = "slice"
-    ) -> None:
+        self, pair: WindowPair, counts: torch.Tensor, timeout_s: float,
+        status: torch.Tensor | None = None, unit: str = "slice",
+    ) -> None:  # fmt: skip
         """Take the flags.
 
         Args:
-            counts: [W] int32, how many flags this rank awaits of each rank.
-            timeout_s: bound of a wait.
-            status: [1 + kinds] int64 on the device, where a wait that expires is recorded: `Record.status`.
-            unit: for which a flag stands, where an expired wait is raised at once.
+            counts: [W] int32, how many flags to wait for from each rank.
+            timeout_s: limit of a wait.
+            status: on GPUs, `DeviceErrorRecord.status`, to which a kernel writes that a wait has expired.
+            unit: on CPUs, what a flag stands for, for the error of a wait that has expired.
         """
+
+    @abstractmethod
+    def signal(self, source: int | None = None) -> None:
+        """Set the first flag of this rank, or of `source`, a rank of another node, at all ranks reached."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for the flags."""
+
+
+class DeviceSignals(Signals):
+    """Signals by kernels on the current stream."""
+
+    def __init__(
+        self, pair: WindowPair, counts: torch.Tensor, timeout_s: float,
+        status: torch.Tensor | None = None, unit: str = "slice",
+    ) -> None:  # fmt: skip
+        assert status is not None
         arena, self._pair = pair.arena, pair
         self.flags = Flags(
             addresses=arena.addresses(pair.flags),
@@ -142,29 +163,29 @@ class PairFlags:
             timeout=int(timeout_s * 1e9),
             status=status,
         )
-        self._raising, self._awaiting = prepare_signals(self.flags, arena.rank, 0), prepare_wait(self.flags, arena.rank)
+        self._signal, self._wait = prepare_signals(self.flags, arena.rank, 0), prepare_wait(self.flags, arena.rank)
 
-    def raise_at_all(self, source: int | None = None) -> None:
-        """Raise the first flag of this rank, or of `source`, of another node, as that one would."""
+    def signal(self, source: int | None = None) -> None:
+        """Launch the kernel that sets them."""
         if source is None:
-            self._raising(self._pair.counter.argument)
+            self._signal(self._pair.counter.argument)
         else:
             signal_flags(self.flags, source, 0, self._pair.counter.argument)
 
     def wait(self) -> None:
-        """Wait for the flags."""
-        self._awaiting(self._pair.counter.argument)
+        """Launch the kernel that waits."""
+        self._wait(self._pair.counter.argument)
 
 
-def skip_epoch(pair: WindowPair, kind: type[PairFlags], timeout_s: float, status: Any) -> None:
-    """Take an epoch of a pair in which nothing is stored: raise a flag at each rank reached, and await one of each.
+def skip_epoch(pair: WindowPair, kind: type[Signals], timeout_s: float, status: torch.Tensor | None = None) -> None:
+    """Take an epoch of a pair in which nothing is stored: signal each rank reached, and wait for each.
 
-    Only ranks of this node store into its windows, so those of other nodes need not be awaited.
+    Only ranks of this node store into its windows, so it need not wait for those of other nodes.
     """
-    flags = kind(pair, one_flag_each(pair.arena.reached, pair.arena.world_size), timeout_s, status)
+    signals = kind(pair, one_flag_each(pair.arena.reached, pair.arena.world_size), timeout_s, status)
     pair.begin()
-    flags.raise_at_all()
-    flags.wait()
+    signals.signal()
+    signals.wait()
 
 
 def flags_among(flags: Flags, reached: range) -> Flags:

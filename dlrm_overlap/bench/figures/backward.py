@@ -11,7 +11,6 @@ Extra columns: the optimizer, the ids of a rank, and `prepare_ms` of that part.
 """
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,9 +35,10 @@ from dlrm_overlap.bench.harness.workload import (
 )
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.config import Config
+from dlrm_overlap.embedding.backends.base import WindowState
 from dlrm_overlap.embedding.opening import build_exchange
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
-from dlrm_overlap.embedding.steps import BatchSizes, Step
+from dlrm_overlap.embedding.steps import BatchSizes, PendingBackward, Step
 from dlrm_overlap.train.ranks import Ranks
 
 _SHOWN = (
@@ -80,25 +80,20 @@ class Update(Contender):
         self._halves = build_exchange(ExchangeContext(*about, most, counters))
         self._prepared = {} if exposed else {id(batch): self._begun(batch, prepared=True) for batch in batches}
 
-    def _begun(self, batch: GradientBatch, prepared: bool = False) -> Step:
-        step = Step(list(batch.ids.inputs), self._batch_sizes)
-        self._halves.backward.note_forward(step)
-        if prepared:
-            self._halves.backward.prepare(step)
-        return step
+    def _begun(self, batch: GradientBatch, prepared: bool = False) -> PendingBackward:
+        pending = self._halves.backward.note_forward(Step(list(batch.ids.inputs), self._batch_sizes))
+        return self._halves.backward.prepare(pending) if prepared else pending
 
     def step(self, batch: GradientBatch) -> None:
         """Send the batch's gradient to the owners and update the rows there."""
-        # A copy, since `finish` drops what `prepare` has made of the ids.
-        step = copy(self._prepared[id(batch)]) if self._prepared else self._begun(batch)
-        self._halves.backward.start(step, batch.gradient)
-        self._halves.backward.finish(step)
+        pending = self._prepared[id(batch)] if self._prepared else self._begun(batch)
+        self._halves.backward.finish(self._halves.backward.start(pending, batch.gradient))
 
     def prepare(self, batch: GradientBatch, *_: object) -> None:
         """Do the part of a push that needs only the ids."""
-        step = self._begun(batch, prepared=True)
+        pending = self._begun(batch, prepared=True)
         if self.workload.device.type == "cuda":
-            self._halves.backward.finish(step)  # on GPUs this only waits for the stream that prepares
+            self._halves.backward.finish(WindowState(pending, ()))  # only waits for the stream that prepares
 
     def close(self) -> None:
         """Free the windows. Every rank must have finished its steps."""

@@ -1,27 +1,33 @@
-"""The two halves of an exchange on one rank, forward and backward, that every backend has.
+"""The forward and the backward of an exchange on one rank, as every backend has them.
 
-A backend is a subclass of `Forward`, which brings pooled embeddings to the samples' ranks, and the names of the
-subclasses of `Backward` that bring gradients back to the rows. `dlrm_overlap/backends.py` lists them all.
+A backend is a subclass of `Forward`, which sends pooled embeddings to the samples' ranks, and the name of a subclass of
+`Backward`, which sends gradients back to the owners of the rows. `dlrm_overlap/backends.py` lists them all.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import gcd
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.order import CurrentStream
+from dlrm_overlap.embedding.backends.internode import GradientTransport
+from dlrm_overlap.embedding.backends.lookup import Platform
+from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard, GradientLayout
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import Step
+from dlrm_overlap.embedding.steps import PendingBackward, Step
 from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import WindowPair, WindowSpec
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import EVERY_BAG, Partials
 from dlrm_overlap.kernels.forward.add_partials import PartialTable, add_partials, partial_table
+
+State = TypeVar("State")
+"""What `start` returns for `finish`."""
 
 
 class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract methods
@@ -36,7 +42,7 @@ class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract me
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec | None:
-        """Return the windows that this half needs in every rank's arena, alike on all ranks; None needs none."""
+        """Return the windows that are needed in every rank's arena, the same on every rank; None if none are."""
         return None
 
     def skip(self) -> None:
@@ -50,17 +56,15 @@ class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract me
         """Release resources that outlive Python references."""
 
 
-class Forward(ExchangeDirection):
+class Forward(ExchangeDirection, Generic[State]):
     """The forward on one rank. `start` and `finish` take turns, the same steps on every rank."""
 
     leading = 0
     """columns in front of the pooled embeddings where they arrive"""
-    with_sums = True
-    """whether nodes add up their partial sums of other nodes' samples before these travel, see `Crossing`"""
 
-    def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
+    def __init__(self, context: ExchangeContext, windows: WindowPair | None, platform: Platform[Any]) -> None:
         super().__init__(context, windows)
-        self._ids = context.ids
+        self._ids, self._internode = context.ids, context.internode
         self._nodes = context.reach.nodes if context.reach is not None else (range(self.world_size),)
         self.bad_ids = BadIds(self.tables.bounds_checks)
         self._on_gpu = self.device.type == "cuda"
@@ -68,22 +72,21 @@ class Forward(ExchangeDirection):
         self._stream: torch.cuda.Stream | None = None
 
     @abstractmethod
-    def start(self, step: Step) -> None:
-        """Start to pool and to send."""
+    def start(self, step: Step) -> State:
+        """Start to pool and to send, and return what `finish` needs."""
 
     @abstractmethod
-    def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
-        """Return the pooled embeddings [b, D_total] of this rank's samples, of the wire's type, once all are here.
+    def finish(self, state: State, copy: bool = False) -> torch.Tensor:
+        """Return the pooled embeddings [b, D_total] of this rank's samples, of the wire's dtype, once all are here.
 
-        Their rows may lie further apart than D_total elements.
-        It is valid until the next `start`, unless `copy`.
+        Their rows may be further apart than D_total elements. They are valid until the next `start`, unless `copy`.
         """
 
     def add_partials(self, step: Step, arrived: torch.Tensor) -> None:
         """Add up the partial sums of tables that are cut by rows, in place; there are some.
 
         Args:
-            arrived: [b, leading + arrival_dim] of the wire's type, see `Layout`.
+            arrived: [b, leading + arrival_dim] of the wire's dtype, see `Layout`.
         """
         if self._on_gpu:
             add_partials(arrived, self._partial_table, step.own_offsets)
@@ -94,7 +97,7 @@ class Forward(ExchangeDirection):
     def _partials(self) -> list[Partials]:
         """The sums that this rank makes, by the columns of a row with the leading ones.
 
-        Several row shards of another node are one of the partial sums, which arrives where the first one's would.
+        If another node adds up its row shards of a table, only their sum arrives, where the first of them would.
         """
         number = self._ids.published if self._ids is not None else lambda _: 0
         found = []
@@ -102,7 +105,7 @@ class Forward(ExchangeDirection):
             arriving: list[tuple[int, int]] = []
             for node in self._nodes:
                 shards = each.on(node)
-                if self.with_sums and len(shards) > 1 and self.rank not in node:
+                if self._internode is not None and self.rank not in node and shards in self._internode.sums_on[node]:
                     arriving.append((self.leading + self.layout.column(shards[0]), EVERY_BAG))
                 else:
                     arriving += [(self.leading + self.layout.column(shard), number(shard)) for shard in shards]
@@ -131,18 +134,18 @@ class Forward(ExchangeDirection):
             self._stream = current
 
 
-class Backward(ExchangeDirection):
-    """The backward on one rank: of each step `note_forward`, `start`, then `finish`, the same on every rank.
+class Backward(ExchangeDirection, Generic[State]):
+    """The backward on one rank: `note_forward`, `start` and `finish` of each step, the same on every rank.
 
     Rows are updated in the order of the starts. A step may be started before the one before it is finished.
     """
 
     @property
     def sent_scale(self) -> float:
-        """Factor by which gradients are multiplied before they are sent, of `gradient_scale`.
+        """Factor by which gradients are multiplied before they are sent.
 
-        On a wire of 16 bits they travel as they are, and their sums are multiplied in float32 where rows are updated:
-        a product would be rounded once more, or vanish in float16.
+        It is `gradient_scale` on a float32 wire. On a wire of 16 bits it is 1, and the float32 sums are multiplied
+        where rows are updated: a product would be rounded once more, or vanish in float16.
         """
         return gradient_scale(self.world_size) if self.options.wire_dtype == torch.float32 else 1.0
 
@@ -151,28 +154,41 @@ class Backward(ExchangeDirection):
         """Factor that is left for the update of the rows."""
         return gradient_scale(self.world_size) / self.sent_scale
 
-    def note_forward(self, step: Step) -> None:
-        """Note the optimizers' numbers now, when the forward of a step that will have a backward has just started."""
-        step.rules = self.tables.rules(step.number)
+    def note_forward(
+        self, step: Step, number: int = 0, trains_weights: bool = False, ids_ready: torch.Event | None = None
+    ) -> PendingBackward:
+        """Note the optimizers' numbers when the forward of a step that will have a backward has just started.
+
+        Args:
+            number, trains_weights, ids_ready: see `PendingBackward`; without `ids_ready` ids may be read after all work
+                on the current stream.
+        """
+        rules = self.tables.rules(number)
         self.tables.count_on_device()
+        return PendingBackward(step, number, rules, trains_weights, ids_ready)
 
     def follow_rules(self, capture: bool = False) -> None:
         """Overwrite the optimizers' numbers that captured steps read, if there are such steps, or one is captured."""
 
-    def prepare(self, step: Step) -> None:
-        """Do the work that needs the step's ids alone. Optional: `start` does it where this has not been called."""
+    def prepare(self, pending: PendingBackward) -> PendingBackward:
+        """Do the work that needs only the step's ids, and return `pending` with its result; optional before `start`."""
+        return pending
 
     @abstractmethod
-    def start(self, step: Step, gradient: torch.Tensor) -> None:
+    def start(self, pending: PendingBackward, gradient: torch.Tensor) -> State:
         """Start to send the gradient [b, D_total] of this rank's samples to the owners of the rows.
 
-        The gradient is of the output's type; its rows may lie further apart than D_total elements.
-        On GPUs the update of the rows is issued here, too, beside the current stream.
+        The gradient is of the output's dtype; its rows may be further apart than D_total elements.
+        On GPUs this also issues the update of the rows, on a stream of its own. Returns what `finish` needs.
         """
 
     @abstractmethod
-    def finish(self, step: Step) -> None:
-        """Make the current stream wait until the step has updated this rank's rows."""
+    def finish(self, state: State) -> Sequence[torch.Tensor]:
+        """Make the current stream wait until the step has updated this rank's rows.
+
+        Returns:
+            For each input whose ids' weights require a gradient, that gradient [n] float32.
+        """
 
 
 def gradient_scale(world_size: int) -> float:
@@ -180,41 +196,74 @@ def gradient_scale(world_size: int) -> float:
     return 1.0 / world_size if get_gradient_division() else 1.0
 
 
-class WindowBackward(Backward):
+class GradientStore(Protocol):
+    """Stores the gradients of one rank's samples, this rank's or one of another node, at the owners reached."""
+
+    def store(
+        self, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int,
+        offsets: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Store the parts [first, end) of `scale` times the gradient [b, ..], and signal each as that rank.
+
+        Args:
+            offsets: `Step.own_offsets` of that rank, to leave out bags that have not arrived.
+        """
+
+
+class WindowState(NamedTuple):
+    """A backward under way that uses windows."""
+
+    pending: PendingBackward
+    weights_gradients: Sequence[torch.Tensor]
+    """see `Backward.finish`; not complete before that"""
+
+
+class WindowBackward(Backward[WindowState]):
     """A backward that reads gradients out of this rank's window, where the samples' ranks have stored them."""
+
+    own: GradientStore
+    """stores the gradients of this rank's samples"""
+    passed_on: Mapping[int, GradientStore]
+    """stores those of samples of other nodes, by the rank that sends them to this one"""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         self.windows = windows
         self.gradients = self._gradient_layout(context)
+        self._transport = GradientTransport(context, context.internode) if context.internode is not None else None
+
+    def _make_stores(self, context: ExchangeContext) -> None:
+        """Set `own` and `passed_on`, at the end of a subclass's constructor."""
+        self.own, self.passed_on = self._store_by(self.rank, self.layout.output_column, context.ids), {}
+        if (internode := context.internode) is not None:
+            column = internode.gradient_columns[internode.reach.here].__getitem__
+            self.passed_on = {source: self._store_by(source, column) for source in internode.reach.sources}
+
+    @abstractmethod
+    def _store_by(self, rank: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None) -> GradientStore:
+        """Return what stores the gradients of a rank's samples.
+
+        Args:
+            column: returns the column of a shard of the ranks reached, in a row of the gradient.
+            ids: if known, bags without ids of a shard are left out where `IdLayout.knows_empty_bags`.
+        """
 
     @staticmethod
     def _gradient_layout(context: ExchangeContext) -> GradientLayout:
         bag_ids = context.ids.bound.mean_bag_sizes if context.ids is not None else None
         return GradientLayout(context.layout, context.samples_per_rank, context.options.wire_dtype, bag_ids)
 
-    own: Any
-    """this rank's gradients, of `gradients_by`"""
-    gradients_by: Callable[..., Any]
-    """see `Push`"""
-    store_of: Callable[..., None]
-    """see `Push`"""
-
     def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
-        """Send the parts [first, end) of the gradient, on the current stream."""
-        self.store_of(self.own, step, gradient, self.sent_scale, first, end, step.own_offsets)
+        """Send the parts [first, end) of the gradient, on the current stream; with the first, all to other nodes."""
+        transport = self._transport if first == 0 else None
+        if transport is not None:
+            transport.send(step, gradient, self.sent_scale)
+        self.own.store(step, gradient, self.sent_scale, first, end, step.own_offsets)
+        if transport is not None:
+            for source, received in transport.receive(step):
+                self.passed_on[source].store(step, received, 1.0, 0, self.gradients.parts)
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec:
         """Return the windows of the gradients, see `GradientLayout`."""
         return cls._gradient_layout(context).windows
-
-    def gradients_of(
-        self, shards: Sequence[FeatureShard], window: torch.Tensor, samples: int
-    ) -> Mapping[FeatureShard, torch.Tensor]:
-        """Return the gradient [B, D] of each shard, as a view of their owner's `window`; `samples` is B."""
-        found: dict[FeatureShard, torch.Tensor] = {}
-        for shard in shards:
-            start = self.gradients.starts[shard] * samples
-            found[shard] = window[start : start + samples * shard.dim].view(samples, shard.dim)
-        return found

@@ -2,30 +2,37 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Generic, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dlrm_overlap.embedding.backends.base import Backward, Forward
-from dlrm_overlap.embedding.backends.cpu import CpuLookup, train_weights
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup
+from dlrm_overlap.embedding.backends.cpu import train_weights, zero_weights_gradients
+from dlrm_overlap.embedding.backends.lookup import Platform, Rows
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
+from dlrm_overlap.embedding.steps import BatchSizes, PendingBackward, Step, StepCache
 from dlrm_overlap.embedding.tables import FbgemmUpdate, bags_of
 from dlrm_overlap.embedding.windows import WindowPair
 
 
-class CollectiveForward(Forward):
+class CollectiveForwardState(NamedTuple):
+    """A forward under way."""
+
+    step: Step
+    work: dist.Work
+    received: torch.Tensor
+    """[b * arrival_dim] of the wire's dtype, which the collective fills"""
+
+
+class CollectiveForward(Forward[CollectiveForwardState], Generic[Rows]):
     """Our lookup, then `all_to_all_single`, then the unpacking: shows the gain of the lookup without fusing.
 
     The lookup stores into one send buffer [B, D_local], of which rank w is sent the rows of its samples.
     """
 
-    lookup_type: Any = DeviceLookup
-
-    def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
-        super().__init__(context, windows)
+    def __init__(self, context: ExchangeContext, windows: WindowPair | None, platform: Platform[Rows]) -> None:
+        super().__init__(context, windows, platform)
         shards = self.layout.by_owner[self.rank]
         starts = [0, *accumulate(shard.dim for shard in shards)]
         columns = dict(zip(shards, starts[:-1], strict=True))  # of the send buffer
@@ -33,10 +40,10 @@ class CollectiveForward(Forward):
         in_order = self.layout.sent_in_order
         self._order = None if in_order else self.layout.sent_columns.argsort().to(self.device)
         self._send = torch.empty(0, dtype=self.options.wire_dtype, device=self.device)
-        self._lookup = self.lookup_type(context, columns, self.bad_ids)
-        self._rows = StepCache[tuple[int, BatchSizes], Any]()
+        self._lookup = platform.lookup(context, columns, self.bad_ids)
+        self._rows = StepCache[tuple[int, BatchSizes], Rows]()
 
-    def start(self, step: Step) -> None:
+    def start(self, step: Step) -> CollectiveForwardState:
         """Pool into the send buffer and start the All-to-All."""
         self.check()
         self.join_stream()  # which has waited for the All-to-All before, and so for the send buffer
@@ -46,31 +53,33 @@ class CollectiveForward(Forward):
         send = self._send[: samples * self._width].view(samples, self._width)
         key = send.data_ptr(), step.batch
         windows = self._rows.get(key, self._lookup.rows_of_ranks, send, range(self.world_size), step.batch)
-        self._lookup.store(windows, step, self._lookup.tables())
+        self._lookup.refresh()
+        self._lookup.store(windows, step)
         mine = step.batch.per_rank[self.rank]
-        step.received = torch.empty(mine * self.layout.arrival_dim, dtype=wire, device=self.device)
-        step.work = dist.all_to_all_single(
-            step.received,
+        received = torch.empty(mine * self.layout.arrival_dim, dtype=wire, device=self.device)
+        work = dist.all_to_all_single(
+            received,
             send.view(-1),
             [mine * dim for dim in self.layout.owner_dims],
             [size * self._width for size in step.batch.per_rank],
             self.group,
             async_op=True,
         )
+        assert work is not None
+        return CollectiveForwardState(step, work, received)
 
-    def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
+    def finish(self, state: CollectiveForwardState, copy: bool = False) -> torch.Tensor:
         """Wait for the All-to-All and copy each owner's columns to where the model reads them, in new memory."""
+        step, work, buffer = state
         self.join_stream()
-        step.work.wait()
-        assert step.received is not None
+        work.wait()
         if self._stream is not None:
-            step.received.record_stream(self._stream)
+            buffer.record_stream(self._stream)
         mine, dims = step.batch.per_rank[self.rank], self.layout.owner_dims
-        received = step.received.split([mine * dim for dim in dims])
-        pooled = step.received.new_empty(mine, self.layout.arrival_dim)
+        received = buffer.split([mine * dim for dim in dims])
+        pooled = buffer.new_empty(mine, self.layout.arrival_dim)
         # `out` keeps autocast away, which refuses to join tensors of the half type that is not its own.
         torch.cat([columns.view(mine, dim) for columns, dim in zip(received, dims, strict=True)], dim=1, out=pooled)
-        step.work = step.received = None
         pooled = pooled if self._order is None else pooled.index_select(1, self._order)
         if not self._partials:
             return pooled
@@ -82,13 +91,16 @@ class CollectiveForward(Forward):
         self._lookup.check()
 
 
-class CpuCollectiveForward(CollectiveForward):
-    """`CollectiveForward` on a CPU, which looks up as the reference does."""
+class CollectiveBackwardState(NamedTuple):
+    """A backward under way."""
 
-    lookup_type = CpuLookup
+    pending: PendingBackward
+    work: dist.Work
+    received: torch.Tensor
+    """[B * D_local] of the wire's dtype, which the collective fills"""
 
 
-class CollectiveBackward(Backward):
+class CollectiveBackward(Backward[CollectiveBackwardState]):
     """Gradients sent to their owners by `all_to_all_single`, then FBGEMM's own update of the rows."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
@@ -98,9 +110,10 @@ class CollectiveBackward(Backward):
         in_order, ranks = self.layout.sent_in_order, range(self.world_size)
         self._columns = None if in_order else [self.layout.owner_columns(rank).to(self.device) for rank in ranks]
 
-    def start(self, step: Step, gradient: torch.Tensor) -> None:
+    def start(self, pending: PendingBackward, gradient: torch.Tensor) -> CollectiveBackwardState:
         """Pack the gradient [b, D_total] of this rank's samples by owner and start the All-to-All."""
-        mine, samples = step.batch.per_rank[self.rank], step.batch.total
+        batch = pending.step.batch
+        mine, samples = batch.per_rank[self.rank], batch.total
         dims = self.layout.owner_dims
         if self._columns is None:
             by_owner = gradient.split(dims, dim=1)
@@ -109,27 +122,31 @@ class CollectiveBackward(Backward):
         send = pack(by_owner, self.sent_scale, self.options.wire_dtype)
         sizes = [mine * dim for dim in dims]
         width = dims[self.rank]
-        step.received = send.new_empty(samples * width)
-        step.work = dist.all_to_all_single(
-            step.received, send, [size * width for size in step.batch.per_rank], sizes, self.group, async_op=True
+        received = send.new_empty(samples * width)
+        work = dist.all_to_all_single(
+            received, send, [size * width for size in batch.per_rank], sizes, self.group, async_op=True
         )
+        assert work is not None
+        return CollectiveBackwardState(pending, work, received)
 
-    def finish(self, step: Step) -> None:
+    def finish(self, state: CollectiveBackwardState) -> Sequence[torch.Tensor]:
         """Wait for the gradients of this rank's columns and update its rows."""
-        step.work.wait()
-        assert step.received is not None
-        gradient = step.received.view(step.batch.total, self.layout.owner_dims[self.rank]).float()
-        step.work = step.received = None
-        if step.trains_weights:
+        pending, work, received = state
+        step = pending.step
+        work.wait()
+        gradient = received.view(step.batch.total, self.layout.owner_dims[self.rank]).float()
+        weights_gradients = zero_weights_gradients(pending) if pending.trains_weights else []
+        if pending.trains_weights:
             shards = self.layout.by_owner[self.rank]
             by_shard = dict(zip(shards, gradient.split([shard.dim for shard in shards], dim=1), strict=True))
-            train_weights(self, step, by_shard)
+            train_weights(self, step, by_shard, weights_gradients)
         first = 0
         for update, lookup in self._updates:
             ids, columns = bags_of(lookup, step.inputs), gradient[:, first : first + lookup.dim].contiguous()
-            if not (rule := step.rules[lookup.number]).frozen:
+            if not (rule := pending.rules[lookup.number]).frozen:
                 update.apply(columns * self.update_scale if self.update_scale != 1.0 else columns, ids, rule)
             first += lookup.dim
+        return weights_gradients
 
 
 def pack(by_owner: Sequence[torch.Tensor], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward, types_and_places
+from dlrm_overlap.embedding.backends.lookup import DeviceLookup, Platform, types_and_devices
+from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward, ZeroCopyState
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
-from dlrm_overlap.embedding.windows import PairFlags, WindowPair, flags_among
+from dlrm_overlap.embedding.windows import DeviceSignals, Signals, WindowPair, flags_among
 from dlrm_overlap.kernels.arguments import (
     Bags,
     FeatureTable,
@@ -40,53 +41,50 @@ def persistent_tuning(table: FeatureTable, samples: int, slice_bags: int, short:
     return tuning_for(table.dim, table.weight_dtype.itemsize, short=short)
 
 
-class SlicedForward(ZeroCopyForward):
-    """Persistent kernels, one for each kind of shards; the last returns when all flags have been raised.
+class SlicedForward(ZeroCopyForward[Windows]):
+    """Persistent kernels, one for each kind of shards; the last returns when all flags are set.
 
-    The option `put` says how rows get into the peers' windows: straight, or by way of staging memory of this GPU.
-    A rank that has nothing to pool does as `pgas`: it only raises its flag, and awaits the others' in `finish`.
+    The option `put` says how rows get into the peers' windows: directly, or staged in memory of this GPU. A rank that
+    has nothing to pool does as `pgas`: it only signals, and waits for the others in `finish`. So does one of several
+    nodes, since programs that wait would hold the multiprocessors that messages need.
     """
 
-    ends_with_wait = True
-    """whether the last kernel returns when all flags have been raised; else `finish` awaits them"""
+    lookup: DeviceLookup
 
     @classmethod
     def slices(cls, options: ExchangeOptions, samples: int) -> int:
         """Return how many slices a shard's bags for `samples` samples make; none in place, where none has a flag."""
         return -(-samples // options.slice_bags) if options.put == "staged" else 0
 
-    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
-        super().__init__(context, windows)
+    def __init__(self, context: ExchangeContext, windows: WindowPair, platform: Platform[Windows]) -> None:
+        super().__init__(context, windows, platform)
         self._in_place = self.options.put == "direct"
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}
         self._launches = StepCache[tuple[Any, ...], Launch]()
         """by all that they were made of, but `_states`; of these as they are"""
 
-    def _has_slices(self, step: Step) -> bool:
-        return bool(self.lookup.pooled_together) and step.batch.most > 0
-
-    def start(self, step: Step) -> None:
+    def start(self, step: Step) -> ZeroCopyState:
         """Launch the kernels."""
-        if not self._has_slices(step):
-            super().start(step)
-            return
-        flags, tables = self.flags_of(step), self.prepare(step)
-        epoch = self.begin(step)
-        windows = self.peers[epoch % 2]
-        for i, table in enumerate(tables):
+        if not self.lookup.pooled_together or step.batch.most == 0:
+            return super().start(step)
+        signals = self.signals_of(step)
+        windows = self.begin(step, signals)
+        for i, table in enumerate(self.lookup.tables):
             tensors = tensors_of(step.inputs[self.lookup.pooled_together[i][0].input])
             short = has_short_bags(table, *tensors[:2])
-            key = table, windows, step.batch, short, types_and_places(tensors)
-            launch = self._launches.get(key, self._prepare, i, table, windows, flags, step)
-            with self.order:  # its programs raise flags and await them
+            key = table, windows, step.batch, short, types_and_devices(tensors)
+            launch = self._launches.get(key, self._prepare, i, table, windows, signals, step)
+            with self.order:  # its programs signal and wait
                 launch(*tensors, self.windows.counter.argument)
+        return ZeroCopyState(step, signals if self.transport is not None else None)
 
-    def _prepare(self, i: int, table: FeatureTable, windows: Windows, flags: PairFlags, step: Step) -> Launch:
+    def _prepare(self, i: int, table: FeatureTable, windows: Windows, signals: Signals, step: Step) -> Launch:
         """Return the launch of kernel i for steps of this one's batch sizes and types of ids.
 
         It is called with values, offsets, weights and the epoch.
         """
+        assert isinstance(signals, DeviceSignals)
         bags = self.lookup.bags(self.lookup.pooled_together[i], step, self.reached)
         last = i == len(self.lookup.pooled_together) - 1
         short = has_short_bags(table, bags.values, bags.offsets)
@@ -98,20 +96,13 @@ class SlicedForward(ZeroCopyForward):
             bags=bags,
             features=table,
             windows=windows,
-            flags=flags_among(flags.flags, self.reached),
+            flags=flags_among(signals.flags, self.reached),
             state=self.state(i, bags, table, tuning),
-            # The kernel knows the ranks reached alone.
+            # The kernel knows only the ranks reached.
             options=options._replace(rank=self.reached.index(self.rank)),
-            slices=Slices(self.options.slice_bags, first_slot, self._in_place, last, self.ends_with_wait and last),
+            slices=Slices(self.options.slice_bags, first_slot, self._in_place, last, self.transport is None and last),
         )
         return put.launch(self.grid(i, put))
-
-    def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
-        """Lend the window, or copy it: the stream comes after the kernel that has awaited the flags, if one has."""
-        if not (self.ends_with_wait and self._has_slices(step)):
-            return super().finish(step, copy)
-        self.join_stream()
-        return self.output(step, copy)
 
     def state(self, i: int, bags: Bags, table: FeatureTable, tuning: Tuning) -> SliceState:
         """Return the memory that the programs of kernel i share, for the largest batch so far."""

@@ -1,5 +1,6 @@
 """Ids to the owners of their rows: published by every rank in its window, read by the owners, see `id_layout`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.cpu import CpuFlags
+from dlrm_overlap.embedding.backends.cpu import CpuSignals
 from dlrm_overlap.embedding.backends.messages import send_window
 from dlrm_overlap.embedding.distinct import Distinct
 from dlrm_overlap.embedding.id_layout import IdLayout
@@ -19,7 +20,7 @@ from dlrm_overlap.embedding.layout import EVERY_RANK, SLOTS_FROM, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, StepCache, weights_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
-from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each, skip_epoch
+from dlrm_overlap.embedding.windows import DeviceSignals, Signals, WindowPair, one_flag_each, skip_epoch
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
 from dlrm_overlap.kernels.pull_ids import BLOCK_IDS, Arrivals, Published, place_ids, pull_ids, pull_tasks
@@ -37,8 +38,26 @@ class _Prepared(NamedTuple):
     """where ids arrive: those of even epochs, those of odd ones"""
 
 
-class IdPull:
-    """The kernels that read the ids of some shards out of the windows of some ranks, on the device."""
+class IdPull(ABC):
+    """Reads the ids of some shards out of the windows of some ranks."""
+
+    status: torch.Tensor | None = None
+    """see `Signals`"""
+
+    @abstractmethod
+    def __init__(self, exchange: "IdExchange", shards: Sequence[FeatureShard], sources: range) -> None:
+        """Take the shards, and the ranks to read from."""
+
+    @abstractmethod
+    def __call__(self, samples: int, buffer_index: int) -> Bags:
+        """Read the ids that the ranks have published in the windows of `buffer_index`."""
+
+    def check(self) -> None:  # noqa: B027  a CPU raises faults at once
+        """Raise the faults that kernels have recorded, see `IdExchange.check`."""
+
+
+class DeviceIdPull(IdPull):
+    """Reads by kernels."""
 
     def __init__(self, exchange: "IdExchange", shards: Sequence[FeatureShard], sources: range) -> None:
         """Take the shards, and the ranks to read from."""
@@ -89,7 +108,7 @@ class IdPull:
     def __call__(self, samples: int, buffer_index: int) -> Bags:
         """Read the ids that the ranks have published in the windows of `buffer_index`."""
         found = self._prepared.get(samples, self._prepare, samples)
-        published, status = self._published[buffer_index], self.status
+        published, status = self._published[buffer_index], self._record.status
         place_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
         bags, lengths = found.arrived[buffer_index], not self._known
         pull_ids(published, found.arrivals, found.tasks, *bags, status, samples, lengths=lengths, check=self._looks)
@@ -141,8 +160,8 @@ class IdExchange:
     On GPUs nothing is read back to the CPU. The result of `send` is valid until the next but one.
     """
 
-    pull_type: Any = IdPull
-    flags_type: type[PairFlags] = PairFlags
+    pull_type: type[IdPull] = DeviceIdPull
+    signals_type: type[Signals] = DeviceSignals
 
     def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
         self.ids, self.windows, self.options, self.device = ids, windows, context.options, context.device
@@ -152,12 +171,13 @@ class IdExchange:
         self.own_bad_ids = BadIds(context.replicated.bounds_checks if context.replicated is not None else [])
         self.known = ids.known_lengths
         self.bad_ids = BadIds(self.tables.bounds_checks)
-        self._pull: Any = self.pull_type(self, self.layout.by_owner[self.rank], range(self.world_size))
-        self._pull_own: Any = None
+        self._pulls = [self.pull_type(self, self.layout.by_owner[self.rank], range(self.world_size))]
+        """of this rank's shards and, if there are some, of the tables that every rank holds"""
         if self.layout.replicated:
-            self._pull_own = self.pull_type(self, self.layout.replicated, range(self.rank, self.rank + 1))
+            self._pulls.append(self.pull_type(self, self.layout.replicated, range(self.rank, self.rank + 1)))
+        self._status = self._pulls[0].status
         counts = one_flag_each(range(self.world_size), self.world_size)
-        self._flags = self.flags_type(windows, counts, self.options.wait_timeout_s, self._pull.status, "ids")
+        self._signals = self.signals_type(windows, counts, self.options.wait_timeout_s, self._status, "ids")
         if ids.shares:
             self._make_shares()
 
@@ -258,16 +278,17 @@ class IdExchange:
         self.check()
         reach = self.windows.arena.reach
         with self.order:
-            self._flags.raise_at_all()
+            self._signals.signal()
             if not reach.whole:
                 send_window(self.windows, self.group)
             for source in reach.sources:
-                self._flags.raise_at_all(source)
-            self._flags.wait()
+                self._signals.signal(source)
+            self._signals.wait()
         buffer_index = self.windows.counter.value % 2
         # Of its own in every step: it remembers lengths that it is asked for.
-        ids = _input(self._pull(samples, buffer_index), self.world_size * samples)
-        own = _input(self._pull_own(samples, buffer_index), samples) if self._pull_own is not None else None
+        bags, *own_bags = [pull(samples, buffer_index) for pull in self._pulls]
+        ids = _input(bags, self.world_size * samples)
+        own = _input(own_bags[0], samples) if own_bags else None
         offsets = self.windows.local[self.ids.offsets_at :] if self.ids.shares or self.layout.has_slots else None
         published = len(self.ids.published_capacity) * samples + 1
         batch = BatchSizes.of((samples,) * self.world_size)
@@ -315,7 +336,7 @@ class IdExchange:
 
     def skip(self) -> None:
         """Take an epoch in which nothing is published, as `ExchangeDirection.skip`."""
-        skip_epoch(self.windows, self.flags_type, self.options.wait_timeout_s, self._pull.status)
+        skip_epoch(self.windows, self.signals_type, self.options.wait_timeout_s, self._status)
 
     def check(self) -> None:
         """Raise the faults that kernels have recorded; never waits for the device.
@@ -324,13 +345,12 @@ class IdExchange:
             ExchangeTimeoutError: if a wait for a peer has expired.
             ValueError: if a batch is beyond its bound; or if an id is outside its table, under bounds check FATAL.
         """
-        self._pull.check()
-        if self._pull_own is not None:
-            self._pull_own.check()
+        for pull in self._pulls:
+            pull.check()
 
     def close(self) -> None:
         """Forget the pulls, which know this exchange: no cycle keeps memory."""
-        self._pull = self._pull_own = None
+        self._pulls.clear()
 
 
 def _input(bags: Bags, samples: int) -> KeyedJaggedTensor:
@@ -339,11 +359,11 @@ def _input(bags: Bags, samples: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys, values, weights, offsets=offsets, stride=samples)
 
 
-class CpuIdPull:
-    """`IdPull` on a CPU, which copies ids as the reference does, and raises faults at once."""
+class CpuIdPull(IdPull):
+    """Copies ids as the reference does, and raises faults at once."""
 
     def __init__(self, exchange: "IdExchange", shards: Sequence[FeatureShard], sources: range) -> None:
-        self._exchange, self._sources, self.status = exchange, sources, None
+        self._exchange, self._sources = exchange, sources
         self._shards = [(shard, exchange.rows_of(shard)) for shard in shards]
         self._features = [exchange.ids.published(shard) for shard in shards]
         arena, names = exchange.windows.arena, exchange.windows.names
@@ -388,14 +408,11 @@ class CpuIdPull:
                 self._exchange.report(shard, source, index, int(here[index]), rows)
                 here.masked_fill_(outside, 0)
 
-    def check(self) -> None:
-        """Do nothing: all faults have been raised."""
-
 
 class CpuIdExchange(IdExchange):
     """`IdExchange` on CPUs."""
 
-    pull_type, flags_type = CpuIdPull, CpuFlags
+    pull_type, signals_type = CpuIdPull, CpuSignals
 
     def divide(self, window: torch.Tensor, samples: int) -> None:
         """Divide the ids as the reference does; of a batch beyond its bound, whose error comes later, none."""

@@ -6,13 +6,13 @@ belongs to the dense part: it is summed over the ranks and used as that part's i
 """
 
 from abc import abstractmethod
-from typing import Any
+from typing import Generic, NamedTuple
 
 import torch
 
 from dlrm_overlap.embedding.backends.base import ExchangeDirection
 from dlrm_overlap.embedding.backends.cpu import CpuLookup, ids_in_bags
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup
+from dlrm_overlap.embedding.backends.lookup import DeviceLookup, Lookup, Rows
 from dlrm_overlap.embedding.backends.rows import InputRows, in_readable_rows
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.replicated import ReplicatedGradients
@@ -25,14 +25,23 @@ from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from dlrm_overlap.kernels.reference import update_rows
 
 
-class LocalLookup(ExchangeDirection):
-    """The lookup of replicated tables on one rank: of each step `pool`, and maybe `start_backward`, `finish_backward`.
+class LocalState(NamedTuple):
+    """A step under way."""
 
-    Who trains sets the parameters' gradients to zero before each step, as for other parameters; `start_backward` adds
-    to them without autograd's knowledge. An id that several bags of a step have is added up as often.
+    own: Step
+    """the step as if this rank were alone: its samples, and the ids of replicated features as input 0"""
+    looked_up: torch.Event | None = None
+    """on GPUs, the event after which the backward may read these ids"""
+
+
+class LocalLookup(ExchangeDirection, Generic[Rows]):
+    """The lookup of replicated tables on one rank: `pool` each step, and maybe `start_backward`, `finish_backward`.
+
+    The trainer sets the parameters' gradients to zero before each step, as for other parameters; `start_backward` adds
+    to them without autograd's knowledge. It adds an id's gradient once for each bag of a step that has the id.
     """
 
-    lookup_type: Any = DeviceLookup
+    lookup_type: type[Lookup[Rows]]
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         """Take the windows of the outputs."""
@@ -47,55 +56,56 @@ class LocalLookup(ExchangeDirection):
         self._windows = self.own_windows()
 
     @abstractmethod
-    def own_windows(self) -> list[Any]:
-        """Return this rank's window as the lookup takes it, that of even epochs and that of odd ones."""
+    def own_windows(self) -> list[Rows]:
+        """Return this rank's window as the lookup takes it, of even epochs and of odd ones."""
 
-    def own(self, step: Step) -> Step:
-        """Return the step as if this rank were alone: its samples, and the ids of replicated features as input 0."""
+    def pool(self, step: Step) -> LocalState:
+        """Store the pooled embeddings of this rank's samples in its window of the step, which has begun."""
         assert step.replicated is not None, "the ids of a step come with those of replicated features"
-        return Step([step.replicated], BatchSizes.of((step.batch.per_rank[self.rank],)))
-
-    def pool(self, step: Step) -> None:
-        """Store the pooled embeddings of this rank's samples to its window of the step, which has begun."""
-        self._lookup.store(self._windows[self.windows.epoch % 2], self.own(step), self._lookup.tables())
-
-    @abstractmethod
-    def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to add the gradient [b, D_total] of the output to those of the rows."""
+        own = Step([step.replicated], BatchSizes.of((step.batch.per_rank[self.rank],)))
+        self._lookup.refresh()
+        self._lookup.store(self._windows[self.windows.epoch % 2], own)
+        return LocalState(own)
 
     @abstractmethod
-    def finish_backward(self, step: Step) -> None:
-        """Make all that is issued on the current stream from now on see the rows' gradients."""
+    def start_backward(self, state: LocalState, gradient: torch.Tensor) -> None:
+        """Start to add the gradient [b, D_total] of the output to the gradients of the rows."""
+
+    @abstractmethod
+    def finish_backward(self) -> None:
+        """Make the current stream wait until the gradients of the last `start_backward` are added."""
 
 
-class CpuLocalLookup(LocalLookup):
+class CpuLocalLookup(LocalLookup[list[torch.Tensor]]):
     """`LocalLookup` on a CPU, which pools and updates as the reference does."""
 
     lookup_type = CpuLookup
 
-    def own_windows(self) -> list[Any]:
-        """Return tensors, one for each epoch."""
+    def own_windows(self) -> list[list[torch.Tensor]]:
+        """Return tensors."""
         return [[self.windows.arena.local(name)] for name in self.windows.names]
 
-    def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
+    def start_backward(self, state: LocalState, gradient: torch.Tensor) -> None:
         """Add the gradients of one feature's rows after the other."""
-        own = self.own(step)
+        own = state.own
         for shard, column in self.columns.items():
             ids, sample, factors = ids_in_bags(own.inputs[0], shard, own.batch.total)
             rows = gradient[sample, column : column + shard.dim].float() * factors
             sums = self.gradients.weight(shard)
             update_rows(sums, (), ids.long(), rows, "sgd", OptimizerParams(self.gradients.LEARNING_RATE))
 
-    def finish_backward(self, step: Step) -> None:
+    def finish_backward(self) -> None:
         """Do nothing: `start_backward` has added all gradients."""
 
 
-class DeviceLocalLookup(LocalLookup):
+class DeviceLocalLookup(LocalLookup[Windows]):
     """On a GPU, by the kernels of the exchange: those that pool, as a rank alone would, and those that update rows.
 
     All of the backward runs beside the main stream, which needs its result for the dense parameters' reduction alone:
     the ids are sorted once the forward has looked them up, and gradients added while the others' are on their way.
     """
+
+    lookup_type = DeviceLookup
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
@@ -119,26 +129,26 @@ class DeviceLocalLookup(LocalLookup):
             self._storage = storage
         return self._rows
 
-    def own_windows(self) -> list[Any]:
-        """Return addresses, one for each epoch."""
+    def own_windows(self) -> list[Windows]:
+        """Return addresses."""
         stride = self.options.leading_columns + self.layout.arrival_dim
         windows = [self.windows.arena.local(name) for name in self.windows.names]
         own = [torch.tensor([each.data_ptr()], device=self.device) for each in windows]
         return [Windows(address, stride, self.options.wire_dtype) for address in own]
 
-    def pool(self, step: Step) -> None:
+    def pool(self, step: Step) -> LocalState:
         """Launch the kernels that pool into this rank's window."""
-        super().pool(step)
-        step.own_looked_up = torch.cuda.current_stream(self.device).record_event()
+        return LocalState(super().pool(step).own, torch.cuda.current_stream(self.device).record_event())
 
-    def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
-        """Sort the ids, and add the gradient, all beside the main stream."""
+    def start_backward(self, state: LocalState, gradient: torch.Tensor) -> None:
+        """Sort the ids, and add the gradient, on a stream of its own."""
         gradient = in_readable_rows(gradient)
-        rows, own = self._input_rows(), self.own(step)
+        rows, own = self._input_rows(), state.own
         ids = own.inputs[0]
         for tensor in (gradient, *tensors_of(ids)):
             tensor.record_stream(self._stream)
-        self._stream.wait_event(step.own_looked_up)
+        assert state.looked_up is not None
+        self._stream.wait_event(state.looked_up)
         self._issued.record(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             runs = rows.sort(ids, own.batch.total, gradient.stride(0) // 4)
@@ -148,6 +158,6 @@ class DeviceLocalLookup(LocalLookup):
                     update(runs, gradient, self._rule)
             self._done.record(self._stream)
 
-    def finish_backward(self, step: Step) -> None:
+    def finish_backward(self) -> None:
         """Make the current stream wait until the gradients are added."""
         torch.cuda.current_stream(self.device).wait_event(self._done)

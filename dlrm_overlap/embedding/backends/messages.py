@@ -8,12 +8,13 @@ A backend has a carrier for each way: one of these or, for pooled embeddings on 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Generic
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.embedding.internode import Crossing, Message, Messages, arriving_windows
+from dlrm_overlap.embedding.backends.lookup import Lookup, Rows
+from dlrm_overlap.embedding.internode import InternodeLayout, Message, Messages, arriving_windows
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.windows import WindowPair
@@ -43,7 +44,7 @@ def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
 Pack = Callable[[Message, torch.Tensor], None]
 """Fills a message [rows, pitch], on the current stream."""
 MessagesOf = Callable[[BatchSizes], Messages]
-"""Returns the messages of a step, see `Crossing`."""
+"""Returns the messages of a step, see `InternodeLayout`."""
 
 
 class ByCollective:
@@ -69,7 +70,7 @@ class ByCollective:
             if message.elements:
                 pack(message, message.within(self._sent))
 
-    def exchange(self, messages: Messages) -> Any:
+    def exchange(self, messages: Messages) -> dist.Work:
         """Start to send and to receive, after all work on the current stream; return the collective's work.
 
         All ranks of the group call this, each with its messages. Between ranks without a message NCCL sends nothing,
@@ -77,7 +78,9 @@ class ByCollective:
         """
         send_sizes, receive_sizes = self._sizes(messages.sent), self._sizes(messages.received)
         sent, received = self._sent[: sum(send_sizes)], self._received[: sum(receive_sizes)]
-        return dist.all_to_all_single(received, sent, receive_sizes, send_sizes, self._group, async_op=True)
+        work = dist.all_to_all_single(received, sent, receive_sizes, send_sizes, self._group, async_op=True)
+        assert work is not None
+        return work
 
     def _sizes(self, messages: Sequence[Message]) -> list[int]:
         """Return the elements of each rank's message."""
@@ -94,7 +97,7 @@ class ByCollective:
 class PackedByCollective(ByCollective):
     """Messages of any kind in one call of the group's backend."""
 
-    _work: Any = None
+    _work: dist.Work | None = None
 
     def send(self, step: Step, pack: Pack) -> None:
         """Fill the messages, and start to exchange them."""
@@ -103,25 +106,26 @@ class PackedByCollective(ByCollective):
 
     def receive(self, step: Step) -> None:
         """Wait until all messages are here, and those of this rank are sent."""
+        assert self._work is not None
         self._work.wait()
         self._work = None
 
 
-class PooledByCollective(ByCollective):
+class PooledByCollective(ByCollective, Generic[Rows]):
     """Pooled embeddings in one call of the group's backend, when all are pooled."""
 
-    def __init__(self, context: ExchangeContext, crossing: Crossing, lookup: Any) -> None:
-        super().__init__(context, crossing.pooled)
+    def __init__(self, context: ExchangeContext, layout: InternodeLayout, lookup: Lookup[Rows]) -> None:
+        super().__init__(context, layout.pooled)
         self._lookup = lookup
-        self._windows = StepCache[tuple[range, BatchSizes], Any]()
+        self._windows = StepCache[tuple[range, BatchSizes], Rows]()
 
-    def send(self, step: Step, tables: list[Any]) -> None:
+    def send(self, step: Step) -> None:
         """Pool into the messages; `receive` sends them."""
 
         def pool(message: Message, sent: torch.Tensor) -> None:
             node, batch = message.node, step.batch
             windows = self._windows.get((node, batch), self._lookup.rows_of_ranks, sent, node, batch)
-            self._lookup.store(windows, step, tables, node)
+            self._lookup.store(windows, step, node)
 
         self.fill(step, pool)
 

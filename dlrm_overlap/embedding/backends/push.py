@@ -7,7 +7,7 @@ the main stream goes on with the bottom MLP's backward and the dense all-reduce;
 backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import gcd
@@ -17,16 +17,18 @@ import torch
 
 from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.comm.order import CurrentStream, OnStream
-from dlrm_overlap.embedding.backends.base import WindowBackward
-from dlrm_overlap.embedding.backends.cpu import train_weights
+from dlrm_overlap.embedding.backends.base import WindowBackward, WindowState
+from dlrm_overlap.embedding.backends.cpu import train_weights, zero_weights_gradients
 from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows, UpdateRange, in_readable_rows
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
-from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each, skip_epoch
+from dlrm_overlap.embedding.steps import PendingBackward, Step, StepCache, tensors_of
+from dlrm_overlap.embedding.windows import DeviceSignals, WindowPair, one_flag_each, skip_epoch
+from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.backward.optimizers import Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, prepare_push_gradients
+from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from dlrm_overlap.kernels.launches import Launch
 
@@ -35,17 +37,48 @@ _ALONE_PROGRAMS = 66  # a rank that reaches no other has no links to fill, and i
 
 
 @dataclass(eq=False)
-class Pushed:
-    """The gradients of one rank's samples, and where this rank's kernel stores them: its own, or another's."""
+class DeviceGradientStore:
+    """`GradientStore` of a GPU, by one kernel for each dim, which stores all parts."""
 
     rank: int
     """whose samples they are"""
     tables: list[ShardTable]
     """the shards and their offsets, one for each dim"""
     flags: PartFlags
-    """to raise when a part is stored"""
+    windows: WindowPair
+    peers: list[Windows]
+    schedule: str
+    programs: int
     launches: StepCache[tuple[Any, ...], list[Launch]] = field(default_factory=StepCache)
-    """those that store parts of them, by all that they were made of beside this"""
+    """by everything that they depend on, except the fields above"""
+
+    def store(
+        self, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int,
+        offsets: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Launch the kernels."""
+        key = self.windows.epoch % 2, step.batch, scale, first, end, gradient.dtype, gradient.stride(0)
+        changed = [gradient] if offsets is None else [gradient, offsets]
+        for launch in self.launches.get(key, self._prepare, step, changed, scale, first, end):
+            launch(*changed, self.windows.counter.argument)
+
+    def _prepare(self, step: Step, changed: list[torch.Tensor], scale: float, first: int, end: int) -> list[Launch]:
+        return prepare_push_gradients(
+            changed[0],
+            self.tables,
+            self.peers[self.windows.epoch % 2],
+            self.flags,
+            rank=self.rank,
+            schedule=self.schedule,
+            first_sample=step.batch.first_sample[self.rank],
+            batch=step.batch.total,
+            most_samples=step.batch.most,
+            scale=scale,
+            programs=self.programs,
+            first_part=first,
+            end_part=end,
+            offsets=changed[1] if len(changed) > 1 else None,
+        )
 
 
 class Push(WindowBackward):
@@ -68,12 +101,12 @@ class Push(WindowBackward):
         one_each = one_flag_each(range(self.world_size), self.world_size)
         timeout_s, status = self.options.wait_timeout_s, self._record.status
         self._arrivals = [
-            PairFlags(windows, (part + 1) * one_each, timeout_s, status) for part in range(self.gradients.parts)
+            DeviceSignals(windows, (part + 1) * one_each, timeout_s, status) for part in range(self.gradients.parts)
         ]
         """the flags of the gradients up to each part"""
         done = torch.zeros(self.gradients.parts, dtype=torch.int32, device=self.device)
         self._flags = PartFlags(windows.arena.addresses(windows.flags), done, windows.counter.word)
-        self.own = self.gradients_by(self.rank, self.layout.output_column, context.ids)
+        self._make_stores(context)
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[InputRows] = []
         self._updates: list[list[RowUpdate]] = []
@@ -83,15 +116,13 @@ class Push(WindowBackward):
         self._rules = DeviceRules(self.device)
         self._are_captured = False  # whether captured steps read these
 
-    def gradients_by(self, rank: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None) -> Pushed:
-        """Return the gradients of a rank's samples, of this one or of one of another node, as this rank stores them.
-
-        Args:
-            column: returns the column of a shard of the ranks reached.
-            ids: if known, bags that have none of a shard's are to be left out.
-        """
+    def _store_by(
+        self, rank: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None
+    ) -> DeviceGradientStore:
         dims = sorted({shard.dim for shards in self.layout.by_owner for shard in shards})
-        return Pushed(rank, [self._shard_table(dim, column, ids) for dim in dims], self._flags)
+        tables = [self._shard_table(dim, column, ids) for dim in dims]
+        how = self.schedule, self._programs
+        return DeviceGradientStore(rank, tables, self._flags, self.windows, self._peers, *how)
 
     def _shard_table(self, dim: int, column: Callable[[FeatureShard], int], ids: IdLayout | None) -> ShardTable:
         """Return where the shards of one dim are: in a gradient, by `column`, and at the owners reached."""
@@ -132,25 +163,33 @@ class Push(WindowBackward):
         if self._are_captured:
             self._rules.follow(self.tables.rules(self._steps.value), self._steps.value)
 
-    def note_forward(self, step: Step) -> None:
-        """Mark where on the stream no id is outside its table any more: the lookup replaces them, or the arrival."""
-        super().note_forward(step)
-        if step.ids_ready is None:
-            step.ids_ready = self._current().record_event()
+    def note_forward(
+        self, step: Step, number: int = 0, trains_weights: bool = False, ids_ready: torch.Event | None = None
+    ) -> PendingBackward:
+        """Mark where on the stream all ids are inside their tables: the lookup replaces others, or the arrival has."""
+        if ids_ready is None:
+            ids_ready = self._current().record_event()
         for ids in step.inputs:
             for tensor in tensors_of(ids):
                 tensor.record_stream(self._update_stream)
+        return super().note_forward(step, number, trains_weights, ids_ready)
 
-    def prepare(self, step: Step) -> None:
-        """Sort the ids, beside the main stream."""
-        self._update_stream.wait_event(step.ids_ready)
+    def prepare(self, pending: PendingBackward) -> PendingBackward:
+        """Sort the ids ahead."""
+        return pending._replace(runs=self.sort(pending))
+
+    def sort(self, pending: PendingBackward) -> list[PreparedRuns | None]:
+        """Sort the ids of each input, on the update's stream."""
+        inputs, samples = pending.step.inputs, pending.step.batch.total
+        assert pending.ids_ready is not None
+        self._update_stream.wait_event(pending.ids_ready)
         with OnStream(self._update_stream):
-            step.runs = [rows.sort(step.inputs[rows.input], step.batch.total) for rows in self._input_rows()]
+            return [rows.sort(inputs[rows.input], samples) for rows in self._input_rows()]
 
-    def start(self, step: Step, gradient: torch.Tensor) -> None:
-        """Push the gradient, and update the rows as gradients arrive, all beside the main stream."""
+    def start(self, pending: PendingBackward, gradient: torch.Tensor) -> WindowState:
+        """Push the gradient, and update the rows as gradients arrive, all on streams other than the current one."""
         self.check()
-        gradient = in_readable_rows(gradient)
+        step, gradient = pending.step, in_readable_rows(gradient)
         self.windows.begin()
         self._issued.record(self._current())
         self._push_stream.wait_event(self._issued)
@@ -159,71 +198,36 @@ class Push(WindowBackward):
             self._push_stream.wait_stream(self._update_stream)
         self._updating = True
         gradient.record_stream(self._push_stream)
+
+        # Send. An eager step waits for the parts on the stream of the updates.
         arrivals: list[torch.cuda.Event] = []
         if self.order.is_captured:
             arrivals = self._push_in_order(step, gradient)
         else:
             with OnStream(self._push_stream):
                 self.push(step, gradient, 0, self.gradients.parts)
-        if not step.runs:
-            self.prepare(step)
+
+        # Update, part by part.
+        runs = self.sort(pending) if pending.runs is None else pending.runs
         inputs, window = self._input_rows(), self.windows.local
         self._update_stream.wait_event(self._issued)
         with OnStream(self._update_stream):
+            found = zero_weights_gradients(pending) if pending.trains_weights else ()
             if not self.order.is_captured:
-                self._rules.follow(step.rules, step.number)
+                self._rules.follow(pending.rules, pending.number)
             for part in range(self.gradients.parts):
                 if arrivals:
                     self._update_stream.wait_event(arrivals[part])
                 else:
                     self._arrivals[part].wait()
-                if step.trains_weights:
+                if pending.trains_weights:
                     here = self.gradients.shards[part][self.rank]
-                    train_weights(self, step, self.gradients_of(here, window, step.batch.total))
-                for number, rows in enumerate(inputs):
-                    for updated in (r for r in rows.ranges if r.part == part):
-                        self.update_range(step, number, updated, window)
-
-    def store_of(
-        self,
-        pushed: Pushed,
-        step: Step,
-        gradient: torch.Tensor,
-        scale: float,
-        first: int,
-        end: int,
-        offsets: torch.Tensor | None = None,
-    ) -> None:
-        """Store the parts [first, end) of `scale` times the gradient [b, ..] of `pushed`'s rank, as that rank does.
-
-        Args:
-            offsets: of that rank's bags of each share, if they are known here.
-        """
-        key = self.windows.epoch % 2, step.batch, scale, first, end, gradient.dtype, gradient.stride(0)
-        changed = [gradient] if offsets is None else [gradient, offsets]
-        for launch in pushed.launches.get(key, self._storing, pushed, step, changed, scale, first, end):
-            launch(*changed, self.windows.counter.argument)
-
-    def _storing(
-        self, pushed: Pushed, step: Step, changed: list[torch.Tensor], scale: float, first: int, end: int
-    ) -> list[Launch]:
-        """Return the launches by which `store_of` stores in steps like this one."""
-        return prepare_push_gradients(
-            changed[0],
-            pushed.tables,
-            self._peers[self.windows.epoch % 2],
-            pushed.flags,
-            rank=pushed.rank,
-            schedule=self.schedule,
-            first_sample=step.batch.first_sample[pushed.rank],
-            batch=step.batch.total,
-            most_samples=step.batch.most,
-            scale=scale,
-            programs=self._programs,
-            first_part=first,
-            end_part=end,
-            offsets=changed[1] if len(changed) > 1 else None,
-        )
+                    train_weights(self, step, self.gradients.views(here, window, step.batch.total), found)
+                for rows, prepared, updates in zip(inputs, runs, self._updates, strict=True):
+                    for updated in rows.ranges:
+                        if updated.part == part and prepared is not None:
+                            self.update_range(pending, updated, updates[updated.rows.index], prepared, window)
+        return WindowState(pending, found)
 
     def _push_in_order(self, step: Step, gradient: torch.Tensor) -> list[torch.cuda.Event]:
         """Send and await the gradient part by part, and return the events after which each part is here.
@@ -240,20 +244,17 @@ class Push(WindowBackward):
                 arrivals.append(self._push_stream.record_event())
         return arrivals
 
-    def update_range(self, step: Step, number: int, updated: UpdateRange, window: torch.Tensor) -> None:
-        """Update the rows of one range, all of whose gradients are in this rank's `window`, unless they are frozen.
-
-        Args:
-            number: of the input whose ids name the rows.
-        """
-        runs = step.runs[number]
-        if runs is None or step.rules[updated.lookup].frozen:
+    def update_range(
+        self, pending: PendingBackward, updated: UpdateRange, update: RowUpdate, runs: PreparedRuns,
+        window: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Update the rows of one range, whose gradients are all in this rank's `window`, unless they are frozen."""
+        if pending.rules[updated.lookup].frozen:
             return
         numbers, since = self._rules.numbers(updated.lookup), self._steps.on_device
-        rule = Rule(numbers, self._steps.word, step.number - since, self._seed, self.update_scale)
-        self._updates[number][updated.rows.index](runs, window, rule)
+        update(runs, window, Rule(numbers, self._steps.word, pending.number - since, self._seed, self.update_scale))
 
-    def finish(self, step: Step) -> None:
+    def finish(self, state: WindowState) -> Sequence[torch.Tensor]:
         """Make the current stream wait until the rows are updated, and so until the gradient has been read."""
         current = self._current()
         self._updated.record(self._update_stream)
@@ -261,11 +262,11 @@ class Push(WindowBackward):
         current.wait_event(self._updated)
         current.wait_event(self._pushed_all)
         self._updating = False
-        step.runs = ()
+        return state.weights_gradients
 
     def skip(self) -> None:
         """Take an epoch in which nothing is stored."""
-        skip_epoch(self.windows, PairFlags, self.options.wait_timeout_s, self._record.status)
+        skip_epoch(self.windows, DeviceSignals, self.options.wait_timeout_s, self._record.status)
 
     def check(self) -> None:
         """Raise the fault that a wait has recorded.

@@ -19,12 +19,12 @@ import torch
 
 from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.comm.network import NvshmemHeap
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup
-from dlrm_overlap.embedding.internode import Crossing, Message
+from dlrm_overlap.embedding.backends.lookup import DeviceLookup
+from dlrm_overlap.embedding.internode import InternodeLayout, Message
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
-from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each
-from dlrm_overlap.kernels.arguments import FeatureTable, Windows, put_tuning_for
+from dlrm_overlap.embedding.windows import DeviceSignals, WindowPair, one_flag_each
+from dlrm_overlap.kernels.arguments import Windows, put_tuning_for
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
 from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, await_message, send_signal
 
@@ -38,16 +38,18 @@ def _aligned(size_bytes: int) -> int:
 class PooledByPuts:
     """The carrier of pooled embeddings, see `messages`, whose epochs are those of the output's windows."""
 
-    def __init__(self, context: ExchangeContext, windows: WindowPair, crossing: Crossing, lookup: DeviceLookup) -> None:
+    def __init__(
+        self, context: ExchangeContext, windows: WindowPair, layout: InternodeLayout, lookup: DeviceLookup
+    ) -> None:
         """Make the heap; a collective."""
-        self._windows, self._crossing, self._lookup, self._options = windows, crossing, lookup, context.options
-        self._reach = reach = crossing.reach
+        self._windows, self._layout, self._lookup, self._options = windows, layout, lookup, context.options
+        self._reach = reach = layout.reach
         takers = [reach.relay(reach.rank, node) for node in reach.others]
         self._slot_at = {peer: reach.taken_by(peer).index(reach.rank) for peer in takers}
         """which of a peer's slots is this rank's"""
         self._slots, self._staged = max(1, reach.most_taken), len(reach.others)
         most, ranks = context.samples_per_rank, max(len(node) for node in reach.nodes)
-        pitches = [crossing.pitch(columns) for columns in crossing.pooled_columns]
+        pitches = [layout.pitch(columns) for columns in layout.pooled_columns]
         self._most_groups = max(ranks * self._groups(most, pitch).each for pitch in pitches)
         # Also where no message has rows, so that the memory of each begins at a multiple of the alignment.
         self._message_bytes = _aligned(max(1, ranks * most * max(pitches) * context.options.wire_dtype.itemsize))
@@ -73,7 +75,7 @@ class PooledByPuts:
         return Groups.of(samples, pitch * self._options.wire_dtype.itemsize, self._options.aggregate_bytes)
 
     @property
-    def _parity(self) -> int:
+    def _buffer_index(self) -> int:
         return self._windows.epoch % 2
 
     def _rows_in(self, memory: torch.Tensor, message: Message) -> torch.Tensor:
@@ -82,15 +84,15 @@ class PooledByPuts:
 
     def _outgoing(self, number: int, message: Message) -> Outgoing:
         """Return where the message to the `number`-th other node is staged, where it arrives and who takes it."""
-        slot, buffer_index = self._slot_at[message.peer], self._parity
+        slot, buffer_index = self._slot_at[message.peer], self._buffer_index
         shift_bytes = self._received[buffer_index, slot].data_ptr() - self._sent[buffer_index, number].data_ptr()
         return Outgoing(shift_bytes, self._signals[buffer_index, slot].data_ptr(), message.peer)
 
-    def send(self, step: Step, tables: list[FeatureTable]) -> None:
+    def send(self, step: Step) -> None:
         """Pool for the other nodes, the next one first, and put groups as they are finished."""
         counter, lookup, network = self._windows.counter, self._lookup, self._heap.network
         lookup.first_samples(step.batch, self._reach.here)  # for `arrived`: made, if it is new, on this stream
-        sent = self._crossing.pooled(step.batch).sent
+        sent = self._layout.pooled(step.batch).sent
         for node in self._reach.others:
             number = next(i for i, message in enumerate(sent) if message.node == node)
             message = sent[number]
@@ -98,8 +100,8 @@ class PooledByPuts:
             if not message.elements:
                 send_signal(network, out, counter.word, counter.argument)
                 continue
-            windows = self._tables.get(step.batch, self._rows, step.batch)[number, self._parity]
-            for shards, table in zip(lookup.pooled_together, tables, strict=True):
+            windows = self._tables.get(step.batch, self._rows, step.batch)[number, self._buffer_index]
+            for shards, table in zip(lookup.pooled_together, lookup.tables, strict=True):
                 put_pooled(
                     lookup.bags(shards, step, node),
                     table,
@@ -122,7 +124,7 @@ class PooledByPuts:
             (number, buffer_index): rows_of(
                 self._rows_in(self._sent[buffer_index, number], message), message.node, batch
             )
-            for number, message in enumerate(self._crossing.pooled(batch).sent)
+            for number, message in enumerate(self._layout.pooled(batch).sent)
             for buffer_index in (0, 1)
             if message.elements
         }
@@ -132,17 +134,17 @@ class PooledByPuts:
 
     def arrived(self, step: Step, slot: int) -> torch.Tensor:
         """Make the current stream wait for the message in `slot`, and return it."""
-        message = self._crossing.pooled(step.batch).received[slot]
+        message = self._layout.pooled(step.batch).received[slot]
         if message.elements:
             first_sample = self._lookup.first_samples(step.batch, self._reach.here)
             self._wait(slot, message, self._groups(step.batch.most, message.pitch), first_sample)
         else:
             self._wait_for_signal(slot, message)
-        return self._rows_in(self._received[self._parity, slot], message)
+        return self._rows_in(self._received[self._buffer_index, slot], message)
 
     def _wait(self, slot: int, message: Message, groups: Groups, first_sample: torch.Tensor) -> None:
         network, counter = self._heap.network, self._windows.counter
-        signals = self._signals[self._parity, slot].data_ptr()
+        signals = self._signals[self._buffer_index, slot].data_ptr()
         word, epoch = counter.word, counter.argument
         await_message(network, message.peer, signals, groups, self._waiting, word, epoch, first_sample)
 
@@ -153,16 +155,16 @@ class PooledByPuts:
         """Take an epoch in which signals go alone."""
         pair, world_size = self._windows, self._windows.arena.world_size
         everyone = one_flag_each(range(world_size), world_size)
-        flags = PairFlags(pair, everyone, self._options.wait_timeout_s, self._record.status)
+        flags = DeviceSignals(pair, everyone, self._options.wait_timeout_s, self._record.status)
         pair.begin()
         word, epoch = pair.counter.word, pair.counter.argument
-        messages = self._crossing.pooled(BatchSizes.of((0,) * world_size))
+        messages = self._layout.pooled(BatchSizes.of((0,) * world_size))
         for number, message in enumerate(messages.sent):
             send_signal(self._heap.network, self._outgoing(number, message), word, epoch)
-        flags.raise_at_all()
+        flags.signal()
         for slot, message in enumerate(messages.received):
             self._wait_for_signal(slot, message)
-            flags.raise_at_all(message.peer)
+            flags.signal(message.peer)
         flags.wait()
 
     def check(self) -> None:
