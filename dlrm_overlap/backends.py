@@ -1,7 +1,6 @@
-"""The registry: every backend of the embedding stage, its options, and where its code is.
+"""The registry of all backends, without torch: their code is imported when it is used.
 
-Configuration, command line, sharder and benchmarks read their lists here. It loads no code of a backend before that is
-asked for, and no torch. docs/adding_a_backend.md says how to add one.
+docs/adding_a_backend.md says how to add one.
 """
 
 from importlib import import_module

@@ -346,7 +346,7 @@ class Exchange:
         return pooled
 
     def expect_gradient(self, running: "RunningStep", trains_weights: bool = False) -> None:
-        """Note that the step, whose forward has just been started, will have a backward; of weights of ids, too?"""
+        """Note that the step, whose forward has just been started, will have a backward."""
         number, backward = self.counters.steps.value, self._open().backward
         with self._beside():
             running.pending = backward.note_forward(running.step, number, trains_weights, running.ids_ready)
@@ -372,8 +372,7 @@ class Exchange:
     def finish_backward(self, running: "RunningStep") -> Sequence[torch.Tensor]:
         """Make the current stream wait until this rank's rows are updated; in a captured step `finish_rows` does so.
 
-        Returns:
-            For each input whose ids' weights require a gradient, that gradient [n] float32; none in a captured step.
+        Returns as `Backward.finish`.
         """
         parts = self._open()
         if not running.sent:
@@ -457,26 +456,24 @@ class Exchange:
 
 
 class RunningStep:
-    """A step under way: what its parts have returned so far. Only its `Exchange` writes the fields."""
+    """A step under way. Only its `Exchange` writes the fields."""
 
     forward: object = None
-    """what `Forward.start` has returned, until the forward is finished"""
+    """the result of `Forward.start`, until the forward is finished"""
     local: LocalState | None = None
-    """what `LocalLookup.pool` has returned"""
     set_aside: torch.Tensor | None = None
     """a copy of the pooled embeddings, if the next step began before they were asked for"""
     set_aside_event: torch.Event | None = None
     """on GPUs, the event after which that copy may be read"""
     ids_ready: torch.Event | None = None
-    """on GPUs, the event after which the backward may read the ids, if this exchange sent them"""
+    """see `PendingBackward`; None if TorchRec has sent the ids"""
     pending: PendingBackward | None = None
-    """what `Backward.note_forward` has returned"""
     gradient: torch.Tensor | None = None
-    """gradient of the pooled embeddings, from when it is there until the rows are updated"""
+    """gradient of the pooled embeddings, until the rows are updated"""
     sent: bool = False
     """whether the gradient is on its way to the owners of the rows"""
     backward: object = None
-    """what `Backward.start` has returned, until the backward is finished"""
+    """the result of `Backward.start`, until the backward is finished"""
 
     def __init__(self, step: Step) -> None:
         self.step = step

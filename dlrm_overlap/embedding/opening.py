@@ -1,4 +1,4 @@
-"""The opening of an exchange, before its first step: who is reached how, its windows, and its parts."""
+"""Makes the parts of an exchange and their windows, before the first step."""
 
 import logging
 from dataclasses import replace
@@ -24,15 +24,12 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def reach_of(options: ExchangeOptions, group: dist.ProcessGroup, device: torch.device) -> Reach:
-    """Return which ranks this one reaches by stores, the others being reached by messages; a collective.
+    """Return which ranks this one reaches by stores, and which by messages; a collective.
 
-    Where there are others, rank 0's log says so, and kernels can put to them from now on, if the options ask for that.
-
-    Raises:
-        InputError: if some rank cannot put.
+    Between nodes it also starts NVSHMEM if the options ask for puts, and raises an InputError if that fails on a rank.
     """
     if not BACKENDS[options.backend].stores_to_peers:
-        return Reach.of_one_node(group)  # a collective reaches all alike, and needs no look
+        return Reach.of_one_node(group)  # collectives reach all ranks
     reach, puts = find_reach(group, device, options.nodes), options.internode == "puts"
     if reach.whole:
         return reach
@@ -46,19 +43,19 @@ def reach_of(options: ExchangeOptions, group: dist.ProcessGroup, device: torch.d
 
 
 class ExchangeParts(NamedTuple):
-    """An open exchange."""
+    """The parts of an exchange on one rank."""
 
     forward: Forward[Any]
     backward: Backward[Any]
     ids: IdExchange | None
-    """brings ids to the owners of their rows, where that is not left to TorchRec"""
+    """sends ids to the owners of their rows; None if TorchRec does"""
     local: LocalLookup[Any] | None
-    """looks up the tables that every rank holds, where that is not left to TorchRec"""
+    """looks up the tables that every rank holds; None if TorchRec does"""
     arena: Arena | None
-    """memory of every rank's windows and flags; None where no part has windows"""
+    """memory of every rank's windows and flags; None if no part has windows"""
 
     def close(self) -> None:
-        """Give the memory back, with the last references. Every rank must be through with its steps."""
+        """Free the memory, with the last references to it. No rank may be in a step."""
         for part in (self.forward, self.backward, self.ids, self.arena):
             if part is not None:
                 part.close()
@@ -69,11 +66,7 @@ ON_CPU = Platform(CpuLookup, CpuSignals, adds_sums=False)
 
 
 def build_exchange(context: ExchangeContext) -> ExchangeParts:
-    """Make the parts that the options name, and their windows; a collective.
-
-    Raises:
-        InputError: if there is no room for the windows, or the ranks do not reach each other's memory.
-    """
+    """Return the parts that the options name; a collective, which raises an InputError if it cannot make windows."""
     options, group, device = context.options, context.group, context.device
     on_gpu = device.type == "cuda"
     reach = context.reach or reach_of(options, group, device)

@@ -1,4 +1,4 @@
-"""One step through the embedding stage: its batch, the values that its parts hand on, and a cache from step to step."""
+"""What a step through the embedding stage is given, and a cache for values that many steps use."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -19,18 +19,18 @@ _LAZY = 3  # FBGEMM's CounterWeightDecayMode.ADAGRADW
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """How many samples each rank has in a step. Example: 3 and 2 samples; `first_sample` (0, 3, 5), `total` 5."""
+    """The number of samples of each rank in a step."""
 
     per_rank: tuple[int, ...]
     """samples of each rank, b"""
     first_sample: tuple[int, ...] = field(compare=False)
-    """each rank's first sample in the global batch, and then B"""
+    """[W + 1] each rank's first sample in the global batch, and then B"""
     total: int = field(compare=False)
     """samples of all ranks, B"""
     most: int = field(compare=False)
-    """samples of the rank that has most"""
+    """the largest number of samples of a rank"""
 
-    def __hash__(self) -> int:  # steps look up values for their sizes by it, several times each
+    def __hash__(self) -> int:  # cheap, since a step looks up several values by its sizes
         return self.total
 
     @staticmethod
@@ -42,26 +42,26 @@ class BatchSizes:
 
 
 class UpdateRule(NamedTuple):
-    """The numbers by which a fused lookup's optimizer updates its rows."""
+    """How a fused lookup's optimizer updates its rows."""
 
     lr: float
     arguments: Any
     """FBGEMM's OptimizerArgs: eps, weight_decay, max_norm and others"""
     frozen: bool = False
-    """whether the rows stay as they are, and their state: no weights of the lookup require a gradient"""
+    """whether rows and states keep their values, because no weight of the lookup requires a gradient"""
     count: int = 0
-    """FBGEMM's iter: forwards of the lookup, this one included, where its optimizer counts them"""
+    """FBGEMM's iter, the forwards of the lookup including this one, if its optimizer counts them"""
     always_decays: bool = False
-    """whether `weight_decay_mode` has no say: Adam and LAMB take decay from the row"""
+    """whether rows decay whatever `weight_decay_mode` says, as Adam and LAMB have it"""
 
     @property
     def decays(self) -> bool:
-        """Whether rows decay, or have a bound of their norm, or counters."""
+        """Whether rows decay, have a maximum norm, or are counted."""
         return bool(self.arguments.weight_decay or self.arguments.max_norm or self.count)
 
     @property
     def numbers(self) -> OptimizerParams:
-        """The numbers as kernels and the reference take them."""
+        """The same, as kernels and the reference take it."""
         given, mode = self.arguments, self.arguments.weight_decay_mode
         return OptimizerParams(
             lr=self.lr,
@@ -88,41 +88,40 @@ class Step(NamedTuple):
     replicated: KeyedJaggedTensor | None = None
     """the ids of this rank's samples of the tables that every rank holds, if this exchange looks those up"""
     own_offsets: torch.Tensor | None = None
-    """[published * b + 1] int32: offsets of the bags of this rank's samples, of all features and shares as
-    `IdLayout.published` numbers them. Empty bags of row shards and empty slots do not arrive, and get no gradient. None
-    if TorchRec sends the ids, or if no table is cut by rows and no bag is a slot"""
+    """[published * b + 1] int32: offsets of the bags of this rank's samples, in the order of `IdLayout.published`.
+    Empty bags of row shards and empty slots do not arrive, and get no gradient. None if all bags arrive"""
 
 
 class PendingBackward(NamedTuple):
-    """The backward that a step will have, as `Backward.note_forward` has noted it right after the forward's start."""
+    """A backward that is to come, as `Backward.note_forward` returns it."""
 
     step: Step
     number: int
-    """number of the step among those that have a backward, from 0"""
+    """number of the step among those with a backward, from 0"""
     rules: Sequence[UpdateRule]
-    """how each fused lookup of this rank updates its rows, as of the forward"""
+    """how each of this rank's fused lookups updates its rows, as of the forward"""
     trains_weights: bool = False
-    """whether weights of some ids in `step.inputs` require a gradient"""
+    """whether some ids' weights require a gradient"""
     ids_ready: torch.Event | None = None
     """on GPUs, the event after which the backward may read the ids"""
     runs: Sequence[PreparedRuns | None] | None = None
-    """on GPUs, if `Backward.prepare` has been called: for each input, its ids sorted and cut into chunks"""
+    """on GPUs, after `Backward.prepare`: each input's ids, sorted and cut into chunks"""
 
 
 def weights_of(ids: KeyedJaggedTensor) -> torch.Tensor | None:
-    """Return the weights [n] float32 of ids, or None if they have none; integers are none, as for FBGEMM."""
+    """Return the weights [n] float32 of ids, or None if they have none; as for FBGEMM, integers are no weights."""
     weights = ids.weights_or_none()
     return weights.float() if weights is not None and weights.is_floating_point() else None
 
 
 def with_room(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return ids as they are sent: those of a captured step's size, if an eager step reads them without their room."""
+    """Return ids as they are sent: padded to the capacity, if `ids` are an eager step's view without the padding."""
     given: Any = ids
     return ids if (sent := getattr(given, "with_room", None)) is None else sent
 
 
 def with_float_weights(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return ids whose weights are float32, or that have none; those that are so already are not copied."""
+    """Return ids with float32 weights, or without weights; without a copy if they are so already."""
     weights = ids.weights_or_none()
     if weights is None or weights.dtype == torch.float32:
         return ids
@@ -139,45 +138,35 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 Arguments = TypeVarTuple("Arguments")
 
-_MOST = 64  # values that no capture has used: batch sizes and learning rates rarely change
+_MOST = 64  # values kept that no capture has used
 _NONE: Any = object()
 
 
 class StepCache(Generic[Key, Value]):
-    """Values by keys such as the sizes of a batch: those that were asked for last, and all that captures have used.
+    """An LRU cache, by keys such as batch sizes, that keeps every value which a CUDA graph may read.
 
-    A CUDA graph holds the addresses of the tensors that its kernels were captured with, and no reference to them. If
-    such a tensor is given away, the next replay reads and writes other owners' memory. So a value that is asked
-    for while the current stream is being captured is held until `clear`, whoever owns the graph. Of all other values
-    the 64 asked for last are kept: kernels that read them are issued before the next owner of their memory uses it.
-
-    A value must hold the tensors that it is made of. A `Launch` does; an address, which is a number, does not.
-
-    Example: a step is captured, then 100 batches of 100 other sizes are evaluated, then the graph is launched. The
-    value of the captured step is still there, beside those of the last 64 sizes.
+    A CUDA graph has the addresses of its kernels' tensors, but no references to them. So a value that is requested
+    during a capture is kept until `clear`; otherwise a replay could access memory that now belongs to others. Of the
+    other values the 64 requested last are kept. A value must hold its tensors, as a `Launch` does.
     """
 
     def __init__(self) -> None:
         self._captured: dict[Key, Value] = {}
         """values that captures have used"""
         self._others: dict[Key, Value] = {}
-        """the rest, the one asked for longest ago first"""
+        """the other values, least recently used first"""
         self._replaced: list[Value] = []
-        """values that captures have used and `get` returns no more"""
+        """values that captures have used and that `forget` has removed"""
 
     def __len__(self) -> int:
-        """Return how many keys have a value."""
         return len(self._captured) + len(self._others)
 
     def get(self, key: Key, make: Callable[[*Arguments], Value], *arguments: *Arguments) -> Value:
-        """Return the value of `key`.
+        """Return the value of `key`, which is all that the value depends on; if there is none, `make(*arguments)`.
 
-        Args:
-            key: of all that the value depends on.
-            make: returns the value where there is none; it may call `forget`, but not `get`.
-            arguments: of `make`.
+        `make` may call `forget`, but not `get`.
         """
-        value = self._others.pop(key, _NONE)  # a step asks often: to take it out and to put it back last is cheap
+        value = self._others.pop(key, _NONE)  # to remove it and to insert it last is cheap
         if value is _NONE:
             if key in self._captured:
                 return self._captured[key]
@@ -191,15 +180,15 @@ class StepCache(Generic[Key, Value]):
         return value
 
     def forget(self) -> None:
-        """Let all values be made anew, since their sources have changed; those that captures have used are held."""
+        """Remove all values, because what they were made of has changed; those that captures have used stay alive."""
         self._replaced += self._captured.values()
         self._captured, self._others = {}, {}
 
     def clear(self) -> None:
-        """Forget all, once no graph will be launched any more that has used some of it."""
+        """Free all values, once no graph that uses one will be launched again."""
         self._captured, self._others, self._replaced = {}, {}, []
 
 
 def is_capturing() -> bool:
-    """Return whether the current stream is captured in a CUDA graph; False where CUDA is not."""
+    """Return whether the current stream is being captured in a CUDA graph; False without CUDA."""
     return is_initialized() and is_current_stream_capturing()

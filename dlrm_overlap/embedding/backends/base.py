@@ -8,14 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import gcd
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.order import CurrentStream
 from dlrm_overlap.embedding.backends.internode import GradientTransport
-from dlrm_overlap.embedding.backends.lookup import Platform
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard, GradientLayout
 from dlrm_overlap.embedding.options import ExchangeContext
@@ -31,10 +30,10 @@ State = TypeVar("State")
 
 
 class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract methods
-    """One rank's side of the forward or of the backward of an exchange."""
+    """The forward or the backward of an exchange on one rank."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
-        """Take the context, which stays from step to step, and the windows that `window_spec` asks for."""
+        """Take the context, and the windows that `window_spec` asks for."""
         self.layout, self.tables, self.options = context.layout, context.tables, context.options
         self.group, self.device = context.group, context.device
         self.rank, self.world_size = context.group.rank(), context.group.size()
@@ -46,23 +45,23 @@ class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract me
         return None
 
     def skip(self) -> None:
-        """Take an epoch in which nothing is stored, so that the next one has the other window; all ranks do so."""
+        """Take an epoch in which nothing is stored, so that the next one has the other window; a collective."""
         raise NotImplementedError(f"{type(self).__name__} is not captured")
 
-    def check(self) -> None:  # noqa: B027  most record nothing
+    def check(self) -> None:  # noqa: B027  optional
         """Raise the faults that kernels have recorded since the last call; never waits for the device."""
 
-    def close(self) -> None:  # noqa: B027  nor have they anything to release
-        """Release resources that outlive Python references."""
+    def close(self) -> None:  # noqa: B027  optional
+        """Release resources that outlive the references to this object."""
 
 
 class Forward(ExchangeDirection, Generic[State]):
-    """The forward on one rank. `start` and `finish` take turns, the same steps on every rank."""
+    """The forward on one rank: of each step `start`, then `finish`. Subclasses are also given a `Platform`."""
 
     leading = 0
     """columns in front of the pooled embeddings where they arrive"""
 
-    def __init__(self, context: ExchangeContext, windows: WindowPair | None, platform: Platform[Any]) -> None:
+    def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
         super().__init__(context, windows)
         self._ids, self._internode = context.ids, context.internode
         self._nodes = context.reach.nodes if context.reach is not None else (range(self.world_size),)
@@ -73,21 +72,17 @@ class Forward(ExchangeDirection, Generic[State]):
 
     @abstractmethod
     def start(self, step: Step) -> State:
-        """Start to pool and to send, and return what `finish` needs."""
+        """Start to pool and to send; return what `finish` needs."""
 
     @abstractmethod
     def finish(self, state: State, copy: bool = False) -> torch.Tensor:
-        """Return the pooled embeddings [b, D_total] of this rank's samples, of the wire's dtype, once all are here.
+        """Return the pooled embeddings [b, D_total] of this rank's samples, of the wire's dtype, once all have arrived.
 
-        Their rows may be further apart than D_total elements. They are valid until the next `start`, unless `copy`.
+        Rows may be apart. Valid until the next `start`, or for good with `copy`.
         """
 
     def add_partials(self, step: Step, arrived: torch.Tensor) -> None:
-        """Add up the partial sums of tables that are cut by rows, in place; there are some.
-
-        Args:
-            arrived: [b, leading + arrival_dim] of the wire's dtype, see `Layout`.
-        """
+        """Add up the partial sums in `arrived` [b, leading + arrival_dim] in place, if `_partials` has some."""
         if self._on_gpu:
             add_partials(arrived, self._partial_table, step.own_offsets)
         else:
@@ -95,10 +90,7 @@ class Forward(ExchangeDirection, Generic[State]):
 
     @cached_property
     def _partials(self) -> list[Partials]:
-        """The sums that this rank makes, by the columns of a row with the leading ones.
-
-        If another node adds up its row shards of a table, only their sum arrives, where the first of them would.
-        """
+        """The sums that this rank makes; a sum that another node has made arrives where its first shard would."""
         number = self._ids.published if self._ids is not None else lambda _: 0
         found = []
         for each in self.layout.partial_sums:
@@ -120,10 +112,10 @@ class Forward(ExchangeDirection, Generic[State]):
         return partial_table(self._partials, gcd(16, *divisible), self.device)
 
     def join_stream(self) -> None:
-        """Make the current stream wait for the stream of the last `start` or `finish`, if that is another one.
+        """Make the current stream wait for the stream of the last `start` or `finish`, if that was another one.
 
-        So `finish` comes after the launches of `start` elsewhere. And `start`, whose flags allow the peers to overwrite
-        the window of the step before, comes after all that was issued to read that window where it was finished.
+        So `finish` comes after the kernels of `start`, and `start`, after which peers may overwrite the previous step's
+        window, comes after what has read that window.
         """
         if not self._on_gpu:
             return
@@ -135,91 +127,76 @@ class Forward(ExchangeDirection, Generic[State]):
 
 
 class Backward(ExchangeDirection, Generic[State]):
-    """The backward on one rank: `note_forward`, `start` and `finish` of each step, the same on every rank.
+    """The backward on one rank: of each step `note_forward`, `start`, then `finish`.
 
-    Rows are updated in the order of the starts. A step may be started before the one before it is finished.
+    Rows are updated in the order of the starts. A step may be started before the previous one is finished.
     """
 
     @property
     def sent_scale(self) -> float:
         """Factor by which gradients are multiplied before they are sent.
 
-        It is `gradient_scale` on a float32 wire. On a wire of 16 bits it is 1, and the float32 sums are multiplied
-        where rows are updated: a product would be rounded once more, or vanish in float16.
+        On a 16-bit wire it is 1, since a product would be rounded once more, or underflow in float16.
         """
         return gradient_scale(self.world_size) if self.options.wire_dtype == torch.float32 else 1.0
 
     @property
     def update_scale(self) -> float:
-        """Factor that is left for the update of the rows."""
+        """Factor by which the owner of the rows multiplies what it has received."""
         return gradient_scale(self.world_size) / self.sent_scale
 
     def note_forward(
         self, step: Step, number: int = 0, trains_weights: bool = False, ids_ready: torch.Event | None = None
     ) -> PendingBackward:
-        """Note the optimizers' numbers when the forward of a step that will have a backward has just started.
-
-        Args:
-            number, trains_weights, ids_ready: see `PendingBackward`; without `ids_ready` ids may be read after all work
-                on the current stream.
-        """
+        """Note the optimizers' numbers, right after `Forward.start`; without `ids_ready` the ids are ready now."""
         rules = self.tables.rules(number)
         self.tables.count_on_device()
         return PendingBackward(step, number, rules, trains_weights, ids_ready)
 
     def follow_rules(self, capture: bool = False) -> None:
-        """Overwrite the optimizers' numbers that captured steps read, if there are such steps, or one is captured."""
+        """Update the optimizers' numbers that captured steps read; `capture` says that there will be such steps."""
 
     def prepare(self, pending: PendingBackward) -> PendingBackward:
-        """Do the work that needs only the step's ids, and return `pending` with its result; optional before `start`."""
+        """Do the work that needs only the step's ids, and return `pending` with the result. Calling it is optional."""
         return pending
 
     @abstractmethod
     def start(self, pending: PendingBackward, gradient: torch.Tensor) -> State:
-        """Start to send the gradient [b, D_total] of this rank's samples to the owners of the rows.
+        """Start to send the gradient [b, D_total], of the output's dtype and any strides; return what `finish` needs.
 
-        The gradient is of the output's dtype; its rows may be further apart than D_total elements.
-        On GPUs this also issues the update of the rows, on a stream of its own. Returns what `finish` needs.
+        On GPUs this also issues the update of the rows, on another stream.
         """
 
     @abstractmethod
     def finish(self, state: State) -> Sequence[torch.Tensor]:
         """Make the current stream wait until the step has updated this rank's rows.
 
-        Returns:
-            For each input whose ids' weights require a gradient, that gradient [n] float32.
+        Returns the gradient [n] float32 of the ids' weights of each input whose weights require one.
         """
 
 
 def gradient_scale(world_size: int) -> float:
-    """Return the factor of the gradients. As TorchRec: the loss is a mean over a rank's samples, not over all."""
+    """Return the factor of all gradients, as in TorchRec: the loss is a mean over a rank's samples, not over all."""
     return 1.0 / world_size if get_gradient_division() else 1.0
 
 
 class GradientStore(Protocol):
-    """Stores the gradients of one rank's samples, this rank's or one of another node, at the owners reached."""
+    """Stores the gradients of the samples of one rank, this one or one of another node, at the owners reached."""
 
-    def store(
-        self, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int,
-        offsets: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Store the parts [first, end) of `scale` times the gradient [b, ..], and signal each as that rank.
-
-        Args:
-            offsets: `Step.own_offsets` of that rank, to leave out bags that have not arrived.
-        """
+    def store(self, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int) -> None:
+        """Store the parts [first, end) of `scale` times the gradient [b, ..], and signal each part as that rank."""
 
 
 class WindowState(NamedTuple):
-    """A backward under way that uses windows."""
+    """A backward under way."""
 
     pending: PendingBackward
     weights_gradients: Sequence[torch.Tensor]
-    """see `Backward.finish`; not complete before that"""
+    """the result of `finish`, complete by then"""
 
 
 class WindowBackward(Backward[WindowState]):
-    """A backward that reads gradients out of this rank's window, where the samples' ranks have stored them."""
+    """A backward whose gradients the samples' ranks store in this rank's window."""
 
     own: GradientStore
     """stores the gradients of this rank's samples"""
@@ -241,11 +218,9 @@ class WindowBackward(Backward[WindowState]):
 
     @abstractmethod
     def _store_by(self, rank: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None) -> GradientStore:
-        """Return what stores the gradients of a rank's samples.
+        """Return what stores the gradients of a rank's samples; `column` returns a shard's column in a gradient's row.
 
-        Args:
-            column: returns the column of a shard of the ranks reached, in a row of the gradient.
-            ids: if known, bags without ids of a shard are left out where `IdLayout.knows_empty_bags`.
+        With `ids`, bags that have not arrived by `Step.own_offsets` are left out.
         """
 
     @staticmethod
@@ -254,11 +229,11 @@ class WindowBackward(Backward[WindowState]):
         return GradientLayout(context.layout, context.samples_per_rank, context.options.wire_dtype, bag_ids)
 
     def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
-        """Send the parts [first, end) of the gradient, on the current stream; with the first, all to other nodes."""
+        """Send the parts [first, end) on the current stream; part 0 together with all parts for other nodes."""
         transport = self._transport if first == 0 else None
         if transport is not None:
             transport.send(step, gradient, self.sent_scale)
-        self.own.store(step, gradient, self.sent_scale, first, end, step.own_offsets)
+        self.own.store(step, gradient, self.sent_scale, first, end)
         if transport is not None:
             for source, received in transport.receive(step):
                 self.passed_on[source].store(step, received, 1.0, 0, self.gradients.parts)

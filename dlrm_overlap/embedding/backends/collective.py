@@ -1,8 +1,8 @@
-"""`nccl`, an ablation: our lookup, then a collective; and the collective's backward, which every backend can take."""
+"""`nccl`, an ablation: our lookup, then a collective; and the collective backward, which every backend can use."""
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Generic, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,24 +15,23 @@ from dlrm_overlap.embedding.steps import BatchSizes, PendingBackward, Step, Step
 from dlrm_overlap.embedding.tables import FbgemmUpdate, bags_of
 from dlrm_overlap.embedding.windows import WindowPair
 
+Given = TypeVar("Given")
 
-class CollectiveForwardState(NamedTuple):
-    """A forward under way."""
 
-    step: Step
+class CollectiveState(NamedTuple, Generic[Given]):
+    """A forward or a backward under way."""
+
+    given: Given
     work: dist.Work
     received: torch.Tensor
-    """[b * arrival_dim] of the wire's dtype, which the collective fills"""
+    """[n] of the wire's dtype, which the collective fills"""
 
 
-class CollectiveForward(Forward[CollectiveForwardState], Generic[Rows]):
-    """Our lookup, then `all_to_all_single`, then the unpacking: shows the gain of the lookup without fusing.
-
-    The lookup stores into one send buffer [B, D_local], of which rank w is sent the rows of its samples.
-    """
+class CollectiveForward(Forward[CollectiveState[Step]], Generic[Rows]):
+    """Our lookup into a send buffer [B, D_local], then `all_to_all_single`, then the unpacking."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None, platform: Platform[Rows]) -> None:
-        super().__init__(context, windows, platform)
+        super().__init__(context, windows)
         shards = self.layout.by_owner[self.rank]
         starts = [0, *accumulate(shard.dim for shard in shards)]
         columns = dict(zip(shards, starts[:-1], strict=True))  # of the send buffer
@@ -43,10 +42,10 @@ class CollectiveForward(Forward[CollectiveForwardState], Generic[Rows]):
         self._lookup = platform.lookup(context, columns, self.bad_ids)
         self._rows = StepCache[tuple[int, BatchSizes], Rows]()
 
-    def start(self, step: Step) -> CollectiveForwardState:
+    def start(self, step: Step) -> CollectiveState[Step]:
         """Pool into the send buffer and start the All-to-All."""
         self.check()
-        self.join_stream()  # which has waited for the All-to-All before, and so for the send buffer
+        self.join_stream()  # it has waited for the previous All-to-All, which read the send buffer
         samples, wire = step.batch.total, self.options.wire_dtype
         if self._send.numel() < samples * self._width:
             self._send = torch.empty(samples * self._width, dtype=wire, device=self.device)
@@ -66,10 +65,10 @@ class CollectiveForward(Forward[CollectiveForwardState], Generic[Rows]):
             async_op=True,
         )
         assert work is not None
-        return CollectiveForwardState(step, work, received)
+        return CollectiveState(step, work, received)
 
-    def finish(self, state: CollectiveForwardState, copy: bool = False) -> torch.Tensor:
-        """Wait for the All-to-All and copy each owner's columns to where the model reads them, in new memory."""
+    def finish(self, state: CollectiveState[Step], copy: bool = False) -> torch.Tensor:
+        """Wait for the All-to-All, and copy each owner's columns to where the model reads them, in new memory."""
         step, work, buffer = state
         self.join_stream()
         work.wait()
@@ -78,7 +77,7 @@ class CollectiveForward(Forward[CollectiveForwardState], Generic[Rows]):
         mine, dims = step.batch.per_rank[self.rank], self.layout.owner_dims
         received = buffer.split([mine * dim for dim in dims])
         pooled = buffer.new_empty(mine, self.layout.arrival_dim)
-        # `out` keeps autocast away, which refuses to join tensors of the half type that is not its own.
+        # With `out`, autocast does not apply, which cannot concatenate tensors of the other half type.
         torch.cat([columns.view(mine, dim) for columns, dim in zip(received, dims, strict=True)], dim=1, out=pooled)
         pooled = pooled if self._order is None else pooled.index_select(1, self._order)
         if not self._partials:
@@ -87,21 +86,12 @@ class CollectiveForward(Forward[CollectiveForwardState], Generic[Rows]):
         return pooled[:, : self.layout.total_dim].data  # no view, which autograd lets nobody change in place
 
     def check(self) -> None:
-        """Raise the faults that kernels have recorded, see `DeviceLookup.check`."""
+        """Raise what kernels have recorded, see `DeviceLookup.check`."""
         self._lookup.check()
 
 
-class CollectiveBackwardState(NamedTuple):
-    """A backward under way."""
-
-    pending: PendingBackward
-    work: dist.Work
-    received: torch.Tensor
-    """[B * D_local] of the wire's dtype, which the collective fills"""
-
-
-class CollectiveBackward(Backward[CollectiveBackwardState]):
-    """Gradients sent to their owners by `all_to_all_single`, then FBGEMM's own update of the rows."""
+class CollectiveBackward(Backward[CollectiveState[PendingBackward]]):
+    """Sends gradients to the owners of the rows by `all_to_all_single`; FBGEMM updates the rows."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
         super().__init__(context, windows)
@@ -110,8 +100,8 @@ class CollectiveBackward(Backward[CollectiveBackwardState]):
         in_order, ranks = self.layout.sent_in_order, range(self.world_size)
         self._columns = None if in_order else [self.layout.owner_columns(rank).to(self.device) for rank in ranks]
 
-    def start(self, pending: PendingBackward, gradient: torch.Tensor) -> CollectiveBackwardState:
-        """Pack the gradient [b, D_total] of this rank's samples by owner and start the All-to-All."""
+    def start(self, pending: PendingBackward, gradient: torch.Tensor) -> CollectiveState[PendingBackward]:
+        """Pack the gradient [b, D_total] by owner and start the All-to-All."""
         batch = pending.step.batch
         mine, samples = batch.per_rank[self.rank], batch.total
         dims = self.layout.owner_dims
@@ -127,9 +117,9 @@ class CollectiveBackward(Backward[CollectiveBackwardState]):
             received, send, [size * width for size in batch.per_rank], sizes, self.group, async_op=True
         )
         assert work is not None
-        return CollectiveBackwardState(pending, work, received)
+        return CollectiveState(pending, work, received)
 
-    def finish(self, state: CollectiveBackwardState) -> Sequence[torch.Tensor]:
+    def finish(self, state: CollectiveState[PendingBackward]) -> Sequence[torch.Tensor]:
         """Wait for the gradients of this rank's columns and update its rows."""
         pending, work, received = state
         step = pending.step
@@ -150,10 +140,7 @@ class CollectiveBackward(Backward[CollectiveBackwardState]):
 
 
 def pack(by_owner: Sequence[torch.Tensor], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
-    """Return `scale` times a gradient as a collective sends it: flat, one owner's columns [b, D] after the other's.
-
-    One multiplication an owner copies, casts and divides by the number of ranks.
-    """
+    """Return `scale` times a gradient as a collective sends it: flat, the columns [b, D] of one owner after another."""
     send = by_owner[0].new_empty(sum(columns.numel() for columns in by_owner), dtype=wire_dtype)
     for sent, columns in zip(send.split([columns.numel() for columns in by_owner]), by_owner, strict=True):
         torch.mul(columns, scale, out=sent.view(columns.shape))

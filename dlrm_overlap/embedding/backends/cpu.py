@@ -1,7 +1,4 @@
-"""The exchange on CPUs: the kernels' order and protocol, the reference's arithmetic.
-
-Processes of one node store into each other's memory.
-"""
+"""The exchange on CPUs, whose processes share memory: the protocol of GPUs, computed by the reference."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -22,13 +19,13 @@ from dlrm_overlap.kernels import reference
 
 
 def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lengths of the bags [first, end) and, as a view, their ids."""
+    """Return the lengths of the bags [first, end) and a view of their ids."""
     offsets = ids.offsets()
     return ids.lengths()[first:end], ids.values()[int(offsets[first]) : int(offsets[end])]
 
 
 def weights_between(ids: KeyedJaggedTensor, first: int, end: int) -> torch.Tensor | None:
-    """Return the weights of the ids in the bags [first, end), as a view, or None if ids have none."""
+    """Return a view of the weights of the ids in the bags [first, end), or None if ids have none."""
     weights, offsets = ids.weights_or_none(), ids.offsets()
     return None if weights is None else weights[int(offsets[first]) : int(offsets[end])]
 
@@ -43,11 +40,9 @@ def pool_on_cpu(shard: FeatureShard, weight: torch.Tensor, step: Step, first: in
 def ids_in_bags(
     ids: KeyedJaggedTensor, shard: FeatureShard, samples: int, weighted: bool = True
 ) -> tuple[torch.Tensor, ...]:
-    """Return the ids [n] of a shard's bags, the sample [n] of each, and what multiplies its row, [n, 1] float32.
+    """Return the ids [n] of a shard's bags, the sample [n] of each, and the factor [n, 1] float32 of its row.
 
-    Args:
-        ids: of the shard's input, with `samples` bags a feature.
-        weighted: whether the ids' weights are among the factors, if ids have some.
+    Factors include the ids' weights, if they have some, unless `weighted` is False.
     """
     bags = ids, shard.feature * samples, (shard.feature + 1) * samples
     lengths, values = lengths_and_ids(*bags)
@@ -60,7 +55,7 @@ def ids_in_bags(
 
 
 def zero_weights_gradients(pending: PendingBackward) -> list[torch.Tensor]:
-    """Return zeros [n] for each input whose ids' weights require a gradient; to be called if some do."""
+    """Return zeros [n] for each input whose ids' weights require a gradient."""
     weights = [ids.weights_or_none() for ids in pending.step.inputs]
     return [torch.zeros_like(each) for each in weights if each is not None and each.requires_grad]
 
@@ -68,15 +63,11 @@ def zero_weights_gradients(pending: PendingBackward) -> list[torch.Tensor]:
 def train_weights(
     backward: Backward, step: Step, gradients: Mapping[FeatureShard, torch.Tensor], found: Sequence[torch.Tensor]
 ) -> None:
-    """Find the gradients of the weights of some shards' ids, before their rows are updated; on any device.
+    """Compute the gradients of the weights of some shards' ids, before their rows are updated; on any device.
 
-    A weight's gradient is the product of its bag's gradient and its row. It is not divided by the number of ranks: as
-    under TorchRec, the mean of the dense gradients does that. PyTorch's operators find it, and wait for numbers of ids:
-    only steps of TorchRec's pipelines have such weights.
-
-    Args:
-        gradients: the gradient [B, D] of each of these shards, as it was sent.
-        found: `zero_weights_gradients`, to which the result is added.
+    A weight's gradient is the dot product of its bag's gradient and its row. As in TorchRec, the mean of the dense
+    gradients divides it by the number of ranks. Captured steps have no such weights: the host waits for numbers of ids.
+    `gradients` [B, D] are as they were sent; the result is added to `found`, which is `zero_weights_gradients`.
     """
     weights = [ids.weights_or_none() for ids in step.inputs]
     trained = [number for number, each in enumerate(weights) if each is not None and each.requires_grad]
@@ -138,13 +129,9 @@ class CpuLookup(Lookup[list[torch.Tensor]]):
                     into.copy_(pooled)
 
     def _check(self, shard: FeatureShard, weight: torch.Tensor, step: Step) -> None:
-        """Look for ids outside their table; as FBGEMM on a CPU, take row 0 instead or, by its mode, stop.
+        """Replace ids outside their table by 0 or raise a ValueError, as FBGEMM's bounds check on a CPU does.
 
-        The id -1, FBGEMM's mark of a pruned row, stops in every mode there, and so does any such id without bounds
-        check.
-
-        Raises:
-            ValueError: if the run must stop.
+        The id -1, FBGEMM's mark of a pruned row, raises in every mode; so does any such id without bounds check.
         """
         rows, bag = weight.shape[0], shard.feature * step.batch.total
         _, here = lengths_and_ids(step.inputs[shard.input], bag, bag + step.batch.total)
@@ -152,31 +139,27 @@ class CpuLookup(Lookup[list[torch.Tensor]]):
         if not outside.any():
             return
         message = bad_id_message(shard.name, int(here[outside].min()), rows)
-        if not self._bad_ids.looks or (here == -1).any():
+        if not self.bad_ids.looks or (here == -1).any():
             raise ValueError(message)
-        self._bad_ids.report(message)
+        self.bad_ids.report(message)
         with torch.inference_mode(here.is_inference()):  # else torch does not write to such ids
             here.masked_fill_(outside, 0)
 
 
 class CpuSignals(Signals):
-    """Signals by this CPU, which waits itself."""
-
-    def __init__(
-        self, pair: WindowPair, counts: torch.Tensor, timeout_s: float,
-        status: torch.Tensor | None = None, unit: str = "slice",
-    ) -> None:  # fmt: skip
-        assert isinstance(pair.arena, HostArena)
-        self._arena, self._pair, self._counts, self._timeout_s, self._unit = pair.arena, pair, counts, timeout_s, unit
+    """Signals by the calling thread."""
 
     def signal(self, source: int | None = None, slot: int = 0) -> None:
         """Set the flag in `slot`."""
-        for peer in self._arena.reached:
-            self._arena.signal_flag(self._pair.flags, peer, slot, self._pair.counter.value, source)
+        arena = self._pair.arena
+        assert isinstance(arena, HostArena)
+        for peer in arena.reached:
+            arena.signal_flag(self._pair.flags, peer, slot, self._pair.counter.value, source)
 
     def wait(self) -> None:
-        """Poll the flags, see `HostArena.wait`."""
-        self._arena.wait(self._pair.flags, self._counts, self._pair.counter.value, self._timeout_s, self._unit)
+        """Poll the flags."""
+        assert isinstance(self._pair.arena, HostArena)
+        self._pair.arena.wait(self._pair.flags, self._counts, self._pair.counter.value, self._timeout_s, self._unit)
 
 
 def views_of(windows: WindowPair) -> list[list[torch.Tensor]]:
@@ -185,22 +168,19 @@ def views_of(windows: WindowPair) -> list[list[torch.Tensor]]:
 
 
 class CpuGradientStore(NamedTuple):
-    """`GradientStore` of a CPU, shard by shard."""
+    """A `GradientStore` on a CPU."""
 
     rank: int
     columns: Mapping[FeatureShard, int]
-    """of each shard of the ranks reached, in a row of the gradient"""
+    """column of each shard of the ranks reached in a row of the gradient"""
     ids: IdLayout | None
     layout: GradientLayout
     windows: WindowPair
     peers: list[list[torch.Tensor]]
     signals: CpuSignals
 
-    def store(
-        self, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int,
-        offsets: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Store and signal part by part."""
+    def store(self, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int) -> None:
+        """Store and signal one part after another."""
         if scale != 1.0:
             gradient = gradient * scale
         samples, begin = gradient.shape[0], step.batch.first_sample[self.rank]
@@ -210,8 +190,8 @@ class CpuGradientStore(NamedTuple):
                 for shard, rows in self.layout.views(self.layout.shards[part][owner], window, step.batch.total).items():
                     column, into = self.columns[shard], rows[begin : begin + samples]
                     sent = gradient[:, column : column + shard.dim]
-                    if offsets is not None and self.ids is not None and self.ids.knows_empty_bags(shard):
-                        filled = reference.have_ids(offsets, self.ids.published(shard), samples)
+                    if self.ids is not None and step.own_offsets is not None and self.ids.knows_empty_bags(shard):
+                        filled = reference.have_ids(step.own_offsets, self.ids.published(shard), samples)
                         into[filled] = sent[filled].to(into.dtype)
                     else:
                         into.copy_(sent)
@@ -219,7 +199,7 @@ class CpuGradientStore(NamedTuple):
 
 
 class CpuPush(WindowBackward):
-    """Gradients stored into the owners' windows; rows updated once all of them have arrived."""
+    """Stores gradients in the owners' windows; the owners update rows when all have arrived."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
@@ -238,8 +218,8 @@ class CpuPush(WindowBackward):
         return CpuGradientStore(rank, columns, ids, self.gradients, self.windows, self._peers, self._signals)
 
     def start(self, pending: PendingBackward, gradient: torch.Tensor) -> WindowState:
-        """Store each shard's gradient at its owner, part by part, and signal each part."""
-        if self._unfinished is not None:  # peers that see this step's flags may store over the gradients it reads
+        """Store each shard's gradient at its owner, and signal each part."""
+        if self._unfinished is not None:  # peers that see this step's flags may overwrite the gradients that it reads
             self.finish(self._unfinished)
         self._unfinished = WindowState(pending, zero_weights_gradients(pending) if pending.trains_weights else ())
         self.windows.begin()
@@ -247,7 +227,7 @@ class CpuPush(WindowBackward):
         return self._unfinished
 
     def finish(self, state: WindowState) -> Sequence[torch.Tensor]:
-        """Wait for all gradients and update the rows, table by table, unless the next `start` has done so."""
+        """Wait for all gradients and update the rows, unless the next `start` has done so."""
         if state is not self._unfinished:
             return state.weights_gradients
         self._unfinished = None
@@ -277,13 +257,13 @@ class CpuPush(WindowBackward):
         gradients: Mapping[FeatureShard, torch.Tensor],
         scale: float,
     ) -> None:
-        """Update rows that decay by FBGEMM's operator, which on a CPU reads the decay for some tables alone."""
-        # Float32 before they are joined: autocast refuses to join the half type that is not its own.
+        """Update rows that decay by FBGEMM's operator, which on a CPU reads the decay only for some tables."""
+        # Float32 before the concatenation, since autocast cannot concatenate tensors of the other half type.
         gradient = torch.cat([gradients[shard].float() for shard in lookup.shards], dim=1).mul_(scale)
         FbgemmUpdate(self.tables.lookups[lookup.number]).apply(gradient, bags_of(lookup, step.inputs), rule)
 
     def skip(self) -> None:
-        """Take an epoch in which nothing is stored, once the rows of the step before are updated."""
+        """Take an epoch in which nothing is stored, after the rows of the previous step are updated."""
         if self._unfinished is not None:
             self.finish(self._unfinished)
         skip_epoch(self.windows, CpuSignals, self.options.wait_timeout_s)
@@ -291,7 +271,7 @@ class CpuPush(WindowBackward):
     def _by_id(
         self, shards: list[FeatureShard], step: Step, of_bags: Mapping[FeatureShard, torch.Tensor], scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids of all features that share a table, and `scale` times their gradients [n, D] float32."""
+        """Return the ids of all features of a table, and `scale` times the gradients [n, D] float32 of their rows."""
         values, gradients = [], []
         for shard in shards:
             ids, sample, factors = ids_in_bags(step.inputs[shard.input], shard, step.batch.total)

@@ -1,4 +1,4 @@
-"""`fused` on GPUs: one persistent kernel pools, and puts each slice as soon as it is done (arXiv 2305.06942)."""
+"""`fused` on GPUs: one persistent kernel pools, and stores each slice when it is ready (arXiv 2305.06942)."""
 
 from typing import Any
 
@@ -21,16 +21,16 @@ from dlrm_overlap.kernels.arguments import (
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices, SliceState
 from dlrm_overlap.kernels.launches import Launch
 
-_MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4 or 8
-_FEWEST_SHORT_BAGS = 1 << 15  # fewer are cut as long ones
+_MANY_BAGS = 1 << 17  # enough for several tasks of 4 or 8 bags for each of some 4,000 resident programs
+_FEWEST_SHORT_BAGS = 1 << 15  # fewer short bags are cut as long ones
 
 
 def persistent_tuning(table: FeatureTable, samples: int, slice_bags: int, short: bool = False) -> Tuning:
     """Return how to cut a persistent launch for the bags of `samples` samples, in slices of `slice_bags` bags.
 
-    A program pays for each task, so it takes one of twice as many bags where there are many, if slices have so many. Of
-    `short` bags, see `has_short_bags`, it takes four times as many: all programs draw their tasks from one ticket,
-    which gives out one in 1.1 to 1.3 ns at best (H200; docs/lab.md), and otherwise decides.
+    With many bags a task has twice as many, unless a slice has fewer, since each task has a cost. With many `short`
+    bags (`has_short_bags`) it has four times as many: else the counter from which all programs draw tasks would be the
+    limit (1.1 to 1.3 ns a task on an H200, docs/lab.md).
     """
     bags = table.entries.shape[0] * samples
     short = short and bags >= _FEWEST_SHORT_BAGS
@@ -42,18 +42,17 @@ def persistent_tuning(table: FeatureTable, samples: int, slice_bags: int, short:
 
 
 class SlicedForward(ZeroCopyForward[Windows]):
-    """Persistent kernels, one for each kind of shards; the last returns when all flags are set.
+    """Persistent kernels, one for each kind of shards, of which the last returns when all flags are set.
 
-    The option `put` says how rows get into the peers' windows: directly, or staged in memory of this GPU. A rank that
-    has nothing to pool does as `pgas`: it only signals, and waits for the others in `finish`. So does one of several
-    nodes, since programs that wait would hold the multiprocessors that messages need.
+    `finish` waits for the flags, as in `pgas`, if this rank has nothing to pool, and on several nodes, where programs
+    that wait would occupy the multiprocessors that messages need.
     """
 
     lookup: DeviceLookup
 
     @classmethod
     def slices(cls, options: ExchangeOptions, samples: int) -> int:
-        """Return how many slices a shard's bags for `samples` samples make; none in place, where none has a flag."""
+        """Return how many slices with a flag each a shard's bags for `samples` samples make; 0 under `direct`."""
         return -(-samples // options.slice_bags) if options.put == "staged" else 0
 
     def __init__(self, context: ExchangeContext, windows: WindowPair, platform: Platform[Windows]) -> None:
@@ -62,7 +61,7 @@ class SlicedForward(ZeroCopyForward[Windows]):
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}
         self._launches = StepCache[tuple[Any, ...], Launch]()
-        """by all that they were made of, but `_states`; of these as they are"""
+        """by everything that they depend on, except `_states`"""
 
     def start(self, step: Step) -> ZeroCopyState:
         """Launch the kernels."""
@@ -80,10 +79,7 @@ class SlicedForward(ZeroCopyForward[Windows]):
         return ZeroCopyState(step, signals if self.transport is not None else None)
 
     def _prepare(self, i: int, table: FeatureTable, windows: Windows, signals: Signals, step: Step) -> Launch:
-        """Return the launch of kernel i for steps of this one's batch sizes and types of ids.
-
-        It is called with values, offsets, weights and the epoch.
-        """
+        """Return the launch of kernel i for steps like this one, which takes values, offsets, weights and the epoch."""
         assert isinstance(signals, DeviceSignals)
         bags = self.lookup.bags(self.lookup.pooled_together[i], step, self.reached)
         last = i == len(self.lookup.pooled_together) - 1
@@ -105,7 +101,7 @@ class SlicedForward(ZeroCopyForward[Windows]):
         return put.launch(self.grid(i, put))
 
     def state(self, i: int, bags: Bags, table: FeatureTable, tuning: Tuning) -> SliceState:
-        """Return the memory that the programs of kernel i share, for the largest batch so far."""
+        """Return the memory that the programs of kernel i share, enough for the largest batch so far."""
         here = self.world_size * table.entries.shape[0]
         slices = here * -(-bags.samples_per_rank // self.options.slice_bags)
         tasks = here * -(-bags.samples_per_rank // tuning.task_bags)
@@ -121,11 +117,7 @@ class SlicedForward(ZeroCopyForward[Windows]):
         return state
 
     def grid(self, i: int, put: SlicedPut) -> int:
-        """Return the programs of kernel i's grid: as many as fit at once, or as many as the options ask for.
-
-        Raises:
-            InputError: if more are asked for than fit.
-        """
+        """Return the number of programs of kernel i: all that are resident at once, or fewer if the options say so."""
         key = i, put.options.tuning
         if key not in self._programs:
             fit, asked = put.resident_programs(), self.options.programs_per_sm

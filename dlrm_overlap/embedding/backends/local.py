@@ -1,8 +1,7 @@
-"""Tables that every rank holds: looked up for this rank's samples alone, and nothing is sent.
+"""The lookup of tables that every rank holds, for this rank's samples; nothing is sent.
 
-The rows are pooled into the columns of this rank's own output window that no peer stores into, so the output is whole
-without a copy. The gradient is read where autograd left it, and added to that of the dense lookups' parameters, which
-belongs to the dense part: it is summed over the ranks and used as that part's is.
+Rows are pooled into columns of this rank's own output window that no peer stores into, so the output needs no copy. The
+gradient is added to the gradients of the dense lookups' parameters, which the dense part reduces and applies.
 """
 
 from abc import abstractmethod
@@ -29,16 +28,15 @@ class LocalState(NamedTuple):
     """A step under way."""
 
     own: Step
-    """the step as if this rank were alone: its samples, and the ids of replicated features as input 0"""
+    """the step with only this rank's samples, and the ids of replicated features as its one input"""
     looked_up: torch.Event | None = None
     """on GPUs, the event after which the backward may read these ids"""
 
 
 class LocalLookup(ExchangeDirection, Generic[Rows]):
-    """The lookup of replicated tables on one rank: `pool` each step, and maybe `start_backward`, `finish_backward`.
+    """The lookup of replicated tables: of each step `pool`, and `start_backward` and `finish_backward` if it trains.
 
-    The trainer sets the parameters' gradients to zero before each step, as for other parameters; `start_backward` adds
-    to them without autograd's knowledge. It adds an id's gradient once for each bag of a step that has the id.
+    `start_backward` adds to the parameters' gradients, without autograd; the trainer zeroes them before each step.
     """
 
     lookup_type: type[Lookup[Rows]]
@@ -57,10 +55,10 @@ class LocalLookup(ExchangeDirection, Generic[Rows]):
 
     @abstractmethod
     def own_windows(self) -> list[Rows]:
-        """Return this rank's window as the lookup takes it, of even epochs and of odd ones."""
+        """Return this rank's window as the lookup uses it, of even epochs and of odd ones."""
 
     def pool(self, step: Step) -> LocalState:
-        """Store the pooled embeddings of this rank's samples in its window of the step, which has begun."""
+        """Pool into this rank's window of the current step, which has begun."""
         assert step.replicated is not None, "the ids of a step come with those of replicated features"
         own = Step([step.replicated], BatchSizes.of((step.batch.per_rank[self.rank],)))
         self._lookup.refresh()
@@ -77,7 +75,7 @@ class LocalLookup(ExchangeDirection, Generic[Rows]):
 
 
 class CpuLocalLookup(LocalLookup[list[torch.Tensor]]):
-    """`LocalLookup` on a CPU, which pools and updates as the reference does."""
+    """`LocalLookup` on a CPU, by the reference."""
 
     lookup_type = CpuLookup
 
@@ -86,7 +84,7 @@ class CpuLocalLookup(LocalLookup[list[torch.Tensor]]):
         return [[self.windows.arena.local(name)] for name in self.windows.names]
 
     def start_backward(self, state: LocalState, gradient: torch.Tensor) -> None:
-        """Add the gradients of one feature's rows after the other."""
+        """Add the gradients, feature by feature."""
         own = state.own
         for shard, column in self.columns.items():
             ids, sample, factors = ids_in_bags(own.inputs[0], shard, own.batch.total)
@@ -95,32 +93,32 @@ class CpuLocalLookup(LocalLookup[list[torch.Tensor]]):
             update_rows(sums, (), ids.long(), rows, "sgd", OptimizerParams(self.gradients.LEARNING_RATE))
 
     def finish_backward(self) -> None:
-        """Do nothing: `start_backward` has added all gradients."""
+        """Do nothing: `start_backward` has added them."""
 
 
 class DeviceLocalLookup(LocalLookup[Windows]):
-    """On a GPU, by the kernels of the exchange: those that pool, as a rank alone would, and those that update rows.
+    """`LocalLookup` on a GPU, by the kernels that pool and those that update rows.
 
-    All of the backward runs beside the main stream, which needs its result for the dense parameters' reduction alone:
-    the ids are sorted once the forward has looked them up, and gradients added while the others' are on their way.
+    The backward runs on a stream of its own, since the main stream needs the result only to reduce dense gradients: it
+    sorts the ids, then adds the gradients while those of sharded tables are sent.
     """
 
     lookup_type = DeviceLookup
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        # As updates: after the work that the peers wait for, and after the main stream's.
+        # The lowest priority, as for updates: after work that peers wait for, and after the main stream's.
         self._stream = torch.cuda.Stream(self.device, priority=0)
         self._issued, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._storage: tuple[int, ...] | None = None
         self._rows: InputRows | None = None
         self._updates: list[RowUpdate] = []
-        """of the ranges of these rows"""
+        """one for each of their ranges"""
         numbers = torch.tensor(OptimizerParams(self.gradients.LEARNING_RATE), device=self.device)
         self._rule = Rule(numbers, context.counters.steps.word)
 
     def _input_rows(self) -> InputRows:
-        """Return the rows, that is gradients, which ids name, made anew when they have moved."""
+        """Return the gradients as `InputRows`, made again when they have moved."""
         if (storage := self.gradients.storage()) != self._storage or self._rows is None:
             self._rows = InputRows(
                 self.layout.replicated, self.gradients, self.columns, dict.fromkeys(self.layout.replicated, 0)

@@ -1,4 +1,4 @@
-"""The lookup of this rank's shards, which pools each bag into the window of its sample's rank; here, on GPUs."""
+"""Pools bags of this rank's shards into the windows of their samples' ranks: what all lookups share, and GPUs'."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -28,14 +28,14 @@ from dlrm_overlap.kernels.forward.store_pooled import prepare_store_pooled
 from dlrm_overlap.kernels.launches import Launch
 
 Rows = TypeVar("Rows")
-"""Memory that rows are stored to, one window for each of some ranks."""
+"""The memory that rows are stored to: a window for each of some ranks."""
 
 Unpack = Callable[[torch.Tensor, Rows, range, BatchSizes], None]
-"""Copies the rows [samples, pitch] of a message to the windows of some ranks, whose samples they are."""
+"""Copies rows [samples, pitch] of a message to the windows of the ranks whose samples they are."""
 
 
 class Lookup(ABC, Generic[Rows]):
-    """Pools the bags of some of this rank's shards."""
+    """Pools the bags of some shards."""
 
     def __init__(
         self,
@@ -45,14 +45,11 @@ class Lookup(ABC, Generic[Rows]):
         replicated: ReplicatedTables | None = None,
         every_bag: bool = False,
     ) -> None:
-        """Take the shards.
+        """Take the shards, each with its first column in a row of a window.
 
-        Args:
-            columns: for each shard, the first column that it fills in a row of a window.
-            replicated: the tables that every rank holds, to look those up; None takes this rank's tables.
-            every_bag: whether zeros are stored for empty bags of all shards.
+        Their tables are this rank's, or `replicated`. With `every_bag`, zeros are stored for all empty bags.
         """
-        self._context, self._columns, self._bad_ids = context, columns, bad_ids
+        self._context, self._columns, self.bad_ids = context, columns, bad_ids
         self._rows = replicated or context.tables
         self._owner = context.group.rank() if replicated is None else EVERY_RANK
         self._left_out = {shard for shard in columns if not every_bag and context.leaves_out(shard)}
@@ -60,40 +57,29 @@ class Lookup(ABC, Generic[Rows]):
 
     @abstractmethod
     def peers(self, pair: WindowPair, stride: int) -> list[Rows]:
-        """Return the windows of the ranks reached, of even epochs and of odd ones; rows are `stride` elements apart."""
+        """Return the windows of the ranks reached, of even epochs and of odd ones, with rows of `stride` elements."""
 
     @abstractmethod
     def rows_of_ranks(self, rows: torch.Tensor, ranks: range, batch: BatchSizes) -> Rows:
-        """Return the rows of each of `ranks` in [samples, pitch] of all of them, as windows."""
+        """Return the parts of `rows` [samples, pitch] that have the samples of each rank, as windows."""
 
     @abstractmethod
     def unpack(self, columns: Mapping[FeatureShard, int], stride: int) -> Unpack[Rows]:
-        """Return a function that copies messages to windows.
+        """Return a function that copies messages to windows with rows of `stride` elements.
 
-        Args:
-            columns: for each shard in a message, in order and without gaps, its first column in a row of a window.
-            stride: elements of a row of a window.
+        `columns` has the shards of a message in its order, and the first column of each in a row of a window.
         """
 
     @abstractmethod
     def refresh(self) -> None:
-        """Find the tables where they are now. Called before each `store`, outside a step: it may fail."""
+        """Find out where the tables are now; to be called before each `store`, before the step has begun."""
 
     @abstractmethod
     def store(self, windows: Rows, step: Step, ranks: range | None = None) -> None:
-        """Pool every bag of the samples of `ranks`, None for all, into the window of its rank.
-
-        Args:
-            windows: of these ranks.
-            step: whose ids are looked up.
-            ranks: consecutive ranks.
-        """
+        """Pool every bag of the samples of `ranks`, None for all, into the windows of these ranks."""
 
     def first_samples(self, batch: BatchSizes, ranks: range | None = None) -> torch.Tensor | None:
-        """Return [R + 1] int32 on the GPU: the first sample of each of R ranks, and the end; `ranks` None are all.
-
-        The first call for a batch's sizes copies them, on the current stream. A CPU needs no copy, and gets None.
-        """
+        """Return [R + 1] int32 on the GPU: each rank's first sample, and the end. None on CPUs."""
         return None
 
     def check(self) -> None:
@@ -110,7 +96,7 @@ class Platform(NamedTuple, Generic[Rows]):
 
 
 def types_and_devices(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.dtype, int], ...]:
-    """Return the properties of ids' tensors that a prepared launch depends on: their dtypes and devices."""
+    """Return the dtypes and devices of ids' tensors, on which a prepared launch depends."""
     return tuple([(each.dtype, each.get_device()) for each in tensors])
 
 
@@ -192,7 +178,7 @@ class DeviceLookup(Lookup[Windows]):
         return self._first_samples[batch, ranks]
 
     def bags(self, shards: list[FeatureShard], step: Step, ranks: range | None = None) -> Bags:
-        """Return the ids of the kernel that pools `shards` for the samples of `ranks`, None for all."""
+        """Return the ids of the kernel that pools `shards` for the samples of `ranks`."""
         ids = step.inputs[shards[0].input]
         return Bags(
             values=ids.values(),
@@ -206,7 +192,7 @@ class DeviceLookup(Lookup[Windows]):
     def pooling_options(self, tuning: Tuning) -> PoolingOptions:
         """Return the options of a kernel."""
         # Ids that our own exchange has sent were checked when they arrived.
-        check = self._bad_ids.looks and self._context.ids is None
+        check = self.bad_ids.looks and self._context.ids is None
         return PoolingOptions(self._rank, self._context.options.schedule, tuning, check)
 
     def store(self, windows: Windows, step: Step, ranks: range | None = None) -> None:
@@ -231,12 +217,7 @@ class DeviceLookup(Lookup[Windows]):
         return prepare_store_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
 
     def check(self) -> None:
-        """Raise the faults that kernels have recorded; under bounds check WARNING, log an id outside its table.
-
-        Raises:
-            ExchangeTimeoutError: if a wait for a peer has expired.
-            ValueError: if an id is outside its table, under bounds check FATAL.
-        """
+        """Raise an `ExchangeTimeoutError` if a wait has expired; raise or log an id outside its table, see `BadIds`."""
         if self.record.empty:
             return
         self.record.raise_expired(self._context.options.wait_timeout_s)
@@ -244,4 +225,4 @@ class DeviceLookup(Lookup[Windows]):
             feature, sample, rows = bad
             shards = self._context.layout.by_owner[self._rank]
             names = " or ".join(shard.name for shard in shards if shard.feature == feature)
-            self._bad_ids.report(f"sample {sample} of the global batch: {bad_id_message(names, None, rows)}")
+            self.bad_ids.report(f"sample {sample} of the global batch: {bad_id_message(names, None, rows)}")

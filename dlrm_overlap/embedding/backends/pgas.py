@@ -26,14 +26,13 @@ class ZeroCopyState(NamedTuple):
 
 
 class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
-    """Pools into the windows [b, leading + D_total] of the samples' ranks, then signals each rank.
+    """Pools into the windows [b, leading + D_total] of the samples' ranks, first for other nodes, then signals.
 
-    `finish` waits for the peers' flags. Between nodes, pooled embeddings of the other nodes come first, and are sent
-    while this rank pools for its own node.
+    `finish` waits for the peers' flags.
     """
 
     def __init__(self, context: ExchangeContext, windows: WindowPair, platform: Platform[Rows]) -> None:
-        super().__init__(context, windows, platform)
+        super().__init__(context, windows)
         self.windows, self.leading = windows, context.options.leading_columns
         self.stride = self.leading + self.layout.arrival_dim
         """elements of a window's row"""
@@ -45,19 +44,19 @@ class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
         self.transport: PooledTransport[Rows] | None = None
         """to other nodes"""
         if context.internode is not None:
-            windows_of = self.lookup, self.peers, self.column, self.stride
-            self.transport = PooledTransport(context, context.internode, windows, *windows_of, self.bad_ids)
+            pooled = windows, self.lookup, self.column, self.stride
+            self.transport = PooledTransport(context, context.internode, *pooled)
         self._signals_type = platform.signals
         self._signals: dict[int, Signals] = {}
         """by slices of a shard"""
 
     def column(self, shard: FeatureShard) -> int:
-        """Return the first of a window's columns that the shard fills."""
+        """Return the first column of a shard in a row of a window."""
         return self.leading + self.layout.column(shard)
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec:
-        """Return the windows of the pooled embeddings: a row a sample, and the flags of the rank that sends most."""
+        """Return windows with a row for each sample, and the flags of the rank that sends most."""
         layout, samples = context.layout, context.samples_per_rank
         most = max(len(shards) for shards in layout.by_owner)
         slots = max(1, most * cls.slices(context.options, samples))
@@ -66,39 +65,20 @@ class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
 
     @classmethod
     def slices(cls, options: ExchangeOptions, samples: int) -> int:
-        """Return how many slices with a ready flag of their own a shard's bags for a destination of `samples` make.
-
-        0 where one flag of a rank covers all that it sends.
-        """
+        """Return how many slices with a flag each a shard's bags for `samples` samples make; 0 for one flag a rank."""
         return 0
 
-    def awaited_flags(self, step: Step) -> torch.Tensor:
-        """Return [W] int32: the number of flags to wait for from each rank; the stream orders this rank's own work.
-
-        There is at least one flag from each peer, which also signals that the peer has released its previous window. A
-        rank of another node sends one message, for which a rank of this node signals one flag.
-        """
-        slices, reached = self.slices(self.options, step.batch.most), self.windows.arena.reached
-        counts = [
-            max(1, slices * len(shards)) if owner in reached else 1 for owner, shards in enumerate(self.layout.by_owner)
-        ]
-        counts[self.rank] = 0
-        return torch.tensor(counts, dtype=torch.int32, device="cpu")
-
-    def output(self, step: Step, copy: bool) -> torch.Tensor:
-        """Return the pooled embeddings that have arrived: the window itself, lent, or a copy of it."""
-        samples = step.batch.per_rank[self.rank]
-        if self._partials:
-            self.add_partials(step, self.windows.local[:samples])
-        pooled = self.windows.acquire(samples, self.leading, self.layout.total_dim)
-        return pooled.clone(memory_format=torch.contiguous_format) if copy else pooled
-
     def signals_of(self, step: Step) -> Signals:
-        """Return the flags that this rank sets and waits for in `step`."""
+        """Return the flags of `step`: at least one from each peer, which also signals that its last window is free."""
         slices = self.slices(self.options, step.batch.most)
         if slices not in self._signals:
-            counts, status = self.awaited_flags(step), self.lookup.record.status
-            self._signals[slices] = self._signals_type(self.windows, counts, self.options.wait_timeout_s, status)
+            # A rank of another node sends one message, for which a rank of this node sets one flag.
+            owners = enumerate(self.layout.by_owner)
+            counts = [max(1, slices * len(shards)) if owner in self.reached else 1 for owner, shards in owners]
+            counts[self.rank] = 0  # ordered by the stream
+            awaited = torch.tensor(counts, dtype=torch.int32, device="cpu")
+            how = self.options.wait_timeout_s, self.lookup.record.status
+            self._signals[slices] = self._signals_type(self.windows, awaited, *how)
         return self._signals[slices]
 
     def begin(self, step: Step, signals: Signals) -> Rows:
@@ -123,12 +103,17 @@ class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
         return ZeroCopyState(step, signals)
 
     def finish(self, state: ZeroCopyState, copy: bool = False) -> torch.Tensor:
-        """Make the stream wait for the flags, and return a view of the window, or a copy."""
+        """Make the stream wait for the flags; return a view of the window, or a copy."""
         self.join_stream()
         if state.signals is not None:
             with self.order:
                 state.signals.wait()
-        pooled = self.output(state.step, copy)
+        samples = state.step.batch.per_rank[self.rank]
+        if self._partials:
+            self.add_partials(state.step, self.windows.local[:samples])
+        pooled = self.windows.acquire(samples, self.leading, self.layout.total_dim)
+        if copy:
+            pooled = pooled.clone(memory_format=torch.contiguous_format)
         if self.transport is not None:
             self.transport.finish()
         return pooled
@@ -142,12 +127,12 @@ class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
             skip_epoch(self.windows, self._signals_type, self.options.wait_timeout_s, self.lookup.record.status)
 
     def check(self) -> None:
-        """Raise the faults that kernels have recorded, see `DeviceLookup.check`."""
+        """Raise what kernels have recorded, see `DeviceLookup.check`."""
         self.lookup.check()
         if self.transport is not None:
             self.transport.check()
 
     def close(self) -> None:
-        """Give the memory of messages back."""
+        """Free the memory of messages."""
         if self.transport is not None:
             self.transport.close()

@@ -1,10 +1,8 @@
-"""The backward on GPUs: gradients stored into the owners' windows, rows updated by ids that were sorted long before.
+"""The backward on GPUs: gradients are stored in the owners' windows, and the owners update each row once.
 
-Everything runs beside the main stream. Ids are sorted once they have arrived and none is outside its table, beside the
-lookup or the dense part; the CPU, which has the dense part to issue first, issues the sort with the backward.
-Gradients travel on one stream, part by part. Rows are updated on another, part by part as the gradients arrive, while
-the main stream goes on with the bottom MLP's backward and the dense all-reduce; it waits for the rows at the end of the
-backward.
+One stream sends gradients, part by part. Another sorts the ids during the forward, then updates the rows of each part
+when its gradients have arrived, while the main stream runs the bottom MLP's backward and reduces dense gradients. The
+host issues all of this with the backward, since it issues the dense part first.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,18 +30,20 @@ from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from dlrm_overlap.kernels.launches import Launch
 
-_REMOTE_PROGRAMS = 8  # just fill an H200's links: more stand in the way of each other, and of the updates
-_ALONE_PROGRAMS = 66  # a rank that reaches no other has no links to fill, and its memory takes more
+_REMOTE_PROGRAMS = 8  # enough to fill an H200's links; more would slow each other and the updates
+_ALONE_PROGRAMS = 66  # if this rank reaches no other: its memory takes more programs than links
 
 
 @dataclass(eq=False)
 class DeviceGradientStore:
-    """`GradientStore` of a GPU, by one kernel for each dim, which stores all parts."""
+    """A `GradientStore` on a GPU, by one kernel for each dim."""
 
     rank: int
-    """whose samples they are"""
+    """the rank whose samples they are"""
     tables: list[ShardTable]
-    """the shards and their offsets, one for each dim"""
+    """where the shards of each dim are"""
+    leaves_out: bool
+    """whether bags that have not arrived are left out"""
     flags: PartFlags
     windows: WindowPair
     peers: list[Windows]
@@ -52,12 +52,10 @@ class DeviceGradientStore:
     launches: StepCache[tuple[Any, ...], list[Launch]] = field(default_factory=StepCache)
     """by everything that they depend on, except the fields above"""
 
-    def store(
-        self, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int,
-        offsets: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def store(self, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int) -> None:
         """Launch the kernels."""
         key = self.windows.epoch % 2, step.batch, scale, first, end, gradient.dtype, gradient.stride(0)
+        offsets = step.own_offsets if self.leaves_out else None
         changed = [gradient] if offsets is None else [gradient, offsets]
         for launch in self.launches.get(key, self._prepare, step, changed, scale, first, end):
             launch(*changed, self.windows.counter.argument)
@@ -82,39 +80,39 @@ class DeviceGradientStore:
 
 
 class Push(WindowBackward):
-    """Gradients by stores into the owners' windows, then one update of each touched row."""
+    """Stores gradients in the owners' windows, then updates each row that has some once."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        # Where programs of several streams could start, those do that others wait for: gradients, which peers await,
-        # then the main stream's (of priority -1, see `process_group`), then updates, needed by the next step.
+        # The GPU starts programs in the order of priority: first gradients, for which peers wait, then the main
+        # stream's (-1, see `process_group`), then updates, which only the next step needs.
         self._push_stream = torch.cuda.Stream(self.device, priority=-2)
         self._update_stream = torch.cuda.Stream(self.device, priority=0)
         self._current = CurrentStream(self.device)
         self._issued, self._pushed_all, self._updated = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
-        self._updating = False  # whether updates were issued since the main stream last waited for them
+        self._updating = False  # updates have been issued since the main stream last waited for them
         self._record = DeviceErrorRecord(self.device)
         self._peers = windows.peers(0, self.options.wire_dtype)  # gradients have no rows of one stride
         reached = len(windows.arena.reached)
-        # Of N ranks that are reached, (N - 1) / N of the rows that programs take are remote.
+        # If N ranks are reached, (N - 1) / N of a program's rows are remote.
         self._programs = round(_REMOTE_PROGRAMS * reached / (reached - 1)) if reached > 1 else _ALONE_PROGRAMS
         one_each = one_flag_each(range(self.world_size), self.world_size)
         timeout_s, status = self.options.wait_timeout_s, self._record.status
         self._arrivals = [
             DeviceSignals(windows, (part + 1) * one_each, timeout_s, status) for part in range(self.gradients.parts)
         ]
-        """the flags of the gradients up to each part"""
+        """for each part, the flags of all parts up to it"""
         done = torch.zeros(self.gradients.parts, dtype=torch.int32, device=self.device)
         self._flags = PartFlags(windows.arena.addresses(windows.flags), done, windows.counter.word)
         self._make_stores(context)
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[InputRows] = []
         self._updates: list[list[RowUpdate]] = []
-        """of each input, those of its ranges"""
+        """for each input, one for each of its ranges"""
         self._seed = torch.initial_seed() % 2**31
         self._steps = context.counters.steps
         self._rules = DeviceRules(self.device)
-        self._are_captured = False  # whether captured steps read these
+        self._are_captured = False  # captured steps read these
 
     def _store_by(
         self, rank: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None
@@ -122,10 +120,10 @@ class Push(WindowBackward):
         dims = sorted({shard.dim for shards in self.layout.by_owner for shard in shards})
         tables = [self._shard_table(dim, column, ids) for dim in dims]
         how = self.schedule, self._programs
-        return DeviceGradientStore(rank, tables, self._flags, self.windows, self._peers, *how)
+        return DeviceGradientStore(rank, tables, ids is not None, self._flags, self.windows, self._peers, *how)
 
     def _shard_table(self, dim: int, column: Callable[[FeatureShard], int], ids: IdLayout | None) -> ShardTable:
-        """Return where the shards of one dim are: in a gradient, by `column`, and at the owners reached."""
+        """Return where the shards of one dim are in a gradient, and in the windows of the owners reached."""
         starts, reached = self.gradients.starts, self.windows.arena.reached
 
         def present(shard: FeatureShard) -> int:
@@ -140,7 +138,7 @@ class Push(WindowBackward):
         padded = [[[*owned, *[[0, 0, 0]] * (max(counts) - len(owned))] for owned in shards] for shards in offsets]
         entries = torch.tensor(padded, dtype=torch.int64, device=self.device)
         return ShardTable(
-            entries=entries.view(len(padded), len(reached), max(counts), 3),  # also where no rank reached has any
+            entries=entries.view(len(padded), len(reached), max(counts), 3),  # also if no rank reached has shards
             counts=torch.tensor(counts, dtype=torch.int32, device=self.device),
             dim=dim,
             source_alignment=gcd(16, *(column for column, _, _ in every)),
@@ -148,7 +146,7 @@ class Push(WindowBackward):
         )
 
     def _input_rows(self) -> list[InputRows]:
-        """Return the rows of each of this rank's inputs, made anew when the rows have moved."""
+        """Return the rows of each of this rank's inputs, made again when the rows have moved."""
         if (storage := self.tables.storage()) != self._storage:
             starts, parts = self.gradients.starts, self.gradients.part_of
             by_input = groupby(self.layout.by_owner[self.rank], key=lambda shard: shard.input)
@@ -158,7 +156,7 @@ class Push(WindowBackward):
         return self._inputs
 
     def follow_rules(self, capture: bool = False) -> None:
-        """Overwrite the numbers of the rows' optimizers where they have changed, see `Backward`."""
+        """Update the optimizers' numbers in device memory if they have changed."""
         self._are_captured = self._are_captured or capture
         if self._are_captured:
             self._rules.follow(self.tables.rules(self._steps.value), self._steps.value)
@@ -166,7 +164,7 @@ class Push(WindowBackward):
     def note_forward(
         self, step: Step, number: int = 0, trains_weights: bool = False, ids_ready: torch.Event | None = None
     ) -> PendingBackward:
-        """Mark where on the stream all ids are inside their tables: the lookup replaces others, or the arrival has."""
+        """Record when all ids are inside their tables: after the lookup, unless they were checked when they arrived."""
         if ids_ready is None:
             ids_ready = self._current().record_event()
         for ids in step.inputs:
@@ -175,7 +173,7 @@ class Push(WindowBackward):
         return super().note_forward(step, number, trains_weights, ids_ready)
 
     def prepare(self, pending: PendingBackward) -> PendingBackward:
-        """Sort the ids ahead."""
+        """Sort the ids."""
         return pending._replace(runs=self.sort(pending))
 
     def sort(self, pending: PendingBackward) -> list[PreparedRuns | None]:
@@ -187,19 +185,19 @@ class Push(WindowBackward):
             return [rows.sort(inputs[rows.input], samples) for rows in self._input_rows()]
 
     def start(self, pending: PendingBackward, gradient: torch.Tensor) -> WindowState:
-        """Push the gradient, and update the rows as gradients arrive, all on streams other than the current one."""
+        """Send the gradient, and update the rows as gradients arrive, on two other streams."""
         self.check()
         step, gradient = pending.step, in_readable_rows(gradient)
         self.windows.begin()
         self._issued.record(self._current())
         self._push_stream.wait_event(self._issued)
         if self._updating:
-            # By the step before: peers that see this one's flags may overwrite the gradients that it reads.
+            # The previous step's update is not done: peers that see this step's flags may overwrite its gradients.
             self._push_stream.wait_stream(self._update_stream)
         self._updating = True
         gradient.record_stream(self._push_stream)
 
-        # Send. An eager step waits for the parts on the stream of the updates.
+        # Send. An eager step waits for gradients on the update stream instead.
         arrivals: list[torch.cuda.Event] = []
         if self.order.is_captured:
             arrivals = self._push_in_order(step, gradient)
@@ -207,7 +205,7 @@ class Push(WindowBackward):
             with OnStream(self._push_stream):
                 self.push(step, gradient, 0, self.gradients.parts)
 
-        # Update, part by part.
+        # Update the rows of each part.
         runs = self.sort(pending) if pending.runs is None else pending.runs
         inputs, window = self._input_rows(), self.windows.local
         self._update_stream.wait_event(self._issued)
@@ -230,10 +228,9 @@ class Push(WindowBackward):
         return WindowState(pending, found)
 
     def _push_in_order(self, step: Step, gradient: torch.Tensor) -> list[torch.cuda.Event]:
-        """Send and await the gradient part by part, and return the events after which each part is here.
+        """Send each part, and wait for it, in the order of communication; return the event of each arrival.
 
-        A captured step has its waits in one order with the other ranks'. Each part is awaited before the next one is
-        sent, which leaves the links idle for some microseconds, and lets the update of its rows begin at once.
+        To wait before the next part is sent leaves the links idle for some microseconds, but starts updates earlier.
         """
         arrivals = []
         with OnStream(self._push_stream):
@@ -248,17 +245,17 @@ class Push(WindowBackward):
         self, pending: PendingBackward, updated: UpdateRange, update: RowUpdate, runs: PreparedRuns,
         window: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Update the rows of one range, whose gradients are all in this rank's `window`, unless they are frozen."""
+        """Update the rows of one range, whose gradients have arrived in `window`, unless they are frozen."""
         if pending.rules[updated.lookup].frozen:
             return
         numbers, since = self._rules.numbers(updated.lookup), self._steps.on_device
         update(runs, window, Rule(numbers, self._steps.word, pending.number - since, self._seed, self.update_scale))
 
     def finish(self, state: WindowState) -> Sequence[torch.Tensor]:
-        """Make the current stream wait until the rows are updated, and so until the gradient has been read."""
+        """Make the current stream wait until the rows are updated, and the gradient has been read."""
         current = self._current()
         self._updated.record(self._update_stream)
-        self._pushed_all.record(self._push_stream)  # which is done by then, but a capture asks for it
+        self._pushed_all.record(self._push_stream)  # done by then, but a capture requires that its streams are joined
         current.wait_event(self._updated)
         current.wait_event(self._pushed_all)
         self._updating = False
@@ -269,9 +266,5 @@ class Push(WindowBackward):
         skip_epoch(self.windows, DeviceSignals, self.options.wait_timeout_s, self._record.status)
 
     def check(self) -> None:
-        """Raise the fault that a wait has recorded.
-
-        Raises:
-            ExchangeTimeoutError: if it has expired.
-        """
+        """Raise an `ExchangeTimeoutError` if a wait has expired."""
         self._record.raise_expired(self.options.wait_timeout_s, "part")

@@ -1,18 +1,17 @@
-"""Pooled embeddings to other nodes, put group by group by the kernel that pools them: no collective is in their way.
+"""Sends pooled embeddings to other nodes by puts: the kernel that pools puts each group of rows, without a collective.
 
-A rank has a heap (`comm.network`), alike on all ranks:
+Each rank has a heap of the same layout (`comm.network`), with two of each of these, for even epochs and for odd ones:
 
-    signals, twice        [slots, groups] int64: slot j's are raised by the j-th rank that sends here (`Reach.sources`)
-    sent, twice           a message to each other node is staged here, in the one of even epochs or of odd ones
-    received, twice       a message of each rank that sends here arrives here, likewise
+    signals        [slots, groups] int64: slot j is set by the j-th rank that sends here (`Reach.sources`)
+    sent           the messages to other nodes are staged here
+    received       the messages of ranks that send here arrive here
 
-Step e uses the memory of e mod 2. Its messages may be staged and put when those of step e - 2 have been read. Rank S
-sends to R of another node, and Q takes R's message to the node of S. S begins step e after all flags of e - 1, R's
-among them. Q has raised that one when the signals of R's message of e - 1 had come. R has put that message after its
-own step e - 2, which R ends when it has read all that was sent to it for e - 2, by S as well. So S knows that R has
-read its message of e - 2, and therefore that the put has read the staged memory. This holds if each rank sends to each
-other node in every epoch. Where there are no rows or no columns, and in an epoch that is skipped, the signal of group 0
-goes alone.
+Step e uses the memory of e mod 2. It may overwrite a message of step e - 2 when its receiver has read it. Suppose rank
+S sends to R of another node, and Q receives R's message to the node of S. S begins step e after all flags of e - 1,
+including R's, which Q has set after the arrival of R's message of e - 1. R has put that message after its own step
+e - 2, which ends when R has read all messages of e - 2, including the one of S. So S knows that R has read its message
+of e - 2, and therefore that the put has read the staged memory. This requires that each rank sends to each other node
+in every epoch: without rows or columns, and in an epoch that is skipped, it sends only the signal of group 0.
 """
 
 import torch
@@ -36,22 +35,22 @@ def _aligned(size_bytes: int) -> int:
 
 
 class PooledByPuts:
-    """The carrier of pooled embeddings, see `messages`, whose epochs are those of the output's windows."""
+    """A carrier of pooled embeddings, see `messages`; its epochs are those of the output's windows."""
 
     def __init__(
         self, context: ExchangeContext, windows: WindowPair, layout: InternodeLayout, lookup: DeviceLookup
     ) -> None:
-        """Make the heap; a collective."""
+        """Allocate the heap; a collective."""
         self._windows, self._layout, self._lookup, self._options = windows, layout, lookup, context.options
         self._reach = reach = layout.reach
         takers = [reach.relay(reach.rank, node) for node in reach.others]
         self._slot_at = {peer: reach.taken_by(peer).index(reach.rank) for peer in takers}
-        """which of a peer's slots is this rank's"""
+        """this rank's slot at each peer"""
         self._slots, self._staged = max(1, reach.most_taken), len(reach.others)
         most, ranks = context.samples_per_rank, max(len(node) for node in reach.nodes)
         pitches = [layout.pitch(columns) for columns in layout.pooled_columns]
         self._most_groups = max(ranks * self._groups(most, pitch).each for pitch in pitches)
-        # Also where no message has rows, so that the memory of each begins at a multiple of the alignment.
+        # At least 1, so that the memory of each message is aligned even if none has rows.
         self._message_bytes = _aligned(max(1, ranks * most * max(pitches) * context.options.wire_dtype.itemsize))
         signals_bytes = 2 * self._slots * self._most_groups * 8
         sizes = [_aligned(signals_bytes), *(2 * count * self._message_bytes for count in (self._staged, self._slots))]
@@ -65,13 +64,13 @@ class PooledByPuts:
         self._features = sum(map(len, lookup.pooled_together))
         room = self._most_groups
         self._counts = [torch.zeros(room, dtype=torch.int32, device=context.device) for _ in reach.others]
-        """finished rows of each group of the message to each other node, see `put_pooled`"""
+        """for each other node, the finished rows of each group of its message, see `put_pooled`"""
         self._tables = StepCache[BatchSizes, dict[tuple[int, int], Windows]]()
-        """by number of the other node and buffer_index, where its ranks' rows begin in the message to it"""
+        """see `_rows`"""
         self._one_row = torch.tensor([0, 1], dtype=torch.int32, device=context.device)
 
     def _groups(self, samples: int, pitch: int) -> Groups:
-        """Return how a message of rows of `pitch` elements is cut if no rank has more than `samples` samples."""
+        """Return how a message with rows of `pitch` elements is cut into groups, for up to `samples` samples a rank."""
         return Groups.of(samples, pitch * self._options.wire_dtype.itemsize, self._options.aggregate_bytes)
 
     @property
@@ -83,15 +82,15 @@ class PooledByPuts:
         return memory[: message.elements * dtype.itemsize].view(dtype).view(message.rows, message.pitch)
 
     def _outgoing(self, number: int, message: Message) -> Outgoing:
-        """Return where the message to the `number`-th other node is staged, where it arrives and who takes it."""
+        """Return where the message to the `number`-th other node is staged and arrives, and its receiver."""
         slot, buffer_index = self._slot_at[message.peer], self._buffer_index
         shift_bytes = self._received[buffer_index, slot].data_ptr() - self._sent[buffer_index, number].data_ptr()
         return Outgoing(shift_bytes, self._signals[buffer_index, slot].data_ptr(), message.peer)
 
     def send(self, step: Step) -> None:
-        """Pool for the other nodes, the next one first, and put groups as they are finished."""
+        """Pool for the other nodes, the next one first, and put each group when it is complete."""
         counter, lookup, network = self._windows.counter, self._lookup, self._heap.network
-        lookup.first_samples(step.batch, self._reach.here)  # for `arrived`: made, if it is new, on this stream
+        lookup.first_samples(step.batch, self._reach.here)  # for `arrived`, copied on this stream
         sent = self._layout.pooled(step.batch).sent
         for node in self._reach.others:
             number = next(i for i, message in enumerate(sent) if message.node == node)
@@ -118,7 +117,7 @@ class PooledByPuts:
                 )
 
     def _rows(self, batch: BatchSizes) -> dict[tuple[int, int], Windows]:
-        """Return, by number of the other node and buffer_index, where its ranks' rows begin in the message to it."""
+        """Return where the rows of each rank begin in a message, by the other node's number and the buffer index."""
         rows_of = self._lookup.rows_of_ranks
         return {
             (number, buffer_index): rows_of(
@@ -130,10 +129,10 @@ class PooledByPuts:
         }
 
     def receive(self, step: Step) -> None:
-        """Do nothing: `arrived` awaits each message."""
+        """Do nothing: `arrived` waits for each message."""
 
     def arrived(self, step: Step, slot: int) -> torch.Tensor:
-        """Make the current stream wait for the message in `slot`, and return it."""
+        """Make the current stream wait for the message in `slot`; return the message."""
         message = self._layout.pooled(step.batch).received[slot]
         if message.elements:
             first_sample = self._lookup.first_samples(step.batch, self._reach.here)
@@ -152,7 +151,7 @@ class PooledByPuts:
         self._wait(slot, message, Groups(1, 1), self._one_row)
 
     def skip(self) -> None:
-        """Take an epoch in which signals go alone."""
+        """Take an epoch in which only signals are sent."""
         pair, world_size = self._windows, self._windows.arena.world_size
         everyone = one_flag_each(range(world_size), world_size)
         flags = DeviceSignals(pair, everyone, self._options.wait_timeout_s, self._record.status)
@@ -168,13 +167,9 @@ class PooledByPuts:
         flags.wait()
 
     def check(self) -> None:
-        """Raise the fault that a wait for a group has recorded.
-
-        Raises:
-            ExchangeTimeoutError: if it has expired.
-        """
+        """Raise an `ExchangeTimeoutError` if a wait for a group has expired."""
         self._record.raise_expired(self._options.wait_timeout_s, "group")
 
     def close(self) -> None:
-        """Give the heap back."""
+        """Free the heap."""
         self._heap.close()

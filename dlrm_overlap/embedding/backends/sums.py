@@ -1,17 +1,17 @@
-"""Partial sums for samples of other nodes: gathered and added up within the node of their owners, then sent once.
+"""Adds up partial sums for samples of other nodes within the owners' node, so that only the sums are sent.
 
-Of a table whose rows several ranks of a node own, a message to another node has one sum a bag, not a partial sum of
-each owner. The rank that serves a rank of another node (`InternodeLayout.served`) gathers the partial sums of its
+If several ranks of a node own rows of a table, a message to another node has one sum for each bag, not a partial sum
+from each owner. The rank that serves a rank of another node (`InternodeLayout.served`) gathers the partial sums for its
 samples in a window:
 
-    owners      | pool into the windows of the ranks that gather, empty bags too | raise |
-    who gathers                                                                  | await | add up, in order | message ->
+    owners            | pool into the windows of the ranks that gather, empty bags too | signal |
+    ranks that gather                                                                  | wait | add up in order | send
 
-The windows have flags of their own and the epochs of the output's windows, by whose proof they may be overwritten: a
-rank has added up step e - 2 before it raises its flag of step e - 1, which its node's ranks await before they begin
-step e. All of a node raise their flags before any of them waits.
+The windows have flags of their own, and the epochs of the output's windows. They may be overwritten since a rank has
+added up step e - 2 before it sets its output flags of step e - 1, for which the ranks of its node wait before they
+begin step e. All ranks of a node set their flags before any of them waits.
 
-Source: the intra-node reduce-scatter in front of TorchRec's table-row-wise All-to-All; the sums are made by stores.
+Source: the intra-node reduce-scatter before TorchRec's table-row-wise All-to-All; here stores make the sums.
 """
 
 from collections.abc import Callable
@@ -35,10 +35,7 @@ from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 
 
 class NodeSums:
-    """The windows of one rank in which its node's partial sums are gathered, and what is made of them.
-
-    It stores by the zero-copy kernel, and sums by the one that adds partial sums up.
-    """
+    """Gathers the partial sums of this node, adds them up, and exchanges the sums with other nodes; on GPUs."""
 
     def __init__(
         self,
@@ -49,11 +46,9 @@ class NodeSums:
         column: Callable[[FeatureShard], int],
         bad_ids: BadIds,
     ) -> None:
-        """Take the windows in the arena of those of the output, `windows`, which some node needs.
+        """Use windows in the arena of `windows`, the output's, which `outputs` are on the ranks of this node.
 
-        Args:
-            outputs: the output windows of this node's ranks, of even epochs and of odd ones.
-            column: returns the column of an output window's row at which what is pooled of a shard arrives.
+        `column` returns the first column of a shard in a row of an output window.
         """
         spec, reach, wire = layout.sum_windows(context.samples_per_rank), layout.reach, context.options.wire_dtype
         assert spec is not None, "a layout without such sums"
@@ -65,18 +60,18 @@ class NodeSums:
         self.lookup = DeviceLookup(context, own, bad_ids, every_bag=True)
         self._pitch = layout.pitch(columns)
         flags = one_flag_each(self._here, context.group.size())
-        flags[self._rank] = 0  # its own work is ordered by the streams
+        flags[self._rank] = 0  # the stream orders this rank's own work
         self._flags = DeviceSignals(self._pair, flags, context.options.wait_timeout_s, self.lookup.record.status)
         peers, row_bytes = self._pair.peers(self._pitch, wire), self._pitch * wire.itemsize
         self._gathering = {node: [self._rows_at(node, each, row_bytes) for each in peers] for node in reach.others}
-        """of each other node, where the rows of its ranks' samples begin, in windows of even epochs and of odd ones"""
+        """by other node, where its ranks' rows begin in the windows of even epochs and of odd ones"""
         sums = [Partials([columns[each] for each in shards], shards[0].dim) for shards in layout.sums_on[self._here]]
         divisible = [number for each in sums for number in (each.dim, *each.columns)]
         self._table = partial_table(sums, gcd(16, *divisible), self._device) if sums else None
         self._carrier = PackedByCollective(context, layout.sums)
         self._columns_of: dict[int, PutColumns] = {}
         self._outputs: dict[int, list[torch.Tensor]] = {}
-        """by the rank that sends sums, the windows of the ranks that it serves, of even epochs and of odd ones"""
+        """by the rank that sends sums, the output windows of the ranks that it serves, of even and of odd epochs"""
         for source in reach.sources:
             shards = [(each[0].dim, column(each[0])) for each in layout.sums_on[reach.node_of(source)]]
             self._columns_of[source] = PutColumns.of(shards, outputs[0].stride, wire.itemsize, self._device)
@@ -87,24 +82,24 @@ class NodeSums:
 
     def _rows_at(self, node: range, windows: Windows, row_bytes: int) -> Windows:
         addresses = windows.addresses.tolist()
-        places = [self._layout.gathered_at(rank) for rank in node]
-        first = [addresses[self._here.index(rank)] + slot * self._most * row_bytes for rank, slot in places]
+        slots = [self._layout.gathered_at(rank) for rank in node]
+        first = [addresses[self._here.index(rank)] + slot * self._most * row_bytes for rank, slot in slots]
         return Windows(torch.tensor(first, dtype=torch.int64, device=self._device), windows.stride, windows.dtype)
 
     def _rows(self) -> torch.Tensor:
-        """Return the current window as its rows [samples, pitch], `most` of each rank that is served."""
+        """Return the current window as rows [samples, pitch], with room for the most samples of each rank served."""
         rows = self._layout.reach.most_taken * self._most
         return self._pair.local[: rows * self._pitch].view(rows, self._pitch)
 
     def store(self, step: Step) -> None:
-        """Pool for the samples of other nodes, at the ranks that gather, and raise this rank's flag at each."""
+        """Pool into the windows of the ranks that gather, and signal them."""
         for node in self._layout.reach.others:
             self.lookup.store(self._gathering[node][self._pair.epoch % 2], step, node)
         with self._order:
             self._flags.signal()
 
     def _pack(self, step: Step, message: Message, sent: torch.Tensor) -> None:
-        """Copy the sums for the ranks of a node that this rank serves into the message to it."""
+        """Copy the sums for the ranks that this rank serves into the message to their node."""
         rows, sources, end = self._rows(), self._layout.reach.sources, 0
         for rank in self._layout.served(self._rank, message.node):
             first, samples = sources.index(rank) * self._most, step.batch.per_rank[rank]
@@ -112,18 +107,18 @@ class NodeSums:
             sent[begin:end].copy_(rows[first : first + samples, : message.pitch])
 
     def send(self, step: Step) -> None:
-        """Await this node's partial sums, add them up and send the sums, on the current stream."""
+        """Wait for this node's partial sums, add them up and send the sums, on the current stream."""
         self._flags.wait()
         if self._table is not None:
             add_partials(self._rows(), self._table)
         self._carrier.send(step, partial(self._pack, step))
 
     def receive(self, step: Step) -> None:
-        """Wait, on the current stream, for the messages that `put` stores."""
+        """Wait for the messages of other nodes, on the current stream."""
         self._carrier.receive(step)
 
     def put(self, step: Step, slot: int) -> None:
-        """Store the message of the rank in `slot` into the output windows of this node's ranks."""
+        """Copy the message in `slot` to the output windows of this node's ranks."""
         message = self._layout.sums(step.batch).received[slot]
         rows, source = self._carrier.arrived(step, slot), message.peer
         if message.elements:
@@ -132,11 +127,11 @@ class NodeSums:
             put_columns(rows, self._columns_of[source], windows, first, self._stride, step.batch.most, 0)
 
     def _firsts_of(self, batch: BatchSizes, source: int) -> torch.Tensor:
-        """Return [ranks + 1] int32: the first row in its message of each rank that `source` serves, and the end."""
+        """Return [ranks + 1] int32, the first row of each rank that `source` serves in its message, and the end."""
         served = self._layout.served(source, self._here)
         firsts = [0, *accumulate(batch.per_rank[rank] for rank in served)]
         return torch.tensor(firsts, dtype=torch.int32, device=self._device)
 
     def check(self) -> None:
-        """Raise the faults that kernels have recorded."""
+        """Raise what kernels have recorded."""
         self.lookup.check()
