@@ -5,7 +5,7 @@ A backend is a subclass of `Forward`, which sends pooled embeddings to the sampl
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import gcd
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -15,8 +15,9 @@ from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.order import CurrentStream
 from dlrm_overlap.embedding.backends.internode import GradientTransport
+from dlrm_overlap.embedding.backends.lookup import ColumnOf
 from dlrm_overlap.embedding.id_layout import IdLayout
-from dlrm_overlap.embedding.layout import FeatureShard, GradientLayout
+from dlrm_overlap.embedding.layout import GradientLayout
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import PendingBackward, Step
 from dlrm_overlap.embedding.tables import BadIds
@@ -217,11 +218,8 @@ class WindowBackward(Backward[WindowState]):
             self.passed_on = {source: self._store_by(source, column) for source in internode.reach.sources}
 
     @abstractmethod
-    def _store_by(self, rank: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None) -> GradientStore:
-        """Return what stores the gradients of a rank's samples; `column` returns a shard's column in a gradient's row.
-
-        With `ids`, bags that have not arrived by `Step.own_offsets` are left out.
-        """
+    def _store_by(self, rank: int, column: ColumnOf, ids: IdLayout | None = None) -> GradientStore:
+        """Return what stores the gradients of a rank's samples; with `ids`, without bags that have not arrived."""
 
     @staticmethod
     def _gradient_layout(context: ExchangeContext) -> GradientLayout:

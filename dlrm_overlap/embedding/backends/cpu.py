@@ -1,6 +1,6 @@
 """The exchange on CPUs, whose processes share memory: the protocol of GPUs, computed by the reference."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.embedding.backends.base import Backward, WindowBackward, WindowState
-from dlrm_overlap.embedding.backends.lookup import Lookup, Unpack
+from dlrm_overlap.embedding.backends.lookup import ColumnOf, Lookup, Unpack
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup, GradientLayout
 from dlrm_overlap.embedding.options import ExchangeContext
@@ -210,9 +210,7 @@ class CpuPush(WindowBackward):
         self._lookups, self._tables = self.layout.lookups(self.rank), self.layout.tables(self.rank)
         self._unfinished: WindowState | None = None
 
-    def _store_by(
-        self, rank: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None
-    ) -> CpuGradientStore:
+    def _store_by(self, rank: int, column: ColumnOf, ids: IdLayout | None = None) -> CpuGradientStore:
         here = [shard for owner in self.windows.arena.reached for shard in self.layout.by_owner[owner]]
         columns = {shard: column(shard) for shard in here}
         return CpuGradientStore(rank, columns, ids, self.gradients, self.windows, self._peers, self._signals)

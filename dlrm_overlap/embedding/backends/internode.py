@@ -16,18 +16,17 @@ No rank overwrites a window before its reader is done: a rank passes on messages
 and so after the flags of step e - 1 of all ranks of its node, as for its own pooled embeddings.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic
 
 import torch
 
-from dlrm_overlap.embedding.backends.lookup import DeviceLookup, Lookup, Rows
+from dlrm_overlap.embedding.backends.lookup import ColumnOf, DeviceLookup, Lookup, Rows
 from dlrm_overlap.embedding.backends.messages import PackedByCollective, PooledByCollective
 from dlrm_overlap.embedding.backends.puts import PooledByPuts
 from dlrm_overlap.embedding.backends.sums import NodeSums
 from dlrm_overlap.embedding.internode import InternodeLayout, Message
-from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.windows import Signals, WindowPair
@@ -42,7 +41,7 @@ class PooledTransport(Generic[Rows]):
         layout: InternodeLayout,
         windows: WindowPair,
         lookup: Lookup[Rows],
-        column: Callable[[FeatureShard], int],
+        column: ColumnOf,
         stride: int,
     ) -> None:
         """Take the windows of pooled embeddings, and the lookup for this node.

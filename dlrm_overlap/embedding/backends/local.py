@@ -20,7 +20,6 @@ from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.arguments import OptimizerParams, Windows
 from dlrm_overlap.kernels.backward.optimizers import Rule
-from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from dlrm_overlap.kernels.reference import update_rows
 
 
@@ -112,8 +111,6 @@ class DeviceLocalLookup(LocalLookup[Windows]):
         self._issued, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._storage: tuple[int, ...] | None = None
         self._rows: InputRows | None = None
-        self._updates: list[RowUpdate] = []
-        """one for each of their ranges"""
         numbers = torch.tensor(OptimizerParams(self.gradients.LEARNING_RATE), device=self.device)
         self._rule = Rule(numbers, context.counters.steps.word)
 
@@ -123,7 +120,6 @@ class DeviceLocalLookup(LocalLookup[Windows]):
             self._rows = InputRows(
                 self.layout.replicated, self.gradients, self.columns, dict.fromkeys(self.layout.replicated, 0)
             )
-            self._updates = [RowUpdate(added.rows) for added in self._rows.ranges]
             self._storage = storage
         return self._rows
 
@@ -152,8 +148,8 @@ class DeviceLocalLookup(LocalLookup[Windows]):
             runs = rows.sort(ids, own.batch.total, gradient.stride(0) // 4)
             self._stream.wait_event(self._issued)
             if runs is not None:
-                for update in self._updates:
-                    update(runs, gradient, self._rule)
+                for added in rows.ranges:
+                    added.update(runs, gradient, self._rule)
             self._done.record(self._stream)
 
     def finish_backward(self) -> None:

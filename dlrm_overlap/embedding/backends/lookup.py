@@ -34,6 +34,10 @@ Unpack = Callable[[torch.Tensor, Rows, range, BatchSizes], None]
 """Copies rows [samples, pitch] of a message to the windows of the ranks whose samples they are."""
 
 
+ColumnOf = Callable[[FeatureShard], int]
+"""Returns the first column of a shard in a row."""
+
+
 class Lookup(ABC, Generic[Rows]):
     """Pools the bags of some shards."""
 

@@ -5,7 +5,7 @@ when its gradients have arrived, while the main stream runs the bottom MLP's bac
 host issues all of this with the backward, since it issues the dense part first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import gcd
@@ -17,6 +17,7 @@ from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.comm.order import CurrentStream, OnStream
 from dlrm_overlap.embedding.backends.base import WindowBackward, WindowState
 from dlrm_overlap.embedding.backends.cpu import train_weights, zero_weights_gradients
+from dlrm_overlap.embedding.backends.lookup import ColumnOf
 from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows, UpdateRange, in_readable_rows
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard
@@ -27,7 +28,6 @@ from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.backward.optimizers import Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, prepare_push_gradients
 from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
-from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from dlrm_overlap.kernels.launches import Launch
 
 _REMOTE_PROGRAMS = 8  # enough to fill an H200's links; more would slow each other and the updates
@@ -80,7 +80,7 @@ class DeviceGradientStore:
 
 
 class Push(WindowBackward):
-    """Stores gradients in the owners' windows, then updates each row that has some once."""
+    """Stores gradients in the owners' windows, then updates each touched row once."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
@@ -107,22 +107,18 @@ class Push(WindowBackward):
         self._make_stores(context)
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[InputRows] = []
-        self._updates: list[list[RowUpdate]] = []
-        """for each input, one for each of its ranges"""
         self._seed = torch.initial_seed() % 2**31
         self._steps = context.counters.steps
         self._rules = DeviceRules(self.device)
         self._are_captured = False  # captured steps read these
 
-    def _store_by(
-        self, rank: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None
-    ) -> DeviceGradientStore:
+    def _store_by(self, rank: int, column: ColumnOf, ids: IdLayout | None = None) -> DeviceGradientStore:
         dims = sorted({shard.dim for shards in self.layout.by_owner for shard in shards})
         tables = [self._shard_table(dim, column, ids) for dim in dims]
         how = self.schedule, self._programs
         return DeviceGradientStore(rank, tables, ids is not None, self._flags, self.windows, self._peers, *how)
 
-    def _shard_table(self, dim: int, column: Callable[[FeatureShard], int], ids: IdLayout | None) -> ShardTable:
+    def _shard_table(self, dim: int, column: ColumnOf, ids: IdLayout | None) -> ShardTable:
         """Return where the shards of one dim are in a gradient, and in the windows of the owners reached."""
         starts, reached = self.gradients.starts, self.windows.arena.reached
 
@@ -151,7 +147,6 @@ class Push(WindowBackward):
             starts, parts = self.gradients.starts, self.gradients.part_of
             by_input = groupby(self.layout.by_owner[self.rank], key=lambda shard: shard.input)
             self._inputs = [InputRows(list(shards), self.tables, starts, parts) for _, shards in by_input]
-            self._updates = [[RowUpdate(each.rows) for each in rows.ranges] for rows in self._inputs]
             self._storage = storage
         return self._inputs
 
@@ -221,10 +216,10 @@ class Push(WindowBackward):
                 if pending.trains_weights:
                     here = self.gradients.shards[part][self.rank]
                     train_weights(self, step, self.gradients.views(here, window, step.batch.total), found)
-                for rows, prepared, updates in zip(inputs, runs, self._updates, strict=True):
+                for rows, prepared in zip(inputs, runs, strict=True):
                     for updated in rows.ranges:
                         if updated.part == part and prepared is not None:
-                            self.update_range(pending, updated, updates[updated.rows.index], prepared, window)
+                            self.update_range(pending, updated, prepared, window)
         return WindowState(pending, found)
 
     def _push_in_order(self, step: Step, gradient: torch.Tensor) -> list[torch.cuda.Event]:
@@ -242,14 +237,14 @@ class Push(WindowBackward):
         return arrivals
 
     def update_range(
-        self, pending: PendingBackward, updated: UpdateRange, update: RowUpdate, runs: PreparedRuns,
-        window: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self, pending: PendingBackward, updated: UpdateRange, runs: PreparedRuns, window: torch.Tensor
+    ) -> None:
         """Update the rows of one range, whose gradients have arrived in `window`, unless they are frozen."""
         if pending.rules[updated.lookup].frozen:
             return
         numbers, since = self._rules.numbers(updated.lookup), self._steps.on_device
-        update(runs, window, Rule(numbers, self._steps.word, pending.number - since, self._seed, self.update_scale))
+        rule = Rule(numbers, self._steps.word, pending.number - since, self._seed, self.update_scale)
+        updated.update(runs, window, rule)
 
     def finish(self, state: WindowState) -> Sequence[torch.Tensor]:
         """Make the current stream wait until the rows are updated, and the gradient has been read."""

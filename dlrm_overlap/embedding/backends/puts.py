@@ -43,9 +43,11 @@ class PooledByPuts:
         """Allocate the heap; a collective."""
         self._windows, self._layout, self._lookup, self._options = windows, layout, lookup, context.options
         self._reach = reach = layout.reach
-        takers = [reach.relay(reach.rank, node) for node in reach.others]
-        self._slot_at = {peer: reach.taken_by(peer).index(reach.rank) for peer in takers}
+        receivers = [reach.relay(reach.rank, node) for node in reach.others]
+        self._slot_at = {peer: reach.taken_by(peer).index(reach.rank) for peer in receivers}
         """this rank's slot at each peer"""
+
+        # The heap, for the largest messages of any rank.
         self._slots, self._staged = max(1, reach.most_taken), len(reach.others)
         most, ranks = context.samples_per_rank, max(len(node) for node in reach.nodes)
         pitches = [layout.pitch(columns) for columns in layout.pooled_columns]
@@ -59,11 +61,12 @@ class PooledByPuts:
         self._signals = signals[:signals_bytes].view(torch.int64).view(2, self._slots, self._most_groups)
         self._sent = sent.view(2, self._staged, self._message_bytes)
         self._received = received.view(2, self._slots, self._message_bytes)
+
         self._record = DeviceErrorRecord(context.device)
         self._waiting = Waiting(int(context.options.wait_timeout_s * 1e9), self._record.status)
         self._features = sum(map(len, lookup.pooled_together))
-        room = self._most_groups
-        self._counts = [torch.zeros(room, dtype=torch.int32, device=context.device) for _ in reach.others]
+        groups = self._most_groups
+        self._counts = [torch.zeros(groups, dtype=torch.int32, device=context.device) for _ in reach.others]
         """for each other node, the finished rows of each group of its message, see `put_pooled`"""
         self._tables = StepCache[BatchSizes, dict[tuple[int, int], Windows]]()
         """see `_rows`"""

@@ -1,9 +1,8 @@
 """The rows that the backward updates on a GPU, their order by id, and the optimizers' numbers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -15,16 +14,16 @@ from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels.arguments import OptimizerParams
 from dlrm_overlap.kernels.backward.optimizers import OptimizerRows
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
+from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 
 
-@dataclass(frozen=True)
-class UpdateRange:
+class UpdateRange(NamedTuple):
     """Rows that one kernel call updates: those of one part, of consecutive features of an input."""
 
     part: int
-    rows: OptimizerRows
     lookup: int
     """the fused lookup that holds them"""
+    update: RowUpdate
 
 
 class InputRows:
@@ -48,6 +47,8 @@ class InputRows:
         """
         self.input = shards[0].input
         self._tables, self._part_of = tables, part_of
+
+        # The keys: tables of a part in the same memory share theirs.
         first_keys: list[int] = []
         key = 0
         for _, same in groupby(shards, key=lambda shard: (part_of[shard], *_memory(tables.weight(shard)))):
@@ -65,6 +66,8 @@ class InputRows:
             [starts[s] // 4, s.dim // 4, int(s.mean), first] for s, first in zip(shards, first_keys, strict=True)
         ]
         entries.append([0, 0, 0, key])  # of the ids that pad
+
+        # The ranges: consecutive shards with the same part, lookup, memory and offsets.
         shared = [self._shared(shard, first) for shard, first in zip(shards, first_keys, strict=True)]
         self.ranges: list[UpdateRange] = []
         boundaries: list[int] = []
@@ -77,7 +80,7 @@ class InputRows:
                 index, stored.weights, stored.states, weight_at, state_at, dim, any_mean, stored.optimizer,
                 stored.stochastic_rounding,
             )  # fmt: skip
-            self.ranges.append(UpdateRange(part, rows, lookup))
+            self.ranges.append(UpdateRange(part, lookup, RowUpdate(rows)))
             boundaries.append(first_keys[members[0]])
         self.input_features = InputFeatures(
             entries=torch.tensor(entries, dtype=torch.int64, device=device),
@@ -130,7 +133,7 @@ def _memory(rows: torch.Tensor) -> tuple[int, int]:
 
 
 def _offset(rows: torch.Tensor, held: torch.Tensor, first_key: int) -> int:
-    """Return where key 0 would be in `held`, the allocation of `rows`, in elements of [rows] or units of [rows, D]."""
+    """Return where key 0 is in `held`, the memory that has `rows`: in elements of [rows], or in fours of [rows, D]."""
     at = (rows.data_ptr() - held.data_ptr()) // rows.itemsize
     return at - first_key if rows.dim() == 1 else at // 4 - first_key * (rows.shape[1] // 4)
 

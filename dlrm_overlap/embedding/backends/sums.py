@@ -14,17 +14,15 @@ begin step e. All ranks of a node set their flags before any of them waits.
 Source: the intra-node reduce-scatter before TorchRec's table-row-wise All-to-All; here stores make the sums.
 """
 
-from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from math import gcd
 
 import torch
 
-from dlrm_overlap.embedding.backends.lookup import DeviceLookup
+from dlrm_overlap.embedding.backends.lookup import ColumnOf, DeviceLookup
 from dlrm_overlap.embedding.backends.messages import PackedByCollective
 from dlrm_overlap.embedding.internode import InternodeLayout, Message
-from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.tables import BadIds
@@ -43,19 +41,18 @@ class NodeSums:
         windows: WindowPair,
         layout: InternodeLayout,
         outputs: list[Windows],
-        column: Callable[[FeatureShard], int],
+        column: ColumnOf,
         bad_ids: BadIds,
     ) -> None:
-        """Use windows in the arena of `windows`, the output's, which `outputs` are on the ranks of this node.
-
-        `column` returns the first column of a shard in a row of an output window.
-        """
+        """Make windows in the arena of `windows`, the output's; `outputs` are those of this node's ranks."""
         spec, reach, wire = layout.sum_windows(context.samples_per_rank), layout.reach, context.options.wire_dtype
         assert spec is not None, "a layout without such sums"
         self._pair = WindowPair(spec, windows.arena, windows.counter)
         self._layout, self._rank, self._here, self._most = layout, reach.rank, reach.here, context.samples_per_rank
         self._device, self._order = context.device, context.order
         columns = layout.sum_columns[self._here]
+
+        # The windows that gather: what this rank stores there, and for how many flags it waits.
         own = {shard: first for shard, first in columns.items() if shard.owner == self._rank}
         self.lookup = DeviceLookup(context, own, bad_ids, every_bag=True)
         self._pitch = layout.pitch(columns)
@@ -65,6 +62,8 @@ class NodeSums:
         peers, row_bytes = self._pair.peers(self._pitch, wire), self._pitch * wire.itemsize
         self._gathering = {node: [self._rows_at(node, each, row_bytes) for each in peers] for node in reach.others}
         """by other node, where its ranks' rows begin in the windows of even epochs and of odd ones"""
+
+        # The sums, which are exchanged, and copied to the output windows.
         sums = [Partials([columns[each] for each in shards], shards[0].dim) for shards in layout.sums_on[self._here]]
         divisible = [number for each in sums for number in (each.dim, *each.columns)]
         self._table = partial_table(sums, gcd(16, *divisible), self._device) if sums else None

@@ -175,7 +175,7 @@ def test_prepared_launches_serve_their_sizes_types_and_gradients_alone(world_of_
             gone = weakref.ref(gradient)
             del gradient
             assert gone() is None, "a launch holds the gradient"
-            launches.append([len(update._launches) for update in local._updates])
+            launches.append([len(each.update._launches) for each in local._rows.ranges])
     ranges = len(launches[0])
     assert launches == [[1] * ranges, [1] * ranges, [2] * ranges, [2] * ranges, [1] * ranges]
 
