@@ -28,7 +28,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import EmbeddingConfig
-from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, Layout, distinct, outputs_of
+from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, Layout, outputs_of, unique_names
 
 UNPOOLED = TwSequenceEmbeddingSharding, CwSequenceEmbeddingSharding, RwSequenceEmbeddingSharding
 TAKEN = (
@@ -79,7 +79,7 @@ def cached_shares(params: Mapping[str, ParameterSharding]) -> dict[str, float]:
 
 def names_of(shardings: Sequence[Any]) -> dict[str, str]:
     """Return the names of the pooled embeddings of shardings in TorchRec's order, see `distinct`."""
-    return distinct(name for sharding in shardings for name in sharding.embedding_names())
+    return unique_names(name for sharding in shardings for name in sharding.embedding_names())
 
 
 def groups_of(sharding: Any) -> list[Any]:
@@ -129,7 +129,7 @@ def _rank_order(features: int, batch_sizes: tuple[int, ...], local: int, device:
 
 def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
     """Return the distinct names of the pooled embeddings in the order of the unsharded module."""
-    return list(distinct(name for names in get_embedding_names_by_table(list(tables)) for name in names))
+    return list(unique_names(name for names in get_embedding_names_by_table(list(tables)) for name in names))
 
 
 def _names_and_columns(table: Any, cut_by_columns: bool) -> list[tuple[str, int]]:
