@@ -274,7 +274,7 @@ def _check_cached(*options: str) -> None:
         on_ranks = torch.tensor([len(each) for each in caches])
         dist.all_reduce(on_ranks)
         assert int(on_ranks.min()) > 0
-        assert all(cache.slots < cache.homes[0].shape[0] for each in caches for cache in each), "none is put out"
+        assert all(cache.slots < cache.host_rows[0].shape[0] for each in caches for cache in each), "none is put out"
         stale = [name for name, rows in held[1].items() if not torch.equal(rows, held[0][name])]
         assert stale, "rows that are in the cache are not at home yet"
         for exchange in served:

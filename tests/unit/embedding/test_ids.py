@@ -48,5 +48,5 @@ def test_what_is_no_bound(samples: int, sizes: tuple[int, int], told: str) -> No
 
 
 def test_a_feature_without_a_bound() -> None:
-    with pytest.raises(InputError, match="no bound for the ids of feature h; name it in bag_sizes"):
+    with pytest.raises(InputError, match="feature h has no bag size; add it to bag_sizes"):
         BatchCapacity(3, KNOWN).capacity(["f", "h"])
