@@ -116,9 +116,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
-        features = maybe_td_to_kjt(features, self._ids_keys)
-        if features.variable_stride_per_key():
-            features = with_even_batches(features)
+        features = with_even_batches(maybe_td_to_kjt(features, self._ids_keys))
         exchanged, others = None, {}
         if self.exchange is not None:
             exchanged = self.exchange.start_sent(features)

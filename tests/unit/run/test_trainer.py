@@ -21,8 +21,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.observe.run_log import RunLog
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.trainer import PreemptedError, Trainer
