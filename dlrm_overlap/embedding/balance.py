@@ -1,15 +1,13 @@
 """Places tables on ranks, and cuts some, so that every rank has the same work in a step.
 
-A step waits for its slowest rank. Two kinds of work are balanced: memory traffic, which grows with the elements of rows
-that a rank reads (ids a bag times columns), and link traffic, which grows with the columns that it sends.
+Two kinds of work are balanced: the elements of rows that a rank reads (ids a bag times columns), and the columns that
+it sends. docs/architecture/step.md (The plan) explains the order of the cuts. Owners of columns send as many bytes as
+one owner would. Owners of rows each send a partial sum of all columns for every bag with an id of their rows: with 8
+ranks and 100 ids a bag, 8 times the bytes.
 
-Cuts by columns come first: the owners together send as many bytes as one owner would, though each reads all ids, and
-shorter rows. Cuts by rows give all ranks the same work, but each sends a partial sum of all columns for every bag with
-an id of its rows: with 8 ranks and 100 ids a bag, 8 times the bytes.
-
-With several nodes, pooled tables are cut by rows within one node: partial sums are added before they leave it, so no
-more bytes cross between nodes than for a whole table. Owners of columns on several nodes would each receive all ids, so
-columns are cut only where rows are few, and for unpooled tables.
+With several nodes, pooled tables are cut by rows within one node, which adds partial sums before they leave it. Owners
+of columns on several nodes would each receive all ids, so columns are cut only where rows are few, and for unpooled
+tables.
 """
 
 from collections.abc import Sequence
@@ -33,15 +31,13 @@ class TableLoad(NamedTuple):
     pooling: float
     """mean ids of a bag"""
     dim: int
-    """columns, D"""
     row_bytes: int
-    """bytes of a row"""
     bytes: int
     """bytes of all rows and optimizer states"""
     rows: int = 0
     """number of rows; 0 if they must not be cut"""
     pooled: bool = True
-    """the sum of a bag is sent; otherwise the row of each id"""
+    """sums of bags are sent, instead of a row for each id"""
 
     @property
     def sent_columns(self) -> float:
@@ -53,15 +49,15 @@ class Balance(NamedTuple):
     """The ranks of each table's shards, and how even the ranks' work is."""
 
     ranks: list[list[int]]
-    """by table, the ranks of its shards in order: equal ranges of its columns or rows"""
+    """by table, the ranks of its shards: equal ranges of its columns or rows, in order"""
     memory: float
     """row elements read by the fullest rank, relative to the mean"""
     links: float
     """columns sent by the rank that sends most, relative to the mean with no table cut by rows"""
     by_rows: frozenset[int] = frozenset()
-    """indices of the tables cut by rows, over all ranks or those of a node"""
+    """indices of the tables cut by rows"""
     memory_weight: float = 1.0
-    """weight of the memory's share against the links'; below 1 if the links are a network"""
+    """weight of `memory` against `links`; below 1 if the links are a network"""
 
     @property
     def worst(self) -> float:
@@ -79,22 +75,14 @@ def balance(
     """Place all tables on the ranks; return None if they do not fit.
 
     While there is no room, or the fullest rank has more than 1.1 times the mean work, the table with the largest or
-    heaviest shards is cut into twice as many ranges of columns, down to rows of 64 bytes. If that is not enough, tables
-    are cut by rows, one after the other, starting from the best placement so far. With several nodes a table is cut by
-    rows or by columns right away, as the module says. Returns the placement with the smallest `worst`; of equals the
-    least cut, and one with cuts by rows only if it is 1.1 times better. The result depends on the arguments only: the
-    search is limited by count, not by time.
+    heaviest shards is cut into twice as many ranges of columns. If that is not enough, tables are cut by rows, one
+    after the other, from the best placement so far. With several nodes a table is cut by rows or by columns right away,
+    as the module says. Returns the placement with the smallest `worst`, of equals the least cut; cuts by rows must make
+    it 1.1 times smaller. The same arguments give the same result: the search is limited by count, not by time.
 
     Args:
         capacity_bytes: room for tables on each rank.
-        cut_columns: allow cuts by columns.
         node_size: ranks of a node, a divisor of `world_size`; None for all ranks.
-
-    Example:
-        4 ranks, tables of 128 columns: one of 100 ids a bag, eight of 12, sixteen of 1. The mean is 53 ids a rank. The
-        first table is cut into two shards of 64 columns, which load their ranks with 50 ids each. Without cuts by
-        columns
-        its rows are cut: each rank reads 25 of its ids, and sends 128 columns for it.
     """
     # Work is measured relative to the mean of the ranks; the memory's is scaled by its weight against the links'.
     memory = sum(table.pooling * table.dim for table in tables) / world_size or 1.0  # all bags may be empty
@@ -183,16 +171,11 @@ class _Shard:
         return max(self.memory, self.links)
 
     def cut(self, shards: int) -> "list[_Shard]":
-        """Return equal ranges of the columns."""
         n = shards
         return [_Shard(self.table, self.memory / n, self.links / n, self.bytes / n) for _ in range(n)]
 
     def cut_by_rows(self, table: TableLoad, shards: int, summed: bool) -> "_Shard":
-        """Return the largest of equal ranges of the rows.
-
-        Bags without an id of the range are not sent. `summed` partial sums are added within a node before they are
-        sent.
-        """
+        """Return the largest range of the rows; `summed` partial sums are added within a node before they are sent."""
         rows = ceil(table.rows / shards) / table.rows
         links = self.links * (partial_sums(table.pooling, shards) if table.pooled and not summed else 1.0) / shards
         return _Shard(self.table, self.memory / shards, links, self.bytes * rows)
@@ -203,7 +186,7 @@ _NOTHING = _Shard(-1, 0.0, 0.0, 0.0)
 
 @dataclass(eq=False)
 class _Rank:
-    """The shards placed on a rank; work is relative to the mean of the ranks."""
+    """The shards placed on a rank, likewise."""
 
     room: float
     memory: float
@@ -211,7 +194,7 @@ class _Rank:
     shards: list[_Shard] = field(default_factory=list)
 
     def score(self, plus: _Shard = _NOTHING, minus: _Shard = _NOTHING) -> tuple[float, float]:
-        """Return the greater share, then the sum of both, after adding `plus` and removing `minus`."""
+        """Return the greater share, then the sum, after adding `plus` and removing `minus`."""
         memory, links = self.memory + plus.memory - minus.memory, self.links + plus.links - minus.links
         return max(memory, links), memory + links
 
@@ -221,7 +204,6 @@ class _Rank:
         return fits and all(each.table != shard.table or each is replacing for each in self.shards)
 
     def add(self, shard: _Shard, sign: int = 1) -> None:
-        """Place a shard, or remove it if `sign` is -1."""
         self.memory += sign * shard.memory
         self.links += sign * shard.links
         self.room -= sign * shard.bytes
@@ -229,7 +211,7 @@ class _Rank:
 
 
 def _place(shards: Sequence[_Shard], begun: Sequence[_Rank], tries: int) -> tuple[list[_Rank], int]:
-    """Place shards on copies of `begun`, the heaviest first, or the largest first if that finds no room; then improve.
+    """Place shards on copies of `begun`, the heaviest first or else the largest, then improve.
 
     Returns no ranks if there is no room, and the number of changes tried so far.
     """
@@ -243,7 +225,7 @@ def _place(shards: Sequence[_Shard], begun: Sequence[_Rank], tries: int) -> tupl
 
 
 def _lightest_node(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
-    """Return the node of `owners` ranks that has the least work, and room, after each has taken a shard."""
+    """Return the `owners` neighbours with the least work, and room, after each has taken a shard."""
 
     def after(first: int) -> tuple[bool, tuple[float, float]]:
         node = ranks[first : first + owners]
@@ -254,7 +236,7 @@ def _lightest_node(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
 
 
 def _fill(shards: Sequence[_Shard], begun: Sequence[_Rank]) -> list[_Rank]:
-    """Place each shard in order on the rank with the least work; return no ranks if one finds no room."""
+    """Place each shard in order on the rank with the least work; return no ranks without room."""
     ranks = [_Rank(rank.room, rank.memory, rank.links) for rank in begun]
     if any(rank.room < 0 for rank in ranks):
         return []
@@ -267,7 +249,7 @@ def _fill(shards: Sequence[_Shard], begun: Sequence[_Rank]) -> list[_Rank]:
 
 
 def _improve(ranks: Sequence[_Rank]) -> tuple[bool, int]:
-    """Move a shard away from the fullest rank, or swap it, if that helps; return whether, and the number of tries."""
+    """Move a shard away from the fullest rank, or swap it; return whether that helps, and the number of tries."""
     fullest = max(ranks, key=lambda rank: rank.score())
     best, change, tried = fullest.score()[0] - 1e-6, None, 0
     for other in ranks:

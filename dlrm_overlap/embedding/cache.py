@@ -1,27 +1,22 @@
 """Tables larger than the GPU: rows in host memory, and a cache of them on the GPU.
 
 Ids reach the owners of their rows one step ahead. `activate` then loads each named row into a slot of the cache, and
-replaces the ids by slot numbers. Lookup, sort and update see a table in GPU memory with one row for each slot.
+replaces the ids by slot numbers: lookup, sort and update see a table on the GPU with one row for each slot.
 
     step i - 1     lookup, update ----
     step i         lookup, update of slots that were loaded during step i - 1 ----
     meanwhile      ids of step i + 1 arrive | find their slots | evict rows to the host, load rows of step i + 1
 
 A row may be evicted if neither step i + 1, which needs its rows, nor step i, whose update may be running, names it. A
-row that both name keeps its slot, so the lookup of step i + 1 reads what the update of step i has written. Step i - 1
-is done, since ids are sent at most one step ahead. So a cache never runs out of slots if it has enough for the ids of
-two steps, or for all rows if these are fewer; no cache has less, whatever `cache_fraction` asks for.
+row that both name keeps its slot, so step i + 1 reads what step i has written. Step i - 1 is done. So slots for the ids
+of two steps always suffice, and no cache has fewer unless it has all rows.
 
-Rows are evicted by the CLOCK algorithm, with counters up to three; the choice does not change any result. A table of 4
-bytes for each row, in GPU memory, maps rows to slots (a thirtieth of the rows' size at D = 32), so the cache is fully
-associative.
+Rows are evicted by the CLOCK algorithm, which changes no result. A table of 4 bytes a row in GPU memory maps rows to
+slots, so the cache is fully associative. Launch sizes are fixed and nothing is read back, so the kernels are captured
+with the step. FBGEMM's cache sizes the distinct rows of a step on the host, and holds no optimizer states.
 
-Launch sizes are known on the CPU and nothing is read back, so the kernels (`kernels/find_slots.py`,
-`kernels/swap_rows.py`) are captured with the step. FBGEMM's cache (`lxu_cache_*`) sizes the distinct rows of a step on
-the host, keeps no optimizer states and updates only by FBGEMM's backward, so it is left to TorchRec's pipelines.
-
-Host memory is CUDA's managed memory, FBGEMM's default. On an H100 random rows of 512 bytes out of 8 GB moved at 30 GB/s
-each way, and at 8.8 in page-locked memory, whose 4 KB pages are too many for the GPU's address tables.
+Host memory is CUDA's managed memory: on an H100, random rows of 512 bytes out of 8 GB moved at 30 GB/s each way, and at
+8.8 in page-locked memory.
 """
 
 import logging
@@ -46,7 +41,7 @@ class RowCache:
     """The cache of the rows of some tables and of their optimizer's states, on one rank.
 
     Rows are numbered across the tables, 0 .. R - 1. `rows` are the tensors that lookup and update work on, [S, D] or
-    [S]: one for each tensor in host memory, of the same type.
+    [S].
     """
 
     def __init__(self, host_rows: Sequence[torch.Tensor], slots: int, device: torch.device) -> None:
@@ -54,7 +49,7 @@ class RowCache:
 
         Args:
             host_rows: the weights [R, D] and the states, each [R, D] or [R], contiguous.
-            slots: S, at least as many as two steps can name, or R.
+            slots: S, at least the ids of two steps, or R.
 
         Raises:
             InputError: if there is no room for the slots.
@@ -76,22 +71,22 @@ class RowCache:
         The step before the previous one must be done. `swap` must run before the slots are read.
 
         Args:
-            first_rows: [F + 1] int64, by feature: number of the first row of its table, or negative to leave its ids
+            first_rows: [F + 1] int64, by feature: number of the first row of its table; negative leaves its ids
                 unchanged. The last entry is for ids after all bags.
         """
         return find_slots(self._state, ids.values(), ids.offsets(), ids.stride(), first_rows)
 
     def swap(self, swaps: Swaps) -> None:
-        """Store evicted rows to host memory, and load others into their slots; on the current stream."""
+        """Store evicted rows, and load others into their slots; on the current stream."""
         for host, cached in zip(self.host_rows, self.rows, strict=True):
             swap_rows(host, cached, swaps)
 
     def write_back(self) -> None:
-        """Store all cached rows to host memory and keep them; on the current stream."""
+        """Store all cached rows and keep them; on the current stream."""
         self._move(leaving=self._state.row_in, entering=self._none)
 
     def read_again(self) -> None:
-        """Load all cached rows from host memory again; on the current stream."""
+        """Load all cached rows again; on the current stream."""
         self._move(leaving=self._none, entering=self._state.row_in)
 
     @property
@@ -120,16 +115,16 @@ class CachedTable(NamedTuple):
     host_rows: Sequence[torch.Tensor]
     """weights [rows, D], then states"""
     fraction: float
-    """share of the rows that the cache has slots for"""
+    """share of the rows that have slots"""
     ids: int
     """most ids of a step"""
 
 
 def make_caches(tables: Mapping[Key, CachedTable], device: torch.device) -> list[tuple[RowCache, dict[Key, int]]]:
-    """Return the caches of some tables; consecutive tables that are adjacent in host memory share one.
+    """Return the caches of some tables; consecutive tables adjacent in memory share one.
 
     Returns:
-        Each cache with, by table, the number of the table's first row in it.
+        Each cache with, by table, the number of its first row.
     """
     together: list[list[Key]] = []
     for key, table in tables.items():

@@ -30,12 +30,11 @@ def build_sharders(
 ) -> list[ModuleSharder[Any]]:
     """Return the sharders of pooled and of unpooled tables for the configured backend.
 
-    The optimizer is fused into the backward. Pooled embeddings have the wire's type if the dense part has the same
-    `precision`, fp32 or bf16, and then `leading_columns` in front, for tensors that the model joins with them; else
-    they are float32. Unpooled rows are sent as `config.wire_dtype`; auto is fp32.
+    Pooled embeddings have the wire's type, and `leading_columns` in front, if the dense part's `precision` is the
+    wire's; else they are float32. Unpooled rows are sent as `config.wire_dtype`; auto is fp32.
 
     Args:
-        fused_params: extra parameters of FBGEMM's lookups, which override the keys'.
+        fused_params: override the parameters of FBGEMM's lookups.
     """
     about_tables, backend = fused_params_of(config, fused_params), BACKENDS[config.backend]
     pooled_wire = config.resolved_wire_dtype(precision)
@@ -62,7 +61,6 @@ def build_sharders(
 
 
 def _keys_of(config: EmbeddingConfig, arguments: type, wire_dtype: str) -> dict[str, Any]:
-    """Return the values of the keys that a sharder takes."""
     values = vars(config) | {"wire_dtype": wire_dtype}
     return {name: value for name, value in values.items() if name in arguments.__annotations__}
 

@@ -1,9 +1,8 @@
 """The distinct ids of a batch, table by table, on the rank that has the samples: what unpooled tables exchange.
 
 A slot is a bag of one id or none; slot k of a table with n distinct ids has the k-th of them if k < n. So the exchange
-of pooled embeddings sends each row once, as the "pooled embedding" of a slot. Its features have b bags each, and a
-table has as many features as its slots need, see `SlotBlocks`. Received rows are expanded from slots to ids, and
-gradients are summed by slot before they are sent, see `Runs`.
+of pooled embeddings sends each row once. Received rows are expanded from slots to ids, and gradients are summed by slot
+before they are sent.
 
 Example: features f: [7, 3] [7] and g: [3] of one table. Its distinct ids 3 and 7 are in slots 0 and 1; the ids of f and
 g are in slots 1 0 1 and 0. The gradients of the first and third id of f are added and sent for slot 1.
@@ -21,14 +20,12 @@ from dlrm_overlap.kernels.backward.sum_rows import Runs
 
 
 class NamedSequence(NamedTuple):
-    """A feature looked up in an unpooled table: one jagged tensor of a collection's output."""
+    """A feature looked up in an unpooled table; its jagged tensor is `name` in the output."""
 
     name: str
-    """in the output"""
     feature: str
-    """in the ids"""
     table: int
-    """index of its table"""
+    """index of the table"""
 
 
 _WASTE = 1 / 8  # largest share of unused slots
@@ -39,8 +36,8 @@ _MAX_MISSING = 1 << 30  # slots, fits an int32
 class SlotBlocks(NamedTuple):
     """The slots of T tables in blocks of b, each block the bags of one feature of an exchange.
 
-    Example: tables of at most 1000 and 90 distinct ids have 8 blocks and 1 of 125 slots, 1125 in all; with one block
-    for each table there would be 2000.
+    Example: tables of at most 1000 and 90 distinct ids have 8 blocks and 1 of 125 slots; with one block each there
+    would be 2000 slots.
     """
 
     slots: int
@@ -50,11 +47,7 @@ class SlotBlocks(NamedTuple):
 
     @classmethod
     def of(cls, most: Sequence[int]) -> "SlotBlocks":
-        """Return the largest blocks that waste at most an eighth of the slots.
-
-        Args:
-            most: most distinct ids of each table.
-        """
+        """Return the largest blocks with at most an eighth of unused slots, by the most distinct ids of each table."""
         slots = max(1, *most)
         while True:
             blocks = cls(slots, tuple(max(1, -(-each // slots)) for each in most))
@@ -63,7 +56,7 @@ class SlotBlocks(NamedTuple):
             slots = -(-slots // 2)
 
     def by_feature(self, most: Mapping[str, int]) -> dict[str, tuple[str, int]]:
-        """Return by feature of the exchange its table, and its share of the table's most distinct ids."""
+        """Return by feature its table, and its share of the table's most distinct ids."""
         found = {}
         for (table, ids), count in zip(most.items(), self.counts, strict=True):
             for block in range(count):
@@ -73,20 +66,20 @@ class SlotBlocks(NamedTuple):
 
 
 class Distinct(NamedTuple):
-    """The ids of a batch in slots, and the slot of each id; P is the capacity for ids, sequence by sequence."""
+    """The ids of a batch in slots; P is the capacity for ids, sequence by sequence."""
 
     values: torch.Tensor
-    """[P or more], type of the batch's ids: the distinct ids, table by table"""
+    """[P or more]: the distinct ids, table by table"""
     lengths: torch.Tensor
-    """[F * b] int32: 1 for a slot with an id, else 0; they add up to more than the capacity if the batch exceeds it"""
+    """[F * b] int32: 1 for a slot with an id, else 0; the sum exceeds the capacity if the batch does"""
     slots: torch.Tensor
     """[P] int32: bag * F + feature of each id's slot; -1 for padding"""
     runs: Runs
-    """of the gradients of the P ids"""
+    """runs of equal ids among the P ids, for the sums of their gradients"""
 
 
 class _PaddedPositions(NamedTuple):
-    """Positions of the ids of S sequences, each padded to its capacity; on the device, as a capture needs them."""
+    """Positions of the ids of S sequences, each padded to its capacity, on the device."""
 
     capacities: torch.Tensor  # [S] int64
     sequence: torch.Tensor  # [P] int64: sequence of each position
@@ -123,10 +116,7 @@ class SortedBatch(NamedTuple):
 
 
 class DistinctIds:
-    """Finds the distinct ids of batches on the device, with the same arithmetic on CPUs and GPUs.
-
-    Ranges of a table's rows may have their own slots, like tables.
-    """
+    """Finds the distinct ids of batches on the device."""
 
     def __init__(
         self,
@@ -140,8 +130,8 @@ class DistinctIds:
         Args:
             sequences: in the order of their tables.
             rows: of each table.
-            ranges: by table, the first row of each range with its own slots. By default a table is one range, and T,
-                the number of ranges, is the number of tables.
+            ranges: by table, the first row of each range with its own slots, like a table. By default a table is one
+                range.
         """
         ranges = ranges or [[0]] * len(rows)
         self.sequences, self._is_cut = sequences, sum(map(len, ranges)) > len(rows)
@@ -163,7 +153,6 @@ class DistinctIds:
         self._blocks = StepCache[SlotBlocks, _Blocks]()
 
     def _positions_of(self, features: KeyedJaggedTensor, capacities: tuple[int, ...]) -> _PaddedPositions:
-        """Return the positions, kept for later batches if the ids have a fixed capacity."""
         if hasattr(features, "capacities") and not getattr(features, "is_exact", False):
             return self._positions.get(capacities, self._finished, self._make_positions, capacities)
         return self._make_positions(capacities)
@@ -187,12 +176,7 @@ class DistinctIds:
         return torch.tensor([keys.index(s.feature) for s in self.sequences], device=self._device)
 
     def capacities_of(self, features: KeyedJaggedTensor, most: Sequence[int] | None = None) -> list[int]:
-        """Return the capacity of each sequence: its number of ids or, for ids of a captured step, their capacity.
-
-        Args:
-            features: ids; those of a captured step have `capacities`.
-            most: limit for each sequence.
-        """
+        """Return each sequence's capacity for ids, at most `most`: that of a captured step's ids, else their number."""
         by_key: Any = getattr(features, "capacities", None)
         by_key = dict(zip(features.keys(), by_key or features.length_per_key(), strict=True))
         capacities = [by_key[s.feature] for s in self.sequences]
@@ -235,7 +219,7 @@ class DistinctIds:
         return SortedBatch(padded, ids, order, table, begins, ends - 1, first_run, first[-1], counts)
 
     def assign_slots(self, batch: SortedBatch, blocks: SlotBlocks) -> Distinct:
-        """Assign the ids of a batch to slots; if it exceeds the slots, lengths show that and slots are wrong."""
+        """Assign the ids of a batch to slots; if it exceeds them, the lengths show that and the slots are wrong."""
         capacity, positions = batch.ids.numel(), batch.padded.positions
         found = self._blocks.get(blocks, self._finished, self._make_blocks, blocks)
         # The slot of each sorted id, then its row in the window.

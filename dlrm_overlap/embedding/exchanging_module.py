@@ -47,7 +47,7 @@ class Deferred(LazyAwaitable[Result]):
 class ExchangingModule(nn.Module, Generic[Served]):
     """The part of a sharded module that decides which of its shardings an exchange serves.
 
-    A subclass also inherits from one of TorchRec's sharded modules, which makes the shardings and their lookups.
+    A subclass also inherits from one of TorchRec's sharded modules.
     """
 
     _env: ShardingEnv
@@ -55,25 +55,22 @@ class ExchangingModule(nn.Module, Generic[Served]):
     _device: torch.device
     _optim: CombinedOptimizer
     _kind = "tables"
-    """name of the tables in log lines"""
     _exchange_type: type[Served]
 
     exchange: Served | None
     takes_ids: bool
-    """`take_ids` was called: the exchange sends the ids"""
+    """the exchange sends the ids, since `take_ids`"""
     _ids_keys: list[str]
-    """the features given to `take_ids`"""
     torchrec_tables: TorchRecTables | None
-    """the tables that stay with TorchRec, if any, while the exchange takes the ids of the others"""
+    """tables that stay with TorchRec while the exchange takes the ids of the others"""
     unpooled_features: Collection[str] = ()
-    """features of unpooled tables"""
 
     def __init__(self, *args: Any, options: ExchangeOptions, cached: Mapping[str, float], **kwargs: Any) -> None:
         """Take TorchRec's arguments, the exchange's options, and the `cached` tables."""
         super().__init__(*args, **kwargs)
         self._options = options
         self.cached = cached
-        """table that the exchange caches -> share of its rows that the cache has slots for"""
+        """table that the exchange caches -> share of its rows with slots"""
         if cached:
             self.register_state_dict_pre_hook(lambda *_: self.note_writes())
         self._reasons_told: set[str] = set()
@@ -81,13 +78,12 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
     @property
     def _shardings(self) -> list[Any]:
-        """TorchRec's shardings in order, from pooled and unpooled modules."""
         module: Any = self
         pooled = getattr(module, "_embedding_shardings", None)
         return list(module._sharding_type_to_sharding.values()) if pooled is None else pooled
 
     def _names_in_output(self, numbers: Sequence[int]) -> Mapping[str, str]:
-        """Return by unique output name, in the exchange's order, TorchRec's name of its columns; see `names_of`."""
+        """Return by unique output name, in the exchange's order, TorchRec's name of its columns."""
         raise NotImplementedError
 
     def _set_up(self) -> None:
@@ -106,7 +102,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self._exchanged = [i for i, reason in enumerate(reasons.values()) if reason is None]
         self._replicated = [i for i, sharding in enumerate(every) if type(sharding) in _REPLICATED]
         self._ours = self._exchanged
-        """the shardings whose columns the exchange fills; includes data-parallel ones once the exchange takes ids"""
+        """shardings whose columns the exchange fills: once it takes ids, data-parallel ones, too"""
         exchanged = [every[i] for i in self._exchanged]
         self._resolved = self._options_for(exchanged) if exchanged else self._options
         if self._is_first:
@@ -132,7 +128,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         return build_layout(exchanged, list(self._names_in_output(numbers)), group.size(), replicated)
 
     def _make_exchange(self) -> Served:
-        """Return the exchange of the exchangeable shardings; if there are none, it has data-parallel tables only."""
+        """Return the exchange of the exchangeable shardings; without any it serves data-parallel tables."""
         tables = LocalTables.of([self._lookups[i] for i in self._exchanged], self.cached)
         layout, group = self._layout(self._exchanged), exchanging_group(self._env)
         return self._exchange_type(layout, tables, self._resolved, group, torch.device(self._device))
@@ -147,7 +143,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """From now on, the exchange sends the ids; a collective, see `Exchange.take_ids`.
 
         Args:
-            order: of the captured step that these ids belong to; None keeps the exchange's own.
+            order: of the captured step that the ids belong to; None keeps the exchange's own.
         """
         if self._replicated:
             self.exchange, self._ours = self.exchange or self._make_exchange(), self._looked_up_in_step
@@ -159,7 +155,6 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self.takes_ids, self._ids_keys = True, list(keys)
 
     def _take_ids(self, keys: Sequence[str], capacity: BatchCapacity, weighted: bool) -> None:
-        """Do so, once there is an exchange if any table needs one."""
         raise NotImplementedError
 
     @property
@@ -191,10 +186,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         return self._look_up_by_torchrec(partial(super().compute, ctx, dist_input))  # type: ignore[misc]
 
     def _look_up_by_torchrec(self, look_up: Callable[[], Result]) -> Result:
-        """Look up by TorchRec, with the rows and step counts that captured steps have left, and count this lookup.
-
-        Must be issued after those steps. Ids need not: TorchRec's pipelines send them earlier, on another stream.
-        """
+        """Look up by TorchRec, with the rows and counts that captured steps have left, and count this lookup."""
         if self.exchange is None:
             return look_up()
         self.note_writes()
@@ -209,14 +201,13 @@ class ExchangingModule(nn.Module, Generic[Served]):
         return (self._env.global_rank if isinstance(self._env, ShardingEnv2D) else self._env.rank) == 0
 
     def _tell_once(self, what: str) -> None:
-        """Log once, on rank 0, what stays with TorchRec."""
         if what not in self._reasons_told and self._is_first:
             log.warning("backend %s: %s", self._options.backend, what)
         self._reasons_told.add(what)
 
 
 class _TableOptimizer(CombinedOptimizer):
-    """The optimizer of a module's tables; reading its states first stores cached rows and states to their tables."""
+    """The optimizer of a module's tables; reading its states first stores caches to their tables."""
 
     def __init__(self, optimizer: CombinedOptimizer, module: ExchangingModule[Any]) -> None:
         self._note_writes = module.note_writes

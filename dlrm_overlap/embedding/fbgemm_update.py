@@ -16,10 +16,7 @@ _SEGMENT_LENGTH = 32  # ids of one row that a warp sums; FBGEMM's autograd funct
 
 
 class FbgemmUpdate:
-    """FBGEMM's backward of one fused lookup without its forward.
-
-    It applies gradients of pooled embeddings to the lookup's rows in place, with the lookup's optimizer.
-    """
+    """FBGEMM's backward of one fused lookup without its forward; updates its rows in place by its optimizer."""
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         name = f"split_embedding_backward_codegen_{optimizer_of(tbe)}_{{}}_pt2_wrapper"

@@ -1,4 +1,4 @@
-"""Where gradients of pooled embeddings are stored at the owners of the rows, and in which parts they are sent."""
+"""Where gradients of pooled embeddings arrive, and in which parts they are sent."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -17,13 +17,12 @@ _MAX_PARTS = 6  # with more, the CPU's launches cost more than the overlap saves
 class GradientLayout:
     """The gradient windows [D_local * B], shard by shard, and the parts in which gradients are sent.
 
-    The gradient [B, D] of the shard that begins at column `start` of D_local begins at element start * B, so a table's
-    gradients are contiguous. A part is a group of tables with its own flag: the rows of one part are updated while the
-    next part is sent. Where bag sizes are known, tables with more than a quarter of a rank's ids are sent first, since
-    their update takes longest.
+    The gradient [B, D] of the shard at column `start` of D_local begins at element start * B, so a table's gradients
+    are contiguous. A part is a group of tables with its own flag: rows of one part are updated while the next is sent.
+    Tables with more than a quarter of a rank's ids are sent first, since their update takes longest.
 
-    Example: B is 2, a rank has shards of dims 4 and 8. The gradient of the first is [2, 4] at elements 0 .. 7, that of
-    the second [2, 8] at 8 .. 23.
+    Example: B is 2, a rank has shards of dims 4 and 8. The first gradient is [2, 4] at elements 0 .. 7, the second [2,
+    8] at 8 .. 23.
     """
 
     def __init__(
@@ -42,16 +41,16 @@ class GradientLayout:
         self._elements = max(layout.owner_dims) * samples_per_rank * layout.world_size
         parts = min(_MAX_PARTS, self._elements * wire_dtype.itemsize // _PART_BYTES)
         self.parts = max(1, parts) if self._elements else 0
-        """0 if nothing is exchanged, since no kernel would then signal a part's flag"""
+        """0 if nothing is exchanged: no kernel would signal a part's flag"""
 
     @property
     def windows(self) -> WindowSpec:
-        """The gradient windows in every rank's arena, with one flag for each part."""
+        """The gradient windows, with one flag for each part."""
         return WindowSpec("gradients", Region((self._elements,), self._wire_dtype), max(1, self.parts))
 
     @cached_property
     def starts(self) -> Mapping[FeatureShard, int]:
-        """The first column of each shard in its owner's D_local."""
+        """Each shard's first column in its owner's D_local."""
         starts: dict[FeatureShard, int] = {}
         for shards in self._layout.by_owner:
             column = 0
@@ -62,9 +61,9 @@ class GradientLayout:
 
     @cached_property
     def part_of(self) -> Mapping[FeatureShard, int]:
-        """The part of each shard, by the columns that are sent before its table; a table is in one part.
+        """The part of each shard, by the columns sent before its table; a table is in one part.
 
-        The first part is half as large as the others, since nothing is updated while it is sent.
+        The first part is half as large, since nothing is updated while it is sent.
         """
         parts: dict[FeatureShard, int] = {}
         for rank, columns in enumerate(self._layout.owner_dims):
@@ -83,7 +82,7 @@ class GradientLayout:
 
     @cached_property
     def shards(self) -> Sequence[Sequence[Sequence[FeatureShard]]]:
-        """The shards by part, then by owner, in order."""
+        """The shards by part, then by owner."""
         return [
             [[shard for shard in shards if self.part_of[shard] == part] for shards in self._layout.by_owner]
             for part in range(self.parts)

@@ -1,8 +1,7 @@
 """The sizes of a batch's ids, and where ids are stored on their way to the owners of their rows; same on every rank.
 
-Each rank publishes the ids of its samples in its own window and signals a flag. The owners of the rows read the ids of
-their tables there, as one input: feature by feature, each with the bags of rank 0's samples first. Offsets are computed
-on the device, or in advance where every bag of a feature has the same number of ids: the CPU reads nothing back.
+Each rank publishes its samples' ids in its window and signals a flag; owners read their tables' ids there, as one
+input. Offsets are computed on the device, or in advance if bag sizes are fixed: the CPU reads nothing back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +58,7 @@ class BatchCapacity:
 
     @property
     def mean_bag_sizes(self) -> dict[str, float]:
-        """Estimated ids of a bag by feature: from `ids` where given, else the middle of the range."""
+        """Estimated ids of a bag by feature, from `ids` or else the middle of the range."""
         means = {name: (least + most) / 2 for name, (least, most) in self.bag_sizes.items()}
         return means | {name: most / self.samples for name, most in self.ids.items()}
 
@@ -80,14 +79,14 @@ _EVERY_ID = 1 << 32  # above every id; kernels read negative ids as unsigned num
 
 
 class Share(NamedTuple):
-    """The ids of one feature that name rows of one row shard of its table; the shard numbers its rows from 0."""
+    """The ids of one feature that name rows of one row shard of its table."""
 
     key: int
     """index of the feature in the keys"""
     first: int
-    """first id of the shard"""
+    """first id, the shard's row 0"""
     end: int
-    """one past its last id; for the last shard with rows above every id, so its owner finds ids outside the table"""
+    """one past its last id; for the last shard with rows above every id, so its owner reports ids outside the table"""
 
 
 @dataclass(frozen=True)
@@ -102,16 +101,15 @@ class IdLayout:
     """
 
     layout: Layout
-    """the shards of all ranks, with one input for each rank: see `joined`"""
+    """has one input for each rank, see `joined`"""
     keys: Sequence[str]
     """the features in the order of every batch"""
     bound: BatchCapacity
     weighted: bool = False
-    """ids have weights, which are sent with them"""
 
     @cached_property
     def capacity(self) -> list[int]:
-        """Most ids of a rank's batch, by feature in the order of `keys`."""
+        """Most ids of a rank's batch by feature."""
         return self.bound.capacity(self.keys)
 
     @cached_property
@@ -121,7 +119,7 @@ class IdLayout:
 
     @cached_property
     def shares(self) -> list[Share]:
-        """The shares of the tables that are cut by rows, identical on every rank."""
+        """The shares of tables cut by rows."""
         return sorted(set(self._share_of.values()))
 
     @cached_property
@@ -134,7 +132,7 @@ class IdLayout:
         return {shard: Share(index(shard.feature_name), *_ids_of(shard.rows, rows[shard.name])) for shard in cut}
 
     def published(self, shard: FeatureShard) -> int:
-        """Return the number of the published feature, or share if the table is cut by rows, that has a shard's ids."""
+        """Return the published feature, or share, that has a shard's ids."""
         if shard.is_cut_by_rows:
             return len(self.keys) + 1 + self.shares.index(self._share_of[shard])
         return self.keys.index(shard.feature_name)
@@ -145,12 +143,12 @@ class IdLayout:
 
     @property
     def known_lengths(self) -> bool:
-        """Whether the number of ids of every published bag is known in advance."""
+        """Whether the sizes of all published bags are known in advance."""
         return self.bound.known_lengths and not self.shares
 
     @cached_property
     def shared_values(self) -> int:
-        """Most ids of a rank's batch in all shares; each cut of a table counts every id of its feature once."""
+        """Most ids in all shares; each cut of a table counts its feature's ids once."""
         cuts: dict[tuple[str, int], set[Share]] = {}
         for shard, share in self._share_of.items():
             cuts.setdefault((shard.name, shard.first_column), set()).add(share)
@@ -159,42 +157,42 @@ class IdLayout:
 
     @cached_property
     def published_capacity(self) -> list[int]:
-        """Most ids of each feature; with shares also of the separator and of each share."""
+        """Most ids of each feature, then of the separator and each share."""
         if not self.shares:
             return self.capacity
         return [*self.capacity, self.shares_at, *(self.capacity[share.key] for share in self.shares)]
 
     @cached_property
     def shares_at(self) -> int:
-        """Word of the window at which the shares' ids begin."""
+        """Word at which the shares' ids begin."""
         return -(-self.values // _ALIGNMENT) * _ALIGNMENT
 
     def known_total(self, samples: int) -> int:
-        """Return the ids of a rank's batch of `samples`; only for known lengths."""
+        """Return the ids of a batch of `samples` with known lengths."""
         return samples * sum(self.bound.bag_sizes[key][1] for key in self.keys)
 
     @cached_property
     def weights_at(self) -> int:
-        """Words from an id to its weight; the weights follow the last id."""
+        """Words from an id to its weight."""
         return -(-(self.shares_at + self.shared_values) // _ALIGNMENT) * _ALIGNMENT
 
     @cached_property
     def offsets_at(self) -> int:
-        """Word of the window at which the offsets begin."""
+        """Word at which the offsets begin."""
         return self.weights_at * (1 + self.weighted)
 
     @property
     def windows(self) -> WindowSpec:
-        """The id windows in every rank's arena, with one flag for each rank.
+        """The id windows, with one flag for each rank.
 
-        A window has int32 ids, float32 weights if there are any, and the int32 offsets of all bags; if lengths are
-        known, the number of ids instead of the offsets.
+        A window has int32 ids, float32 weights if any, and the int32 offsets of all bags or, if lengths are known, the
+        number of ids.
         """
         offsets = 0 if self.known_lengths else len(self.published_capacity) * self.bound.samples
         return WindowSpec("ids", Region((self.offsets_at + offsets + 1,), torch.int32), 1)
 
     def features(self, rank: int) -> list[int]:
-        """Return for each feature shard of `rank` the published feature that it looks up, see `published`."""
+        """Return the published feature of each feature shard of `rank`."""
         return [self.published(shard) for shard in self.layout.by_owner[rank]]
 
     def arriving(self, features: Sequence[int], sources: int) -> int:
@@ -202,12 +200,7 @@ class IdLayout:
         return sources * sum(self.published_capacity[feature] for feature in features)
 
     def known_offsets(self, features: Sequence[int], bags: int) -> torch.Tensor:
-        """Return [F * bags + 1] int32: the offsets of F features with known lengths.
-
-        Args:
-            features: indices in `keys`.
-            bags: number of bags of each feature.
-        """
+        """Return [F * bags + 1] int32: the offsets of F features, by index, with `bags` bags of known length each."""
         sizes = torch.tensor(
             [self.bound.bag_sizes[self.keys[feature]][1] for feature in features], dtype=torch.int32, device="cpu"
         )
@@ -221,7 +214,7 @@ class IdLayout:
 
         Args:
             features: indices in `keys` of F features.
-            sources: number of ranks whose ids of these features arrive, S.
+            sources: number of ranks that the ids arrive from, S.
             samples: samples of a rank.
 
         Returns:
@@ -245,7 +238,7 @@ def _ids_of(rows: tuple[int, int], table_rows: int) -> tuple[int, int]:
 
 
 def joined(layout: Layout) -> Layout:
-    """Return the layout of the same shards in the same order, with all ids of an owner in one input."""
+    """Return the layout of the same shards with all ids of an owner in one input."""
     shards: list[FeatureShard] = []
     for owned in (*layout.by_owner, layout.replicated):
         shards += [replace(shard, input=0, feature=index) for index, shard in enumerate(owned)]

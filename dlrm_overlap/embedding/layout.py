@@ -12,46 +12,42 @@ from torchrec.modules.embedding_configs import PoolingType
 EVERY_RANK = -1
 Key = TypeVar("Key")
 SLOTS_FROM = " slots from "
-"""separates table and first slot in the name of a feature of slots; left out where the first slot is 0"""
+"""joins table and first slot, if that is not 0, in the name of a feature of slots"""
 
 
 @dataclass(frozen=True)
 class FeatureShard:
     """The columns of one feature's pooled embedding that one rank computes from its shard of the table.
 
-    A feature has one FeatureShard for each shard of its table. The row shards of a table give partial sums of the same
-    columns, which add up to the pooled embedding.
+    The row shards of a table give partial sums of the same columns.
     """
 
     name: str
-    """name of the pooled embedding in the output, unique: see `unique_names`"""
+    """unique name of the pooled embedding in the output, see `unique_names`"""
     owner: int
-    """rank that holds the shard; EVERY_RANK for a data-parallel table, which each rank looks up for its own samples"""
+    """rank; EVERY_RANK for a data-parallel table, which each rank looks up for its own samples"""
     input: int
-    """index of the owner's input that has the feature's bags; an owner has one input for each sharding"""
+    """index of the owner's input, one for each sharding, with the feature's bags"""
     feature: int
-    """index of the feature in that input: bag feature * B + s is sample s's"""
+    """index in that input: bag feature * B + s is sample s's"""
     lookup: int
-    """index of the owner's fused lookup (FBGEMM TBE) that holds the shard"""
+    """index of the owner's fused lookup (FBGEMM TBE)"""
     table: int
-    """index of the shard in that lookup"""
+    """index in that lookup"""
     first_column: int
-    """first column of the shard within the pooled embedding `name`"""
+    """within the pooled embedding `name`"""
     dim: int
-    """columns of the shard, D"""
     mean: bool
-    """pool the mean of a bag's rows instead of their sum"""
+    """pool to the mean, not the sum"""
     dtype: torch.dtype
-    """type of the rows"""
     feature_name: str
-    """name of the feature in the ids; differs from `name` where several tables pool the feature"""
+    """name in the ids; several tables may pool one feature"""
     rows: tuple[int, int] = (0, 0)
-    """first row and end of a row shard in its table; (0, 0) if the table is not cut by rows"""
+    """first row and end, if the table is cut by rows"""
     row_shard: int = 0
     """index among the row shards of the same columns, by owner"""
     slots: bool = False
-    """the bags are slots of one id or none: at most one owner stores a row for a slot, nothing is added up, and nothing
-    is stored for an empty slot, which nobody reads"""
+    """bags are slots of one id or none: nothing is added up, and nothing is stored for an empty slot"""
 
     @property
     def is_cut_by_rows(self) -> bool:
@@ -84,20 +80,19 @@ def outputs_of(table: Any) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class FusedLookup:
-    """The shards of one fused lookup in its order; their bags and their columns are contiguous."""
+    """The shards of one fused lookup; their bags and their columns are contiguous."""
 
     number: int
-    """index among the owner's lookups"""
     shards: Sequence[FeatureShard]
 
     @property
     def input(self) -> int:
-        """Index of the owner's input that has the bags."""
+        """Index of the owner's input."""
         return self.shards[0].input
 
     @property
     def first_feature(self) -> int:
-        """Index of the first shard's feature in that input."""
+        """Index in that input of the first shard's feature."""
         return self.shards[0].feature
 
     @property
@@ -111,43 +106,40 @@ class RowRange(NamedTuple):
 
     table: str
     row_shard: int | None
-    """see `FeatureShard.row_shard`; None for the whole table"""
+    """None for the whole table"""
     first: int
-    """first row"""
 
 
 class PartialSums(NamedTuple):
     """Row shards whose partial sums add up to the same columns of the output.
 
-    Example: a table of dim 4 at columns 8 .. 11 of an output of 20, cut by rows over three ranks. The first rank's
-    partial sums arrive at column 8, where the sum is stored; the others' arrive at 20 and 24, after the output.
+    Example: a table of dim 4 at columns 8 .. 11 of 20, cut by rows over three ranks. The first rank's partial sums
+    arrive at column 8, where the sum is stored; the others' at 20 and 24.
     """
 
     shards: tuple[FeatureShard, ...]
     """by owner"""
 
     def on(self, node: range) -> tuple[FeatureShard, ...]:
-        """Return the row shards on `node`; if there are several, the node adds them up for samples of other nodes."""
+        """Return the row shards on `node`, which adds up several of them for samples of other nodes."""
         return tuple(shard for shard in self.shards if shard.owner in node)
 
 
 class Layout:
     """The feature shards of all ranks, and the output [b, D_total] with its columns in the order of `names`.
 
-    Pooled embeddings arrive in rows of `arrival_dim` columns: the output's, then columns for the partial sums of every
-    row shard but the first.
+    Pooled embeddings arrive in rows of `arrival_dim` columns: the output's, then the partial sums of every row shard
+    but the first.
 
-    Example: features a and b of dims 4 and 8; a on rank 1, b cut by columns over ranks 0 and 1. The output has 12
-    columns: a at 0, the first part of b at 4, the second at 8. Rank 1 pools a and the second part: `owner_dims` is [4,
-    8], and `owner_columns(1)` is 0 .. 3, 8 .. 11.
+    Example: features a and b of dims 4 and 8; a on rank 1, b cut by columns over ranks 0 and 1. The output has a at
+    column 0, the first part of b at 4, the second at 8. `owner_dims` is [4, 8], `owner_columns(1)` is 0 .. 3, 8 .. 11.
     """
 
     def __init__(self, shards: Sequence[FeatureShard], names: Sequence[str], world_size: int) -> None:
-        """Lay out `shards`, given in each owner's order, for an output with the features `names`."""
+        """Lay out `shards`, given in each owner's order."""
         self.names, self.world_size = list(names), world_size
         self.by_owner = [[shard for shard in shards if shard.owner == rank] for rank in range(world_size)]
         self.replicated = [shard for shard in shards if shard.owner == EVERY_RANK]
-        """data-parallel shards, never sent: each rank pools them for its own samples"""
         width: dict[str, int] = dict.fromkeys(names, 0)
         for shard in shards:
             width[shard.name] += shard.dim if shard.row_shard == 0 else 0
@@ -170,14 +162,14 @@ class Layout:
         return self._partial_column.get(shard, self.output_column(shard))
 
     def output_column(self, shard: FeatureShard) -> int:
-        """Return the first of the output's columns that the shard fills or adds to, where its gradient is, too."""
+        """Return the first column of the output, and of its gradient, that belongs to the shard."""
         return self._first_column[shard.name] + shard.first_column
 
     def with_features(self, range_of: Mapping[str, RowRange]) -> "Layout":
         """Return a layout in which tables of slots have several features each.
 
         Args:
-            range_of: feature -> its table, or the row shard that alone has the feature; in order.
+            range_of: feature -> its table or row shard, in order.
         """
         shards = [
             replace(shard, name=name, feature_name=name, row_shard=shard.row_shard if of.row_shard is None else 0)
@@ -201,7 +193,7 @@ class Layout:
 
     @cached_property
     def partial_sums(self) -> Sequence[PartialSums]:
-        """The sums of partial sums of several ranks, by column."""
+        """The sums over several ranks, by column."""
         summed = [shard for shards in self.by_owner for shard in shards if not shard.slots]
         together = _grouped(summed, self.output_column)
         return [PartialSums(tuple(shards)) for _, shards in sorted(together.items()) if len(shards) > 1]
@@ -213,21 +205,21 @@ class Layout:
 
     @cached_property
     def has_slots(self) -> bool:
-        """Whether the bags are slots; all shards have slots or none has."""
+        """Whether the bags are slots, of all shards or none."""
         return any(shard.slots for shards in (*self.by_owner, self.replicated) for shard in shards)
 
     @cached_property
     def owner_dims(self) -> list[int]:
-        """Columns of the output that each rank computes, D_local by rank."""
+        """D_local by rank: columns of the output that it computes."""
         return [sum(shard.dim for shard in shards) for shards in self.by_owner]
 
     def owner_columns(self, rank: int) -> torch.Tensor:
-        """Return [D_local] int64: the columns of the output that `rank` computes, in the order of its shards."""
+        """Return [D_local] int64: the columns of the output that `rank` computes."""
         return column_numbers([(self.output_column(shard), shard.dim) for shard in self.by_owner[rank]])
 
     @cached_property
     def sent_columns(self) -> torch.Tensor:
-        """[sum of D_local] int64: the arrival column of each column that a collective receives, from rank 0 first."""
+        """[sum of D_local] int64: where each column that a collective receives arrives, rank 0's first."""
         return column_numbers([(self.column(shard), shard.dim) for shards in self.by_owner for shard in shards])
 
     @cached_property
@@ -236,11 +228,11 @@ class Layout:
         return torch.equal(self.sent_columns, torch.arange(self.total_dim, device="cpu"))
 
     def tables(self, rank: int) -> list[list[FeatureShard]]:
-        """Return the rank's feature shards in order, grouped by table."""
+        """Return the rank's feature shards, grouped by table."""
         return list(_grouped(self.by_owner[rank], lambda shard: (shard.lookup, shard.table)).values())
 
     def lookups(self, rank: int) -> list[FusedLookup]:
-        """Return the rank's fused lookups in order."""
+        """Return the rank's fused lookups."""
         together = _grouped(self.by_owner[rank], lambda shard: shard.lookup)
         return [FusedLookup(number, shards) for number, shards in together.items()]
 
@@ -258,6 +250,6 @@ def _grouped(shards: Iterable[FeatureShard], key: Callable[[FeatureShard], Key])
 
 
 def column_numbers(ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return [n] int64: the columns of the given ranges (first column, number of columns), one after the other."""
+    """Return [n] int64: the columns of (first, number) ranges, one after the other."""
     columns = [torch.arange(first, first + dim, device="cpu") for first, dim in ranges]
     return torch.cat(columns) if columns else torch.empty(0, dtype=torch.int64, device="cpu")

@@ -46,7 +46,7 @@ def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) 
 
     Args:
         model: not sharded yet.
-        bag_sizes: feature -> mean ids of a bag or a sequence; the planner's default is 1.
+        bag_sizes: feature -> mean ids of a bag or a sequence, by default 1.
 
     Example:
         planner = EmbeddingShardingPlanner(constraints=constraints(model, {"clicks": 20}))
@@ -63,7 +63,7 @@ def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) 
 
 
 def build_topology(device: torch.device, world_size: int, local_world_size: int) -> Topology:
-    """Describe the machine to TorchRec's planner, with all memory of this device: nothing is allocated yet."""
+    """Describe the machine to TorchRec's planner, with all memory of this device."""
     if device.type == "cpu":
         room: dict[str, Any] = {"ddr_cap": psutil.virtual_memory().total // local_world_size}
     else:
@@ -135,10 +135,9 @@ def make_plan(
 def cached_tables(loads: Mapping[str, TableLoad], config: EmbeddingConfig, capacity_bytes: float | None) -> set[str]:
     """Return the tables that are cached, see `embedding.memory`.
 
-    Under auto the largest tables are cached, as few as leave room for the others and the caches.
+    Under auto the largest tables are, as few as leave room for the others.
 
     Args:
-        loads: all tables by name.
         capacity_bytes: room for tables on all GPUs; None on CPUs, which have no other memory.
 
     Raises:

@@ -1,7 +1,7 @@
 """Data-parallel tables: whole on every rank, looked up for its own samples, trained with the dense parameters.
 
 TorchRec keeps them in FBGEMM's dense lookups, with one flat parameter each. An exchange that takes ids looks up their
-rows itself, into the columns of its output, and adds their gradients to the flat parameter's gradient.
+rows, and adds their gradients to that parameter's.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class ReplicatedTables:
     """The dense lookups that hold a module's data-parallel tables."""
 
     def __init__(self, lookups: Sequence[Any], bounds_checks: Sequence[BoundsCheckMode]) -> None:
-        """Take FBGEMM's `DenseTableBatchedEmbeddingBagsCodegen`s, and the bounds check mode of each, see `BadIds`."""
+        """Take FBGEMM's `DenseTableBatchedEmbeddingBagsCodegen`s, and the bounds check mode of each."""
         self.lookups, self.bounds_checks = list(lookups), list(bounds_checks)
 
     @classmethod
@@ -32,7 +32,7 @@ class ReplicatedTables:
         return cls([each.emb_module for module in modules for each in module._emb_modules], bounds_check_modes(params))
 
     def storage(self) -> tuple[int, ...]:
-        """Return the addresses of the lookups' rows, which change when rows are moved or replaced."""
+        """Return the addresses of the lookups' rows."""
         return tuple(lookup.weights.data_ptr() for lookup in self.lookups)
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
@@ -40,7 +40,7 @@ class ReplicatedTables:
         return self.table_in(self.lookups[shard.lookup].weights.detach(), shard)
 
     def table_in(self, flat: torch.Tensor, shard: FeatureShard) -> torch.Tensor:
-        """Return a table's [rows, D] as a view of a flat tensor of the size of its lookup's weights."""
+        """Return a table's part [rows, D] of a flat tensor like its lookup's weights."""
         lookup = self.lookups[shard.lookup]
         rows, dim = lookup.embedding_specs[shard.table]
         begin = lookup.weights_physical_offsets[shard.table]
@@ -48,11 +48,7 @@ class ReplicatedTables:
 
 
 class ReplicatedGradients(ReplicatedTables):
-    """The gradients of replicated tables in place of rows; SGD at a learning rate of -1 adds a step's gradients.
-
-    Example: a table of 2 rows with zero gradients; bags of ids [1], [1, 0] with gradients g and h. The update sets the
-    gradient of row 0 to h and of row 1 to g + h.
-    """
+    """The gradients of replicated tables in place of rows; SGD at a learning rate of -1 adds a step's gradients."""
 
     LEARNING_RATE = -1.0
 
@@ -80,7 +76,7 @@ class ReplicatedGradients(ReplicatedTables):
 
 
 def data_parallel_weights(model: nn.Module) -> dict[str, TableBatchedEmbeddingSlice]:
-    """Return by name the data-parallel tables of a sharded model: parameters that are views of a dense lookup's."""
+    """Return by name the data-parallel tables of a sharded model, which are views of dense lookups' parameters."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()

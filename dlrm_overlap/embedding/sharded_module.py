@@ -53,7 +53,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return {name: names[name] for name in model_order(self._embedding_bag_configs) if name in names}
 
     def _order_output(self, layout: Layout) -> None:
-        """Set the order of all pooled embeddings; those in `layout` are the exchange's."""
         self._output_names, self._output_dims = self._embedding_names, self._embedding_dims
         if self._output_order == "model":
             others = self._others
@@ -62,12 +61,11 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
 
     @property
     def _others(self) -> list[Any]:
-        """The shardings whose columns the exchange does not fill."""
         return [each for i, each in enumerate(self._embedding_shardings) if i not in self._ours]
 
     @property
     def leading_columns(self) -> int:
-        """Columns in front of the output that the model may fill, see `ExchangeOptions`; 0 if there are none."""
+        """Columns in front of the output that the model may fill, see `ExchangeOptions`."""
         # With mean pooling the output is divided, which makes another tensor of it.
         if self.exchange is None or self._output_order != "model" or self._others or self._has_mean_pooling_callback:
             return 0
@@ -87,8 +85,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     def _rows_of_divisor(self, keys: Sequence[str]) -> torch.Tensor:
         """Return [D_total] int64: for each column in TorchRec's order the feature of `keys` whose lengths divide it.
 
-        It is len(keys) for a column that is not divided. TorchRec's `_create_mean_pooling_divisor` decides which: in a
-        feature pooled to sums of partial sums only the first column is not.
+        It is len(keys) for a column that is not divided. TorchRec's `_create_mean_pooling_divisor` decides which: of a
+        feature pooled to sums only the first shard is not.
         """
         every: list[Any] = self._embedding_shardings
         features = [name for sharding in every for name in sharding.feature_names()]
@@ -100,10 +98,9 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return torch.tensor(rows).repeat_interleave(torch.tensor(self._embedding_dims))
 
     def _divisor(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Return [b, D_total], like TorchRec's `ctx.divisor`: the divisors of the columns in TorchRec's order.
+        """Return the divisors [b, D_total] of the columns in TorchRec's order, as its `ctx.divisor`.
 
-        A divisor is the number of ids of the bag, or the sum of their weights, plus 1e-6; it is 1 for columns that are
-        not divided.
+        A divisor is the number of ids of the bag, or the sum of their weights, plus 1e-6.
         """
         lengths, weights = features.lengths(), weights_of(features)
         if weights is not None:
@@ -171,7 +168,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """Return an awaitable of all columns in their order.
 
         Args:
-            exchanged: columns of the exchange.
             others: columns of the other shardings, by number.
             divisor: of all columns in TorchRec's order, if some are sums of parts of means.
         """
@@ -193,7 +189,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return pooled
 
     def _divide(self, pooled: KeyedTensor, divisor: torch.Tensor) -> KeyedTensor:
-        """Divide row shards' parts of means by the lengths of the bags, given in TorchRec's order."""
         divisors = dict(zip(self._embedding_names, divisor.split(self._embedding_dims, dim=1), strict=True))
         values = pooled.values() / torch.cat([divisors[name] for name in pooled.keys()], dim=1)  # noqa: SIM118
         return KeyedTensor(pooled.keys(), pooled.length_per_key(), values)
@@ -208,7 +203,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
 
 
 def _of_samples(pooled: LazyAwaitable[KeyedTensor], inverse: InverseIndices | None) -> LazyAwaitable[KeyedTensor]:
-    """Gather each sample's pooled embeddings by the inverse indices of a variable batch."""
     if inverse is not None:
         pooled.callbacks.append(partial(of_samples, inverse=inverse))
     return pooled

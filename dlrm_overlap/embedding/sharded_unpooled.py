@@ -24,8 +24,7 @@ from dlrm_overlap.embedding.variable_batch import with_bags_of_samples
 class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], ShardedEmbeddingCollection):
     """TorchRec's sharded module of unpooled tables with its shards exchanged by an `UnpooledExchange`.
 
-    Only steps of `GraphTrainPipeline` are exchanged; steps of TorchRec's pipelines stay with TorchRec. The output is
-    TorchRec's.
+    Only steps of `GraphTrainPipeline` are exchanged. The output is TorchRec's.
     """
 
     _kind = "unpooled tables"
@@ -45,10 +44,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         self.exchange.take_distinct(distinct, capacity, self._layout(self._ours), self._replicated_tables)
 
     def counted(self) -> tuple[list[str], DistinctIds]:
-        """Return the tables, or row ranges, whose distinct ids need a capacity in captured steps, and what counts them.
-
-        See `UnpooledExchange.row_ranges`.
-        """
+        """Return the tables, or row ranges, whose distinct ids captured steps count, and what counts them."""
         layout, every = self._layout(self._looked_up_in_step), self._embedding_configs
         ranges = layout.row_ranges(self.exchange is not None and self.exchange.has_rows_apart)
         names = dict(zip([config.name for config in every], get_embedding_names_by_table(every), strict=True))
@@ -76,11 +72,9 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
     def _sequences(
         self, features: KeyedJaggedTensor, capacities: Sequence[int], rows: torch.Tensor
     ) -> dict[str, JaggedTensor]:
-        """Return the output by name in TorchRec's order.
+        """Return the output by name in TorchRec's order, from the rows [P, D] of all sequences padded to `capacities`.
 
-        Args:
-            capacities: of the sequences.
-            rows: [P, D], padded to the capacities. Sequences stay padded in captured steps only.
+        In captured steps the sequences stay padded.
         """
         assert self.exchange is not None
         distinct, keys, sent = self.exchange.distinct, features.keys(), with_room(features)

@@ -47,9 +47,8 @@ class _BothArguments(TypedDict, total=False):
     wait_timeout_s: Seconds
     nodes: PositiveInt | Literal["auto"]
     output_dtype: _Precision
-    """type of the output of exchanged tables: "fp32", the default, or the wire's type; for unpooled tables any of its
-    types if the wire is fp32. `output_dtype` in `fused_params` sets both, and the type of tables that stay with
-    TorchRec"""
+    """type of the output of exchanged tables: "fp32", the default, or the wire's; for unpooled tables any if the wire
+    is fp32. `output_dtype` in `fused_params` sets both, and the type of tables that stay with TorchRec"""
 
 
 class PooledArguments(_BothArguments, total=False):
@@ -65,13 +64,13 @@ class PooledArguments(_BothArguments, total=False):
     internode: Annotated[str, _one_of(("messages", "puts"))]
     aggregate_bytes: NonNegativeInt
     copy_output: bool
-    """return a copy of the pooled embeddings, the default. False returns the window that peers store into, without a
-    copy; drop all references to it before the module's next forward, which raises `BufferInUseError` otherwise"""
+    """return a copy of the pooled embeddings, the default. False returns the window that peers store into; drop all
+    references to it before the module's next forward, which raises `BufferInUseError` otherwise"""
     output_order: Annotated[str, _one_of(("plan", "model"))]
     """order of the features in the output: "plan", TorchRec's, is the default; "model" is the unsharded module's"""
     leading_columns: NonNegativeInt
-    """extra columns in front of each row of pooled embeddings, only with `copy_output` False; the module's
-    `leading_columns` is 0 where it has none"""
+    """columns in front of each row of pooled embeddings, with `copy_output` False; see the module's `leading_columns`
+    """
 
 
 class UnpooledArguments(_BothArguments, total=False):
@@ -85,7 +84,6 @@ class _ExchangingSharder:
     """What both sharders add to TorchRec's."""
 
     _sharded: type[ExchangingModule[Any]]
-    """type of the modules that `shard` returns"""
 
     def _take(self, given: Mapping[str, Any], kinds: type, asked: set[str], **defaults: Any) -> dict[str, Any]:
         """Check arguments of `kinds`, a TypedDict, make `options` of them, and return those that have `defaults`.
@@ -131,7 +129,7 @@ class _ExchangingSharder:
     ) -> Any:
         """Return `module`, sharded by the plan's `params`; a collective.
 
-        Tables that the exchange caches are in host memory. Where it cannot cache, FBGEMM does, and they stay with
+        Tables that the exchange caches are in host memory. If it cannot cache, tables for FBGEMM's cache stay with
         TorchRec.
 
         Raises:
@@ -167,9 +165,8 @@ class OverlapEmbeddingBagCollectionSharder(_ExchangingSharder, EmbeddingBagColle
     """TorchRec's sharder with another exchange, for any model that `DistributedModelParallel` takes.
 
     It exchanges shards of every type but data-parallel, in the memory of their rank's device or cached there, with SGD,
-    Adagrad, Adam, LAMB or their row-wise forms. All other tables stay with TorchRec, which the log explains once;
-    captured steps look up data-parallel tables, too. Checkpoints and the order of the output's columns are TorchRec's.
-    See docs/torchrec.md for the differences.
+    Adagrad, Adam, LAMB or their row-wise forms. All other tables stay with TorchRec, which the log explains once.
+    Checkpoints and the order of the output's columns are TorchRec's. See docs/torchrec.md for the differences.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingBagCollectionSharder(backend="pgas")])
@@ -200,8 +197,7 @@ class OverlapEmbeddingCollectionSharder(_ExchangingSharder, EmbeddingCollectionS
     """TorchRec's sharder of unpooled tables with another exchange, for any model that `DistributedModelParallel` takes.
 
     In steps of `GraphTrainPipeline` each distinct id of a table, its row and the sum of its gradients are sent once;
-    steps of TorchRec's pipelines stay with TorchRec. It exchanges the same shards as
-    `OverlapEmbeddingBagCollectionSharder`. The output is TorchRec's.
+    steps of TorchRec's pipelines stay with TorchRec. The output is TorchRec's.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingCollectionSharder(), ..])

@@ -65,7 +65,7 @@ def exchanging_group(env: ShardingEnv) -> dist.ProcessGroup:
 
 
 def cached_shares(params: Mapping[str, ParameterSharding]) -> dict[str, float]:
-    """Return by table with compute kernel `fused_uvm_caching` the share of its rows that the cache has slots for."""
+    """Return by table with compute kernel `fused_uvm_caching` the share of its rows that has slots."""
     kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
     return {
         name: (each.cache_params and each.cache_params.load_factor) or EmbeddingConfig.cache_fraction
@@ -75,12 +75,12 @@ def cached_shares(params: Mapping[str, ParameterSharding]) -> dict[str, float]:
 
 
 def names_of(shardings: Sequence[Any]) -> dict[str, str]:
-    """Return the unique names of the shardings' pooled embeddings in TorchRec's order, see `unique_names`."""
+    """Return the unique names of pooled embeddings in TorchRec's order."""
     return unique_names(name for sharding in shardings for name in sharding.embedding_names())
 
 
 def groups_of(sharding: Any) -> list[Any]:
-    """Return the `GroupedEmbeddingConfig`s of a sharding's lookups on all ranks."""
+    """Return the `GroupedEmbeddingConfig`s of a sharding on all ranks."""
     return [group for groups in sharding._grouped_embedding_configs_per_rank for group in groups]
 
 
@@ -97,8 +97,8 @@ def output_types(sharding: Any) -> set[SparseType]:
 def in_rank_order(ids: KeyedJaggedTensor, sharding: Any, batch_sizes: tuple[int, ...]) -> KeyedJaggedTensor:
     """Return the ids of a sharding's input with rank 0's samples first, then rank 1's, and so on.
 
-    TorchRec reduces the partial sums of some shardings within a node first, and sorts samples for that: first those of
-    the first rank of each node, then those of each second rank, and so on.
+    TorchRec reduces the partial sums of some shardings within a node first, and for that sorts samples by rank within
+    the node.
 
     Args:
         batch_sizes: samples of each rank.
@@ -125,7 +125,7 @@ def _rank_order(features: int, batch_sizes: tuple[int, ...], local: int, device:
 
 
 def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
-    """Return the unique names of the pooled embeddings in the order of the unsharded module."""
+    """Return the unique names of pooled embeddings in the order of the unsharded module."""
     return list(unique_names(name for names in get_embedding_names_by_table(list(tables)) for name in names))
 
 
@@ -133,7 +133,7 @@ def _names_and_columns(table: Any, cut_by_columns: bool) -> list[tuple[str, int]
     """Return for each feature of a shard the unique name of its pooled embedding, and its first column under that name.
 
     A table that lists a feature twice pools it twice, under two names. If it is cut by columns, under one name:
-    TorchRec then has all columns of a shard contiguous, first those of the first, then of the second.
+    TorchRec concatenates a shard's columns of both.
 
     Example: x twice, dim 8, cut in two. The second shard's columns begin at 8 and 12 of the 16 of x.
     """

@@ -30,7 +30,7 @@ OPTIMIZERS = {
 _WITH_COUNTER = "rowwise_adagrad_with_counter"
 _BUFFERS = {name: ("momentum1", "momentum2")[: len(states)] for name, states in STATES.items()}
 _BUFFERS[_WITH_COUNTER] = "momentum1", "prev_iter", "row_counter"
-"""optimizer -> the names of FBGEMM's state buffers, in order; optimizers with more than one buffer count their steps"""
+"""names of FBGEMM's state buffers by optimizer; those with more than one count their steps"""
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -39,16 +39,16 @@ class StoredRows(NamedTuple):
     """The memory of a shard's rows, and their optimizer."""
 
     weights: torch.Tensor
-    """[n], flat: the rows of all shards of the lookup"""
+    """[n], flat: rows of all shards of the lookup"""
     states: tuple[torch.Tensor, ...]
     """each [m] float32, flat"""
     optimizer: str
-    """as in `RowRange`"""
+    """key of `kernels.backward.optimizers.OPTIMIZERS`"""
     stochastic_rounding: bool
 
 
 class LocalTables:
-    """The fused lookups (TBE) that hold this rank's shards; their storage is read and updated in place.
+    """The fused lookups that hold this rank's shards; their storage is read and updated in place.
 
     Between `open_caches` and `close_caches` the rows of cached tables are in their caches, see `cache`.
     """
@@ -58,13 +58,13 @@ class LocalTables:
         lookups: Sequence[SplitTableBatchedEmbeddingBagsCodegen],
         fractions: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
-        """Take the lookups, and by (lookup, table) the share of the rows that a cache has slots for."""
+        """Take the lookups, and by (lookup, table) the share of rows that a cache has slots for."""
         self.lookups = list(lookups)
         self.fractions = fractions or {}
         self._cached: dict[tuple[int, int], RowCache] = {}
         self._cached_features: list[tuple[RowCache, torch.Tensor]] = []
         self._may_be_written = False
-        """host tables may have been written to since the caches were last stored to them"""
+        """others may have written to the tables since the caches were stored"""
         self._storages: list[tuple[Any, str]] = [
             (tbe, f"{name}_{'host' if tbe.use_cpu else 'dev'}")
             for tbe in lookups
@@ -78,14 +78,14 @@ class LocalTables:
         self._states: list[list[list[torch.Tensor]]] = []
         self._counting: list[Any] = [tbe for tbe in lookups if counts(tbe)]
         self._step: int | None = None
-        """step up to which FBGEMM's `iter_cpu` has counted"""
+        """step up to which `iter_cpu` has counted"""
 
     @classmethod
     def of(cls, lookups: Sequence[Any], cached: Mapping[str, float] | None = None) -> "LocalTables":
-        """Return the tables of TorchRec's lookup modules, one module a sharding.
+        """Return the tables of TorchRec's lookup modules, one a sharding.
 
         Args:
-            cached: table name -> share of the rows that the cache has slots for.
+            cached: table -> share of its rows that the cache has slots for.
         """
         modules, cached = [module for lookup in lookups for module in lookup._emb_modules], cached or {}
         fractions = {
@@ -98,11 +98,11 @@ class LocalTables:
 
     @property
     def bounds_checks(self) -> list[BoundsCheckMode]:
-        """Each lookup's response to ids outside its tables, see `BadIds`."""
+        """Each lookup's bounds check mode, see `BadIds`."""
         return [BoundsCheckMode(lookup.bounds_check_mode_int) for lookup in self.lookups]
 
     def storage(self) -> tuple[int, ...]:
-        """Return the addresses of all rows and states, which change when these are moved or replaced."""
+        """Return the addresses of all rows and states."""
         addresses = [getattr(tbe, name).data_ptr() for tbe, name in self._storages]
         return *addresses, *[cache.rows[0].data_ptr() for cache, _ in self._cached_features]
 
@@ -119,15 +119,15 @@ class LocalTables:
         return self._table_tensors(shard.lookup, shard.table) if cached is None else cached.rows
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
-        """Return a shard's rows [rows, D] or, if it is cached, its slots [slots, D], which its ids then name."""
+        """Return a shard's rows [rows, D], or its slots [slots, D] if it is cached."""
         return self._tensors(shard)[0]
 
     def states(self, shard: FeatureShard) -> list[torch.Tensor]:
-        """Return the optimizer's states of a shard's rows or slots, each [rows, D] or [rows] float32."""
+        """Return the states of a shard's rows or slots, each [rows, D] or [rows] float32."""
         return self._tensors(shard)[1:]
 
     def rows(self, shard: FeatureShard) -> int:
-        """Return the number of rows of a shard."""
+        """Return the number of a shard's rows."""
         return self._table_tensors(shard.lookup, shard.table)[0].shape[0]
 
     def stored(self, shard: FeatureShard) -> StoredRows:
@@ -180,7 +180,7 @@ class LocalTables:
         self._cached, self._cached_features = {}, []
 
     def activate(self, ids: KeyedJaggedTensor) -> None:
-        """Load the rows of the next step into the caches, and replace its ids by slots; on the current stream."""
+        """Load the next step's rows into the caches, and replace its ids by slots; on the current stream."""
         self.read_again()
         activate(self._cached_features, ids)
 
@@ -191,26 +191,25 @@ class LocalTables:
             cache.write_back()
 
     def note_writes(self) -> None:
-        """Store the caches to their tables, which others may read and write until the next step."""
+        """Store the caches to their tables, which others may write to until the next step."""
         self.write_back()
         self._may_be_written = bool(self._cached_features)
 
     def read_again(self) -> None:
-        """Load the caches from their tables, if these may have been written to; on the current stream."""
+        """Load the caches again if others may have written to the tables; on the current stream."""
         if self._may_be_written:
             self._may_be_written = False
             for cache, _ in self._cached_features:
                 cache.read_again()
 
     def optimizer(self, shard: FeatureShard) -> str:
-        """Return the optimizer of a shard's rows, by FBGEMM's name."""
+        """Return the optimizer of a shard, by FBGEMM's name."""
         return optimizer_of(self.lookups[shard.lookup])
 
     def rules(self, step: int) -> list[UpdateRule]:
-        """Return the update rule of each lookup, read after the forward of step number `step`.
+        """Return each lookup's update rule after the forward of step number `step`, where FBGEMM reads it, too.
 
-        FBGEMM, too, reads it and counts at the forward. `iter_cpu` advances by the steps since the last call, including
-        replays of captured steps; a second call for one step adds nothing.
+        `iter_cpu` advances by the steps since the last call, including replays of captured steps.
         """
         if self._counting:
             self._count(1 if self._step is None else step - self._step)
@@ -233,7 +232,7 @@ class LocalTables:
             tbe.iter_cpu.add_(forwards)
 
     def count_on_device(self) -> None:
-        """Advance the lookups' `iter` for one forward, as FBGEMM does; a captured call repeats in each replay."""
+        """Advance the lookups' `iter` for one forward; a captured call repeats in each replay."""
         for tbe in self._counting:
             tbe.iter.add_(1)
 
@@ -245,27 +244,23 @@ class LocalTables:
 
 
 def optimizer_of(tbe: Any) -> str:
-    """Return the optimizer of a fused lookup, by FBGEMM's operator name."""
+    """Return a lookup's optimizer, by FBGEMM's operator name."""
     counter = tbe.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD and tbe.weight_decay_mode == WeightDecayMode.COUNTER
     return _WITH_COUNTER if counter else OPTIMIZERS.get(tbe.optimizer, str(tbe.optimizer))
 
 
 def counts(tbe: Any) -> bool:
-    """Return whether the optimizer of a fused lookup counts its steps."""
+    """Return whether a lookup's optimizer counts its steps."""
     return len(_BUFFERS.get(optimizer_of(tbe), ())) > 1
 
 
 def _frozen(tbe: Any) -> bool:
-    """Return whether no parameter of a lookup requires a gradient, so that FBGEMM's forward would have no backward.
-
-    Its parameters are its weights on a CPU, and a placeholder on a GPU.
-    """
+    """Return whether no weights require a gradient; on a GPU FBGEMM has a placeholder for them."""
     known = [parameter for parameter in tbe._parameters.values() if parameter is not None]
     return bool(known) and not any(parameter.requires_grad for parameter in known)
 
 
 def _holding(rows: torch.Tensor, *memories: torch.Tensor) -> torch.Tensor:
-    """Return the allocation that contains `rows`."""
     for memory in memories:
         if memory.data_ptr() <= rows.data_ptr() < memory.data_ptr() + max(1, memory.nbytes):
             return memory.detach()
@@ -284,7 +279,7 @@ class BadIds:
         self._warned = False
 
     def report(self, message: str) -> None:
-        """Raise, or under WARNING log the first such id, for which row 0 was taken.
+        """Raise, or under WARNING log the first such id.
 
         Raises:
             ValueError: under FATAL.
@@ -297,7 +292,7 @@ class BadIds:
 
 
 def bounds_check_modes(fused_params: Iterable[Mapping[str, Any]]) -> list[BoundsCheckMode]:
-    """Return the bounds check modes that lookups get from these parameters."""
+    """Return the bounds check modes of lookups."""
     modes = (each.get("bounds_check_mode", BoundsCheckMode.WARNING) for each in fused_params)  # FBGEMM's default
     return [BoundsCheckMode[BoundsCheckMode(mode).name.removeprefix("V2_")] for mode in modes]
 

@@ -10,13 +10,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 class TorchRecTables:
-    """Shardings that TorchRec serves: it sends ids, looks up and sends pooled embeddings, and sends gradients back.
+    """Shardings that TorchRec serves, in steps that are captured.
 
-    Its collectives and host synchronizations cannot be captured in a CUDA graph. So `look_up` runs before the graph and
-    `update` after it; the captured step reads the pooled embeddings and writes their gradients in fixed buffers.
-
-    Example: the exchange takes table a, TorchRec table b. A captured step is `look_up(ids)`, then the graph, in which
-    the module's `forward` takes a from the exchange and b from `pooled`, then `update()`, which updates rows of b.
+    TorchRec's collectives and host synchronizations cannot be captured. So `look_up` runs before the graph and `update`
+    after it; the captured step reads the pooled embeddings and writes their gradients in fixed buffers.
     """
 
     def __init__(self, module: ShardedEmbeddingBagCollection, numbers: Sequence[int]) -> None:
@@ -26,7 +23,7 @@ class TorchRecTables:
         self._buffers: list[torch.Tensor] = []
         """what captured steps read, by sharding: [b, D], with its gradient"""
         self._looked_up: list[torch.Tensor] = []
-        """pooled embeddings of the current captured step, by sharding; empty outside of one"""
+        """pooled embeddings of the current captured step; empty outside of one"""
 
     def pooled(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
         """Return the pooled embeddings [b, D] of each sharding, from `look_up` or else looked up now."""
@@ -38,7 +35,7 @@ class TorchRecTables:
         return self._buffers
 
     def look_up(self, features: KeyedJaggedTensor) -> None:
-        """Look up the ids of the next captured step; synchronizes with the host as TorchRec does."""
+        """Look up the ids of the next captured step."""
         self._looked_up = self._pool(features)
         if not self._buffers:
             for pooled in self._looked_up:

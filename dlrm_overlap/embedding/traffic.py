@@ -1,7 +1,4 @@
-"""Bytes that memory and links carry in the embedding stage and the dense part, computed from numbers only.
-
-`bench` passes the numbers of a given batch, the simulator mean numbers.
-"""
+"""Bytes that memory and links carry in the embedding stage and the dense part, computed from numbers only."""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -19,7 +16,7 @@ def partial_sums(bag_ids: float, row_shards: int) -> float:
 
     Args:
         bag_ids: ids of a bag, uniform over the rows; may be a mean.
-        row_shards: number of equal row shards; with 1 the whole bag is sent, even if it is empty.
+        row_shards: number of equal row shards; 1 sends empty bags, too.
 
     Example: 8 shards, 1 id a bag: 1. 3 ids: 2.6. 32 ids: 7.9.
     """
@@ -31,13 +28,11 @@ class ShardTraffic(NamedTuple):
 
     ids: float
     touched_rows: float
-    """distinct rows named by the ids"""
+    """distinct rows"""
     filled_bags: float
     """bags with an id"""
     dim: float
-    """columns of the shard"""
     element_bytes: int
-    """bytes of a row's element"""
 
 
 def pooling_bytes(
@@ -55,14 +50,10 @@ def pooling_bytes(
         shards: this rank's.
         samples: of all ranks.
         own_samples: of this rank; all ranks write their pooled embeddings into its memory.
-        total_dim: columns of all shards of all ranks.
+        total_dim: columns of all ranks' shards.
         owner_dim: columns of this rank's shards.
         id_bytes: of an id.
         wire_bytes: of an element of the pooled embeddings.
-
-    Example:
-        One shard of 6 ids and dim 4, fp32, int64 ids; 2 of 4 samples are the rank's, two such shards in all:
-        6 * 16 + 6 * 8 + 2 * 8 * 4 = 208 bytes of memory, 2 * 4 * 4 = 32 over the links.
     """
     rows = sum(shard.ids * (shard.dim * shard.element_bytes + id_bytes) for shard in shards)
     return rows + own_samples * total_dim * wire_bytes, (samples - own_samples) * owner_dim * wire_bytes
@@ -74,9 +65,8 @@ class UpdateBytes(NamedTuple):
     hbm: float
     """in and out of its memory"""
     compulsory: float
-    """part of `hbm` that an unlimited cache would leave, which reads each gradient once"""
+    """part of `hbm` that an unlimited cache would leave"""
     link: float
-    """out over its links"""
 
 
 def update_bytes(
@@ -91,9 +81,9 @@ def update_bytes(
 ) -> UpdateBytes:
     """Return the bytes of a backward on one rank.
 
-    Memory: touched rows and their optimizer state, read and written; for each id its bag's gradient and 4 bytes that
-    locate it; for each touched row 16 bytes that name the row and its ids; the gradient of the rank's samples, read to
-    be sent; the gradient of its columns, written on arrival. Links: the gradient of the columns that other ranks own.
+    Memory: touched rows and their optimizer state, read and written; for each id its bag's gradient and its position;
+    for each touched row its run; the gradient of the rank's samples, read; the gradient of its columns, written. Links:
+    the gradient of the columns that other ranks own.
 
     Args:
         shards, samples, own_samples, total_dim, owner_dim: as in `pooling_bytes`.
@@ -103,8 +93,8 @@ def update_bytes(
 
     Example:
         Two ranks of 2 samples, one table of dim 4 each, fp32 rows and wire, SGD; 6 ids of 5 rows in 3 of 4 bags:
-        2 * 5 * 16 (rows) + 6 * 16 (gradients) + 6 * 4 (their positions) + 5 * 16 (runs) + 2 * 8 * 4 (the samples'
-        gradient) + 4 * 4 * 4 (the columns' gradient) = 488 bytes of memory, 2 * 4 * 4 = 32 over the links.
+        2 * 5 * 16 (rows) + 6 * 16 (gradients) + 6 * 4 (positions) + 5 * 16 (runs) + 2 * 8 * 4 (samples' gradient) +
+        4 * 4 * 4 (columns' gradient) = 488 bytes of memory, 2 * 4 * 4 = 32 over the links.
     """
     hbm = own_samples * total_dim * gradient_bytes + samples * owner_dim * wire_bytes
     named = once = 0.0  # bytes of gradients: read for each id, and read once
@@ -120,9 +110,8 @@ class DenseCounts(NamedTuple):
     """The cost of a step of the dense part on each rank."""
 
     flop: int
-    """of matrix products: forward, gradients of weights and of inputs"""
+    """of matrix products, forward and backward"""
     parameters: int
-    """weights and biases"""
     outputs: int
     """elements that the layers output in the forward"""
 
@@ -132,12 +121,6 @@ def count_dense(model: ModelConfig, tables: int, dense_features: int, samples: i
 
     A multiplication and an addition are two operations. The first layer computes no gradient of its input. Each pair of
     the dot interaction counts once. Attention reads all positions of a history.
-
-    Example:
-        One sample, 3 dense features, bottom MLP [4], top MLP [2, 1], arch dot, one table: the layers are 3 x 4, 5 x 2
-        (4 outputs of the bottom MLP, one pair) and 2 x 1, the pair takes 4 products. Forward 2 * (12 + 10 + 2 + 4) =
-        56 operations, gradients twice that less 2 * 12: 144 in all. 16 + 12 + 3 = 31 parameters, 4 + 1 + 2 + 1 = 8
-        outputs.
     """
     features = tables + 1
     pairs = features * (features - 1) // 2

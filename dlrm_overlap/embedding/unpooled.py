@@ -40,7 +40,7 @@ class UnpooledExchange(Exchange):
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Take an exchange's arguments, for a layout with tables as names, all with the same number of columns."""
+        """Take an exchange's arguments; the layout's names are tables, all with the same number of columns."""
         # Rows are narrowed only when they are expanded, so that sums of gradients keep the precision of the wire.
         widest = torch.promote_types(options.wire_dtype, options.output_dtype)
         super().__init__(layout, tables, replace(options, output_dtype=widest), group, device)
@@ -49,12 +49,11 @@ class UnpooledExchange(Exchange):
         self.sums: RowSums | None = None
         self._batch_capacity: BatchCapacity | None = None
         self.distinct: DistinctIds
-        """finds the distinct ids of the tables of `table_layout`; only where this exchange takes ids"""
+        """set by `take_distinct`"""
         self._is_counted = False  # the capacity limits distinct ids, too
         self.table_layout = layout
         """one feature for each table"""
         self._blocks = SlotBlocks(1, ())
-        """only where this exchange takes ids"""
         self._buffers: list[list[torch.Tensor]] = [[], []]
         """buffers of `_keep`, for even and for odd epochs"""
 
@@ -119,7 +118,7 @@ class UnpooledExchange(Exchange):
         return capacity.capacity([sequence.feature for sequence in self.distinct.sequences])
 
     def capacities_of(self, features: KeyedJaggedTensor) -> list[int]:
-        """Return the capacity of each sequence in a batch, where this exchange takes ids."""
+        """Return the capacity of each sequence in a batch."""
         assert self._batch_capacity is not None
         return self.distinct.capacities_of(features, self._id_capacities(self._batch_capacity))
 
@@ -153,7 +152,7 @@ class UnpooledExchange(Exchange):
         """Start the step of `features`, see `start_sent`.
 
         Returns:
-            A function that waits for the rows [P, D] of the ids of this rank's samples, see `Distinct`, of type
+            A function that waits for the rows [P, D] of this rank's ids, see `Distinct`, of type
             `options.output_dtype`.
         """
         if not self._sent:

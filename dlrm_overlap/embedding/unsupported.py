@@ -46,7 +46,7 @@ def unsupported_by_exchange(
 
     Args:
         shardings: TorchRec's, by type.
-        cached: names of the tables whose rows the exchange caches.
+        cached: names of the tables that the exchange caches.
     """
     whole, on_cpu = None, device is not None and device.type == "cpu"
     if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
@@ -130,7 +130,6 @@ def _of_lookup(group: Any, wire_dtype: torch.dtype, cached: Collection[str]) -> 
 
 
 def _why_not_together(shardings: Sequence[Any]) -> str | None:
-    """Return the difference that keeps shardings from sharing one exchange, or None."""
     types = {output.value for sharding in shardings for output in output_types(sharding)}
     if len(types) > 1:
         return f"outputs of types {' and '.join(sorted(types))}"
@@ -143,8 +142,7 @@ def _why_not_together(shardings: Sequence[Any]) -> str | None:
 def unsupported_by_graphs(shardings: Mapping[str, Any], unsupported_reasons: Mapping[str, str | None]) -> str | None:
     """Return why captured steps cannot work with the tables of a module that are not exchanged, or None if they can.
 
-    Kernels of the step look up data-parallel tables. TorchRec looks up the others before the step and updates them
-    after it, see `torchrec_tables`.
+    Kernels of the step look up data-parallel tables, TorchRec the others before the step, see `torchrec_tables`.
 
     Args:
         shardings: TorchRec's, by type.

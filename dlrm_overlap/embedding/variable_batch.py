@@ -1,8 +1,7 @@
 """Variable batches (TorchRec's VBE): a feature lists a bag once that several samples share.
 
 Such ids come with inverse indices [F, B], the bag of feature f that is sample s's. Exchanges need the same number of
-bags for each feature, so empty bags are added, and received pooled embeddings are gathered by the inverse indices. Ids
-of unpooled tables are repeated for each sample.
+bags for each feature, so empty bags are added, and received pooled embeddings are gathered by the inverse indices.
 
 Example: 3 samples; f has the bags [5], [7] with inverse indices 0, 1, 0; g has [1] [2] [3]. The bags of f become [5]
 [7] [], and from its pooled embeddings, rows 5, 7 and 0, the samples get 5, 7, 5.

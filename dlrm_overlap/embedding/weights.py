@@ -23,7 +23,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def uniform_rows(out: torch.Tensor, first_row: int, first_column: int, columns: int, stream: int, bound: float) -> None:
     """Fill `out` [n, d] with elements from (first_row, first_column) on of a table of `columns` columns.
 
-    Elements are uniform in [-bound, bound), a function of (stream, row, column), the same on CPUs and GPUs.
+    They are uniform in [-bound, bound), a function of (stream, row, column), the same on CPUs and GPUs.
     """
     rows, width = out.shape
     column = torch.arange(first_column, first_column + width, device=out.device)
