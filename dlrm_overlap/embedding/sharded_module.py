@@ -117,8 +117,9 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         exchanged, others = None, {}
         if self.exchange is not None:
             exchanged = self.exchange.start_sent(features)
-        if (tables := self.torchrec_tables) is not None:
-            others = dict(zip(tables.numbers, map(NoWait, tables.pooled(features)), strict=True))
+        if self.torchrec_tables is not None:
+            pooled = zip(self.torchrec_tables.numbers, self.torchrec_tables.pooled(features), strict=True)
+            others = {number: NoWait(each) for number, each in pooled}
         divisor = self._divisor(features) if self._has_mean_pooling_callback else None
         return _of_samples(self._output(exchanged, others, divisor), features.inverse_indices_or_none())
 

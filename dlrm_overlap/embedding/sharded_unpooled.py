@@ -66,26 +66,26 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         features = with_bags_of_samples(maybe_td_to_kjt(features, self._ids_keys))
         assert self.exchange is not None
         sent = with_room(features)
-        rows, capacities = self.exchange.start_sent_rows(sent), self.exchange.capacities_of(sent)
-        return Deferred(lambda: self._sequences(features, capacities, rows()))
+        rows, rooms = self.exchange.start_sent_rows(sent), self.exchange.rooms_of(sent)
+        return Deferred(lambda: self._sequences(features, rooms, rows()))
 
     def _sequences(
-        self, features: KeyedJaggedTensor, capacities: Sequence[int], rows: torch.Tensor
+        self, features: KeyedJaggedTensor, rooms: Sequence[int], rows: torch.Tensor
     ) -> dict[str, JaggedTensor]:
-        """Return the output by name in TorchRec's order, from the rows [P, D] of all sequences padded to `capacities`.
+        """Return the output by name in TorchRec's order, from the rows [P, D] of all sequences padded to `rooms`.
 
         In captured steps the sequences stay padded.
         """
         assert self.exchange is not None
         distinct, keys, sent = self.exchange.distinct, features.keys(), with_room(features)
         lengths = features.lengths().view(len(keys), features.stride())
-        ids: Sequence[torch.Tensor | None] = [None] * len(capacities)
+        ids: Sequence[torch.Tensor | None] = [None] * len(rooms)
         if self._need_indices:
-            ids = distinct.padded(sent, capacities).split(list(capacities))
+            ids = distinct.padded(sent, rooms).split(list(rooms))
         # The backward of a split copies gradients to one tensor; a single sequence needs no split.
-        each: Sequence[torch.Tensor] = rows.split(list(capacities)) if len(capacities) > 1 else [rows]
+        each: Sequence[torch.Tensor] = rows.split(list(rooms)) if len(rooms) > 1 else [rows]
         if sent is not features:
-            counts = self.exchange.capacities_of(features)
+            counts = self.exchange.rooms_of(features)
             each = [values[:count] for values, count in zip(each, counts, strict=True)]
             ids = [None if of is None else of[:count] for of, count in zip(ids, counts, strict=True)]
         found = {

@@ -1,9 +1,9 @@
-"""The exchange of unpooled tables: that of pooled embeddings, with slots of distinct ids as bags, see `distinct`.
+"""The exchange of unpooled tables: that of pooled embeddings, whose bags are slots for distinct ids, see `distinct`.
 
 ids           distinct ids of each table, in slots --------------> owners, as bags of one id
-forward       rows, each once, in the slots of the window <------- the owner of a row stores it
+forward       rows, each once, in the slots of the window <------- each owner stores a row where it has it
               expanded to the ids that name them, with autograd
-backward      gradients summed by slot --------------------------> owners, which sum over all ranks, and update
+backward      gradients summed by slot --------------------------> owners, which add those of all ranks, and update
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ from dlrm_overlap.kernels.forward.expand_rows import expand_rows
 
 
 class UnpooledExchange(Exchange):
-    """An exchange that returns a row for each id of this rank's samples."""
+    """An exchange whose tables have slots: ids of this rank's samples in, a row for each of them out."""
 
     def __init__(
         self,
@@ -40,41 +40,42 @@ class UnpooledExchange(Exchange):
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Take an exchange's arguments; the layout's names are tables, all with the same number of columns."""
-        # Rows are narrowed only when they are expanded, so that sums of gradients keep the precision of the wire.
+        """Take an exchange's arguments, of a layout that names tables, all of as many columns."""
+        # Rows are narrowed as they are expanded: so sums of gradients are sent as precisely as they travel.
         widest = torch.promote_types(options.wire_dtype, options.output_dtype)
         super().__init__(layout, tables, replace(options, output_dtype=widest), group, device)
         self._clips = False  # gradients are clipped before they are summed
         self.expanded_dtype = options.output_dtype
         self.sums: RowSums | None = None
-        self._batch_capacity: BatchCapacity | None = None
+        self._batch_bound: BatchCapacity | None = None
         self.distinct: DistinctIds
-        """set by `take_distinct`"""
-        self._is_counted = False  # the capacity limits distinct ids, too
+        """of the tables in the order of `table_layout`, where this exchange takes ids"""
+        self._is_counted = False  # whether the distinct ids of the batches are within the bound's
         self.table_layout = layout
-        """one feature for each table"""
+        """of the tables, each with one feature"""
         self._blocks = SlotBlocks(1, ())
-        self._buffers: list[list[torch.Tensor]] = [[], []]
-        """buffers of `_keep`, for even and for odd epochs"""
+        """where this exchange takes ids"""
+        self._kept: list[list[torch.Tensor]] = [[], []]
+        """the memory of what is known of the ids that were sent in even epochs, and in odd ones"""
 
     @property
     def bound(self) -> BatchCapacity | None:
-        """The capacity for batches, if this exchange takes ids."""
-        return self._batch_capacity
+        """The bound of batches by which ids are taken, if they are."""
+        return self._batch_bound
 
     def take_distinct(
-        self, distinct: DistinctIds, capacity: BatchCapacity, layout: Layout, replicated: ReplicatedTables | None
+        self, distinct: DistinctIds, bound: BatchCapacity, layout: Layout, replicated: ReplicatedTables | None
     ) -> None:
         """From now on, take the ids of this rank's samples, see `take_ids`; a collective."""
-        self.distinct, self._is_counted = distinct, bool(capacity.distinct)
+        self.distinct, self._is_counted = distinct, bool(bound.distinct)
         self.table_layout, self._replicated = layout, replicated
         self.dim = layout.dims[0]
         self.sums = RowSums(self.dim, self.device) if self.device.type == "cuda" else None
-        self.take_bound(capacity)
+        self.take_bound(bound)
 
     @property
     def row_ranges(self) -> Mapping[str, RowRange]:
-        """What has its own slots, by name: a table or, if it is cut by rows over several nodes, each owner's rows.
+        """What has slots of its own, by name: each table or, of one cut by rows over several nodes, each owner's rows.
 
         An owner sends another node a row for every slot that may have an id of its rows.
         """
@@ -87,73 +88,72 @@ class UnpooledExchange(Exchange):
         return any(shard.is_cut_by_rows for shard in shards) and not self.reach.whole
 
     def take_bound(self, bound: BatchCapacity) -> None:
-        """From now on, take ids of another capacity; a collective, between steps."""
-        self._batch_capacity, most = bound, self._slot_capacities(bound)
+        """From now on, take ids of another bound; a collective, of ranks that are through with their steps."""
+        self._batch_bound, most = bound, self._most_slots(bound)
         self._blocks = SlotBlocks.of(list(most.values()))
         features = self._blocks.by_feature(most)
-        ids = {name: most for name, (_, most) in features.items()}
+        ids = {name: room for name, (_, room) in features.items()}
         ranges = self.row_ranges
         layout = self.table_layout.with_features({name: ranges[of] for name, (of, _) in features.items()})
         slots = BatchCapacity(self._blocks.slots, dict.fromkeys(ids, (0, 1)), ids)
         self.take_ids(list(ids), slots, layout, self._replicated)
-        most_ids, bags = sum(self._id_capacities(bound)), len(ids) * self._blocks.slots
-        # Ids, lengths and slots; rows, starts, count and order of the runs.
-        sizes = most_ids, bags, most_ids, most_ids, most_ids + 1, 1, most_ids
-        self._buffers = [[torch.zeros(size, dtype=torch.int32, device=self.device) for size in sizes] for _ in range(2)]
+        room, bags = sum(self._most(bound)), len(ids) * self._blocks.slots
+        # Ids, lengths, slots; rows, starts, count and order of the runs.
+        sizes = room, bags, room, room, room + 1, 1, room
+        self._kept = [[torch.zeros(size, dtype=torch.int32, device=self.device) for size in sizes] for _ in range(2)]
 
-    def _slot_capacities(self, capacity: BatchCapacity) -> dict[str, int]:
+    def _most_slots(self, bound: BatchCapacity) -> dict[str, int]:
         """Return the most slots that a batch fills, by name of `row_ranges`."""
         ids = dict.fromkeys(self.table_layout.names, 0)
-        for sequence, most in zip(self.distinct.sequences, self._id_capacities(capacity), strict=True):
-            ids[self.table_layout.names[sequence.table]] += most
-        distinct = capacity.distinct if self._is_counted else {}
+        for sequence, room in zip(self.distinct.sequences, self._most(bound), strict=True):
+            ids[self.table_layout.names[sequence.table]] += room
+        distinct = bound.distinct if self._is_counted else {}
         return {
             name: min(most, distinct.get(name, distinct.get(of.table, most)))
             for name, of in self.row_ranges.items()
             for most in [ids[of.table]]
         }
 
-    def _id_capacities(self, capacity: BatchCapacity) -> list[int]:
+    def _most(self, bound: BatchCapacity) -> list[int]:
         """Return the most ids of each sequence."""
-        return capacity.capacity([sequence.feature for sequence in self.distinct.sequences])
+        return bound.capacity([sequence.feature for sequence in self.distinct.sequences])
 
-    def capacities_of(self, features: KeyedJaggedTensor) -> list[int]:
-        """Return the capacity of each sequence in a batch."""
-        assert self._batch_capacity is not None
-        return self.distinct.capacities_of(features, self._id_capacities(self._batch_capacity))
+    def rooms_of(self, features: KeyedJaggedTensor) -> list[int]:
+        """Return the room for the ids of each sequence in a batch, where this exchange takes ids."""
+        assert self._batch_bound is not None
+        return self.distinct.capacities_of(features, self._most(self._batch_bound))
 
     def _keep(self, distinct: Distinct) -> Distinct:
-        """Return a copy in the buffers of the next epoch."""
+        """Return the same in memory that stays, of the epoch that comes next."""
         ids = distinct.values
-        if ids.dtype == torch.int64:  # ids beyond int32 stay outside every table
+        if ids.dtype == torch.int64:  # those that no int32 holds stay outside every table
             ids = ids.clamp(-1, torch.iinfo(torch.int32).max).int()
         flat = [ids, distinct.lengths, distinct.slots, *distinct.runs]
-        memory = self._buffers[(self.counters.ids.value + 1) % 2]
+        memory = self._kept[(self.counters.ids.value + 1) % 2]
         kept = [each[: tensor.numel()] for each, tensor in zip(memory, flat, strict=True)]
-        torch._foreach_copy_(kept, flat)  # pyright: ignore[reportPrivateImportUsage]  in one kernel
-        values, lengths, slots, *runs = kept
-        return Distinct(values, lengths, slots, type(distinct.runs)(*runs))
+        torch._foreach_copy_(kept, flat)  # pyright: ignore[reportPrivateImportUsage]  by one kernel
+        values, lengths, places, *runs = kept
+        return Distinct(values, lengths, places, type(distinct.runs)(*runs))
 
     def _most_samples(self, samples: int) -> int:
-        """Return the slots, the same number on every rank."""
+        """Return the slots, which are as many on all ranks."""
         return samples
 
     @poison_on_error
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
         assert self._ids is not None
-        batch = self.distinct.sort(features, self.capacities_of(features))
-        distinct = self._keep(self.distinct.assign_slots(batch, self._blocks))
-        bags = KeyedJaggedTensor(
-            list(self._ids.keys), distinct.values, lengths=distinct.lengths, stride=self._blocks.slots
-        )
+        rooms = self.rooms_of(features)
+        slots = self._blocks.slots
+        distinct = self._keep(self.distinct.assign_slots(self.distinct.sort(features, rooms), self._blocks))
+        bags = KeyedJaggedTensor(list(self._ids.keys), distinct.values, lengths=distinct.lengths, stride=slots)
         return super()._send(bags, None)._replace(distinct=distinct)
 
     def start_sent_rows(self, features: KeyedJaggedTensor) -> Callable[[], torch.Tensor]:
         """Start the step of `features`, see `start_sent`.
 
         Returns:
-            A function that waits for the rows [P, D] of this rank's ids, see `Distinct`, of type
-            `options.output_dtype`.
+            A function that waits for the rows [P, D] of the ids of this rank's samples, see `Distinct`, of the options'
+            `output_dtype`.
         """
         if not self._sent:
             self.send_ids(features)
@@ -164,7 +164,7 @@ class UnpooledExchange(Exchange):
 
 
 class ExpandRows(torch.autograd.Function):
-    """Copies a row for each of its ids; the backward sums the gradients of each row."""
+    """A copy of its row for every id; backward, the sum of a row's gradients."""
 
     @staticmethod
     def forward(ctx: Any, slots: torch.Tensor, exchange: UnpooledExchange, distinct: Distinct) -> torch.Tensor:
