@@ -91,6 +91,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         if self.cached:
             self._optim = _TableOptimizer(self._optim, self)
         self.exchange, self.takes_ids, self.torchrec_tables, self._replicated_tables = None, False, None, None
+        # Which shardings can be exchanged; rank 0 logs the others.
         every: list[Any] = self._shardings
         by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
         reasons = unsupported_by_exchange(by_type, self._env, self._options.wire_dtype, self.cached, self._device)

@@ -29,6 +29,7 @@ class FbgemmUpdate:
             return
         tbe, weights = self._tbe, ids.weights_or_none()
         operator = self._operators[weights is not None]
+        # Arguments that are no attributes of the lookup, or differ from them.
         bits, mask = torch.ops.fbgemm.get_infos_metadata(tbe.D_offsets, gradient.shape[0], tbe.D_offsets.numel() - 1)  # type: ignore
         known: dict[str, Any] = {
             "grad_output": gradient,
@@ -54,6 +55,7 @@ class FbgemmUpdate:
             known["row_counter_offsets"] = gradient.new_empty(0, dtype=torch.int64)
         for memory in ("host", "dev", "uvm"):
             known[f"{memory}_weights"] = getattr(tbe, f"weights_{memory}")
+        # The operator's schema names all arguments; the rest are the lookup's attributes.
         names = [argument.name for argument in operator._schema.arguments]
         operator(*[known[name] if name in known else getattr(tbe, name) for name in names])
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -53,10 +54,7 @@ class GradientLayout:
         """Each shard's first column in its owner's D_local."""
         starts: dict[FeatureShard, int] = {}
         for shards in self._layout.by_owner:
-            column = 0
-            for shard in shards:
-                starts[shard] = column
-                column += shard.dim
+            starts |= zip(shards, accumulate((shard.dim for shard in shards), initial=0), strict=False)
         return starts
 
     @cached_property

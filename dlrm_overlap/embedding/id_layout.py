@@ -40,15 +40,15 @@ class BatchCapacity:
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise InputError(
-                f"BatchCapacity: {self.samples} samples, but a batch has at least 1; give those of a rank's batch"
+                f"BatchCapacity: {self.samples} samples, but a batch has at least 1; give the samples of a rank's batch"
             )
         for name, sizes in self.bag_sizes.items():
             if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not 0 <= sizes[0] <= sizes[1]:
-                raise InputError(f"BatchCapacity: {sizes} ids a bag of {name} is no range; give (least, most)")
+                raise InputError(f"BatchCapacity: {sizes} ids a bag of {name} is not a range; give (least, most)")
         for name, most in (*self.ids.items(), *self.distinct.items()):
             if most < 0:
                 raise InputError(
-                    f"BatchCapacity: {most} ids of {name} in a batch, but they are 0 or more; leave it out"
+                    f"BatchCapacity: {most} ids of {name} in a batch, but it must be 0 or more; leave it out"
                 )
 
     @property
@@ -165,7 +165,7 @@ class IdLayout:
     @cached_property
     def shares_at(self) -> int:
         """Word at which the shares' ids begin."""
-        return -(-self.values // _ALIGNMENT) * _ALIGNMENT
+        return _aligned(self.values)
 
     def known_total(self, samples: int) -> int:
         """Return the ids of a batch of `samples` with known lengths."""
@@ -174,7 +174,7 @@ class IdLayout:
     @cached_property
     def weights_at(self) -> int:
         """Words from an id to its weight."""
-        return -(-(self.shares_at + self.shared_values) // _ALIGNMENT) * _ALIGNMENT
+        return _aligned(self.shares_at + self.shared_values)
 
     @cached_property
     def offsets_at(self) -> int:
@@ -228,6 +228,10 @@ class IdLayout:
         firsts = [starts[feature] for feature in features for _ in range(sources)]
         arrivals = [0, *accumulate(counts)]
         return firsts, counts, arrivals[:-1], arrivals[::sources]
+
+
+def _aligned(words: int) -> int:
+    return -(-words // _ALIGNMENT) * _ALIGNMENT
 
 
 def _ids_of(rows: tuple[int, int], table_rows: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -144,18 +145,14 @@ class Layout:
         for shard in shards:
             width[shard.name] += shard.dim if shard.row_shard == 0 else 0
         self.dims = list(width.values())
-        self.total_dim = sum(self.dims)
-        first = 0
-        self._first_column: dict[str, int] = {}
-        for name, dim in width.items():
-            self._first_column[name] = first
-            first += dim
+        *starts, self.total_dim = accumulate(self.dims, initial=0)
+        self._first_column = dict(zip(width, starts, strict=True))
+        self.arrival_dim = self.total_dim
         self._partial_column: dict[FeatureShard, int] = {}
         for shard in shards:
             if shard.row_shard > 0 and not shard.slots:
-                self._partial_column[shard] = first
-                first += shard.dim
-        self.arrival_dim = first
+                self._partial_column[shard] = self.arrival_dim
+                self.arrival_dim += shard.dim
 
     def column(self, shard: FeatureShard) -> int:
         """Return the first column in which the shard's pooled embeddings arrive."""

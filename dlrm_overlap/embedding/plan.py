@@ -24,6 +24,7 @@ from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.data.batch import table_keys
 from dlrm_overlap.embedding.balance import TableLoad, balance
@@ -104,6 +105,7 @@ def make_plan(
     Raises:
         InputError: if the tables do not fit; or see `cached_tables`.
     """
+    # What each table costs.
     collections, loads = _collections(module), dict[str, TableLoad]()
     tables = {table.name: (each, table) for each, configs in collections.values() for table in configs}
     for name, ids in zip(table_keys(len(pooling)), pooling, strict=True):
@@ -112,10 +114,9 @@ def make_plan(
         size = round(table.num_embeddings * (row_bytes + state_bytes(config.optimizer, table.embedding_dim)))
         is_pooled = isinstance(collection, EmbeddingBagCollection)
         loads[name] = TableLoad(ids, table.embedding_dim, row_bytes, size, table.num_embeddings, is_pooled)
-    on_gpu, storage, capacities = topology.compute_device == "cuda", topology.devices[group.rank()].storage, [0]
-    capacities *= group.size()
-    dist.all_gather_object(capacities, storage.hbm if on_gpu else storage.ddr, group)
-    capacity = int(min(capacities) * (1 - _RESERVED))  # bytes of a rank for tables
+    # Room for tables on each rank, and the tables that are cached for lack of it.
+    on_gpu, storage = topology.compute_device == "cuda", topology.devices[group.rank()].storage
+    capacity = int(min(gathered(storage.hbm if on_gpu else storage.ddr, group)) * (1 - _RESERVED))
     cached = cached_tables(loads, config, capacity * group.size() if on_gpu else None)
     params = CacheParams(load_factor=config.cache_fraction, prefetch_pipeline=config.backend == "torchrec" or None)
     if config.plan == "auto":
@@ -125,6 +126,7 @@ def make_plan(
     else:  # on CPUs TorchRec's planner has no caching kernel
         of_gpu = dict.fromkeys(cached if on_gpu else (), params)
         plan = _planned_by_torchrec(module, loads, sharders, topology, config.plan, of_gpu, batch_size, group)
+    # Either plan has compute kernel `fused`; cached tables get their own.
     for by_name in plan.plan.values():
         sharded: Any = by_name
         for name in cached & sharded.keys():

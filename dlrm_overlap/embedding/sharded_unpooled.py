@@ -105,5 +105,5 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look up and send as TorchRec does."""
         if self.exchange is not None:
-            self._tell_once("steps stay with TorchRec: GraphTrainPipeline alone exchanges unpooled tables")
+            self._tell_once("steps stay with TorchRec: only GraphTrainPipeline exchanges unpooled tables")
         return self._look_up_by_torchrec(partial(super().compute_and_output_dist, ctx, input))

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -20,6 +19,7 @@ from torchrec.distributed.types import (
 )
 
 from dlrm_overlap.backends import BACKENDS, EXCHANGED
+from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.config import InputError, NonNegativeInt, PositiveInt, Seconds, SliceBags, ValueRule
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
@@ -95,6 +95,7 @@ class _ExchangingSharder:
             TypeError: if an argument is unknown.
             InputError: if a value breaks a rule.
         """
+        # Names and values of earlier versions, then types and rules.
         known = get_type_hints(kinds, include_extras=True)
         given = {new_name(f"embedding.{name}").removeprefix("embedding."): value for name, value in given.items()}
         given = {name: new_value(f"embedding.{name}", value) for name, value in given.items()}
@@ -106,6 +107,7 @@ class _ExchangingSharder:
                 checked[name] = convert(known[name], value.item() if hasattr(value, "item") else value)
             except ValueError:
                 raise InputError(f"{name}: {value!r} is not {words_of(known[name])}") from None
+        # Types of the wire and of the output.
         wire, output = checked.pop("wire_dtype", "fp32"), checked.pop("output_dtype", "fp32")
         if wire != "fp32" and asked and asked != {wire}:
             found = " and ".join(sorted(asked))
@@ -235,8 +237,7 @@ def require_same_plan(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -
     """
     group = exchanging_group(env)
     mine = {name: f"{each.sharding_type} by {each.compute_kernel} on ranks {each.ranks}" for name, each in plan.items()}
-    plans = [mine] * group.size()
-    dist.all_gather_object(plans, mine, group)
+    plans = gathered(mine, group)
     for rank, other in enumerate(plans):
         if unlike := plans[0].items() ^ other.items():
             name, _ = min(unlike)
