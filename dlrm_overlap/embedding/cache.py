@@ -41,7 +41,7 @@ class RowCache:
     """The cache of the rows of some tables and of their optimizer's states, on one rank.
 
     Rows are numbered across the tables, 0 .. R - 1. `rows` are the tensors that lookup and update work on, [S, D] or
-    [S].
+    [S]. Methods issue work on the current stream.
     """
 
     def __init__(self, host_rows: Sequence[torch.Tensor], slots: int, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class RowCache:
             ) from error
 
     def find(self, ids: KeyedJaggedTensor, first_rows: torch.Tensor) -> Swaps:
-        """Find slots for the rows of the next step, and write their numbers over its int32 ids; on the current stream.
+        """Find slots for the rows of the next step, and write their numbers over its int32 ids.
 
         The step before the previous one must be done. `swap` must run before the slots are read.
 
@@ -77,16 +77,16 @@ class RowCache:
         return find_slots(self._state, ids.values(), ids.offsets(), ids.stride(), first_rows)
 
     def swap(self, swaps: Swaps) -> None:
-        """Store evicted rows, and load others into their slots; on the current stream."""
+        """Store evicted rows, and load others into their slots."""
         for host, cached in zip(self.host_rows, self.rows, strict=True):
             swap_rows(host, cached, swaps)
 
     def write_back(self) -> None:
-        """Store all cached rows and keep them; on the current stream."""
+        """Store all cached rows and keep them."""
         self._move(leaving=self._state.row_in, entering=self._none)
 
     def read_again(self) -> None:
-        """Load all cached rows again; on the current stream."""
+        """Load all cached rows again."""
         self._move(leaving=self._none, entering=self._state.row_in)
 
     @property

@@ -215,7 +215,6 @@ class IdLayout:
         Args:
             features: indices in `keys` of F features.
             sources: number of ranks that the ids arrive from, S.
-            samples: samples of a rank.
 
         Returns:
             Three lists [F * S], for each feature and source: the first id in the source's window, the number of ids,

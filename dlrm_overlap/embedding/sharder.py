@@ -167,8 +167,9 @@ class OverlapEmbeddingBagCollectionSharder(_ExchangingSharder, EmbeddingBagColle
     """TorchRec's sharder with another exchange, for any model that `DistributedModelParallel` takes.
 
     It exchanges shards of every type but data-parallel, in the memory of their rank's device or cached there, with SGD,
-    Adagrad, Adam, LAMB or their row-wise forms. All other tables stay with TorchRec, which the log explains once.
-    Checkpoints and the order of the output's columns are TorchRec's. See docs/torchrec.md for the differences.
+    Adagrad, Adam, LAMB or their row-wise forms. All other tables stay with TorchRec, which the log explains once;
+    captured steps look up data-parallel tables, too. Checkpoints and the order of the output's columns are TorchRec's.
+    See docs/torchrec.md for the differences.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingBagCollectionSharder(backend="pgas")])
@@ -198,8 +199,9 @@ class OverlapEmbeddingBagCollectionSharder(_ExchangingSharder, EmbeddingBagColle
 class OverlapEmbeddingCollectionSharder(_ExchangingSharder, EmbeddingCollectionSharder):
     """TorchRec's sharder of unpooled tables with another exchange, for any model that `DistributedModelParallel` takes.
 
-    In steps of `GraphTrainPipeline` each distinct id of a table, its row and the sum of its gradients are sent once;
-    steps of TorchRec's pipelines stay with TorchRec. The output is TorchRec's.
+    It exchanges the same shards as the pooled one, in steps of `GraphTrainPipeline`: each distinct id of a table, its
+    row and the sum of its gradients are sent once. Steps of TorchRec's pipelines stay with TorchRec. The output is
+    TorchRec's.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingCollectionSharder(), ..])

@@ -50,7 +50,8 @@ class StoredRows(NamedTuple):
 class LocalTables:
     """The fused lookups that hold this rank's shards; their storage is read and updated in place.
 
-    Between `open_caches` and `close_caches` the rows of cached tables are in their caches, see `cache`.
+    Between `open_caches` and `close_caches` the rows of cached tables are in their caches, see `cache`. Caches move
+    rows on the current stream.
     """
 
     def __init__(
@@ -150,11 +151,11 @@ class LocalTables:
         """Make the caches; from now on rows are looked up in their slots.
 
         Args:
-            shards: this rank's, in the order of the features of its only input.
+            shards: in the order of the features of this rank's only input.
             ids: most ids of a step, by shard.
 
         Raises:
-            InputError: if there is no room for them.
+            InputError: if there is no room.
         """
         assert not self._cached, "caches are closed before others are made"
         tables = dict[tuple[int, int], CachedTable]()
@@ -174,18 +175,18 @@ class LocalTables:
             self._cached_features.append((cache, torch.tensor([*first, -1, -1], device=device)))
 
     def close_caches(self, write_back: bool = True) -> None:
-        """Store the caches to their tables, where rows are looked up from now on; on the current stream."""
+        """Store the caches to their tables, where rows are looked up from now on."""
         if write_back:
             self.write_back()
         self._cached, self._cached_features = {}, []
 
     def activate(self, ids: KeyedJaggedTensor) -> None:
-        """Load the next step's rows into the caches, and replace its ids by slots; on the current stream."""
+        """Load the next step's rows into the caches, and replace its ids by slots."""
         self.read_again()
         activate(self._cached_features, ids)
 
     def write_back(self) -> None:
-        """Store the caches to their tables and keep them; on the current stream."""
+        """Store the caches to their tables and keep them."""
         self.read_again()
         for cache, _ in self._cached_features:
             cache.write_back()
@@ -196,7 +197,7 @@ class LocalTables:
         self._may_be_written = bool(self._cached_features)
 
     def read_again(self) -> None:
-        """Load the caches again if others may have written to the tables; on the current stream."""
+        """Load the caches again if others may have written to the tables."""
         if self._may_be_written:
             self._may_be_written = False
             for cache, _ in self._cached_features:

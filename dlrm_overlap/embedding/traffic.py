@@ -90,11 +90,6 @@ def update_bytes(
         wire_bytes: of an element of the gradients between ranks.
         gradient_bytes: of an element of the model's gradient.
         optimizer: a key of `STATES`.
-
-    Example:
-        Two ranks of 2 samples, one table of dim 4 each, fp32 rows and wire, SGD; 6 ids of 5 rows in 3 of 4 bags:
-        2 * 5 * 16 (rows) + 6 * 16 (gradients) + 6 * 4 (positions) + 5 * 16 (runs) + 2 * 8 * 4 (samples' gradient) +
-        4 * 4 * 4 (columns' gradient) = 488 bytes of memory, 2 * 4 * 4 = 32 over the links.
     """
     hbm = own_samples * total_dim * gradient_bytes + samples * owner_dim * wire_bytes
     named = once = 0.0  # bytes of gradients: read for each id, and read once
