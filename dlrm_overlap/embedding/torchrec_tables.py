@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 class TorchRecTables:
-    """Shardings that TorchRec serves, in steps that are captured.
+    """Shardings that TorchRec looks up and updates while an exchange takes the ids of the others.
 
     TorchRec's collectives and host synchronizations cannot be captured. So `look_up` runs before the graph and `update`
     after it; the captured step reads the pooled embeddings and writes their gradients in fixed buffers.
