@@ -46,7 +46,7 @@ class TableLoad(NamedTuple):
 
 
 class Balance(NamedTuple):
-    """The ranks of each table's shards, and how even the ranks' work is."""
+    """The ranks of each table's shards, and how even their work is."""
 
     ranks: list[list[int]]
     """by table, the ranks of its shards: equal ranges of its columns or rows, in order"""
@@ -211,9 +211,9 @@ class _Rank:
 
 
 def _place(shards: Sequence[_Shard], begun: Sequence[_Rank], tries: int) -> tuple[list[_Rank], int]:
-    """Place shards on copies of `begun`, the heaviest first or else the largest, then improve.
+    """Place shards, the heaviest first or else the largest, then improve; return no ranks if there is no room.
 
-    Returns no ranks if there is no room, and the number of changes tried so far.
+    Also returns the number of changes tried so far.
     """
     ranks = _fill(sorted(shards, key=lambda shard: (-shard.work, -shard.bytes, shard.table)), begun)
     ranks = ranks or _fill(sorted(shards, key=lambda shard: -shard.bytes), begun)
@@ -249,7 +249,7 @@ def _fill(shards: Sequence[_Shard], begun: Sequence[_Rank]) -> list[_Rank]:
 
 
 def _improve(ranks: Sequence[_Rank]) -> tuple[bool, int]:
-    """Move a shard away from the fullest rank, or swap it; return whether that helps, and the number of tries."""
+    """Move or swap a shard of the fullest rank; return whether that helps, and the number of tries."""
     fullest = max(ranks, key=lambda rank: rank.score())
     best, change, tried = fullest.score()[0] - 1e-6, None, 0
     for other in ranks:

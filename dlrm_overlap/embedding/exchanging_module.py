@@ -45,10 +45,7 @@ class Deferred(LazyAwaitable[Result]):
 
 
 class ExchangingModule(nn.Module, Generic[Served]):
-    """The part of a sharded module that decides which of its shardings an exchange serves.
-
-    A subclass also inherits from one of TorchRec's sharded modules.
-    """
+    """Decides which shardings of a module an exchange serves; subclasses also inherit from TorchRec's sharded module."""
 
     _env: ShardingEnv
     _lookups: Any
@@ -66,7 +63,6 @@ class ExchangingModule(nn.Module, Generic[Served]):
     unpooled_features: Collection[str] = ()
 
     def __init__(self, *args: Any, options: ExchangeOptions, cached: Mapping[str, float], **kwargs: Any) -> None:
-        """Take TorchRec's arguments, the exchange's options, and the `cached` tables."""
         super().__init__(*args, **kwargs)
         self._options = options
         self.cached = cached
@@ -87,7 +83,6 @@ class ExchangingModule(nn.Module, Generic[Served]):
         raise NotImplementedError
 
     def _set_up(self) -> None:
-        """Find out which shardings can be exchanged, log it, and make their exchange."""
         if self.cached:
             self._optim = _TableOptimizer(self._optim, self)
         self.exchange, self.takes_ids, self.torchrec_tables, self._replicated_tables = None, False, None, None
@@ -115,7 +110,6 @@ class ExchangingModule(nn.Module, Generic[Served]):
             self.exchange = self._make_exchange()
 
     def _options_for(self, shardings: Sequence[Any]) -> ExchangeOptions:
-        """Return the options with the output type and the gradient clipping of the lookups."""
         options, groups = self._options, [group for sharding in shardings for group in groups_of(sharding)]
         if (output := output_types(shardings[0]).pop()) != SparseType.FP32:
             options = replace(options, output_dtype=output.as_dtype(), wire_dtype=output.as_dtype())
@@ -160,7 +154,6 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
     @property
     def _looked_up_in_step(self) -> list[int]:
-        """The shardings that a captured step looks up itself."""
         return sorted({*self._exchanged, *self._replicated})
 
     def why_ids_are_not_taken(self) -> str | None:

@@ -18,10 +18,7 @@ SLOTS_FROM = " slots from "
 
 @dataclass(frozen=True)
 class FeatureShard:
-    """The columns of one feature's pooled embedding that one rank computes from its shard of the table.
-
-    The row shards of a table give partial sums of the same columns.
-    """
+    """The columns of one feature's pooled embedding, or of its partial sums, that one rank computes from its shard."""
 
     name: str
     """unique name of the pooled embedding in the output, see `unique_names`"""
@@ -129,8 +126,7 @@ class PartialSums(NamedTuple):
 class Layout:
     """The feature shards of all ranks, and the output [b, D_total] with its columns in the order of `names`.
 
-    Pooled embeddings arrive in rows of `arrival_dim` columns: the output's, then the partial sums of every row shard
-    but the first.
+    Rows arrive with `arrival_dim` columns: the output's, then the partial sums of every row shard but the first.
 
     Example: features a and b of dims 4 and 8; a on rank 1, b cut by columns over ranks 0 and 1. The output has a at
     column 0, the first part of b at 4, the second at 8. `owner_dims` is [4, 8], `owner_columns(1)` is 0 .. 3, 8 .. 11.

@@ -28,17 +28,15 @@ from dlrm_overlap.embedding.variable_batch import InverseIndices, of_samples, wi
 
 
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
-    """TorchRec's sharded module with its shards exchanged by an `Exchange`.
+    """TorchRec's sharded module with its shards exchanged by an `Exchange`; other shardings fall back to TorchRec.
 
-    Shardings that an exchange cannot take fall back to TorchRec's lookup and output_dist. The output has the features
-    in TorchRec's order, which follows the plan. With `output_order` model the exchanged features come first, in the
-    order of the unsharded module, then the others in TorchRec's.
+    The output has the features in TorchRec's order, which follows the plan. With `output_order` model the exchanged
+    features come first, in the order of the unsharded module, then the others in TorchRec's.
     """
 
     _exchange_type = Exchange
 
     def __init__(self, *args: Any, output_order: str, **kwargs: Any) -> None:
-        """Take the arguments of `ExchangingModule`, and the order of the output."""
         self._output_order = output_order
         super().__init__(*args, **kwargs)
 
@@ -170,7 +168,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
 
         Args:
             others: columns of the other shardings, by number.
-            divisor: of all columns in TorchRec's order, if some are sums of parts of means.
+            divisor: of all columns in TorchRec's order, if means must be divided.
         """
         parts = [*([] if exchanged is None else [exchanged]), *others.values()]
         if exchanged is not None and others and self._output_order == "plan":

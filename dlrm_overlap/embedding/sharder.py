@@ -92,7 +92,7 @@ class _ExchangingSharder:
             asked: precisions of the user's codecs; a single one becomes the wire's.
 
         Raises:
-            TypeError: if an argument is unknown.
+            TypeError: for an unknown argument.
             InputError: if a value breaks a rule.
         """
         # Names and values of earlier versions, then types and rules.
