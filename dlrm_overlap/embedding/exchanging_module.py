@@ -45,7 +45,7 @@ class Deferred(LazyAwaitable[Result]):
 
 
 class ExchangingModule(nn.Module, Generic[Served]):
-    """Decides which shardings of a module an exchange serves; subclasses also inherit from TorchRec's sharded module."""
+    """Decides which shardings of a module an exchange serves; a subclass also inherits from TorchRec's module."""
 
     _env: ShardingEnv
     _lookups: Any
