@@ -18,7 +18,6 @@ from dlrm_overlap.checkpoint.manifest import Manifest, newest_checkpoint
 from dlrm_overlap.checkpoint.saving import Saves, require_finite
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import Loader
-from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching import supported_versions
 from dlrm_overlap.launching.lifetime import EndRequest
