@@ -1,7 +1,7 @@
 """What both of the drop-in's sharded modules share: which shards an `Exchange` serves, and who sends the ids."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -18,6 +18,7 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchCapacity
+from dlrm_overlap.embedding.id_sender import IdSender
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.replicated import ReplicatedTables
@@ -59,11 +60,13 @@ class ExchangingModule(nn.Module, Generic[Served]):
     _exchange_type: type[Served]
 
     exchange: Served | None
+    sender: IdSender | None
+    """sends the ids that the exchange looks up, once `take_ids` was called"""
     takes_ids: bool
     """whether `take_ids` was called, so that ids are sent by the exchange"""
     _ids_keys: list[str]
     """the features that were given there"""
-    stock: TorchRecTables | None
+    torchrec_tables: TorchRecTables | None
     """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
     unpooled_features: Collection[str] = ()
     """the features of tables that are not pooled"""
@@ -94,7 +97,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """Find out which shardings can be exchanged, say so, and make their exchange."""
         if self.cached:
             self._optim = _TableOptimizer(self._optim, self)
-        self.exchange, self.takes_ids, self.stock, self._replicated_tables = None, False, None, None
+        self.exchange, self.sender, self.torchrec_tables, self._replicated_tables = None, None, None, None
+        self.takes_ids = False
         every: list[Any] = self._shardings
         by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
         reasons = unsupported_by_exchange(by_type, self._env, self._options.wire_dtype, self.cached, self._device)
@@ -142,11 +146,11 @@ class ExchangingModule(nn.Module, Generic[Served]):
     def take_ids(
         self,
         keys: Sequence[str],
-        bound: BatchCapacity,
+        capacity: BatchCapacity,
         order: CommunicationOrder | None = None,
         weighted: bool = False,
     ) -> None:
-        """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`.
+        """From now on, send ids to the owners of their rows by an `IdSender`; a collective.
 
         Args:
             order: of the step that this one's ids are captured in; None leaves the exchange's own.
@@ -157,10 +161,10 @@ class ExchangingModule(nn.Module, Generic[Served]):
             self._replicated_tables = ReplicatedTables.of(shardings, lookups)
         if self.exchange is not None and order is not None:
             self.exchange.order = order
-        self._take_ids(keys, bound, weighted)
+        self._take_ids(keys, capacity, weighted)
         self.takes_ids, self._ids_keys = True, list(keys)
 
-    def _take_ids(self, keys: Sequence[str], bound: BatchCapacity, weighted: bool) -> None:
+    def _take_ids(self, keys: Sequence[str], capacity: BatchCapacity, weighted: bool) -> None:
         """Do so, once there is an exchange of the tables that one can take, if there are any."""
         raise NotImplementedError
 
@@ -215,6 +219,12 @@ class ExchangingModule(nn.Module, Generic[Served]):
         if what not in self._reasons_told and self._is_first:
             log.warning("backend %s: %s", self._options.backend, what)
         self._reasons_told.add(what)
+
+
+def exchanges_of(modules: Iterable[nn.Module]) -> list[Exchange]:
+    """Return the exchanges of those of some modules that have one."""
+    ours = (module for module in modules if isinstance(module, ExchangingModule))
+    return [module.exchange for module in ours if module.exchange is not None]
 
 
 class _TableOptimizer(CombinedOptimizer):

@@ -18,8 +18,9 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
-from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
+from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule, exchanges_of
 from dlrm_overlap.embedding.id_layout import BatchCapacity
+from dlrm_overlap.embedding.id_sender import IdSender
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.shardings import exchanging_group, in_rank_order, model_order, names_of, output_types
 from dlrm_overlap.embedding.steps import weights_of, with_float_weights
@@ -74,12 +75,12 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         options = self.exchange.options
         return options.leading_columns if BACKENDS[options.backend].stores_to_peers else 0
 
-    def _take_ids(self, keys: Sequence[str], bound: BatchCapacity, weighted: bool) -> None:
-        stock = [i for i in range(len(self._shardings)) if i not in self._ours]
-        self.stock = TorchRecTables(self, stock) if stock else None
+    def _take_ids(self, keys: Sequence[str], capacity: BatchCapacity, weighted: bool) -> None:
+        others = [i for i in range(len(self._shardings)) if i not in self._ours]
+        self.torchrec_tables = TorchRecTables(self, others) if others else None
         if self.exchange is not None:
             layout = self._layout(self._ours)
-            self.exchange.take_ids(keys, bound, layout, self._replicated_tables, weighted)
+            self.sender = IdSender(self.exchange, keys, capacity, layout, self._replicated_tables, weighted)
             self._order_output(layout)
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
@@ -120,10 +121,10 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         if features.variable_stride_per_key():
             features = with_even_batches(features)
         exchanged, others = None, {}
-        if self.exchange is not None:
-            exchanged = self.exchange.start_sent(features)
-        if self.stock is not None:
-            pooled = zip(self.stock.numbers, self.stock.pooled(features), strict=True)
+        if self.sender is not None:
+            exchanged = self.sender.start(features)
+        if self.torchrec_tables is not None:
+            pooled = zip(self.torchrec_tables.numbers, self.torchrec_tables.pooled(features), strict=True)
             others = {number: NoWait(each) for number, each in pooled}
         divisor = self._divisor(features) if self._has_mean_pooling_callback else None
         return _of_samples(self._output(exchanged, others, divisor), features.inverse_indices_or_none())
@@ -229,5 +230,4 @@ def output_dtype(module: nn.Module) -> torch.dtype:
 
 def exchanges(model: nn.Module) -> list[Exchange]:
     """Return the exchanges of a sharded model."""
-    modules = (m for m in model.modules() if isinstance(m, ExchangingModule))
-    return [module.exchange for module in modules if module.exchange is not None]
+    return exchanges_of(model.modules())

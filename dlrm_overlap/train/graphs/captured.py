@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -12,8 +12,7 @@ from dlrm_overlap.comm.counters import Counter, Counters
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.train.graphs.dense_step import DenseStep
-from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges_of
 
 
 class CapturedStep:
@@ -84,22 +83,32 @@ class GraphPair:
     """
 
     def __init__(
-        self, ahead: InputPrefetcher, dense: DenseStep, order: CommunicationOrder, device: torch.device
+        self,
+        modules: Sequence[ExchangingModule[Any]],
+        dense_counters: Sequence[Counters],
+        order: CommunicationOrder,
+        device: torch.device,
     ) -> None:
-        self._ahead, self._dense, self._order, self._device = ahead, dense, order, device
+        """Take the embedding modules of a model, whose exchanges count steps, as `dense_counters` do."""
+        self._modules, self._dense_counters, self._order, self._device = modules, dense_counters, order, device
         self.each: list[CapturedStep | None] = [None, None]
         """by buffer_index"""
-        self._captured_places: list[Any] = []
+        self._captured_addresses: list[Any] = []
         weakref.finalize(self, _release, self.each, device)
+
+    @property
+    def are_captured(self) -> bool:
+        """True if both steps are captured."""
+        return None not in self.each
 
     def capture(self, buffer_index: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
         """Capture the step of `buffer_index`, take it, and return its output."""
-        for exchange in self._ahead.exchanges:
+        for exchange in self._exchanges:
             exchange.follow_rules(capture=True)
         other = self.each[1 - buffer_index]
         pool = other.pool if other is not None else None
         captured = CapturedStep(step, self._order, self._counters, pool, stream)
-        self.each[buffer_index], self._captured_places = captured, self._places
+        self.each[buffer_index], self._captured_addresses = captured, self._addresses
         return captured.launch()
 
     def release(self) -> None:
@@ -107,17 +116,20 @@ class GraphPair:
         _release(self.each, self._device)
 
     @property
-    def _places(self) -> list[Any]:
-        """Each module's exchange, and where it has rows and windows."""
-        return [(exchange, exchange.addresses) for exchange in self._ahead.exchanges]
+    def _exchanges(self) -> list[Exchange]:
+        return exchanges_of(self._modules)
 
-    def check_places(self) -> None:
+    @property
+    def _addresses(self) -> list[Any]:
+        return [(exchange, exchange.addresses) for exchange in self._exchanges]
+
+    def check_addresses(self) -> None:
         """Check that the memory of captured steps is still there.
 
         Raises:
             InputError: if it is not.
         """
-        if self._places != self._captured_places:
+        if any(self.each) and self._addresses != self._captured_addresses:
             raise InputError(
                 "GraphTrainPipeline: rows or windows that captured steps use were moved or given back since, as "
                 "Exchange.close and update_shards do, and the graphs would go on where others' data may be; close this "
@@ -126,35 +138,42 @@ class GraphPair:
 
     @property
     def _counters(self) -> list[Counters]:
-        """All that counts steps: of each exchange, then that of the dense gradients where they have one."""
-        return [*(exchange.counters for exchange in self._ahead.exchanges), *self._dense.buckets.counters]
+        return [*(exchange.counters for exchange in self._exchanges), *self._dense_counters]
 
-    def align(self, buffer_index: int, takes_ids: bool) -> None:
-        """Send the ids of the batch at `buffer_index`, where none are under way and the exchanges take ids.
+    def skip_epochs(self, buffer_index: int, sending: Collection[Exchange]) -> None:
+        """Let the step of `buffer_index` use the windows that it was captured with; before its ids are sent.
 
-        Eager steps since the capture have moved the epochs on. Captured steps go on with the windows and the arguments
-        that they were captured with. So where the next epoch has the other window, one epoch is skipped, and the words
-        on the device are set to make up the difference. Dense gradients have one window, and skip nothing.
+        Eager steps since the capture have advanced the epochs, and an epoch's parity says which of two windows it uses.
+        Where the next epoch has the other window, one epoch is skipped. Dense gradients have one window.
+
+        Args:
+            buffer_index: of the step, which may be the one that is not captured yet.
+            sending: exchanges whose ids will be sent before the step, which takes an epoch of the ids' windows.
         """
-        captured = self.each[buffer_index] or self.each[1 - buffer_index]
-        if captured is None:
-            if takes_ids:
-                self._ahead.send_ids(buffer_index)
-            return
-        for exchange, counter in self._in_other_windows(captured, buffer_index):
+        for exchange, counter in self._in_other_windows(buffer_index, sending):
             exchange.skip(counter)
-        self._ahead.send_ids(buffer_index)
-        for counters, arguments in zip(self._counters, captured.arguments, strict=True):
-            counters.set_arguments(arguments)
-        assert not self._in_other_windows(captured, buffer_index), "a replay would meet the peers in another window"
 
-    def _in_other_windows(self, captured: CapturedStep, buffer_index: int) -> list[tuple[Exchange, Counter]]:
-        """Return counters whose next epoch has another window than `captured` has in the step of `buffer_index`."""
+    def set_arguments(self, buffer_index: int) -> None:
+        """Set the numbers on the device so that captured kernels, whose arguments stay, find the next epochs."""
+        if (captured := self._captured(buffer_index)) is not None:
+            for counters, arguments in zip(self._counters, captured.arguments, strict=True):
+                counters.set_arguments(arguments)
+            assert not self._in_other_windows(buffer_index), "a replay would meet the peers in another window"
+
+    def _captured(self, buffer_index: int) -> CapturedStep | None:
+        return self.each[buffer_index] or self.each[1 - buffer_index]
+
+    def _in_other_windows(
+        self, buffer_index: int, sending: Collection[Exchange] = ()
+    ) -> list[tuple[Exchange, Counter]]:
+        """Return the counters whose next epoch has another window than the captured step has."""
+        if (captured := self._captured(buffer_index)) is None:
+            return []
         is_other, found = captured is not self.each[buffer_index], list[tuple[Exchange, Counter]]()
-        for exchange, values in zip(self._ahead.exchanges, captured.captured_values, strict=False):
+        for exchange, values in zip(self._exchanges, captured.captured_values, strict=False):
             counters = exchange.counters
             for counter, value in zip(counters.each, values, strict=True):
-                sends = counter is counters.ids and not self._ahead.ids_are_sent and self._ahead.sends(exchange)
+                sends = counter is counters.ids and exchange in sending
                 if counter is not counters.steps and (counter.value + 1 + sends + is_other - value) % 2:
                     found.append((exchange, counter))
         return found

@@ -125,7 +125,7 @@ class RoomProbe:
             whole = values.new_zeros(values.shape[0], front + values.shape[1])
             copied = whole[:, front:].copy_(values).requires_grad_()
             return KeyedTensor(result.keys(), result.length_per_key(), copied)
-        features = {sequence.name: sequence.feature for sequence in module.exchange.distinct.sequences}
+        features = {sequence.name: sequence.feature for sequence in module.sender.distinct.sequences}
         found = {}
         for name, rows in result.items():
             count = rows.values().shape[0]

@@ -23,6 +23,7 @@ from inspect import signature
 from itertools import chain
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
@@ -35,15 +36,17 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import divided_layers
-from dlrm_overlap.embedding.exchanging_module import ExchangingModule
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges_of
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.train.explain import capture_blockers, explain, note_why_eager
-from dlrm_overlap.train.graphs.capacity import CapacityTracker, PendingResult, RankConsensus
+from dlrm_overlap.train.graphs.capacity import CapacityTracker, RankConsensus
 from dlrm_overlap.train.graphs.captured import GraphPair
 from dlrm_overlap.train.graphs.dense_step import DenseStep, leave_ddp
-from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher
+from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher, PlannedStep, StepKind
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
+from dlrm_overlap.train.graphs.model_ids import ModelIds
+from dlrm_overlap.train.graphs.model_owner import owner_of, set_owner
 from dlrm_overlap.train.graphs.room_probe import RoomProbe
 from dlrm_overlap.train.graphs.static_batch import BatchTensors, on_device, why_not_static, with_even_batches_of
 
@@ -138,9 +141,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._streams = Streams(device)
         self._agreement = RankConsensus(ranks, self.check, device)
         self._capacity = CapacityTracker(capacity, self._agreement, self._modules, device)
-        self._ahead = InputPrefetcher(self._modules, device, self._capacity, self._streams, self._order)
+        self._ids = ModelIds(self._modules, self._order)
+        self._prefetcher = InputPrefetcher(device, self._capacity, self._streams, self._ids)
         self._patience = _UNCAPTURABLE_STEPS  # doubled where graphs are released too soon
-        self._ignores_room = False  # whether the model is known to read no room behind ids of captured steps
+        self._ignores_padding = False  # True once the model is known to read no padding of captured steps
         self._has_looked = False
         """whether a first batch has been read"""
         self._replicas = model if isinstance(model, DMPCollection) else None
@@ -151,8 +155,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Leave all steps to TorchRec's pipeline."""
         if self._is_first:
             log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
-        if (before := _holder(self._model)) is not None:
-            before._let_go()
+        if (before := owner_of(self._model)) is not None:
+            before.release_model()
         if isinstance(self._model, DistributedModelParallel):
             self._model.init_data_parallel()  # does nothing to a model that has been wrapped before
         self._fallback = TrainPipelineSparseDist(*self._given.args, **self._given.kwargs)
@@ -173,12 +177,12 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     @torch.inference_mode(False)  # parameters that an evaluation moves are trained, too
     def _open(self) -> None:
         """Take the model over, from the pipeline that had it before if there is one; a collective."""
-        if (before := _holder(self._model)) is not None:
-            before._let_go()
+        if (before := owner_of(self._model)) is not None:
+            before.release_model()
         leave_ddp(self._model)
         for layer in divided_layers(self._model):
             layer.products.order = self._order
-        exchanges, group = self._ahead.exchanges, self._group
+        exchanges, group = exchanges_of(self._modules), self._group
         # Where all exchanges store to all ranks, dense gradients can be stored there as well.
         reached = self._device.type == "cuda" and all(len(each.reach.here) == group.size() for each in exchanges)
         by_stores = self._dense_reduce == "stores" or (self._dense_reduce == "auto" and reached)
@@ -188,22 +192,22 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._dense = DenseStep(self._model, self._opened, *about)
         if self._captures and self._dense.why_after and group.rank() == 0:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
-        self._graphs = GraphPair(self._ahead, self._dense, self._order, self._device)
+        self._graphs = GraphPair(self._modules, self._dense.buckets.counters, self._order, self._device)
         self._warmup_steps = self._uncapturable_steps = self._replays = 0
         self._has_stepped = False
         self._learning_rates: list[Any] = []
-        setattr(self._model, _HOLDER, self)
+        set_owner(self._model, self)
 
-    def _let_go(self) -> None:
-        """Leave the model as it was, to another pipeline, or to this one once more."""
+    def release_model(self) -> None:
+        """Release the graphs and the dense gradients, for another pipeline or for this one to begin again."""
         self._graphs.release()
-        self._ahead.forget_sent_ids()
+        self._ids.forget()
         self._dense.close()
-        setattr(self._model, _HOLDER, None)
+        set_owner(self._model, None)
 
     def reset(self) -> None:
         """Forget batches that were read and not trained on: the next `progress` begins with a batch of its iterator."""
-        (self._fallback or self._ahead).reset()
+        (self._fallback or self._prefetcher).reset()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train on the next batch, or evaluate it if the model is in evaluation mode, and return the model's output.
@@ -225,9 +229,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self.check()
             with self._streams.main():
                 # TorchRec's `GradientAccumulationWrapper` puts another optimizer in the stead of the one given.
-                holder = _holder(self._model)
-                is_ready = holder is self and self._optimizer is self._opened
-                if holder is None or (self._model.training and not is_ready):
+                owner = owner_of(self._model)
+                is_ready = owner is self and self._optimizer is self._opened
+                if owner is None or (self._model.training and not is_ready):
                     self._open()
                 return self._train(dataloader_iter) if self._model.training else self._evaluate(dataloader_iter)
         except RuntimeError:
@@ -241,7 +245,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         for module in self._modules:
             if module.exchange is not None:
                 module.exchange.check()
-        if _holder(self._model) is self:
+        if owner_of(self._model) is self:
             self._dense.buckets.check()
 
     def close(self) -> None:
@@ -253,10 +257,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             RuntimeError: that kernels have recorded.
         """
         try:
-            if self._fallback is None and all(exchange.failure is None for exchange in self._ahead.exchanges):
+            if self._fallback is None and all(exchange.failure is None for exchange in exchanges_of(self._modules)):
                 self._agreement.any_is(False)  # no rank gives its windows back while another reads them
-            if _holder(self._model) is self:
-                self._let_go()
+            if owner_of(self._model) is self:
+                self.release_model()
             for exchange in exchanges(self._model):
                 exchange.close()
         except RuntimeError:
@@ -267,7 +271,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Return the model for forwards of its own, within the bound, until the next `progress`; read batches stay."""
         if self._fallback is not None:
             return cast(DistributedModelParallel, self._fallback.detach())
-        self._ahead.forget_sent_ids()
+        self._ids.forget()
         return self._model
 
     def attach(self, model: DistributedModelParallel | None = None, sparse_dist: bool = True) -> None:
@@ -276,95 +280,112 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._fallback.attach(model, sparse_dist)
 
     def _evaluate(self, batches: Iterator[Any]) -> Any:
-        training = _holder(self._model)
-        if training._ahead.ids_are_sent:
-            training._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
         batch = BatchTensors(next(batches))
-        if any(module.takes_ids for module in self._modules):  # else they take batches of features as they are
-            batch = with_even_batches_of(batch.batch, self._ahead.unpooled_features)
-        if training._steps and training._capacity.describes(batch):
-            with torch.inference_mode(False):  # training steps write to the windows that are made
-                training._make_room(training._capacity.ask(training._capacity.describe(batch), batch.ids))
+        if any(module.takes_ids for module in self._modules):
+            batch = with_even_batches_of(batch.batch, self._ids.unpooled_features)
+        owner = owner_of(self._model)
+        assert owner is not None
+        owner.prepare_evaluation(batch)
         _, output = self._model_fwd(on_device(batch.batch, self._device))
         return output
 
+    def prepare_evaluation(self, batch: BatchTensors) -> None:
+        """Let the next forward be on a batch that may exceed the capacity, by whichever pipeline of the model.
+
+        The ids of the next training batch are forgotten, and sent again in its step.
+        """
+        if self._ids.are_sent:
+            self._ids.forget()
+        if self._steps and self._capacity.describes(batch):
+            with torch.inference_mode(False):  # training steps write to the windows that are made
+                self._grow(self._capacity.ask(self._capacity.describe(batch), batch.ids).wait())
+
     def _train(self, batches: Iterator[Any]) -> Any:
-        if any(self._graphs.each):
-            self._graphs.check_places()
-        buffer_index = self._steps % 2
-        if self._ahead.find(buffer_index) is None:
-            self._ahead.begin(batches, buffer_index)
+        self._graphs.check_addresses()
+        output = self._take_step(self._prefetcher.plan(batches))
+        self._steps += 1
+        self._prefetcher.finish(batches)  # nothing here holds the step's batch: its memory may be lent for the next one
+        return output
+
+    def _take_step(self, step: PlannedStep) -> Any:
+        if step.kind is StepKind.END:
+            raise StopIteration
+        if step.is_first:
             self._dense.cast_shadow()  # a checkpoint may have been loaded since the last step
         self._dense.clear()
         self._follow_learning_rates()
-        output = (
-            self._take_step(buffer_index)
-            if self._ahead.is_captured(buffer_index)
-            else self._take_uncapturable_step(buffer_index)
-        )
+        output = self._captured_step(step) if step.kind is StepKind.CAPTURED else self._eager_step(step)
         self._dense.update_after()
         if self._replicas is not None and self._sync_interval and self._steps % self._sync_interval == 0:
             self._replicas.sync()
-        self._ahead.release(buffer_index)
-        self._steps += 1
-        if self._ahead.is_exhausted:
-            self._ahead.forget_sent_ids()
-        self._ahead.stage(batches, buffer_index)
         return output
 
-    def _take_step(self, buffer_index: int) -> Any:
+    def _captured_step(self, step: PlannedStep) -> Any:
         self._uncapturable_steps = 0
-        with self._ahead.steady():
-            if not self._ahead.ids_are_sent:
-                self._ahead.bring_back(buffer_index)
-                self._graphs.align(buffer_index, self._has_stepped)
-            # A replay leaves the ids that were sent ahead to the next replay: no eager step and no capture would find
-            # them. So the graphs are replayed once there are both; the first is captured anew where a segment's end
-            # came between. A replay need not know whether the next batch is captured, and does not wait for the ranks.
-            graphs = self._graphs.each
-            if (captured := graphs[buffer_index]) is not None and graphs[1 - buffer_index] is not None:
-                self._ahead.ensure_staged(1 - buffer_index)
-                self._replays += 1
-                return self._launch(buffer_index, captured.replay)
-            following = self._ahead.is_captured(1 - buffer_index)
-            captures = self._captures and not self._ahead.made_in_model
-            has_room = not self._capacity.capacity.known_lengths
-            if not self._has_stepped:
-                output = self._first_step(buffer_index, following)
-            elif captures and has_room and not self._ignores_room:
-                output = self._probe_step(buffer_index, following)
-            elif captures and self._warmup_steps >= _WARMUP_STEPS and following:
-                step = partial(self._step, buffer_index, following=True, exact=False)
-                return self._launch(
-                    buffer_index, partial(self._graphs.capture, buffer_index, step, self._streams.main_stream)
-                )
-            else:  # the last ones before a capture have its sizes
-                output = self._step(buffer_index, following, exact=not captures)
-            self._warmup_steps += 1
-            return output
+        with self._ids.steady():
+            return self._replay_or_capture(step)
 
-    def _first_step(self, buffer_index: int, following: bool) -> Any:
+    def _replay_or_capture(self, step: PlannedStep) -> Any:
+        if not self._ids.are_sent:
+            self._send_late(step)
+        # A replay leaves the ids that it sends ahead to the next replay: no eager step and no capture would find them.
+        # So the graphs are replayed once both are captured; the first is captured again if a segment ended in between.
+        # A replay need not know whether the next batch is captured, and does not wait for the ranks.
+        captured = self._graphs.each[step.buffer_index]
+        if captured is not None and self._graphs.are_captured:
+            self._replays += 1
+            return self._launch(step, captured.replay)
+        following = self._prefetcher.plan_following()
+        captures = self._captures and not self._ids.block_capture
+        is_padded = not self._capacity.capacity.known_lengths
+        if not self._has_stepped:
+            output = self._first_step(step, following)
+        elif captures and is_padded and not self._ignores_padding:
+            output = self._probe_step(step, following)
+        elif captures and self._warmup_steps >= _WARMUP_STEPS and following.kind is StepKind.CAPTURED:
+            issue = partial(self._step, step, following, exact=False)
+            take = partial(self._graphs.capture, step.buffer_index, issue, self._streams.main_stream)
+            output = self._launch(step, take)
+        else:  # the last ones before a capture have its sizes
+            output = self._step(step, following, exact=not captures)
+        self._warmup_steps += 1
+        return output
+
+    def _send_late(self, step: PlannedStep) -> None:
+        """Send the ids of a step that the step before has not sent, as after an eager step or an evaluation."""
+        self._prefetcher.activate(step)
+        if self._has_stepped:
+            self._graphs.skip_epochs(step.buffer_index, [sender.exchange for sender, _ in self._ids.sent_ahead])
+            self._ids.send(step.active)
+            self._graphs.set_arguments(step.buffer_index)
+
+    def _activate(self, following: PlannedStep) -> None:
+        """Copy the batch of the following step to where it is read, and send its ids, if captured steps take it."""
+        if following.kind is StepKind.CAPTURED:
+            self._prefetcher.activate(following)
+            self._ids.send(following.active)
+
+    def _first_step(self, step: PlannedStep, following: PlannedStep) -> Any:
         """Take the first step, and learn which ids the model looks up, and which parameters get a gradient."""
-        with self._ahead.finding_ids(), ModelCollectives() as collectives:
-            loss, output = self._forward(self._ahead.batch(buffer_index))
+        with self._ids.finding(step.active, self._capacity.capacity), ModelCollectives() as collectives:
+            loss, output = self._forward(step.batch(self._device))
             loss.backward()
         self._dense.update()
         self._has_stepped = True
         if self._captures and collectives.called:
             self._stay_eager(f"the model calls {collectives.called}")
-        if following:
-            self._ahead.activate(1 - buffer_index)
+        self._activate(following)
         return output
 
-    def _probe_step(self, buffer_index: int, following: bool) -> Any:
-        """Take an eager step, and learn whether the model reads the room behind the ids of captured ones."""
-        batch = self._ahead.batch(buffer_index)
+    def _probe_step(self, step: PlannedStep, following: PlannedStep) -> Any:
+        """Take an eager step, and learn whether the model reads the padding of captured ones."""
+        batch = step.batch(self._device)
         probe = RoomProbe(self._model, self._modules, self._capacity.capacity, batch)
         with probe.recording():
-            output = self._step(buffer_index, following, batch=batch)
+            output = self._step(step, following, batch=batch)
         if reason := probe.why_reads_room(self._model_fwd, self._agreement.any_is):
             self._stay_eager(f"the model reads what is behind the ids of a captured step, or their number: {reason}")
-        self._ignores_room = not reason
+        self._ignores_padding = not reason
         return output
 
     def _stay_eager(self, reason: str) -> None:
@@ -373,62 +394,59 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if self._agreement.is_first:
             log.warning("train pipeline: steps are eager: %s", reason)
 
-    def _take_uncapturable_step(self, buffer_index: int) -> Any:
-        """Take the step of a batch that no captured step takes, with its ids within it, on all ranks alike."""
-        self._ahead.forget_sent_ids()
+    def _eager_step(self, step: PlannedStep) -> Any:
+        """Take the step of a batch that is uncapturable on some rank, and send its ids within it."""
+        self._ids.forget()
         self._uncapturable_steps += 1
-        held = self._ahead.find(buffer_index)
-        assert held is not None
-        if not self._make_room(held.answer) and self._uncapturable_steps == self._patience:
+        if not self._grow(step.sizes) and self._uncapturable_steps == self._patience:
             self._patience = _UNCAPTURABLE_STEPS if self._replays >= _WORTH else 2 * self._patience
-            self._forget_captured()
-            self._ahead.forget_places()
+            self._release_graphs()
+            self._prefetcher.drop_buffers()
         if self._agreement.is_first and self._uncapturable_steps <= 1:  # the first of several
             log.info("train pipeline: step %d is eager, since a batch is unlike those of captured steps", self._steps)
-        loss, output = self._forward(self._ahead.batch(buffer_index))
+        loss, output = self._forward(step.batch(self._device))
         self._backward(loss)
-        self._streams.step_is_issued(1 - buffer_index)  # which reads where the next batch of its buffer_index lands
         return output
 
-    def _make_room(self, answer: PendingResult) -> bool:
-        """Let the bound grow to what all ranks bring, where that is beyond it; return whether it was."""
-        if is_beyond := self._capacity.are_beyond(numbers := answer.wait()):
-            self._forget_captured()
-            self._ahead.make_room(numbers)
+    def _grow(self, sizes: np.ndarray) -> bool:
+        """Grow the capacity to batches of such sizes, if they exceed it; return whether they do."""
+        if is_beyond := self._capacity.are_beyond(sizes):
+            self._release_graphs()
+            self._prefetcher.grow(sizes)
         return is_beyond
 
-    def _forget_captured(self) -> None:
-        """Forget the graphs, and capture others after some eager steps."""
+    def _release_graphs(self) -> None:
+        """Release the graphs; steps are captured again after some eager ones."""
         self._graphs.release()
         self._warmup_steps = self._uncapturable_steps = self._replays = 0
-        self._ignores_room = False  # there may be room behind ids of other features
+        self._ignores_padding = False  # other features may be padded
 
-    def _launch(self, buffer_index: int, take: Callable[[], Any]) -> Any:
-        """Take a captured step by numbers as they are now, between lookup and update of tables of TorchRec's."""
+    def _launch(self, step: PlannedStep, take: Callable[[], Any]) -> Any:
+        """Take a captured step with the current learning rates, between lookup and update of TorchRec's tables."""
         self._dense.refresh()
-        for exchange in self._ahead.exchanges:
+        for exchange in exchanges_of(self._modules):
             exchange.tables.read_again()
-        stock = self._ahead.stock_tables(buffer_index)
-        for tables, ids in stock:
+        torchrec = self._ids.torchrec_tables(step.active)
+        for tables, ids in torchrec:
             tables.look_up(ids)
         output = take()
-        for tables, _ in stock:
+        for tables, _ in torchrec:
             tables.update()
         return output
 
-    def _step(self, buffer_index: int, following: bool, exact: bool = True, batch: Any = None) -> Any:
-        """Issue the step on batch i, which is at `buffer_index`; with `following`, batch i + 1 is brought in beside it.
+    def _step(self, step: PlannedStep, following: PlannedStep, exact: bool = True, batch: Any = None) -> Any:
+        """Issue a step and, alongside it, send the ids of the following one.
 
         Args:
-            exact: whether there is no room behind ids, see `InputPrefetcher.batch`.
-            batch: batch i, if it has been made.
+            exact: True for ids without padding, see `PlannedStep.batch`.
+            batch: batch of the step, if it is on the device already.
         """
-        batch = self._ahead.batch(buffer_index, exact) if batch is None else batch
+        batch = step.batch(self._device, exact) if batch is None else batch
         self._streams.fork_ids()
         loss, output = self._forward(batch)
-        if following:  # whose ids take their turn among the waits here, and are found from the fork on
-            with self._streams.ids():
-                self._ahead.activate(1 - buffer_index)
+        # The GPU starts the ids' kernels at the fork. Issued here, they take their turn among the waits of the step.
+        with self._streams.ids():
+            self._activate(following)
         self._backward(loss)
         self._streams.join_ids()
         return output
@@ -436,7 +454,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def _backward(self, loss: torch.Tensor) -> None:
         loss.backward()
         self._dense.update()
-        for exchange in self._ahead.exchanges:
+        for exchange in exchanges_of(self._modules):
             exchange.finish_rows()
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
@@ -452,13 +470,5 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._learning_rates = rates
         for fused in self._dense.fused:
             fused.step()  # which sets the learning rate of the rows
-        for exchange in self._ahead.exchanges:
+        for exchange in exchanges_of(self._modules):
             exchange.follow_rules(capture=True)
-
-
-_HOLDER = "_graph_train_pipeline"  # attribute of a model
-
-
-def _holder(model: DistributedModelParallel) -> Any:
-    """Return the pipeline that trains a model, of all that it has; None if none does."""
-    return getattr(model, _HOLDER, None)

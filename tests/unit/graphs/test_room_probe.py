@@ -29,7 +29,7 @@ class Rows(nn.Module):
         super().__init__()
         sequences = [NamedSequence(name, name, 0) for name in ("f", "g")]
         distinct = type("Distinct", (), {"sequences": sequences})
-        self.exchange, self.calls = type("Exchange", (), {"distinct": distinct}), 0
+        self.sender, self.calls = type("Sender", (), {"distinct": distinct}), 0
 
     def forward(self, ids: KeyedJaggedTensor) -> Any:
         self.calls += 1
