@@ -221,10 +221,9 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self._reasons_told.add(what)
 
 
-def exchanges_of(modules: Iterable[nn.Module]) -> list[Exchange]:
-    """Return the exchanges of those of some modules that have one."""
-    ours = (module for module in modules if isinstance(module, ExchangingModule))
-    return [module.exchange for module in ours if module.exchange is not None]
+def exchanges_of(modules: Iterable[ExchangingModule[Any]]) -> list[Exchange]:
+    """Return the exchanges of those modules that have one."""
+    return [module.exchange for module in modules if module.exchange is not None]
 
 
 class _TableOptimizer(CombinedOptimizer):

@@ -230,4 +230,4 @@ def output_dtype(module: nn.Module) -> torch.dtype:
 
 def exchanges(model: nn.Module) -> list[Exchange]:
     """Return the exchanges of a sharded model."""
-    return exchanges_of(model.modules())
+    return exchanges_of(module for module in model.modules() if isinstance(module, ExchangingModule))

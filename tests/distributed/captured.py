@@ -80,7 +80,7 @@ class StandIn(CapturedStep):
         for each in self._counters:
             each.advance()
         # Within a graph nothing hands the learning rate on: what comes before each replay does.
-        with without_streams(), patch.object(FlatSteps, "refresh", lambda _: None):
+        with without_streams(), self.ids.steady(), patch.object(FlatSteps, "refresh", lambda _: None):
             self._order.begin()
             output = self._step()
             self._order.end()

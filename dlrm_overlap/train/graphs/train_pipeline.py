@@ -322,10 +322,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _captured_step(self, step: PlannedStep) -> Any:
         self._uncapturable_steps = 0
-        with self._ids.steady():
-            return self._replay_or_capture(step)
-
-    def _replay_or_capture(self, step: PlannedStep) -> Any:
         if not self._ids.are_sent:
             self._send_late(step)
         # A replay leaves the ids that it sends ahead to the next replay: no eager step and no capture would find them.
@@ -335,28 +331,32 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if captured is not None and self._graphs.are_captured:
             self._replays += 1
             return self._launch(step, captured.replay)
-        following = self._prefetcher.plan_following()
+        with self._ids.steady():
+            output = self._warmup_step(step, self._prefetcher.plan_following())
+        self._warmup_steps += 1
+        return output
+
+    def _warmup_step(self, step: PlannedStep, following: PlannedStep) -> Any:
+        """Issue a step kernel by kernel, or capture it once it may be."""
         captures = self._captures and not self._ids.block_capture
         is_padded = not self._capacity.capacity.known_lengths
         if not self._has_stepped:
-            output = self._first_step(step, following)
-        elif captures and is_padded and not self._ignores_padding:
-            output = self._probe_step(step, following)
-        elif captures and self._warmup_steps >= _WARMUP_STEPS and following.kind is StepKind.CAPTURED:
+            return self._first_step(step, following)
+        if captures and is_padded and not self._ignores_padding:
+            return self._probe_step(step, following)
+        if captures and self._warmup_steps >= _WARMUP_STEPS and following.kind is StepKind.CAPTURED:
             issue = partial(self._step, step, following, exact=False)
-            take = partial(self._graphs.capture, step.buffer_index, issue, self._streams.main_stream)
-            output = self._launch(step, take)
-        else:  # the last ones before a capture have its sizes
-            output = self._step(step, following, exact=not captures)
-        self._warmup_steps += 1
-        return output
+            capture = partial(self._graphs.capture, step.buffer_index, issue, self._streams.main_stream)
+            return self._launch(step, capture)
+        return self._step(step, following, exact=not captures)  # the last ones before a capture have its sizes
 
     def _send_late(self, step: PlannedStep) -> None:
         """Send the ids of a step that the step before has not sent, as after an eager step or an evaluation."""
         self._prefetcher.activate(step)
         if self._has_stepped:
             self._graphs.skip_epochs(step.buffer_index, [sender.exchange for sender, _ in self._ids.sent_ahead])
-            self._ids.send(step.active)
+            with self._ids.steady():
+                self._ids.send(step.active)
             self._graphs.set_arguments(step.buffer_index)
 
     def _activate(self, following: PlannedStep) -> None:
