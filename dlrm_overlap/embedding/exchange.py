@@ -1,6 +1,6 @@
 """The embedding stage of one sharded module on one rank: from the ids to the rows' update, in the order of a step.
 
-send_ids          ids to the owners of their rows, where the exchange takes them; else TorchRec has sent them
+(before)          an `IdSender`, or TorchRec's input_dist, sends ids to the owners of their rows
 start             StartExchange.forward -> start_forward: owners pool, and send pooled embeddings
 .. the model's bottom MLP ..
 wait              FinishExchange.forward -> finish_forward: pooled embeddings of this rank's samples are here
@@ -44,14 +44,11 @@ Part = TypeVar("Part", bound=Callable[..., Any])
 
 
 def poison_on_error(part: Part) -> Part:
-    """Return a method that raises once any such method of its object has failed on this rank.
+    """Return a method that raises a RuntimeError if a method with this decorator has failed before.
 
-    The peers wait for the step that failed, and would take a later step's data for its own. The object keeps the first
-    failure in `failure`, which is None until then. The method leaves inference mode, since training steps could not
-    write to tensors that it makes and keeps.
-
-    Raises:
-        RuntimeError: by the method, if an earlier one has failed.
+    Peers wait for the step that failed, and would mistake the data of a later step for it. The object has an attribute
+    `failure`: None, then the first failure. The method leaves inference mode, since training steps could not write to
+    tensors that were made in it.
     """
 
     @wraps(part)
@@ -76,10 +73,10 @@ def poison_on_error(part: Part) -> Part:
 
 
 class Exchange:
-    """Ids of this rank's tables in, pooled embeddings of this rank's samples out, gradients back to the rows.
+    """Looks up ids in this rank's tables, returns pooled embeddings of its samples, and sends their gradients back.
 
     All ranks of `group` take the same steps. The first step makes the windows, which is a collective; they are made
-    anew when a rank brings more samples than any has before.
+    again when a rank has more samples than any had before.
 
     Example: ranks 0 and 1 have 3 and 2 samples, and rank 1 owns one table of dim 4. On rank 1,
     `exchange.start([ids], [3, 2])`, whose ids are of 5 bags, returns an awaitable; `wait()` returns [2, 4]. On rank 0
@@ -101,9 +98,9 @@ class Exchange:
         self.counters = StepCounters(device)
         self._replicated: ReplicatedTables | None = None
         self.order = CommunicationOrder()
-        """of captured steps; set before the first step where several exchanges are captured together"""
+        """order of communication in captured steps; exchanges that are captured together share one"""
         self.tables = tables
-        """this rank's rows; `write_back` and `note_writes` store those in caches to their tables"""
+        """this rank's rows; `write_back` and `note_writes` store cached ones to their tables"""
         self._group = group
         self._halves: ExchangeParts | None = None
         self._closed = 0  # how often
@@ -115,7 +112,7 @@ class Exchange:
         self.failure: str | None = None
         self._ids: IdLayout | None = None
         self._sent: deque[Any] = deque()
-        # Of lowest priority, so that the small kernels of a bottom MLP need not wait for the lookup's many programs.
+        # Lowest priority: the small kernels of a bottom MLP should not wait for the many programs of a lookup.
         self._lookup_stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
         self._unfinished: list[Step] = []
 
@@ -134,9 +131,9 @@ class Exchange:
         """From now on, look up the ids that an `IdSender` sends; a collective, while no rank is in a step.
 
         Args:
-            ids: where they are.
+            ids: their layout in the windows.
             replicated: tables that every rank holds, if this exchange looks them up.
-            sent: ids that wait for their step; cleared by `close`, since they are in the windows.
+            sent: the sender's ids that wait for their step, which `close` clears with the windows.
 
         Raises:
             InputError: if a feature has no capacity, or there is no memory for the windows.
@@ -147,7 +144,7 @@ class Exchange:
 
     @property
     def id_exchange(self) -> IdExchange:
-        """The part that sends ids; its windows are made again if they were given back, which is a collective."""
+        """The part that sends ids; after `close`, the windows are made again, which is a collective."""
         assert self._ids is not None, "an exchange whose ids TorchRec sends"
         ids = self._require(self._ids.bound.samples).ids
         assert ids is not None
@@ -158,30 +155,29 @@ class Exchange:
         """Start a step.
 
         Args:
-            inputs: the ids of this rank's tables, one tensor an input of the layout, each with B bags a feature, of
-                which rank 0's samples are the first; weights, if ids have some, are float32, and get a gradient if they
-                require one.
+            inputs: ids of this rank's tables, one tensor for each input of the layout, with B bags a feature, those of
+                rank 0's samples first. Weights of ids are float32, and get a gradient if they require one.
             batch_sizes: samples of each rank.
 
         Returns:
             An awaitable of the pooled embeddings [b, D_total] of this rank's samples, of the options' `output_dtype`,
-            the features side by side in the layout's order. Of a lent window with leading columns these are in front
-            of each row, in the same storage.
+            with the features in the layout's order. If it is a view of a window with leading columns, these precede
+            each row in the same storage.
 
         Raises:
-            BufferInUseError: if the output of the step before is lent and in use; nothing has begun.
-            InputError: if this exchange takes ids, and has caches of rows for them; nothing has begun.
-            RuntimeError: within a graph's capture, or if an earlier step has failed on this rank.
+            BufferInUseError: if the output of the step before is a view of the window and in use; nothing has begun.
+            InputError: if an `IdSender` sends the ids and tables are cached; nothing has begun.
+            RuntimeError: in the capture of a graph, or if an earlier step has failed on this rank.
         """
         if self.tables.fractions and self._ids is not None:
             raise InputError(
-                "exchange: ids that TorchRec has sent, but the rows of cached tables wait for those that "
-                "GraphTrainPipeline sends ahead; train and evaluate this model by that pipeline alone"
+                "exchange: TorchRec has sent the ids, but rows of cached tables are cached for the ids that "
+                "GraphTrainPipeline sends; train and evaluate this model with that pipeline only"
             )
         return self.start_step(Step(inputs, BatchSizes.of(tuple(batch_sizes))))
 
     def start_step(self, step: Step) -> "PooledAwaitable":
-        """Start a step whose ids are at the owners of their rows, see `start`."""
+        """Start a step whose ids have arrived, see `start`."""
         if self._counts_epochs and not self.order.is_captured and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"backend {self.options.backend}: a forward within a CUDA graph's capture, which would replay this "

@@ -1,4 +1,4 @@
-"""The ids of this rank's samples, sent to the owners of their rows without TorchRec's input_dist or the host."""
+"""Sends the ids of this rank's samples to the owners of their rows, instead of TorchRec's input_dist."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from dlrm_overlap.embedding.steps import Step, with_room
 
 
 class SentIds(NamedTuple):
-    """The ids of a step that has not started."""
+    """Ids that wait for their step."""
 
     features: KeyedJaggedTensor
-    """as they were given to `send`"""
+    """argument of `IdSender.send`"""
     arrived: ArrivedIds
 
 
 class IdSender:
-    """Sends ids to the owners of their rows, at most one step ahead, and starts the steps of an exchange with them.
+    """Sends ids at most one step ahead, and starts the steps of an exchange with the ids that have arrived.
 
     Example: `sender.send(batch_1)` in step 0; `pooled = sender.start(batch_1)` in step 1.
     """
@@ -45,7 +45,7 @@ class IdSender:
         """Make the windows of an exchange, with those of the ids; a collective.
 
         Args:
-            exchange: looks up the ids that this sender sends, and no others from now on.
+            exchange: from now on, looks up only ids that this sender sends.
             keys: features in the order in which every batch has them, the same on all ranks.
             capacity: largest batch of a rank.
             layout: includes the tables that every rank holds, if the exchange looks them up; None keeps the exchange's.
@@ -74,7 +74,7 @@ class IdSender:
         return IdLayout(self._layout, self._keys, capacity, self._weighted)
 
     def begin_steady(self) -> None:
-        """Let the next steady step find out the batch size that it and later ones have."""
+        """Let the next steady step find out the largest batch size of all ranks, for itself and later ones."""
         self._steady_samples = None
 
     @property
@@ -96,13 +96,13 @@ class IdSender:
 
     @uncompiled
     def start(self, features: KeyedJaggedTensor) -> PooledAwaitable:
-        """Start the step of `features`, whose ids were sent first of those that wait; if none wait, send them.
+        """Start the step of `features`, the first ids that were sent; if none wait, send them now.
 
         Returns:
             As `Exchange.start`.
 
         Raises:
-            InputError: if ids of another step were sent before, for which a peer may wait; nothing has begun.
+            InputError: if other ids were sent before, whose step a peer may wait for; nothing has begun.
         """
         sent = self._first(features)
         if sent.features is not with_room(features):
@@ -132,10 +132,9 @@ class IdSender:
         return arrived
 
     def _most_samples(self, samples: int, group: dist.ProcessGroup) -> int:
-        """Return the samples of the rank that has most, to which the others add samples without ids; a collective.
+        """Return the largest number of samples of a rank, at least 1, to which all batches are padded; a collective.
 
-        Ids that ranks publish are found by the number of samples, which must be one number for all ranks. It is 1 if no
-        rank has a sample: the kernels need a bag.
+        Owners compute from it where ids are in the windows of all ranks.
         """
         if self.is_steady and self._steady_samples is not None:
             return self._steady_samples

@@ -74,9 +74,9 @@ class UnpooledIdSender(IdSender):
 
         Args:
             exchange: as for `IdSender`.
-            distinct: finds the distinct ids of the tables, in the order of `layout`.
+            distinct: finds the distinct ids of the tables, which are in the order of `layout`.
             capacity: largest batch of a rank; without its `distinct`, there is a slot for every id.
-            layout: shards of tables, each with one feature, all of as many columns.
+            layout: shards of the tables, each with one feature and the same number of columns.
             replicated: as for `IdSender`.
         """
         self.distinct, self._is_counted = distinct, bool(capacity.distinct)

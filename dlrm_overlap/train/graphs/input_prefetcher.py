@@ -97,7 +97,7 @@ class InputPrefetcher:
         self._index = 0
         """buffer of the next step"""
         self._reported: set[str] = set()
-        """parts of batches that were logged, since they differ from the first batch's"""
+        """paths of mismatches that were logged"""
         self.reset()
 
     def reset(self) -> None:
@@ -116,7 +116,7 @@ class InputPrefetcher:
             self._stage(batches, 1 - self._index)
             step = self._plan(self._index)._replace(is_first=True)
         if step.kind is StepKind.CAPTURED:
-            # A captured step is launched once the next batch is in its buffer, even if GPUs still count its ids.
+            # The graph also reads the next batch. If a GPU counted its ids, it is only copied once all ranks have it.
             following = self._steps[1 - self._index]
             if isinstance(following, PrefetchedBatch) and following.read is not None:
                 self.plan_following()
@@ -149,7 +149,7 @@ class InputPrefetcher:
     def activate(self, step: PlannedStep) -> None:
         """Copy the batch of a step from its staging to its active buffer, in the step before or in the step itself."""
         assert step.staging is not None
-        step.active.take_over(step.staging)
+        step.active.copy_from(step.staging)
         if step.buffer_index == self._index:
             self._streams.step_is_issued(1 - self._index)
 
@@ -165,7 +165,7 @@ class InputPrefetcher:
         self._stage(batches, index)
 
     def _stage(self, batches: Iterator[Any], index: int) -> None:
-        """Copy the next batch, if there is one, to a staging buffer, and ask for its sizes on all ranks."""
+        """Copy the next batch, if there is one, to a staging buffer, and start to compare its sizes with all ranks."""
         with self._streams.copies(index):
             given = None if self._is_exhausted else next(batches, None)
             self._is_exhausted = given is None
@@ -177,21 +177,21 @@ class InputPrefetcher:
                 self._steps[index] = PrefetchedBatch(None, None, self._capacity.ask(None))
                 return
             staging = self._staging[index]
-            unlike, described = staging.why_not(batch), self._capacity.describe(batch)
-            is_staged = unlike is None and self._capacity.is_within(described)
+            mismatch, described = staging.mismatch(batch), self._capacity.describe(batch)
+            is_staged = mismatch is None and self._capacity.is_within(described)
             if is_staged:
                 staging.fill(batch)
             sizes = self._capacity.ask(
                 described,
                 [each.tensor for each in staging.ids.values()] if is_staged else batch.ids,
-                unlike=unlike is not None,
+                is_mismatch=mismatch is not None,
             )
-            if not is_staged and not (unlike is None and described.are_pending):
-                batch = batch.kept()  # its step is eager
+            if not is_staged and not (mismatch is None and described.are_pending):
+                batch = batch.snapshot()  # its step is eager
             self._steps[index] = PrefetchedBatch(None if is_staged else batch, staging, sizes)
-            if unlike is not None and unlike.needs_word and unlike.path not in self._reported:
-                self._reported.add(unlike.path)
-                log.warning("train pipeline: the step of such a batch is eager: %s", unlike.reason)
+            if mismatch is not None and mismatch.should_warn and mismatch.path not in self._reported:
+                self._reported.add(mismatch.path)
+                log.warning("train pipeline: the step of such a batch is eager: %s", mismatch.reason)
 
     def _make_buffers(self, example: BatchTensors | None) -> bool:
         """Make buffers for batches like `example`, if every rank has one; return whether; waits for the ranks."""
@@ -229,6 +229,6 @@ class InputPrefetcher:
             return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._capacity.agreement.any_is(False)  # no rank frees its windows while another reads them
+        self._capacity.consensus.any_is(False)  # no rank frees its windows while another reads them
         for sender in self._ids.senders:
             sender.set_capacity(capacity)

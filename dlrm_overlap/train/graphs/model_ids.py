@@ -95,7 +95,7 @@ class ModelIds:
                     "send its ids once; give all ids to one call, or use TorchRec's pipeline"
                 )
             found.add(module)
-            path = batch.find(features)
+            path = batch.path_of(features)
             # Distinct ids are only counted for ids that are in the batch.
             largest = capacity if path is not None else replace(capacity, distinct={})
             module.take_ids(features.keys(), largest, self._order, weights_of(features) is not None)

@@ -10,11 +10,11 @@ class ModelOwner(Protocol):
     """A pipeline that holds the CUDA graphs of a model and averages its dense gradients."""
 
     def release_model(self) -> None:
-        """Release the graphs and the gradients, for another pipeline or to begin again; a collective."""
+        """Leave the model to another pipeline; no rank may be in a step."""
         ...
 
     def prepare_evaluation(self, batch: BatchTensors) -> None:
-        """Let the next forward be on this batch, which may grow the capacity; a collective."""
+        """Allow a forward on this batch, by whichever pipeline; a collective."""
         ...
 
 

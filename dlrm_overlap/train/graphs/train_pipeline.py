@@ -1,18 +1,16 @@
-"""A train pipeline whose steps are CUDA graphs: the CPU only copies batches in and launches a graph a step.
+"""A train pipeline whose steps are CUDA graphs: the CPU only copies batches and launches one graph a step.
 
-TorchRec's pipelines issue a step's kernels one by one and wait for numbers of ids; that takes the CPU longer than the
-GPU needs for the step. Here nothing is read back. A step is captured twice, once for each of the two windows that steps
-take in turn, and the two graphs are replayed alternately:
+No number is read back from the device: all that changes between steps is in device memory, see `comm.counters`. A step
+is captured twice, once for each window of a pair, and the two graphs are replayed in turn:
 
     copy stream     copy batch i + 2 from the CPU --------------------------------------------
     ids' stream     send the ids of batch i + 1 ----
-    lookup stream   lookup i ---
+    lookup stream   look up batch i ---
     main stream     bottom MLP | wait | head, loss | backward | dense optimizer | wait for rows
     update stream   sort ids i ----                       | rows, as gradients arrive ------
 
-All that changes from step to step is in device memory: epochs and the number of the step, see `comm.counters`, and
-learning rates. All communication of the step is in one order, see `comm.order`. On CPUs, and before the capture, the
-same steps are taken one by one.
+Communication is issued in one order, see `comm.order`. Before the capture, and on CPUs, steps are issued one kernel at
+a time.
 """
 
 import logging
@@ -47,15 +45,18 @@ from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher, PlannedS
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.model_ids import ModelIds
 from dlrm_overlap.train.graphs.model_owner import owner_of, set_owner
-from dlrm_overlap.train.graphs.room_probe import RoomProbe
+from dlrm_overlap.train.graphs.padding_probe import PaddingProbe
 from dlrm_overlap.train.graphs.static_batch import BatchTensors, on_device, why_not_static, with_even_batches_of
 
 log = logging.getLogger("dlrm_overlap")
 
 _DENSE_REDUCE = ("auto", "collective", "stores")
-_WARMUP_STEPS = 3  # before a capture: they compile kernels, fill caches and learn which parameters get a gradient
-_UNCAPTURABLE_STEPS = 3  # one after the other, until the next batch is taken for the first of others like it
-_WORTH = 100  # replays, after which a capture was worth its time
+# Eager steps before a capture, which compile kernels, fill caches and find out which parameters get a gradient.
+_WARMUP_STEPS = 3
+# Uncapturable batches in a row, after which steps are captured for batches like the next one.
+_UNCAPTURABLE_STEPS = 3
+# A capture that was replayed this often was worth its time.
+_WORTHWHILE_REPLAYS = 100
 
 
 class GraphTrainPipeline(TrainPipeline[Any, Any]):
@@ -66,8 +67,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     pipelines share a model, only the one that is training holds CUDA graphs. A model that cannot be captured is trained
     by `TrainPipelineSparseDist`.
 
-    A graph is valid for batches like the first one, with at most `capacity` ids. Other batches are trained eagerly, and
-    the capacity grows if a batch exceeds it.
+    A graph is valid for batches like the first one, within `capacity`. Other batches are trained eagerly, and the
+    capacity grows if a batch exceeds it.
 
     Example:
         pipeline = GraphTrainPipeline(model, optimizer, device)
@@ -99,15 +100,15 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         Args:
             capacity: sizes of the largest batch, for which memory is allocated; None learns them from the first batch.
             group: the model's ranks; None is the default group.
-            casts: gives the model its weights in bfloat16, if it does; made of all dense parameters that it trains.
+            casts: casts all trained dense parameters to bfloat16 for the model; None if it uses them in float32.
             gradient_dtype: type in which dense gradients are sent, float32 or bfloat16.
-            dense_reduce: how dense gradients are summed: collective (`dense.gradients`), stores (`dense.stores`), or
-                auto, which is stores between GPUs where all ranks are on one node.
-            capture: whether to capture; None captures on GPUs.
+            dense_reduce: how dense gradients are averaged: collective (`dense.gradients`), stores (`dense.stores`), or
+                auto, which is stores on GPUs if all ranks are on one node.
+            capture: True to capture steps; None captures on GPUs.
             bound: deprecated name of `capacity`.
 
         Raises:
-            InputError: if `dense_reduce` is not known, or stores are asked of a CPU.
+            InputError: if `dense_reduce` is unknown, or is stores on a CPU.
         """
         if dense_reduce not in _DENSE_REDUCE or (dense_reduce == "stores" and device.type != "cuda"):
             raise InputError(
@@ -139,51 +140,47 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._gradient_dtype, self._dense_reduce = gradient_dtype, dense_reduce
         self._order = CommunicationOrder()
         self._streams = Streams(device)
-        self._agreement = RankConsensus(ranks, self.check, device)
-        self._capacity = CapacityTracker(capacity, self._agreement, self._modules, device)
+        self._consensus = RankConsensus(ranks, self.check, device)
+        self._capacity = CapacityTracker(capacity, self._consensus, self._modules, device)
         self._ids = ModelIds(self._modules, self._order)
         self._prefetcher = InputPrefetcher(device, self._capacity, self._streams, self._ids)
-        self._patience = _UNCAPTURABLE_STEPS  # doubled where graphs are released too soon
-        self._ignores_padding = False  # True once the model is known to read no padding of captured steps
-        self._has_looked = False
-        """whether a first batch has been read"""
+        self._patience = _UNCAPTURABLE_STEPS
+        """uncapturable batches in a row after which the graphs are released; doubled if that was too early"""
+        self._ignores_padding = False
+        """True once the model is known not to read the padding of captured steps"""
+        self._has_checked_first = False
         self._replicas = model if isinstance(model, DMPCollection) else None
         self._sync_interval = given.arguments["dmp_collection_sync_interval_batches"]
         self._steps = 0
 
     def _fall_back(self, reason: str) -> None:
-        """Leave all steps to TorchRec's pipeline."""
         if self._is_first:
             log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
         if (before := owner_of(self._model)) is not None:
             before.release_model()
         if isinstance(self._model, DistributedModelParallel):
-            self._model.init_data_parallel()  # does nothing to a model that has been wrapped before
+            self._model.init_data_parallel()  # does nothing if the model is in DDP already
         self._fallback = TrainPipelineSparseDist(*self._given.args, **self._given.kwargs)
 
-    def _look_at_first(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Fall back if the first batch of some rank is none that a captured step can read; a collective.
-
-        Returns:
-            An iterator of the same batches.
-        """
-        self._has_looked = True
+    def _check_first(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Fall back if no captured step can read some rank's first batch; return the same batches; a collective."""
+        self._has_checked_first = True
         first = next(batches, None)
         reason = why_not_static(first)
-        if self._agreement.any_is(reason is not None):
+        if self._consensus.any_is(reason is not None):
             self._fall_back(reason or "another rank's batch has tensors that no memory at fixed addresses can hold")
         return batches if first is None else chain([first], batches)
 
-    @torch.inference_mode(False)  # parameters that an evaluation moves are trained, too
+    @torch.inference_mode(False)  # an evaluation may call this, and the parameters are trained later
     def _open(self) -> None:
-        """Take the model over, from the pipeline that had it before if there is one; a collective."""
+        """Become the owner of the model; a collective."""
         if (before := owner_of(self._model)) is not None:
             before.release_model()
         leave_ddp(self._model)
         for layer in divided_layers(self._model):
             layer.products.order = self._order
         exchanges, group = exchanges_of(self._modules), self._group
-        # Where all exchanges store to all ranks, dense gradients can be stored there as well.
+        # If the exchanges store to all ranks, dense gradients can be stored there as well.
         reached = self._device.type == "cuda" and all(len(each.reach.here) == group.size() for each in exchanges)
         by_stores = self._dense_reduce == "stores" or (self._dense_reduce == "auto" and reached)
         timeout_s = min(exchange.options.wait_timeout_s for exchange in exchanges)
@@ -199,49 +196,49 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         set_owner(self._model, self)
 
     def release_model(self) -> None:
-        """Release the graphs and the dense gradients, for another pipeline or for this one to begin again."""
+        """Release the graphs and the hooks of the dense gradients; no rank may be in a step."""
         self._graphs.release()
         self._ids.forget()
         self._dense.close()
         set_owner(self._model, None)
 
     def reset(self) -> None:
-        """Forget batches that were read and not trained on: the next `progress` begins with a batch of its iterator."""
+        """Forget batches that were read ahead: the next `progress` trains on the next batch of its iterator."""
         (self._fallback or self._prefetcher).reset()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train on the next batch, or evaluate it if the model is in evaluation mode, and return the model's output.
 
-        In training it is valid until the next call.
+        In training, the output is valid until the next call.
 
         Raises:
-            StopIteration: if there is no batch left.
+            StopIteration: if a rank has no batch left.
             InputError: if a batch has other features than the first one, if other dense parameters get a
-                gradient than in the first step, or if rows or windows were moved or given back since a capture.
-            RuntimeError: that kernels have recorded, such as of a wait for a peer that has expired.
+                gradient than in the first step, or if rows or windows were moved or freed since the capture.
+            RuntimeError: if a kernel has recorded an error, such as an expired wait for a peer.
         """
-        if self._fallback is None and not self._has_looked:
-            dataloader_iter = self._look_at_first(dataloader_iter)
+        if self._fallback is None and not self._has_checked_first:
+            dataloader_iter = self._check_first(dataloader_iter)
         if self._fallback is not None:
             self._fallback._optimizer = self._optimizer
             return self._fallback.progress(dataloader_iter)
         try:
             self.check()
             with self._streams.main():
-                # TorchRec's `GradientAccumulationWrapper` puts another optimizer in the stead of the one given.
+                # TorchRec's `GradientAccumulationWrapper` replaces the optimizer.
                 owner = owner_of(self._model)
                 is_ready = owner is self and self._optimizer is self._opened
                 if owner is None or (self._model.training and not is_ready):
                     self._open()
                 return self._train(dataloader_iter) if self._model.training else self._evaluate(dataloader_iter)
         except RuntimeError:
-            self.check()  # where a kernel has stopped the GPU, its record says why
+            self.check()  # the record of a kernel that has stopped the GPU says why
             raise
 
     def check(self) -> None:
         """Raise the errors that kernels have recorded; never waits for the device."""
         if self._device.type == "cpu":
-            return  # where a wait raises its own error
+            return  # a wait on a CPU raises its own error
         for module in self._modules:
             if module.exchange is not None:
                 module.exchange.check()
@@ -249,16 +246,16 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._dense.buckets.check()
 
     def close(self) -> None:
-        """Give back the graphs, and memory that peers see, once all ranks are through with their steps; a collective.
+        """Free the graphs and the windows, once all ranks have finished their steps; a collective.
 
-        Graphs that hold collectives of NCCL must be gone before the process group.
+        Graphs that hold NCCL collectives must be freed before the process group.
 
         Raises:
-            RuntimeError: that kernels have recorded.
+            RuntimeError: if a kernel has recorded an error.
         """
         try:
             if self._fallback is None and all(exchange.failure is None for exchange in exchanges_of(self._modules)):
-                self._agreement.any_is(False)  # no rank gives its windows back while another reads them
+                self._consensus.any_is(False)  # no rank frees its windows while another reads them
             if owner_of(self._model) is self:
                 self.release_model()
             for exchange in exchanges(self._model):
@@ -268,14 +265,17 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             raise
 
     def detach(self) -> DistributedModelParallel:
-        """Return the model for forwards of its own, within the bound, until the next `progress`; read batches stay."""
+        """Return the model, which may be called on batches within the capacity until the next `progress`.
+
+        Batches that were read ahead are kept.
+        """
         if self._fallback is not None:
             return cast(DistributedModelParallel, self._fallback.detach())
         self._ids.forget()
         return self._model
 
     def attach(self, model: DistributedModelParallel | None = None, sparse_dist: bool = True) -> None:
-        """Undo `detach`, as the next `progress` does by itself."""
+        """Undo `detach`; the next `progress` does so by itself."""
         if self._fallback is not None:
             self._fallback.attach(model, sparse_dist)
 
@@ -290,21 +290,23 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def prepare_evaluation(self, batch: BatchTensors) -> None:
-        """Let the next forward be on a batch that may exceed the capacity, by whichever pipeline of the model.
+        """Prepare the model for a forward on this batch, see `ModelOwner`; a collective.
 
-        The ids of the next training batch are forgotten, and sent again in its step.
+        Ids of the next training batch that were sent ahead are forgotten, and sent again in its step. The capacity
+        grows if the batch exceeds it.
         """
         if self._ids.are_sent:
             self._ids.forget()
         if self._steps and self._capacity.describes(batch):
-            with torch.inference_mode(False):  # training steps write to the windows that are made
+            with torch.inference_mode(False):  # training steps write to the new windows, too
                 self._grow(self._capacity.ask(self._capacity.describe(batch), batch.ids).wait())
 
     def _train(self, batches: Iterator[Any]) -> Any:
         self._graphs.check_addresses()
         output = self._take_step(self._prefetcher.plan(batches))
         self._steps += 1
-        self._prefetcher.finish(batches)  # nothing here holds the step's batch: its memory may be lent for the next one
+        # The step and its batch are freed by now: the loader may reuse the batch's memory for the next one.
+        self._prefetcher.finish(batches)
         return output
 
     def _take_step(self, step: PlannedStep) -> Any:
@@ -324,9 +326,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._uncapturable_steps = 0
         if not self._ids.are_sent:
             self._send_late(step)
-        # A replay leaves the ids that it sends ahead to the next replay: no eager step and no capture would find them.
-        # So the graphs are replayed once both are captured; the first is captured again if a segment ended in between.
-        # A replay need not know whether the next batch is captured, and does not wait for the ranks.
+        # The ids that a replay sends ahead can only be looked up by the next replay, not by an eager step or a capture.
+        # So replays begin once both graphs are captured. A replay need not know whether the next batch is captured, and
+        # does not wait for the ranks.
         captured = self._graphs.each[step.buffer_index]
         if captured is not None and self._graphs.are_captured:
             self._replays += 1
@@ -337,7 +339,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def _warmup_step(self, step: PlannedStep, following: PlannedStep) -> Any:
-        """Issue a step kernel by kernel, or capture it once it may be."""
+        """Take a step eagerly, or capture it after enough eager ones."""
         captures = self._captures and not self._ids.block_capture
         is_padded = not self._capacity.capacity.known_lengths
         if not self._has_stepped:
@@ -348,7 +350,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             issue = partial(self._step, step, following, exact=False)
             capture = partial(self._graphs.capture, step.buffer_index, issue, self._streams.main_stream)
             return self._launch(step, capture)
-        return self._step(step, following, exact=not captures)  # the last ones before a capture have its sizes
+        return self._step(step, following, exact=not captures)  # padded before a capture, which has the same sizes
 
     def _send_late(self, step: PlannedStep) -> None:
         """Send the ids of a step that the step before has not sent, as after an eager step or an evaluation."""
@@ -366,7 +368,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._ids.send(following.active)
 
     def _first_step(self, step: PlannedStep, following: PlannedStep) -> Any:
-        """Take the first step, and learn which ids the model looks up, and which parameters get a gradient."""
+        """Take the first step, and find out which ids the model looks up and whether it calls collectives."""
         with self._ids.finding(step.active, self._capacity.capacity), ModelCollectives() as collectives:
             loss, output = self._forward(step.batch(self._device))
             loss.backward()
@@ -378,45 +380,44 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def _probe_step(self, step: PlannedStep, following: PlannedStep) -> Any:
-        """Take an eager step, and learn whether the model reads the padding of captured ones."""
+        """Take an eager step, and find out whether the model reads the padding of captured ones."""
         batch = step.batch(self._device)
-        probe = RoomProbe(self._model, self._modules, self._capacity.capacity, batch)
+        probe = PaddingProbe(self._model, self._modules, self._capacity.capacity, batch)
         with probe.recording():
             output = self._step(step, following, batch=batch)
-        if reason := probe.why_reads_room(self._model_fwd, self._agreement.any_is):
-            self._stay_eager(f"the model reads what is behind the ids of a captured step, or their number: {reason}")
+        if reason := probe.why_padding_is_read(self._model_fwd, self._consensus.any_is):
+            self._stay_eager(f"the model reads the padding after the ids of a captured step, or their number: {reason}")
         self._ignores_padding = not reason
         return output
 
     def _stay_eager(self, reason: str) -> None:
         self._captures = False
         note_why_eager(self._model, reason)
-        if self._agreement.is_first:
+        if self._consensus.is_first:
             log.warning("train pipeline: steps are eager: %s", reason)
 
     def _eager_step(self, step: PlannedStep) -> Any:
-        """Take the step of a batch that is uncapturable on some rank, and send its ids within it."""
+        """Take the step of a batch that is uncapturable on some rank; its ids are sent by its forward."""
         self._ids.forget()
         self._uncapturable_steps += 1
         if not self._grow(step.sizes) and self._uncapturable_steps == self._patience:
-            self._patience = _UNCAPTURABLE_STEPS if self._replays >= _WORTH else 2 * self._patience
+            self._patience = _UNCAPTURABLE_STEPS if self._replays >= _WORTHWHILE_REPLAYS else 2 * self._patience
             self._release_graphs()
             self._prefetcher.drop_buffers()
-        if self._agreement.is_first and self._uncapturable_steps <= 1:  # the first of several
+        if self._consensus.is_first and self._uncapturable_steps <= 1:
             log.info("train pipeline: step %d is eager, since a batch is unlike those of captured steps", self._steps)
         loss, output = self._forward(step.batch(self._device))
         self._backward(loss)
         return output
 
     def _grow(self, sizes: np.ndarray) -> bool:
-        """Grow the capacity to batches of such sizes, if they exceed it; return whether they do."""
+        """Grow the capacity if batches of such sizes exceed it; return whether they do."""
         if is_beyond := self._capacity.are_beyond(sizes):
             self._release_graphs()
             self._prefetcher.grow(sizes)
         return is_beyond
 
     def _release_graphs(self) -> None:
-        """Release the graphs; steps are captured again after some eager ones."""
         self._graphs.release()
         self._warmup_steps = self._uncapturable_steps = self._replays = 0
         self._ignores_padding = False  # other features may be padded
@@ -438,8 +439,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Issue a step and, alongside it, send the ids of the following one.
 
         Args:
-            exact: True for ids without padding, see `PlannedStep.batch`.
-            batch: batch of the step, if it is on the device already.
+            exact: see `PlannedStep.batch`.
+            batch: the step's batch on the device, if there is one already.
         """
         batch = step.batch(self._device, exact) if batch is None else batch
         self._streams.fork_ids()
@@ -463,12 +464,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return losses.sum(dim=0) if losses.dim() > 0 else losses, output
 
     def _follow_learning_rates(self) -> None:
-        """Hand the learning rates of the rows on, where they may have changed since the last step."""
         rates = [group["lr"] for group in self._optimizer.param_groups]
         if rates == self._learning_rates and not self._dense.why_after:
             return
         self._learning_rates = rates
         for fused in self._dense.fused:
-            fused.step()  # which sets the learning rate of the rows
+            fused.step()  # sets the learning rate of the rows
         for exchange in exchanges_of(self._modules):
             exchange.follow_rules(capture=True)
