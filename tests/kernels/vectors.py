@@ -38,7 +38,7 @@ _ORDERS = {"gather": "own_first", "scatter": "balanced"}
 def check_peer_copy() -> None:
     """Rows are stored in whole words."""
     for word, instruction in _INSTRUCTIONS.items():
-        made = peer_copy._storing(4, word)
+        made = peer_copy._compiled(4, word)
         text, constants = compile_for_h200(made, _COPY)["ptx"], made.constants
         turns = constants["BLOCK"] // constants["VECTOR"] // (peer_copy._NUM_WARPS * 32)
         assert text.count(f"st.global.{instruction}") == turns + (word == 4), f"word {word}\n{text}"  # one sets a count

@@ -83,7 +83,7 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     return {
         "wait_for_flags": (flags._awaiting(1024), {}),
         "put_slices": (put._kernel(), _OF_SLICES),
-        "await_message": (messages._awaiting(Network("stores", _NONE, 0)), _OF_MESSAGE),
+        "wait_message": (messages._wait_kernel(Network("stores", _NONE, 0)), _OF_MESSAGE),
         "gathered_product": (product._compiled(tiling, **kind), _OF_PRODUCT | tiles),
     }
 
