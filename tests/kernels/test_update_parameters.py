@@ -157,8 +157,8 @@ def test_bias_corrections_have_all_their_digits(steps: int) -> None:
     adam.gradients.zero_()
     _update_all(update, adam)
     beta1, beta2 = adam.numbers[0, [FIRST, SECOND]].tolist()
-    assert adam.factors[0, update.RATE].item() == pytest.approx(RATE / (1 - beta1**steps), rel=1e-7)
-    assert adam.factors[0, update.ROOT].item() == pytest.approx((1 - beta2**steps) ** 0.5, rel=1e-7)
+    assert adam.factors[0, update.RATE.value].item() == pytest.approx(RATE / (1 - beta1**steps), rel=1e-7)
+    assert adam.factors[0, update.ROOT.value].item() == pytest.approx((1 - beta2**steps) ** 0.5, rel=1e-7)
 
 
 def test_a_flat_tensor_that_is_not_padded_is_refused() -> None:

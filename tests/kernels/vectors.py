@@ -62,7 +62,7 @@ def check_all_reduce() -> None:
     """The dense gradients' all-reduce."""
     for dtype, world_size in product((torch.float32, torch.bfloat16), (2, 3, 4, 8)):
         vectors = world_size * all_reduce.lane_elements(world_size, dtype) * dtype.itemsize // 16
-        text = compile_for_h200(all_reduce._averaging(world_size, dtype), _SHARES)["ptx"]
+        text = compile_for_h200(all_reduce._compiled(world_size, dtype), _SHARES)["ptx"]
         assert text.count("ld.global.v4.b32") == vectors, text
         assert text.count("st.global.v4.b32") == vectors, text
         assert text.count("st.global") == vectors + 1, f"besides, the count alone is set back\n{text}"
@@ -72,7 +72,7 @@ def check_update() -> None:
     """The update of the dense parameters, under each optimizer and with bf16 shadows."""
     lanes = 128
     for kind, states in STATES.items():
-        change = update._updating(kind, False, torch.bfloat16)
+        change = update._compiled_update(kind, False, torch.bfloat16)
         text, turns = compile_for_h200(change, _UPDATE)["ptx"], BLOCK // (lanes * 4)
         assert text.count("ld.global.v4.b32") == turns * (2 + len(states)), f"{kind}\n{text}"
         shadows = BLOCK // (lanes * 8)
