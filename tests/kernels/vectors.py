@@ -83,8 +83,8 @@ def check_update() -> None:
 def compile_product(mode: str, by_k: bool) -> str:
     """Return the PTX of a product that is gathered, with a bias and relu, or scattered."""
     gather = mode == "gather"
-    kind = {"GATHER": gather, "SCATTER": not gather, "BY_K": by_k, "BIAS": gather}
-    kind |= {"ACTIVATION": "relu" if gather else "none", "TYPE": TYPES[torch.bfloat16], "ORDER": _ORDERS[mode]}
+    kind = {"gather": gather, "scatter": not gather, "by_k": by_k, "bias": gather}
+    kind |= {"activation": "relu" if gather else "none", "dtype": TYPES[torch.bfloat16], "order": _ORDERS[mode]}
     tiling, blocks = TILING, {"x": [TILING.block_m, TILING.block_k]}
     blocks["weight"] = [tiling.block_n, tiling.block_k] if by_k else [tiling.block_k, tiling.block_n]
     types = _PRODUCT | {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
