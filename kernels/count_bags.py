@@ -16,9 +16,9 @@ BLOCK = 64 if INTERPRETED else 2048  # bags that a program reads at a time
 def _count_bags(lengths, numbers: tl.int64, features: tl.int64, samples: tl.int64, BLOCK: tl.constexpr):
     """Count the ids of feature t, as program t.
 
-    Memory: reads row t of `lengths` [T, b]. `numbers` is the address of three rows of int64, `features` elements apart,
-    in page-locked host memory: ids of each feature, ids of its largest bag, minus the ids of its smallest bag. The
-    program writes element t of each row: 0, -2^31, -2^31 if there are no samples.
+    Memory: reads row t of `lengths` [T, b]. `numbers` is the address of three rows of int64, `features` apart, in
+    page-locked host memory: ids of each feature, of its largest bag, and minus those of its smallest. Stores element t
+    of each: 0, -2^31, -2^31 without samples.
 
     Order: no two programs share an element. The host may read them after an event that follows the kernel.
 
@@ -44,9 +44,8 @@ def _count_bags(lengths, numbers: tl.int64, features: tl.int64, samples: tl.int6
 def count_bags(lengths: torch.Tensor, numbers: torch.Tensor) -> None:
     """Count the ids of features as `reference.count_bags` does, on the current stream; the host does not wait.
 
-    Args:
-        lengths: [T, b] int32 or int64, contiguous: ids of each bag.
-        numbers: [3, T] int64 in page-locked host memory, overwritten; the elements of a row are contiguous.
+    `lengths` [T, b] is int32 or int64, contiguous. `numbers` [3, T] int64 is in page-locked host memory, its rows
+    contiguous.
     """
     features, samples = lengths.shape
     kernel = specialised(_count_bags, num_warps=8, BLOCK=BLOCK)

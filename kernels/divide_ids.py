@@ -1,9 +1,9 @@
 """Divides published ids into shares, so that each owner of a row-wise sharded table reads only the ids of its rows.
 
-A window (see `pull_ids`) holds the ids of T features and then, from word `values_at` on, the ids of S shares, share
-after share, bag after bag, each minus the share's first id. The offsets begin at word `offsets_at`: of the features'
-bags [T * b]; then b words, the first of which is the end of the last feature's ids; then of the shares' bags
-[S * b + 1]. So share s is read like a feature, number T + 1 + s.
+A window (see `pull_ids`) holds the ids of T features and then, from word `values_at` on, those of S shares, share after
+share, bag after bag, each minus the share's first id. The offsets begin at word `offsets_at`: of the features' bags [T
+* b]; then b words, the first of which ends the features' ids; then of the shares' bags [S * b + 1]. So share s is read
+like a feature, number T + 1 + s.
 
 Example: T = 1, b = 2, bags [5, 1] [7, 4], shares of the ids 0 .. 3 and 4 .. 7. The first share has the bags [1] [], the
 second [1] [3, 0].
@@ -48,12 +48,12 @@ class Shares(NamedTuple):
 
 @triton.jit(do_not_specialize=["samples", "blocks", "room", "offsets_at", "features", "values_end", "weights_at"])
 def _divide_ids(
-    window,
-    shares,
-    counts,
+    window,  # int32
+    shares,  # [S, 3] int64
+    counts,  # [1 + S * samples] int32: after the first element, ids of each bag
     samples,
-    blocks,
-    room,
+    blocks,  # of BAGS bags, in a share
+    room,  # words of the features' ids
     offsets_at,
     features,
     values_end,
@@ -62,12 +62,11 @@ def _divide_ids(
     WEIGHTED: tl.constexpr,
     BAGS: tl.constexpr,
 ):
-    """Count the ids of BAGS bags of one share or, with FILL, store them; a lane takes a bag.
+    """Count the ids of BAGS bags of one share or, with FILL, store them in the bag's order; a lane takes a bag.
 
-    Memory: reads the offsets and ids of its bags in the window. Without FILL, stores the number of each bag's ids to
-    `counts` [1 + S * b] int32, from element 1 on. With FILL, reads the share's offsets and stores its ids in the bag's
-    order, each minus the share's first id, and with WEIGHTED their weights; nothing from word `values_end` on, so that
-    a batch that exceeds its capacity overwrites nothing.
+    Memory: without FILL, stores to `counts`. With FILL, stores the share's ids, each minus its first id, and with
+    WEIGHTED their weights; nothing from word `values_end` on, so that a batch that exceeds its capacity overwrites
+    nothing.
 
     Order: the fill runs after the cumulative sum of the counts, and before the flag that publishes the ids.
 
@@ -112,7 +111,6 @@ def divide_ids(window: torch.Tensor, shares: Shares, samples: int, counts: torch
     """Write the shares' ids and offsets to a window that holds the features' ids, on the current stream.
 
     Args:
-        window: int32, laid out as the module says.
         samples: samples of a feature, b.
         counts: [1 + S * b or more] int32, scratch; its first element is `values_at` and stays.
     """

@@ -1,4 +1,4 @@
-"""Finds the slots of a step's rows in a cache of rows, and takes slots of unused rows for those that have none.
+"""Finds the slots of a step's rows in a cache, and gives slots of unused rows to those that have none.
 
 Five kernels and a cumulative sum visit each id, each slot, and one bit for each row of the tables:
 
@@ -9,12 +9,11 @@ Five kernels and a cumulative sum visit each id, each slot, and one bit for each
     _take      assign each of these slots to its new row
     _replace   replace the ids of rows that were not cached by their new slots
 
-A row has one bit however many ids name it. So no sort is needed, rows come in ascending order, in which host memory is
-faster, and results do not depend on the order of the programs.
+Bits need no sort, give rows in ascending order, in which host memory is faster, and the same result every time.
 
 Example: 4 slots hold rows 7 3 9 5. None was used again; 9 and 5 came in the last step; the hand is at slot 0. A step
-names rows 8 8 2. The bits of 2 and 8 are set, and slots 0 and 1 may be taken. Row 2 replaces row 7 in slot 0, row 8
-replaces row 3 in slot 1, the ids become 1 1 0, and the hand moves to slot 2.
+names rows 8 8 2. Their bits are set, and slots 0 and 1 may be taken. Row 2 replaces row 7 in slot 0, row 8 replaces row
+3 in slot 1, the ids become 1 1 0, and the hand moves to slot 2.
 """
 
 from functools import partial
@@ -49,13 +48,13 @@ def _first_row(offsets, first_rows, position, mask, samples, features, HALVINGS:
 
 @triton.jit(do_not_specialize=["ids_count", "samples", "features"], do_not_specialize_on_alignment=["offsets"])
 def _look_up(
-    ids,
-    offsets,
-    first_rows,
-    slot_of,
-    used_at,
-    named,
-    clock,
+    ids,  # [ids_count] int32
+    offsets,  # [features * samples + 1], of the bags
+    first_rows,  # [features + 1 or more] int64
+    slot_of,  # [rows] int32
+    used_at,  # [slots] int32
+    named,  # [words] int32, a bit for each row
+    clock,  # [3] int64: step, hand, next hand
     ids_count,
     samples,
     features,
@@ -64,7 +63,7 @@ def _look_up(
 ):
     """Replace BLOCK ids by their rows' slots and mark these as used; set the bits of rows that have no slot.
 
-    Memory: the id of a row without a slot becomes -1 - id. Programs that mark one slot store the same value, the step.
+    Memory: the id of a row without a slot becomes -1 - id. Programs that mark the same slot store the same step.
 
     Order: bits are set by relaxed atomics, since 32 rows share a word.
     """
@@ -95,7 +94,7 @@ def _count_ones(word):
 
 @triton.jit
 def _load_words(named, words, block, WORDS: tl.constexpr):
-    """Return the numbers [WORDS] int64 of a block's words of bits, and the words [WORDS] uint32."""
+    """Return the numbers [WORDS] int64 and the values [WORDS] uint32 of a block's words of bits."""
     number = block.to(tl.int64) * WORDS + tl.arange(0, WORDS)
     return number, tl.load(named + number, mask=number < words, other=0).to(tl.uint32, bitcast=True)
 
@@ -115,11 +114,11 @@ def _load_slots(used_at, uses, clock, slots, block, SLOTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["words", "slots", "word_blocks", "slot_blocks"])
 def _count(
-    named,
-    used_at,
-    uses,
-    clock,
-    counts,
+    named,  # [words] int32
+    used_at,  # [slots] int32
+    uses,  # [slots] int32
+    clock,  # [3] int64
+    counts,  # [word_blocks + 2 * slot_blocks] int32: bits, free slots without uses, free slots with uses
     words: tl.int64,
     slots,
     word_blocks,
@@ -130,8 +129,7 @@ def _count(
 ):
     """Count the bits that are set in one block, or the slots of one block that may be taken.
 
-    Memory: `counts` [word_blocks + 2 * slot_blocks] int32 receives the numbers of bits, of free slots without uses, and
-    of free slots with uses. A slot that this step names gains a use, up to MAX_USES.
+    Memory: stores this block's counts. A slot that this step names gains a use, up to MAX_USES.
 
     Order: no two programs share an element.
     """
@@ -178,8 +176,7 @@ def _list_slots(
 ):
     """Store the slots of one block that are taken to `taken`, and move the hand past them.
 
-    Slots without uses, `idles` in all, are taken first: this block's begin at number `first_idle`, its other free slots
-    at number `first_other`.
+    The block's free slots without uses begin at number `first_idle` of all `idles`, the others at `first_other`.
     """
     mask, slot, _, left, free = _load_slots(used_at, uses, clock, slots, block, SLOTS)
     # Number the block's slots: those without uses come first.
@@ -201,10 +198,10 @@ def _list(
     used_at,
     uses,
     clock,
-    counts,
-    ends,
-    taken,
-    entering,
+    counts,  # of `_count`
+    ends,  # inclusive sum of `counts`
+    taken,  # [entries] int64
+    entering,  # [entries] int64
     words: tl.int64,
     slots,
     word_blocks,
@@ -212,10 +209,9 @@ def _list(
     WORDS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """List the rows of one block that enter, or the slots of one block that they take.
+    """List the rows of one block that enter, or the slots of one block that they take: row entering[i] slot taken[i].
 
-    Memory: `ends` is the inclusive sum of `counts`. Row `entering[i]` will have slot `taken[i]`. The hand's next slot
-    is stored to `clock[2]`, since other programs still read `clock[1]`.
+    Memory: the hand's next slot is stored to `clock[2]`, since other programs still read `clock[1]`.
 
     Order: no two programs share an element.
     """
@@ -245,22 +241,22 @@ def _list(
 
 @triton.jit(do_not_specialize=["word_blocks"])
 def _take(
-    slot_of,
-    row_in,
+    slot_of,  # [rows] int32
+    row_in,  # [slots] int64
     used_at,
     uses,
     clock,
     ends,
     taken,
-    leaving,
+    leaving,  # [entries] int64
     entering,
-    count,
+    count,  # [1] int64
     word_blocks,
     BLOCK: tl.constexpr,
 ):
     """Assign the slots that are taken to the rows that enter, as program p of P the blocks p, p + P, .. of BLOCK.
 
-    Memory: stores the rows that leave to `leaving`, and the number of entries to `count` [1].
+    Memory: stores the slots' former rows to `leaving`, and the number of entries to `count`.
 
     Order: no two programs share an element.
     """
@@ -286,10 +282,10 @@ def _take(
 
 @triton.jit(do_not_specialize=["ids_count", "samples", "features"], do_not_specialize_on_alignment=["offsets"])
 def _replace(
-    ids,
-    offsets,
-    first_rows,
-    slot_of,
+    ids,  # [ids_count] int32
+    offsets,  # [features * samples + 1], of the bags
+    first_rows,  # [features + 1 or more] int64
+    slot_of,  # [rows] int32
     clock,
     ids_count,
     samples,
@@ -341,7 +337,6 @@ def find_slots(
         samples: B.
         first_rows: [F + 1 or more] int64: first row of each feature's table in the cache's numbering; negative leaves
             the feature's ids as they are.
-        blocks: sizes of a program's work.
 
     Returns:
         The rows that leave and enter, the latter in ascending order.

@@ -1,8 +1,8 @@
 """Messages between nodes in groups of rows: each group is put into the peer's heap, with a signal, when it is complete.
 
 A message consists of *runs* of rows, one for each rank of the receiving node. Each run is cut into groups of the same
-number of rows, except the last (`grouping`), so no group has rows of two runs. Each group has its own signal, which its
-put sets to the epoch after the data has arrived. Nothing is reset. Puts may overtake each other.
+number of rows, except the last (`grouping`). Each group has its own signal, which its put sets to the epoch after the
+data has arrived. Nothing is reset, and puts may overtake each other.
 """
 
 from typing import NamedTuple
@@ -59,42 +59,42 @@ class Waiting(NamedTuple):
 
 @triton.jit(do_not_specialize=["rank", "peer", "signal", "epoch"])
 def _send_signal(
-    heaps,
-    clock_word,
+    heaps,  # [W] int64, addresses
+    clock_word,  # [1] int64
     rank,
     peer,
     signal: tl.int64,
     epoch: tl.int64,
     FORM: tl.constexpr,
 ):
-    """Set a signal in the heap of `peer` to `epoch` + `clock_word` [1] int64, by one program; see `put_signal`."""
+    """Set a signal in the heap of `peer` to `epoch` + `clock_word`, by one program; see `put_signal`."""
     nothing = tl.zeros((), tl.int64)
     put_signal(heaps, rank, peer, signal, signal, nothing, signal, epoch + tl.load(clock_word), FORM)
 
 
 @triton.jit(do_not_specialize=["rank", "source", "group_rows", "each", "signals", "epoch", "timeout"])
 def _wait_message(
-    clock_word,
+    clock_word,  # [1] int64
     status,
-    first_sample,
+    first_sample,  # [runs + 1] int32: run r has rows [first_sample[r], first_sample[r + 1])
     rank,
-    source,
+    source,  # the rank that sends
     group_rows,
-    each,
-    signals: tl.int64,
+    each,  # groups of the longest run
+    signals: tl.int64,  # address of the first group's signal
     epoch: tl.int64,
-    timeout: tl.int64,
+    timeout: tl.int64,  # ns; turns under the interpreter
     LANES: tl.constexpr,
     FORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Wait for the groups of run p of a message, as program p; a lane takes a group.
 
-    When `timeout` ns have passed (turns, under the interpreter), the program records which signal is missing and stops
-    the kernel, as `primitives.wait_for_flags` does.
+    When `timeout` has passed, the program records which signal is missing and stops the kernel, as
+    `primitives.wait_for_flags` does.
 
-    Memory: reads the signals of the run's groups, from number p * `each` on; `first_sample` [runs + 1] int32 says how
-    many rows the run has. A signal is not set to a later epoch before this wait has ended.
+    Memory: reads the signals of the run's groups, from number p * `each` on. No signal is set to a later epoch before
+    this wait has ended.
 
     Order: signals are read relaxed until all have reached the epoch, then acquired at system scope (with NVSHMEM by its
     own wait, which makes bytes visible that a network card has written). A barrier follows.
@@ -157,7 +157,7 @@ def wait_message(
     Args:
         source: rank that sends the message.
         signals: address of the signal of its first group.
-        clock: [1] int64; a signal has arrived when it has reached `epoch` + `clock`.
+        clock: [1] int64; signals must reach `epoch` + `clock`.
         first_sample: [runs + 1] int32: run r has the rows of samples [first_sample[r], first_sample[r + 1]).
     """
     _wait_kernel(heap)(

@@ -1,17 +1,15 @@
 """Device functions that put bytes into the memory of a rank of another node and then signal it, from within a kernel.
 
 A *heap* is memory that every rank has in the same size and layout; an address in this rank's heap also names the same
-position in any other rank's heap. A *put* copies bytes from this rank's heap to a peer's, and then stores a number at a
-*signal*, a word of the peer's heap: a peer that sees the number sees the bytes.
-
-A kernel is compiled for one of two forms, `FORM`, with the same arguments and the same order:
+position in any other rank's. A *put* copies bytes to a peer's heap and then stores a number at a *signal*, a word of
+that heap: a peer that sees the number sees the bytes. A kernel is compiled for one of two forms, `FORM`:
 
 - `nvshmem`: NVSHMEM's device functions. A network card, or a proxy thread of the host, sends the bytes to another node;
   within a node they are stored. Only this rank's element of `heaps` is read.
 - `stores`: the program stores into the peer's heap, whose address is in `heaps`, under the interpreter or between GPUs
   that reach each other.
 
-Every wait is bounded: NVSHMEM's own wait is called only after the signal has arrived, for what it does after a wait.
+NVSHMEM's own, unbounded wait is called only after the signal has arrived, for what it does after a wait.
 
 Source: the puts of arXiv 2305.06942, section 3.2, and of Chen et al. 2024, both between nodes by NVSHMEM.
 """

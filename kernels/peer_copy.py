@@ -59,21 +59,21 @@ class RowFlags(NamedTuple):
 
 @triton.jit(do_not_specialize=["source", "rank", "world_size", "destinations", "stride", "words", "offset"])
 def _store_rows(
-    targets,
-    peers_ready,
-    counted,
-    clock,
-    source: tl.int64,
+    targets,  # [W] int64: address of each rank's memory
+    peers_ready,  # [W] int64: address of each rank's flags [W, 1]
+    counted,  # [1] int32, 0 before and after
+    clock,  # [1] int64
+    source: tl.int64,  # address of the row for rank 0
     rank,
     world_size,
     destinations,
-    stride: tl.int64,
-    words: tl.int64,
-    offset: tl.int64,
+    stride: tl.int64,  # bytes from one rank's row to the next
+    words: tl.int64,  # of WORD bytes, in a row
+    offset: tl.int64,  # byte of each target where this rank's row goes
     PEERS: tl.constexpr,
     TYPE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    WORD: tl.constexpr,
+    VECTOR: tl.constexpr,  # elements of TYPE in a word
+    WORD: tl.constexpr,  # bytes; divides all addresses
     BLOCK: tl.constexpr,
 ):
     """Store a row to each of the `destinations` next ranks, as program p of P the tasks p, p + P, ..
@@ -81,13 +81,11 @@ def _store_rows(
     A task is a block of BLOCK elements of one row. Tasks alternate between the ranks, from the next one on, so that no
     two ranks send to the same peer, and stores to this rank's own memory overlap with those over links.
 
-    Memory: the row for rank w is at the address `source` + w * `stride`; it is `words` words of WORD bytes, which are
-    VECTOR elements of TYPE each. It is stored at `targets`[w] + `offset`. WORD divides all addresses, so a lane moves
-    WORD bytes at a time.
+    Memory: a lane moves WORD bytes at a time, several times a block.
 
-    Order: no two programs share an element. The program that ends last sets element `rank` of every rank's flags [W,
-    1], whose addresses are in `peers_ready`, to `clock` [1]: a release at system scope that covers the stores of all
-    programs. A rank that has acquired it may read the row. `counted` [1] is 0 before and after.
+    Order: no two programs share an element. The program that ends last sets element `rank` of every rank's flags to
+    `clock`: a release at system scope that covers the stores of all programs. A rank that has acquired it may read the
+    row.
 
     Example: rank 1 of 3, two blocks a row, destinations 3: 2a 0a 1a 2b 0b 1b, where 2a is the first block of rank 2's
     row.

@@ -1,12 +1,12 @@
 """The input_dist of ids without the host: each rank publishes its samples' ids in a window, and owners read them there.
 
-A window is int32. It holds the ids of T features, feature after feature, bag after bag; then, if ids have weights, the
-weight of each id as float32, `weights_at` words after it; then, from word `offsets_at` on, the offsets [T * b + 1] of
-the bags. The ids arrive in the order of the lookup (`Bags`): feature shard after feature shard, in each the bags of
-rank 0 first. A pair is one of the owner's F shards and a source rank; its number is shard * W + rank.
+A window is int32. It holds the ids of T features, feature after feature, bag after bag; then, `weights_at` words after
+each id, its weight as float32, if ids have weights; then, from word `offsets_at` on, the offsets [T * b + 1] of the
+bags. The ids arrive in the order of the lookup (`Bags`): shard after shard, in each the bags of rank 0 first. A pair is
+one of the owner's F shards and a source rank; its number is shard * W + rank.
 
-If the lengths of bags vary, `locate_ids` finds where each pair's ids are; otherwise the host does so once. `pull_ids`
-then copies the ids and checks them.
+If the lengths of bags vary, `locate_ids` finds each pair's ids; otherwise the host does so once. `pull_ids` copies and
+checks them.
 
 Example: W = 2, b = 2. Rank 0 publishes the bags f: [5] [], g: [7, 7] [1], rank 1 publishes f: [] [9], g: [2] []. The
 owner of g finds 3 ids of pair 0 at source 1, which arrive at 0, and 1 id of pair 1 at source 1, which arrives at 3:
@@ -43,31 +43,27 @@ def _count(offsets, key, samples, mask):
 
 @triton.jit(do_not_specialize=["world_size", "shards", "keys", "samples", "offsets_at", "total"])
 def _locate_ids(
-    windows,
-    requested,
-    capacities,
-    sources,
-    counts,
-    arrivals,
+    windows,  # [W] int64, addresses
+    requested,  # [shards] int32: feature of each shard
+    capacities,  # [keys] int32: ids of a rank's batch
+    sources,  # [shards * W] int32: offset of each pair's first id in the window
+    counts,  # [shards * W] int32: ids of each pair
+    arrivals,  # [shards * W + 1] int32: where each pair's ids arrive, then the number of all ids
     status,
     world_size,
     shards,
-    keys,
+    keys,  # features of all ranks
     samples,
     offsets_at,
-    total,
+    total,  # ids of a rank's batch, without LENGTHS
     LENGTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Find where the ids of each pair are in their rank's window and where they arrive; the grid is one program.
 
-    Memory: reads the features' offsets in all windows. Stores, int32 for each pair, the offset of its first id in the
-    window to `sources`, the number of its ids to `counts`, and where they arrive to `arrivals` [pairs + 1], whose last
-    element is the number of all ids.
-
-    If a rank has more ids of a feature than `capacities` [T] allow, or fewer than 0, no id of the step arrives, and
-    every rank records that in `status`. Without LENGTHS, the program only checks that each window has `total` ids, a
-    number that its rank published at `offsets_at`.
+    Memory: reads the features' offsets in all windows. If a rank has more ids of a feature than its capacity, or fewer
+    than 0, no id of the step arrives, and every rank records that. Without LENGTHS, only checks that each rank has
+    published `total` ids.
 
     Order: runs after the wait for the ranks' flags.
 
@@ -112,16 +108,16 @@ def _locate_ids(
 
 @triton.jit(do_not_specialize=["world_size", "shards", "samples", "offsets_at", "weights_at", "capacity"])
 def _pull_ids(
-    tasks,
-    windows,
-    requested,
-    rows,
-    sources,
+    tasks,  # [tasks, 3] int32
+    windows,  # [W] int64, addresses
+    requested,  # [shards] int32
+    rows,  # [shards] int32, negative if ids outside the table are not recorded
+    sources,  # these three as in `_locate_ids`
     counts,
     arrivals,
-    values,
-    offsets,
-    weights,
+    values,  # [capacity] int32
+    offsets,  # [(shards + 1) * W * samples + 1] int32
+    weights,  # [capacity] float32
     status,
     world_size,
     shards,
@@ -136,13 +132,9 @@ def _pull_ids(
 ):
     """Do one task: copy BLOCK ids of one pair, and the offsets of BLOCK of its bags, to where they arrive.
 
-    Memory: reads one rank's window, this rank's or a peer's. Stores ids to `values` [capacity] int32, with WEIGHTED
-    weights to `weights` [capacity] float32, and with LENGTHS the bags' offsets to `offsets` [(shards + 1) * W * b + 1]
-    int32. With CHECK an id outside its table of abs(rows[shard]) rows becomes 0, and the task's last such id is
-    recorded in `status` unless rows[shard] is negative.
-
-    A task of shard number `shards` pads `values` with zeros up to `capacity`, so that the number of sorted ids is
-    constant, and divides the zeros evenly among the bags of one additional feature.
+    Memory: reads one rank's window, this rank's or a peer's. With CHECK an id outside its table becomes 0, and the
+    task's last such id is recorded. A task of shard number `shards` pads `values` with zeros up to `capacity`, so that
+    the number of sorted ids is constant, and divides the zeros evenly among the bags of one additional feature.
 
     Order: no two programs share an element. Runs after `_locate_ids`. Published ids stay until their rank has seen this
     rank's flag of the next step.
@@ -225,8 +217,6 @@ def pull_tasks(capacities: Sequence[int], world_size: int, samples: int, padded:
 
     Args:
         capacities: for each of the owner's shards, the upper limit of ids in one rank's batch.
-        world_size: number of ranks, W.
-        samples: samples of a rank, b.
         padded: number of ids that the arriving ids are padded to; 0 for no padding.
         block: ids of a task.
     """
@@ -243,12 +233,10 @@ def pull_tasks(capacities: Sequence[int], world_size: int, samples: int, padded:
 def locate_ids(
     published: Published, arrivals: Arrivals, status: torch.Tensor, samples: int, lengths: bool, total: int
 ) -> None:
-    """Find where the ids of each pair are and where they arrive, on the current stream; see `_locate_ids`.
+    """Find where the ids of each pair are and arrive, on the current stream; see `_locate_ids`.
 
     Args:
         arrivals: overwritten if `lengths`.
-        status: see `Flags.status`; a batch of the wrong size is recorded there.
-        samples: samples of a rank, b.
         lengths: whether the lengths of bags vary.
         total: if they do not, the number of ids of a rank's batch.
     """
@@ -281,8 +269,6 @@ def pull_ids(
         values: [capacity] int32, overwritten.
         offsets: [(F + 1) * W * b + 1] int32, overwritten if `lengths`; otherwise it holds the offsets already.
         weights: [capacity] float32, overwritten where ids are; None if ids have no weights.
-        status: see `Flags.status`; an id outside its table is recorded there.
-        samples: samples of a rank, b.
         lengths: copy offsets, too; `tasks` then pad `values` to its whole length.
         check: compare ids with the rows of their tables.
         block: ids of a task.

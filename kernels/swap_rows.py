@@ -26,12 +26,12 @@ _STAGES = 4  # of the pipelined loop: indices are loaded, then rows, which are i
 
 @triton.jit(do_not_specialize=["address"], do_not_specialize_on_alignment=["count"])
 def _swap_rows(
-    cached,
-    address: tl.int64,
-    slots,
-    leaving,
-    entering,
-    count,
+    cached,  # [slots, WORDS] int32
+    address: tl.int64,  # of `home` [rows, WORDS] int32, a multiple of ALIGNMENT
+    slots,  # [entries] int64
+    leaving,  # [entries] int64, negative: no row leaves
+    entering,  # [entries] int64, negative: no row enters
+    count,  # [1] int64
     WORDS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -45,9 +45,8 @@ def _swap_rows(
     P is one for every SHARE words, but at least MIN_PROGRAMS and at most what is launched; other programs return at
     once.
 
-    Memory: a row is WORDS words of 4 bytes; `home` begins at `address`, a multiple of ALIGNMENT. Entry i copies row
-    slots[i] of `cached` to row leaving[i] of `home`, then row entering[i] of `home` to row slots[i] of `cached`;
-    negative rows copy nothing. All three are int64, and no row is named twice, so STAGES - 2 blocks are loaded ahead.
+    Memory: entry i copies row slots[i] of `cached` to row leaving[i] of `home`, then row entering[i] of `home` to row
+    slots[i] of `cached`. No row is named twice, so STAGES - 2 blocks are loaded ahead.
 
     Order: the thread that stores a word of a slot has loaded it before, since all blocks have the same layout, which
     `tests/kernels/vectors.py` checks; a barrier would keep Triton from pipelining the loop.
@@ -87,9 +86,8 @@ def _compiled(words: int, alignment: int) -> CompiledKernel:
 def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:
     """Copy rows of a cache to their table, and other rows of the table to their slots, on the current stream.
 
-    Args:
-        home: [R, D] or [R], the table: contiguous, rows of a multiple of 4 bytes, in memory that the device can access.
-        cached: [S, D] or [S] of the same type.
+    `home` [R, D] or [R] is the table: contiguous, rows of a multiple of 4 bytes, in memory that the device can access.
+    `cached` [S, D] or [S] has the same type.
     """
     if not (home.is_cuda or INTERPRETED):
         reference.swap_rows(home, cached, swaps)

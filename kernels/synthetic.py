@@ -83,13 +83,13 @@ def draw_block(key, sample, block, blocks):
 
 @triton.jit(do_not_specialize=["first", "blocks", "count", "features", "tables"])
 def _draw_features(
-    dense,
-    lengths,
-    sums,
-    key,
-    bag_sizes,
-    first: tl.int64,
-    blocks: tl.int64,
+    dense,  # [count, features] float32
+    lengths,  # [tables, count] int32
+    sums,  # [tables, count] int32, set to 0
+    key,  # [2] int64
+    bag_sizes,  # [tables, 2] int64: smallest size, number of sizes
+    first: tl.int64,  # number of the first sample
+    blocks: tl.int64,  # of draws, of a sample
     count: tl.int64,
     features,
     tables,
@@ -98,9 +98,7 @@ def _draw_features(
 ):
     """Draw dense features and bag sizes: a program makes one block of four draws for each of BLOCK samples.
 
-    Memory: stores, for its samples, up to four columns of `dense` [count, features] float32 and rows of `lengths`
-    [tables, count] int32; where it stores a length, it sets `sums` [tables, count] int32 to 0. Reads the smallest size
-    and the number of sizes from `bag_sizes` [tables, 2] int64.
+    Memory: stores, for its samples, up to four columns of `dense` and rows of `lengths`, with those of `sums`.
 
     Order: no two programs share an element.
 
@@ -132,14 +130,14 @@ def _draw_features(
 
 @triton.jit(do_not_specialize=["first", "blocks", "count", "first_block"])
 def _draw_ids(
-    values,
-    lengths,
-    offsets,
-    sums,
-    key,
-    columns,
-    tables,
-    cells,
+    values,  # int32: all bags of table 0, then of table 1, ..
+    lengths,  # [tables, count] int32
+    offsets,  # [tables * count + 1] int64, with RANGES
+    sums,  # [tables, count] int32: of scores, modulo 2**32
+    key,  # [2] int64
+    columns,  # [4 * blocks] int32
+    tables,  # [tables, 10] int64
+    cells,  # int64
     first: tl.int64,
     blocks: tl.int64,
     count: tl.int64,
@@ -149,13 +147,11 @@ def _draw_ids(
 ):
     """Draw ids and sum the scores of each bag: a program makes one block of four draws for each of BLOCK samples.
 
-    Memory: stores up to four ids of each of its samples to `values` int32, which holds all bags of table 0, then of
-    table 1, and so on. With RANGES, a bag begins at `offsets` [T * count + 1] int64 and has `lengths` [T, count] int32
-    ids; without, all bags of a table have MAX_IDS. Adds each id's weighted score to the bag's element of `sums` [T,
-    count] int32, modulo 2**32.
+    Memory: stores up to four ids of each sample; with RANGES, bags have `lengths`, otherwise all bags of a table have
+    MAX_IDS ids. Adds each id's weighted score to its bag's element of `sums`.
 
-    Order: no two programs share an element of `values`; the additions are relaxed atomics of integers, whose sum does
-    not depend on their order.
+    Order: no two programs share an element of `values`; the additions are relaxed atomics of integers, so their order
+    does not matter.
 
     Example: 100 samples, table 0 with 3 ids a bag, table 1 with 2. The second id of sample 7 in table 1 is at 3 * 100 +
     7 * 2 + 1. With 2 cells, a draw of 0.75 * 2**64 is at 2**62 of 2**63 in cell 1; past a threshold of 2**61, that is a
@@ -209,16 +205,16 @@ def _draw_ids(
 
 @triton.jit(do_not_specialize=["first", "blocks", "count", "features", "signals"])
 def _draw_labels(
-    labels,
-    dense,
-    lengths,
-    sums,
-    key,
-    signal_tables,
-    weights,
-    dense_weights,
-    factors,
-    curve,
+    labels,  # [count] float32
+    dense,  # [count, features] float32
+    lengths,  # [tables, count] int32
+    sums,  # [tables, count] int32: of scores, modulo 2**32
+    key,  # [2] int64
+    signal_tables,  # [signals, 2] int64
+    weights,  # [signals, 3] float64
+    dense_weights,  # [features] float64
+    factors,  # [sizes, 2] float64
+    curve,  # [PIECES + 1] float64
     first: tl.int64,
     blocks: tl.int64,
     count: tl.int64,
@@ -230,9 +226,6 @@ def _draw_labels(
     BLOCK: tl.constexpr,
 ):
     """Draw the labels of BLOCK samples.
-
-    Memory: reads its samples' rows of `dense` [count, features] float32 and columns of `lengths` and `sums` [tables,
-    count] int32, the latter unsigned. Stores `labels` [count] float32.
 
     Order: no two programs share an element. The terms of a logit are added in a fixed order, and every product and sum
     is rounded, as on a CPU.

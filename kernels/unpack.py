@@ -20,10 +20,10 @@ FIELD_COLUMNS = tl.constexpr(6)
 
 @triton.jit(do_not_specialize=["samples", "record_bytes", "words"])
 def _unpack_records(
-    out,
-    records,
-    fields,
-    field_of,
+    out,  # [words * samples] int32: field after field, float32 as bits
+    records,  # [samples, record_bytes] uint8
+    fields,  # [fields, 6] int64
+    field_of,  # [words] int32: field of each number of a record
     samples,
     record_bytes,
     words,
@@ -31,15 +31,11 @@ def _unpack_records(
 ):
     """Unpack numbers of records, as program p the words [p * BLOCK, (p + 1) * BLOCK) of `out`.
 
-    Memory: `out` [words * samples] int32 holds the numbers of all samples field after field, float32 as bits. Reads
-    `records` [samples, record_bytes] uint8, `fields` [fields, 6] int64, and the field of each number of a record from
-    `field_of` [words] int32.
-
     Order: no two programs share an element.
 
     Example: 2 samples, records of 5 bytes: a label, then two ids of 2 bytes. 1 7 0 8 0 and 0 9 0 0 1 give the float32
-    bits of 1.0 and 0.0, then 7 8 9 256. Word 4 is number 4 // 2 = 2 of a record, so it belongs to the ids, whose words
-    begin at 1 * 2. It is the third of these: sample 1's first id, byte 1 of record 1.
+    bits of 1.0 and 0.0, then 7 8 9 256. Word 4 is number 4 // 2 = 2 of a record, an id. Ids begin at word 1 * 2, so it
+    is the third: sample 1's first id, byte 1 of record 1.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < words * samples

@@ -35,11 +35,11 @@ def _program(WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_layer(
-    x0,
-    x,
-    w,
-    bias,
-    out,
+    x0,  # [rows, WIDTH]
+    x,  # [rows, WIDTH]
+    w,  # [rows, WIDTH]
+    bias,  # [WIDTH] float32
+    out,  # [rows, WIDTH]
     rows,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -49,8 +49,7 @@ def _add_layer(
 ):
     """Compute x_{l+1} = x_0 * (w_l + b_l) + x_l; FIRST for l = 0, where x_l is x_0.
 
-    Memory: a program has ROWS * TURNS rows of COLUMNS columns. It reads x0, x and w [rows, WIDTH] and bias [WIDTH]
-    float32, and stores out [rows, WIDTH], 16 bytes a lane if WIDTH allows.
+    Memory: a program has ROWS * TURNS rows of COLUMNS columns, 16 bytes a lane if WIDTH allows.
 
     Order: no two programs share an element.
 
@@ -74,18 +73,18 @@ def _add_layer(
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["sums"])
 def _gradient_of_layer(
-    gradient,
-    later,
-    x0,
-    w,
-    bias,
-    du,
-    dx,
-    sums,
+    gradient,  # [rows, WIDTH]: g_L
+    later,  # stack [LAYERS - 1, rows, WIDTH]: p_k is layer k - 1
+    x0,  # [rows, WIDTH]
+    w,  # stack [LAYERS, rows, WIDTH], for l = 0
+    bias,  # [LAYERS, WIDTH] float32, for l = 0
+    du,  # [rows, WIDTH]
+    dx,  # [rows, WIDTH], for l = 0
+    sums,  # [groups, WIDTH] float32
     rows,
     LAYERS: tl.constexpr,
     LAYER: tl.constexpr,
-    STACKED: tl.constexpr,
+    STACKED: tl.constexpr,  # elements: layers of a stack begin at multiples
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     TURNS: tl.constexpr,
@@ -97,10 +96,7 @@ def _gradient_of_layer(
     storing and reading g. Layer 0 computes all g, so it sums dx_0 in the same pass; the product that computes p_0 adds
     it to dx.
 
-    Memory: a program has ROWS * TURNS rows of COLUMNS columns of [rows, WIDTH]. It reads gradient = g_L, x0, and the
-    later layers' p, p_k being layer k - 1 of the stack `later`; for l = 0 also the stack w and bias [LAYERS, WIDTH]
-    float32. A layer of a stack begins at a multiple of STACKED elements. It stores du, for l = 0 dx, and row `group` of
-    sums [groups, WIDTH] float32.
+    Memory: a program has ROWS * TURNS rows of COLUMNS columns; its sums are row `group` of `sums`.
 
     Order: no two programs share an element, and a program adds up in a fixed order.
 

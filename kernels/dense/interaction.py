@@ -2,8 +2,8 @@
 
 The interaction of DLRM (Naumov et al., arXiv 1906.00091, section 2.1): of F embeddings [D] of a sample, the first being
 the bottom MLP's output, the output has the first embedding and then the dot products e_i . e_j of i < j, row by row of
-the upper triangle. PyTorch's batched product computes all F * F products at a tenth of the memory's rate; here a
-program keeps a sample's embeddings in registers, multiplies them on tensor cores, and stores only the pairs.
+the upper triangle. A program keeps a sample's embeddings in registers and multiplies them on tensor cores; PyTorch's
+batched product computes all F * F products at a tenth of the memory's rate.
 """
 
 from typing import Any
@@ -34,8 +34,8 @@ def _dot(left, right, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _interact(
-    embeddings,
-    out,
+    embeddings,  # [b, FEATURES * DIM]
+    out,  # [b, WIDTH]
     FEATURES: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -43,10 +43,9 @@ def _interact(
     BLOCK_D: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Compute the interaction of one sample.
+    """Compute the interaction of one sample: the first embedding, FEATURES * (FEATURES - 1) / 2 products, and zeros.
 
-    Memory: reads a row of embeddings [b, FEATURES * DIM] once, and stores a row of out [b, WIDTH]: the first embedding,
-    FEATURES * (FEATURES - 1) / 2 products, which are added up in float32 and rounded once, and zeros up to WIDTH.
+    Memory: reads a row of `embeddings` once. Products are added up in float32 and rounded once.
 
     Order: no two programs share an element.
 
@@ -68,9 +67,9 @@ def _interact(
 
 @triton.jit
 def _gradient_of_interaction(
-    gradient,
-    embeddings,
-    out,
+    gradient,  # [b, WIDTH]
+    embeddings,  # [b, FEATURES * DIM]
+    out,  # [b, FEATURES * DIM]
     FEATURES: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -81,8 +80,7 @@ def _gradient_of_interaction(
     """Compute the gradient of one sample's embeddings: S @ embeddings, S being the symmetric matrix of pairs'
     gradients.
 
-    Memory: reads rows of gradient [b, WIDTH], except its columns after the pairs, and of embeddings [b, FEATURES *
-    DIM]; stores a row of out [b, FEATURES * DIM]. Sums are float32 and rounded once.
+    Memory: the columns of `gradient` after the pairs are not read. Sums are float32 and rounded once.
 
     Order: no two programs share an element.
 

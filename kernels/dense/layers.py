@@ -21,12 +21,12 @@ _ELEMENTS = 4096
 
 @triton.jit(do_not_specialize=["rows", "stride"], do_not_specialize_on_alignment=["sums"])
 def _mask_and_sum(
-    gradient,
-    output,
-    out,
-    sums,
+    gradient,  # [rows, WIDTH]
+    output,  # [rows, WIDTH]
+    out,  # [rows, WIDTH]
+    sums,  # [groups, WIDTH] float32
     rows,
-    stride,
+    stride,  # of the rows of `sums`
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -34,8 +34,7 @@ def _mask_and_sum(
 ):
     """Compute out = gradient where output > 0, else 0, and its sums over the program's rows.
 
-    Memory: a program has GROUP rows of COLUMNS columns of [rows, WIDTH]. It reads gradient and output, and stores out
-    and row `group` of sums [groups, WIDTH] float32, whose rows are `stride` apart.
+    Memory: a program has GROUP rows of COLUMNS columns; its sums are row `group` of `sums`.
 
     Order: no two programs share an element, and a program adds up in a fixed order.
 
@@ -62,19 +61,16 @@ def _mask_and_sum(
 
 @triton.jit(do_not_specialize=["rows"])
 def _logits(
-    x,
-    weight,
-    bias,
-    out,
+    x,  # [rows, WIDTH]
+    weight,  # [WIDTH]
+    bias,  # [1]
+    out,  # [rows]
     rows,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute out = x @ weight + bias for ROWS rows.
-
-    Memory: reads ROWS rows of x [rows, WIDTH], weight [WIDTH] and bias [1], and stores ROWS elements of out [rows],
-    added up in float32 and rounded once.
+    """Compute out = x @ weight + bias for ROWS rows, added up in float32 and rounded once.
 
     Order: no two programs share an element.
 
@@ -91,13 +87,13 @@ def _logits(
 
 @triton.jit(do_not_specialize=["rows", "stride"], do_not_specialize_on_alignment=["sums"])
 def _gradient_of_logits(
-    gradient,
-    output,
-    weight,
-    out,
-    sums,
+    gradient,  # [rows]
+    output,  # [rows, WIDTH]
+    weight,  # [WIDTH]
+    out,  # [rows, WIDTH]
+    sums,  # [groups, 2 * WIDTH + 1] float32
     rows,
-    stride,
+    stride,  # of the rows of `sums`
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -105,9 +101,8 @@ def _gradient_of_logits(
 ):
     """Compute out = gradient * weight where output > 0, else 0, and sums of out, gradient * output and gradient.
 
-    Memory: a program has GROUP rows of COLUMNS columns. It reads gradient [rows], output [rows, WIDTH] and weight
-    [WIDTH], and stores out [rows, WIDTH] and row `group` of sums [groups, 2 * WIDTH + 1] float32, whose rows are
-    `stride` apart: WIDTH sums of out, WIDTH of gradient * output, and the sum of gradient.
+    Memory: a program has GROUP rows of COLUMNS columns; row `group` of `sums` has WIDTH sums of out, WIDTH of gradient
+    * output, and the sum of gradient.
 
     Order: no two programs share an element, and a program adds up in a fixed order.
 

@@ -20,16 +20,15 @@ _FACTORS = tl.constexpr(FACTORS)
 
 @triton.jit
 def _begin_update(
-    step,
-    numbers,
-    factors,
+    step,  # [R] float32
+    numbers,  # [R, 7] float64
+    factors,  # [R, 8] float32
     KIND: tl.constexpr,
     DECAYS: tl.constexpr,
 ):
     """Count the update of parameter r, and compute the factors that all programs of `_update_parameters` share.
 
-    Memory: program r adds 1 to element r of `step` [R], reads row r of `numbers` [R, 7] float64, and stores row r of
-    `factors` [R, 8] float32. Arithmetic is float64: in float32 1 - beta2 would lose 3 of its 7 digits.
+    Memory: arithmetic is float64: in float32 1 - beta2 would lose 3 of its 7 digits.
 
     Order: this is a kernel of its own, so that no program of the update reads a count that another has increased.
 
@@ -70,14 +69,14 @@ def _begin_update(
 
 @triton.jit
 def _update_parameters(
-    weights,
-    gradients,
-    state,
-    square,
-    shadow,
-    rows,
-    factors,
-    KIND: tl.constexpr,
+    weights,  # [n] float32
+    gradients,  # [n] float32
+    state,  # [n] float32: the kind's first state, if any
+    square,  # [n] float32: its second state, if any
+    shadow,  # [n] of type SHADOW
+    rows,  # [n / LINE] int32: row of `factors` of each LINE elements; -1 leaves them unchanged
+    factors,  # [R, 8] float32
+    KIND: tl.constexpr,  # a key of `STATES`
     DECAYS: tl.constexpr,
     SHADOW: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -85,10 +84,8 @@ def _update_parameters(
 ):
     """Update BLOCK weights and the optimizer's state of each by their gradients.
 
-    Memory: program i owns elements [i * BLOCK, (i + 1) * BLOCK) of all flat tensors. It reads weights, gradients and
-    states, and stores weights and states, 16 bytes a lane; if SHADOW is a type, it also stores the weights rounded to
-    it. Bytes an element: 12 for SGD, 20 for momentum and Adagrad, 28 for Adam, and 2 for a shadow. `rows` names the row
-    of `factors` for each LINE elements; a negative row leaves them unchanged.
+    Memory: program i owns elements [i * BLOCK, (i + 1) * BLOCK) of all flat tensors, 16 bytes a lane. Bytes an element:
+    12 for SGD, 20 for momentum and Adagrad, 28 for Adam, and 2 for a shadow.
 
     Order: no two programs share an element.
 

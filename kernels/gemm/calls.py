@@ -21,9 +21,9 @@ _MAX_SUM_PROGRAMS, _SUM_WARPS = 1056, 8  # eight programs a multiprocessor, as m
 
 @triton.jit(do_not_specialize=["rank", "world_size", "timeout"])
 def _begin_call(
-    done,
-    counts,
-    clock,
+    done,  # [W, 1] int64, this rank's flags
+    counts,  # [W] int32: 1 for each peer
+    clock,  # [1] int64
     status,
     rank,
     world_size,
@@ -32,8 +32,6 @@ def _begin_call(
     INTERPRETED: tl.constexpr,
 ):
     """Wait until the flags DONE have reached `clock`, then increase the clock by one; the grid is one program.
-
-    Memory: `done` [W, 1] int64 are this rank's flags; it waits for row w if counts[w] is 1. `clock` is [1] int64.
 
     Order: acquires the flags at system scope, so later work of the stream comes after all reads of the peers' last
     call.
@@ -69,16 +67,16 @@ class Parts(NamedTuple):
 
 @triton.jit(do_not_specialize=["rank", "lines", "begin", "end", "columns"], do_not_specialize_on_alignment=["bias"])
 def _sum_parts(
-    window,
-    out,
-    bias,
-    peers_done,
-    counted,
-    clock,
+    window,  # [W, lines * LINE]: partial products of each rank
+    out,  # [lines * LINE]
+    bias,  # [columns]
+    peers_done,  # [W] int64: address of each rank's flags [W, 1]
+    counted,  # [1] int32, 0 before and after
+    clock,  # [1] int64
     rank,
     lines: tl.int64,
-    begin: tl.int64,
-    end: tl.int64,
+    begin: tl.int64,  # of the elements, in eighths
+    end: tl.int64,  # in eighths
     columns,
     LAST: tl.constexpr,
     BIAS: tl.constexpr,
@@ -90,14 +88,12 @@ def _sum_parts(
 ):
     """Store the sums of the elements [8 * begin, 8 * end) to `out`, as program p of P the blocks p, p + P, ..
 
-    Memory: element i of rank w is `window`[w * lines * LINE + i]. The program reads its blocks of all ranks, 16 bytes a
-    lane, adds them up in float32 in the order of the ranks, adds `bias`[i % columns] if BIAS, applies relu if RELU, and
-    stores element i of `out`.
+    Memory: reads 16 bytes a lane from each rank's part, adds them up in float32 in the order of the ranks, then adds
+    `bias`[i % columns] if BIAS, and applies relu if RELU.
 
     Order: an earlier kernel of the stream has waited for the flags of the partial products. If LAST, the program that
-    ends last sets element `rank` of every rank's flags DONE, whose addresses are in `peers_done`, to `clock` [1]: a
-    release at system scope, after all reads here and in earlier kernels of the stream. A rank that has acquired it may
-    overwrite the window. `counted` [1] is 0 before and after.
+    ends last sets element `rank` of every rank's flags DONE to `clock`: a release at system scope, after all reads here
+    and in earlier kernels of the stream. A rank that has acquired it may overwrite the window.
 
     Example: begin 0, end 1, columns 4, window 1 2 3 4 5 6 7 8 of rank 0, ones of rank 1, bias 1 0 0 0: 3 3 4 5 7 7 8 9.
     """

@@ -163,42 +163,38 @@ def _count_tile(
     do_not_specialize_on_alignment=["bias"],
 )
 def tile_product(
-    out,
-    bias,
-    targets,
-    owners,
-    peers_ready,
-    ready,
-    done,
-    clock,
+    out,  # [W * shard_rows, N], if gathered
+    bias,  # [N]
+    targets,  # [W] int64: address of [shard_rows, N] at each owner, if scattered
+    owners,  # [W] int32
+    peers_ready,  # [W] int64: address of each rank's flags [W, slots]
+    ready,  # [W, slots] int64, this rank's flags
+    done,  # [W, regions] int32, 0 before and after
+    clock,  # [1] int64
     status,
-    x,
-    weight,
+    x,  # descriptor of [W * shard_rows, K]; rank w owns the rows from w * shard_rows on
+    weight,  # descriptor of [N, K], or [K, N]
     rank,
     world_size,
     shard_rows,
-    n_eighths,
-    k_eighths,
-    slot_rows,
+    n_eighths,  # N / 8
+    k_eighths,  # K / 8
+    slot_rows,  # rows of a shard that have one flag: block_m or more, and a multiple of it if scattered
     slots,
     timeout: tl.int64,
     OPTIONS: tl.constexpr,
 ):
     """Compute activation(x @ weight^T + bias), as program p of P the tiles p, p + P, .. in the order of `tile_at`.
 
-    Memory: the descriptors `x` [W * shard_rows, K], where rank w owns the rows from w * shard_rows on, and `weight` are
-    read by TMA, which reads 0 after their ends. N and K are `n_eighths` and `k_eighths` times 8. One program adds up a
-    tile in float32, along K. `bias` is [N]. The result is rounded once and stored 16 bytes a lane: to `out` [W *
-    shard_rows, N] or, in a scattered product, to [shard_rows, N] in the owner's memory, at the address in `targets`
-    [W]. A slot of flags covers `slot_rows` rows of a shard: at least block_m, and a multiple of it if scattered.
+    Memory: TMA reads both matrices, and 0 after their ends. One program adds up a tile in float32, along K, rounds it
+    once, and stores it 16 bytes a lane: to `out` or, in a scattered product, to the memory of the rows' owner.
 
-    Order: a gathered product waits, before a tile of a peer's rows, until the flags of its one or two slots, elements
-    (owner, i) of `ready` [W, slots], have reached `clock` [1], and acquires them at system scope. A fence then makes
-    the acquired stores visible to TMA. The tile's coordinates depend on the flags' values, so no load moves before the
-    wait. A scattered product stores a tile and counts it in `done` [W, regions], a region being a slot's rows (acquire
-    and release, GPU scope). The program that completes a region resets the count and sets element (rank, i) of the
-    owner's flags, whose address is in `peers_ready` [W], to `clock`: a release at system scope that covers all stores
-    of the region. The rank's own regions have flags, too.
+    Order: a gathered product waits, before a tile of a peer's rows, until the flags (owner, i) of its one or two slots
+    have reached `clock`, and acquires them at system scope. A fence then makes the acquired stores visible to TMA. The
+    tile's coordinates depend on the flags' values, so no load moves before the wait. A scattered product stores a tile
+    and counts it in its region, the rows of a slot (acquire and release, GPU scope). The program that completes a
+    region resets the count and sets element (rank, i) of the owner's flags to `clock`: a release at system scope that
+    covers all stores of the region. The rank's own regions have flags, too.
 
     Example: scattered, rank 0 of 2, shards of 512 rows, tiles of 128 rows, N of 2 tiles, slots of 256 rows. The tiles
     of rows 512 .. 767, 2 * 2 of them, go to rows 0 .. 255 in rank 1's memory; the fourth that is counted sets element
