@@ -1,11 +1,10 @@
 """The groups of rows in which a message is sent to another node; sender and receiver compute the same ones.
 
 A put costs a network card some hundred ns, whatever its size. So a message is cut into groups of equally many rows,
-each of at least `aggregate_bytes` except the last one. A group is sent by one put when its last row is finished, and
-has a fixed offset in the message.
+each of at least `aggregate_bytes` except the last one, and a group is sent by one put when its last row is finished.
 
-Source: the aggregator that Chen et al. 2024 propose for several nodes. Theirs also sends a group that has waited too
-long; in the simulation of 16 nodes such a limit does not change a step's time.
+Source: the aggregator of Chen et al. 2024, which also sends a group that has waited too long; in the simulation of 16
+nodes such a limit does not change a step's time.
 """
 
 

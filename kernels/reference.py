@@ -24,12 +24,10 @@ def pool(
 ) -> torch.Tensor:
     """Return the sum or mean of the rows of each bag of one table, [n, D] float32; an empty bag gives zeros.
 
-    Rows are added up in the order of `values`, in float32.
-
     Args:
         weight: [rows, D], any float type.
         lengths: [n] int, ids of each bag.
-        values: [sum of lengths] int, row ids, bag after bag.
+        values: [sum of lengths] int, row ids, bag after bag; rows are added up in this order, in float32.
         mean: divide the sum by the number of ids.
         id_weights: [sum of lengths] float32, factor of each id's row; None: all are 1.
     """
@@ -116,10 +114,8 @@ def pull_ids(
 def count_bags(lengths: torch.Tensor) -> torch.Tensor:
     """Return [3, T]: the ids of each feature, of its largest bag, and minus those of its smallest bag.
 
-    Without samples these are 0, -2^31 and -2^31.
-
-    Args:
-        lengths: [T, b] int, ids of each bag; the result has this type, which the sums must fit.
+    Without samples these are 0, -2^31 and -2^31. `lengths` [T, b] int and the result have one type, which the sums must
+    fit.
     """
     if not lengths.shape[1]:
         none = lengths.new_full((len(lengths),), -(2**31))
@@ -180,7 +176,7 @@ def update_rows(
         weight: [rows, D], any float type.
         states: the optimizer's states, each [rows, D] or [rows], of the gradient's type.
         ids: [n] int64, row ids, in any order.
-        gradient: [n, D] float32 or float64, the type of all arithmetic: gradient of the bag that holds each id.
+        gradient: [n, D] float32 or float64, the type of all arithmetic; the gradient of each id's bag.
         optimizer: FBGEMM's name, a key of `_UPDATES`.
     """
     rows, which = ids.unique(return_inverse=True)

@@ -11,7 +11,7 @@ BLOCK = 1024
 
 LINE = 64
 """elements in whose multiples flat tensors are cut and parameters aligned: 256 bytes of float32, as cuBLAS and NCCL
-prefer, and 16 bytes a lane for every type"""
+prefer"""
 
 STATES: dict[str, tuple[str, ...]] = {
     "sgd": (),
@@ -22,8 +22,8 @@ STATES: dict[str, tuple[str, ...]] = {
 """kind -> names of the optimizer's states in torch.optim"""
 
 LR, EPS, FIRST, SECOND, NESTEROV, L2, DECOUPLED = range(7)
-"""columns of `FlatUpdate.numbers`. FIRST: beta1, momentum, or Adagrad's lr_decay; SECOND: beta2, or dampening;
-NESTEROV: 0 or 1; L2, DECOUPLED: weight decay that is added to the gradient, or shrinks the weight"""
+"""columns of `FlatUpdate.numbers`. FIRST: beta1, momentum, or Adagrad's lr_decay; SECOND: beta2, or dampening; L2,
+DECOUPLED: weight decay that is added to the gradient, or shrinks the weight"""
 
 FACTORS = 8
 """number of columns of `FlatUpdate.factors`"""
@@ -32,8 +32,8 @@ FACTORS = 8
 class FlatUpdate(NamedTuple):
     """The tensors of an update, on one device; n is a multiple of `BLOCK`, and flat tensors have the same layout.
 
-    Everything that may change between updates is in tensors, so a CUDA graph can hold the update. An update writes
-    weights, states, shadow, step and factors. Each of R parameters has a row of numbers.
+    Everything that may change between updates is in tensors, so a CUDA graph can hold the update. Each of R parameters
+    has a row of numbers. An update writes weights, states, shadow, step and factors.
     """
 
     kind: str
@@ -66,10 +66,9 @@ STACKED = 64
 
 
 class CrossGradient(NamedTuple):
-    """The inputs and outputs of the gradient of one layer of a cross network of L layers.
+    """The inputs and outputs of the gradient of one layer of a cross network of L layers, b samples, width N.
 
-    b samples of width N; all tensors are on one device and contiguous, and have one type except `bias` and `sums`.
-    Stacks are made by `stack`.
+    All tensors are contiguous and have one type except `bias` and `sums`.
     """
 
     gradient: torch.Tensor

@@ -28,7 +28,7 @@ def _begin_update(
 ):
     """Count the update of parameter r, and compute the factors that all programs of `_update_parameters` share.
 
-    Memory: arithmetic is float64: in float32 1 - beta2 would lose 3 of its 7 digits.
+    Arithmetic is float64: in float32 1 - beta2 would lose 3 of its 7 digits.
 
     Order: this is a kernel of its own, so that no program of the update reads a count that another has increased.
 

@@ -1,9 +1,8 @@
 """Products of matrices with communication inside: tiles wait for rows that peers send, or are stored at peers.
 
 A persistent kernel computes x @ weight^T tile by tile, by TMA and wgmma on Hopper. The rows of x, or of the result, are
-in W shards, one a rank. In a gathered product a tile waits until its rows have arrived; tiles whose rows are here come
-first. In a scattered product a tile is stored in the window of the rank that owns its rows, and the program that
-completes a region of rows sets its flag there.
+in W shards, one a rank. In a gathered product a tile waits until its rows have arrived. In a scattered product a tile
+is stored at the rank that owns its rows, and the program that completes a region of rows sets its flag there.
 
 Source: Flux (Chang et al., arXiv 2406.06858), whose kernels do the first in the prologue, the second in the epilogue.
 """
@@ -45,8 +44,8 @@ class Signals(NamedTuple):
     """The flags of the shards' rows, M / W rows each; they are set to `flags.clock`."""
 
     flags: Flags
-    """element (w, i) of a rank's flags covers rows [i * slot_rows, (i + 1) * slot_rows) of a shard: those that rank w
-    has sent, or this rank's own that w has multiplied; `counts` is not used"""
+    """element (w, i) covers rows [i * slot_rows, (i + 1) * slot_rows) of a shard: those that rank w has sent, or this
+    rank's own that w has multiplied; `counts` is not used"""
     slot_rows: int
 
 
@@ -94,17 +93,14 @@ def product(
 ) -> None:
     """Compute activation(x @ weight^T + bias) on the current stream, with the communication at one end inside.
 
-    If `out` is a tensor, the product is gathered: its tiles wait for the peers' shards of x. A wait that lasts longer
-    than `flags.timeout` is recorded and stops the GPU's work. The kernel may occupy all multiprocessors, so rows must
-    arrive without one: by copy engines, or by stores of the peers.
-
-    If `out` is `Destinations`, it is scattered: this rank's partial products are stored at the ranks that own their
-    rows, whose flags are set. The kernel waits for nobody. `calls.sum_parts` adds up the partial products at their
-    owner.
+    If `out` is a tensor, the product is gathered: its tiles wait for the peers' shards of x, which must arrive without
+    a multiprocessor of this GPU, since the kernel may occupy all. A wait that lasts longer than `flags.timeout` is
+    recorded and stops the GPU's work. If `out` is `Destinations`, the product is scattered: partial products are stored
+    at the ranks that own their rows, for `calls.sum_parts` to add up, and the kernel waits for nobody.
 
     Args:
-        x: [M, K] contiguous, bfloat16 or float16, K a multiple of 8; shard w, M / W rows, belongs to rank w, and the
-            own one is there. If scattered, K is this rank's part of the sum.
+        x: [M, K] contiguous, bfloat16 or float16, K a multiple of 8; shard w, M / W rows, belongs to rank w. If
+            scattered, K is this rank's part of the sum.
         weight: [N, K] of the type of `x`, it or its transpose contiguous, N a multiple of 8; see `laid_out`.
         out: [M, N] contiguous, of the type of `x`, or destinations.
         owners: [W] int32, the order of the shards: the rank itself, then its peers as their rows arrive; if scattered,

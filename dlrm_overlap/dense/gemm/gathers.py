@@ -1,9 +1,8 @@
 """All-gathers with the product inside: this rank's rows are multiplied at once, the peers' when they arrive.
 
-Each function runs one way. It takes the owner's windows, this rank's rows [M / W, K], the layer, a number of parts, and
-whether to keep the gathered rows; it returns the layer's output for all rows [M, N] and, if so, these rows [M, K],
-copied out of the window, which the next call overwrites. Copy engines send the rows to the peers' windows, with a flag
-after each part: a product that fills the GPU would wait for multiprocessors that another kernel occupies.
+Each function takes the owner's windows, this rank's rows [M / W, K], the layer, a number of parts, and whether to keep
+the gathered rows. It returns the layer's output for all rows [M, N] and, if so, a copy of the rows [M, K]. Copy engines
+send rows, with a flag after each part: a kernel would take multiprocessors from the product.
 """
 
 import torch
@@ -64,7 +63,7 @@ def copied(
         local copies   |               | own rows, if kept |     | rows of r-1, if kept | ..
 
     If links take longer, all products but the last are hidden, so the last peer's rows are cut; if the product takes
-    longer, all copies are hidden, and one part is best for cuBLAS.
+    longer, all copies are hidden, and one part is best.
 
     Source: T3 (Pati et al., ASPLOS 2024): chunks in an order that is staggered by rank, moved by DMA.
     """
@@ -103,9 +102,8 @@ def tiled(
         current stream | wait for DONE, own rows to the window | own rows, rows of r-1, rows of r-2, .. | DONE
         copy engine    |               | send to r+1, flags | send to r+2, flags | ..
 
-    So a part costs a flag, not a product. The kernel waits for peers while its own GPU's copies must run: in a CUDA
-    graph their branch must run concurrently with the kernel, which CUDA does not guarantee. If it does not, the
-    kernel's wait expires.
+    So a part costs a flag, not a product. The own GPU's copies must run concurrently with the kernel, which waits for
+    peers; CUDA does not guarantee that in a graph. If they do not, the kernel's wait expires.
 
     Source: Flux (Chang et al., arXiv 2406.06858).
     """

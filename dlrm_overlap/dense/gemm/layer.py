@@ -9,8 +9,8 @@ from torch.nn import functional
 Activation = Literal["none", "relu"]
 
 Finish = Callable[[], torch.Tensor]
-"""makes the current stream wait for a reduce-scatter that has begun, and returns its output; called once, on the stream
-on which the reduce-scatter began"""
+"""makes the current stream wait for a reduce-scatter and returns its output; called once, on the stream on which the
+reduce-scatter began"""
 
 
 class ProductLayer(NamedTuple):
@@ -26,8 +26,8 @@ class ProductLayer(NamedTuple):
 def linear_into(out: torch.Tensor, x: torch.Tensor, layer: ProductLayer) -> None:
     """Write the layer's output for the rows `x` [m, k] to `out` [m, n], contiguous, on the current stream.
 
-    On GPUs bias and relu are cuBLAS's epilogue: one kernel, which rounds once. For relu without a bias torch has no
-    such function, so there relu is a second pass, in place.
+    On GPUs bias and relu are cuBLAS's epilogue, which rounds once; torch has none for relu without a bias, so that relu
+    is a second pass, in place.
     """
     weight, bias, activation = layer
     transposed = weight.t()
@@ -45,9 +45,9 @@ def linear_into(out: torch.Tensor, x: torch.Tensor, layer: ProductLayer) -> None
 def cut(rows: int, parts: int, small_first: bool = False) -> list[tuple[int, int]]:
     """Cut a rank's rows into one range, or into four: a half, a quarter and two eighths.
 
-    A range costs a copy and a product, so only the rows of the first and the last peer of a call are cut. The last
-    ranges are small, so that little is left to multiply when the last one arrives; or with `small_first` the first
-    ones, so that sending begins early. Ranges begin at multiples of 256, cuBLAS's tiles, or of 8, which are 16 bytes.
+    A range costs a copy and a product, so only the rows of the first and the last peer are cut. The last ranges are
+    small, to leave little to multiply when the last one arrives; with `small_first` the first ones, so that sending
+    begins early. Ranges begin at multiples of 256, cuBLAS's tiles, or of 8, which are 16 bytes.
 
     Example: 8192 rows: 0 .. 4096, 4096 .. 6144, 6144 .. 7168, 7168 .. 8192.
     """

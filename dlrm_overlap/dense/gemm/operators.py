@@ -1,20 +1,18 @@
 """Products of a tensor-parallel layer with their communication inside, as differentiable operators.
 
-A layer whose weight is sharded by rows takes activations that are sharded by sample and gathers them; the next one,
-whose weight is sharded by columns, returns activations that are sharded by sample:
+A layer whose weight is sharded by rows gathers activations that are sharded by sample; the next one, whose weight is
+sharded by columns, returns activations that are sharded by sample:
 
     y = all_gather_matmul(x_shard, rows_of_W1, bias1, "relu")          # [M / W, K] -> [M, N1 / W]
     z_shard = matmul_reduce_scatter(y, columns_of_W2, bias2, "relu")   # [M, N1 / W] -> [M / W, N2]
 
-The backward of one is the other. The gradient of a weight, and of `all_gather_matmul`'s bias, is the sum over all M
-rows for this rank's shard, so it needs no reduction between ranks. The bias of `matmul_reduce_scatter` is replicated:
-its gradient is over this rank's M / W rows, and is reduced like that of any data-parallel parameter.
+The backward of one is the other. The gradient of a weight, and of `all_gather_matmul`'s bias, is complete for this
+rank's shard: the sum over all M rows. The bias of `matmul_reduce_scatter` is replicated: its gradient, over this rank's
+M / W rows, is to be reduced like that of any data-parallel parameter.
 
-If the weight needs a gradient, `all_gather_matmul` keeps the gathered rows [M, K] for the backward: gathering them
-again would compete for links with the backward's reduce-scatter.
-
-Gradients cannot be differentiated again. `torch.compile` compiles the code around the operators, and refuses them with
-`fullgraph=True`.
+If the weight needs a gradient, `all_gather_matmul` keeps the gathered rows [M, K]: gathering them again would compete
+for links with the backward's reduce-scatter. Gradients cannot be differentiated again, and `torch.compile` leaves the
+operators uncompiled, so it refuses them with `fullgraph=True`.
 
 Source: Flux (Chang et al.), and tensor parallelism by columns and rows (Shoeybi et al., Megatron-LM, arXiv 1909.08053).
 """
@@ -42,7 +40,7 @@ def all_gather_matmul(
     """Return activation(x @ weight^T + bias), where x are all ranks' rows, rank r's from row r * M / W on.
 
     A collective: all ranks call it in the same order. The first call of a size allocates memory, for which the host
-    waits, so it may not be captured; later ones may.
+    waits, so it may not be captured.
 
     Args:
         x_shard: [M / W, K] of this rank, float16 or bfloat16; serially also float32. Under autocast all tensors are
@@ -81,8 +79,8 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:
     """Return rank r's rows, [r * M / W, (r + 1) * M / W), of activation(sum over the ranks of x @ weight^T + bias).
 
-    Partial products are rounded to their type and added up in float32 in the order of the ranks, then bias and
-    activation are applied once. (Serially on GPUs, NCCL adds up.) A collective, like `all_gather_matmul`.
+    Partial products are rounded to their type and added up in float32 in the order of the ranks (serially on GPUs, by
+    NCCL); then come bias and activation. A collective, like `all_gather_matmul`.
 
     Args:
         x: [M, K] of this rank, M a multiple of W.
@@ -104,7 +102,6 @@ def matmul_reduce_scatter(
 
 
 def _cast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors, cast to autocast's type if it is on; autograd casts the gradients back."""
     if not torch.is_autocast_enabled(x.device.type):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(x.device.type)

@@ -34,15 +34,13 @@ def rule(gathers: bool, rows: int, columns: int, inner: int, world_size: int) ->
     """Return the way that `auto` takes if copies can run, and the number of parts that any way cuts a rank's rows into.
 
     Flags, copies and waits take about 20 us, so few bytes are sent serially. One part suffices if the product takes
-    longer than the links, since then only one copy is not hidden. Compared with the measurements of
-    docs/results/gemm.md.
+    longer than the links: then only one copy is not hidden (docs/results/gemm.md).
 
     Args:
         gathers: whether the product follows an all-gather; otherwise it precedes a reduce-scatter.
         rows: rows of the product on all ranks, M.
         columns: columns of the product on this rank, N.
         inner: what the product sums over on this rank, K.
-        world_size: W.
 
     Example: 2 ranks, an all-gather of 32768 rows of K 4096 in bfloat16. Each rank sends 134 MB in 341 us. With N 2048
     the product takes 687 us: copies, 1 part. With N 512 it takes 172: copies, 4 parts.
@@ -55,8 +53,8 @@ def rule(gathers: bool, rows: int, columns: int, inner: int, world_size: int) ->
 class ParallelProducts:
     """Both operators, without autograd, on tensors of one device between the ranks of one group.
 
-    All ranks make the same calls in the same order, on one stream or on streams that are ordered. The first call of a
-    size allocates memory, a collective, so it may not be captured. A deep copy of a layer shares this object.
+    All ranks make the same calls in the same order, on one stream or on ordered streams. The first call of a size
+    allocates memory, a collective, so it may not be captured. A deep copy of a layer shares this object.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, wait_timeout_s: float = 600.0) -> None:
@@ -114,10 +112,8 @@ class ParallelProducts:
         return ruled if is_half and self._reaches_peers else "serial", parts
 
     def _open_windows(self) -> "ProductWindows":
-        """Return the windows, which the first call makes; a collective.
-
-        Raises:
-            InputError: on every rank, if there is no memory, or the ranks cannot access each other's.
+        """Return the windows, which the first call makes: a collective that raises `InputError` as `ProductWindows`
+        does.
         """
         if self.windows is None:
             from dlrm_overlap.dense.gemm.windows import ProductWindows
@@ -126,10 +122,8 @@ class ParallelProducts:
         return self.windows
 
     def check(self) -> None:
-        """Raise the error that a wait on the GPU has recorded, without waiting.
-
-        Raises:
-            ExchangeTimeoutError: if a peer has not arrived in time; names both ranks.
+        """Raise the `ExchangeTimeoutError` of an expired wait for a peer, if the GPU has recorded one; waits for
+        nothing.
         """
         if self.windows is not None:
             self.windows.check()

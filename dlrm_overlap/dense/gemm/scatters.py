@@ -1,9 +1,9 @@
 """Products with their reduce-scatter inside: partial products go to the ranks that own their rows, which add them up.
 
-Each function runs one way. It takes the owner's windows, this rank's x [M, K], the layer, and a number of parts;
-calling the function that it returns, once, returns the sums [M / W, N]. A rank multiplies the rows of its peers first,
-and its own last. Owners add up in float32, in the order of the ranks, with bias and activation in the same pass, part
-by part as they arrive. So results are bit-identical in every call.
+Each function takes the owner's windows, this rank's x [M, K], the layer, and a number of parts; calling the function
+that it returns, once, returns the sums [M / W, N]. A rank multiplies the rows of its peers first, and its own last.
+Owners add up in float32, in the order of the ranks, with bias and activation, part by part as they arrive: the same
+bits in every call.
 """
 
 import functools
@@ -22,8 +22,8 @@ from dlrm_overlap.kernels.gemm.product import Destinations, Signals, laid_out, p
 class _Partials:
     """The partial products of one call: rank w's begin at line w * lines of every owner's window.
 
-    When it is made, the current stream waits until all windows may be overwritten. Peers wait for the end of the call
-    from then on, so all other memory of the call must be allocated before.
+    When it is made, the current stream waits until all windows may be overwritten. From then on peers wait for the end
+    of the call, so all its other memory must be allocated before.
     """
 
     def __init__(self, windows: ProductWindows, x: torch.Tensor, layer: ProductLayer) -> None:
@@ -143,8 +143,8 @@ def triggered(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, par
         current stream | wait for DONE | tiles of r+1, of r+2, of r+3, own ones        | wait, add up a part | .. | DONE
         copy engine    |                     | send r+1, flag | send r+2, flag | send r+3, flag
 
-    So a part costs a word, not a product. Copies must run concurrently with the kernel, also in a CUDA graph, as in
-    `gathers.tiled`; here the copies wait, without a timeout.
+    So a part costs a word, not a product. As in `gathers.tiled`, copies must run concurrently with the kernel; here the
+    copies wait, without a timeout.
 
     Source: T3 (Pati et al., ASPLOS 2024): the tracker counts the tiles of a region, and triggers its DMA; regions are
     staggered by rank.

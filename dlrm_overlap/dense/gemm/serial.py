@@ -1,7 +1,7 @@
-"""The collective of the process group before or after the product, one after the other.
+"""The collective of the process group before or after the product: the only way on CPUs, and in float32.
 
-The only way on CPUs, and in float32. On GPUs NCCL adds up the partial products in their type, in an order of its own
-that is the same in every call; on CPUs they are added up in float32 in the order of the ranks.
+On GPUs NCCL adds up the partial products in their type, in the same order in every call; on CPUs they are added up in
+float32 in the order of the ranks.
 """
 
 from typing import Any

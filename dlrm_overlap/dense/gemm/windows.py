@@ -1,16 +1,17 @@
 """Memory that all ranks of a group read and write during a product, its flags and its copy engines.
 
-A call is an epoch e = 1, 2, .., which is kept in device memory, so captured and eager calls can alternate. Flags are
-READY e (rows have arrived) and DONE e (this rank has read all that it reads in call e), both at every rank; they only
-grow, and each has one writer.
+A call is an epoch e = 1, 2, .., kept in device memory, so captured and eager calls can alternate. Flags are READY e
+(rows have arrived) and DONE e (this rank has read all that it reads in call e), both at every rank; they only grow, and
+each has one writer.
 
-**Why nothing is overwritten too early.** Before a rank stores to any window in call e, it has waited for DONE e - 1 of
-every peer. By then every rank has read all that it reads in call e - 1, and all stores of that call have arrived, since
-their readers waited for them. Meanwhile nobody can access a window in call e + 1, which needs DONE e of this rank.
+Before a rank stores to any window in call e, it has waited for DONE e - 1 of every peer. By then every rank has read
+all that it reads in call e - 1, and all stores of that call have arrived, since their readers waited for them.
+Meanwhile nobody can access a window in call e + 1, which needs DONE e of this rank. So nothing is overwritten too
+early.
 
-A rank sets DONE after the last copy or sum of a call, and its peers wait for it when the next call begins, so the wait
-is short unless the peer is late. A second window would let ranks drift further apart, but the CPU, which gives copies
-their addresses, would have to know which window is next, and a replayed graph would use the same one again.
+A rank sets DONE at the end of a call, and its peers wait for it at the beginning of the next, so the wait is short. A
+second window would let ranks drift further apart, but the addresses of copies come from the CPU: a replayed graph would
+use the same window twice in a row.
 """
 
 from collections.abc import Mapping
@@ -68,13 +69,12 @@ class ProductWindows:
         self.done = self._flags_for("done", every)
         """[W, 1]: peers have finished the previous call; its clock is the epoch"""
         self.ready = [self._flags_for("ready", dict.fromkeys(every, slot + 1)) for slot in range(SLOTS)]
-        """[W, SLOTS]; waiting for number s is for the first s + 1 slots of every peer"""
+        """[W, SLOTS]; number s waits for the first s + 1 slots of every peer"""
         self.ready_from = {peer: self._flags_for("ready", {peer: 1}) for peer in self.send_order}
-        """peer -> its READY; waiting is for its slot 0"""
+        """peer -> READY; waits for its slot 0"""
         last = self.send_order[:1]
         self.arrived = [self._flags_for("ready", every | dict.fromkeys(last, slot + 1)) for slot in range(SLOTS)]
-        """waiting for number k is for slot 0 of every peer, and slots 0 .. k of the last peer that sends to this
-        rank"""
+        """number k waits for slot 0 of every peer, and slots 0 .. k of the last peer that sends to this rank"""
         self.ready_at = [self._flags.view("ready", rank)[self.rank] for rank in range(self.world_size)]
         """for each rank, [SLOTS] int64: the flags that this rank sets there"""
         self.counted = torch.zeros(1, dtype=torch.int32, device=device)
@@ -112,8 +112,7 @@ class ProductWindows:
     def begin(self, size_bytes: int) -> Arena:
         """Begin a call on the current stream, after the previous one; return its window, the same one on all ranks.
 
-        It is the first window that is large enough; if there is none, one is made, a collective that may not be
-        captured.
+        If no window is large enough, one is made: a collective that may not be captured.
 
         Raises:
             InputError: on every rank, if there is no memory.
@@ -125,11 +124,7 @@ class ProductWindows:
         return next(window for window in self._windows if window.size_bytes >= size_bytes)
 
     def check(self) -> None:
-        """Raise the error that a wait has recorded.
-
-        Raises:
-            ExchangeTimeoutError: if a wait has expired.
-        """
+        """Raise the `ExchangeTimeoutError` of a wait that has expired, if the GPU has recorded one."""
         self._record.raise_expired(self._timeout_s, MISSING)
 
     def close(self) -> None:
