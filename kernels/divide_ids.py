@@ -1,9 +1,9 @@
 """Divides published ids into shares, so that each owner of a row-wise sharded table reads only the ids of its rows.
 
 A window (see `pull_ids`) holds the ids of T features and then, from word `values_at` on, those of S shares, share after
-share, bag after bag, each minus the share's first id. The offsets begin at word `offsets_at`: of the features' bags [T
-* b]; then b words, the first of which ends the features' ids; then of the shares' bags [S * b + 1]. So share s is read
-like a feature, number T + 1 + s.
+share, bag after bag, each minus the share's first id. The offsets begin at word `offsets_at`: of the features' bags
+[T * b]; then b words, the first of which ends the features' ids; then of the shares' bags [S * b + 1]. So share s is
+read like a feature, number T + 1 + s.
 
 Example: T = 1, b = 2, bags [5, 1] [7, 4], shares of the ids 0 .. 3 and 4 .. 7. The first share has the bags [1] [], the
 second [1] [3, 0].

@@ -1,4 +1,4 @@
-"""Finds the slots of a step's rows in a cache, and gives slots of unused rows to those that have none.
+"""Finds the slots of a step's rows in a cache, and gives slots to those that have none, by CLOCK replacement.
 
 Five kernels and a cumulative sum visit each id, each slot, and one bit for each row of the tables:
 

@@ -1,7 +1,7 @@
 """The elementwise part of a low-rank cross network, forward and backward, between cuBLAS's products.
 
-Layer l of L computes x_{l+1} = x_0 * (w_l + b_l) + x_l, where w_l = (x_l V_l^T) W_l^T (Wang et al., DCN V2, arXiv
-2008.13535, sections 3.2 and 3.3). Its gradients, from g_L = dL/dx_L down to layer 0:
+Layer l of L computes x_{l+1} = x_0 * (w_l + b_l) + x_l, where w_l = (x_l V_l^T) W_l^T (Wang et al., DCN V2,
+arXiv 2008.13535, sections 3.2 and 3.3). Its gradients, from g_L = dL/dx_L down to layer 0:
 
     du_l = g_{l+1} * x_0                        gradient of w_l; its sum over the samples is the gradient of b_l
     p_l  = (du_l W_l) V_l                       gradient that reaches x_l through the products

@@ -40,7 +40,7 @@ def tile_at(tile, blocks, columns, owners, world_size, OPTIONS: tl.constexpr):
         balanced      block 0 of all, then block 1 of all, ..: links and multiprocessors are busy all the time
 
     A group of consecutive blocks is computed column after column, so that its tiles share blocks in L2. Only in the
-    balanced order does a group have both own blocks and those of peers.
+    balanced order does a group mix the rank's own blocks with those of peers.
 
     Example: owners 1 0, 2 blocks each, 3 columns, groups of 2, own_first: owner, block, column are 1 0 0, 1 1 0, 1 0 1,
     1 1 1, 1 0 2, 1 1 2, then 0 0 0, 0 1 0 and so on.

@@ -36,7 +36,7 @@ class _Rows:
         windows.engine.follow()
 
     def send(self, peer: int, begin: int, end: int, slot: int) -> None:
-        """Send the own rows [begin, end) to a peer by the copy engine, then set READY `slot` there."""
+        """Send this rank's rows [begin, end) to a peer by the copy engine, then set READY `slot` there."""
         windows = self._windows
         windows.engine.copy(self._at[peer][self.own][begin:end], self._x_shard[begin:end])
         windows.engine.write_flag(windows.ready_at[peer][slot : slot + 1], windows.word)
@@ -77,7 +77,7 @@ def copied(
     for (peer, slot, piece), event in zip(order(windows.send_order), windows.events, strict=False):
         rows.send(peer, *piece, slot)
         event.record(windows.engine.stream)
-    # Multiply the own rows, then the peers' as they arrive.
+    # Multiply this rank's rows, then the peers' as they arrive.
     linear_into(rows.out[rows.own], x_shard, layer)
     rows.keep(x_shard, rows.own)
     *_, last = arrivals = windows.send_order[::-1]
@@ -102,7 +102,7 @@ def tiled(
         current stream | wait for DONE, own rows to the window | own rows, rows of r-1, rows of r-2, .. | DONE
         copy engine    |               | send to r+1, flags | send to r+2, flags | ..
 
-    So a part costs a flag, not a product. The own GPU's copies must run concurrently with the kernel, which waits for
+    So a part costs a flag, not a product. This GPU's copies must run concurrently with the kernel, which waits for
     peers; CUDA does not guarantee that in a graph. If they do not, the kernel's wait expires.
 
     Source: Flux (Chang et al., arXiv 2406.06858).
