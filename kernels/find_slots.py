@@ -1,13 +1,11 @@
 """Finds the slots of a step's rows in a cache, and gives slots to those that have none, by CLOCK replacement.
 
-Five kernels and a cumulative sum visit each id, each slot, and one bit for each row of the tables:
-
-    _look_up   replace the ids of cached rows by their slots, and set the bits of all other rows
-    _count     count the bits that are set in each block, and the slots that may be taken in each block
+    _look_up   ids of cached rows become their slots; a bit is set for every other row
+    _count     the bits of each block, and the slots of each block that may be taken
     (cumsum)   where the entries of each block begin
-    _list      list the rows that enter, in ascending order, and the slots that they take, in the hand's order
-    _take      assign each of these slots to its new row
-    _replace   replace the ids of rows that were not cached by their new slots
+    _list      the rows that enter, ascending, and the slots that they take, in the hand's order
+    _take      these slots change rows
+    _replace   the other ids become their rows' new slots
 
 Bits need no sort, give rows in ascending order, in which host memory is faster, and the same result every time.
 
@@ -127,9 +125,9 @@ def _count(
     WORDS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Count the bits that are set in one block, or the slots of one block that may be taken.
+    """Count the bits of one block, or the slots of one block that may be taken.
 
-    Memory: stores this block's counts. A slot that this step names gains a use, up to MAX_USES.
+    Memory: a slot that this step names gains a use, up to MAX_USES.
 
     Order: no two programs share an element.
     """
@@ -209,7 +207,7 @@ def _list(
     WORDS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """List the rows of one block that enter, or the slots of one block that they take: row entering[i] slot taken[i].
+    """List the rows of one block that enter, or the slots of one block: row entering[i] takes slot taken[i].
 
     Memory: the hand's next slot is stored to `clock[2]`, since other programs still read `clock[1]`.
 
@@ -254,7 +252,7 @@ def _take(
     word_blocks,
     BLOCK: tl.constexpr,
 ):
-    """Assign the slots that are taken to the rows that enter, as program p of P the blocks p, p + P, .. of BLOCK.
+    """Assign slots to the rows that enter, as program p of P the blocks p, p + P, .. of BLOCK.
 
     Memory: stores the slots' former rows to `leaving`, and the number of entries to `count`.
 
@@ -328,15 +326,14 @@ def find_slots(
 ) -> Swaps:
     """Find slots for the rows that a step names, and replace its ids by the slots, on the current stream.
 
-    The cache must have enough slots for the rows of this step and the last one together.
+    There must be enough slots for the rows of this step and the last one together.
 
     Args:
         state: updated in place.
         ids: [n] int32, ids within their tables, feature after feature; updated in place.
-        offsets: [F * B + 1] int32 or int64, of the bags of F features; ids after the last bag belong to feature F.
+        offsets: [F * B + 1] int32 or int64, of the bags of F features; later ids belong to feature F.
         samples: B.
-        first_rows: [F + 1 or more] int64: first row of each feature's table in the cache's numbering; negative leaves
-            the feature's ids as they are.
+        first_rows: [F + 1 or more] int64: first row of each feature's table in the cache; ids stay if it is negative.
 
     Returns:
         The rows that leave and enter, the latter in ascending order.

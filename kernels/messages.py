@@ -1,8 +1,8 @@
 """Messages between nodes in groups of rows: each group is put into the peer's heap, with a signal, when it is complete.
 
-A message consists of *runs* of rows, one for each rank of the receiving node. Each run is cut into groups of the same
-number of rows, except the last (`grouping`). Each group has its own signal, which its put sets to the epoch after the
-data has arrived. Nothing is reset, and puts may overtake each other.
+A message has a *run* of rows for each rank of the receiving node. Runs are cut into groups of the same number of rows,
+except the last (`grouping`). The put of a group sets its own signal to the epoch after the data has arrived. Nothing is
+reset, and puts may overtake each other.
 """
 
 from typing import NamedTuple
@@ -30,9 +30,9 @@ class Groups(NamedTuple):
 
     @staticmethod
     def of(longest: int, row_bytes: int, aggregate_bytes: int) -> "Groups":
-        """Return how a message is cut whose longest run has `longest` rows of `row_bytes`.
+        """Return how to cut a message whose longest run has `longest` rows of `row_bytes`.
 
-        Example: runs of up to 3000 rows of 1000 bytes, 256 KiB a group: groups of 264 rows, up to 12 a run.
+        Example: 3000 rows of 1000 bytes, 256 KiB a group: groups of 264 rows, up to 12 a run.
         """
         rows = group_rows(row_bytes, aggregate_bytes, _MIN_ROWS)
         return Groups(rows, max(1, -(-longest // rows)))
@@ -90,11 +90,9 @@ def _wait_message(
 ):
     """Wait for the groups of run p of a message, as program p; a lane takes a group.
 
-    When `timeout` has passed, the program records which signal is missing and stops the kernel, as
-    `primitives.wait_for_flags` does.
+    A wait that exceeds `timeout` is recorded and stops the kernel, as in `primitives.wait_for_flags`.
 
-    Memory: reads the signals of the run's groups, from number p * `each` on. No signal is set to a later epoch before
-    this wait has ended.
+    Memory: reads the signals from number p * `each` on. No signal is set to a later epoch before this wait has ended.
 
     Order: signals are read relaxed until all have reached the epoch, then acquired at system scope (with NVSHMEM by its
     own wait, which makes bytes visible that a network card has written). A barrier follows.
@@ -156,7 +154,7 @@ def wait_message(
 
     Args:
         source: rank that sends the message.
-        signals: address of the signal of its first group.
+        signals: address of its first group's signal.
         clock: [1] int64; signals must reach `epoch` + `clock`.
         first_sample: [runs + 1] int32: run r has the rows of samples [first_sample[r], first_sample[r + 1]).
     """

@@ -4,10 +4,8 @@ A *heap* is memory that every rank has in the same size and layout; an address i
 position in any other rank's. A *put* copies bytes to a peer's heap and then stores a number at a *signal*, a word of
 that heap: a peer that sees the number sees the bytes. A kernel is compiled for one of two forms, `FORM`:
 
-- `nvshmem`: NVSHMEM's device functions. A network card, or a proxy thread of the host, sends the bytes to another node;
-  within a node they are stored. Only this rank's element of `heaps` is read.
-- `stores`: the program stores into the peer's heap, whose address is in `heaps`, under the interpreter or between GPUs
-  that reach each other.
+- `nvshmem`: NVSHMEM's device functions; between nodes a network card or a proxy thread of the host sends the bytes. -
+`stores`: stores into the peer's heap, under the interpreter or between GPUs that reach each other.
 
 NVSHMEM's own, unbounded wait is called only after the signal has arrived, for what it does after a wait.
 
@@ -43,7 +41,7 @@ class Network(NamedTuple):
     """nvshmem: called with a loaded module's handle before its first launch, to register this rank's heap"""
 
     def options(self) -> dict[str, Any]:
-        """Return the options, by name, of a `CompiledKernel` that uses these functions."""
+        """Return the options of a `CompiledKernel` that uses these functions."""
         if self.library is None:
             return {}
         return {"libraries": (("libnvshmem_device", self.library),), "prepare": self.prepare}
@@ -51,7 +49,7 @@ class Network(NamedTuple):
 
 @core.extern
 def _put_signal_block(target, source, size_bytes, signal, value, op, peer, _semantic=None):  # type: ignore[no-untyped-def]
-    """Call NVSHMEM's put with signal by all threads of the program; does not wait for the bytes to leave."""
+    """Call NVSHMEM's put with signal by all threads of the program; it does not wait."""
     kinds = ("int64", "int64", "int64", "int64", "int64", "int32", "int32")
     return core.extern_elementwise(
         "",
@@ -81,9 +79,9 @@ def signal_wait(signal, comparison, value, _semantic=None):  # type: ignore[no-u
 def put_signal(heaps, rank, peer, source, target, size_bytes, signal, value, FORM: tl.constexpr):
     """Put bytes from this rank's heap into the heap of `peer`, and then store `value` at a signal there.
 
-    `source`, `target` and `signal` are int64 addresses in this rank's heap, the latter two of positions in the heap of
-    `peer`. `source` and `target` are multiples of 16, `size_bytes` int64 is a multiple of 8; 0 stores only the signal.
-    All threads of the program take part.
+    `source`, `target` and `signal` are int64 addresses in this rank's heap; the latter two name positions in the
+    peer's. `source` and `target` are multiples of 16, `size_bytes` int64 of 8; 0 stores only the signal. All threads
+    take part.
 
     Memory: `source` must not change before `peer` has seen the signal, since a put does not wait. `heaps` is [W] int64.
 

@@ -16,7 +16,7 @@ PROGRAMS = 64
 _NUM_WARPS = 16
 _LANE_BYTES = 64  # bytes in flight a lane
 WORDS = {1: (tl.int8, 1), 2: (tl.int16, 1), 4: (tl.int32, 1), 8: (tl.int32, 2), 16: (tl.int32, 4)}
-"""bytes that divide every address and size -> type of the elements that are moved, elements a lane at a time"""
+"""bytes that divide every address and size -> type of elements, elements a lane moves at a time"""
 
 
 class Rows(NamedTuple):
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     """
 
     source: torch.Tensor
-    """contiguous, of any type: the rows one after the other, or the one row that goes to all ranks"""
+    """contiguous: the rows one after the other, or the one row that goes to all ranks"""
     stride: int
     """bytes between the rows; 0 if one row goes to all"""
     row_bytes: int
@@ -51,8 +51,7 @@ class RowFlags(NamedTuple):
     addresses: torch.Tensor
     """[W] int64: address of each rank's flags, [W, 1] int64; row w belongs to rank w"""
     counted: torch.Tensor
-    """[1] int32: programs of the running kernel that have finished; 0 before and after. Kernels that share it must not
-    overlap"""
+    """[1] int32: programs that have finished; 0 before and after. Kernels that share it must not overlap"""
     clock: torch.Tensor
     """[1] int64: epoch that the flag is set to"""
 
@@ -79,9 +78,9 @@ def _store_rows(
     """Store a row to each of the `destinations` next ranks, as program p of P the tasks p, p + P, ..
 
     A task is a block of BLOCK elements of one row. Tasks alternate between the ranks, from the next one on, so that no
-    two ranks send to the same peer, and stores to this rank's own memory overlap with those over links.
+    two ranks send to the same peer, and local stores overlap with those over links.
 
-    Memory: a lane moves WORD bytes at a time, several times a block.
+    Memory: a lane moves WORD bytes at a time.
 
     Order: no two programs share an element. The program that ends last sets element `rank` of every rank's flags to
     `clock`: a release at system scope that covers the stores of all programs. A rank that has acquired it may read the

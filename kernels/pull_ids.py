@@ -1,12 +1,9 @@
 """The input_dist of ids without the host: each rank publishes its samples' ids in a window, and owners read them there.
 
-A window is int32. It holds the ids of T features, feature after feature, bag after bag; then, `weights_at` words after
-each id, its weight as float32, if ids have weights; then, from word `offsets_at` on, the offsets [T * b + 1] of the
-bags. The ids arrive in the order of the lookup (`Bags`): shard after shard, in each the bags of rank 0 first. A pair is
-one of the owner's F shards and a source rank; its number is shard * W + rank.
-
-If the lengths of bags vary, `locate_ids` finds each pair's ids; otherwise the host does so once. `pull_ids` copies and
-checks them.
+A window is int32. It holds the ids of T features, feature after feature, bag after bag; their weights, if any, as
+float32 `weights_at` words after the ids; and, from word `offsets_at` on, the offsets [T * b + 1] of the bags. The ids
+arrive in the order of the lookup (`Bags`): shard after shard, in each the bags of rank 0 first. Pair shard * W + rank
+is one of the owner's F shards and a source rank.
 
 Example: W = 2, b = 2. Rank 0 publishes the bags f: [5] [], g: [7, 7] [1], rank 1 publishes f: [] [9], g: [2] []. The
 owner of g finds 3 ids of pair 0 at source 1, which arrive at 0, and 1 id of pair 1 at source 1, which arrives at 3:
@@ -62,8 +59,8 @@ def _locate_ids(
     """Find where the ids of each pair are in their rank's window and where they arrive; the grid is one program.
 
     Memory: reads the features' offsets in all windows. If a rank has more ids of a feature than its capacity, or fewer
-    than 0, no id of the step arrives, and every rank records that. Without LENGTHS, only checks that each rank has
-    published `total` ids.
+    than 0, no id of the step arrives, and every rank records that. Without LENGTHS, pairs are known, and the program
+    only checks that each rank has published `total` ids.
 
     Order: runs after the wait for the ranks' flags.
 
@@ -132,12 +129,12 @@ def _pull_ids(
 ):
     """Do one task: copy BLOCK ids of one pair, and the offsets of BLOCK of its bags, to where they arrive.
 
-    Memory: reads one rank's window, this rank's or a peer's. With CHECK an id outside its table becomes 0, and the
-    task's last such id is recorded. A task of shard number `shards` pads `values` with zeros up to `capacity`, so that
-    the number of sorted ids is constant, and divides the zeros evenly among the bags of one additional feature.
+    Memory: with CHECK an id outside its table becomes 0, and the task's last such id is recorded. A task of shard
+    number `shards` pads `values` with zeros, so that the number of sorted ids is constant, and divides the zeros evenly
+    among the bags of one additional feature.
 
-    Order: no two programs share an element. Runs after `_locate_ids`. Published ids stay until their rank has seen this
-    rank's flag of the next step.
+    Order: no two programs share an element. Published ids stay until their rank has seen this rank's flag of the next
+    step.
 
     Example: the module's example with capacity 6. The task of pair 1 stores id 2 to values[3], and 3 4 to offsets[2]
     and offsets[3]. Padding stores zeros to values[4] and values[5], and 4 4 5 5 6 to offsets[4] and after.
@@ -188,11 +185,11 @@ class Arrivals(NamedTuple):
     """Where the ids of each pair are, and where they arrive."""
 
     sources: torch.Tensor
-    """[F * W] int32: offset of the pair's first id in its rank's window"""
+    """[F * W] int32: offset of each pair's first id in its window"""
     counts: torch.Tensor
-    """[F * W] int32: ids of the pair"""
+    """[F * W] int32: ids of each pair"""
     arrivals: torch.Tensor
-    """[F * W + 1] int32: where the pair's ids arrive; then the number of all ids"""
+    """[F * W + 1] int32: where each pair's ids arrive; then the number of all ids"""
 
 
 class Published(NamedTuple):
@@ -201,9 +198,9 @@ class Published(NamedTuple):
     windows: torch.Tensor
     """[W] int64: address of each rank's window"""
     offsets_at: int
-    """word of a window where its offsets begin"""
+    """word of a window"""
     weights_at: int
-    """words from an id to its weight, if ids have weights"""
+    """words from an id to its weight"""
     requested: torch.Tensor
     """[F] int32: feature of each of this rank's shards"""
     rows: torch.Tensor
@@ -267,11 +264,10 @@ def pull_ids(
     Args:
         tasks: [tasks, 3] int32, the table of `pull_tasks`.
         values: [capacity] int32, overwritten.
-        offsets: [(F + 1) * W * b + 1] int32, overwritten if `lengths`; otherwise it holds the offsets already.
+        offsets: [(F + 1) * W * b + 1] int32, overwritten if `lengths`, else given.
         weights: [capacity] float32, overwritten where ids are; None if ids have no weights.
-        lengths: copy offsets, too; `tasks` then pad `values` to its whole length.
+        lengths: whether the lengths of bags vary; then `tasks` pad `values` to its whole length.
         check: compare ids with the rows of their tables.
-        block: ids of a task.
     """
     kernel = specialised(
         _pull_ids, num_warps=_NUM_WARPS, LENGTHS=lengths, WEIGHTED=weights is not None, CHECK=check, BLOCK=block

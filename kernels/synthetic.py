@@ -1,9 +1,9 @@
 """Makes synthetic samples from a counter-based random stream: dense features, bag sizes, ids and labels.
 
 The stream is numpy's Philox 4x64-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011): a counter
-value gives a block of four 64-bit draws. A sample has a fixed number of blocks, so its position alone addresses its
-draws: draw 0 is for the label, then come dense features, bag sizes, and, table after table, ids, as many as the largest
-bag holds. `data/synthetic.py` makes bit-identical samples on a CPU.
+value gives a block of four 64-bit draws. A sample has a fixed number of blocks: draw 0 is for the label, then come
+dense features, bag sizes, and, table after table, ids, as many as the largest bag holds. `data/synthetic.py` makes
+bit-identical samples on a CPU.
 """
 
 from typing import NamedTuple
@@ -71,8 +71,7 @@ class Source(NamedTuple):
 def draw_block(key, sample, block, blocks):
     """Return the four draws, uint64, of `block` of each of `sample` (int64).
 
-    Example: blocks 64. Block 3 of sample 2 is the stream's block 2 * 64 + 3, whose counter value is one more, since
-    numpy advances the counter before it draws.
+    Example: blocks 64. Block 3 of sample 2 is block 2 * 64 + 3 of the stream, whose counter value is one more.
     """
     counter = (sample * blocks + block + 1).to(tl.uint64)
     rest = tl.zeros_like(counter)
@@ -147,11 +146,10 @@ def _draw_ids(
 ):
     """Draw ids and sum the scores of each bag: a program makes one block of four draws for each of BLOCK samples.
 
-    Memory: stores up to four ids of each sample; with RANGES, bags have `lengths`, otherwise all bags of a table have
-    MAX_IDS ids. Adds each id's weighted score to its bag's element of `sums`.
+    Memory: with RANGES, bags have `lengths`, otherwise all bags of a table have MAX_IDS ids.
 
-    Order: no two programs share an element of `values`; the additions are relaxed atomics of integers, so their order
-    does not matter.
+    Order: no two programs share an element of `values`; sums are relaxed atomics of integers, whose order does not
+    matter.
 
     Example: 100 samples, table 0 with 3 ids a bag, table 1 with 2. The second id of sample 7 in table 1 is at 3 * 100 +
     7 * 2 + 1. With 2 cells, a draw of 0.75 * 2**64 is at 2**62 of 2**63 in cell 1; past a threshold of 2**61, that is a
@@ -269,8 +267,8 @@ def draw_samples(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the samples [first, first + count): dense features [b, F], lengths [T * b] and ids int32, labels [b].
 
-    Ids are in the order of tables, then samples. Kernels on the current stream make all. The host waits only if the
-    bags of a table differ in size, for the number of ids.
+    Lengths and ids are table after table. All come from kernels on the current stream; the host waits only for the
+    number of ids, if the bags of a table differ in size.
     """
     key, device, features, tables = source.key, source.key.device, len(source.dense_weights), len(source.bag_sizes)
     blocks, groups, first_draw = len(source.columns) // 4, -(-count // BLOCK), 1 + features + tables

@@ -30,7 +30,7 @@ FACTORS = 8
 
 
 class FlatUpdate(NamedTuple):
-    """The tensors of an update, on one device; n is a multiple of `BLOCK`, and flat tensors have the same layout.
+    """The tensors of an update of flat tensors of the same layout; n is a multiple of `BLOCK`.
 
     Everything that may change between updates is in tensors, so a CUDA graph can hold the update. Each of R parameters
     has a row of numbers. An update writes weights, states, shadow, step and factors.

@@ -92,9 +92,8 @@ def _gradient_of_layer(
 ):
     """Compute du = g_{l+1} * x_0 and its sums over the program's rows; for l = 0 also dx = dx_0 - p_0.
 
-    Each layer computes g_{l+1} = g_L + p_{L-1} + .. + p_{l+1} from its terms: reading up to two p costs less than
-    storing and reading g. Layer 0 computes all g, so it sums dx_0 in the same pass; the product that computes p_0 adds
-    it to dx.
+    g_{l+1} = g_L + p_{L-1} + .. + p_{l+1} is computed from its terms: reading up to two p costs less than storing and
+    reading g. Layer 0 computes all g, so it sums dx_0 in the same pass; the product that computes p_0 adds it to dx.
 
     Memory: a program has ROWS * TURNS rows of COLUMNS columns; its sums are row `group` of `sums`.
 

@@ -1,7 +1,7 @@
-"""What comes between the products of layers with ReLU, in one pass each.
+"""Single passes between the products of layers with ReLU.
 
-These are the backward of ReLU and of the bias before it, and a last layer of one output, forward and backward: for a
-product of one column cuBLAS launches several kernels, none of which masks the gradient for the previous layer.
+These are the backward of ReLU and bias, and a last layer of one output, forward and backward: for a product of one
+column cuBLAS launches several kernels, none of which masks the gradient for the previous layer.
 """
 
 from typing import Any
@@ -143,8 +143,8 @@ def _compiled(kernel: Any, width: int) -> CompiledKernel:
 def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:
     """Write the gradient of ReLU's input to `out`, and its sums, on the current stream.
 
-    `gradient`, ReLU's `output` and `out` are [b, N], contiguous and of one type. `sums` [ceil(b / GROUP), N] float32,
-    over each `GROUP` rows, are columns of a contiguous tensor.
+    `gradient`, ReLU's `output` and `out` are [b, N], contiguous and of one type. `sums` [ceil(b / GROUP), N] float32
+    are columns of a contiguous tensor.
     """
     rows, width = output.shape
     programs = len(sums) * -(-width // _COLUMNS)
@@ -165,9 +165,9 @@ def gradient_of_logits(
 ) -> None:
     """Write the gradient of the input of a ReLU that a layer of one output follows, and sums, on the current stream.
 
-    `gradient` [b] of the layer's output, ReLU's `output` [b, N], the layer's `weight` [1, N] and `out` [b, N] are
-    contiguous and of one type. `sums` [ceil(b / GROUP), 2 N + 1] float32, over each `GROUP` rows, of `out`, gradient *
-    output and gradient, are columns of a contiguous tensor.
+    `gradient` [b], ReLU's `output` [b, N], the layer's `weight` [1, N] and `out` [b, N] are contiguous and of one type.
+    `sums` [ceil(b / GROUP), 2 N + 1] float32, of `out`, gradient * output and gradient, are columns of a contiguous
+    tensor.
     """
     rows, width = output.shape
     programs = len(sums) * -(-width // _COLUMNS)

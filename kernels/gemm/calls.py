@@ -1,7 +1,6 @@
-"""How a call between ranks begins, once windows may be overwritten, and how a reduce-scatter ends, with sums.
+"""How a call between ranks begins, and how a reduce-scatter ends, with sums.
 
-The epoch of a call is a word in device memory, the clock. A rank that has waited for DONE e - 1 of every peer may store
-to any rank's memory in call e, see `dense.gemm.windows`.
+The epoch of a call is a word in device memory, the clock; `dense.gemm.windows` describes the protocol.
 """
 
 from typing import NamedTuple
@@ -119,8 +118,8 @@ def _sum_parts(
 def sum_parts(parts: Parts, done: Flags, counted: torch.Tensor, rank: int, rows: tuple[int, int], last: bool) -> None:
     """Write the rows [begin, end) of `parts.out`, on the current stream; `begin` is a multiple of 8.
 
-    If these are the `last` rows, this rank has read its window, and its flag `done` is set at every rank. `counted` [1]
-    int32 counts the programs of the running kernel that have finished; 0 before and after.
+    After the `last` rows this rank's flag `done` is set at every rank: it has read its window. `counted` [1] int32 is 0
+    before and after.
     """
     world_size, block = done.local.shape[0], _SUM_WARPS * 32 * 8
     kernel = specialised(

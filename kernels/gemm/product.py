@@ -95,8 +95,8 @@ def product(
 
     If `out` is a tensor, the product is gathered: its tiles wait for the peers' shards of x, which must arrive without
     a multiprocessor of this GPU, since the kernel may occupy all. A wait that lasts longer than `flags.timeout` is
-    recorded and stops the GPU's work. If `out` is `Destinations`, the product is scattered: partial products are stored
-    at the ranks that own their rows, for `calls.sum_parts` to add up, and the kernel waits for nobody.
+    recorded and stops the GPU's work. If `out` is `Destinations`, it is scattered: partial products are stored at the
+    ranks that own their rows, for `calls.sum_parts` to add up, and the kernel waits for nobody.
 
     Args:
         x: [M, K] contiguous, bfloat16 or float16, K a multiple of 8; shard w, M / W rows, belongs to rank w. If
@@ -105,7 +105,7 @@ def product(
         out: [M, N] contiguous, of the type of `x`, or destinations.
         owners: [W] int32, the order of the shards: the rank itself, then its peers as their rows arrive; if scattered,
             the peers first.
-        signals: flags of rows that arrive, or that are set when a slot's rows are stored; then a slot has whole tiles.
+        signals: flags of arriving rows, or of stored ones; then a slot has whole tiles.
         bias: [N] of any float type; None if scattered.
         activation: none | relu; none if scattered.
     """

@@ -186,15 +186,14 @@ def tile_product(
 ):
     """Compute activation(x @ weight^T + bias), as program p of P the tiles p, p + P, .. in the order of `tile_at`.
 
-    Memory: TMA reads both matrices, and 0 after their ends. One program adds up a tile in float32, along K, rounds it
+    Memory: TMA reads both matrices, and 0 after their ends. A program adds up a tile in float32, along K, rounds it
     once, and stores it 16 bytes a lane: to `out` or, in a scattered product, to the memory of the rows' owner.
 
     Order: a gathered product waits, before a tile of a peer's rows, until the flags (owner, i) of its one or two slots
-    have reached `clock`, and acquires them at system scope. A fence then makes the acquired stores visible to TMA. The
-    tile's coordinates depend on the flags' values, so no load moves before the wait. A scattered product stores a tile
-    and counts it in its region, the rows of a slot (acquire and release, GPU scope). The program that completes a
-    region resets the count and sets element (rank, i) of the owner's flags to `clock`: a release at system scope that
-    covers all stores of the region. The rank's own regions have flags, too.
+    have reached `clock`, and acquires them at system scope; a fence makes the acquired stores visible to TMA. A
+    scattered product counts a stored tile in its region, the rows of a slot (acquire and release, GPU scope). The
+    program that completes a region sets element (rank, i) of the owner's flags to `clock`: a release at system scope
+    that covers all stores of the region. The rank's own regions have flags, too.
 
     Example: scattered, rank 0 of 2, shards of 512 rows, tiles of 128 rows, N of 2 tiles, slots of 256 rows. The tiles
     of rows 512 .. 767, 2 * 2 of them, go to rows 0 .. 255 in rank 1's memory; the fourth that is counted sets element
@@ -212,7 +211,7 @@ def tile_product(
         first *= BLOCK_M
         begin *= BLOCK_N
         row = owner * shard_rows + first
-        # Wait for the rows; adding the 0 keeps the loads after the wait.
+        # Wait for the rows. The 0 is computed from the flags' values, so no load moves before the wait.
         if OPTIONS.gather:
             row += _wait_for_rows(
                 ready,

@@ -1,9 +1,8 @@
 """Products with their reduce-scatter inside: partial products go to the ranks that own their rows, which add them up.
 
-Each function takes the owner's windows, this rank's x [M, K], the layer, and a number of parts; calling the function
-that it returns, once, returns the sums [M / W, N]. A rank multiplies the rows of its peers first, and its own last.
-Owners add up in float32, in the order of the ranks, with bias and activation, part by part as they arrive: the same
-bits in every call.
+Each function takes the owner's windows, this rank's x [M, K], the layer, and a number of parts, and returns a function
+that, called once, returns the sums [M / W, N]. A rank multiplies the rows of its peers first. Owners add up in float32,
+in the order of the ranks, with bias and activation, part by part as they arrive: the same bits in every call.
 """
 
 import functools
@@ -43,7 +42,7 @@ class _Partials:
         return self.windows.rank * self._lines * LINE * self._dtype.itemsize
 
     def target(self, owner: int) -> torch.Tensor:
-        """Return the view [M / W, N] of this rank's partial products in the window of `owner`."""
+        """Return this rank's partial products in the window of `owner`, [M / W, N]."""
         first = self.windows.rank * self._lines * LINE
         memory = self.window.view("memory", owner).view(self._dtype)
         return memory[first : first + self.rows * self.columns].view(self.rows, self.columns)
@@ -146,8 +145,7 @@ def triggered(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, par
     So a part costs a word, not a product. As in `gathers.tiled`, copies must run concurrently with the kernel; here the
     copies wait, without a timeout.
 
-    Source: T3 (Pati et al., ASPLOS 2024): the tracker counts the tiles of a region, and triggers its DMA; regions are
-    staggered by rank.
+    Source: T3 (Pati et al., ASPLOS 2024): the tracker counts the tiles of a region, and triggers its DMA.
     """
     partial, weight = x.new_empty(x.shape[0], len(layer.weight)), laid_out(layer.weight)
     partials, words = _Partials(windows, x, layer), windows.words

@@ -7,11 +7,8 @@ each has one writer.
 Before a rank stores to any window in call e, it has waited for DONE e - 1 of every peer. By then every rank has read
 all that it reads in call e - 1, and all stores of that call have arrived, since their readers waited for them.
 Meanwhile nobody can access a window in call e + 1, which needs DONE e of this rank. So nothing is overwritten too
-early.
-
-A rank sets DONE at the end of a call, and its peers wait for it at the beginning of the next, so the wait is short. A
-second window would let ranks drift further apart, but the addresses of copies come from the CPU: a replayed graph would
-use the same window twice in a row.
+early. (A second window would let ranks drift further apart, but a replayed graph would use the same one twice in a
+row.)
 """
 
 from collections.abc import Mapping
@@ -54,7 +51,7 @@ class ProductWindows:
         self.group, self.device, self._timeout_s = group, device, timeout_s
         self.rank, self.world_size = group.rank(), group.size()
         self.send_order = staggered_peers(self.rank, self.world_size)
-        """the peers in the order in which this rank sends to them; they send to it in the reverse order"""
+        """the peers as this rank sends to them; they send to it in the reverse order"""
         self.in_progress = False
         """whether a reduce-scatter has begun and is not finished"""
         self._windows: list[Arena] = []
