@@ -1,8 +1,7 @@
 """The command: `python -m tests.kernels.vectors`, without TRITON_INTERPRET; needs no GPU.
 
 Compiles kernels of the dense part, of collectives, of caches and of products with communication inside for an H200, and
-checks the instructions that they are made of: words of 16 bytes a lane where rows allow them, no lesser ones, and
-tensor cores.
+checks their instructions: 16 bytes a lane where rows allow it, and tensor cores.
 """
 
 import re
@@ -46,7 +45,7 @@ def check_peer_copy() -> None:
 
 
 def check_swap_rows() -> None:
-    """Rows that are swapped are read ahead, in whole words, and the threads that have read a slot store to it."""
+    """Rows are loaded ahead, in whole words, and the threads that have loaded a slot store to it."""
     for words, alignment in ((128, 16), (12, 16), (10, 8), (1, 4)):
         stages = compile_for_h200(swap_rows._compiled(words, alignment), _SWAPS)
         text, layouts = stages["ptx"], _ROWS.findall(stages["ttgir"])
@@ -59,7 +58,6 @@ def check_swap_rows() -> None:
 
 
 def check_all_reduce() -> None:
-    """The dense gradients' all-reduce."""
     for dtype, world_size in product((torch.float32, torch.bfloat16), (2, 3, 4, 8)):
         vectors = world_size * all_reduce.lane_elements(world_size, dtype) * dtype.itemsize // 16
         text = compile_for_h200(all_reduce._compiled(world_size, dtype), _SHARES)["ptx"]
@@ -69,7 +67,7 @@ def check_all_reduce() -> None:
 
 
 def check_update() -> None:
-    """The update of the dense parameters, under each optimizer and with bf16 shadows."""
+    """Under each optimizer, with bf16 shadows."""
     lanes = 128
     for kind, states in STATES.items():
         change = update._compiled_update(kind, False, torch.bfloat16)
@@ -81,7 +79,7 @@ def check_update() -> None:
 
 
 def compile_product(mode: str, by_k: bool) -> str:
-    """Return the PTX of a product that is gathered, with a bias and relu, or scattered."""
+    """Return the PTX of a gathered product, with bias and relu, or of a scattered one."""
     gather = mode == "gather"
     kind = {"gather": gather, "scatter": not gather, "by_k": by_k, "bias": gather}
     kind |= {"activation": "relu" if gather else "none", "dtype": TYPES[torch.bfloat16], "order": _ORDERS[mode]}
