@@ -54,7 +54,7 @@ class ProductWindows:
         """the peers as this rank sends to them; they send to it in the reverse order"""
         self.in_progress = False
         """whether a reduce-scatter has begun and is not finished"""
-        self._windows: list[Arena] = []
+        self.arenas: list[Arena] = []
         """each has one region, memory [size] uint8"""
         regions = {
             name: Region((self.world_size, slots), torch.int64) for name, slots in (("ready", SLOTS), ("done", 1))
@@ -115,10 +115,10 @@ class ProductWindows:
             InputError: on every rank, if there is no memory.
         """
         assert not self.in_progress, "a reduce-scatter is in progress; finish it before the next product"
-        if not any(window.size_bytes >= size_bytes for window in self._windows):
+        if not any(window.size_bytes >= size_bytes for window in self.arenas):
             size = -(-size_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
-            self._windows.append(open_arena({"memory": Region((size,), torch.uint8)}, self.group, self.device))
-        return next(window for window in self._windows if window.size_bytes >= size_bytes)
+            self.arenas.append(open_arena({"memory": Region((size,), torch.uint8)}, self.group, self.device))
+        return next(window for window in self.arenas if window.size_bytes >= size_bytes)
 
     def check(self) -> None:
         """Raise the `ExchangeTimeoutError` of a wait that has expired, if the GPU has recorded one."""
@@ -127,5 +127,5 @@ class ProductWindows:
     def close(self) -> None:
         """Wait for all issued work, then free the memory; a collective."""
         settle(self.group, self.device, self.check)
-        for arena in (self._flags, *self._windows):
+        for arena in (self._flags, *self.arenas):
             arena.close()
