@@ -69,7 +69,7 @@ def _compiled(tiling: Tiling, **kind: Any) -> CompiledKernel:
     return specialised(tile_product, num_warps=8, num_stages=4, OPTIONS=options)
 
 
-def laid_out(weight: torch.Tensor) -> torch.Tensor:
+def for_tma(weight: torch.Tensor) -> torch.Tensor:
     """Return the weight, or a copy, so that TMA can read it: it or its transpose contiguous, 16-byte aligned."""
     if weight.data_ptr() % 16 == 0 and (weight.is_contiguous() or weight.t().is_contiguous()):
         return weight
@@ -101,7 +101,7 @@ def product(
     Args:
         x: [M, K] contiguous, bfloat16 or float16, K a multiple of 8; shard w, M / W rows, belongs to rank w. If
             scattered, K is this rank's part of the sum.
-        weight: [N, K] of the type of `x`, it or its transpose contiguous, N a multiple of 8; see `laid_out`.
+        weight: [N, K] of the type of `x`, it or its transpose contiguous, N a multiple of 8; see `for_tma`.
         out: [M, N] contiguous, of the type of `x`, or destinations.
         owners: [W] int32, the order of the shards: the rank itself, then its peers as their rows arrive; if scattered,
             the peers first.
@@ -113,7 +113,7 @@ def product(
     assert x.dtype == weight.dtype in (torch.bfloat16, torch.float16), f"{x.dtype}, {weight.dtype}: not two bytes"
     assert k % ALIGNED == n % ALIGNED == x.data_ptr() % 16 == 0, "TMA reads whole 16 bytes at multiples of 16"
     assert x.is_contiguous(), "and contiguous rows"
-    assert laid_out(weight) is weight, "call `laid_out` first"
+    assert for_tma(weight) is weight, "call `for_tma` first"
     assert m % world_size == 0, f"{m} rows are not shards of {world_size} ranks"
     (flags, slot_rows), shard_rows = signals, m // world_size
     scatter = isinstance(out, Destinations)

@@ -11,7 +11,7 @@ from dlrm_overlap.dense.gemm.layer import ProductLayer, cut, linear_into
 from dlrm_overlap.dense.gemm.windows import ProductWindows
 from dlrm_overlap.kernels.flags import signal_flags, wait_flags
 from dlrm_overlap.kernels.gemm.calls import begin_call
-from dlrm_overlap.kernels.gemm.product import Signals, laid_out, product
+from dlrm_overlap.kernels.gemm.product import Signals, for_tma, product
 
 
 class _Rows:
@@ -74,6 +74,7 @@ def copied(
         *early, last = peers
         return [(peer, 0, (0, count)) for peer in early] + [(last, *each) for each in enumerate(pieces)]
 
+    # Send to all peers; the last one gets its rows in pieces.
     for (peer, slot, piece), event in zip(order(windows.send_order), windows.events, strict=False):
         rows.send(peer, *piece, slot)
         event.record(windows.engine.stream)
@@ -82,7 +83,7 @@ def copied(
     rows.keep(x_shard, rows.own)
     *_, last = arrivals = windows.send_order[::-1]
     for (peer, slot, (begin, end)), event in zip(order(arrivals), windows.events, strict=False):
-        # After this rank's own sending: a graph may run its branches one by one, and peers wait for these rows.
+        # Wait after this rank's own sending: if a graph runs its branches one by one, waiting first would deadlock.
         torch.cuda.current_stream(windows.device).wait_event(event)
         wait_flags(windows.arrived[slot] if peer == last else windows.ready_from[peer], windows.rank, 0)
         some = slice(peer * count + begin, peer * count + end)
@@ -107,12 +108,14 @@ def tiled(
 
     Source: Flux (Chang et al., arXiv 2406.06858).
     """
-    count, weight = x_shard.shape[0], laid_out(layer.weight)
+    count, weight = x_shard.shape[0], for_tma(layer.weight)
     slot_rows = windows.tiling.slot_rows(count, parts)
     rows = _Rows(windows, x_shard, len(weight), keep)
+    # Send to all peers, part by part.
     for peer in windows.send_order:
         for slot, begin in enumerate(range(0, count, slot_rows)):
             rows.send(peer, begin, min(begin + slot_rows, count), slot)
+    # Multiply all rows in the window, this rank's first.
     rows.received[rows.own].copy_(x_shard)
     signals, x = Signals(windows.ready[0], slot_rows), rows.received
     product(x, weight, rows.out, windows.rank, windows.own_first, signals, layer.bias, layer.activation, windows.tiling)

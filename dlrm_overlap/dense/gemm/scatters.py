@@ -15,7 +15,7 @@ from dlrm_overlap.dense.gemm.windows import ProductWindows
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags, wait_flags
 from dlrm_overlap.kernels.gemm.calls import Parts, begin_call, sum_parts
-from dlrm_overlap.kernels.gemm.product import Destinations, Signals, laid_out, product
+from dlrm_overlap.kernels.gemm.product import Destinations, Signals, for_tma, product
 
 
 class _Partials:
@@ -65,7 +65,7 @@ def _finish_sent(
     windows = partials.windows
     windows.in_progress = False
     for event, arrived, rows in zip(sent, windows.arrived, pieces, strict=False):
-        # After this rank's own sending: a graph may run its branches one by one, and peers wait for these rows.
+        # Wait after this rank's own sending: if a graph runs its branches one by one, waiting first would deadlock.
         torch.cuda.current_stream(partial.device).wait_event(event)
         partials.add_up(arrived, *rows)
     windows.engine.join()
@@ -85,11 +85,13 @@ def copied(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, parts:
     current, partial = torch.cuda.current_stream(windows.device), x.new_empty(x.shape[0], len(layer.weight))
     partials = _Partials(windows, x, layer)
     rows, without_bias, engine = partials.rows, ProductLayer(layer.weight), windows.engine
+    # Cut the rows of the first and of the last peer.
     first, *_, last = *windows.send_order, windows.send_order[-1]
     pieces = cut(rows, parts)
     cuts = {first: cut(rows, parts, small_first=True), last: pieces}
     order = [(peer, *piece) for peer in windows.send_order for piece in cuts.get(peer, [(0, rows)])]
     sent = windows.events[-len(pieces) :]
+    # Multiply piece after piece, and send each when it is complete.
     for (peer, begin, end), event in zip(order, windows.events, strict=False):
         some = slice(peer * rows + begin, peer * rows + end)
         linear_into(partial[some], x[some], without_bias)
@@ -102,6 +104,7 @@ def copied(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, parts:
             engine.write_flag(windows.ready_at[peer][slot : slot + 1], windows.word)
         if peer == last:
             sent[slot].record(engine.stream)
+    # This rank's own rows go straight to its window.
     own = slice(windows.rank * rows, (windows.rank + 1) * rows)
     linear_into(partials.target(windows.rank), x[own], without_bias)
     windows.in_progress = True
@@ -117,7 +120,7 @@ def tiled(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, parts: 
 
     Source: Flux (Chang et al., arXiv 2406.06858).
     """
-    weight, partials = laid_out(layer.weight), _Partials(windows, x, layer)
+    weight, partials = for_tma(layer.weight), _Partials(windows, x, layer)
     rows, slot_rows = partials.rows, windows.tiling.slot_rows(partials.rows, parts)
     targets = partials.window.addresses("memory") + partials.offset_bytes
     signals, destinations = Signals(windows.ready[0], slot_rows), Destinations(targets, windows.tiles)
@@ -147,7 +150,7 @@ def triggered(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, par
 
     Source: T3 (Pati et al., ASPLOS 2024): the tracker counts the tiles of a region, and triggers its DMA.
     """
-    partial, weight = x.new_empty(x.shape[0], len(layer.weight)), laid_out(layer.weight)
+    partial, weight = x.new_empty(x.shape[0], len(layer.weight)), for_tma(layer.weight)
     partials, words = _Partials(windows, x, layer), windows.words
     rows, engine = partials.rows, windows.engine
     slot_rows = windows.tiling.slot_rows(rows, parts)

@@ -56,6 +56,7 @@ class ProductWindows:
         """whether a reduce-scatter has begun and is not finished"""
         self.arenas: list[Arena] = []
         """each has one region, memory [size] uint8"""
+        # The epoch, and the flags by what is waited for.
         regions = {
             name: Region((self.world_size, slots), torch.int64) for name, slots in (("ready", SLOTS), ("done", 1))
         }
@@ -74,6 +75,7 @@ class ProductWindows:
         """number k waits for slot 0 of every peer, and slots 0 .. k of the last peer that sends to this rank"""
         self.ready_at = [self._flags.view("ready", rank)[self.rank] for rank in range(self.world_size)]
         """for each rank, [SLOTS] int64: the flags that this rank sets there"""
+        # What kernels count and read.
         self.counted = torch.zeros(1, dtype=torch.int32, device=device)
         """[1] int32: programs of the running kernel that have finished; 0 before and after"""
         self.tiles = torch.zeros(self.world_size * SLOTS, dtype=torch.int32, device=device)
@@ -87,6 +89,7 @@ class ProductWindows:
         self.ranks = torch.arange(self.world_size, dtype=torch.int64, device=device)
         # A kernel writes element (rank, part) at an owner's address, which is chosen so that it is (owner, part) here.
         self.word_addresses = (self.ranks - self.rank) * SLOTS * self.words.itemsize + self.words.data_ptr()
+        # Copies, and the events that order them with the current stream.
         self.engine = CopyEngine(device)
         self.local_copies = CopyEngine(device)
         """copies within this GPU, which overlap with the products"""
@@ -107,9 +110,9 @@ class ProductWindows:
 
     @torch.inference_mode(False)
     def begin(self, size_bytes: int) -> Arena:
-        """Begin a call on the current stream, after the previous one; return its window, the same one on all ranks.
+        """Begin a call on the current stream, after the previous one; return the first window that is large enough.
 
-        If no window is large enough, one is made: a collective that may not be captured.
+        It is the same one on all ranks. If there is none, one is made: a collective that may not be captured.
 
         Raises:
             InputError: on every rank, if there is no memory.
