@@ -52,7 +52,7 @@ def _divide_ids(
     shares,  # [S, 3] int64
     counts,  # [1 + S * samples] int32: after the first element, ids of each bag
     samples,
-    blocks,  # of BAGS bags, in a share
+    blocks,  # blocks of BAGS bags in a share
     room,  # words of the features' ids
     offsets_at,
     features,

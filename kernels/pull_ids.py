@@ -42,7 +42,7 @@ def _count(offsets, key, samples, mask):
 def _locate_ids(
     windows,  # [W] int64, addresses
     requested,  # [shards] int32: feature of each shard
-    capacities,  # [keys] int32: ids of a rank's batch
+    capacities,  # [keys] int32: upper limit of ids in a batch of a rank
     sources,  # [shards * W] int32: offset of each pair's first id in the window
     counts,  # [shards * W] int32: ids of each pair
     arrivals,  # [shards * W + 1] int32: where each pair's ids arrive, then the number of all ids

@@ -88,7 +88,7 @@ def _draw_features(
     key,  # [2] int64
     bag_sizes,  # [tables, 2] int64: smallest size, number of sizes
     first: tl.int64,  # number of the first sample
-    blocks: tl.int64,  # of draws, of a sample
+    blocks: tl.int64,  # blocks of draws of a sample
     count: tl.int64,
     features,
     tables,

@@ -26,7 +26,7 @@ def _mask_and_sum(
     out,  # [rows, WIDTH]
     sums,  # [groups, WIDTH] float32
     rows,
-    stride,  # of the rows of `sums`
+    stride,  # elements between rows of `sums`
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -93,7 +93,7 @@ def _gradient_of_logits(
     out,  # [rows, WIDTH]
     sums,  # [groups, 2 * WIDTH + 1] float32
     rows,
-    stride,  # of the rows of `sums`
+    stride,  # elements between rows of `sums`
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,

@@ -74,8 +74,8 @@ def _sum_parts(
     clock,  # [1] int64
     rank,
     lines: tl.int64,
-    begin: tl.int64,  # of the elements, in eighths
-    end: tl.int64,  # in eighths
+    begin: tl.int64,  # first element / 8
+    end: tl.int64,  # end of the elements / 8
     columns,
     LAST: tl.constexpr,
     BIAS: tl.constexpr,
