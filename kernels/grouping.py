@@ -9,7 +9,7 @@ nodes such a limit does not change a step's time.
 
 
 def group_rows(row_bytes: int, aggregate_bytes: int, least_rows: int = 1) -> int:
-    """Return the rows of a group: the smallest multiple of `least_rows` that has at least `aggregate_bytes` bytes.
+    """Return the rows of a group: the smallest multiple of `least_rows` that has `aggregate_bytes` bytes.
 
     Example: 512 bytes a row, 64 KB a group: 128 rows.
     """

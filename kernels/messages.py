@@ -30,10 +30,7 @@ class Groups(NamedTuple):
 
     @staticmethod
     def of(longest: int, row_bytes: int, aggregate_bytes: int) -> "Groups":
-        """Return how to cut a message whose longest run has `longest` rows of `row_bytes`.
-
-        Example: 3000 rows of 1000 bytes, 256 KiB a group: groups of 264 rows, up to 12 a run.
-        """
+        """Return how to cut a message whose longest run has `longest` rows of `row_bytes`."""
         rows = group_rows(row_bytes, aggregate_bytes, _MIN_ROWS)
         return Groups(rows, max(1, -(-longest // rows)))
 

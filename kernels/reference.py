@@ -1,7 +1,5 @@
-"""The kernels' maths in plain PyTorch: what tests compare kernels with, and what CPUs run.
-
-The twin of the products is in `kernels.gemm.reference`. A function without a description of its arguments has those of
-the kernel's function of the same name.
+"""The kernels' maths in plain PyTorch, which tests compare kernels with and CPUs run; `gemm.reference` has the
+products'.
 """
 
 from collections.abc import Sequence
@@ -66,10 +64,8 @@ def divide_ids(
 def add_partials(window: torch.Tensor, sums: Sequence[Partials], offsets: torch.Tensor | None = None) -> None:
     """Add up the partial sums in a window [b, columns], in float32, in the order of the row shards; in place.
 
-    Args:
-        sums: columns of each sum's partial sums.
-        offsets: [shares * b + 1] int32, of the bags of each share: the partial sum of an empty bag has not arrived and
-            is not read. None: all have arrived.
+    With `offsets` [shards * b + 1] int32, of the bags of each share, the partial sums of empty bags have not arrived
+    and are not read.
     """
     for sum in sums:
         total = torch.zeros(window.shape[0], sum.dim, dtype=torch.float32, device=window.device)
@@ -95,7 +91,6 @@ def pull_ids(
     Args:
         published: for each rank the ids of all features, bag after bag, and the offsets [features * samples + 1], both
             int.
-        requested: indices of features.
         samples: samples of a rank, b.
 
     Returns:
@@ -321,7 +316,7 @@ def begin_update(update: FlatUpdate) -> None:
 
 
 def update_range(update: FlatUpdate, begin: int, end: int) -> None:
-    """Update the flat weights [begin, end) of a counted update by torch.optim's operators, in its order: its bits."""
+    """Update the flat weights [begin, end) of a counted update by torch.optim's operators, bit for bit."""
     rows, lines = torch.unique_consecutive(update.rows[begin // LINE : end // LINE], return_counts=True)
     ends = (begin + lines.cumsum(0) * LINE).tolist()
     for row, first, last in zip(rows.tolist(), [begin, *ends], ends, strict=False):

@@ -69,10 +69,8 @@ class Source(NamedTuple):
 
 @triton.jit
 def draw_block(key, sample, block, blocks):
-    """Return the four draws, uint64, of `block` of each of `sample` (int64).
-
-    Example: blocks 64. Block 3 of sample 2 is block 2 * 64 + 3 of the stream, whose counter value is one more.
-    """
+    """Return the four draws, uint64, of `block` of each of `sample` (int64)."""
+    # numpy advances the counter before it draws, hence the 1.
     counter = (sample * blocks + block + 1).to(tl.uint64)
     rest = tl.zeros_like(counter)
     first_word = tl.load(key).to(tl.uint64, bitcast=True)

@@ -4,10 +4,7 @@ import torch
 
 
 def sum_parts(parts: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> torch.Tensor:
-    """Return the sum of `parts` [W, rows, columns] over the ranks in their order, in float32, rounded to their type.
-
-    Example: parts [[[1, 2]], [[3, -9]]], bias [1, 1], relu: [[5, 0]].
-    """
+    """Return the sum of `parts` [W, rows, columns] over the ranks in their order, in float32, rounded to their type."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()

@@ -41,10 +41,8 @@ def rule(gathers: bool, rows: int, columns: int, inner: int, world_size: int) ->
         rows: rows of the product on all ranks, M.
         columns: columns of the product on this rank, N.
         inner: what the product sums over on this rank, K.
-
-    Example: 2 ranks, an all-gather of 32768 rows of K 4096 in bfloat16. Each rank sends 134 MB in 341 us. With N 2048
-    the product takes 687 us: copies, 1 part. With N 512 it takes 172: copies, 4 parts.
     """
+    # Of 2-byte elements: what this rank sends, and whether its links take less time than the product.
     sent_bytes = (world_size - 1) * rows // world_size * (inner if gathers else columns) * 2
     is_hidden = 2 * rows * columns * inner / _FLOP_PER_US >= sent_bytes / _SENT_BYTES_PER_US
     return "serial" if sent_bytes < _FEW_BYTES else "copies", 1 if is_hidden else 4
