@@ -1,7 +1,4 @@
-"""The registry of all backends, without torch: their code is imported when it is used.
-
-docs/adding_a_backend.md says how to add one.
-"""
+"""The registry of embedding backends. It imports neither their code nor torch (docs/adding_a_backend.md)."""
 
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -23,24 +20,27 @@ class Implementation(NamedTuple):
 
 
 class Backend(NamedTuple):
-    """The facts of a backend, known before any of its code is loaded."""
+    """What is known of a backend without importing its code."""
 
     summary: str
-    """in a line"""
+    """one line"""
     forward: Implementation | None
-    """None: TorchRec's own lookup and exchange"""
+    """None: TorchRec's lookup and exchange"""
     backward: str | None
-    """the one of `BACKWARDS` by which gradients return; None: TorchRec's own"""
+    """name in `BACKWARDS` of how gradients are sent back; None: TorchRec's"""
     stores_to_peers: bool = False
-    """it stores into the peers' memory, within a node or NVLink domain; there `GraphTrainPipeline` captures its steps.
-    Between nodes it sends messages"""
+    """whether it stores into peers' memory within a node, which `GraphTrainPipeline` needs"""
     has_slices: bool = False
-    """its kernel is persistent: `embedding.put`, `slice_bags` and `programs_per_sm` have an effect"""
+    """whether its kernel is persistent, so that `embedding.put`, `slice_bags` and `programs_per_sm` apply"""
 
 
 BACKENDS = {
     "torchrec": Backend("FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU)", None, None),
-    "nccl": Backend("our lookup, then the same", Implementation("collective:CollectiveForward"), "collective"),
+    "nccl": Backend(
+        "this project's lookup, then the same All-to-All",
+        Implementation("collective:CollectiveForward"),
+        "collective",
+    ),
     "pgas": Backend(
         "pooled rows stored straight into the peers' memory",
         Implementation("pgas:ZeroCopyForward"),
@@ -48,7 +48,7 @@ BACKENDS = {
         stores_to_peers=True,
     ),
     "fused": Backend(
-        "one persistent kernel that stores pooled rows in place, or puts slices as they are done",
+        "one persistent kernel that stores pooled rows directly, or copies slices when they are done",
         Implementation("fused:SlicedForward", cpu="pgas:ZeroCopyForward"),
         "push",
         stores_to_peers=True,
@@ -62,4 +62,4 @@ BACKWARDS = {
 }
 
 EXCHANGED = tuple(name for name, backend in BACKENDS.items() if backend.forward is not None)
-"""The backends whose exchange is ours: what the sharder takes."""
+"""Backends whose exchange is this project's."""

@@ -16,8 +16,8 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from dlrm_overlap.comm.order import CurrentStream
 from dlrm_overlap.embedding.backends.internode import GradientTransport
 from dlrm_overlap.embedding.backends.lookup import ColumnOf
+from dlrm_overlap.embedding.gradient_layout import GradientLayout
 from dlrm_overlap.embedding.id_layout import IdLayout
-from dlrm_overlap.embedding.layout import GradientLayout
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import PendingBackward, Step
 from dlrm_overlap.embedding.tables import BadIds

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from dlrm_overlap.embedding.backends.base import Backward, Forward
 from dlrm_overlap.embedding.backends.cpu import train_weights, zero_weights_gradients
 from dlrm_overlap.embedding.backends.lookup import Platform, Rows
+from dlrm_overlap.embedding.fbgemm_update import FbgemmUpdate, bags_of
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, PendingBackward, Step, StepCache
-from dlrm_overlap.embedding.tables import FbgemmUpdate, bags_of
 from dlrm_overlap.embedding.windows import WindowPair
 
 Given = TypeVar("Given")

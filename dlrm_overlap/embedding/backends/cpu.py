@@ -9,11 +9,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.embedding.backends.base import Backward, WindowBackward, WindowState
 from dlrm_overlap.embedding.backends.lookup import ColumnOf, Lookup, Unpack
+from dlrm_overlap.embedding.fbgemm_update import FbgemmUpdate, bags_of
+from dlrm_overlap.embedding.gradient_layout import GradientLayout
 from dlrm_overlap.embedding.id_layout import IdLayout
-from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup, GradientLayout
+from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, PendingBackward, Step, UpdateRule
-from dlrm_overlap.embedding.tables import FbgemmUpdate, bad_id_message, bags_of
+from dlrm_overlap.embedding.tables import bad_id_message
 from dlrm_overlap.embedding.windows import Signals, WindowPair, one_flag_each, skip_epoch
 from dlrm_overlap.kernels import reference
 
