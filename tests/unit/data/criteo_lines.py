@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.data.prepare import prepare_files
 from dlrm_overlap.data.records import RecordLayout
 from dlrm_overlap.data.schema import criteo_schema
@@ -69,7 +67,3 @@ def with_field(line: bytes, column: int, field: bytes) -> bytes:
     fields = line.split(b"\t")
     fields[column - 1] = field
     return b"\t".join(fields)
-
-
-def assert_one_line(error: pytest.ExceptionInfo[InputError]) -> None:
-    assert "\n" not in str(error.value)

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.ring import Form, Lent, Ring
-from tests.conftest import wait_until
+from tests.conftest import refuses, wait_until
 
 
 def form_of(samples: int, dense: int, tables: int, max_ids: int) -> Form:
@@ -98,10 +97,7 @@ def test_a_killed_reader_is_reported() -> None:
         return batch_of(step)
 
     ring = Ring(read, range(10), FORM, workers=2, slots_per_worker=2, pin=False)
-    with (
-        closing(ring),
-        pytest.raises(InputError, match=r"loader process 1 of 2 \(pid \d+\) ended by SIGKILL, and step 3"),
-    ):
+    with closing(ring), refuses(r"loader process 1 of 2 \(pid \d+\) ended by SIGKILL, and step 3"):
         list(ring)
 
 
@@ -114,7 +110,7 @@ def test_a_stopped_reader_is_reported_and_ended() -> None:
     ring = Ring(read, range(10), FORM, workers=2, slots_per_worker=2, pin=False, timeout_s=1.0)
     readers = list(ring._workers)
     begin = time.monotonic()
-    with pytest.raises(InputError, match=r"loader process 1 of 2 .* batch of step 3 in 1 s"):
+    with refuses(r"loader process 1 of 2 .* batch of step 3 in 1 s"):
         list(ring)
     ring.close()
     assert time.monotonic() - begin < 10

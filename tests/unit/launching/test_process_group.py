@@ -16,7 +16,7 @@ from dlrm_overlap.comm import every_rank
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.launcher import World
-from tests.conftest import listening_on
+from tests.conftest import listening_on, refuses
 from tests.unit.launching.launchers import HERE, FakeWorld, bare, install_mpi4py
 
 
@@ -42,10 +42,10 @@ def test_find_device(
 )
 def test_find_device_refuses_to_share_a_gpu(monkeypatch: pytest.MonkeyPatch, kind: str, gpus: int, source: str) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    with pytest.raises(InputError, match=f"local rank 2 has no GPU of its own, {gpus} visible"):
+    with refuses(f"local rank 2 has no GPU of its own, {gpus} visible"):
         process_group.find_device(kind, 2, source)
     if gpus:  # rank 0, whose message is the one shown, finds it too
-        with pytest.raises(InputError, match=f"local rank 2 has no GPU of its own, {gpus} visible"):
+        with refuses(f"local rank 2 has no GPU of its own, {gpus} visible"):
             process_group.find_device(kind, 0, source, local_ranks=3)
 
 
@@ -91,14 +91,14 @@ def test_an_interface_that_is_not_there_is_reported_in_one_line(monkeypatch: pyt
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     world = World(0, 0, 1, 1, HERE, 0, "single")
     told = r"ranks do not meet .*nosuch0.*; start all ranks.* GLOO_SOCKET_IFNAME on each node"
-    with pytest.raises(InputError, match=told):
+    with refuses(told):
         process_group.init_process_group(world, torch.device("cpu"), timeout_s=10)
 
 
 @pytest.mark.parametrize("node", ["no.such.node.invalid", "999.1.1.1", "fe80::1%nosuch0"])
 def test_a_node_without_an_address_is_reported_in_one_line(node: str) -> None:
     nowhere = World(0, 0, 2, 1, node, 29500, "slurm")
-    with pytest.raises(InputError, match=rf"slurm launch: {node}, the node of rank 0, has no address .*; set MASTER"):
+    with refuses(rf"slurm launch: {node}, the node of rank 0, has no address .*; set MASTER"):
         process_group.init_process_group(nowhere, torch.device("cpu"), timeout_s=0.01)
 
 

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 import dlrm_overlap
-from dlrm_overlap.config import InputError
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, SAVED
 from dlrm_overlap.launching.spawn import import_path, spawn
-from tests.conftest import is_alive, wait_until
+from tests.conftest import is_alive, refuses, wait_until
 from tests.unit.launching.launchers import HERE, bare, openmpi, srun, torchrun
 
 ROOT = Path(dlrm_overlap.__file__).parents[1]
@@ -149,7 +148,7 @@ class TestSpawn:
     ) -> None:
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(InputError, match=f"--nproc inside {where}: "):
+        with refuses(f"--nproc inside {where}: "):
             spawn(["train"], 2)
 
     @pytest.mark.parametrize(
@@ -207,7 +206,7 @@ class TestSpawn:
             return started[0]
 
         monkeypatch.setattr("subprocess.Popen", refuse)
-        with pytest.raises(InputError, match=r"^--nproc: rank 1 of 3 cannot be started \(Resource temporarily"):
+        with refuses(r"^--nproc: rank 1 of 3 cannot be started \(Resource temporarily"):
             spawn(["train", "0:hang"], 3)
         assert_gone([started[0].pid])
 

@@ -11,12 +11,8 @@ from typing import Any
 import pytest
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.observe.trace_summary import (
-    GpuWork,
-    Span,
-    shares,
-    summarise,
-)
+from dlrm_overlap.observe.trace_summary import GpuWork, Span, shares, summarise
+from tests.conftest import refuses
 
 
 def _event(name: str, begin: float, end: float, cat: str = "kernel", stream: int = 7) -> dict[str, Any]:
@@ -140,7 +136,7 @@ def test_what_is_no_trace_of_a_gpu_is_refused(tmp_path: Path, data: bytes | None
     path = tmp_path / "trace.json"
     if data is not None:
         path.write_bytes(data)
-    with pytest.raises(InputError, match=message):
+    with refuses(message):
         summarise(path)
 
 
@@ -168,7 +164,7 @@ def test_wrong_values_in_a_trace_are_refused_in_one_line(tmp_path: Path) -> None
     _summarise_or_refuse(path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(InputError, match="not a whole Chrome trace"):
+    with refuses("not a whole Chrome trace"):
         summarise(path)
 
 

@@ -30,7 +30,7 @@ from dlrm_overlap.checkpoint.tools import export, show, verify
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
 from dlrm_overlap.train.evaluation import stored_config
-from tests.conftest import NO_FILES
+from tests.conftest import NO_FILES, refuses
 from tests.unit.storage.test_storage import make_table, write_table
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -111,10 +111,10 @@ def test_a_run_goes_on_from_the_checkpoint_before_with_one_warning(
     assert warning.startswith(f"checkpoint.resume: {newest / file} ")
     assert warning.endswith(f"going on from {before}, the newest that is whole")
     assert "Traceback" not in "".join(capfd.readouterr())
-    with pytest.raises(InputError, match=rf"resume: {newest / file} .*; name another checkpoint"):
+    with refuses(rf"resume: {newest / file} .*; name another checkpoint"):
         _resume(tmp_path, str(newest))
     DAMAGE[damage](before / file)
-    with pytest.raises(InputError, match="and no checkpoint before it is whole"):
+    with refuses("and no checkpoint before it is whole"):
         _resume(tmp_path)
 
 
@@ -214,11 +214,11 @@ def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path, place: str, has_ch
     _replace(path, METADATA, pickle.dumps(_Code(made) if place == "metadata" else metadata), has_checksums)
     (fault,) = verify(path)
     assert "UnpicklingError" in fault
-    with pytest.raises(InputError, match=r"export: .*; export another"):
+    with refuses(r"export: .*; export another"):
         export(path, tmp_path / "x.pt")
     show(path)
     for resume in ("auto", str(path)):
-        with pytest.raises(InputError, match=r"checkpoint\.resume: "):
+        with refuses(r"checkpoint\.resume: "):
             _resume(path.parent, resume)
     assert not made.exists()
     pickle.loads(pickle.dumps(_Code(made)))
@@ -266,13 +266,13 @@ def test_what_is_no_file_is_named_at_once(tmp_path: Path, file: str, kind: str) 
     NO_FILES[kind](path / file)
     (fault,) = verify(path)
     assert fault == f"{path / file} cannot be read (it is {kind}, not a file)"
-    with pytest.raises(InputError, match=f"it is {kind}, not a file"):
+    with refuses(f"it is {kind}, not a file"):
         export(path, tmp_path / "x.pt")
-    with pytest.raises(InputError, match=f"it is {kind}, not a file"):
+    with refuses(f"it is {kind}, not a file"):
         _resume(tmp_path, str(path))
     assert _resume(tmp_path) == before
     if file == MANIFEST:
-        with pytest.raises(InputError, match=f"it is {kind}, not a file"):
+        with refuses(f"it is {kind}, not a file"):
             show(path)
     for _ in range(2):
         assert _save(tmp_path, 4) == [path], "the next save takes its place"
