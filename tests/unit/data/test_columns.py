@@ -148,6 +148,7 @@ def test_cells_mean_what_the_page_says(tmp_path: Path, name: str) -> None:
     assert keys["nothing"] == keys["none"] == []
     assert keys["session"] == [-(2**63), -(2**63) + 1, -1, 0, 7]  # modulo 2^64
     assert keys["item"] == [-(2**62), 5, 7, 2**60]
+    assert keys["user"] == [-(2**63), -5, 0, 7, 2**63 - 1]
     assert keys["shop"] == [3, 5, 7, 1000]
     assert keys["code"] == [-1, 31]
     assert keys["tags"] == hashed("a", "\u00f6", "b", "NULL", "\u00df")

@@ -1,6 +1,5 @@
 """Criteo's text, prepared, and its two forms of arrays: reading by position, and every way their files are wrong."""
 
-import gzip
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,27 +14,14 @@ from dlrm_overlap.config import DataConfig, TablesConfig
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.data.criteo import Criteo
 from dlrm_overlap.data.loader import open_files
-from dlrm_overlap.data.prepared import Prepared
 from tests.conftest import refuses
-from tests.unit.data.criteo_lines import ROWS, hash_all, parse_plainly, prepare_criteo, random_lines
+from tests.unit.data.criteo_lines import ROWS
 
 HOT = [1 + t % 4 for t in range(26)]
 
 
 def opened(folder: Path, hot: Sequence[int] | None = None, **keys: Any) -> Criteo:
     return Criteo(folder, TablesConfig(rows=ROWS, **keys), hot is not None)
-
-
-def test_text_is_read_by_position(tmp_path: Path) -> None:
-    lines = random_lines(25)
-    (tmp_path / "day_0").write_bytes(b"\n".join(lines[:10]))
-    (tmp_path / "day_1.gz").write_bytes(gzip.compress(b"\n".join(lines[10:])))
-    prepare_criteo(tmp_path, tmp_path / "days", rows=50, block_bytes=700)
-    data = Prepared(tmp_path / "days", TablesConfig())
-    assert (data.num_samples, data.rows, data.pooling) == (25, [50] * 26, [1.0] * 26)
-    labels, dense, categories, missing = parse_plainly(lines)
-    ids = np.where(missing, 0, hash_all(categories, 50))
-    assert_reads(data, labels, dense, [ids[:, t : t + 1] for t in range(26)])
 
 
 def test_fingerprints_tell_other_samples_wherever_they_lie(tmp_path: Path) -> None:

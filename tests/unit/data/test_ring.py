@@ -90,34 +90,29 @@ def test_readers_wait_for_what_is_held() -> None:
         assert_is(next(ring), 2)
 
 
-def test_a_killed_reader_is_reported() -> None:
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (signal.SIGKILL, r"loader process 1 of 2 \(pid \d+\) ended by SIGKILL, and step 3"),
+        (signal.SIGSTOP, "loader process 1 of 2 .* batch of step 3 in 1 s"),
+    ],
+)
+def test_a_killed_or_stopped_reader_is_reported_and_ended(number: signal.Signals, told: str) -> None:
     def read(step: int) -> tuple[torch.Tensor, ...]:
         if step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return batch_of(step)
-
-    ring = Ring(read, range(10), FORM, workers=2, slots_per_worker=2, pin=False)
-    with closing(ring), refuses(r"loader process 1 of 2 \(pid \d+\) ended by SIGKILL, and step 3"):
-        list(ring)
-
-
-def test_a_stopped_reader_is_reported_and_ended() -> None:
-    def read(step: int) -> tuple[torch.Tensor, ...]:
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), number)
         return batch_of(step)
 
     ring = Ring(read, range(10), FORM, workers=2, slots_per_worker=2, pin=False, timeout_s=1.0)
     readers = list(ring._workers)
     begin = time.monotonic()
-    with refuses(r"loader process 1 of 2 .* batch of step 3 in 1 s"):
+    with closing(ring), refuses(told):
         list(ring)
-    ring.close()
     assert time.monotonic() - begin < 10
     assert not any(reader.is_alive() for reader in readers)
 
 
-def test_readers_are_deaf_to_what_asks_the_training_process_to_end() -> None:
+def test_readers_ignore_what_asks_the_training_process_to_end() -> None:
     with ring_of(20, 2, 1, pin=False) as ring:
         next(ring)
         for reader in ring._workers:
@@ -140,10 +135,8 @@ def test_readers_killed_at_any_moment_never_hold_up_the_end() -> None:
 
 @pytest.mark.slow
 def test_readers_end_with_a_process_that_never_closes_its_ring(tmp_path: Path) -> None:
-    program = (
-        "from tests.unit.data.test_ring import *; ring = Ring(batch_of, range(9), FORM, 2, 1, False); next(ring); "
-    )
-    program += "print(*(reader.pid for reader in ring._workers), flush=True); "
+    program = "from tests.unit.data.test_ring import *; ring = Ring(batch_of, range(9), FORM, 2, 1, False); "
+    program += "next(ring); print(*(reader.pid for reader in ring._workers), flush=True); "
     for end in ("", "os.kill(os.getpid(), signal.SIGKILL)"):
         done = subprocess.run([sys.executable, "-c", program + end], capture_output=True, text=True, timeout=30)
         readers = [Path(f"/proc/{pid}") for pid in done.stdout.split()]

@@ -30,7 +30,9 @@ def test_parser_agrees_with_plain_python(
     file = tmp_path / f"day_0{suffix}"
     file.write_bytes(gzip.compress(text) if suffix else text)
     prepare_criteo(file, tmp_path / "days", 2**31 - 1, block_bytes=block_bytes)
-    batch = Prepared(tmp_path / "days", TablesConfig()).read(0, 300)
+    data = Prepared(tmp_path / "days", TablesConfig())
+    batch = data.read(0, 300)
+    assert (data.num_samples, data.rows, data.pooling) == (300, [2**31 - 1] * 26, [1.0] * 26)
     labels, dense, categories, missing = parse_plainly(lines)
     np.testing.assert_allclose(batch.dense.numpy(), dense, rtol=3e-7)
     np.testing.assert_array_equal(batch.labels.numpy(), labels)

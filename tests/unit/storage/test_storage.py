@@ -1,8 +1,6 @@
 """What is stored: other cuts of a table get the right rows, TorchRec's users can read it, and damage is named."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dlrm_overlap.checkpoint import storage
@@ -121,8 +120,7 @@ def test_a_program_of_pytorch_reads_it(tmp_path: Path) -> None:
     load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
     for found, wanted in ((model["t.weight"], weight), (optimizer["state"]["t.weight"]["momentum1"], per_row)):
         assert_same(torch.cat([shard.tensor for shard in found.local_shards()]), wanted, "another cut")
-    tool = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", path, tmp_path / "a.pt"]
-    subprocess.run(tool, check=True, capture_output=True)
+    dcp_to_torch_save(path, tmp_path / "a.pt")  # `python -m torch.distributed.checkpoint.format_utils dcp_to_torch`
     whole = torch.load(tmp_path / "a.pt", weights_only=True)
     assert_same(whole["model"]["t.weight"], weight, "in one file")
     assert_same(whole["optimizer"]["state"]["t.weight"]["momentum1"], per_row, "in one file")
