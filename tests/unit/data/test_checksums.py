@@ -126,13 +126,13 @@ def test_a_block_is_compared_when_its_rows_are_first_taken_and_never_again(row_b
     assert file.getvalue() == array.tobytes()
     assert len(checksums) == -(-array.size // BLOCK_BYTES)
     for block in range(len(checksums)):
-        place = min(block * BLOCK_BYTES + 77, array.size - 1)
-        bad, holds = place // row_bytes, np.arange(rows) * row_bytes // BLOCK_BYTES
+        position = min(block * BLOCK_BYTES + 77, array.size - 1)
+        bad, holds = position // row_bytes, np.arange(rows) * row_bytes // BLOCK_BYTES
         last = ((np.arange(rows) + 1) * row_bytes - 1) // BLOCK_BYTES
         others = np.flatnonzero((block < holds) | (block > last))[::50]
         for take in (slice(bad, bad + 1), np.array([bad]), np.array([*others[:5], bad, bad])):
             checked = CheckedArray(Path("file"), array, checksums)
-            array.reshape(-1)[place] ^= 1
+            array.reshape(-1)[position] ^= 1
             for other in others.tolist():
                 assert np.array_equal(checked[other : other + 1], array[other : other + 1])
             checked[others]
@@ -140,11 +140,11 @@ def test_a_block_is_compared_when_its_rows_are_first_taken_and_never_again(row_b
             for _ in range(2):
                 with refuses(rf"file: the bytes {block * BLOCK_BYTES} to \d+ have changed"):
                     checked[take]
-            array.reshape(-1)[place] ^= 1
+            array.reshape(-1)[position] ^= 1
             assert np.array_equal(checked[take], array[take])
-            array.reshape(-1)[place] ^= 1
+            array.reshape(-1)[position] ^= 1
             checked[take]
-            array.reshape(-1)[place] ^= 1
+            array.reshape(-1)[position] ^= 1
 
 
 @pytest.mark.parametrize("sizes", [None, [40, 1, 1]])

@@ -86,7 +86,7 @@ def test_ranks_split_a_global_batch(world_size: int):
 
 
 class MadeOnGpu(Numbered):
-    """Stands for a data set that makes its samples on the GPU; `threads` lists the threads that read."""
+    """A data set that claims to make its samples on the GPU; `threads` are the threads that read."""
 
     on_gpu = True
 
@@ -125,7 +125,7 @@ def test_input_error_arrives_in_its_turn_and_unchanged(workers: int):
 @WORKERS
 @pytest.mark.usefixtures("leaves_nothing_behind")
 def test_other_errors_are_not_swallowed(workers: int):
-    # From another process it comes as text, with its traceback.
+    # An error of another process is text with a traceback.
     with pytest.raises(RuntimeError if workers else KeyError, match="label of sample 17"):
         list(load(Numbered(bad=17, error=KeyError), workers))
 

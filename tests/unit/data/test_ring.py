@@ -1,4 +1,4 @@
-"""The ring lends memory: a batch is never overwritten while it is held, and a dead reader is reported."""
+"""A batch of the ring is never overwritten while it is held, and a dead reader is reported."""
 
 import os
 import random
@@ -27,7 +27,7 @@ FORM = form_of(64, 3, tables=2, max_ids=5)
 
 
 def batch_of(step: int) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of a batch of which every number is `step`, with step % 4 % 3 ids a bag."""
+    """Return the tensors of a batch whose numbers are all `step`, with step % 4 % 3 ids a bag."""
     lengths = torch.full((2 * 64,), step % 4 % 3, dtype=torch.int32)
     values = torch.full((int(lengths.sum()),), step, dtype=torch.int32)
     return torch.full((64, 3), float(step)), lengths, values, torch.full((64,), float(step))
@@ -44,7 +44,7 @@ def ring_of(steps: int, workers: int, slots_per_worker: int, pin: bool) -> Abstr
 
 @pytest.fixture
 def pinning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a ring lend its memory on a machine without a GPU, where nothing can be page-locked."""
+    """Let a ring return views of its memory without a GPU, where nothing can be page-locked."""
 
     if not torch.cuda.is_available():
         runtime = SimpleNamespace(cudaHostRegister=lambda *_: None, cudaHostUnregister=lambda *_: None)
@@ -146,8 +146,8 @@ def test_readers_end_with_a_process_that_never_closes_its_ring(tmp_path: Path) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("run_ahead", [1, 4])
-def test_copies_to_the_gpu_end_before_their_memory_is_lent_again(run_ahead: int) -> None:
-    """Large batches, few slots, and a copy stream that is held up: what arrives must still be what was read."""
+def test_copies_to_the_gpu_end_before_their_memory_is_used_again(run_ahead: int) -> None:
+    """Large batches, few slots, and a delayed copy stream: what arrives must be what was read."""
     form = form_of(200_000, 13, tables=1, max_ids=10)
 
     def read(step: int) -> tuple[torch.Tensor, ...]:
@@ -160,7 +160,7 @@ def test_copies_to_the_gpu_end_before_their_memory_is_lent_again(run_ahead: int)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     with torch.cuda.stream(stream):
         for step, (tensors, lease) in enumerate(ring):
-            torch.cuda._sleep(3_000_000)  # about 1.5 ms during which the copies behind it cannot start
+            torch.cuda._sleep(3_000_000)  # about 1.5 ms in which the copies after it cannot start
             batch = Batch.from_tensors(*tensors)
             batch.lease = lease
             arrived = batch.to(device, non_blocking=True)

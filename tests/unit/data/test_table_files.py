@@ -171,6 +171,6 @@ def test_hash_agrees_with_plain_python(rows: int) -> None:
     found = hashed_rows(keys, rows)
     assert found.dtype == np.int32
     assert found.tolist() == [hash_plainly(int(key), rows) for key in keys]
-    # What lies above 32 bits counts too, of negative keys as of any.
+    # Bits above 32 count too, and negative keys are valid.
     assert len(set(hashed_rows(keys + (np.arange(200) << 32), rows).tolist())) >= min(max(1, rows - 1), 100)
     assert rows < 2 or all(1 <= row < rows for row in hashed_rows(-keys, rows).tolist())

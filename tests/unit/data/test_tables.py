@@ -144,7 +144,7 @@ def bags_of(batch: Batch) -> list[list[list[int]]]:
 
 
 def prepared(source: Path, schema: Schema, **options: Any) -> Prepared:
-    """Prepare the samples of `source`, in the folder beside it."""
+    """Prepare the samples of `source` in the folder `days` next to it."""
     days = source.parent / "days"
     prepare_files(source, days, schema, **options)
     return Prepared(days, TablesConfig())
@@ -194,7 +194,7 @@ def test_what_is_learnt_of_the_samples(tmp_path: Path) -> None:
         frequent = {value for value, number in seen.items() if number >= count}
         with np.load(tmp_path / "days" / "vocabulary.npz") as vocabulary:
             assert sorted(vocabulary[f"{name}.counts"].tolist()) == sorted(seen[value] for value in frequent)
-        rows = {}  # of each value, which all its samples have alike
+        rows = {}  # value -> its row, which is the same in all samples
         for bag, found in zip(bags[name], bags_of(batch)[table], strict=True):
             rows |= dict(zip(bag, found, strict=True))
             assert found == [rows[value] for value in bag]

@@ -1,4 +1,4 @@
-"""The launcher behind `--nproc`: exit codes, output, signals, and that no process is left."""
+"""The launcher of `--nproc`: exit codes, output, signals, and that no process is left."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ from tests.unit.launching.launchers import HERE, bare, openmpi, srun, torchrun
 ROOT = Path(dlrm_overlap.__file__).parents[1]
 
 
-# What `spawn` starts, in place of `python -m dlrm_overlap`: no torch, so that it starts at once.
+# Runs instead of `python -m dlrm_overlap`, without torch, so that it starts at once.
 # Takes `train` and RANK:COMMAND arguments.
 WORKER = """\
 import json, os, signal, subprocess, sys, time
@@ -60,11 +60,11 @@ for argument in sys.argv[4:]:
     if command == "wait_for":
         while not os.path.exists(rest[0]):
             time.sleep(0.01)
-    if command == "pids":  # its own, and that of a process it started, as a loader would be
-        child = os.fork()
+    if command == "pids":  # its own, and those of a process that it starts, as a loader would
+        parent, child = os.getpid(), os.fork()
         if child == 0:
             if "lifeline" in " ".join(sys.argv):  # as a loader is, and stopped
-                lifetime.end_with_parent(os.getppid())
+                lifetime.end_with_parent(parent)
                 os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(60)
             os._exit(0)

@@ -44,7 +44,7 @@ def test_sums_over_steps_give_the_metrics_of_all_their_predictions(labels: int) 
     generator = torch.Generator().manual_seed(0)
     names, shape = ["click", "purchase"][:labels], (500, labels) if labels > 1 else (500,)
     running, seen = RunningMetrics(names, 500, 3, torch.device("cpu")), []
-    for steps in (3, 1, 4):  # as many as are held at once, fewer, and more
+    for steps in (3, 1, 4):  # the number that is held at once, fewer, and more
         window = []
         for _ in range(steps):
             logits = torch.randn(shape, generator=generator) * 3 - 1

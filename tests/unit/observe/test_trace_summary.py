@@ -19,7 +19,7 @@ def _event(name: str, begin: float, end: float, cat: str = "kernel", stream: int
     return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": end - begin, "args": {"stream": stream}}
 
 
-# Two steps, us: the second half of the push and the first of the update run beside dense work, and for 100 us nothing.
+# Two steps, us: dense work overlaps the second half of the push and the first of the update; the GPU idles for 100 us.
 STEPS = [
     _event("ProfilerStep#0", 0, 900, "user_annotation", 0),
     _event("ProfilerStep#1", 900, 2000, "user_annotation", 0),

@@ -185,7 +185,7 @@ def test_the_work_of_tables_that_are_cut_by_rows() -> None:
     assert (ours.away * 32).tolist() == pytest.approx([32, 32, 0, 64]), "each rank sends half of the sums"
     assert (ours.sums * 32).tolist() == pytest.approx([32, 32, 0, 0])
     assert (dense.near * 32).tolist() == pytest.approx([128, 128, 0, 64]), "the sums of both nodes' samples"
-    assert (dense.away * 32).tolist() == pytest.approx([32, 32, 0, 64]), "of which each rank sends half on"
+    assert (dense.away * 32).tolist() == pytest.approx([32, 32, 0, 64]), "each rank forwards half of them"
     few_rows = shares_of(tables[:1], [[SimulatedShard(0, 64, 1.0), SimulatedShard(1, 64, 0.0)]], 4, 2, dense=False)
     assert few_rows.near.tolist() == [4, 4, 0, 0], "rank 1, which has no rows, sends what it gathers"
 

@@ -42,7 +42,7 @@ FILES = [DATA, METADATA, MANIFEST]
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors of a test are as many pieces, read in as many chunks, as large ones are."""
+    """Cut small tensors into several pieces and chunks, as large ones are."""
     for name, size in {"_LARGE": 100, "_END": 30, "_CHUNK": 17}.items():
         monkeypatch.setattr(pieces, name, size)
 
@@ -54,7 +54,7 @@ def _flip(file: Path, bit: int) -> None:
 
 
 def _resume(folder: Path, resume: str = "auto") -> Path | None:
-    """Load what a run in `folder` goes on from, and return its path."""
+    """Load the checkpoint that a run in `folder` resumes from, and return its path."""
     return Checkpointer(folder, 9, {"rows": [5]}).resume(resume, False, _load)
 
 
@@ -186,22 +186,22 @@ def _replace(path: Path, file: str, content: bytes, has_checksums: bool = True) 
 
 
 @pytest.mark.parametrize("has_checksums", [True, False])
-@pytest.mark.parametrize("place", ["metadata", "within metadata", "tensor", "bytes"])
-def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path, place: str, has_checksums: bool) -> None:
+@pytest.mark.parametrize("where", ["metadata", "within metadata", "tensor", "bytes"])
+def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path, where: str, has_checksums: bool) -> None:
     made, path = tmp_path / "made", write_table(tmp_path / "run", [0, 4])
     metadata = read_metadata(path, read_manifest(path))
-    if place == "within metadata":
+    if where == "within metadata":
         metadata.planner_data = _Code(made)
-    elif place != "metadata":
+    elif where != "metadata":
         stream = io.BytesIO()
         torch.save(_Code(made), stream)
         before = (path / DATA).read_bytes()
         _replace(path, DATA, before + stream.getvalue())
         index, info = next(iter(metadata.storage_data.items()))
         info.offset, info.length = len(before), stream.tell()
-        if place == "bytes":  # which DCP's tools unpickle with all that is in them
+        if where == "bytes":  # DCP's tools unpickle these completely
             metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
-    _replace(path, METADATA, pickle.dumps(_Code(made) if place == "metadata" else metadata), has_checksums)
+    _replace(path, METADATA, pickle.dumps(_Code(made) if where == "metadata" else metadata), has_checksums)
     (fault,) = verify(path)
     assert "UnpicklingError" in fault
     with refuses(r"export: .*; export another"):
@@ -355,10 +355,10 @@ def test_checked_pieces_read_as_a_file_does(tmp_path: Path, small_pieces: None) 
         plain = io.BytesIO(content[begin:])
         with CheckedFile(tmp_path / "file", begin, written.pieces[first:]) as checked:
             for _ in range(300):
-                place, count = generator.randrange(5100), generator.choice([0, 1, 30, 200, 4000])
-                assert checked.seek(place) == plain.seek(place)
+                position, count = generator.randrange(5100), generator.choice([0, 1, 30, 200, 4000])
+                assert checked.seek(position) == plain.seek(position)
                 assert checked.read(count) == plain.read(count)
-                assert checked.tell() == max(place, plain.tell())
+                assert checked.tell() == max(position, plain.tell())
 
 
 def test_pieces_that_were_not_read_are_checked_at_the_end(tmp_path: Path, small_pieces: None) -> None:

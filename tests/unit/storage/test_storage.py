@@ -127,7 +127,7 @@ def test_a_program_of_pytorch_reads_it(tmp_path: Path) -> None:
 
 
 def test_dense_parameters_cut_over_ranks_load_whole_and_cut_otherwise(tmp_path: Path) -> None:
-    """One rank stands in for all: the extents that the others would write are written here, too."""
+    """One rank writes the extents of all ranks."""
     weight, bias, squares = torch.rand(6, 4), torch.rand(6), torch.rand(6, 4)
 
     def extents(dim: int, count: int, *tensors: torch.Tensor) -> list[Extent]:
@@ -148,7 +148,7 @@ def test_dense_parameters_cut_over_ranks_load_whole_and_cut_otherwise(tmp_path: 
             assert_same(actual, expected, f"{tuple(expected.shape)}, cut in {count}")
 
 
-def test_a_copy_on_the_node_is_written_without_a_call_of_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_on_the_host_is_written_without_a_call_of_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would fail here, where there is none."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert write_table(tmp_path, [0, 4]).exists()
