@@ -108,8 +108,8 @@ def configuration(*argv: str) -> Config:
 
 
 @contextmanager
-def refuses(rule: str) -> Iterator[pytest.ExceptionInfo[InputError]]:
-    """Check that an InputError is raised whose message is one line and matches `rule`."""
+def refuses(rule: str | None = None) -> Iterator[pytest.ExceptionInfo[InputError]]:
+    """Check that an InputError is raised whose message is one line, and matches `rule`."""
     with pytest.raises(InputError, match=rule) as error:
         yield error
     assert "\n" not in str(error.value)
