@@ -43,6 +43,7 @@ _STEP = {
     "steps": _number(200, "timed steps of each contender"),
     "at_once": _number(6, "contenders in memory together, 2 or more; others take turns, each with the last one"),
     "resume": {"type": bool, "default": False, "help": "leave out contenders that --output has rows of"},
+    "timeline": {"type": FullPath, "default": None, "help": "CSV file to append a traced step of each contender to"},
 }
 _ITERATIONS = _number(100, "timed steps of each contender")
 _STAGE = {

@@ -122,6 +122,20 @@ def length(spans: Iterable[Span]) -> float:
     return exclusive({"": spans})[""]
 
 
+def union(spans: Iterable[Span], window: Span) -> list[Span]:
+    """Return the parts of `window` that any of `spans` covers, in order."""
+    found: list[Span] = []
+    for span in sorted(spans):
+        begin, end = max(span.begin, window.begin), min(span.end, window.end)
+        if begin >= end:
+            continue
+        if found and begin <= found[-1].end:
+            found[-1] = Span(found[-1].begin, max(found[-1].end, end))
+        else:
+            found.append(Span(begin, end))
+    return found
+
+
 def exclusive(groups: Mapping[str, Iterable[Span]]) -> dict[str, float]:
     """Return the us of each group in which none of the groups before it runs: each instant counts once.
 

@@ -209,7 +209,7 @@ def _layers_with_casts(layers: Sequence[nn.Linear], casts: CastWeights) -> Calla
     wide = first.new_zeros(len(first), width if width > known else 0)
 
     def places() -> list[Layer]:
-        return [Layer(*casts.places(layer)) for layer in each]
+        return [Layer(*casts.gradient_buffers(layer)) for layer in each]
 
     def compute(x: torch.Tensor) -> torch.Tensor:
         weights = [Layer(*map(casts.shadow, layer)) for layer in each]

@@ -16,7 +16,7 @@ from torchrec.distributed.types import ParameterSharding, ShardedModule, Shardin
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.dense.flat import why_not_flat
+from dlrm_overlap.dense.flat import unsupported_by_flat
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.shardings import cached_shares
 from dlrm_overlap.embedding.unsupported import unsupported_by_exchange, unsupported_by_graphs
@@ -151,7 +151,7 @@ def _first_reason(collections: Sequence[_Collection], dense: Mapping[str, nn.Par
         return "it exchanges nothing"
     if not dense:
         return "no dense parameter takes a gradient"
-    reason = why_not_flat(dense)
+    reason = unsupported_by_flat(dense)
     return reason and f"dense parameter {reason}"
 
 

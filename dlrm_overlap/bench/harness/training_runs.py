@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,21 @@ from torch.profiler import ProfilerActivity, profile
 
 from dlrm_overlap.bench.harness.timing import time_steps
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.observe.trace_summary import Span, gpu_work, read_events, shares
+from dlrm_overlap.observe.trace_summary import KINDS, GpuWork, Span, gpu_work, read_events, shares, union
 from dlrm_overlap.train.trainer import Trainer
 
 _MARK = re.compile(r"\bspin_kernel\b")  # the name of a kernel that only marks a position in a trace
 _WARMUP_STEPS = 10
 _AHEAD = 2  # batches that a pipeline works ahead of the step: the last timed steps have them too
+
+
+class TracedSteps(NamedTuple):
+    """Times of traced steps on one rank."""
+
+    columns: dict[str, float]
+    """the `shares` of the mean step in ms, and `busy_ms`, in which the GPU is not idle"""
+    timeline: list[tuple[str, float, float]]
+    """the step of median length: kind of work, begin and end in us from the begin of the step"""
 
 
 class TrainingRun:
@@ -58,18 +68,18 @@ class TrainingRun:
         self._finish()
         return found
 
-    def traced_columns(self, steps: int) -> dict[str, float]:
-        """Return `mean_step_columns` of a Chrome trace of `steps` steps, each between two kernels that only mark time.
+    def traced(self, steps: int) -> TracedSteps:
+        """Trace `steps` steps, and mark the end of each by a kernel that does nothing else. GPU only.
 
-        The marks are on the current stream, where `time` marks the ends of steps. The CPU's work within a step is
-        not traced, since that would slow it down. GPU only.
+        The marks are on the current stream, where `time` marks the ends of steps. The host's work within a step is not
+        traced, since that would slow it down.
         """
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # whose start takes a second the first time
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # the first start takes a second
             self.time(steps, lambda: torch.cuda._sleep(1))
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json.gz"
             profiler.export_chrome_trace(str(path))
-            return mean_step_columns(path)
+            return traced_steps(path)
 
     def _segment(self, steps: int) -> Iterator[Batch]:
         """Empty the pipeline and return batches of `steps` steps, from the first one on."""
@@ -94,12 +104,23 @@ def read_batches(trainer: Trainer, count: int) -> list[Batch]:
     return batches
 
 
-def mean_step_columns(path: Path) -> dict[str, float]:
-    """Return the `shares` of the mean step of a trace in ms, and `busy_ms`, in which the GPU is not idle."""
+def traced_steps(path: Path) -> TracedSteps:
+    """Return the times of the steps of a Chrome trace, each between two marks."""
     work = gpu_work(read_events(path))
     marks = sorted(each.span.begin for each in work if _MARK.search(each.name))
     assert len(marks) > 1, f"{path}: {len(marks)} marks, but a step is between two"
+    work = [each for each in work if not _MARK.search(each.name)]
     window = Span(marks[0], marks[-1])
-    us = shares([each for each in work if not _MARK.search(each.name)], window)
+    us = shares(work, window)
     us |= {"busy": window.end - window.begin - us["idle"]}
-    return {f"{name}_ms": value / (len(marks) - 1) / 1e3 for name, value in us.items()}
+    columns = {f"{name}_ms": value / (len(marks) - 1) / 1e3 for name, value in us.items()}
+    steps = sorted(itertools.starmap(Span, itertools.pairwise(marks)), key=lambda step: step.end - step.begin)
+    return TracedSteps(columns, _timeline(work, steps[len(steps) // 2]))
+
+
+def _timeline(work: Sequence[GpuWork], step: Span) -> list[tuple[str, float, float]]:
+    return [
+        (kind, round(span.begin - step.begin, 1), round(span.end - step.begin, 1))
+        for kind in KINDS
+        for span in union((each.span for each in work if each.kind == kind), step)
+    ]

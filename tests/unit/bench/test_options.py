@@ -76,7 +76,7 @@ def test_a_sweep_has_all_values_of_its_axes_and_the_configurations_where_there_i
 
 def test_a_figure_has_the_ranks_that_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "collectives", "--config", "bench/tiny", "--train.device", "cpu"]) == USER_ERROR
-    assert "bench collectives: one rank has nobody" in capsys.readouterr().err
+    assert "bench collectives: one rank has no peer" in capsys.readouterr().err
 
 
 def test_scaling_keeps_the_tables_of_a_rank_or_those_of_all() -> None:

@@ -43,7 +43,7 @@ HELP = [pytest.param("train --help", each, marks=[pytest.mark.slow] * (each in C
 def test_a_command_ends_well_though_nobody_gets_its_output(command: str, broken: str) -> None:
     done = _shell(broken, "-m", "dlrm_overlap", *command.split())
     assert done.returncode == 0
-    told = "dlrm-overlap: what this command prints is lost in part (No space left on device)\n"
+    told = "dlrm-overlap: part of this command's output is lost (No space left on device)\n"
     assert done.stderr == (told if broken == ">/dev/full" else "")
 
 
