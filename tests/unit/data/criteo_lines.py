@@ -31,7 +31,7 @@ def random_lines(n: int, seed: int = 0) -> list[bytes]:
     def category() -> str:
         if rng.random() < 0.2:
             return ""
-        text = f"{rng.integers(2**32):08x}" if rng.random() < 0.8 else f"{rng.integers(2**12):x}"
+        text = f"{rng.integers(2**32):08x}" if rng.random() < 0.5 else f"{rng.zipf(1.3) % 2**12:x}"
         return text.upper() if rng.random() < 0.1 else text
 
     lines = []

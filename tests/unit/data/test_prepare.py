@@ -11,19 +11,13 @@ from dlrm_overlap.config import TablesConfig
 from dlrm_overlap.data import encoder
 from dlrm_overlap.data.prepared import Prepared
 from tests.conftest import refuses
-from tests.unit.data.criteo_lines import prepare_criteo
+from tests.unit.data.criteo_lines import prepare_criteo, random_lines
 
 BLOCK = 2000
 
 
 def text(n: int, seed: int) -> bytes:
-    rng = np.random.default_rng(seed)
-    lines = []
-    for _ in range(n):
-        counts = [str(count) if count > -2 else "" for count in rng.integers(-3, 50, 13)]
-        values = [f"{value:08x}" if value else "" for value in rng.zipf(1.3, 26) % 2**32 // 2]
-        lines.append("\t".join([str(rng.integers(2)), *counts, *values]))
-    return "\n".join(lines).encode()
+    return b"\n".join(random_lines(n, seed))
 
 
 @pytest.fixture
