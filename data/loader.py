@@ -100,11 +100,6 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         """Prepare to read; no process starts yet.
 
         Args:
-            dataset: the samples.
-            batch_size: samples per rank, b.
-            rank: of this process.
-            world_size: number of ranks, W.
-            steps: whose batches are read.
             workers: reader processes, forked (so data sets must not touch CUDA); they end with the thread that asks
                 for the first batch. With 0, `next` reads.
             prefetch: batches that each worker reads ahead.

@@ -1,14 +1,14 @@
 """A training step in closed form: the graph of docs/architecture/step.md (pgas, fused), and TorchRec's step.
 
-    next batch's ids            | sent during the forward
-    lookup, exchange            | while the bottom MLP's forward runs
-    sort of the ids             | after the lookup, during the head, which waits for the sort's kernels
-    head's forward, backward    | once the embeddings and the bottom MLP's output are ready
-    cross network's weight grads| after the head's backward
-    push of gradients           | after the first of these products, or after the head's backward
-    bottom MLP's backward       | during the push
-    update of rows              | part by part, once the gradients have arrived and the ids are sorted
-    all-reduce, optimizer       | after all products and the push
+    next batch's ids             | sent during the forward
+    lookup, exchange             | while the bottom MLP's forward runs
+    sort of the ids              | after the lookup, during the head, which waits for the sort's kernels
+    head's forward, backward     | once the embeddings and the bottom MLP's output are ready
+    cross network's weight grads | after the head's backward
+    push of gradients            | after the first of these products, or after the head's backward
+    bottom MLP's backward        | during the push
+    update of rows               | part by part, once the gradients have arrived and the ids are sorted
+    all-reduce, optimizer        | after all products and the push
 
 Under torchrec all weight gradients are part of the backward, a collective sends the packed gradients of embeddings, and
 dense gradients are summed in buckets, the first of them during the head's backward.
