@@ -327,9 +327,7 @@ def calibrate(folder: Path) -> GpuConfig:
     shape = step_config(next(row for row in traced if row["arch"] == "dcn"), gpu)
     alone = replace(shape, network=NetworkConfig(gpus_per_node=1), train=TrainConfig(global_batch_size=8192))
     gpu = fit_step(
-        gpu,
-        Measured(step_config(quickstart, gpu), float(quickstart["median_ms"])),
-        Measured(alone, _HEAD_MS),
+        gpu, Measured(step_config(quickstart, gpu), float(quickstart["median_ms"])), Measured(alone, _HEAD_MS)
     )
     return replace(gpu, update=fit_shared_updates(pgas, gpu))
 

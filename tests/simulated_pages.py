@@ -86,11 +86,7 @@ def table_of_grid(name: str, down: str, across: str, shown: str = "ms") -> Lines
         yield [f"{value:g}", *(cells[each] for each in columns)]
 
 
-TABLES: dict[str, Callable[..., Lines]] = {
-    "errors": table_of_errors,
-    "nodes": table_of_nodes,
-    "grid": table_of_grid,
-}
+TABLES: dict[str, Callable[..., Lines]] = {"errors": table_of_errors, "nodes": table_of_nodes, "grid": table_of_grid}
 
 
 def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
@@ -102,11 +98,7 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     gathered = {int(row["aggregate_bytes"]): float(row["ms"]) for row in read("simulated_aggregator.csv")}
     yield PAGE, "from {} to {} ms", [gathered[0], gathered[1 << 16]]
     off = [_off(*pair) for pair in _pairs("simulated_p1_ids.csv")]
-    yield (
-        PAGE,
-        "lies between {:.1f}% and {:.0f}%, depending on assumptions",
-        [min(off), max(off)],
-    )
+    yield (PAGE, "lies between {:.1f}% and {:.0f}%, depending on assumptions", [min(off), max(off)])
     pays: dict[tuple[str, str], list[float]] = {}
     for torchrec, fused in _pairs("simulated_pays.csv"):
         pays.setdefault((torchrec["nodes"], torchrec["nic_gbit_per_s"]), []).append(

@@ -550,12 +550,7 @@ FP16, BF16, INT8 = CommType.FP16, CommType.BF16, CommType.INT8
         (FUSED, {"extra_optimizer_config": WRITEBACK}, None, "a writeback hook"),
         (FUSED, {}, _codecs(FP16, BF16), "quantised communication: bf16 and fp16"),
         (FUSED, {}, _codecs(INT8, INT8), "quantised communication: int8"),
-        (
-            FUSED,
-            {},
-            _codecs(FP16, FP16, 8.0),
-            "quantised communication: fp16 and fp16 with a loss scale",
-        ),
+        (FUSED, {}, _codecs(FP16, FP16, 8.0), "quantised communication: fp16 and fp16 with a loss scale"),
         (
             FUSED,
             {"output_dtype": SparseType.FP16},

@@ -15,10 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_layout import BatchCapacity
-from dlrm_overlap.embedding.sharder import (
-    OverlapEmbeddingBagCollectionSharder,
-    OverlapEmbeddingCollectionSharder,
-)
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
 from tests.agreement import assert_same
 from tests.distributed.models import CPU

@@ -57,26 +57,17 @@ def test_a_configuration_is_a_plain_dictionary() -> None:
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: TablesConfig(rows=[1, 2], multi_hot=[1, 1, 1]), "must agree on the number of tables"),
-    (
-        lambda: TablesConfig(count=3, rows=[1, 2]),
-        r"count 3, lists of \[2\] values; .* must agree on the number of",
-    ),
+    (lambda: TablesConfig(count=3, rows=[1, 2]), r"count 3, lists of \[2\] values; .* must agree on the number of"),
     (lambda: TablesConfig(rows=[1, 2], half_life=[1]), "must agree on the number of tables"),
     (lambda: TablesConfig(rows=10).number(), r"set data\.tables\.count"),
     (lambda: DataConfig(tables=TablesConfig(count=2)).require_source(), "need their rows"),
     (lambda: DataConfig("criteo_npy").require_source(), "set data.path"),
-    (
-        lambda: DataConfig("criteo_npy", "x", tables=TablesConfig(rows=[1, 2])).require_source(),
-        "criteo_npy has 26",
-    ),
+    (lambda: DataConfig("criteo_npy", "x", tables=TablesConfig(rows=[1, 2])).require_source(), "criteo_npy has 26"),
     (lambda: Config(data=DataConfig(tables=TablesConfig(count=2, rows=3))), r"set train\.steps"),
     (lambda: ModelConfig(dim=16, bottom_mlp=[32, 8]), r"must end in model\.dim, 16"),
     (lambda: ModelConfig(top_mlp=[1]), "must have a hidden layer"),
     (lambda: TrainConfig(global_batch_size=12).samples_per_rank(5), "12 samples do not divide by 5 ranks; take 15"),
-    (
-        lambda: TrainConfig(warmup_steps=10, decay_start_step=5, decay_steps=10),
-        "must not lie before the end",
-    ),
+    (lambda: TrainConfig(warmup_steps=10, decay_start_step=5, decay_steps=10), "must not lie before the end"),
 ]
 
 
