@@ -9,7 +9,6 @@ meta.json is written last, and a folder without it is refused. Its `digest` is a
 file `checksums`.
 """
 
-import errno
 import json
 import math
 import os
@@ -27,7 +26,7 @@ from dlrm_overlap.config import InputError, TablesConfig, in_one_line
 from dlrm_overlap.data.checksums import BLOCK_BYTES, CheckedArray, ChecksumWriter, digest_of
 from dlrm_overlap.data.days import Day, Days, Ragged
 from dlrm_overlap.data.records import Packed, RecordLayout
-from dlrm_overlap.launching.files import write_json
+from dlrm_overlap.launching.files import open_file, write_json
 
 _META, _CHECKSUMS = "meta.json", "checksums"
 _CURE = "copy the folder again, or run `dlrm-overlap prepare` again"
@@ -77,9 +76,8 @@ class Prepared(Days):
 
 def _read_meta(file: Path) -> tuple[RecordLayout, str]:
     try:
-        if not file.is_file():
-            raise FileNotFoundError(errno.ENOENT, "no such file")
-        content = json.loads(file.read_text())
+        with open_file(file) as stream:
+            content = json.load(stream)
         digest = content.pop("digest", None)
         layout = RecordLayout(**content)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:

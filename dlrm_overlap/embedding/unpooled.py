@@ -98,7 +98,7 @@ class UnpooledExchange(Exchange):
         slots = BatchCapacity(self._blocks.slots, dict.fromkeys(ids, (0, 1)), ids)
         self.take_ids(list(ids), slots, layout, self._replicated)
         room, bags = sum(self._most(bound)), len(ids) * self._blocks.slots
-        # Ids, lengths, places; rows, starts, count and order of the runs.
+        # Ids, lengths, slots; rows, starts, count and order of the runs.
         sizes = room, bags, room, room, room + 1, 1, room
         self._kept = [[torch.zeros(size, dtype=torch.int32, device=self.device) for size in sizes] for _ in range(2)]
 
@@ -121,14 +121,14 @@ class UnpooledExchange(Exchange):
     def rooms_of(self, features: KeyedJaggedTensor) -> list[int]:
         """Return the room for the ids of each sequence in a batch, where this exchange takes ids."""
         assert self._batch_bound is not None
-        return self.distinct.rooms_of(features, self._most(self._batch_bound))
+        return self.distinct.capacities_of(features, self._most(self._batch_bound))
 
     def _keep(self, distinct: Distinct) -> Distinct:
         """Return the same in memory that stays, of the epoch that comes next."""
         ids = distinct.values
         if ids.dtype == torch.int64:  # those that no int32 holds stay outside every table
             ids = ids.clamp(-1, torch.iinfo(torch.int32).max).int()
-        flat = [ids, distinct.lengths, distinct.places, *distinct.runs]
+        flat = [ids, distinct.lengths, distinct.slots, *distinct.runs]
         memory = self._kept[(self.counters.ids.value + 1) % 2]
         kept = [each[: tensor.numel()] for each, tensor in zip(memory, flat, strict=True)]
         torch._foreach_copy_(kept, flat)  # pyright: ignore[reportPrivateImportUsage]  by one kernel
@@ -144,7 +144,7 @@ class UnpooledExchange(Exchange):
         assert self._ids is not None
         rooms = self.rooms_of(features)
         slots = self._blocks.slots
-        distinct = self._keep(self.distinct.place(self.distinct.sort(features, rooms), self._blocks))
+        distinct = self._keep(self.distinct.assign_slots(self.distinct.sort(features, rooms), self._blocks))
         bags = KeyedJaggedTensor(list(self._ids.keys), distinct.values, lengths=distinct.lengths, stride=slots)
         return super()._send(bags, None)._replace(distinct=distinct)
 
@@ -171,7 +171,7 @@ class ExpandRows(torch.autograd.Function):
         """Return [P, D] of the slots [b, F * D]."""
         ctx.exchange, ctx.distinct, ctx.shape, ctx.dtype = exchange, distinct, slots.shape, slots.dtype
         rows = slots.reshape(-1, exchange.dim).to(exchange.expanded_dtype)
-        return (reference.expand_rows if exchange.sums is None else expand_rows)(rows, distinct.places)
+        return (reference.expand_rows if exchange.sums is None else expand_rows)(rows, distinct.slots)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -180,7 +180,7 @@ class ExpandRows(torch.autograd.Function):
         exchange, distinct = ctx.exchange, ctx.distinct
         gradient, rows = exchange.clipped(gradient), ctx.shape.numel() // exchange.dim
         if exchange.sums is None:
-            sums = reference.sum_rows(gradient, distinct.places, rows)
+            sums = reference.sum_rows(gradient, distinct.slots, rows)
         else:
             sums = exchange.sums(gradient.contiguous(), distinct.runs, rows)
         return sums.view(ctx.shape).to(ctx.dtype), None, None

@@ -279,9 +279,9 @@ class InputPrefetcher:
             module.take_ids(features.keys(), bound, self._order, weights_of(features) is not None)
             if place is not None:
                 self._senders += [(module.exchange, place)] if module.exchange is not None else []
-                self._stock += [(module.stock, place)] if module.stock is not None else []
+                self._stock += [(module.torchrec_tables, place)] if module.torchrec_tables is not None else []
             else:
-                self.made_in_model |= module.stock is not None
+                self.made_in_model |= module.torchrec_tables is not None
                 log.info("train pipeline: ids that the model makes itself are sent in their own step, none ahead")
 
         self._senders.clear()  # of a first step that failed
