@@ -78,10 +78,10 @@ class Tower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes, poolings = {"num_embeddings": ROWS, "embedding_dim": DIM}, [PoolingType.SUM] * FEATURES
+        poolings = [PoolingType.SUM] * FEATURES
         poolings[2] = self.pooling
         tables = [
-            EmbeddingBagConfig(name=f"table{i}", feature_names=[f"feature{i}"], pooling=pooling, **sizes)
+            EmbeddingBagConfig(ROWS, DIM, name=f"table{i}", feature_names=[f"feature{i}"], pooling=pooling)
             for i, pooling in enumerate(poolings)
         ]
         self.embedding = EmbeddingBagCollection(tables, device=torch.device("meta"))
@@ -177,7 +177,7 @@ def _update(dense: Optimizer, *losses: torch.Tensor) -> torch.Tensor:
     for loss in losses:
         loss.backward()
     dense.step()
-    return torch.stack(losses).detach().sum() if len(losses) > 1 else losses[0].detach()
+    return torch.stack(losses).detach().sum()
 
 
 def _take(call: Call, tower: Tower, dense: Optimizer, batch: Batch, step: int) -> torch.Tensor:
