@@ -1,7 +1,7 @@
 """What both sharded modules share: which shardings an `Exchange` serves, and who sends the ids."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -18,6 +18,7 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchCapacity
+from dlrm_overlap.embedding.id_sender import IdSender
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.replicated import ReplicatedTables
@@ -55,8 +56,10 @@ class ExchangingModule(nn.Module, Generic[Served]):
     _exchange_type: type[Served]
 
     exchange: Served | None
+    sender: IdSender | None
+    """sends the ids that the exchange looks up, once `take_ids` was called"""
     takes_ids: bool
-    """the exchange sends the ids, since `take_ids`"""
+    """True once `take_ids` was called: our `sender` sends the ids, not TorchRec"""
     _ids_keys: list[str]
     torchrec_tables: TorchRecTables | None
     """tables that stay with TorchRec while the exchange takes the ids of the others"""
@@ -85,7 +88,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     def _set_up(self) -> None:
         if self.cached:
             self._optim = _TableOptimizer(self._optim, self)
-        self.exchange, self.takes_ids, self.torchrec_tables, self._replicated_tables = None, False, None, None
+        self.exchange, self.sender, self.torchrec_tables, self._replicated_tables = None, None, None, None
+        self.takes_ids = False
         # Which shardings can be exchanged; rank 0 logs the others.
         every: list[Any] = self._shardings
         by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
@@ -150,6 +154,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self.takes_ids, self._ids_keys = True, list(keys)
 
     def _take_ids(self, keys: Sequence[str], capacity: BatchCapacity, weighted: bool) -> None:
+        """Do so, once there is an exchange of the tables that one can take, if there are any."""
         raise NotImplementedError
 
     @property
@@ -198,6 +203,11 @@ class ExchangingModule(nn.Module, Generic[Served]):
         if what not in self._reasons_told and self._is_first:
             log.warning("backend %s: %s", self._options.backend, what)
         self._reasons_told.add(what)
+
+
+def exchanges_of(modules: Iterable[ExchangingModule[Any]]) -> list[Exchange]:
+    """Return the exchanges of those modules that have one."""
+    return [module.exchange for module in modules if module.exchange is not None]
 
 
 class _TableOptimizer(CombinedOptimizer):

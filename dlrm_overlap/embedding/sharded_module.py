@@ -18,8 +18,9 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
-from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
+from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule, exchanges_of
 from dlrm_overlap.embedding.id_layout import BatchCapacity
+from dlrm_overlap.embedding.id_sender import IdSender
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.shardings import exchanging_group, in_rank_order, model_order, names_of, output_types
 from dlrm_overlap.embedding.steps import weights_of, with_float_weights
@@ -75,7 +76,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         self.torchrec_tables = TorchRecTables(self, others) if others else None
         if self.exchange is not None:
             layout = self._layout(self._ours)
-            self.exchange.take_ids(keys, capacity, layout, self._replicated_tables, weighted)
+            self.sender = IdSender(self.exchange, keys, capacity, layout, self._replicated_tables, weighted)
             self._order_output(layout)
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
@@ -113,8 +114,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         (features,) = (*input, *kwargs.values())
         features = with_even_batches(maybe_td_to_kjt(features, self._ids_keys))
         exchanged, others = None, {}
-        if self.exchange is not None:
-            exchanged = self.exchange.start_sent(features)
+        if self.sender is not None:
+            exchanged = self.sender.start(features)
         if self.torchrec_tables is not None:
             pooled = zip(self.torchrec_tables.numbers, self.torchrec_tables.pooled(features), strict=True)
             others = {number: NoWait(each) for number, each in pooled}
@@ -221,5 +222,4 @@ def output_dtype(module: nn.Module) -> torch.dtype:
 
 def exchanges(model: nn.Module) -> list[Exchange]:
     """Return the exchanges of a sharded model."""
-    modules = (m for m in model.modules() if isinstance(m, ExchangingModule))
-    return [module.exchange for module in modules if module.exchange is not None]
+    return exchanges_of(module for module in model.modules() if isinstance(module, ExchangingModule))

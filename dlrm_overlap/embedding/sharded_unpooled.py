@@ -17,7 +17,7 @@ from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.shardings import table_names
 from dlrm_overlap.embedding.steps import with_room
-from dlrm_overlap.embedding.unpooled import UnpooledExchange
+from dlrm_overlap.embedding.unpooled import UnpooledExchange, UnpooledIdSender
 from dlrm_overlap.embedding.variable_batch import with_bags_of_samples
 
 
@@ -40,8 +40,8 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
 
     def _take_ids(self, keys: Sequence[str], capacity: BatchCapacity, weighted: bool) -> None:
         assert self.exchange is not None
-        _, distinct = self.counted()
-        self.exchange.take_distinct(distinct, capacity, self._layout(self._ours), self._replicated_tables)
+        about = self._layout(self._ours), self._replicated_tables
+        self.sender = UnpooledIdSender(self.exchange, self.counted()[1], capacity, *about)
 
     def counted(self) -> tuple[list[str], DistinctIds]:
         """Return the tables, or row ranges, whose distinct ids captured steps count, and what counts them."""
@@ -64,9 +64,9 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
         features = with_bags_of_samples(maybe_td_to_kjt(features, self._ids_keys))
-        assert self.exchange is not None
+        assert isinstance(self.sender, UnpooledIdSender)
         sent = with_room(features)
-        rows, rooms = self.exchange.start_sent_rows(sent), self.exchange.rooms_of(sent)
+        rows, rooms = self.sender.start_rows(sent), self.sender.rooms_of(sent)
         return Deferred(lambda: self._sequences(features, rooms, rows()))
 
     def _sequences(
@@ -76,8 +76,8 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
 
         In captured steps the sequences stay padded.
         """
-        assert self.exchange is not None
-        distinct, keys, sent = self.exchange.distinct, features.keys(), with_room(features)
+        assert isinstance(self.sender, UnpooledIdSender)
+        distinct, keys, sent = self.sender.distinct, features.keys(), with_room(features)
         lengths = features.lengths().view(len(keys), features.stride())
         ids: Sequence[torch.Tensor | None] = [None] * len(rooms)
         if self._need_indices:
@@ -85,7 +85,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         # The backward of a split copies gradients to one tensor; a single sequence needs no split.
         each: Sequence[torch.Tensor] = rows.split(list(rooms)) if len(rooms) > 1 else [rows]
         if sent is not features:
-            counts = self.exchange.rooms_of(features)
+            counts = self.sender.rooms_of(features)
             each = [values[:count] for values, count in zip(each, counts, strict=True)]
             ids = [None if of is None else of[:count] for of, count in zip(ids, counts, strict=True)]
         found = {

@@ -658,12 +658,12 @@ PROGRAMS: dict[str, Program] = {
         part=lambda step, rank: torch.tensor([[2]]) if step < STEPS - 1 else torch.tensor([[0.5]]),
         captured=(2, 3),
     ),
-    "rows": Program(Rows, captured=(0, 0), why_eager="the loss becomes NaN with NaN"),
+    "rows": Program(Rows, captured=(0, 0), why_eager="the loss becomes NaN if ids are padded with NaN"),
     "rows_as_output": Program(RowsAsOutput, captured=(0, 0), why_eager="an output has another size"),
-    "ids_as_numbers": Program(IdsAsNumbers, captured=(0, 0), why_eager="differs with room behind the ids"),
-    "counted_ids": Program(CountedIds, captured=(0, 0), why_eager="differs with room behind the ids"),
+    "ids_as_numbers": Program(IdsAsNumbers, captured=(0, 0), why_eager="differs with padded ids"),
+    "counted_ids": Program(CountedIds, captured=(0, 0), why_eager="differs with padded ids"),
     "numbers_of_ids": Program(NumbersOfIds, captured=(0, 0), why_eager="it fails (InputError: "),
-    "weights_of_ids": Program(WeightsOfIds, captured=(0, 0), why_eager="differs with room behind the ids"),
+    "weights_of_ids": Program(WeightsOfIds, captured=(0, 0), why_eager="differs with padded ids"),
 }
 if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release
     accumulated = Program(

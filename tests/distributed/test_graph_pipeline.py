@@ -476,7 +476,7 @@ def _check_captured_evaluations() -> None:
 
 
 def _check_moved_behind_the_capture() -> None:
-    """Graphs are not launched any more once what they use has been moved or given back."""
+    """Graphs are not launched any more once what they use has been moved or freed."""
 
     def move_rows(exchange: Exchange) -> None:
         lookups: list[Any] = exchange.tables.lookups
@@ -492,7 +492,7 @@ def _check_moved_behind_the_capture() -> None:
             dist.barrier()
             for exchange in exchanges(trainer.model):
                 move(exchange)
-            with refuses("were moved or given back since"):
+            with refuses("were moved or freed since"):
                 trainer.step(batches)
             assert taken["replayed"] == replayed
             _close(trainer)
