@@ -89,21 +89,33 @@ def table_of_grid(name: str, down: str, across: str, shown: str = "ms") -> Lines
 TABLES: dict[str, Callable[..., Lines]] = {"errors": table_of_errors, "nodes": table_of_nodes, "grid": table_of_grid}
 
 
-def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
-    """Yield the numbers in the page's sentences, as `tests.pages.sentences` does."""
-    found = predictions()
-    today = [rows for name, rows in found.items() if name.startswith("held out") and "calibration" not in name]
-    number, near = sum(map(len, today)), sum(map(within, today))
-    yield PAGE, "{} of {} rows of today's kernels, {:.0f}%, are within 10%", [near, number, 100 * near / number]
-    gathered = {int(row["aggregate_bytes"]): float(row["ms"]) for row in read("simulated_aggregator.csv")}
-    yield PAGE, "from {} to {} ms", [gathered[0], gathered[1 << 16]]
-    off = [_off(*pair) for pair in _pairs("simulated_p1_ids.csv")]
-    yield (PAGE, "lies between {:.1f}% and {:.0f}%, depending on assumptions", [min(off), max(off)])
-    pays: dict[tuple[str, str], list[float]] = {}
-    for torchrec, fused in _pairs("simulated_pays.csv"):
-        pays.setdefault((torchrec["nodes"], torchrec["nic_gbit_per_s"]), []).append(
-            float(torchrec["ms"]) / float(fused["ms"])
-        )
-    most = [max(pays[key]) for key in (("1", "400.0"), ("16", "1600.0"), ("16", "400.0"))]
-    yield PAGE, "{:.1f} times as fast within a node, {:.1f} and {:.1f} times between nodes", most
-    yield PAGE, "with one id a bag over 1600 Gb/s it costs {:.0f}%", [100 / pays["16", "1600.0"][0] - 100]
+def _held_out() -> list[Prediction]:
+    """Return the predictions of today's kernels whose rows no rate was fitted to."""
+    kept = [name for name in predictions() if name.startswith("held out") and "calibration" not in name]
+    return [each for name in kept for each in predictions()[name]]
+
+
+def _aggregated(size: str) -> list[float]:
+    return [float(row["ms"]) for row in read("simulated_aggregator.csv") if row["aggregate_bytes"] == size]
+
+
+def _speedups(nodes: str, nic_gbit_per_s: str) -> list[float]:
+    """Return torchrec's time over fused's on each shape of a network."""
+    pairs = _pairs("simulated_pays.csv")
+    network = [pair for pair in pairs if (pair[0]["nodes"], pair[0]["nic_gbit_per_s"]) == (nodes, nic_gbit_per_s)]
+    return [float(torchrec["ms"]) / float(fused["ms"]) for torchrec, fused in network]
+
+
+NUMBERS: dict[str, Callable[[], list[float]]] = {
+    "held_out": lambda: [len(_held_out())],
+    "within_10%": lambda: [within(_held_out())],
+    "within_10%_share": lambda: [within(_held_out()) / len(_held_out())],
+    "puts_one_by_one": lambda: _aggregated("0"),
+    "puts_of_64_KB": lambda: _aggregated("65536"),
+    "p1_saves_percent": lambda: [_off(*pair) for pair in _pairs("simulated_p1_ids.csv")],
+    "pays_within_node": lambda: [max(_speedups("1", "400.0"))],
+    "pays_1600": lambda: [max(_speedups("16", "1600.0"))],
+    "pays_400": lambda: [max(_speedups("16", "400.0"))],
+    "costs_1600": lambda: [1 / _speedups("16", "1600.0")[0] - 1],
+}
+"""numbers in the page's sentences"""
