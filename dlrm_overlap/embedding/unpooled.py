@@ -125,14 +125,14 @@ class UnpooledIdSender(IdSender):
 
     def rooms_of(self, features: KeyedJaggedTensor) -> list[int]:
         """Return the room for the ids of each sequence in a batch."""
-        return self.distinct.rooms_of(features, self._most(self.capacity))
+        return self.distinct.capacities_of(features, self._most(self.capacity))
 
     def _keep(self, distinct: Distinct) -> Distinct:
         """Return a copy in memory that stays, of the epoch that comes next."""
         ids = distinct.values
         if ids.dtype == torch.int64:  # those that no int32 holds stay outside every table
             ids = ids.clamp(-1, torch.iinfo(torch.int32).max).int()
-        flat = [ids, distinct.lengths, distinct.places, *distinct.runs]
+        flat = [ids, distinct.lengths, distinct.slots, *distinct.runs]
         memory = self._kept[(self.exchange.counters.ids.value + 1) % 2]
         kept = [each[: tensor.numel()] for each, tensor in zip(memory, flat, strict=True)]
         torch._foreach_copy_(kept, flat)  # pyright: ignore[reportPrivateImportUsage]  by one kernel
@@ -145,7 +145,7 @@ class UnpooledIdSender(IdSender):
     @poison_on_error
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
         rooms, slots = self.rooms_of(features), self._blocks.slots
-        distinct = self._keep(self.distinct.place(self.distinct.sort(features, rooms), self._blocks))
+        distinct = self._keep(self.distinct.assign_slots(self.distinct.sort(features, rooms), self._blocks))
         bags = KeyedJaggedTensor(list(self._keys), distinct.values, lengths=distinct.lengths, stride=slots)
         return super()._send(bags, None)._replace(distinct=distinct)
 
@@ -170,7 +170,7 @@ class ExpandRows(torch.autograd.Function):
         """Return [P, D] of the slots [b, F * D]."""
         ctx.sender, ctx.distinct, ctx.shape, ctx.dtype = sender, distinct, slots.shape, slots.dtype
         rows = slots.reshape(-1, sender.dim).to(sender.exchange.expanded_dtype)
-        return (reference.expand_rows if sender.sums is None else expand_rows)(rows, distinct.places)
+        return (reference.expand_rows if sender.sums is None else expand_rows)(rows, distinct.slots)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -179,7 +179,7 @@ class ExpandRows(torch.autograd.Function):
         sender, distinct = ctx.sender, ctx.distinct
         gradient, rows = sender.exchange.clipped(gradient), ctx.shape.numel() // sender.dim
         if sender.sums is None:
-            sums = reference.sum_rows(gradient, distinct.places, rows)
+            sums = reference.sum_rows(gradient, distinct.slots, rows)
         else:
             sums = sender.sums(gradient.contiguous(), distinct.runs, rows)
         return sums.view(ctx.shape).to(ctx.dtype), None, None

@@ -212,7 +212,7 @@ class CapacityTracker:
             if ids is None:
                 continue
             ids = ids.to(self._device)
-            for table, count in zip(tables, distinct.sort(ids, distinct.rooms_of(ids)).counts, strict=True):
+            for table, count in zip(tables, distinct.sort(ids, distinct.capacities_of(ids)).counts, strict=True):
                 counts[table] = count.maximum(counts[table]) if table in counts else count
         none = torch.zeros((), dtype=torch.int64, device=self._device)
         return torch.stack([counts.get(table, none) for table in self._tables])

@@ -20,7 +20,7 @@ from torchrec.optim.warmup import WarmupOptimizer
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps, why_no_flat_steps
+from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps, unsupported_by_flat_steps
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.tensor_parallel import shards_of
@@ -169,7 +169,7 @@ def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> 
             return f"{name} keeps the norm of each step"
         if type(each) in _WRAPPERS or isinstance(each, FusedOptimizer):
             continue
-        if (reason := why_no_flat_steps(each)) is not None:
+        if (reason := unsupported_by_flat_steps(each)) is not None:
             return reason
         for group in each.param_groups:
             for parameter in group["params"]:

@@ -21,7 +21,7 @@ class _Library:
     """Has the calls of `_Nvshmem`; a rank that is to start waits for one that fails, as NVSHMEM does."""
 
     def __init__(self, start: str) -> None:
-        self.verdict: str | None = None
+        self.start_fault: str | None = None
         self._start = start
 
     def unique_id(self) -> bytes:
@@ -35,7 +35,7 @@ class _Library:
             threading.Event().wait(20)
         return self._start
 
-    def misfit(self, rank: int, world_size: int) -> str:
+    def rank_mismatch(self, rank: int, world_size: int) -> str:
         return ""
 
 

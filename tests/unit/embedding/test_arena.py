@@ -89,7 +89,9 @@ def test_a_machine_that_stores_in_another_order_is_refused(
     world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    with pytest.raises(InputError, match=r"x86-64 stores, and this is aarch64; use --embedding.backend torchrec"):
+    with pytest.raises(
+        InputError, match=r"store order of x86-64, and this is aarch64; use --embedding.backend torchrec"
+    ):
         open_arena(REGIONS, world_of_one, CPU)
 
 

@@ -406,7 +406,7 @@ def test_what_has_no_method_of_its_own_is_brought_to_the_device() -> None:
 
 
 def test_a_feature_without_a_bound_is_refused() -> None:
-    with pytest.raises(InputError, match="no bound for the ids of feature g"):
+    with pytest.raises(InputError, match="feature g has no bag size"):
         StaticBatch(_batch(FIRST), CPU, BatchCapacity(2, {"f": (1, 1)}))
 
 

@@ -61,7 +61,7 @@ def test_detect(environ: dict[str, str], expected: World) -> None:
     [
         ({"RANK": "0"}, "WORLD_SIZE is '', not a number"),
         ({"WORLD_SIZE": "2"}, "RANK is '', not a number"),
-        (bare(2, 2), "RANK 2 must lie in 0 .. WORLD_SIZE - 1, and WORLD_SIZE is 2"),
+        (bare(2, 2), "RANK 2 must be in 0 .. WORLD_SIZE - 1, and WORLD_SIZE is 2"),
         (bare(-1, 2), "RANK is '-1', not a number from 0 on"),
         (bare(0, 2, RANK="zero"), "RANK is 'zero'"),
         (bare(0, 2, RANK="\u0661"), "RANK is '\u0661', not a number"),
@@ -79,7 +79,7 @@ def test_detect(environ: dict[str, str], expected: World) -> None:
         (torchrun(0, 2, MASTER_ADDR="h" * 254), "cannot meet at 'hhh"),
         (bare(0, 2, MASTER_ADDR="h0"), "LOCAL_RANK is ''"),
         (bare(0, 2, MASTER_ADDR="h0", LOCAL_RANK="0"), "LOCAL_WORLD_SIZE is ''"),
-        (bare(0, 2, LOCAL_RANK="2", LOCAL_WORLD_SIZE="2"), "LOCAL_RANK 2 must lie"),
+        (bare(0, 2, LOCAL_RANK="2", LOCAL_WORLD_SIZE="2"), "LOCAL_RANK 2 must be"),
         (srun(1, 2, WORLD_SIZE="4"), "WORLD_SIZE is '4', but srun says 2"),
         (srun(1, 2, RANK="0", WORLD_SIZE="2"), "RANK is '0', but srun says 1"),
         (srun(1, 2, SLURM_STEP_NUM_TASKS=""), "SLURM_STEP_NUM_TASKS is ''"),
