@@ -670,7 +670,7 @@ PROGRAMS: dict[str, Program] = {
         part=lambda step, rank: torch.tensor([[2]]) if step < STEPS - 1 else torch.tensor([[0.5]]),
         captured=(2, 3),
     ),
-    "rows": Program(Rows, captured=(0, 0), why_eager="the loss becomes NaN"),
+    "rows": Program(Rows, captured=(0, 0), why_eager="the loss becomes NaN if ids are padded with NaN"),
     "rows_as_output": Program(RowsAsOutput, captured=(0, 0), why_eager="an output has another size"),
     "ids_as_numbers": Program(IdsAsNumbers, captured=(0, 0), why_eager="differs with padded ids"),
     "counted_ids": Program(CountedIds, captured=(0, 0), why_eager="differs with padded ids"),
