@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels import primitives
-from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
 from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels.tuning import power_of_2
 
 _GENERAL = {"do_not_specialize": ["rank", "world_size", "slots", "first_slot", "epoch", "timeout"]}
 

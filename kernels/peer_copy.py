@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import CompiledKernel, specialised
 from dlrm_overlap.kernels.primitives import count_and_raise
+from dlrm_overlap.kernels.tuning import power_of_2
 
 PROGRAMS = 64
 """of 16 warps: fewer, 16 or 32, are up to a tenth slower alone on H200, and faster only beside products, where copy

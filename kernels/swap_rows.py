@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.arguments import Swaps, power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
+from dlrm_overlap.kernels.row_cache import Swaps
+from dlrm_overlap.kernels.tuning import power_of_2
 
 # Products of the step find no room on a multiprocessor beside a program, so few rows have few. Each has 32 KB under way
 # each way while it stores 16.

@@ -11,7 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMo
 from torch.cuda import is_current_stream_capturing, is_initialized
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.kernels.arguments import OptimizerParams
+from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 
 _LAZY = 3  # FBGEMM's CounterWeightDecayMode.ADAGRADW
 

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.embedding.cache import HomeTable, RowCache, activate, make_caches
 from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
 from dlrm_overlap.embedding.steps import UpdateRule
-from dlrm_overlap.kernels.arguments import STATES
+from dlrm_overlap.kernels.optimizer_params import STATES
 
 OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: "sgd",

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dlrm_overlap.config import ModelConfig
-from dlrm_overlap.kernels.arguments import state_bytes
+from dlrm_overlap.kernels.optimizer_params import state_bytes
 
 _RUN_BYTES, _PLACE_BYTES = 16, 4  # an update reads them to find a touched row's ids, and an id's gradient
 

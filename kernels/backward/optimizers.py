@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import STATES, OptimizerParams
 from dlrm_overlap.kernels.backward.rounding import rounded
+from dlrm_overlap.kernels.optimizer_params import STATES, OptimizerParams
 
 SEED_STEP = tl.constexpr(0x5EED)  # between the seeds of two steps
 MOST_STATES = max(map(len, STATES.values()))

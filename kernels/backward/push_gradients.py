@@ -21,10 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import Windows, power_of_2
+from dlrm_overlap.kernels.bags import Windows
 from dlrm_overlap.kernels.compiled import TYPES, specialised
 from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import signal_flags, task_at
+from dlrm_overlap.kernels.tuning import power_of_2
 
 # Columns of the shard table [parts, W, most, 3] int64.
 SOURCE = tl.constexpr(0)  # column of the output's gradient where the shard begins

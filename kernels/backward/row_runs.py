@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import specialised
 from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels.tuning import power_of_2
 
 # Columns of the table of an input's features, [features + 1, 4] int64. A unit is 4 elements.
 START_AT = tl.constexpr(0)  # column of D_local where the feature's shard begins, in units

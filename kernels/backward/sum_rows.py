@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from dlrm_overlap.kernels.arguments import OptimizerParams
 from dlrm_overlap.kernels.backward.optimizers import OptimizerRows, Rule
 from dlrm_overlap.kernels.backward.row_runs import CHUNK_IDS, InputFeatures, Preparation, SortedIds
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
+from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 
 _INFO_BITS = 30
 

@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import STATES, power_of_2
 from dlrm_overlap.kernels.backward.optimizers import (
     MOST_STATES,
     OPTIMIZERS,
@@ -29,6 +28,8 @@ from dlrm_overlap.kernels.backward.optimizers import (
 from dlrm_overlap.kernels.backward.row_runs import CHUNK_IDS, CHUNKS, DONE, PreparedRuns, chunk_ids_of
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel, specialised
 from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels.optimizer_params import STATES
+from dlrm_overlap.kernels.tuning import power_of_2
 
 _PROGRAMS = 1 << 15  # of a launch, at most; each takes one task after the other
 _ROW_ELEMENTS = 256  # of a warp: elements of the rows that it updates side by side

@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel, specialised
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.primitives import count_and_raise
+from dlrm_overlap.kernels.tuning import power_of_2
 
 NUM_WARPS = 32
 _LANE_BYTES = 64  # in flight of all ranks together: with more, the compiler keeps to 32 registers, and loads in turns

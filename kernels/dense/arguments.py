@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from dlrm_overlap.kernels.arguments import power_of_2
+from dlrm_overlap.kernels.tuning import power_of_2
 
 BLOCK = 1024
 """elements a program updates; flat tensors have a multiple of it, so that the kernel needs no mask"""

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import Partials
+from dlrm_overlap.kernels.bags import Partials
 from dlrm_overlap.kernels.compiled import specialised
 
 _ROWS = 8

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import specialised
+from dlrm_overlap.kernels.tuning import power_of_2
 
 _TASK_ELEMENTS = 2048  # of a program's rows
 _NUM_WARPS = 4

@@ -5,9 +5,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import FeatureTable, PoolingOptions, Windows, power_of_2
+from dlrm_overlap.kernels.bags import FeatureTable, Windows
 from dlrm_overlap.kernels.compiled import TYPES
 from dlrm_overlap.kernels.primitives import BAD_ID, record
+from dlrm_overlap.kernels.tuning import PoolingOptions, power_of_2
 
 # Columns of the feature table [F, 6] int64, which has a row for each feature that a launch pools.
 ADDRESS = tl.constexpr(0)  # of the first row of the feature's table

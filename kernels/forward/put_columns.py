@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import specialised
+from dlrm_overlap.kernels.tuning import power_of_2
 
 _WORDS = {8: (torch.int64, tl.int64), 4: (torch.int32, tl.int32), 2: (torch.int16, tl.int16)}
 _TASK_WORDS = 2048  # of a program, 8 warps: so many are in flight

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows
+from dlrm_overlap.kernels.bags import Bags, FeatureTable, Windows
 from dlrm_overlap.kernels.compiled import specialised
 from dlrm_overlap.kernels.forward.pooling import (
     COLUMN,
@@ -20,6 +20,7 @@ from dlrm_overlap.kernels.forward.pooling import (
 )
 from dlrm_overlap.kernels.messages import Groups, Outgoing
 from dlrm_overlap.kernels.network import Network, put_signal
+from dlrm_overlap.kernels.tuning import PoolingOptions
 
 _INTEGERS = ["peer", "group_blocks", "groups", "every_feature", "shift", "signals"]
 _GENERAL = JIT_OPTIONS | {"do_not_specialize": JIT_OPTIONS["do_not_specialize"] + _INTEGERS}

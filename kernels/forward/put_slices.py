@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows, power_of_2
+from dlrm_overlap.kernels.bags import Bags, FeatureTable, Windows
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.forward.pooling import (
@@ -37,6 +37,7 @@ from dlrm_overlap.kernels.forward.pooling import (
 )
 from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import signal_flag, signal_flags, task_at, wait_for_flags
+from dlrm_overlap.kernels.tuning import PoolingOptions, power_of_2
 
 # Of a thread, so that a multiprocessor holds 32 programs of a warp and has as many loads in flight as with
 # `store_pooled`. Left to itself the compiler takes 72 for 128 columns, which is 28 programs.

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows
+from dlrm_overlap.kernels.bags import Bags, FeatureTable, Windows
 from dlrm_overlap.kernels.compiled import specialised
 from dlrm_overlap.kernels.forward.pooling import (
     COLUMN,
@@ -25,6 +25,7 @@ from dlrm_overlap.kernels.forward.pooling import (
 )
 from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import task_at
+from dlrm_overlap.kernels.tuning import PoolingOptions
 
 
 @triton.jit(**JIT_OPTIONS)

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.primitives import count_and_raise, wait_for_flags
+from dlrm_overlap.kernels.tuning import power_of_2
 
 _SUM_PROGRAMS, _SUM_WARPS = 1056, 8  # at most: eight programs a multiprocessor, whose registers hold as many
 

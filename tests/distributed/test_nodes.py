@@ -29,7 +29,7 @@ from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, Ste
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.windows import WindowPair
-from dlrm_overlap.kernels.arguments import Windows
+from dlrm_overlap.kernels.bags import Windows
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import LOSS_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.distributed.captured import captures

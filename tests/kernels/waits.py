@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from dlrm_overlap.kernels import flags, messages
-from dlrm_overlap.kernels.arguments import FeatureTable, PoolingOptions, Windows, tuning_for
+from dlrm_overlap.kernels.bags import FeatureTable, Windows
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices
 from dlrm_overlap.kernels.gemm import product
 from dlrm_overlap.kernels.gemm.product import Tiling
 from dlrm_overlap.kernels.network import Network
+from dlrm_overlap.kernels.tuning import PoolingOptions, tuning_for
 from tests.kernels.compiling import compile_for_h200
 
 _PASSED_ON = re.compile(r"arith\.|tt\.splat|tt\.expand_dims|tt\.broadcast")

@@ -9,16 +9,10 @@ from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward, types_and_plac
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
 from dlrm_overlap.embedding.windows import PairFlags, WindowPair, flags_among
-from dlrm_overlap.kernels.arguments import (
-    Bags,
-    FeatureTable,
-    Tuning,
-    Windows,
-    has_short_bags,
-    tuning_for,
-)
+from dlrm_overlap.kernels.bags import Bags, FeatureTable, Windows
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices, SliceState
 from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels.tuning import Tuning, has_short_bags, tuning_for
 
 _MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4 or 8
 _FEWEST_SHORT_BAGS = 1 << 15  # fewer are cut as long ones

@@ -20,17 +20,10 @@ from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache, tensors_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.embedding.windows import PairFlags, WindowPair, WindowSpec, skip_epoch
-from dlrm_overlap.kernels.arguments import (
-    Bags,
-    FeatureTable,
-    PoolingOptions,
-    Tuning,
-    Windows,
-    has_short_bags,
-    tuning_for,
-)
+from dlrm_overlap.kernels.bags import Bags, FeatureTable, Windows
 from dlrm_overlap.kernels.forward.store_pooled import prepare_store_pooled
 from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels.tuning import PoolingOptions, Tuning, has_short_bags, tuning_for
 
 
 def types_and_places(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.dtype, int], ...]:

@@ -24,9 +24,10 @@ from dlrm_overlap.embedding.internode import Crossing, Message
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each
-from dlrm_overlap.kernels.arguments import FeatureTable, Windows, put_tuning_for
+from dlrm_overlap.kernels.bags import FeatureTable, Windows
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
 from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, await_message, send_signal
+from dlrm_overlap.kernels.tuning import put_tuning_for
 
 _ALIGNMENT_BYTES = 256
 

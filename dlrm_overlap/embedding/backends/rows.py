@@ -12,9 +12,9 @@ from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.replicated import ReplicatedGradients
 from dlrm_overlap.embedding.steps import StepCache, UpdateRule
 from dlrm_overlap.embedding.tables import LocalTables
-from dlrm_overlap.kernels.arguments import OptimizerParams
 from dlrm_overlap.kernels.backward.optimizers import OptimizerRows
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
+from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 
 
 @dataclass(frozen=True)
