@@ -61,6 +61,7 @@ class CompiledKernel:
             prepare: is called with the module's handle before the first launch; None calls nothing.
             constants: values of the `tl.constexpr` parameters by name, in the order of the parameters.
         """
+        constants = {name: _with_constant_fields(value) for name, value in constants.items()}
         names = tuple(inspect.signature(kernel.fn).parameters)
         self.arguments = names[: len(names) - len(constants)]
         """names of the run-time arguments"""
@@ -129,6 +130,11 @@ class CompiledKernel:
                     f"{kernel.__name__}: {name} begins {argument.data_ptr() % 16} bytes behind a multiple of 16; pass "
                     f"one that does not, or name it in the kernel's do_not_specialize_on_alignment"
                 )
+
+
+def _with_constant_fields(value: Any) -> Any:
+    """Return a named tuple whose fields are constants to Triton, or the value itself."""
+    return value._make(map(tl.constexpr, value)) if hasattr(value, "_fields") else value
 
 
 specialised = lru_cache(maxsize=None, typed=True)(CompiledKernel)
