@@ -1,14 +1,13 @@
-"""One step through the embedding stage: its batch, the values that its parts hand on, and a cache from step to step."""
+"""One step through the embedding stage: its batch, and the values that its parts hand on."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Generic, NamedTuple, TypeVar, TypeVarTuple
+from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
-from torch.cuda import is_current_stream_capturing, is_initialized
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.kernels.optimizer_params import OptimizerParams
@@ -143,73 +142,3 @@ def tensors_of(ids: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor, torc
     """Return values, offsets and weights as kernels take them, see `Bags.tensors`."""
     values, weights = ids.values(), ids.weights_or_none()
     return values, ids.offsets(), values if weights is None else weights
-
-
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
-Arguments = TypeVarTuple("Arguments")
-
-_MOST = 64  # values that no capture has used: batch sizes and learning rates rarely change
-_NONE: Any = object()
-
-
-class StepCache(Generic[Key, Value]):
-    """Values by keys such as the sizes of a batch: those that were asked for last, and all that captures have used.
-
-    A CUDA graph holds the addresses of the tensors that its kernels were captured with, and no reference to them. If
-    such a tensor is given away, the next replay reads and writes other owners' memory. So a value that is asked
-    for while the current stream is being captured is held until `clear`, whoever owns the graph. Of all other values
-    the 64 asked for last are kept: kernels that read them are issued before the next owner of their memory uses it.
-
-    A value must hold the tensors that it is made of. A `Launch` does; an address, which is a number, does not.
-
-    Example: a step is captured, then 100 batches of 100 other sizes are evaluated, then the graph is launched. The
-    value of the captured step is still there, beside those of the last 64 sizes.
-    """
-
-    def __init__(self) -> None:
-        self._captured: dict[Key, Value] = {}
-        """values that captures have used"""
-        self._others: dict[Key, Value] = {}
-        """the rest, the one asked for longest ago first"""
-        self._replaced: list[Value] = []
-        """values that captures have used and `get` returns no more"""
-
-    def __len__(self) -> int:
-        """Return how many keys have a value."""
-        return len(self._captured) + len(self._others)
-
-    def get(self, key: Key, make: Callable[[*Arguments], Value], *arguments: *Arguments) -> Value:
-        """Return the value of `key`.
-
-        Args:
-            key: of all that the value depends on.
-            make: returns the value where there is none; it may call `forget`, but not `get`.
-            arguments: of `make`.
-        """
-        value = self._others.pop(key, _NONE)  # a step asks often: to take it out and to put it back last is cheap
-        if value is _NONE:
-            if key in self._captured:
-                return self._captured[key]
-            value = make(*arguments)
-            if len(self._others) >= _MOST:
-                del self._others[next(iter(self._others))]
-        if is_capturing():
-            self._captured[key] = value
-        else:
-            self._others[key] = value
-        return value
-
-    def forget(self) -> None:
-        """Let all values be made anew, since their sources have changed; those that captures have used are held."""
-        self._replaced += self._captured.values()
-        self._captured, self._others = {}, {}
-
-    def clear(self) -> None:
-        """Forget all, once no graph will be launched any more that has used some of it."""
-        self._captured, self._others, self._replaced = {}, {}, []
-
-
-def is_capturing() -> bool:
-    """Return whether the current stream is captured in a CUDA graph; False where CUDA is not."""
-    return is_initialized() and is_current_stream_capturing()

@@ -1,17 +1,17 @@
 """`fused` on GPUs: one persistent kernel pools, and puts each slice as soon as it is done (arXiv 2305.06942)."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward, types_and_places
+from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
-from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
+from dlrm_overlap.embedding.steps import BatchSizes, Step, tensors_of
 from dlrm_overlap.embedding.windows import PairFlags, WindowPair, flags_among
 from dlrm_overlap.kernels.bags import Bags, FeatureTable, Windows
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices, SliceState
-from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels.launches import Launch, launches_of, prepared
 from dlrm_overlap.kernels.tuning import Tuning, has_short_bags, tuning_for
 
 _MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4 or 8
@@ -54,8 +54,6 @@ class SlicedForward(ZeroCopyForward):
         self._in_place = self.options.put == "direct"
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}
-        self._launches = StepCache[tuple[Any, ...], Launch]()
-        """by all that they were made of, but `_states`; of these as they are"""
 
     def _has_slices(self, step: Step) -> bool:
         return bool(self.lookup.pooled_together) and step.batch.most > 0
@@ -71,19 +69,24 @@ class SlicedForward(ZeroCopyForward):
         for i, table in enumerate(tables):
             tensors = tensors_of(step.inputs[self.lookup.pooled_together[i][0].input])
             short = has_short_bags(table, *tensors[:2])
-            key = table, windows, step.batch, short, types_and_places(tensors)
-            launch = self._launches.get(key, self._prepare, i, table, windows, flags, step)
+            launch = self._put_launch(tensors, i, table, windows, flags, step.batch, short)
             with self.order:  # its programs raise flags and await them
                 launch(*tensors, self.windows.counter.argument)
 
-    def _prepare(self, i: int, table: FeatureTable, windows: Windows, flags: PairFlags, step: Step) -> Launch:
-        """Return the launch of kernel i for steps of this one's batch sizes and types of ids.
-
-        It is called with values, offsets, weights and the epoch.
-        """
-        bags = self.lookup.bags(self.lookup.pooled_together[i], step, self.reached)
+    @prepared
+    def _put_launch(
+        self,
+        tensors: Sequence[torch.Tensor],
+        i: int,
+        table: FeatureTable,
+        windows: Windows,
+        flags: PairFlags,
+        batch: BatchSizes,
+        short: bool,
+    ) -> Launch:
+        """Return the launch of kernel i; it is called with ids like `tensors`, and the epoch."""
+        bags = self.lookup.bags(tensors, batch, self.reached)
         last = i == len(self.lookup.pooled_together) - 1
-        short = has_short_bags(table, bags.values, bags.offsets)
         tuning = persistent_tuning(table, bags.samples, self.options.slice_bags, short)
         options = self.lookup.pooling_options(tuning)
         before = sum(map(len, self.lookup.pooled_together[:i]))
@@ -120,7 +123,7 @@ class SlicedForward(ZeroCopyForward):
                 done=torch.zeros(slices, dtype=torch.int32, device=self.device),
                 ticket=torch.zeros(3, dtype=torch.int32, device=self.device),
             )
-            self._launches.forget()
+            launches_of(self).forget()
         return state
 
     def grid(self, i: int, put: SlicedPut) -> int:

@@ -5,7 +5,7 @@
 Source: Chen et al. 2024, and the zero-copy variant of arXiv 2305.06942.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import Any
 
@@ -17,18 +17,13 @@ from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.replicated import ReplicatedTables
-from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache, tensors_of
+from dlrm_overlap.embedding.steps import BatchSizes, Step, tensors_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.embedding.windows import PairFlags, WindowPair, WindowSpec, skip_epoch
 from dlrm_overlap.kernels.bags import Bags, FeatureTable, Windows
 from dlrm_overlap.kernels.forward.store_pooled import prepare_store_pooled
-from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels.launches import Launch, launches_of, prepared
 from dlrm_overlap.kernels.tuning import PoolingOptions, Tuning, has_short_bags, tuning_for
-
-
-def types_and_places(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.dtype, int], ...]:
-    """Return the properties of ids' tensors that a prepared launch takes for granted: their types and their GPU."""
-    return tuple([(each.dtype, each.get_device()) for each in tensors])
 
 
 class DeviceLookup:
@@ -61,8 +56,6 @@ class DeviceLookup:
         self._tables: list[FeatureTable] = []
         self._first_samples: dict[tuple[BatchSizes, range | None], torch.Tensor] = {}
         """of all sizes, since a capture cannot copy to a GPU those that its launches need anew"""
-        self._launches = StepCache[tuple[Any, ...], Launch]()
-        """by all that they were made of; of the tables as they are"""
 
     def peers(self, pair: WindowPair, stride: int) -> list[Windows]:
         """Return the windows of the ranks reached, of even epochs and of odd ones, whose rows are `stride` elements."""
@@ -79,7 +72,7 @@ class DeviceLookup:
         """Return the table of addresses of each kernel, made anew when the rows have moved."""
         if (storage := self._rows.storage()) != self._storage:
             self._tables = [self._table(shards) for shards in self.pooled_together]
-            self._launches.forget()
+            launches_of(self).forget()
             self._storage = storage
         return self._tables
 
@@ -107,17 +100,10 @@ class DeviceLookup:
             self._first_samples[batch, ranks] = torch.tensor(first, dtype=torch.int32, device=self._device)
         return self._first_samples[batch, ranks]
 
-    def bags(self, shards: list[FeatureShard], step: Step, ranks: range | None = None) -> Bags:
-        """Return the ids of the kernel that pools `shards` for the samples of `ranks`, None for all."""
-        ids = step.inputs[shards[0].input]
-        return Bags(
-            values=ids.values(),
-            offsets=ids.offsets(),
-            first_sample=self.first_samples(step.batch, ranks),
-            samples=step.batch.total,
-            samples_per_rank=step.batch.most,
-            weights=ids.weights_or_none(),
-        )
+    def bags(self, tensors: Sequence[torch.Tensor], batch: BatchSizes, ranks: range | None = None) -> Bags:
+        """Return the bags of `tensors`, see `tensors_of`, for the samples of `ranks`, None for all."""
+        values, offsets, weights = tensors
+        return Bags(values, offsets, self.first_samples(batch, ranks), batch.total, batch.most, weights)
 
     def pooling_options(self, tuning: Tuning) -> PoolingOptions:
         """Return the options of a kernel beside its tensors."""
@@ -137,22 +123,21 @@ class DeviceLookup:
         for shards, table in zip(self.pooled_together, tables, strict=True):
             tensors = tensors_of(step.inputs[shards[0].input])
             short = has_short_bags(table, *tensors[:2])
-            key = table, windows, step.batch, ranks, short, types_and_places(tensors)
-            launch = self._launches.get(key, self._storing, shards, table, windows, step, ranks, short)
-            launch(*tensors)
+            self._store_launch(tensors, table, windows, step.batch, ranks, short)(*tensors)
 
-    def _storing(
+    @prepared
+    def _store_launch(
         self,
-        shards: list[FeatureShard],
+        tensors: Sequence[torch.Tensor],
         table: FeatureTable,
         windows: Windows,
-        step: Step,
+        batch: BatchSizes,
         ranks: range | None,
         short: bool,
     ) -> Launch:
-        """Return the launch by which `store` pools `shards` in steps like this one."""
+        """Return the launch that pools the features of `table`; it is called with ids like `tensors`."""
         options = self.pooling_options(tuning_for(table.dim, table.weight_dtype.itemsize, short=short))
-        return prepare_store_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
+        return prepare_store_pooled(self.bags(tensors, batch, ranks), table, windows, self.record.status, options)
 
     def check(self) -> None:
         """Raise the faults that kernels have recorded; under bounds check WARNING, log an id outside its table.

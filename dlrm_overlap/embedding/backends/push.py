@@ -7,11 +7,10 @@ the main stream goes on with the bottom MLP's backward and the dense all-reduce;
 backward.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from math import gcd
-from typing import Any
 
 import torch
 
@@ -23,12 +22,13 @@ from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows, UpdateR
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
+from dlrm_overlap.embedding.steps import BatchSizes, Step, tensors_of
 from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each, skip_epoch
 from dlrm_overlap.kernels.backward.optimizers import Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, prepare_push_gradients
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
-from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels.bags import Windows
+from dlrm_overlap.kernels.launches import Launch, prepared
 
 _REMOTE_PROGRAMS = 8  # just fill an H200's links: more stand in the way of each other, and of the updates
 _ALONE_PROGRAMS = 66  # a rank that reaches no other has no links to fill, and its memory takes more
@@ -44,8 +44,49 @@ class Pushed:
     """the shards and their offsets, one for each dim"""
     flags: PartFlags
     """to raise when a part is stored"""
-    launches: StepCache[tuple[Any, ...], list[Launch]] = field(default_factory=StepCache)
-    """those that store parts of them, by all that they were made of beside this"""
+    schedule: str
+    programs: int
+    """of each launch"""
+
+    @prepared
+    def store_launches(
+        self,
+        tensors: Sequence[torch.Tensor],
+        windows: Windows,
+        batch: BatchSizes,
+        scale: float,
+        first: int,
+        end: int,
+        row_elements: int,
+    ) -> list[Launch]:
+        """Return the launches that store the parts [first, end) of `scale` times a gradient; they take the epoch, too.
+
+        Args:
+            tensors: a gradient [b, ..], its rows `row_elements` apart, and the offsets of the rank's bags of each
+                share, if they are known.
+            windows: of the owners of the rows.
+            batch: the samples of each rank.
+            scale: see `prepare_push_gradients`.
+            first: the first part.
+            end: the part after the last one.
+            row_elements: see `tensors`.
+        """
+        return prepare_push_gradients(
+            tensors[0],
+            self.tables,
+            windows,
+            self.flags,
+            rank=self.rank,
+            schedule=self.schedule,
+            first_sample=batch.first_sample[self.rank],
+            batch=batch.total,
+            most_samples=batch.most,
+            scale=scale,
+            programs=self.programs,
+            first_part=first,
+            end_part=end,
+            offsets=tensors[1] if len(tensors) > 1 else None,
+        )
 
 
 class Push(WindowBackward):
@@ -91,7 +132,8 @@ class Push(WindowBackward):
             ids: if known, bags that have none of a shard's are to be left out.
         """
         dims = sorted({shard.dim for shards in self.layout.by_owner for shard in shards})
-        return Pushed(rank, [self._shard_table(dim, column, ids) for dim in dims], self._flags)
+        tables = [self._shard_table(dim, column, ids) for dim in dims]
+        return Pushed(rank, tables, self._flags, self.schedule, self._programs)
 
     def _shard_table(self, dim: int, column: Callable[[FeatureShard], int], ids: IdLayout | None) -> ShardTable:
         """Return where the shards of one dim are: in a gradient, by `column`, and at the owners reached."""
@@ -199,31 +241,10 @@ class Push(WindowBackward):
         Args:
             offsets: of that rank's bags of each share, if they are known here.
         """
-        key = self.windows.epoch % 2, step.batch, scale, first, end, gradient.dtype, gradient.stride(0)
-        changed = [gradient] if offsets is None else [gradient, offsets]
-        for launch in pushed.launches.get(key, self._storing, pushed, step, changed, scale, first, end):
-            launch(*changed, self.windows.counter.argument)
-
-    def _storing(
-        self, pushed: Pushed, step: Step, changed: list[torch.Tensor], scale: float, first: int, end: int
-    ) -> list[Launch]:
-        """Return the launches by which `store_of` stores in steps like this one."""
-        return prepare_push_gradients(
-            changed[0],
-            pushed.tables,
-            self._peers[self.windows.epoch % 2],
-            pushed.flags,
-            rank=pushed.rank,
-            schedule=self.schedule,
-            first_sample=step.batch.first_sample[pushed.rank],
-            batch=step.batch.total,
-            most_samples=step.batch.most,
-            scale=scale,
-            programs=self._programs,
-            first_part=first,
-            end_part=end,
-            offsets=changed[1] if len(changed) > 1 else None,
-        )
+        tensors = (gradient,) if offsets is None else (gradient, offsets)
+        windows = self._peers[self.windows.epoch % 2]
+        for launch in pushed.store_launches(tensors, windows, step.batch, scale, first, end, gradient.stride(0)):
+            launch(*tensors, self.windows.counter.argument)
 
     def _push_in_order(self, step: Step, gradient: torch.Tensor) -> list[torch.cuda.Event]:
         """Send and await the gradient part by part, and return the events after which each part is here.

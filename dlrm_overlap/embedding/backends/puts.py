@@ -22,10 +22,11 @@ from dlrm_overlap.comm.network import NvshmemHeap
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.internode import Crossing, Message
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
+from dlrm_overlap.embedding.steps import BatchSizes, Step, tensors_of
 from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each
 from dlrm_overlap.kernels.bags import FeatureTable, Windows
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
+from dlrm_overlap.kernels.launches import StepCache
 from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, await_message, send_signal
 from dlrm_overlap.kernels.tuning import put_tuning_for
 
@@ -102,7 +103,7 @@ class PooledByPuts:
             windows = self._tables.get(step.batch, self._rows, step.batch)[number, self._parity]
             for shards, table in zip(lookup.pooled_together, tables, strict=True):
                 put_pooled(
-                    lookup.bags(shards, step, node),
+                    lookup.bags(tensors_of(step.inputs[shards[0].input]), step.batch, node),
                     table,
                     windows,
                     lookup.record.status,

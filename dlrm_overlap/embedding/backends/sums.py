@@ -25,12 +25,13 @@ from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.internode import Crossing, Message
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
+from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each
 from dlrm_overlap.kernels.bags import FeatureTable, Partials, Windows
 from dlrm_overlap.kernels.forward.add_partials import add_partials, partial_table
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
+from dlrm_overlap.kernels.launches import StepCache
 
 
 class NodeSums:
