@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.compiled import CompiledKernel, specialised
-from dlrm_overlap.kernels.primitives import count_and_raise
+from dlrm_overlap.kernels.primitives import count_and_signal
 from dlrm_overlap.kernels.tuning import power_of_2
 
 PROGRAMS = 64
@@ -88,7 +88,7 @@ def _store_rows(
         row = tl.multiple_of((source + peer * stride).to(tl.pointer_type(TYPE)), WORD)
         target = tl.multiple_of((tl.load(targets + peer) + offset).to(tl.pointer_type(TYPE)), WORD)
         tl.store(target + at, tl.load(row + at, mask=mask), mask=mask)
-    count_and_raise(counted, peers_ready, rank, world_size, tl.load(clock), PEERS)
+    count_and_signal(counted, peers_ready, rank, world_size, tl.load(clock), PEERS)
 
 
 def _storing(world_size: int, word: int) -> CompiledKernel:

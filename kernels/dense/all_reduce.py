@@ -16,7 +16,7 @@ import triton.language as tl
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel, specialised
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags
-from dlrm_overlap.kernels.primitives import count_and_raise
+from dlrm_overlap.kernels.primitives import count_and_signal
 from dlrm_overlap.kernels.tuning import power_of_2
 
 NUM_WARPS = 32
@@ -62,7 +62,7 @@ def _average_share(
             peer = (rank + 1 + turn) % WORLD_SIZE
             share = tl.multiple_of(tl.load(shares + peer).to(tl.pointer_type(TYPE)), 16)
             tl.store(share + at, mean, mask=mask)
-    count_and_raise(counted, peers_ready, slot, WORLD_SIZE, epoch + tl.load(clock), PEERS)
+    count_and_signal(counted, peers_ready, slot, WORLD_SIZE, epoch + tl.load(clock), PEERS)
 
 
 def lane_elements(world_size: int, dtype: torch.dtype) -> int:

@@ -62,7 +62,7 @@ class Slices:
     """slice i of the launch's f-th feature has slot first_slot + f * ceil(b / bags) + i at its destination"""
     in_place: bool
     """store each task straight into the peer's window, with no flags for slices; needs at least one task"""
-    raises: bool = True
+    signals: bool = True
     """in place: signal this rank's slot 0 at every rank, since this is the last launch of the step"""
     end_wait: bool = True
     """end the kernel only when all slots of `Flags.counts` have reached the epoch"""
@@ -121,7 +121,7 @@ def _put_slices(
     epoch: tl.int64,
     timeout: tl.int64,
     IN_PLACE: tl.constexpr,
-    RAISE: tl.constexpr,
+    SIGNAL: tl.constexpr,
     PEERS: tl.constexpr,
     PUT_ROWS: tl.constexpr,
     SLICE_TASKS: tl.constexpr,
@@ -141,7 +141,7 @@ def _put_slices(
     Order, staged: a program stores a task, then counts it in `done` (barrier; release, GPU scope). The program that
     completes a slice resets the count (acquire, GPU scope; barrier), and so sees all of the slice. It puts the slice
     and signals (barrier; release, system scope). The kernel's end orders stores into this rank's own window.
-    Order, IN_PLACE with RAISE: a program that finds no task left adds its number of tasks to ticket[2] (barrier;
+    Order, IN_PLACE with SIGNAL: a program that finds no task left adds its number of tasks to ticket[2] (barrier;
     release, GPU scope). The program that completes the sum resets it (acquire, GPU scope) and signals at every rank
     (barrier; release, system scope), which covers all stores of this launch and earlier ones on the stream. Exactly
     one program signals, since every task is in exactly one sum. A program without a task adds nothing, so it may still
@@ -210,7 +210,7 @@ def _put_slices(
             group = 0
 
     # In place, the program that completes the count of all tasks signals.
-    if IN_PLACE and RAISE and stored > 0:
+    if IN_PLACE and SIGNAL and stored > 0:
         tl.debug_barrier()  # all threads have stored before one of them counts the tasks
         if tl.atomic_add(ticket + 2, stored, sem="release", scope="gpu") == tasks - stored:
             tl.atomic_xchg(ticket + 2, 0, sem="acquire", scope="gpu")  # 0 for the next launch
@@ -263,7 +263,7 @@ class SlicedPut(NamedTuple):
         slices, tuning = self.slices, self.options.tuning
         constants = {
             "IN_PLACE": slices.in_place,
-            "RAISE": slices.raises,
+            "SIGNAL": slices.signals,
             "PEERS": power_of_2(self.windows.addresses.numel()),
             "PUT_ROWS": min(slices.bags, max(1, 1024 * tuning.num_warps // power_of_2(self.features.dim))),
             "SLICE_TASKS": slices.bags // tuning.task_bags,

@@ -13,7 +13,7 @@ import triton.language as tl
 from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags
-from dlrm_overlap.kernels.primitives import count_and_raise, wait_for_flags
+from dlrm_overlap.kernels.primitives import count_and_signal, wait_for_flags
 from dlrm_overlap.kernels.tuning import power_of_2
 
 _SUM_PROGRAMS, _SUM_WARPS = 1056, 8  # at most: eight programs a multiprocessor, whose registers hold as many
@@ -93,7 +93,7 @@ def _sum_parts(
             total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
     if LAST:
-        count_and_raise(counted, peers_done, rank, WORLD_SIZE, tl.load(clock), PEERS)
+        count_and_signal(counted, peers_done, rank, WORLD_SIZE, tl.load(clock), PEERS)
 
 
 def sum_parts(parts: Parts, done: Flags, counted: torch.Tensor, rank: int, rows: tuple[int, int], last: bool) -> None:

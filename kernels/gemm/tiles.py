@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.primitives import await_few
+from dlrm_overlap.kernels.primitives import wait_for_few
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _await_rows(
     slot = first // slot_rows
     count = (tl.minimum(first + BLOCK_M, shard_rows) - 1) // slot_rows - slot + 1
     count = tl.where(owner == rank, 0, count)
-    return await_few(ready, slots, owner * slots + slot, 1, count, rank, epoch, timeout, status, 2, INTERPRETED)
+    return wait_for_few(ready, slots, owner * slots + slot, 1, count, rank, epoch, timeout, status, 2, INTERPRETED)
 
 
 @triton.jit

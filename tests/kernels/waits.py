@@ -82,7 +82,7 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     blocks = {"x": [tiling.block_m, tiling.block_k], "weight": [tiling.block_n, tiling.block_k]}
     tiles = {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
     return {
-        "wait_for_flags": (flags._awaiting(1024), {}),
+        "wait_for_flags": (flags._wait_kernel(1024), {}),
         "put_slices": (put._kernel(), _OF_SLICES),
         "await_message": (messages._awaiting(Network("stores", _NONE, 0)), _OF_MESSAGE),
         "gathered_product": (product._compiled(tiling, **kind), _OF_PRODUCT | tiles),
