@@ -14,22 +14,21 @@ class Bags(NamedTuple):
     """
 
     values: torch.Tensor
-    """[n] int32 or int64, row ids, bag after bag"""
+    """[n] int32 or int64, row ids"""
     offsets: torch.Tensor
-    """[features * B + 1] int32 or int64: sample s of feature f has bag i = f * B + s, which holds the ids
-    [offsets[i], offsets[i + 1]) of `values`"""
+    """[features * B + 1] int32 or int64: bag f * B + s of feature f and sample s begins here in `values`"""
     first_sample: torch.Tensor
-    """[W + 1] int32: rank w has samples [first_sample[w], first_sample[w + 1])"""
+    """[W + 1] int32, first sample of each rank, and the end"""
     samples: int
     """samples of all ranks, B"""
     samples_per_rank: int
     """largest number of samples of a rank, b"""
     weights: torch.Tensor | None = None
-    """[n] float32: factor of each id's row; None for ids without weights"""
+    """[n] float32, factors of the ids' rows"""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Values, offsets and weights, as kernels take them: without weights the values again, which are not read."""
+        """Values, offsets and weights, as kernels take them: without weights, the values again, unread."""
         return self.values, self.offsets, self.values if self.weights is None else self.weights
 
 
@@ -38,9 +37,7 @@ class FeatureTable:
     """The features that one launch pools, whose tables have the same dim and type."""
 
     entries: torch.Tensor
-    """[F, 6] int64, a row a feature: address of its table's first row, rows of the table (negative if ids outside it
-    are not recorded), column of the window, index of the feature in its input, 1 for a mean or 0 for a sum, and 1 if
-    empty bags are not stored; see `pooling.FEATURE_COLUMNS`"""
+    """[F, 6] int64: see the columns in `pooling`"""
     dim: int
     """D, a multiple of 4, at most 1024"""
     weight_dtype: torch.dtype
@@ -50,33 +47,33 @@ class FeatureTable:
     column_alignment: int
     """elements, a power of two up to 16, that divide every column"""
     leaves_out: bool = False
-    """whether empty bags of some of the features are not stored"""
+    """whether empty bags of some features are not stored"""
 
 
 EVERY_BAG = -1
-"""the share of a row shard that stores a partial sum for empty bags too"""
+"""share of a row shard that stores a partial sum for empty bags too"""
 
 
 class Partials(NamedTuple):
-    """The partial sums of one table in a window: one for each row shard, to be added up."""
+    """The partial sums of one table in a window, one for each row shard."""
 
     columns: Sequence[int]
     """first column of each row shard's partial sum; the total is stored at the first"""
     dim: int
     shares: Sequence[int] = ()
-    """for each row shard, index of the feature whose bags tell which partial sums were stored, or EVERY_BAG; empty if
-    that is unknown"""
+    """for each row shard, the feature of the input whose non-empty bags have a partial sum, or EVERY_BAG; empty if
+    unknown"""
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """The memory that kernels store into, one window for each destination rank."""
+    """The windows that kernels store into, one for each destination rank."""
 
     addresses: torch.Tensor
-    """[W] int64, address of each rank's window"""
+    """[W] int64"""
     stride: int
     """elements of a window's row, D_total"""
     dtype: torch.dtype
-    """float32, bfloat16 or float16, type of the elements (the wire type)"""
+    """the wire type: float32, bfloat16 or float16"""
     alignment: int = 16
     """bytes that divide every address"""

@@ -16,16 +16,14 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 class CompiledKernel:
     """A `@triton.jit` kernel with its compile-time arguments fixed, launched by position.
 
-    Triton's own launch inspects every argument to find the binary for its type and alignment, which takes longer than a
-    small kernel. This class inspects the arguments of the first launch only, so a kernel and its caller follow four
-    rules, which `check` asserts at the first launch, and at every launch under Triton's interpreter:
+    Triton's own launch inspects every argument, which takes longer than a small kernel. This class inspects those of
+    the first launch only, so kernels and callers follow four rules. `check` asserts them at the first launch, and at
+    every launch under Triton's interpreter.
 
-    - Order. Launches pass the run-time arguments in the order of the kernel's parameters.
-    - Integers. The kernel names them in `do_not_specialize`, since a compiled kernel is found by `dtypes` alone; those
-      that may need 64 bits are annotated as `tl.int64`.
-    - Alignment. Every tensor begins at a multiple of 16 bytes, except those that the kernel names in
-      `do_not_specialize_on_alignment`.
-    - Types. `dtypes` has those of all tensors whose type the constants leave open.
+    - Order: launches pass the run-time arguments in the order of the kernel's parameters.
+    - Integers: the kernel names them in `do_not_specialize`; those that may need 64 bits are annotated as `tl.int64`.
+    - Alignment: tensors begin at multiples of 16 bytes, except those named in `do_not_specialize_on_alignment`.
+    - Types: `dtypes` has those of all tensors whose type the constants leave open.
 
     Example:
         # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
@@ -48,17 +46,16 @@ class CompiledKernel:
         """Fix the constants.
 
         Args:
-            kernel: a kernel whose `tl.constexpr` parameters come last.
+            kernel: its `tl.constexpr` parameters come last.
             num_warps: warps per program.
-            num_stages: loads of a pipelined loop that are in flight at once; None takes Triton's default.
-            fuse_sums: let a product and a sum become one instruction, which rounds once. Without, every result has the
-                bits that a CPU computes.
-            registers: upper limit of a thread's registers; other values are kept in memory. None: no limit.
-            libraries: name and file of each library of device functions to link.
+            num_stages: loads of a pipelined loop in flight at once; None takes Triton's default.
+            fuse_sums: let a product and a sum become one instruction, which rounds once. Without, results have a CPU's
+                bits.
+            registers: limit of a thread's registers.
+            libraries: name and file of each library of device functions.
             prepare: called with the module's handle before the first launch.
-            constants: values of the `tl.constexpr` parameters by name, in the order of the parameters. The fields of a
-                named tuple are constants, too; its values are hashable and print what they are, since Triton's cache on
-                disk compares the text.
+            constants: values of the `tl.constexpr` parameters, in their order. The fields of a named tuple are
+                constants, too; they must not be functions, whose changes Triton's cache on disk would not see there.
         """
         constants = {name: _with_constant_fields(value) for name, value in constants.items()}
         names = tuple(inspect.signature(kernel.fn).parameters)
@@ -73,12 +70,9 @@ class CompiledKernel:
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
 
     def __call__(self, programs: int, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> None:
-        """Launch the kernel on the current stream.
+        """Launch `programs` programs on the current stream; 0 launches nothing.
 
-        Args:
-            programs: number of programs; 0 launches nothing.
-            dtypes: types of the tensors whose type the constants leave open.
-            arguments: the kernel's run-time arguments, in the order of its parameters; the first is a tensor.
+        `dtypes` are the types of the tensors whose type the constants leave open. The first of `arguments` is a tensor.
         """
         if programs == 0:
             return

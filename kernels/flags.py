@@ -1,4 +1,4 @@
-"""Ready flags: each rank signals its own flags at every rank, and waits for the peers' flags up to a timeout."""
+"""Ready flags: each rank signals its flags at every rank, and waits for the peers' flags up to a timeout."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,24 +17,20 @@ _JIT_OPTIONS = {"do_not_specialize": ["rank", "world_size", "slots", "first_slot
 
 @dataclass(frozen=True, eq=False)
 class Flags:
-    """The ready flags of all ranks, and how this rank waits for those of its peers.
-
-    A flag holds the epoch of the last step that signalled it; nothing is reset.
-    """
+    """The ready flags of all ranks, as one rank sees them. A flag holds the epoch of its last signal."""
 
     addresses: torch.Tensor
-    """[W] int64, address of each rank's flags [W, slots] int64, of which rank w signals row w; only ranks of this node,
-    if there are others"""
+    """[W] int64, of each rank's flags [W, slots] int64, of which rank w signals row w; ranks of this node only"""
     clock: torch.Tensor
-    """[1] int64 on the device: kernels add it to the epoch that they are given, see `comm/counters.py`"""
+    """[1] int64, added to epochs on the device, see `comm/counters.py`"""
     local: torch.Tensor
-    """[W, slots] int64: this rank's flags"""
+    """[W, slots] int64, this rank's flags"""
     counts: torch.Tensor
     """[W] int32: the first counts[w] slots of row w are in use"""
     timeout: int
-    """limit of a wait in ns; in turns under the interpreter"""
+    """ns; turns under the interpreter"""
     status: torch.Tensor
-    """[1 + kinds] int64: address of the records that the host polls, and a lock for each kind of record"""
+    """[1 + kinds] int64, see `primitives.record`"""
 
 
 @triton.jit(**_JIT_OPTIONS)
@@ -50,11 +46,9 @@ def _signal_flags(
 ):
     """Set this rank's flag `first_slot` to `epoch` + `clock` at every rank; the grid is one program.
 
-    Memory: `peers_ready` [W] int64 holds the addresses of the ranks' flags [W, slots]; one element of each is stored.
-    `clock` [1] int64 is read.
+    Memory: one element of each rank's flags [W, slots], at the addresses `peers_ready` [W].
 
-    Order: one lane stores each flag, by a release at system scope. It covers all stores of earlier kernels of the
-    stream into any rank's memory, since they end before this one begins.
+    Order: releases at system scope, which cover all stores of earlier kernels on the stream.
 
     Example: rank 2 of 3 signals slot 1 of 4 with epoch 7: element 2 * 4 + 1 = 9 of each rank's flags becomes 7.
     """
@@ -77,13 +71,12 @@ def _wait_for_flags(
 ):
     """Wait, as program p, for the flags [p * BLOCK, (p + 1) * BLOCK) of `ready` [W, slots].
 
-    Memory: the program reads this rank's flags until the first counts[w] of each row w have reached `epoch` + `clock`
-    [1] int64. After `timeout` it writes a record of the missing flag by way of `status`, and stops the GPU's work.
+    Memory: the program reads this rank's flags, of which the first counts[w] of row w are in use. After `timeout` it
+    writes a record by way of `status`, and stops the GPU's work.
 
-    Order: the flags are read at system scope until all in use have reached the epoch, and are then acquired. The next
-    kernels on the stream see the peers' stores before these signals.
+    Order: acquires at system scope. The next kernels on the stream see the peers' stores before these signals.
 
-    Example: rank 0 of 2, 3 slots, counts [0, 2], BLOCK 8: one program waits for elements 3 and 4, slots 0 and 1 of rank
+    Example: rank 0 of 2, 3 slots, counts [0, 2], BLOCK 8: program 0 waits for elements 3 and 4, slots 0 and 1 of rank
     1.
     """
     first = tl.program_id(0) * BLOCK
@@ -116,7 +109,7 @@ def _signalling(flags: Flags, rank: int, slot: int, epoch: int) -> tuple[Compile
 def wait_flags(flags: Flags, rank: int, epoch: int) -> None:
     """Make the current stream wait until all flags in use at `rank` have reached `epoch` + `flags.clock`.
 
-    A wait that lasts longer than `flags.timeout` is recorded and stops the GPU's work.
+    After `flags.timeout` the wait is recorded and stops the GPU's work.
     """
     kernel, programs, arguments = _waiting(flags, rank, epoch)
     kernel(programs, (), *arguments)

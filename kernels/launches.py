@@ -1,8 +1,7 @@
 """Launches that are prepared once, then issued in two microseconds each, and the cache that finds them again.
 
-Triton's launcher asks the driver about every tensor argument, and a launch of ours has a dozen. A `Launch` keeps the
-arguments in a buffer, laid out as the kernel reads them; a call overwrites those that have changed and calls the driver
-(what it saves: docs/lab.md). `prepared` caches launches by everything that they are made from.
+Triton's launcher asks the driver about every tensor argument. A `Launch` keeps the arguments in a buffer, laid out as
+the kernel reads them; a call overwrites those that have changed (what it saves: docs/lab.md).
 """
 
 import ctypes
@@ -27,12 +26,10 @@ _NONE: Any = object()
 class StepCache(Generic[Key, Value]):
     """Values by keys such as the sizes of a batch: all that captures have used, and the 64 others used last.
 
-    A CUDA graph holds the addresses of the tensors that its kernels were captured with, and no reference to them: if
-    such a tensor is freed, the next replay reads and writes other owners' memory. So a value that is used while the
-    current stream is being captured is held as long as the cache. Other values may be dropped: kernels that read them
-    are issued before the next owner of their memory uses it.
-
-    A value must hold the tensors that it is made from. A `Launch` does; an address, which is a number, does not.
+    A CUDA graph holds the addresses of its kernels' tensors, and no reference: if one is freed, a replay writes other
+    owners' memory. So a value that is used during a capture is held as long as the cache. Others may be dropped:
+    kernels that read them are issued before the next owner of their memory uses it. A value must hold the tensors that
+    it is made from.
 
     Example: a step is captured, then batches of 100 other sizes are evaluated, then the graph is launched. The value of
     the captured step is still there, with those of the last 64 sizes.
@@ -81,9 +78,8 @@ def prepared(
 ) -> Callable[[Owner, Sequence[torch.Tensor], *Arguments], Prepared]:
     """Make a method that prepares launches return those of an earlier call with the same key.
 
-    The method's arguments are the tensors that each call of a launch gives, and everything else that the launch is made
-    from. The key is the types and the device of the tensors, and the other arguments, which are hashable. Launches are
-    kept in the owner's `StepCache`, see `launches_of`.
+    The method takes the tensors that each call of a launch gives, and everything else that the launch is made from,
+    which is hashable. The key is the types and devices of the tensors, and the rest. See `launches_of` for the cache.
 
     Example:
         @prepared
@@ -106,7 +102,7 @@ def prepared(
 
 
 def launches_of(owner: Any) -> StepCache[tuple[Any, ...], Any]:
-    """Return the launches that the `prepared` methods of an object have made; `forget` them if its tensors move."""
+    """Return what `prepared` methods of an object have made; `forget` it if the object's tensors move."""
     return vars(owner).setdefault("_prepared", StepCache())
 
 
@@ -133,8 +129,8 @@ class _Config(ctypes.Structure):
 class Launch:
     """A kernel with its arguments; each call gives some of them again.
 
-    A launch has one caller: two threads must not call it at the same time. It holds the tensors that stay. The tensors
-    of a call must have the type and the device of the first ones, which only Triton's interpreter checks (the types).
+    It has one caller: two threads must not call it at the same time. It holds the tensors that stay. Those of a call
+    have the type and device of the first ones, of which only Triton's interpreter checks the types.
 
     Example:
         # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
@@ -157,8 +153,8 @@ class Launch:
             kernel: the kernel.
             programs: number of programs; 0 launches nothing. None: each call gives the number.
             dtypes: see `CompiledKernel`.
-            arguments: all run-time arguments, in the order of the kernel's parameters; the first is a tensor.
-            changing: names of the arguments that each call gives, in the order of the call.
+            arguments: all run-time arguments; the first is a tensor.
+            changing: names of the arguments that each call gives, in its order.
         """
         self._kernel, self._programs, self._dtypes = kernel, programs, dtypes
         self._arguments = list(arguments)
@@ -206,12 +202,7 @@ class Launch:
         self._call = driver.cuLaunchKernelEx
 
     def __call__(self, *changed: Any, programs: int | None = None) -> None:
-        """Launch on the current stream with the arguments `changed`, in the order of `changing`: tensors, int, float.
-
-        Args:
-            changed: the arguments.
-            programs: number of programs, if `Launch` was made without one.
-        """
+        """Launch on the current stream with `changed`, in the order of `changing`: tensors, int, float."""
         if programs is None:
             programs = self._programs
             assert programs is not None, f"{self._kernel.name}: of how many programs?"
@@ -268,7 +259,6 @@ def _parameters(driver: ctypes.CDLL, function: ctypes.c_void_p) -> list[tuple[in
 
 
 def _error(status: int) -> str:
-    """Return the driver's text for a status."""
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(status, ctypes.byref(text))
     return f"CUDA error {status}: {(text.value or b'?').decode()}"

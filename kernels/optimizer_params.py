@@ -1,4 +1,4 @@
-"""The rows' optimizers as callers see them: their numbers, and the states that they keep."""
+"""The rows' optimizers as callers see them: their numbers and states."""
 
 from typing import NamedTuple
 
@@ -6,33 +6,29 @@ import torch
 
 
 class OptimizerParams(NamedTuple):
-    """The numbers of a row optimizer at one step; each optimizer reads some of them.
-
-    A name after a semicolon is FBGEMM's.
-    """
+    """The numbers of a row optimizer at one step; each optimizer reads some. FBGEMM's names follow a semicolon."""
 
     lr: float
     """learning rate"""
     eps: float = 0.0
     """added to a square root"""
     l2: float = 0.0
-    """decay added to the gradient; weight_decay under WeightDecayMode.L2"""
+    """added to the gradient; weight_decay under WeightDecayMode.L2"""
     decoupled: float = 0.0
-    """decay subtracted from the row; weight_decay under WeightDecayMode.DECOUPLE, and of Adam and LAMB"""
+    """subtracted from the row; weight_decay under WeightDecayMode.DECOUPLE, and of Adam and LAMB"""
     max_norm: float = torch.finfo(torch.float32).max
-    """upper limit of a row's norm; max_norm"""
     beta1: float = 0.0
-    """factor of the old mean of gradients"""
+    """share of the old mean of gradients"""
     beta2: float = 0.0
-    """factor of the old mean of their squares"""
+    """share of the old mean of their squares"""
     count: float = 0.0
-    """steps of the optimizer, this one included; iter"""
+    """steps, this one included; iter"""
     halflife: float = 0.0
-    """steps that halve a row's counter. 0: the counter stays 1; negative: it counts steps; counter_halflife"""
+    """steps that halve a row's counter; 0: it stays 1, negative: it counts steps; counter_halflife"""
     decay_after: float = 0.0
     """count after which rows decay by their counters; adjustment_iter"""
     max_rate: float = 0.0
-    """upper limit of AdagradW's rate if halflife is -2; adjustment_ub"""
+    """limit of AdagradW's rate if halflife is -2; adjustment_ub"""
     lazy: float = 0.0
     """1 for AdagradW, else 0"""
 
@@ -48,7 +44,7 @@ STATES: dict[str, tuple[str, ...]] = {
     "lamb": ("elements", "elements"),
     "partial_rowwise_lamb": ("elements", "number"),
 }
-"""states of each optimizer in FBGEMM's order: `elements` has one element for each of the row's, `number` one per row"""
+"""states of each optimizer in FBGEMM's order: one number for each of a row's `elements`, or one `number` per row"""
 
 
 def state_bytes(optimizer: str, dim: float) -> float:

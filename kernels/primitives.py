@@ -1,17 +1,14 @@
 """Device building blocks: the task order, flags with bounded waits, and records that the host reads.
 
-Memory order, the same in every kernel. The producer: all threads of a program store; a barrier, `tl.debug_barrier()`,
-orders their stores before the next work of one thread; that thread releases a flag or a count. The consumer: one thread
-acquires the flag or count; a barrier; then all threads load. Ranks use system scope, programs of one GPU use GPU scope.
-The chain is cumulative: a release also covers everything that its thread has acquired before.
+Memory order, the same in every kernel. Producer: all threads store; a barrier, `tl.debug_barrier()`; one thread
+releases a flag or a count. Consumer: one thread acquires it; a barrier; all threads load. Ranks use system scope,
+programs of one GPU use GPU scope, also for stores into a peer's memory: a scope has to include the two threads that
+synchronise, and no others (PTX ISA, sections 8.7 and 8.9.4). Such pairs extend base causality order, which is
+transitive (8.9.5): a release also covers everything that its thread has acquired.
 
-This is true wherever the stores go, also in a peer's memory. A scope has to include the two threads that synchronise,
-and no others (PTX ISA, sections 8.7 and 8.9.4). Each such pair extends base causality order, which is transitive
-(8.9.5, whose note calls this cumulativity).
-
-Example: a thread of program A stores into a peer's window. A barrier of A orders that before A's count, a release at
-GPU scope. Program B, which counts last, acquires the count at GPU scope and signals the peer, by a release at system
-scope. The peer acquires the flag. Each pair is within its scope, so the store precedes the peer's loads.
+Example: a thread of program A stores into a peer's window. A barrier orders that before A's count, a release at GPU
+scope. Program B counts last, acquires the count, and signals the peer by a release at system scope. The peer acquires
+the flag, so the store precedes its loads.
 """
 
 import triton
@@ -35,11 +32,7 @@ def task_at(
     blocks,
     SCHEDULE: tl.constexpr,
 ):
-    """Return (destination, feature, block) of the task at `position`, scalar or tensor, in the order of `schedule`.
-
-    Example: rank 1 of 3, one feature, two blocks, balanced: position 0 is block 0 for rank 2, position 3 block 1 for
-    rank 2, position 4 block 1 for rank 0.
-    """
+    """Return (destination, feature, block) of the task at `position`, scalar or tensor, in the order of `schedule`."""
     each = features * blocks
     if SCHEDULE == "balanced":
         turn = position % world_size
@@ -53,16 +46,13 @@ def task_at(
 
 @triton.jit
 def record(status, KIND: tl.constexpr, a, b, c, d, e):
-    """Write the record of KIND, unless there is one already: words 1 .. 5, then word 0.
+    """Write the record of KIND for the host, unless there is one already.
 
-    Memory: the host polls the records in its own memory. `status` [1 + kinds] int64 is in device memory, since not
-    every bus supports atomics on host memory; it holds the address of the records, then a lock for each kind. Kinds are
-    independent: a wait that expires is recorded also after a bad id that did not stop the run.
+    Memory: `status` [1 + kinds] int64 holds the address of the records in the host's memory, then a lock for each kind;
+    not every bus supports atomics on host memory.
 
-    Order: see the atomics below. A kernel that is stopped loses stores in flight, and any of its warps may stop it.
-
-    Example: BAD_ID of (3, 9, 50), the first of its kind, takes status[2] from 0 to 1, writes words 9 .. 13, takes it to
-    2, writes word 8 and takes it to 3. Another BAD_ID takes it to 4 and writes nothing.
+    Order: words 1 .. 5, then word 0, by which the host knows the record. A kernel that is stopped loses stores in
+    flight.
     """
     lock = status + KIND
     if tl.atomic_add(lock, 1) == 0:
@@ -81,7 +71,7 @@ def record(status, KIND: tl.constexpr, a, b, c, d, e):
 
 @triton.jit
 def clock(turn, INTERPRETED: tl.constexpr):
-    """Return the GPU's time in ns, or `turn` under the interpreter, which has no clock."""
+    """Return the GPU's time in ns, or `turn` under the interpreter."""
     return tl.full((), 0, tl.int64) + turn if INTERPRETED else cuda.globaltimer()
 
 
@@ -94,10 +84,7 @@ def signal_flag(flag, epoch):
 
 @triton.jit
 def signal_flags(peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
-    """Store `epoch` to element `slot` of every rank's flags, after everything that this program has stored or acquired.
-
-    `peers_ready` [W] int64 holds the address of each rank's flags.
-    """
+    """Store `epoch` to element `slot` of every rank's flags, at addresses `peers_ready` [W], as `signal_flag` does."""
     peer = tl.arange(0, PEERS)
     mask = peer < world_size
     # [PEERS]
@@ -110,8 +97,7 @@ def signal_flags(peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
 def count_and_signal(counted, peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
     """Count this program in `counted` [1] int32, 0 before and after; the last one signals `slot` at every rank.
 
-    Order: barrier; count (acquire and release, GPU scope). The program that counts last has acquired what all others
-    have released, and releases it with the flags, at system scope.
+    Order: the count acquires what all others have released, and the signal, at system scope, releases it.
     """
     tl.debug_barrier()  # all threads have stored before one of them counts the program
     if tl.atomic_add(counted, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
@@ -131,9 +117,8 @@ def oldest_epoch(flags, mask, epoch, SEM: tl.constexpr):
 def time_since(began, turn, INTERPRETED: tl.constexpr, ALONE: tl.constexpr):
     """Return the ns since `began`, a result of `clock`, the same in all threads; turns, under the interpreter.
 
-    Each warp reads another time. Warps that decide by their own leave a loop at different turns, and one that leaves
-    early stops the kernel before the record is written. So all use the first thread's time, unless the warp is ALONE:
-    other warps of the program do something else.
+    Each warp reads another time, and one that decides alone could stop the kernel before the record is written. So all
+    use the first thread's time, unless the warp is ALONE: other warps do something else.
     """
     waited = clock(turn, INTERPRETED) - began
     if not (INTERPRETED or ALONE) and cuda.num_warps() > 1:
@@ -143,10 +128,9 @@ def time_since(began, turn, INTERPRETED: tl.constexpr, ALONE: tl.constexpr):
 
 @triton.jit
 def poll(flags, mask, epoch, timeout, INTERPRETED: tl.constexpr):
-    """Wait until `flags` [N] have reached `epoch` where `mask`, and return it; or return the least after `timeout`.
+    """Return `epoch` once `flags` [N] have reached it where `mask`, or the least of them after `timeout`.
 
-    All threads of a program take part and get the same result. The timeout is in ns; in turns under the interpreter.
-    Order: none, the flags are read relaxed; the caller acquires them.
+    All threads of a program take part. Order: none, the caller acquires the flags.
     """
     began = clock(0, INTERPRETED)
     turn = 0
@@ -173,15 +157,14 @@ def wait_for_flags(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Wait until the flags [first, first + BLOCK) of `ready` [W, slots] have reached `epoch`.
+    """Wait until those of the flags [first, first + BLOCK) of `ready` [W, slots] that are in use have reached `epoch`.
 
-    Only the first counts[w] flags of row w, which rank w signals, are in use. After `timeout` ns (turns, under the
-    interpreter) the program records which flag is missing and stops the kernel: to go on would be to train on the
-    window's old values.
+    The first counts[w] flags of row w, which rank w signals, are in use. After `timeout` ns (turns, under the
+    interpreter) the program records the missing flag and stops the kernel: to go on would be to train on old values.
 
-    Order: the flags are read relaxed until all have reached `epoch`, then acquired once, at system scope (barrier).
+    Order: acquired once all have reached `epoch`, at system scope; then a barrier.
 
-    Example: slots 3, counts [2, 0], first 0, BLOCK 4: the program waits for elements 0 and 1; 2 and 3 are not in use.
+    Example: slots 3, counts [2, 0], first 0, BLOCK 4: the program waits for elements 0 and 1.
     """
     index = first + tl.arange(0, BLOCK)
     source = index // slots
@@ -215,14 +198,10 @@ def wait_for_few(
     LANES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Wait until `count` flags, at most LANES, of `ready` [W, slots] have reached `epoch`: first, first + apart, ..
+    """Wait, as `wait_for_flags` does, for `count` flags of `ready` [W, slots], at most LANES: first, first + apart, ..
 
-    Timeout and order are those of `wait_for_flags`. A proxy fence follows, so that reads by TMA also come after.
-
-    Returns:
-        0, computed from the flags: code that must come after the wait can be made to depend on it.
-
-    Example: slot 2 of 4 of all of 3 ranks: first 2, apart 4, count 3 are the elements 2, 6 and 10.
+    A proxy fence follows, so that reads by TMA also come after. The result is 0, computed from the flags: code that
+    must come after the wait can be made to depend on it.
     """
     lane = tl.arange(0, LANES)
     mask = lane < count

@@ -16,18 +16,17 @@ class CacheState(NamedTuple):
     """
 
     slot_of: torch.Tensor
-    """[R] int32: slot of each row, or -1"""
+    """[R] int32, -1 without a slot"""
     row_in: torch.Tensor
-    """[S] int64: row in each slot, or -1"""
+    """[S] int64, -1 without a row"""
     used_at: torch.Tensor
-    """[S] int32: last step that used the slot's row"""
+    """[S] int32, last step that used the slot"""
     uses: torch.Tensor
-    """[S] int32: reference counter of the slot's row. A step that uses the row adds 1, up to `MOST_USES`; the clock's
-    hand subtracts 1"""
+    """[S] int32, reference counters: a use adds 1, up to `MOST_USES`; the clock's hand subtracts 1"""
     named: torch.Tensor
-    """[ceil(R / 32)] int32: one bit for each row, all 0 between steps"""
+    """[ceil(R / 32)] int32, a bit for each row, 0 between steps"""
     clock: torch.Tensor
-    """[3] int64: number of the next step, and the slot at the clock's hand, twice"""
+    """[3] int64: number of the next step, and the slot at the hand, twice"""
 
     @classmethod
     def empty(cls, rows: int, slots: int, device: torch.device) -> "CacheState":
@@ -43,17 +42,17 @@ class CacheState(NamedTuple):
 
 
 class Swaps(NamedTuple):
-    """Rows that move between the slots of a cache and their table.
+    """Rows that move between a cache and its table: entry i stores a slot to one row of the table, then another row to
+    the slot.
 
-    Entry i stores the content of a slot to one row of the table, then another row to the slot. No slot and no row is in
-    two entries.
+    No slot and no row is in two entries.
     """
 
     slots: torch.Tensor
     """[n] int64"""
     leaving: torch.Tensor
-    """[n] int64: row that receives the slot's content; negative for none"""
+    """[n] int64, row that receives the slot's content; negative for none"""
     entering: torch.Tensor
-    """[n] int64: row that moves into the slot; negative for none"""
+    """[n] int64, row that moves into the slot; negative for none"""
     count: torch.Tensor
-    """[1] int64: number of valid entries"""
+    """[1] int64, number of valid entries"""

@@ -18,16 +18,15 @@ class Tuning(NamedTuple):
     num_warps: int
     """warps per program"""
     groups: int = 1
-    """groups of task_bags / groups bags that a program of the persistent kernel pools one after the other"""
+    """groups of bags that a program of the persistent kernel pools one after the other"""
     checked_ids: int = 64
-    """ids of each bag that are checked at a time, a power of two; unused if ids are not checked"""
+    """ids of each bag that are checked at a time, a power of two"""
 
 
 class PoolingOptions(NamedTuple):
     """Options of a kernel that pools."""
 
     rank: int
-    """rank of the caller; the schedule begins at the next one"""
     schedule: str
     """linear | remote_first | balanced, see `schedule`"""
     tuning: Tuning
@@ -42,18 +41,12 @@ def power_of_2(n: int) -> int:
 
 @lru_cache
 def _short_ids(dim: int, itemsize: int) -> int:
-    """Return the largest mean number of ids of a short bag."""
     row_bytes = power_of_2(dim) * itemsize
     return 6 if row_bytes <= 128 else 8 if row_bytes <= 256 else 1
 
 
 def has_short_bags(table: FeatureTable, values: torch.Tensor, offsets: torch.Tensor) -> bool:
-    """Return whether the bags of an input, see `Bags`, are short on average; reads the shapes alone.
-
-    The limit depends on the size of the table's rows (measured on H200, docs/lab.md).
-
-    Example: for rows of 64 float32, 512 ids in 64 bags are short, 513 are not; for 128 float32, 64 are, 65 are not.
-    """
+    """Return whether the bags of an input are short on average, from the shapes alone (limits: docs/lab.md)."""
     return values.numel() <= _short_ids(table.dim, table.weight_dtype.itemsize) * (offsets.numel() - 1)
 
 
@@ -61,11 +54,7 @@ def has_short_bags(table: FeatureTable, values: torch.Tensor, offsets: torch.Ten
 def tuning_for(dim: int, itemsize: int, groups: int = 1, short: bool = False) -> Tuning:
     """Return the fastest tuning on H200 (docs/lab.md) for rows of `dim` elements of `itemsize` bytes.
 
-    Args:
-        dim: elements of a row.
-        itemsize: bytes of an element.
-        groups: see `Tuning`; more than 1 for the persistent kernel.
-        short: whether bags are short, see `has_short_bags`.
+    `short` is the result of `has_short_bags`; `groups` is more than 1 for the persistent kernel.
     """
     block = power_of_2(dim)
     row_bytes = block * itemsize
@@ -88,10 +77,6 @@ def tuning_for(dim: int, itemsize: int, groups: int = 1, short: bool = False) ->
 
 @lru_cache
 def put_tuning_for(dim: int, itemsize: int) -> Tuning:
-    """Return the tuning for messages to other nodes: four times the warps, and four times the bags up to 8.
-
-    All warps of the program that completes a group put it: one warp alone takes 25 us for 64 KB, where NVSHMEM copies
-    over NVLink. A group of a message has at least 8 rows (kernels/messages.py), and a task must be in one group.
-    """
+    """Return the tuning for messages to other nodes, with more warps: all warps of a program put its group."""
     tuning = tuning_for(dim, itemsize)
     return tuning._replace(task_bags=min(8, 4 * tuning.task_bags), num_warps=4 * tuning.num_warps)

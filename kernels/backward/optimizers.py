@@ -1,4 +1,4 @@
-"""The optimizers' arithmetic on whole rows, the same as FBGEMM's, and the states that each keeps of a row.
+"""The optimizers' arithmetic on whole rows, the same as FBGEMM's.
 
 To add one: a device function that updates the states and returns the step, an entry in `OPTIMIZERS` and in `STATES`,
 and a twin in `reference.py`.
@@ -25,15 +25,15 @@ class OptimizerRows(NamedTuple):
     """Rows that are updated in the same way: they have one dim, one type, one optimizer and one allocation."""
 
     index: int
-    """index of the range in `InputFeatures.boundaries`"""
+    """of the range, in `InputFeatures.boundaries`"""
     weights: torch.Tensor
-    """any shape, float32, float16 or bfloat16: the allocation that holds the rows, updated in place"""
+    """any shape, float32, float16 or bfloat16: allocation of the rows, updated in place"""
     states: tuple[torch.Tensor, ...]
-    """any shape, float32: the allocation of each state of the optimizer, updated in place"""
+    """any shape, float32: allocation of each state, updated in place"""
     weight_at: int
-    """offset in units of 4 elements, may be negative: the row of key k begins at unit weight_at + k * D / 4"""
+    """may be negative: the row of key k begins at element 4 * weight_at + k * D"""
     state_at: tuple[int, ...]
-    """the same for each state; if a state has one number per row, that of key k is element state_at + k"""
+    """the same for each state; with one number per row, that of key k is element state_at + k"""
     dim: int
     """D, a multiple of 4, at most 1024"""
     any_mean: bool
@@ -45,19 +45,19 @@ class OptimizerRows(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The optimizer's numbers at one step: the last arguments of `RowUpdate`'s kernel, in their order.
+    """The optimizer's numbers at one step: the last arguments of `RowUpdate`'s kernel.
 
-    The numbers are on the device, where a captured step reads those of the step in which it is replayed.
+    A captured step reads those of the step in which it is replayed.
     """
 
     numbers: torch.Tensor
-    """[12] float32, see `OptimizerParams`; `count` is that of step 0"""
+    """[12] float32, `OptimizerParams` on the device; `count` is that of step 0"""
     clock: torch.Tensor
-    """[1] int64: steps to add to `step`, see `comm/counters.py`"""
+    """[1] int64, added to `step`, see `comm/counters.py`"""
     step: int = 0
-    """number of the step minus `clock`, may be negative"""
+    """may be negative"""
     seed: int = 0
-    """seed of stochastic rounding at step 0, from 0 to 2^31 - 1"""
+    """of stochastic rounding at step 0, from 0 to 2^31 - 1"""
     factor: float = 1.0
     """factor of the gradients' sums"""
 
@@ -66,7 +66,7 @@ class RowKind(NamedTuple):
     """The compile-time constants of rows that are updated in the same way."""
 
     states: tuple[str | None, ...]
-    """MOST_STATES: `elements` or `number`, see `STATES`; None where the optimizer has no such state"""
+    """MOST_STATES: `elements`, `number` or None, see `STATES`"""
     dim: int
     block_dim: int
     """the next power of two"""
@@ -75,7 +75,7 @@ class RowKind(NamedTuple):
 
 
 class RowPointers(NamedTuple):
-    """Where a kernel finds the rows: fields of `OptimizerRows`, with MOST_STATES states."""
+    """Where a kernel finds the rows, see `OptimizerRows`, with MOST_STATES states."""
 
     weights: Any
     states: Any
@@ -84,7 +84,7 @@ class RowPointers(NamedTuple):
 
 
 class StepRule(NamedTuple):
-    """The rule of one step in a kernel's registers, and a pointer to the numbers that few optimizers read."""
+    """The rule of one step in a kernel's registers."""
 
     numbers: Any
     lr: Any
@@ -118,10 +118,7 @@ def elements(first, key, ROW: tl.constexpr):
 
 @triton.jit
 def load_rows(stored, key, mask, ROW: tl.constexpr):
-    """Return the rows of `key` [N] int64 where `mask`, [N, block_dim] float32, and the states of their optimizer.
-
-    A state is [N, block_dim] or [N] float32, as `ROW.states` says; a missing one is 0.
-    """
+    """Return the rows of `key` [N] int64 where `mask`, [N, block_dim] float32, and their states, or 0 without one."""
     both = mask[:, None] & (tl.arange(0, ROW.block_dim) < ROW.dim)[None, :]
     at = elements(stored.weight_at, key, ROW)
     weight = tl.load(stored.weights + at, mask=both, other=0.0).to(tl.float32)
@@ -164,10 +161,7 @@ def store_updated_rows(
     UPDATE: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """Update the result of `load_rows` by the gradients `total` [N, block_dim] times the rule's factor, and store it.
-
-    UPDATE is an optimizer's function: it stores the new states, and returns the step to subtract from the rows.
-    """
+    """Update the result of `load_rows` by `total` [N, block_dim] times the rule's factor, by an optimizer's UPDATE."""
     step = UPDATE(stored, key, mask, weight, state, total * rule.factor, rule, ROW)
     at, both = elements(stored.weight_at, key, ROW), mask[:, None] & (tl.arange(0, ROW.block_dim) < ROW.dim)[None, :]
     value = rounded(weight - step, at, rule.seed, ROW.weight_type, ROW.stochastic)
@@ -176,13 +170,12 @@ def store_updated_rows(
 
 @triton.jit
 def _sum_of_squares(x, ROW: tl.constexpr):
-    """Return the sum [N] of the squares of the dim columns of `x` [N, block_dim]."""
     return tl.sum(tl.where((tl.arange(0, ROW.block_dim) < ROW.dim)[None, :], x * x, 0.0), 1)
 
 
 @triton.jit
 def _power(base, exponent):
-    """Return base ^ exponent, computed in float64: float32's logarithm has no digits left where `base` is near 1."""
+    """Return base ^ exponent in float64: float32's logarithm has no digits left where `base` is near 1."""
     return tl.exp(exponent.to(tl.float64) * tl.log(base.to(tl.float64)))
 
 
@@ -192,13 +185,11 @@ def _power(base, exponent):
 
 @triton.jit
 def _sgd(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
-    """Take lr * gradient."""
     return rule.lr * gradient
 
 
 @triton.jit
 def _adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
-    """Add the squares of the gradient to the state; take lr / (sqrt(state) + eps) * gradient."""
     squares = state[0] + gradient * gradient
     _store_state(stored, key, mask, squares, 0, ROW)
     return rule.lr * gradient / (tl.sqrt_rn(squares) + rule.eps)
@@ -206,7 +197,7 @@ def _adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr
 
 @triton.jit
 def _rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
-    """As Adagrad, but with one number per row, to which the mean of the gradient's squares is added."""
+    """As Adagrad, with one number per row, to which the mean of the gradient's squares is added."""
     squares = state[0] + _sum_of_squares(gradient, ROW) / ROW.dim
     _store_state(stored, key, mask, squares, 0, ROW)
     return (rule.lr / (tl.sqrt_rn(squares) + rule.eps))[:, None] * gradient
@@ -214,7 +205,7 @@ def _rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.c
 
 @triton.jit
 def _decaying_rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
-    """As row-wise Adagrad, with L2 decay (added to the gradient) or decoupled decay, and a limit of the row's norm."""
+    """As row-wise Adagrad, with L2 or decoupled decay, and a limit of the row's norm."""
     gradient += tl.load(rule.numbers + L2) * weight
     step = _rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW)
     step += rule.lr * tl.load(rule.numbers + DECOUPLED) * weight
@@ -228,8 +219,7 @@ def _decaying_rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, 
 def _rowwise_adagrad_with_counter(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
     """As row-wise Adagrad, with a decay that depends on how often and how recently the row was used.
 
-    States: the sum of squares, the count of the row's last step (0 before its first), and the row's counter. With a
-    halflife of 0 the counter stays 1, with a negative one it counts steps.
+    States: the sum of squares, the count of the row's last step (0 before its first), and the row's counter.
     """
     halflife, after = tl.load(rule.numbers + HALFLIFE), tl.load(rule.numbers + DECAY_AFTER)
     l2, decoupled = tl.load(rule.numbers + L2), rule.lr * tl.load(rule.numbers + DECOUPLED)
@@ -263,17 +253,13 @@ def _corrected(mean, rule, BETA: tl.constexpr):
 
 @triton.jit
 def _moved(mean, x, rule, BETA: tl.constexpr):
-    """Return a moving mean after `x`."""
     beta = tl.load(rule.numbers + BETA)
     return beta * mean + (1.0 - beta) * x
 
 
 @triton.jit
 def _adams_direction(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
-    """Return mean / (sqrt(mean of squares) + eps), both corrected, plus the row times the decay.
-
-    States: the two means. The second has one number per element, or one per row for the mean of the row's squares.
-    """
+    """Return mean / (sqrt(mean of squares) + eps), both corrected, plus the decay. States: the two means."""
     mean = _moved(state[0], gradient, rule, BETA1)
     _store_state(stored, key, mask, mean, 0, ROW)
     if ROW.states[1] == "elements":
@@ -288,7 +274,6 @@ def _adams_direction(stored, key, mask, weight, state, gradient, rule, ROW: tl.c
 
 @triton.jit
 def _adam(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
-    """Take lr times Adam's direction."""
     return rule.lr * _adams_direction(stored, key, mask, weight, state, gradient, rule, ROW)
 
 
@@ -311,4 +296,4 @@ OPTIMIZERS: dict[str, Any] = {
     "lamb": _lamb,
     "partial_rowwise_lamb": _lamb,
 }
-"""update of each optimizer, by FBGEMM's name; `STATES` has what it keeps"""
+"""update of each optimizer, by FBGEMM's name"""

@@ -1,12 +1,8 @@
 """Gradients stored into the windows of the ranks that hold the rows, straight from where autograd left them.
 
-A rank's gradient window is [D_local * B] of the wire type, shard after shard: the shard whose columns begin at `start`
-of D_local has its [B, D] from element start * B on. So the gradients of a table are contiguous, which keeps them in the
-cache while its rows are updated.
-
-Shards are sent in parts. Each part has its own flag, so that its rows are updated while the next part is sent. One
-launch sends all parts of a dim, with few programs that keep their multiprocessors to the end; a launch for each part
-would queue after the dense kernels that run at the same time.
+A rank's gradient window is [D_local * B] of the wire type: the shard whose columns begin at `start` of D_local has its
+[B, D] from element start * B on. Shards are sent in parts. Each part has its own flag, so that its rows are updated
+while the next part is sent. One launch sends all parts of a dim: one for each part would queue after the dense kernels.
 
 Example: two ranks of two samples; rank 1 holds a table of dim 4. Rank 0 stores its gradient [2, 4] of that table to
 elements 0 .. 7 of rank 1's window, rank 1 stores its own to elements 8 .. 15.
@@ -52,12 +48,12 @@ _SIZES = [
 
 @dataclass(frozen=True)
 class ShardTable:
-    """The shards of one dim, by part and owner: their columns in the gradient and at their owner."""
+    """The shards of one dim, by part and owner."""
 
     entries: torch.Tensor
-    """[parts, W, most, 3] int64: column of the gradient, column of D_local at the owner, and `PRESENT`"""
+    """[parts, W, most, 3] int64, see the columns above"""
     counts: torch.Tensor
-    """[parts] int32: largest number of shards of a rank in this part"""
+    """[parts] int32, largest number of shards of a rank"""
     dim: int
     """D, a multiple of 4, at most 1024"""
     source_alignment: int
@@ -68,14 +64,14 @@ class ShardTable:
 
 @dataclass(frozen=True)
 class PartFlags:
-    """The flags of the parts at every rank, and the counts that decide which program signals."""
+    """The flags of the parts at every rank."""
 
     addresses: torch.Tensor
-    """[W] int64, address of each rank's flags [W, parts] int64, of which rank w signals row w"""
+    """[W] int64, of each rank's flags [W, parts] int64, of which rank w signals row w"""
     done: torch.Tensor
-    """[parts] int32: programs that have finished the part; 0 before and after each exchange"""
+    """[parts] int32, programs that have finished the part; 0 before and after each exchange"""
     clock: torch.Tensor
-    """[1] int64, added to the epoch, as in `Flags`"""
+    """[1] int64, see `Flags`"""
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "scale", "epoch"], do_not_specialize_on_alignment=["offsets"])
@@ -118,19 +114,14 @@ def _push_gradients(
 
     A task is up to ROWS samples of one shard; program p of P does the tasks p, p + P, .. of each part.
 
-    Memory: the program reads this rank's `gradient`, b rows STRIDE elements apart. It stores it in the wire type, times
-    `scale` if SCALED, to the rows from `first_sample` on of the shard's [B, DIM] in one window, this rank's or a
-    peer's. With SHARES it stores nothing for a bag that has no ids of a shard's rows, by `offsets` [shares * samples +
-    1], since no row is updated by it. No two programs store to the same address. `done` [parts] counts the programs of
-    all dims' launches that have finished a part.
+    Memory: the program reads `gradient`, b rows STRIDE elements apart, and stores it in the wire type, times `scale` if
+    SCALED, to the rows from `first_sample` on of the shard's [B, DIM] in one window. With SHARES it skips bags that
+    have no ids of a shard's rows, by `offsets` [shares * samples + 1]. No two programs store to the same address.
+    `done` [parts] counts the programs of all dims' launches.
 
-    Order: the program stores its share of a part, then counts itself in `done` (barrier; acquire and release, GPU
-    scope). The one of `programs` that counts last has acquired what all others have released. It resets the count and
-    signals this rank's flag of the part at every rank, with `epoch` + `clock` (release, system scope). The other
-    programs go on with the next part meanwhile.
-
-    Example: 4 owners with up to 5 shards each in the part, 2 tasks a shard: 40 tasks, of which program 3 of 11 does 3,
-    14, 25 and 36. On rank 0, in balanced order, these are for ranks 0, 3, 2 and 1.
+    Order: the program counts itself after its share of a part (acquire and release, GPU scope). The last of `programs`
+    has acquired what all others have released, and signals the part at every rank, with `epoch` + `clock` (release,
+    system scope), while others go on with the next part.
 
     Source: ours; the zero-copy stores of `store_pooled`, in the other direction.
     """
@@ -187,27 +178,25 @@ def prepare_push_gradients(
 ) -> list[Launch]:
     """Return launches, one for each dim, that store parts of a rank's gradient into the windows of the rows' owners.
 
-    Each exchange calls all of them with a gradient of the same shape, type and strides, with the offsets if there are
-    any, and with the epoch. The last program to finish a part signals it at every rank, with the epoch plus
-    `flags.clock`.
+    Each exchange calls all of them with a gradient like this one (shape, type, strides), offsets if given here, and the
+    epoch. The last program of a part signals it at every rank, with the epoch plus `flags.clock`.
 
     Args:
-        gradient: [b, D_total] float32, bfloat16 or float16, the rank's samples: rows `stride(0)` elements apart, each
-            at a multiple of 16 bytes, with contiguous elements. It may be some columns of a wider tensor.
+        gradient: [b, D_total] float32, bfloat16 or float16: rows of contiguous elements, each at a multiple of 16
+            bytes. It may be some columns of a wider tensor.
         tables: one for each dim, each with all parts.
         windows: each rank's gradient window, [D_local * B]; their stride is not used.
-        flags: the flags of all parts.
-        rank: rank whose gradient it is.
+        flags: flags of all parts.
+        rank: rank that has the gradient.
         schedule: order of the tasks, see `schedule`.
-        first_sample: index of the rank's first sample in the global batch.
+        first_sample: the rank's first sample in the global batch.
         batch: samples of all ranks, B.
-        most_samples: largest number of samples of a rank, since all ranks have the same tasks.
+        most_samples: largest number of samples of a rank.
         scale: factor of every element.
-        programs: programs of each launch, of 32 warps: links need few, and leave the rest of the GPU free.
+        programs: programs of each launch, of 32 warps; links need few.
         first_part: first part to send.
         end_part: the part after the last one to send.
-        offsets: [shares * b + 1] int32, the rank's bags of each share, of which empty ones get no gradient; None sends
-            the gradients of all bags.
+        offsets: [shares * b + 1] int32, bags of each share, of which empty ones get no gradient; None: all get one.
     """
     assert gradient.stride(1) == 1
     assert gradient.data_ptr() % 16 == 0

@@ -1,7 +1,6 @@
 """The preparation of an update, from the ids alone: it runs before any gradient has arrived.
 
-`Preparation` finds the offset of each id's gradient, and cuts long runs into chunks; `RowUpdate` uses the result. The
-ids come sorted by row. A run is the ids of one row; a chunk is a piece of a long run.
+The ids come sorted by row. A run is the ids of one row; a chunk is a piece of a long run.
 
 Example: ids of rows  a b c c c c c c c d  make runs a, b, c and d. Cut at 3 ids, c has the chunks  c c c | c c c | c.
 """
@@ -50,15 +49,15 @@ def _place_gradients(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replace BLOCK ids' infos, which name their bags, by the offsets of the bags' gradients; and zero `shared`.
+    """Replace BLOCK ids' infos, which name their bags, by the offsets of the bags' gradients; and zero `shared`
+    [words].
 
-    Memory: `infos` [ids] int32 is overwritten: feature << bits | sample becomes the offset of the bag's gradient, in
-    units of 4 elements, in the gradient window, or in a tensor with a row of `row_units` units for each sample if that
-    is not 0. With ANY_MEAN the program writes to `scales` [ids] float32 one over the length of each id's bag, read from
-    `offsets`, or 1 for a sum; WEIGHTED multiplies it by the ids' weights, which are in `scales`. Program p of P writes
-    0 to BLOCK words of `shared` [words] int32 from p * BLOCK on, then from (p + P) * BLOCK on, and so on.
+    Memory: `infos` [ids] int32 is overwritten: feature << bits | sample becomes an offset in units of 4 elements, in
+    the gradient window or, if `row_units` is not 0, in a tensor with that many units a sample. With ANY_MEAN, `scales`
+    [ids] float32 becomes 1 / length of each id's bag, by `offsets`, or 1 for a sum; WEIGHTED, times the weights that it
+    holds.
 
-    Order: no two programs share an element; the kernel's end orders all for the next ones on the stream.
+    Order: no two programs share an element.
 
     Example: batch 10, bits 4, and a feature 2 of dim 8 whose shard begins at column 12. An id of its sample 5 has info
     2 << 4 | 5 = 37. It becomes 12 / 4 * 10 + 5 * 8 / 4 = 40: the gradient begins at element 160 of the window. With
@@ -92,12 +91,7 @@ def _place_gradients(
 
 @triton.jit
 def _find_ranges(run_keys, runs, boundaries, bounds, ranges, RANGES: tl.constexpr):
-    """Store to `bounds` [ranges] int64 the first of `runs` runs whose key is at least each of `boundaries` [ranges].
-
-    Each lane does a binary search in `run_keys`, which ascend.
-
-    Example: run keys 3 5 8 9, boundaries 0 5 7 10: bounds 0 1 2 4.
-    """
+    """Store to `bounds` [ranges] int64 the first run whose key is at least each of `boundaries`, by binary search."""
     i = tl.arange(0, RANGES)
     mask = i < ranges
     boundary = tl.load(boundaries + i, mask=mask, other=0)
@@ -127,17 +121,15 @@ def _cut_runs(
     BLOCK: tl.constexpr,
     RANGES: tl.constexpr,
 ):
-    """Cut runs of more than CHUNK_IDS ids into chunks, as program p of P. Program 0 also finds the runs of each range.
+    """Cut runs of more than CHUNK_IDS ids into chunks, BLOCK runs at a time. Program 0 also finds the runs of each
+    range.
 
-    The program looks at BLOCK runs at a time, from p * BLOCK on, then from (p + P) * BLOCK on, and so on.
+    Memory: the program reads `run_starts` of the `run_count` [1] runs, takes numbers for its chunks from
+    shared[CHUNKS], and writes for chunk c its run to chunk_run[c] and the number of the run's first chunk to
+    chunk_first[c], both int32.
 
-    Memory: the program reads `run_starts` of the `run_count` [1] runs. It takes numbers for its chunks from
-    shared[CHUNKS]. For chunk c it writes its run to chunk_run[c] and the number of the run's first chunk to
-    chunk_first[c], both int32. For `run_keys`, `boundaries` and `bounds` see `_find_ranges`.
-
-    Order: the kernel before has zeroed `shared`. The atomic on shared[CHUNKS] is relaxed, since it only hands out
-    numbers: those of a run are consecutive, in no fixed order of programs. The kernel's end orders the rest for the
-    next ones on the stream.
+    Order: the kernel before has zeroed `shared`. Its atomic is relaxed, since it only hands out numbers: those of a run
+    are consecutive, in no fixed order of programs.
 
     Example: CHUNK_IDS 3, runs of 1, 7, 2 and 5 ids: the second has 3 chunks and the fourth 2. One program takes numbers
     0 .. 4: chunk_run is 1 1 1 3 3, chunk_first 0 0 0 3 3.
@@ -173,8 +165,8 @@ def _cut_runs(
 def chunk_ids_of(length, CHUNK_IDS: tl.constexpr):
     """Return the ids of a chunk of a run of `length`. Up to 2^24 ids, a run has no more chunks than a chunk has ids.
 
-    Example: CHUNK_IDS 128. A run of 200 ids has chunks of 128 ids, one of 20,000 ids, more than 128 * 128, has chunks
-    of 512.
+    Example: CHUNK_IDS 128. A run of 200 ids has chunks of 128 ids; one of 20,000, more than 128 * 128, has chunks of
+    512.
     """
     ids = tl.where(length > CHUNK_IDS * CHUNK_IDS, CHUNK_IDS * 4, CHUNK_IDS)
     ids = tl.where(length > CHUNK_IDS * CHUNK_IDS * 16, CHUNK_IDS * 16, ids)
@@ -185,32 +177,31 @@ class SortedIds(NamedTuple):
     """The ids of one input, sorted by the rows that they name."""
 
     run_keys: torch.Tensor
-    """[at least runs] int32 or int64, ascending: for each run, the first key of its table + its row"""
+    """[at least runs] int32 or int64, ascending: first key of the run's table + its row"""
     run_starts: torch.Tensor
-    """[at least runs + 1] int32: run i has the ids [run_starts[i], run_starts[i + 1])"""
+    """[at least runs + 1] int32, first id of each run"""
     run_count: torch.Tensor
     """[1] int32"""
     infos: torch.Tensor
-    """[n] int32, the bag of each id: feature << bits | sample, ascending within a run"""
+    """[n] int32, bag of each id: feature << bits | sample, ascending within a run"""
     bits: int
-    """bits of an info that hold the sample; those above hold the index of the feature in the input"""
+    """bits of an info that hold the sample"""
     offsets: torch.Tensor
-    """[features * B + 1] int32 or int64, offsets of the bags"""
+    """[features * B + 1] int32 or int64, of the bags"""
     samples: int
     """samples of all ranks, B"""
     weights: torch.Tensor | None = None
-    """[n] float32, factor of each id's gradient, in the order of the infos; None for ids without weights"""
+    """[n] float32, factors of the ids' gradients, in the order of the infos"""
 
 
 class InputFeatures(NamedTuple):
-    """The features of one input: where their gradients are in the gradient window, and which rows they name."""
+    """The features of one input: where their gradients are, and which rows they name."""
 
     entries: torch.Tensor
-    """[features + 1, 4] int64, a row a feature, the last one for padding ids: the column of D_local where its shard
-    begins and its dim, both in units of 4; 1 for a mean or 0 for a sum; the first key of its table"""
+    """[features + 1, 4] int64, see the columns above; the last row is for padding ids"""
     any_mean: bool
     boundaries: torch.Tensor
-    """[ranges + 1] int64, ascending: the first key of each range of rows that one `RowUpdate` updates, and the end"""
+    """[ranges + 1] int64, ascending: the first key of each `RowUpdate`'s rows, and the end"""
 
 
 class PreparedRuns(NamedTuple):
@@ -221,27 +212,25 @@ class PreparedRuns(NamedTuple):
     run_starts: torch.Tensor
     """see `SortedIds`"""
     gradient_at: torch.Tensor
-    """[n] int32: offset of the gradient of the id's bag in the gradient window, in units of 4 elements"""
+    """[n] int32, offset of each id's gradient, in units of 4 elements"""
     scales: torch.Tensor
-    """[n] float32: factor of the gradient, the id's weight and, for a mean, 1 / length; any tensor if ids have no
-    weights and the input has no mean"""
+    """[n] float32, factor of each gradient; any tensor if ids have no weights and no feature is a mean"""
     shared: torch.Tensor
     """[1 + most chunks] int32: the number of chunks, then counts of finished ones, 0 between updates"""
     chunk_run: torch.Tensor
-    """[most chunks] int32: the run of each chunk"""
+    """[most chunks] int32, run of each chunk"""
     chunk_first: torch.Tensor
-    """[most chunks] int32: the first chunk of each chunk's run"""
+    """[most chunks] int32, first chunk of each chunk's run"""
     bounds: torch.Tensor
-    """[ranges + 1] int64: the first run of each range, and the end"""
+    """[ranges + 1] int64, first run of each range, and the end"""
     weighted: bool
-    """whether ids have weights"""
 
 
 class Preparation:
-    """The kernels that prepare the update of an input's rows, called once a step, before any gradient has arrived.
+    """The kernels that prepare the update of an input's rows, called once a step.
 
-    The ids of all steps have the same types, bags and features, and either all or none have weights. It belongs to one
-    caller, as a `Launch` does.
+    The ids of all steps have the same types, bags and features, and all or none have weights. Like a `Launch`, it has
+    one caller.
     """
 
     def __init__(self, ids: SortedIds, features: InputFeatures, row_units: int = 0, chunk_ids: int = CHUNK_IDS) -> None:
@@ -250,9 +239,8 @@ class Preparation:
         Args:
             ids: ids of any step.
             features: features of the input.
-            row_units: 0 if gradients are in a window, shard after shard; or the units of 4 elements of a row, if they
-                are [B, D_total].
-            chunk_ids: ids of a chunk of a run that is not very long; longer runs are cut.
+            row_units: 0 for gradients in a window; or the units of 4 elements of a row, if they are [B, D_total].
+            chunk_ids: longer runs are cut into chunks, see `chunk_ids_of`.
         """
         assert features.entries.shape[0] * ids.samples < 2**31, "FBGEMM's infos have 32 bits"
         assert row_units * ids.samples <= 2**31, "offsets are int32"
@@ -310,7 +298,7 @@ class Preparation:
         return PreparedRuns(*runs, scales, shared, chunk_run, chunk_first, bounds, weighted)
 
     def __call__(self, ids: SortedIds) -> PreparedRuns:
-        """Return the runs of `ids`, whose `infos` become `PreparedRuns.gradient_at`, and `weights` the `scales`."""
+        """Return the runs of `ids`, whose `infos` and `weights` are overwritten."""
         count, runs = ids.infos.numel(), self._allocate(ids)
         programs = max(1, -(-count // _PLACED_IDS))
         self._place(ids.infos, ids.offsets, runs.scales, runs.shared, runs.shared.numel(), count, programs=programs)

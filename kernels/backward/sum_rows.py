@@ -1,7 +1,6 @@
 """Gradients summed by row, where many ids of a batch name the same row: each sum is then sent once.
 
-The sum is an update by `update_rows` of rows of zeros, by SGD at a learning rate of -1: in float32, in a fixed order,
-with long runs cut into chunks.
+The sum is an update by `update_rows` of rows of zeros, by SGD at a learning rate of -1: in float32, in a fixed order.
 
 Example: rows 2 0 2 of gradients g, h, i. Row 0 becomes h and row 2 becomes g + i.
 """
@@ -22,17 +21,17 @@ class Runs(NamedTuple):
     """Gradients [n, D] sorted by the row that each is added to."""
 
     rows: torch.Tensor
-    """[n or more] int32: the row of each run, no two of the same row"""
+    """[n or more] int32, row of each run, all different"""
     starts: torch.Tensor
     """[n + 1 or more] int32: run i has the gradients order[starts[i]] .. order[starts[i + 1] - 1]"""
     count: torch.Tensor
     """[1] int32: number of runs"""
     order: torch.Tensor
-    """[n] int32, from 0 to n - 1; overwritten by a sum"""
+    """[n] int32, overwritten by a sum"""
 
 
 class RowSums:
-    """The sum on a GPU. It makes the tensors that do not change from step to step, which a capture cannot make."""
+    """The sum on a GPU. It makes the tensors that a capture cannot make."""
 
     def __init__(self, dim: int, device: torch.device) -> None:
         """Take the columns of a row, a multiple of 4."""
@@ -49,9 +48,9 @@ class RowSums:
 
         Args:
             gradient: [n, D] float32, bfloat16 or float16, contiguous.
-            runs: the order of the gradients; `order` is overwritten.
+            runs: the order of the gradients; overwritten.
             rows: number of rows.
-            chunk_ids: gradients of a chunk of a run.
+            chunk_ids: see `Preparation`.
         """
         assert gradient.is_contiguous()
         sums = torch.zeros(rows, self._dim, device=gradient.device)

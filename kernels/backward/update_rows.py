@@ -1,11 +1,8 @@
 """The update of a rank's rows from the gradients in its window: sums in float32, one read and one write of each row.
 
-The ids are sorted by row, see `Preparation`. Programs sum the chunks of long runs, and the last one of a run updates
-its row. They also update short runs side by side, and longer ones one at a time. So a row that is in n bags costs no
-more than n rows that are in one bag each. Sums have a fixed order: equal gradients give equal bits.
-
-Example: ids of rows  a b c c c c c c c d,  chunks of 3 ids:  c c c | c c c | c  are summed by three programs, of which
-the last to finish adds the three sums and updates c; other programs update a, b and d.
+The ids are sorted by row, see `Preparation`. Programs sum the chunks of long runs, and update short runs side by side,
+longer ones one at a time. So a row in n bags costs no more than n rows in one bag each. Sums have a fixed order: equal
+gradients give equal bits.
 """
 
 from typing import Any, NamedTuple
@@ -43,13 +40,13 @@ class RunTiling(NamedTuple):
     runs: int
     """runs that a program updates side by side"""
     short_ids: int
-    """ids of the longest run that is updated side by side with others"""
+    """most ids of a run that is updated side by side with others"""
     tile: int
-    """ids of a longer run whose gradients are loaded at a time"""
+    """ids of a longer run that are loaded at a time"""
     chunk_ids: int
     """see `chunk_ids_of`"""
     scaled: bool
-    """whether gradients have factors, `PreparedRuns.scales`"""
+    """whether gradients have factors"""
 
 
 class RunPointers(NamedTuple):
@@ -64,7 +61,6 @@ class RunPointers(NamedTuple):
 
 @triton.jit
 def _update_row(run, total, runs, stored, rule, UPDATE: tl.constexpr, ROW: tl.constexpr):
-    """Update the row of `run` by the sum `total` [block_dim] of its gradients."""
     one = tl.arange(0, 1)
     key = tl.load(runs.keys + run + one).to(tl.int64)
     weight, state = load_rows(stored, key, one == 0, ROW)
@@ -105,11 +101,7 @@ def _sum_chunk(
     UPDATE: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """Sum the gradients of one chunk of `run`; if it is the run's last to be finished, update the row.
-
-    The sum goes to `chunk_sums`. The program that counts the last chunk adds up the sums of all chunks of the run, in a
-    fixed order, and updates the row by the total.
-    """
+    """Sum the gradients of one chunk of `run`; the program that finishes the run's last chunk updates the row."""
     # Sum the chunk.
     column = tl.arange(0, ROW.block_dim)
     first_chunk = tl.load(chunk_first + chunk).to(tl.int64)
@@ -148,10 +140,7 @@ def _update_runs(
     UPDATE: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """Update the rows of the short runs among `run` [runs] where `live`, side by side.
-
-    Returns the number of ids of the longest of the runs, whether it was updated or not.
-    """
+    """Update the rows of the short runs among `run` [runs] where `live`; return the ids of the longest of all runs."""
     column = tl.arange(0, ROW.block_dim)
     start = tl.load(runs.starts + run, mask=live, other=0)
     length = tl.load(runs.starts + run + 1, mask=live, other=0) - start
@@ -235,18 +224,15 @@ def _update_rows(
 
     A task is one chunk, whose gradients are summed, or `TILING.runs` consecutive runs, whose rows are updated.
 
-    Memory: the program reads the optimizer's `numbers` and `clock`, see `Rule`, the results of `Preparation`, and the
-    gradients in this rank's `gradient` window. It updates the rows of the runs that it completes in `weights` and the
-    states, each row by one program alone, and stores the sums of chunks to `chunk_sums` [chunks, dim].
+    Memory: the program reads `numbers` and `clock`, see `Rule`, the results of `Preparation`, and gradients in this
+    rank's window. It updates rows in `weights` and their states, each by one program alone, and stores the sums of
+    chunks to `chunk_sums` [chunks, dim].
 
-    Order: on the stream, the kernel follows the wait for the gradients' flags. A program stores a chunk's sum, then
-    counts the chunk in `shared` (barrier; acquire and release, GPU scope). The program that counts a run's last chunk
-    passes another barrier, and so sees the sums of all; it resets the count and updates the row. Chunks come before
-    other tasks, since they take longest. Other tasks share nothing.
+    Order: on the stream, the kernel follows the wait for the gradients' flags. Programs count a run's stored chunks in
+    `shared` (acquire and release, GPU scope); the last one sees the sums of all. Other tasks share nothing.
 
     Example: runs a, b, c and d of 1, 1, 7 and 1 ids, chunks of 3 ids, 2 runs a task. Tasks 0, 1 and 2 sum the chunks of
-    c, of 3, 3 and 1 ids; the last of them to finish updates c. Task 3 updates a and b. Task 4 updates d, and leaves c
-    out.
+    c; the last of them to finish updates c. Task 3 updates a and b. Task 4 updates d, and leaves c out.
 
     Source: ours; the ids are sorted by row as in FBGEMM's backward.
     """
@@ -294,10 +280,9 @@ def _compiled(
 
 
 class RowUpdate:
-    """The update of one range of rows: a call for each step updates each row that the step's ids name, in place.
+    """The update of one range of rows: a call updates each row that a step's ids name, in place.
 
-    It holds the rows and their states in its launches: make another one when they move. It belongs to one caller, as a
-    `Launch` does.
+    It holds the rows and their states: make another one when they move. Like a `Launch`, it has one caller.
     """
 
     def __init__(self, rows: OptimizerRows, chunk_ids: int = CHUNK_IDS) -> None:
@@ -311,8 +296,8 @@ class RowUpdate:
 
         Args:
             runs: the step's runs.
-            gradient: [D_local * B] of the wire type, this rank's gradient window: [B, D] for each shard, see
-                `prepare_push_gradients`. Or [B, D_total], if `Preparation` was given `row_units`.
+            gradient: [D_local * B] of the wire type, this rank's window, see `push_gradients`; or [B, D_total], if
+                `Preparation` was given `row_units`.
             rule: the optimizer's numbers at this step.
         """
         assert gradient.numel() <= 2**33, (

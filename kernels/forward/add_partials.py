@@ -29,8 +29,7 @@ class PartialTable(NamedTuple):
     """The sums of a window."""
 
     entries: torch.Tensor
-    """[S, 2 + 2 * most] int64, a row a sum: its dim, its number of row shards, and for each of them the first column of
-    its partial sum and its share"""
+    """[S, 2 + 2 * most] int64, see the columns above"""
     alignment: int
     """elements, a power of two up to 16, that divide every column and dim"""
 
@@ -62,12 +61,11 @@ def _add_partials(
 ):
     """Add up one sum in ROWS rows of the window.
 
-    Memory: the program reads the partial sums of its rows, COLUMNS columns at a time, adds them in float32 in the order
-    of the row shards, and stores the total over the first one. No other program touches these columns and rows. With
-    SOME, a row shard has stored nothing for a share's empty bags, by `offsets` [shares * samples + 1], and these
-    columns are not read; a negative share, EVERY_BAG, means that all are stored.
+    Memory: the program reads the partial sums of its rows, adds them in float32 in the order of the row shards, and
+    stores the total over the first one. No other program touches these columns and rows. With SOME, partial sums of
+    empty bags, by `offsets` [shares * samples + 1], are missing and not read, unless the share is EVERY_BAG.
 
-    Order: on the stream, the kernel follows the wait for the peers' flags. Later kernels read the total.
+    Order: on the stream, the kernel follows the wait for the peers' flags.
 
     Source: ours. TorchRec reduce-scatters the partial sums, `PooledEmbeddingsReduceScatter`.
     """
@@ -99,10 +97,9 @@ def add_partials(window: torch.Tensor, table: PartialTable, offsets: torch.Tenso
     """Add up the partial sums in a window.
 
     Args:
-        window: [b, columns] float32, bfloat16 or float16, rows of `stride(0)` elements; totals are stored in place.
+        window: [b, columns] float32, bfloat16 or float16; totals are stored in place.
         table: the sums.
-        offsets: [shares * b + 1] int32, the bags of each share, whose empty ones have no partial sum; None if every
-            partial sum is stored.
+        offsets: [shares * b + 1] int32, bags of each share, whose empty ones have no partial sum; None: all have one.
     """
     samples, (sums, width) = window.shape[0], table.entries.shape
     blocks = -(-samples // _ROWS)

@@ -26,8 +26,8 @@ def _expand_rows(
 ):
     """Copy the rows that ROWS of `slots` name.
 
-    Memory: the program reads ROWS of `slots` [count] int32 and those of `rows` [n, DIM], and stores them to `expanded`
-    [count, DIM], of the same type; zeros where a slot is negative. No two programs store to one row.
+    Memory: the program reads `slots` [count] int32 and `rows` [n, DIM], and stores to `expanded` [count, DIM], of the
+    same type; zeros where a slot is negative.
 
     Order: on the stream, the kernel follows the wait for the peers' flags.
 

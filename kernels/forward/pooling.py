@@ -41,7 +41,7 @@ class Pooling(NamedTuple):
     weight_type: tl.dtype
     wire_type: tl.dtype
     alignment: int
-    """bytes that divide the address and size of a table's row"""
+    """bytes that divide the address and the size of a table's row"""
     window_alignment: int
     """bytes that divide a window's address"""
     column_alignment: int
@@ -86,14 +86,10 @@ def check_ids(
 ):
     """Replace ids outside a table of |`rows`| rows by 0 and, unless `rows` is negative, record the last such bag.
 
-    Memory: `ids` [BAGS] point to the first ids of the bags `bag`, `length` [BAGS] are their numbers of ids. The program
-    reads CHUNK ids of each bag at a time, one per lane; few requests bring them to L1, where the pooling loop finds
-    them.
+    Memory: `ids` [BAGS] point to the first ids of the bags `bag`, which have `length` [BAGS] ids. CHUNK ids of each bag
+    are read at a time, one per lane, which brings them to L1 in few requests.
 
-    Order: a barrier follows the stores, so that all threads read the replaced ids. Programs that pool the same bags for
-    another shard of the feature store the same 0.
-
-    Example: bags [5, 7, 7] and [5] of a table of 6 rows. The first is recorded and becomes [5, 0, 0].
+    Order: a barrier follows the stores. Programs that pool the same bags for another shard store the same 0.
     """
     longest = tl.max(length, 0)
     at = tl.arange(0, CHUNK)[None, :]
@@ -132,12 +128,11 @@ def pool(
 ):
     """Return the pooled embeddings [bags, block_dim] float32 of samples `sample` [bags], and which of them to store.
 
-    `feature` points to the feature's row of the feature table. Rows are added in the order of the ids, in float32, and
-    multiplied by the ids' weights if `id_weights` are float32. The result is 0 where `live` is false. The second result
-    [bags] is `live`, without the empty bags of a feature that leaves them out. Ids outside the table are replaced by 0
-    first, see `check_ids`; a table has at least one row, since masked lanes read id 0.
+    `feature` points to a row of the feature table. Rows are added in the order of the ids, in float32, times the ids'
+    weights if `id_weights` are float32. Where `live` is false, the result is 0. The second result [bags] is `live`,
+    without empty bags that are left out. A table has at least one row, since masked lanes read id 0.
 
-    Example: unroll 2, bags [5, 7, 7] and [5] of a table of 6 rows. The first bag becomes [5, 0, 0]. The first turn adds
+    Example: unroll 2, bags [5, 7, 7] and [5] of a table of 6 rows. The first becomes [5, 0, 0]. The first turn adds
     rows 5 and 0 to the first bag and row 5 to the second, the second turn row 0 to the first.
     """
     # Find the bags.
@@ -188,8 +183,8 @@ def store_rows(
 ):
     """Store `rows` [R, block_dim] to rows `sample` [R] of `window`, STRIDE apart, from `column` on, where `live`.
 
-    The caller gives the divisors of `window` and `column` where it loads them: a hint on an argument is lost by
-    inlining, and without one each lane stores 4 bytes.
+    The caller gives the divisors of `window` and `column` where it loads them, so that lanes store 16 bytes: a hint on
+    an argument is lost by inlining.
     """
     at = tl.arange(0, POOLING.block_dim)
     offset = sample.to(tl.int64)[:, None] * STRIDE + column + at[None, :]

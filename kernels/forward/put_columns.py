@@ -1,7 +1,7 @@
 """Pooled embeddings from another node, copied to their columns in the windows of this node's ranks.
 
-They arrive as a message of one rank: a row for each sample of this node's ranks, with the columns that the sender
-pools. Rows are copied unchanged, in the largest words of 8, 4 or 2 bytes that fit.
+A message of one rank has a row for each sample of this node's ranks, with the columns that the sender pools. Rows are
+copied in the largest words of 8, 4 or 2 bytes that fit.
 """
 
 from math import gcd
@@ -23,18 +23,13 @@ class PutColumns(NamedTuple):
     """Where the columns of a message's rows go, the same in every window."""
 
     columns: torch.Tensor
-    """[n] int32: for each word of a row, its offset in a window's row, in words"""
+    """[n] int32, offset in a window's row of each word of a message's row, in words"""
     word_bytes: int
 
     @staticmethod
     def of(shards: list[tuple[int, int]], stride: int, itemsize: int, device: torch.device) -> "PutColumns":
-        """Return the columns of `shards`.
-
-        Args:
-            shards: dim and first column in a window's row of each shard, in the order of the message's columns.
-            stride: elements of a window's row.
-            itemsize: bytes of an element.
-            device: device of the windows.
+        """Return the columns of `shards`: dim and first column in a window's row, in the order of the message's
+        columns.
         """
         word = gcd(8, *((column * itemsize) for shard in shards for column in shard), stride * itemsize)
         starts = [(dim * itemsize // word, column * itemsize // word) for dim, column in shards]
@@ -60,15 +55,13 @@ def _put_columns(
 ):
     """Copy up to ROWS rows of a message into the window of the rank that has the samples.
 
-    Program p serves the node's rank (here + 1 + p / blocks) modulo `ranks`, so that no two ranks begin with the same
-    window.
+    Program p serves the node's rank (here + 1 + p / blocks) modulo `ranks`, so that ranks begin with different windows.
 
-    Memory: the program reads rows of `message`, `pitch` words apart, and the offsets of their first `words` words from
-    `columns`. It stores them to the same number of rows of one window, this rank's or a peer's, `stride` words apart.
-    `first_sample` [ranks + 1] has the first sample of each of the node's ranks in the global batch, and the end.
+    Memory: the program reads rows of `message`, `pitch` words apart, and `columns` [words]. It stores them to one
+    window, `stride` words apart. `first_sample` [ranks + 1]: the node's ranks' first samples in the global batch, and
+    the end.
 
-    Order: no two programs share an address. The stores are complete when the kernel ends. The kernel that signals for
-    the sender comes next on the stream, and its release covers them.
+    Order: no two programs share an address. The kernel that signals for the sender comes next on the stream.
 
     Example: ranks 2 and 3 with samples 5 .. 7 and 8 .. 9, a message of 5 rows of 4 words, columns [8, 9, 2, 3]. Its
     rows 3 and 4 are rank 3's: their words go to words 8, 9, 2 and 3 of rows 0 and 1 of its window.
@@ -104,11 +97,11 @@ def put_columns(
     Args:
         message: [rows, pitch] of the wire type, contiguous, at a multiple of 16 bytes.
         put: columns of its rows in a window's row.
-        windows: [ranks] int64, addresses of the windows of the node's ranks, in order, multiples of 16.
-        first_sample: [ranks + 1] int32, first sample of each rank in the global batch, and the end.
+        windows: [ranks] int64, addresses of the node's ranks' windows, multiples of 16.
+        first_sample: [ranks + 1] int32, first samples in the global batch, and the end.
         stride: elements of a window's row.
         most_samples: at least the samples of any of these ranks.
-        here: index of the caller among the node's ranks.
+        here: index of the caller among them.
     """
     words, ranks = put.columns.numel(), windows.numel()
     if not words:

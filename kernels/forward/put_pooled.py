@@ -1,9 +1,6 @@
 """The forward to another node: programs pool bags into a message, and put each group of its rows once it is finished.
 
-Programs pool as in `store_pooled`, but all features of some samples first, so that the first groups are sent while the
-last ones are pooled.
-
-Source: arXiv 2305.06942, section 3.2; Chen et al. 2024.
+Programs pool as in `store_pooled`, but all features of some samples first, so that the first groups are sent early.
 """
 
 import torch
@@ -32,12 +29,10 @@ _JIT_OPTIONS = JIT_OPTIONS | {"do_not_specialize": JIT_OPTIONS["do_not_specializ
 def completes(count, rows, whole):
     """Add `rows` finished rows to a group's `count` [1] int32; return whether that makes it `whole`, and reset it then.
 
-    Order: all threads have stored (barrier) before the count (release, GPU scope). The program that completes the group
-    acquires and releases at system scope, since a network card may read the group next, then passes a barrier. Other
-    programs do not acquire, which would empty L1.
+    Order: a barrier, then the count (release, GPU scope). The program that completes the group acquires and releases at
+    system scope, since a network card may read the group next. Others do not acquire, which would empty L1.
 
-    Example: a group of 8 rows of 3 features, counted 2 at a time. Of 12 programs, the one that finds 22 resets the
-    count and returns true.
+    Example: a group of 8 rows of 3 features, counted 2 at a time. The program that finds 22 resets the count.
     """
     tl.debug_barrier()  # all threads have stored before one of them counts
     last = tl.atomic_add(count, rows, sem="release", scope="gpu") + rows == whole
@@ -75,20 +70,17 @@ def _put_pooled(
 ):
     """Do one task: pool bags of one feature into the message, and put the group if this task completes it.
 
-    A group is the samples of `group_blocks` tasks for one rank of the other node, with all features. Several launches
-    fill it if features are pooled apart.
+    A group is the samples of `group_blocks` tasks for one rank of the other node, with all features.
 
-    Memory: the program reads offsets, ids and rows of its bags. It stores [bags, dim] of the wire type to the message
-    in this rank's heap, whose rows for rank i of the node begin at `windows`[i]. `counts` [ranks * groups] int32 counts
-    the finished rows of each group, once for each of `every_feature` features; it is 0 before and after all launches of
-    an epoch. Groups and their signals are stored in the heap of `peer`. `clock_word` [1] int64 is read.
+    Memory: the program stores [bags, dim] of the wire type to the message in this rank's heap, whose rows for rank i of
+    the node begin at `windows`[i]. `counts` [ranks * groups] int32 counts the finished rows of each group, for each of
+    `every_feature` features; it is 0 before and after all launches of an epoch. Groups and signals go to the heap of
+    `peer`.
 
-    Order: the program stores a task, then counts its rows. The program that completes a group acquires all of it, see
-    `completes`, before it puts the group.
+    Order: the program that completes a group acquires all of it, see `completes`, before it puts the group.
 
-    Example: a node of ranks 2 and 3 with 4 samples each, two features, 2 bags a task, groups of 2 blocks. Programs 0
-    and 1 pool features 0 and 1 of samples 0 and 1 of rank 2, programs 2 and 3 those of samples 2 and 3. The last of the
-    four to count puts the group. Programs 4 .. 7 do the same for rank 3.
+    Example: a node of ranks 2 and 3 with 4 samples each, two features, 2 bags a task, groups of 2 blocks. Programs 0 ..
+    3 pool rank 2's samples; the last of the four to count puts the group. Programs 4 .. 7 do the same for rank 3.
 
     Source: arXiv 2305.06942, section 3.2; Chen et al. 2024.
     """
@@ -140,15 +132,15 @@ def put_pooled(
     """Pool every bag of one node's samples into a message, and put its groups.
 
     Args:
-        bags: ids; `first_sample` has the ranks of the other node.
+        bags: `first_sample` has the ranks of the other node.
         features: features to pool.
-        windows: where each of these ranks' rows begin in the message; the stride is the message's pitch.
-        status: [1 + kinds] int64, see `Flags`; the kernel records an id outside its table there.
+        windows: where these ranks' rows begin in the message; the stride is the message's pitch.
+        status: see `Flags`.
         options: order and size of the tasks.
-        heap: this rank's heap and the peers'.
+        heap: the heaps of all ranks.
         message: destination of the rows.
-        groups: how the message is cut; a group has samples of one rank.
-        counts: [at least ranks * groups.each] int32, finished rows; 0 before and after all launches of an epoch.
+        groups: a group has samples of one rank.
+        counts: [at least ranks * groups.each] int32, 0 before and after all launches of an epoch.
         every_feature: features of all launches that fill the message.
         clock: [1] int64; the signals are set to `epoch` + `clock`.
         epoch: see `clock`.

@@ -1,14 +1,11 @@
 """The sliced forward (`fused`): one persistent kernel pools all bags, and puts each slice as soon as it is complete.
 
-A slice is some consecutive bags of one feature for one destination, and is pooled in one or more tasks, which programs
-take in the order of the schedule. Rows for a peer are staged. The program that completes a slice puts it into the
-destination's window and signals there; at the end each program waits for its share of the peers' flags. `in_place`
-stores rows straight into the windows instead (the paper's zero-copy variant), and one signal follows all tasks.
+A slice is some consecutive bags of one feature for one destination, pooled in one or more tasks. Rows for a peer are
+staged; the program that completes a slice puts it into the destination's window and signals. Or, `in_place`, rows are
+stored straight into the windows, and one signal follows all tasks.
 
 A grid of any size makes progress. A program waits only once no task is left, when running programs have drawn all
 tasks, and none of these waits before its tasks are counted.
-
-Source: arXiv 2305.06942, section 3.
 """
 
 from dataclasses import dataclass
@@ -43,13 +40,11 @@ class SliceState:
     """Memory that the programs of the persistent kernel share; `done` and `ticket` are 0 before and after a launch."""
 
     staging: torch.Tensor
-    """[at least W * F * b * D, b rounded up to whole tasks] of the wire type: pooled embeddings to put; may be empty in
-    place"""
+    """[at least W * F * b * D, b rounded up to whole tasks] of the wire type; may be empty in place"""
     done: torch.Tensor
     """[at least W * F * slices] int32: finished tasks of each slice"""
     ticket: torch.Tensor
-    """[3] int32: the next task, the number of programs that found none left, and (in place) the number of stored
-    tasks"""
+    """[3] int32: the next task, the number of programs that found none left, and stored tasks (in place)"""
 
 
 @dataclass(frozen=True)
@@ -57,15 +52,15 @@ class Slices:
     """How the persistent kernel sends its results."""
 
     bags: int
-    """bags of a feature in a slice, a multiple of the tuning's task_bags"""
+    """bags of a slice, a multiple of the tuning's task_bags"""
     first_slot: int
-    """slice i of the launch's f-th feature has slot first_slot + f * ceil(b / bags) + i at its destination"""
+    """slot of the first slice; slice i of feature f has slot first_slot + f * ceil(b / bags) + i"""
     in_place: bool
-    """store each task straight into the peer's window, with no flags for slices; needs at least one task"""
+    """store tasks straight into the peers' windows, without slices; needs at least one task"""
     signals: bool = True
-    """in place: signal this rank's slot 0 at every rank, since this is the last launch of the step"""
+    """in place: signal slot 0 at every rank, as the last launch of the step"""
     end_wait: bool = True
-    """end the kernel only when all slots of `Flags.counts` have reached the epoch"""
+    """end only when all slots of `Flags.counts` have reached the epoch"""
 
 
 @triton.jit
@@ -78,10 +73,7 @@ def put_by_stores(
     ROWS: tl.constexpr,
     POOLING: tl.constexpr,
 ):
-    """Put `staged` [end - first, dim] to rows [first, end) of a peer's window, ROWS at a time, by this program's
-    stores.
-
-    The caller signals next: after a barrier, by a release at system scope.
+    """Put `staged` [end - first, dim] to rows [first, end) of a peer's window, ROWS at a time. The caller signals next.
 
     Example: first 4, end 7, ROWS 2: rows 0 and 1 of `staged` go to rows 4 and 5 of the window, then row 2 to row 6.
     """
@@ -133,28 +125,20 @@ def _put_slices(
 ):
     """Take tasks until none is left, each GROUPS groups of bags; put the slices that this program completes.
 
-    Memory: the program reads offsets, ids, weights and rows of its bags in this rank's memory. It stores rows for this
-    rank's samples into its own window, other rows to `staging` [W * F, tasks' bags, dim], or IN_PLACE into the peer's
-    window. It stores slices and flags into the peers' memory. `done` [W * F * slices] and `ticket` [3] are shared, see
-    `SliceState`. Flags are set to `epoch` + `clock_word` [1].
+    Memory: the program reads ids and rows in this rank's memory. It stores rows to this rank's window, to `staging` [W
+    * F, tasks' bags, dim] or, IN_PLACE, to a peer's window; slices and flags to the peers. `done` [W * F * slices] and
+    `ticket` [3]: see `SliceState`. Flags are set to `epoch` + `clock_word` [1].
 
-    Order, staged: a program stores a task, then counts it in `done` (barrier; release, GPU scope). The program that
-    completes a slice resets the count (acquire, GPU scope; barrier), and so sees all of the slice. It puts the slice
-    and signals (barrier; release, system scope). The kernel's end orders stores into this rank's own window.
-    Order, IN_PLACE with SIGNAL: a program that finds no task left adds its number of tasks to ticket[2] (barrier;
-    release, GPU scope). The program that completes the sum resets it (acquire, GPU scope) and signals at every rank
-    (barrier; release, system scope), which covers all stores of this launch and earlier ones on the stream. Exactly
-    one program signals, since every task is in exactly one sum. A program without a task adds nothing, so it may still
-    start after the signal.
-    With END_WAIT, program p of P then waits for flags [i * FLAGS, (i + 1) * FLAGS) of this rank's `ready` [W, slots],
-    for i = p, p + P, .., see `wait_for_flags`.
+    Order: a program that has stored a task counts it (release, GPU scope). The one that completes a slice acquires it,
+    puts it, and signals (release, system scope). The kernel's end orders stores into this rank's own window. IN_PLACE
+    with SIGNAL, programs count all their tasks at the end, and the one that completes the sum signals, which covers all
+    stores of this launch and earlier ones on the stream. With END_WAIT, programs then wait for the flags in `ready` [W,
+    slots].
 
     Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order, staged.
-    Program A draws task 0, stages samples 4 and 5, which are rank 1's, and counts 1 of 2. Program B draws task 1, and
-    stores samples 0 and 1 into this rank's window. B draws task 2 while A is at task 3, samples 2 and 3: B stages
-    samples 6 and 7, counts 2 of 2, puts the four rows to rows 0 .. 3 of rank 1's window, and signals there. A draws 4
-    and B draws 5: no such tasks. IN_PLACE, A stores samples 4 and 5 into rank 1's window; A and B each add 2 stored
-    tasks at the end, and the second one, which makes the sum 4, signals.
+    Program A draws task 0, stages samples 4 and 5, and counts 1 of 2. Program B draws task 1, and stores samples 0 and
+    1 into this rank's window. B draws task 2 while A is at task 3: B stages samples 6 and 7, counts 2 of 2, puts the
+    four rows to rank 1's window, and signals there.
 
     Source: arXiv 2305.06942, section 3.
     """
@@ -209,7 +193,8 @@ def _put_slices(
             position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
             group = 0
 
-    # In place, the program that completes the count of all tasks signals.
+    # In place, the program that completes the count of all tasks signals. A program that finds no task counts
+    # nothing, and may start after the signal.
     if IN_PLACE and SIGNAL and stored > 0:
         tl.debug_barrier()  # all threads have stored before one of them counts the tasks
         if tl.atomic_add(ticket + 2, stored, sem="release", scope="gpu") == tasks - stored:
@@ -226,7 +211,7 @@ def _put_slices(
 
 
 class SlicedPut(NamedTuple):
-    """All that a launch of the persistent kernel needs, except its epoch and its number of programs."""
+    """Everything that a launch of the persistent kernel needs, except its epoch and its number of programs."""
 
     bags: Bags
     features: FeatureTable
@@ -239,10 +224,7 @@ class SlicedPut(NamedTuple):
     def launch(self, programs: int) -> Launch:
         """Return the launch, which is called with `Bags.tensors` of the types and samples of `bags`, and the epoch.
 
-        It holds all but the rows, and is valid while they are at the addresses in `features`.
-
-        Args:
-            programs: size of the grid, best all that the GPU holds at once, see `resident_programs`.
+        It holds all tensors but the rows, and is valid while they are at the addresses in `features`.
         """
         dtypes, changing = tuple(each.dtype for each in self.bags.tensors), ("values", "offsets", "id_weights", "epoch")
         return Launch(self._kernel(), programs, dtypes, self._arguments(epoch=0), changing)

@@ -1,10 +1,4 @@
-"""The zero-copy forward (`pgas`): each program pools bags and stores the result into the window of the samples' rank.
-
-Nothing is staged before and unpacked after. Each rank has a window [b, D_total] of the wire type, from which its model
-reads the pooled embeddings: a row for each sample, with the columns of each feature.
-
-Source: Chen et al. 2024; zero-copy variant of arXiv 2305.06942.
-"""
+"""The zero-copy forward (`pgas`): programs pool bags and store the result into the window of the samples' rank."""
 
 import torch
 import triton
@@ -43,16 +37,15 @@ def _store_pooled(
 ):
     """Do one task: pool bags of one feature, and store them into the window of the rank that has the samples.
 
-    Memory: the program reads offsets, ids, weights and rows of its bags in this rank's memory. It stores [bags, dim] of
-    the wire type to the same number of rows of one window, this rank's or a peer's. It may replace ids in `values`, see
-    `check_ids`.
+    Memory: the program reads ids and rows in this rank's memory, and stores [bags, dim] of the wire type to one window
+    [b, D_total], this rank's or a peer's. It may replace ids in `values`, see `check_ids`.
 
-    Order: no two programs store to the same address. The stores are complete when the kernel ends. The next kernel on
-    the stream signals, and its release covers them.
+    Order: no two programs store to the same address. The next kernel on the stream signals; its release covers the
+    stores.
 
     Example: rank 1 of 2, 4 samples a rank, one feature of dim 4 at column 4, 2 bags a task, balanced order. Program 0
-    pools samples 0 and 1, which are rank 0's, and stores them to rows 0 and 1, columns 4 .. 7, of rank 0's window.
-    Program 1 does the same for samples 4 and 5 and rank 1's window. Programs 2 and 3 fill rows 2 and 3.
+    pools samples 0 and 1, and stores them to rows 0 and 1, columns 4 .. 7, of rank 0's window. Program 1 does the same
+    for samples 4 and 5 and rank 1's window. Programs 2 and 3 fill rows 2 and 3.
 
     Source: Chen et al. 2024; zero-copy variant of arXiv 2305.06942.
     """
@@ -75,15 +68,8 @@ def prepare_store_pooled(
 ) -> Launch:
     """Return the launch that pools every bag into the windows; it is called with `Bags.tensors` of a step.
 
-    It sends no signal: launch `signal_flags` next on the stream. The ids of a step have the types and samples of
-    `bags`. The launch holds all other tensors but the rows: it is valid while they are at the addresses in `features`.
-
-    Args:
-        bags: ids of any step.
-        features: features to pool.
-        windows: windows of all destinations.
-        status: [1 + kinds] int64, see `Flags`; the kernel records an id outside its table there.
-        options: order and size of the tasks.
+    It sends no signal: launch `signal_flags` next. A step's ids have the types and samples of `bags`. The launch holds
+    all other tensors but the rows: it is valid while they are at the addresses in `features`. For `status` see `Flags`.
     """
     assert options.tuning.groups == 1, "a program does one task, which it pools as one group"
     world_size, features_here = windows.addresses.numel(), features.entries.shape[0]
