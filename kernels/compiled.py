@@ -21,7 +21,7 @@ class CompiledKernel:
     every launch under Triton's interpreter.
 
     - Order: launches pass the run-time arguments in the order of the kernel's parameters.
-    - Integers: the kernel names them in `do_not_specialize`; those that may need 64 bits are annotated as `tl.int64`.
+    - Integers: the kernel names them in `do_not_specialize`; those of 64 bits are annotated as `tl.int64`.
     - Alignment: tensors begin at multiples of 16 bytes, except those named in `do_not_specialize_on_alignment`.
     - Types: `dtypes` has those of all tensors whose type the constants leave open.
 

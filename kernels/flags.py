@@ -17,10 +17,13 @@ _JIT_OPTIONS = {"do_not_specialize": ["rank", "world_size", "slots", "first_slot
 
 @dataclass(frozen=True, eq=False)
 class Flags:
-    """The ready flags of all ranks, as one rank sees them. A flag holds the epoch of its last signal."""
+    """The ready flags of all ranks, as one rank sees them.
+
+    A flag holds the epoch of its last signal, and is never reset.
+    """
 
     addresses: torch.Tensor
-    """[W] int64, of each rank's flags [W, slots] int64, of which rank w signals row w; ranks of this node only"""
+    """[W] int64, address of each rank's flags [W, slots] int64; rank w signals row w. Ranks of this node only"""
     clock: torch.Tensor
     """[1] int64, added to epochs on the device, see `comm/counters.py`"""
     local: torch.Tensor
@@ -71,7 +74,7 @@ def _wait_for_flags(
 ):
     """Wait, as program p, for the flags [p * BLOCK, (p + 1) * BLOCK) of `ready` [W, slots].
 
-    Memory: the program reads this rank's flags, of which the first counts[w] of row w are in use. After `timeout` it
+    Memory: the program reads this rank's flags; the first counts[w] flags of row w are in use. After `timeout` it
     writes a record by way of `status`, and stops the GPU's work.
 
     Order: acquires at system scope. The next kernels on the stream see the peers' stores before these signals.

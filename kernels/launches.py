@@ -62,7 +62,7 @@ class StepCache(Generic[Key, Value]):
         return value
 
     def forget(self) -> None:
-        """Let all values be made again, since their sources have changed; those that captures have used are held."""
+        """Let all values be made again, since their sources have changed; values that captures have used are held."""
         self._replaced += self._captured.values()
         self._captured, self._others = {}, {}
 
@@ -93,7 +93,7 @@ def prepared(
     def find(owner: Owner, tensors: Sequence[torch.Tensor], *arguments: *Arguments) -> Prepared:
         key = make, arguments, *map(_TYPE, tensors), *map(_DEVICE, tensors)
         try:
-            launches = owner._prepared  # type: ignore[attr-defined]
+            launches = owner._prepared_launches  # type: ignore[attr-defined]
         except AttributeError:
             launches = launches_of(owner)
         return launches.get(key, make, owner, tensors, *arguments)
@@ -103,7 +103,7 @@ def prepared(
 
 def launches_of(owner: Any) -> StepCache[tuple[Any, ...], Any]:
     """Return what `prepared` methods of an object have made; `forget` it if the object's tensors move."""
-    return vars(owner).setdefault("_prepared", StepCache())
+    return vars(owner).setdefault("_prepared_launches", StepCache())
 
 
 # The driver's array of pointers: arguments are in one buffer, at this address, of this size.
@@ -129,8 +129,9 @@ class _Config(ctypes.Structure):
 class Launch:
     """A kernel with its arguments; each call gives some of them again.
 
-    It has one caller: two threads must not call it at the same time. It holds the tensors that stay. Those of a call
-    have the type and device of the first ones, of which only Triton's interpreter checks the types.
+    It has one caller: two threads must not call it at the same time. It holds the tensors that stay. The tensors of a
+    call have the type and the device of the first ones; nothing checks that except Triton's interpreter, which checks
+    types.
 
     Example:
         # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)

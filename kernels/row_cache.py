@@ -12,7 +12,7 @@ _NEVER = -2  # earlier than any step, so that the first step may replace the slo
 class CacheState(NamedTuple):
     """Which of R rows have one of the S slots of a cache, and when they were used.
 
-    Example: 3 rows and 2 slots, the first of which has row 2: `slot_of` -1 -1 0, `row_in` 2 -1.
+    Example: 3 rows and 2 slots, row 2 in the first slot: `slot_of` -1 -1 0, `row_in` 2 -1.
     """
 
     slot_of: torch.Tensor

@@ -25,7 +25,7 @@ class OptimizerRows(NamedTuple):
     """Rows that are updated in the same way: they have one dim, one type, one optimizer and one allocation."""
 
     index: int
-    """of the range, in `InputFeatures.boundaries`"""
+    """index of the range in `InputFeatures.boundaries`"""
     weights: torch.Tensor
     """any shape, float32, float16 or bfloat16: allocation of the rows, updated in place"""
     states: tuple[torch.Tensor, ...]
@@ -33,7 +33,7 @@ class OptimizerRows(NamedTuple):
     weight_at: int
     """may be negative: the row of key k begins at element 4 * weight_at + k * D"""
     state_at: tuple[int, ...]
-    """the same for each state; with one number per row, that of key k is element state_at + k"""
+    """the same for each state; if a state has one number per row, key k has element state_at + k"""
     dim: int
     """D, a multiple of 4, at most 1024"""
     any_mean: bool
@@ -51,13 +51,13 @@ class Rule(NamedTuple):
     """
 
     numbers: torch.Tensor
-    """[12] float32, `OptimizerParams` on the device; `count` is that of step 0"""
+    """[12] float32, `OptimizerParams` on the device, with the `count` of step 0"""
     clock: torch.Tensor
     """[1] int64, added to `step`, see `comm/counters.py`"""
     step: int = 0
-    """may be negative"""
+    """number of the step minus `clock`, may be negative"""
     seed: int = 0
-    """of stochastic rounding at step 0, from 0 to 2^31 - 1"""
+    """seed of stochastic rounding at step 0, from 0 to 2^31 - 1"""
     factor: float = 1.0
     """factor of the gradients' sums"""
 
@@ -109,7 +109,7 @@ def rule_at(numbers, clock, step, seed, factor):
 
 @triton.jit
 def elements(first, key, ROW: tl.constexpr):
-    """Return the offsets [N, block_dim] of the elements of the rows of `key` [N]; that of key 0 begins at unit `first`.
+    """Return the offsets [N, block_dim] of the elements of the rows of `key` [N]; key 0 begins at unit `first`.
 
     Example: dim 8, first 3: the row of key 2 has the elements (3 + 2 * 2) * 4 = 28 .. 35.
     """

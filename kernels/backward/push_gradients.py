@@ -67,7 +67,7 @@ class PartFlags:
     """The flags of the parts at every rank."""
 
     addresses: torch.Tensor
-    """[W] int64, of each rank's flags [W, parts] int64, of which rank w signals row w"""
+    """[W] int64, address of each rank's flags [W, parts] int64; rank w signals row w"""
     done: torch.Tensor
     """[parts] int32, programs that have finished the part; 0 before and after each exchange"""
     clock: torch.Tensor
@@ -196,7 +196,7 @@ def prepare_push_gradients(
         programs: programs of each launch, of 32 warps; links need few.
         first_part: first part to send.
         end_part: the part after the last one to send.
-        offsets: [shares * b + 1] int32, bags of each share, of which empty ones get no gradient; None: all get one.
+        offsets: [shares * b + 1] int32, the rank's bags of each share; empty ones get no gradient. None: all get one.
     """
     assert gradient.stride(1) == 1
     assert gradient.data_ptr() % 16 == 0

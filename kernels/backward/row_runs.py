@@ -49,13 +49,12 @@ def _place_gradients(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replace BLOCK ids' infos, which name their bags, by the offsets of the bags' gradients; and zero `shared`
-    [words].
+    """Replace BLOCK ids' infos, which name their bags, by the offsets of the bags' gradients; and zero `shared`.
 
     Memory: `infos` [ids] int32 is overwritten: feature << bits | sample becomes an offset in units of 4 elements, in
-    the gradient window or, if `row_units` is not 0, in a tensor with that many units a sample. With ANY_MEAN, `scales`
-    [ids] float32 becomes 1 / length of each id's bag, by `offsets`, or 1 for a sum; WEIGHTED, times the weights that it
-    holds.
+    the gradient window or, if `row_units` is not 0, in a tensor with that number of units for each sample. With
+    ANY_MEAN, `scales` [ids] float32 becomes 1 / length of each id's bag, by `offsets`, or 1 for a sum; with WEIGHTED,
+    it is multiplied by the weights that it holds. `shared` [words] int32 becomes 0.
 
     Order: no two programs share an element.
 

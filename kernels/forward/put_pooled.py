@@ -102,7 +102,7 @@ def _put_pooled(
     # Count the rows, and put the group if it is complete.
     mine = tl.minimum(POOLING.bags, samples - block * POOLING.bags)
     if mine > 0:
-        group = block // group_blocks  # of the rank's `groups`, the last of which may be empty
+        group = block // group_blocks  # of the rank's `groups`; the last ones may be empty
         begin = group * group_blocks * POOLING.bags
         rows_here = tl.minimum(group_blocks * POOLING.bags, samples - begin)
         number = destination * groups + group
@@ -147,7 +147,7 @@ def put_pooled(
     """
     bags_a_task = options.tuning.task_bags
     assert options.tuning.groups == 1, "a program does one task, which it pools as one group"
-    assert groups.rows % bags_a_task == 0, "a task lies in one group"
+    assert groups.rows % bags_a_task == 0, "a task is in one group"
     ranks, features_here = windows.addresses.numel(), features.entries.shape[0]
     blocks = -(-bags.samples_per_rank // bags_a_task)
     constants = {"FORM": heap.form} | pooling_constants(features, windows, options)
