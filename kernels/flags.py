@@ -78,9 +78,6 @@ def _wait_for_flags(
     writes a record by way of `status`, and stops the GPU's work.
 
     Order: acquires at system scope. The next kernels on the stream see the peers' stores before these signals.
-
-    Example: rank 0 of 2, 3 slots, counts [0, 2], BLOCK 8: program 0 waits for elements 3 and 4, slots 0 and 1 of rank
-    1.
     """
     first = tl.program_id(0) * BLOCK
     epoch = epoch + tl.load(clock)

@@ -26,10 +26,10 @@ _NONE: Any = object()
 class StepCache(Generic[Key, Value]):
     """Values by keys such as the sizes of a batch: all that captures have used, and the 64 others used last.
 
-    A CUDA graph holds the addresses of its kernels' tensors, and no reference: if one is freed, a replay writes other
-    owners' memory. So a value that is used during a capture is held as long as the cache. Others may be dropped:
-    kernels that read them are issued before the next owner of their memory uses it. A value must hold the tensors that
-    it is made from.
+    A CUDA graph holds the addresses of its kernels' tensors, and no references. If one of them is freed, a replay reads
+    and writes other owners' memory. So a value that is used during a capture is held as long as the cache. Others may
+    be dropped: kernels that read them are issued before the next owner of their memory uses it. A value must hold the
+    tensors that it is made from.
 
     Example: a step is captured, then batches of 100 other sizes are evaluated, then the graph is launched. The value of
     the captured step is still there, with those of the last 64 sizes.
