@@ -27,6 +27,7 @@ class PoolingOptions(NamedTuple):
     """Options of a kernel that pools."""
 
     rank: int
+    """rank of the caller"""
     schedule: str
     """linear | remote_first | balanced, see `schedule`"""
     tuning: Tuning

@@ -120,15 +120,14 @@ def _cut_runs(
     BLOCK: tl.constexpr,
     RANGES: tl.constexpr,
 ):
-    """Cut runs of more than CHUNK_IDS ids into chunks, BLOCK runs at a time. Program 0 also finds the runs of each
-    range.
+    """Cut runs of more than CHUNK_IDS ids into chunks. Program 0 also finds the runs of each range.
 
     Memory: the program reads `run_starts` of the `run_count` [1] runs, takes numbers for its chunks from
     shared[CHUNKS], and writes for chunk c its run to chunk_run[c] and the number of the run's first chunk to
     chunk_first[c], both int32.
 
-    Order: the kernel before has zeroed `shared`. Its atomic is relaxed, since it only hands out numbers: those of a run
-    are consecutive, in no fixed order of programs.
+    Order: the kernel before has zeroed `shared`. The atomic on shared[CHUNKS] is relaxed, since it only hands out
+    numbers: those of a run are consecutive, in no fixed order of programs.
 
     Example: CHUNK_IDS 3, runs of 1, 7, 2 and 5 ids: the second has 3 chunks and the fourth 2. One program takes numbers
     0 .. 4: chunk_run is 1 1 1 3 3, chunk_first 0 0 0 3 3.

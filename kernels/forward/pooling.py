@@ -1,6 +1,6 @@
 """Shared by the kernels of the forward: device functions that pool bags and store the result, and constants."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -52,10 +52,10 @@ class Pooling(NamedTuple):
     """whether empty bags of some features are not stored"""
 
 
-def pooling_constants(features: FeatureTable, windows: Windows, options: PoolingOptions) -> dict[str, Any]:
-    """Return the constant of `_store_pooled`, which is the last one of the other kernels."""
+def pooling_constants(features: FeatureTable, windows: Windows, options: PoolingOptions) -> Pooling:
+    """Return the constant POOLING of a kernel."""
     tuning = options.tuning
-    constants = Pooling(
+    return Pooling(
         schedule=options.schedule,
         bags=tuning.task_bags // tuning.groups,
         unroll=tuning.unroll,
@@ -70,7 +70,6 @@ def pooling_constants(features: FeatureTable, windows: Windows, options: Pooling
         check=tuning.checked_ids if options.check_ids else 0,
         leaves_out=features.leaves_out,
     )
-    return {"POOLING": constants}
 
 
 @triton.jit

@@ -28,8 +28,8 @@ class PutColumns(NamedTuple):
 
     @staticmethod
     def of(shards: list[tuple[int, int]], stride: int, itemsize: int, device: torch.device) -> "PutColumns":
-        """Return the columns of `shards`: dim and first column in a window's row, in the order of the message's
-        columns.
+        """Return the columns of `shards`, each with its dim and its first column in a window's row, in a message's
+        order.
         """
         word = gcd(8, *((column * itemsize) for shard in shards for column in shard), stride * itemsize)
         starts = [(dim * itemsize // word, column * itemsize // word) for dim, column in shards]

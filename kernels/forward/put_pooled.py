@@ -150,8 +150,13 @@ def put_pooled(
     assert groups.rows % bags_a_task == 0, "a task is in one group"
     ranks, features_here = windows.addresses.numel(), features.entries.shape[0]
     blocks = -(-bags.samples_per_rank // bags_a_task)
-    constants = {"FORM": heap.form} | pooling_constants(features, windows, options)
-    kernel = specialised(_put_pooled, num_warps=options.tuning.num_warps, **heap.options(), **constants)
+    kernel = specialised(
+        _put_pooled,
+        num_warps=options.tuning.num_warps,
+        **heap.options(),
+        FORM=heap.form,
+        POOLING=pooling_constants(features, windows, options),
+    )
     kernel(
         ranks * features_here * blocks,
         tuple(each.dtype for each in bags.tensors),

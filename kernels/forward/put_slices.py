@@ -242,22 +242,24 @@ class SlicedPut(NamedTuple):
         return programs
 
     def _kernel(self) -> CompiledKernel:
-        slices, tuning = self.slices, self.options.tuning
-        constants = {
-            "IN_PLACE": slices.in_place,
-            "SIGNAL": slices.signals,
-            "PEERS": power_of_2(self.windows.addresses.numel()),
-            "PUT_ROWS": min(slices.bags, max(1, 1024 * tuning.num_warps // power_of_2(self.features.dim))),
-            "SLICE_TASKS": slices.bags // tuning.task_bags,
-            "GROUPS": tuning.groups,
-            "END_WAIT": slices.end_wait,
-            "FLAGS": 32 * tuning.num_warps,
-            "INTERPRETED": INTERPRETED,
-        }
         # Not a cooperative launch, whose programs must all start together: it would queue after an NCCL kernel that
         # waits for a peer, while that peer's NCCL kernel may queue after a grid that waits for ours.
-        constants |= pooling_constants(self.features, self.windows, self.options)
-        return specialised(_put_slices, num_warps=tuning.num_warps, registers=_REGISTERS, **constants)
+        slices, tuning = self.slices, self.options.tuning
+        return specialised(
+            _put_slices,
+            num_warps=tuning.num_warps,
+            registers=_REGISTERS,
+            IN_PLACE=slices.in_place,
+            SIGNAL=slices.signals,
+            PEERS=power_of_2(self.windows.addresses.numel()),
+            PUT_ROWS=min(slices.bags, max(1, 1024 * tuning.num_warps // power_of_2(self.features.dim))),
+            SLICE_TASKS=slices.bags // tuning.task_bags,
+            GROUPS=tuning.groups,
+            END_WAIT=slices.end_wait,
+            FLAGS=32 * tuning.num_warps,
+            INTERPRETED=INTERPRETED,
+            POOLING=pooling_constants(self.features, self.windows, self.options),
+        )
 
     def _arguments(self, epoch: int) -> tuple[Any, ...]:
         bags, features, windows, flags, state, options, slices = self

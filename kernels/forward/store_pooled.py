@@ -86,9 +86,9 @@ def prepare_store_pooled(
         blocks,
         bags.samples,
     )
-    constants = pooling_constants(features, windows, options)
+    pooling = pooling_constants(features, windows, options)
     return Launch(
-        specialised(_store_pooled, num_warps=options.tuning.num_warps, **constants),
+        specialised(_store_pooled, num_warps=options.tuning.num_warps, POOLING=pooling),
         world_size * features_here * blocks,
         tuple(each.dtype for each in bags.tensors),
         arguments,
