@@ -76,12 +76,12 @@ class _Pair(NamedTuple):
 
 @triton.jit
 def _width_of(PAIR: tl.constexpr):
-    return PAIR.width if PAIR.names[1] == "elements" else 0
+    return PAIR.width if PAIR.names[1] == "elements" else 0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @triton.jit
 def _fill(into, PAIR: tl.constexpr):
-    tl.store(into + tl.arange(0, PAIR.width), _width_of(PAIR))
+    tl.store(into + tl.arange(0, PAIR.width), _width_of(PAIR))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_the_fields_of_a_named_tuple_are_constants() -> None:
