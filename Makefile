@@ -1,16 +1,15 @@
-# make train      a first run: sets up .venv if needed, trains configs/quickstart.yaml with the backends torchrec, pgas and
-#                 fused in turn, on a process a GPU or two on the CPU, and prints a table of the three and the TensorBoard
-#                 folder they share
-# make test       sets up .venv if needed, runs the tests but the slow ones
-# make test-slow  the slow ones: runs on four ranks, and variants of what `make test` covers
-# make wheel      dist/dlrm_overlap-VERSION-py3-none-any.whl, without .venv; the only file that the Dockerfile needs
-# make soak       kills and resumes a run 200 times, and lets one go on for five minutes; half an hour
-# make test-gpu   those that need GPUs
+# make train      a first run: train configs/quickstart.yaml with torchrec, pgas and fused, on one process per GPU or
+#                 two on the CPU, and print a table of the results and their TensorBoard folder
+# make test       run the tests, without the slow ones
+# make test-slow  run the slow tests: four ranks, and variants of what `make test` covers
+# make wheel      build dist/dlrm_overlap-VERSION-py3-none-any.whl, the only file that the Dockerfile needs; no .venv
+# make soak       kill and resume a run 200 times, and train for five minutes; takes half an hour
+# make test-gpu   run the tests that need GPUs
 # make lint       ruff, import-linter, pyright
 #
-# The stack is CUDA's where a GPU is seen, else the CPU's. PYTHON=python3.12 picks an interpreter (3.11 or 3.12).
-# The CPU stack needs no CUDA libraries: PyTorch's index of CPU wheels is asked besides, unless pip was pointed elsewhere
-# (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, its configuration) or that index does not answer.
+# Targets that need .venv create it. PYTHON=python3.12 selects the interpreter (3.11 or 3.12). The libraries are the
+# CUDA builds if there is a GPU, else the CPU builds, for which pip also searches PyTorch's index of CPU wheels, unless
+# pip is configured for another index (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, its configuration) or it does not answer.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -23,8 +22,8 @@ PROBE := import urllib.request as u; u.urlopen("$(CPU_WHEELS)/torch/", timeout=5
 INDEX_cpu = $$($(BIN)/python -m pip config list | grep -qE "(index-url|no-index|find-links)=" || \
 	! $(BIN)/python -c '$(PROBE)' 2>/dev/null || echo --extra-index-url $(CPU_WHEELS))
 READY := $(VENV)/.ready-$(STACK)
-# Two processes take a file of tests each, whose tests share ranks and runs: those that start ranks first.
-BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes, one test file at a time each, as the tests of a file share ranks and runs; those that start ranks first.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: train wheel test test-slow soak test-gpu lint format clean
 
@@ -36,10 +35,10 @@ wheel:
 	$(PYTHON) -m pip wheel -q --no-deps -w dist .
 
 test: $(READY)
-	$(BIN)/python -m pytest $(BESIDE) -m "not slow and not gpu"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest $(BESIDE) -m "slow and not gpu"
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not gpu"
 
 soak: $(READY)
 	SOAK_ROUNDS=200 SOAK_SECONDS=300 $(BIN)/python -m pytest tests/soak

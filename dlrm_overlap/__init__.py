@@ -1,7 +1,6 @@
 """DLRM training whose embedding exchange overlaps with the rest of the step.
 
-The names below are for programs of one's own; they stay, while the modules that hold them may move. Each is loaded when
-it is asked for.
+These names are the stable interface for programs; the modules that define them may move. Each is imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -45,7 +44,7 @@ _RENAMED = {"BatchBound": "BatchCapacity"}  # names of earlier versions
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name, or `__version__`, looked up when it is asked for."""
+    """Import a public name, or return `__version__`."""
     if name in _RENAMED:
         import warnings
 

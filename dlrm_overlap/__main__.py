@@ -1,4 +1,4 @@
-"""`python -m dlrm_overlap` is `dlrm-overlap`: the command line."""
+"""`python -m dlrm_overlap` is the command line `dlrm-overlap`."""
 
 import os
 import signal
@@ -8,12 +8,11 @@ from dlrm_overlap.launching import lifetime, streams
 
 
 def run() -> None:
-    """Load the command line and run it; see `cli.run`."""
-    # OpenMP's threads wait for one another in each operation on the CPU. Where they spin meanwhile, as they do unasked,
-    # and another program keeps a core busy, a thread that has work waits for one that spins: in the quickstart on two
-    # cores a step took 300 to 800 ms and not 7. With little else running sleeping costs a third more: 7.4 ms, not 5.4.
-    # Beside another program 300 to 3000 turns of spinning were slower than none. Read when torch is loaded, later.
-    if sys.argv[1:2] != ["profile"]:  # whose program runs in this environment
+    """Import the command line and run it (`cli.run`)."""
+    # By default, waiting OpenMP threads spin. If another program keeps a core busy, threads with work then wait for
+    # those that spin: a quickstart step on two cores took 300 to 800 ms instead of 7. On an idle machine sleeping is
+    # slower, 7.4 ms instead of 5.4. The variable is read when torch is imported.
+    if sys.argv[1:2] != ["profile"]:  # profile runs a user's program in this environment
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     lifetime.block_signals()
     lifetime.interrupt_imports()

@@ -1,8 +1,4 @@
-"""The registry: every backend of the embedding stage, its options, and where its code is.
-
-Configuration, command line, sharder and benchmarks read their lists here. It loads no code of a backend before that is
-asked for, and no torch. docs/adding_a_backend.md says how to add one.
-"""
+"""The registry of embedding backends. It imports neither their code nor torch (docs/adding_a_backend.md)."""
 
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -11,7 +7,7 @@ _PACKAGE = "dlrm_overlap.embedding.backends"
 
 
 class Implementation(NamedTuple):
-    """Where the class of a forward or of a backward is, MODULE:CLASS in `embedding/backends`, by type of device."""
+    """Where a forward's or backward's class is, by device type: MODULE:CLASS in `embedding/backends`."""
 
     cpu: str
     cuda: str
@@ -23,27 +19,26 @@ class Implementation(NamedTuple):
 
 
 class Backend(NamedTuple):
-    """The facts of a backend, known before any of its code is loaded."""
+    """What is known of a backend without importing its code."""
 
     summary: str
-    """in a line"""
+    """one line"""
     forward: Implementation | None
-    """None: TorchRec's own lookup and exchange"""
+    """None: TorchRec's lookup and exchange"""
     backward: str | None
-    """the one of `BACKWARDS` by which gradients return; None: TorchRec's own"""
+    """name in `BACKWARDS` of how gradients are sent back; None: TorchRec's"""
     stores_to_peers: bool = False
-    """it stores into the peers' memory, within a node or NVLink domain; there `GraphTrainPipeline` captures its steps.
-    Between nodes it sends messages"""
+    """whether it stores into peers' memory within a node, which `GraphTrainPipeline` needs"""
     has_slices: bool = False
-    """its kernel is persistent: `embedding.put`, `slice_bags` and `programs_per_sm` have an effect"""
-    forward_across: Implementation | None = None
-    """the forward where ranks are on several nodes; None takes the same, as a collective reaches all ranks"""
+    """whether its kernel is persistent, so that `embedding.put`, `slice_bags` and `programs_per_sm` apply"""
+    forward_internode: Implementation | None = None
+    """the forward if ranks are on several nodes; None: the same"""
 
 
 BACKENDS = {
     "torchrec": Backend("FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU)", None, None),
     "nccl": Backend(
-        "our lookup, then the same",
+        "this project's lookup, then the same All-to-All",
         Implementation(cpu="collective:CpuCollectiveForward", cuda="collective:CollectiveForward"),
         "collective",
     ),
@@ -52,15 +47,15 @@ BACKENDS = {
         Implementation(cpu="cpu:CpuZeroCopyForward", cuda="pgas:ZeroCopyForward"),
         "push",
         stores_to_peers=True,
-        forward_across=Implementation(cpu="internode:CpuZeroCopyAcross", cuda="internode:ZeroCopyAcross"),
+        forward_internode=Implementation(cpu="internode:CpuZeroCopyAcross", cuda="internode:ZeroCopyAcross"),
     ),
     "fused": Backend(
-        "one persistent kernel that stores pooled rows in place, or puts slices as they are done",
+        "one persistent kernel that stores pooled rows directly, or copies slices when they are done",
         Implementation(cpu="cpu:CpuZeroCopyForward", cuda="fused:SlicedForward"),
         "push",
         stores_to_peers=True,
         has_slices=True,
-        forward_across=Implementation(cpu="internode:CpuZeroCopyAcross", cuda="internode:SlicedAcross"),
+        forward_internode=Implementation(cpu="internode:CpuZeroCopyAcross", cuda="internode:SlicedAcross"),
     ),
 }
 
@@ -69,8 +64,8 @@ BACKWARDS = {
     "push": Implementation(cpu="cpu:CpuPush", cuda="push:Push"),
 }
 
-BACKWARDS_ACROSS = BACKWARDS | {"push": Implementation(cpu="internode:CpuPushAcross", cuda="internode:PushAcross")}
-"""The backwards where ranks are on several nodes."""
+BACKWARDS_INTERNODE = BACKWARDS | {"push": Implementation(cpu="internode:CpuPushAcross", cuda="internode:PushAcross")}
+"""The backwards if ranks are on several nodes."""
 
 EXCHANGED = tuple(name for name, backend in BACKENDS.items() if backend.forward is not None)
-"""The backends whose exchange is ours: what the sharder takes."""
+"""Backends whose exchange is this project's."""

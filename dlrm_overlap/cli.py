@@ -1,7 +1,7 @@
-"""The command line: `dlrm-overlap train | eval | compare | bench | ..`, see `usage`.
+"""The command line: `dlrm-overlap train | eval | compare | bench | ..` (see `usage`).
 
-Every command that takes a configuration takes its keys as dotted options. A user's mistake ends in one line on
-standard error and exit code 2, before a process group is made where that is possible.
+Commands that use a configuration take its keys as dotted options. A user's mistake is reported in one line on standard
+error with exit code 2, if possible before a process group is created.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ USER_ERROR = 2
 
 
 def train(argv: list[str]) -> int:
-    """Train a DLRM; under torchrun, Slurm or mpirun, or with --nproc, on several processes."""
+    """Train a DLRM, on several processes with --nproc or under torchrun, Slurm or mpirun."""
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.run_log import check_folder
         from dlrm_overlap.train.trainer import PreemptedError
 
-        check_folder(ranks.config)  # before a process group is made
+        check_folder(ranks.config)  # before a process group is created
         ranks.end.listen(answers=ranks.world.rank == 0)
         trainer = ranks.trainer(resumes=not ranks.config.log.overwrite)
         try:
@@ -64,22 +64,22 @@ def train(argv: list[str]) -> int:
 
 
 def evaluate(argv: list[str]) -> int:
-    """Evaluate a checkpoint on held-out samples: loss, AUROC, NE, accuracy; nothing in the run's folder changes."""
+    """Evaluate a checkpoint on held-out samples: loss, AUROC, NE, accuracy. The run's folder is not changed."""
     from dlrm_overlap.train import evaluation
 
     return evaluation.run(argv, evaluate.__doc__ or "")
 
 
 def compare(argv: list[str]) -> int:
-    """Train the same configuration with several backends: do the losses agree, and what is faster?"""
+    """Train one configuration with several backends, and compare their losses and speed."""
 
     def add_options(parser: Parser) -> None:
         names = ["torchrec", "pgas", "fused"]
-        text = "the backends, instead of embedding.backend; the first is the reference"
+        text = "backends to compare, instead of embedding.backend; the first is the reference"
         parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), default=names, help=text)
-        text = "greatest relative difference of a logged training loss that still agrees"
+        text = "largest relative difference of logged training losses that counts as agreement"
         parser.add_argument("--rtol", type=BelowOne, default=1e-4, help=text)
-        text = "further runs of the reference: where it parts from itself, so may the others; auto: 2 on GPUs, else 0"
+        text = "further runs of the reference, whose differences are allowed to all runs; auto: 2 on GPUs, else 0"
         parser.add_argument("--noise_runs", type=NonNegativeInt | Literal["auto"], default="auto", help=text)
 
     def work(ranks: Ranks) -> int:
@@ -89,13 +89,13 @@ def compare(argv: list[str]) -> int:
 
         folder = Path(ranks.config.log.dir)
         output = folder / "comparison.json"
-        # With one run more the bound would be more than twice as wide.
+        # Two, as the tolerance from a single run would be more than twice as wide.
         noise_runs = 2 * (ranks.device.type == "cuda") if ranks.values.noise_runs == "auto" else ranks.values.noise_runs
         configs = run_configs(ranks.config, ranks.values.backends, noise_runs)
         for config in configs.values():
-            check_start(config, ranks.device)  # for every backend, before the first one trains
+            check_start(config, ranks.device)  # all backends, before the first one trains
         if ranks.world.rank == 0:
-            remove(output)  # an earlier one would contradict the runs that this writes beside it
+            remove(output)  # an earlier result would contradict the new runs
         folders = train_runs(configs, ranks.trainer)
         if ranks.world.rank:
             return 0
@@ -111,7 +111,7 @@ def compare(argv: list[str]) -> int:
 def _check_comparison(config: Config, values: Any) -> None:
     names = values.backends
     if len(set(names)) < max(2, len(names)):
-        raise InputError(f"--backends {' '.join(names)}: a comparison takes two or more, each once")
+        raise InputError(f"--backends {' '.join(names)}: a comparison takes two or more backends, each once")
     if config.log.name is not None:
         raise InputError(f"log.name: {config.log.name}, but compare names each run after its backend; set log.dir")
     if config.checkpoint.resume not in ("auto", "never"):
@@ -131,11 +131,11 @@ def _print_paths(result: Path, runs: Path, has_events: bool) -> None:
 
 
 def bench(argv: list[str]) -> int:
-    """Measure training steps, the embedding stage, communication or the input; `bench --help` lists the benchmarks."""
+    """Measure training steps, the embedding stage, communication or input; `bench --help` lists the benchmarks."""
     kind = argv[0] if argv else ""
     if kind in ("-h", "--help"):
         about = {name: figure.summary for name, figure in FIGURES.items()}
-        about["all"] = "the figures of the pages, as many as so many minutes allow: bench all --minutes 25"
+        about["all"] = "the documentation's figures that fit a number of minutes: bench all --minutes 25"
         print("usage: dlrm-overlap bench KIND ...\n")
         print("\n".join(f"  {name:12} {text}" for name, text in about.items()))
         return 0
@@ -157,41 +157,47 @@ def bench(argv: list[str]) -> int:
     def work(ranks: Ranks) -> int:
         on_cpu, world_size = ranks.device.type == "cpu", ranks.world.world_size
         if world_size == 1 and figure.needs_peers:
-            raise InputError(f"bench {kind}: one rank has nobody to communicate with; add --nproc 2, or more")
+            raise InputError(f"bench {kind}: one rank has no peer to communicate with; add --nproc 2, or more")
         if on_cpu and ranks.world.rank == 0:
-            print(f"bench {kind}: a rehearsal, since times on CPUs say nothing of GPUs", file=sys.stderr)
+            print(f"bench {kind}: a rehearsal, since times on CPUs say nothing about GPUs", file=sys.stderr)
         return import_module(f"dlrm_overlap.bench.figures.{figure.module}").run(kind, ranks)
 
-    meaning = f"Measure {figure.summary}. `dlrm-overlap bench --help` tells the other benchmarks."
+    meaning = f"Measure {figure.summary}. `dlrm-overlap bench --help` lists the other benchmarks."
     return run_on_ranks(["bench", kind], meaning, argv[1:], work, add_options, check)
 
 
 def simulate(argv: list[str]) -> int:
-    """Simulate the embedding stage or the step on more GPUs than are at hand; no GPU is needed."""
+    """Simulate the embedding stage or the step on a larger number of GPUs; needs no GPU."""
     from dlrm_overlap.simulate import command
 
     return command.run(argv, simulate.__doc__ or "")
 
 
 def prepare(argv: list[str]) -> int:
-    """Pack a table of samples (CSV, Parquet, Arrow), Criteo's text, or any samples, into files that are mapped."""
+    """Convert a table (CSV, Parquet, Arrow), Criteo's text files, or any other samples to memory-mapped files."""
     if argv[:1] == ["samples"]:
         return _prepare_samples(argv[1:])
     parser = Parser("dlrm-overlap prepare", prepare.__doc__ or "")
-    text = "what IN holds; samples: those of a configuration, see `prepare samples --help`"
+    text = "format of IN; samples: those of a configuration, see `prepare samples --help`"
     parser.add_argument("format", choices=["table", "criteo"], metavar="table|criteo|samples", help=text)
-    parser.add_argument("source", type=FullPath, metavar="IN", help="file or folder of files, text plain or gzip")
-    parser.add_argument("target", type=FullPath, metavar="OUT", help="folder to make")
+    parser.add_argument(
+        "source", type=FullPath, metavar="IN", help="file or folder of files; text may be compressed by gzip"
+    )
+    parser.add_argument("target", type=FullPath, metavar="OUT", help="folder to create")
     parser.add_argument("--schema", type=FullPath, help="table: YAML file that names the columns")
     parser.add_argument(
-        "--min_count", type=PositiveInt, help="criteo: a row for each value seen this often (default 10)"
+        "--min_count",
+        type=PositiveInt,
+        help="criteo: a row for each value that occurs at least this often (default 10)",
     )
-    parser.add_argument("--rows", type=PositiveInt, help="criteo, instead: hash each table's values into so many rows")
+    parser.add_argument(
+        "--rows", type=PositiveInt, help="criteo, instead: hash each table's values into this number of rows"
+    )
     values = parser.read(argv)
     if values.rows and values.min_count:
         raise InputError(f"--rows {values.rows} --min_count {values.min_count}: these exclude each other; give one")
     if (values.format == "table") != (values.schema is not None):
-        raise InputError(f"--schema: {values.schema}, but a table, and nothing else, needs one; see --help")
+        raise InputError(f"--schema: {values.schema}, but only format table takes one, and needs it; see --help")
     if values.schema and (values.rows or values.min_count):
         raise InputError("--rows, --min_count: a schema has these for each column; write them into it")
     from dlrm_overlap.data.prepare import prepare_files
@@ -207,11 +213,13 @@ def prepare(argv: list[str]) -> int:
 
 
 def _prepare_samples(argv: list[str]) -> int:
-    """Pack the samples of a configuration, such as MLPerf's multi-hot arrays or synthetic ones."""
+    """Convert the samples of a configuration, such as MLPerf's multi-hot arrays or synthetic ones."""
 
     def add_options(parser: Parser) -> None:
-        parser.add_argument("target", type=FullPath, metavar="OUT", help="folder to make")
-        parser.add_argument("--samples", type=PositiveInt, help="samples to train on, the first ones; none: all")
+        parser.add_argument("target", type=FullPath, metavar="OUT", help="folder to create")
+        parser.add_argument(
+            "--samples", type=PositiveInt, help="number of training samples, the first ones (default all)"
+        )
 
     text = _prepare_samples.__doc__ or ""
     config, values = parse_config(Config, "dlrm-overlap prepare samples OUT", text, argv, add_options)
@@ -223,16 +231,16 @@ def _prepare_samples(argv: list[str]) -> int:
 
 
 def _report_samples(target: Path, meta: Any) -> int:
-    besides = f", {meta.held_out} of them held out" if meta.held_out else ""
-    rows = f"{min(meta.rows)} to {max(meta.rows)} rows a table"
-    print(f"{target}: {count_of(meta.samples, 'sample')}{besides}, {rows}")
+    held_out = f", {meta.held_out} of them held out" if meta.held_out else ""
+    rows = f"{min(meta.rows)} to {max(meta.rows)} rows per table"
+    print(f"{target}: {count_of(meta.samples, 'sample')}{held_out}, {rows}")
     return 0
 
 
 def trace(argv: list[str]) -> int:
-    """Sum up traces of a GPU: the time of each kind of work, and how much of it ran alone."""
+    """Summarize a GPU's traces: the time of each kind of work, and how much of it did not overlap."""
     parser = Parser("dlrm-overlap trace", trace.__doc__ or "")
-    text = "file that log.trace_steps has written"
+    text = "file written by log.trace_steps"
     parser.add_argument("files", type=FullPath, metavar="TRACE", nargs="+", help=text)
     from dlrm_overlap.observe.trace_summary import summarise
 
@@ -241,12 +249,12 @@ def trace(argv: list[str]) -> int:
 
 
 def checkpoint(argv: list[str]) -> int:
-    """Show a checkpoint, check that it is whole, or export it as one file for torch.load."""
+    """Show a checkpoint, verify that it is complete, or export it as one file for torch.load."""
     parser = Parser("dlrm-overlap checkpoint", checkpoint.__doc__ or "")
     actions = ["show", "verify", "export"]
-    text = "verify ends with code 1 if it is damaged"
+    text = "verify exits with code 1 if the checkpoint is damaged"
     parser.add_argument("action", choices=actions, metavar="|".join(actions), help=text)
-    text = "folder step_<N>, or that of a run, whose newest is taken"
+    text = "folder step_<N>, or a run's folder, for its newest checkpoint"
     parser.add_argument("path", type=FullPath, metavar="PATH", help=text)
     text = "export: a new file for torch.load, with the keys model and optimizer"
     parser.add_argument("output", type=FullPath, metavar="OUT", nargs="?", help=text)
@@ -278,7 +286,7 @@ def checkpoint(argv: list[str]) -> int:
 
 
 def doctor(argv: list[str]) -> int:
-    """Show what this machine has, what is missing and how to get it."""
+    """Report what this machine has, what is missing, and how to get it."""
     Parser("dlrm-overlap doctor", doctor.__doc__ or "").read(argv)
     from dlrm_overlap.launching.doctor import run_doctor
 
@@ -293,9 +301,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def usage() -> str:
-    """Return the commands, a line each."""
+    """Return the list of commands, one per line."""
     lines = [f"  {name:10} {function.__doc__}" for name, function in COMMANDS.items()]
-    return "\n".join(["usage: dlrm-overlap COMMAND ... | --version; COMMAND --help tells its options", "", *lines])
+    return "\n".join(["usage: dlrm-overlap COMMAND ... | --version; COMMAND --help lists its options", "", *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -310,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
-        if argv[0] != "train":  # the only command that saves; it takes the signals once it can
+        if argv[0] != "train":  # the only command that saves, and it unblocks signals when it can
             unblock_signals()
         return COMMANDS[argv[0]](argv[1:])
     except InputError as error:
@@ -329,20 +337,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(message: str) -> int:
-    rank = announced_rank()  # rank 0 speaks for all that find the same
+    rank = announced_rank()  # rank 0's line has no rank: all ranks may find the same
     print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{plain(message)}", file=sys.stderr)
     return USER_ERROR
 
 
 def run() -> None:
-    """Run `main` and end the process with its exit code; after an exception, with its traceback and exit code 1.
+    """Run `main` and end the process with its exit code; after an exception, with a traceback and exit code 1.
 
-    The process ends by `os._exit`: with process groups, loader threads and CUDA contexts alive, a few runs in a hundred
-    abort while the interpreter ends, after all work is done, and after a CUDA error its end may wait for ever.
+    It ends by `os._exit`: with live process groups, loader threads and CUDA contexts, the interpreter's shutdown
+    sometimes aborts, and after a CUDA error it may hang.
     """
     try:
         code = main()
-    except SystemExit as ended:  # of argparse: --help
+    except SystemExit as ended:  # raised by argparse for --help
         code = ended.code or 0
         if not isinstance(code, int):
             print(code, file=sys.stderr)
@@ -352,7 +360,7 @@ def run() -> None:
         with contextlib.suppress(OSError):
             traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # its reader is gone
+        with contextlib.suppress(OSError):  # the reader may have ended
             stream.flush()
     if code:
         process_group.abandon(code)

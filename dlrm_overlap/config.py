@@ -1,8 +1,8 @@
-"""The configuration: one frozen dataclass a section, each checked when it is built.
+"""The configuration: one frozen dataclass per section, which checks its values when it is built.
 
-Every key may be set in the YAML file (`--config`) or on the command line (`--train.steps 40`). The text below a key is
-its meaning, with its unit, in `--help` and in the table of all keys. A value that breaks a rule raises `InputError`,
-whose message is one line: value, rule, cure.
+Every key may be set in a YAML file (`--config`) or on the command line (`--train.steps 40`). The string below a field
+is its help text, in `--help` and in docs/configuration.md. A bad value raises `InputError`, whose one line names value,
+rule and cure.
 """
 
 import dataclasses
@@ -17,39 +17,37 @@ from dlrm_overlap.backends import BACKENDS
 
 
 class ValueRule(NamedTuple):
-    """A rule of a key's value, beside its type."""
+    """A rule for a key's value, in addition to its type."""
 
     words: str
-    """in messages: a value is not .."""
+    """completes the message: a value is not .."""
     holds: Callable[[Any], bool]
 
 
 # Kernels and seeds take 32 bits.
 PositiveInt = Annotated[int, ValueRule("a whole number from 1 to 2^31 - 1", lambda value: 0 < value < 2**31)]
 NonNegativeInt = Annotated[int, ValueRule("a whole number from 0 to 2^31 - 1", lambda value: 0 <= value < 2**31)]
-# Optimizers and losses compute with these, and with small multiples of them, in floating point of 32 bits.
+# Optimizers and losses compute with these values, and small multiples of them, in 32-bit floating point.
 PositiveFloat = Annotated[float, ValueRule("a number from 1e-37 to 1e37", lambda value: 1e-37 <= value <= 1e37)]
 NonNegativeFloat = Annotated[float, ValueRule("a number from 0 to 1e37", lambda value: 0 <= value <= 1e37)]
 BelowOne = Annotated[float, ValueRule("a number from 0 to below 1", lambda value: 0 <= value < 1)]
 Share = Annotated[float, ValueRule("a number above 0, up to 1", lambda value: 0 < value <= 1)]
 Seconds = Annotated[float, ValueRule("a number of seconds from 0.1 to 86400", lambda value: 0.1 <= value <= 86400)]
-HalfLife = Annotated[
-    int, ValueRule("a whole number from 0 to 100", lambda value: 0 <= value <= 100)
-]  # sums fit 32 bits
-Prefetch = Annotated[
-    int, ValueRule("a whole number from 1 to 128", lambda value: 0 < value <= 128)
-]  # a pipe holds as many
-Workers = Annotated[
-    int, ValueRule("a whole number from 0 to 256", lambda value: 0 <= value <= 256)
-]  # processes of a rank
+# Sums of the weights fit 32 bits.
+HalfLife = Annotated[int, ValueRule("a whole number from 0 to 100", lambda value: 0 <= value <= 100)]
+# Limited by what a pipe holds.
+Prefetch = Annotated[int, ValueRule("a whole number from 1 to 128", lambda value: 0 < value <= 128)]
+Workers = Annotated[int, ValueRule("a whole number from 0 to 256", lambda value: 0 <= value <= 256)]
 SliceBags = Annotated[int, ValueRule("a power of two from 4 on", lambda value: value >= 4 and value.bit_count() == 1)]
-Dim = Annotated[int, ValueRule("a multiple of 4 above 0", lambda value: value > 0 and value % 4 == 0)]  # as FBGEMM asks
-_NAME_BYTES, _PATH_BYTES = 255, 2048  # Linux takes paths of 4095 bytes; a run makes files below the one it is given
+# FBGEMM requires a multiple of 4.
+Dim = Annotated[int, ValueRule("a multiple of 4 above 0", lambda value: value > 0 and value % 4 == 0)]
+# Linux takes paths of 4095 bytes; a run creates files below the path that it is given.
+_NAME_BYTES, _PATH_BYTES = 255, 2048
 
 
 def _is_path(value: str) -> bool:
     try:
-        encoded = value.encode()  # as the run writes it into its files
+        encoded = value.encode()
     except UnicodeEncodeError:
         return False
     return (
@@ -82,41 +80,42 @@ Memory = Literal["gpu", "cached", "auto"]
 BackendName = Annotated[str, ValueRule(f"one of {', '.join(map(repr, BACKENDS))}", BACKENDS.__contains__)]
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
-HELD_BATCHES = 3  # that loader processes keep beyond those read ahead: copies of so many may be under way at once
-_MOST_HOT = 100_000  # ids of a bag
+# Batches that loader processes keep in addition to those read ahead, as copies of them to the GPU may be in flight.
+HELD_BATCHES = 3
+_MAX_HOT = 100_000
 _RANGE = re.compile(r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?")
 
 
 class InputError(ValueError):
-    """A user's mistake. Its message is one line: value, rule, cure. The command line prints it and ends with code 2."""
+    """A user's mistake, in one line: value, rule, cure. The command line prints it and exits with code 2."""
 
 
 class PeerError(RuntimeError):
-    """Another rank has failed where this one needs it. Its message is one line: that rank, and its error."""
+    """Another rank has failed. The one-line message names the rank and its error."""
 
 
 def in_one_line(error: BaseException | str) -> str:
-    """Return an error's text in one line: each run of white space is one blank."""
+    """Return an error's text with each run of white space replaced by one blank."""
     return " ".join(str(error).split())
 
 
 @dataclass(frozen=True)
 class TablesConfig:
-    """The embedding tables. A single value stands for every table, a list gives one a table."""
+    """The embedding tables. A single value applies to every table, a list has one value per table."""
 
     count: PositiveInt | None = None
     """synthetic: number of tables; null takes the length of the lists"""
     rows: PositiveInt | list[PositiveInt] | None = None
-    """rows a table; null for prepared samples, which have their own"""
+    """rows per table; null for prepared samples, whose files give them"""
     max_rows: PositiveInt | None = None
-    """cap on the rows of every table; Criteo's ids are folded into it by modulo"""
+    """upper limit of every table's rows; Criteo's ids are taken modulo this"""
     multi_hot: PositiveInt | str | list[PositiveInt | str] = 1
-    """ids a bag: 3, or '0..8' for a uniform range (0 gives empty bags)"""
+    """ids per bag: a number such as 3, or '0..8' for a uniform range, where 0 gives empty bags"""
     zipf_alpha: NonNegativeFloat | list[NonNegativeFloat] = 1.05
     """skew of the synthetic ids, P(k-th row) ~ 1/k^alpha; 0 is uniform"""
     half_life: HalfLife | list[HalfLife] = 0
-    """synthetic, for histories, newest id first: positions after which an id counts half as much to the labels, so that
-    their order matters; 0 has all ids of a bag count alike"""
+    """synthetic: number of positions after which an id of a history counts half as much for the label, newest id first;
+    0 weights all ids of a bag equally"""
 
     def __post_init__(self) -> None:
         for spec in self.multi_hot if isinstance(self.multi_hot, list) else [self.multi_hot]:
@@ -133,7 +132,7 @@ class TablesConfig:
         return self.rows, self.multi_hot, self.zipf_alpha, self.half_life
 
     def number(self, default: int | None = None) -> int:
-        """Return the number of tables T, or `default` where no key gives it.
+        """Return the number of tables, or `default` if no key gives it.
 
         Raises:
             InputError: if neither gives the number.
@@ -154,27 +153,28 @@ class DataConfig:
     """Where the samples come from."""
 
     kind: Literal["synthetic", "prepared", "criteo_npy", "criteo_multihot"] = "synthetic"
-    """synthetic | prepared (by `prepare`) | criteo_npy (TorchRec's day files) | criteo_multihot (MLPerf's npz)"""
+    """synthetic, prepared (files written by `prepare`), criteo_npy (TorchRec's day files) or criteo_multihot (MLPerf's
+    npz)"""
     path: FullPath | None = None
-    """file or folder of the samples; needed by all kinds but synthetic"""
+    """file or folder of the samples; required by every kind except synthetic"""
     eval_path: FullPath | None = None
-    """file or folder of the held-out samples; null holds out the last eval_fraction of path"""
+    """file or folder of the evaluation samples; null holds out the last eval_fraction of path"""
     eval_fraction: BelowOne = 0.25
-    """share of path's samples, the last ones, held out for evaluation"""
+    """fraction of path's samples, at its end, that is held out for evaluation"""
     shuffle: NonNegativeInt = 0
-    """files: so many successive samples to train on are taken in an order drawn from seed, in each pass another; 0
+    """files: number of successive training samples that are shuffled together, by seed and differently in each pass; 0
     keeps the files' order"""
     eval_samples: PositiveInt = 65536
-    """synthetic: samples of an evaluation"""
+    """synthetic: number of samples per evaluation"""
     dense_features: PositiveInt = CRITEO_DENSE
-    """synthetic: dense features a sample"""
+    """synthetic: dense features per sample"""
     tables: TablesConfig = field(default_factory=TablesConfig)
     seed: NonNegativeInt = 0
-    """seed of synthetic samples, of the teacher that labels them, and of shuffle"""
+    """random seed of synthetic samples, of the teacher model that labels them, and of shuffle"""
     workers: Workers = 2
-    """loader processes a rank; 0 reads in the training process"""
+    """loader processes per rank; 0 reads in the training process"""
     prefetch: Prefetch = 4
-    """batches each worker reads ahead"""
+    """number of batches that each worker reads ahead"""
 
     def __post_init__(self) -> None:
         if self.kind.startswith("criteo") and self.dense_features != CRITEO_DENSE:
@@ -184,10 +184,10 @@ class DataConfig:
             )
 
     def require_source(self) -> None:
-        """Check that the keys say in full where the samples come from.
+        """Check that the keys say where the samples come from.
 
         Raises:
-            InputError: if a key is missing that `kind` needs.
+            InputError: if a key that `kind` needs is missing, or one that it excludes is set.
         """
         if self.kind == "synthetic":
             if self.path:
@@ -208,16 +208,16 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class SequenceConfig:
-    """A feature that the model attends to instead of pooling it: `train/attention.py`."""
+    """A feature that the model attends to instead of pooling it (`train/attention.py`)."""
 
     history: NonNegativeInt | None = None
-    """number of the table, from 0 on, whose bags are histories, newest id first; null pools all tables"""
+    """index of the table, from 0, whose bags are histories, newest id first; null pools all tables"""
     candidate: NonNegativeInt = 0
-    """number of the table whose pooled embedding asks the history what it holds about it"""
+    """index of the table whose pooled embedding is the attention's query"""
     positions: PositiveInt = 64
-    """newest ids of a history that are attended to; older ones are left out"""
+    """number of newest ids of a history that are attended to; older ones are ignored"""
     heads: PositiveInt = 2
-    """queries of a candidate"""
+    """number of attention heads"""
 
     def __post_init__(self) -> None:
         if self.history == self.candidate:
@@ -226,7 +226,7 @@ class SequenceConfig:
             )
 
     def check_tables(self, tables: int) -> None:
-        """Raise an InputError if the history or its candidate is not one of so many tables."""
+        """Raise an `InputError` if the history or the candidate is not one of `tables` tables."""
         for name, table in (("history", self.history), ("candidate", self.candidate)):
             if self.history is not None and table is not None and table >= tables:
                 raise InputError(f"model.sequence.{name}: {table} is no table; the {tables} count from 0")
@@ -234,24 +234,24 @@ class SequenceConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The DLRM's sizes."""
+    """The DLRM's architecture and sizes."""
 
     arch: Literal["dot", "dcn"] = "dot"
-    """interaction: pairwise dot products (DLRM) or a low-rank cross network (DCNv2)"""
+    """interaction: pairwise dot products (dot, DLRM) or a low-rank cross network (dcn, DCNv2)"""
     dim: Dim = 16
     """embedding dimension D, a multiple of 4"""
     bottom_mlp: list[PositiveInt] = field(default_factory=lambda: [64, 16])
-    """layer sizes of the bottom MLP; the last is dim"""
+    """layer sizes of the bottom MLP; the last equals dim"""
     top_mlp: list[PositiveInt] = field(default_factory=lambda: [64, 32, 1])
     """layer sizes of the top MLP; the last is the number of labels"""
     top_parallel: Literal["data", "tensor"] = "data"
-    """how ranks share the top MLP. data: each computes all of it for its samples. tensor: the weights of pairs of
-    layers are divided over the ranks and activations travel, fewer bytes where layers are wide and a rank's samples
-    few; the logit's layer, a layer without a pair, and pairs whose inner width the ranks do not divide stay whole"""
+    """how the top MLP is parallelized. data: each rank computes all layers for its own samples. tensor: pairs of layers
+    are split over the ranks as in Megatron-LM, which sends fewer bytes if layers are wide and a rank has few samples;
+    the last layer, and pairs whose inner width is not divisible by the number of ranks, stay whole"""
     activation: Literal["relu", "gelu"] = "relu"
-    """activation of the MLPs; gelu is smooth, so runs that differ by rounding stay together longer"""
+    """activation of the MLPs; gelu is smooth, so rounding differences between runs grow more slowly"""
     cross_layers: PositiveInt = 3
-    """dcn: cross layers"""
+    """dcn: number of cross layers"""
     cross_rank: PositiveInt = 512
     """dcn: rank of each cross layer"""
     sequence: SequenceConfig = field(default_factory=SequenceConfig)
@@ -267,55 +267,54 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """The embedding stage: ids in, pooled embeddings out, gradients back."""
+    """The embedding stage: from ids to pooled embeddings, and from their gradients to updated rows."""
 
     backend: BackendName = "torchrec"
-    """torchrec: FBGEMM's lookup, then an All-to-All of NCCL (gloo on CPU). nccl: our lookup, then the same. pgas:
-    pooled rows stored straight into the peers' memory. fused: the same by one persistent kernel, for steps that are
-    short and not captured; on CPUs the same as pgas"""
+    """torchrec: FBGEMM's lookup and an All-to-All by NCCL (gloo on CPU). nccl: this project's lookup and the same
+    All-to-All. pgas: kernels store pooled rows straight into the peers' memory. fused: the same by one persistent
+    kernel, for short steps that are not captured; on CPUs identical to pgas"""
     schedule: Literal["linear", "remote_first", "balanced"] = "balanced"
-    """pgas, fused, on GPUs: order of the destinations"""
+    """pgas, fused, on GPUs: order in which a rank stores to its peers"""
     put: Literal["direct", "staged"] = "direct"
-    """fused, on GPUs: how pooled rows get into the peer's window. direct: each row is stored there when it is pooled.
-    staged: rows are pooled into a local buffer, and the program that finishes a slice copies it to the peer"""
+    """fused, on GPUs: how pooled rows reach a peer. direct: each row is stored there when it is pooled. staged: rows
+    are pooled into a local buffer, and the program that finishes a slice copies it"""
     slice_bags: SliceBags = 32
-    """fused, put staged: bags of a table in a slice; a power of two from 4 on"""
+    """fused, put staged: bags of one table per slice; a power of two, at least 4"""
     programs_per_sm: PositiveInt | None = None
-    """fused: programs of the persistent kernel a multiprocessor; null takes as many as fit"""
+    """fused: programs of the persistent kernel per multiprocessor; null takes as many as fit"""
     nodes: PositiveInt | Literal["auto"] = "auto"
-    """pgas, fused: auto finds out which ranks can store into each other's memory; the others exchange messages. For
-    tests, a number emulates that many nodes with consecutive ranks; 1 has all ranks store to each other"""
+    """pgas, fused: number of nodes. auto detects which ranks can store into each other's memory; a number emulates that
+    many nodes of consecutive ranks, for tests"""
     internode: Literal["messages", "puts"] = "messages"
-    """pgas, fused, GPUs on several nodes: how pooled rows are sent to other nodes. messages: one NCCL call sends all
-    rows of a step, like all other data. puts: kernels send each group of rows when it is ready, by NVSHMEM; tested on
-    emulated nodes only"""
+    """pgas, fused, GPUs on several nodes: how pooled rows are sent to other nodes. messages: one NCCL call per step.
+    puts: kernels send each group of rows by NVSHMEM when it is ready; tested on emulated nodes only"""
     aggregate_bytes: NonNegativeInt = 65536
-    """pgas, fused, internode puts: least bytes of a group of rows; 0 takes the smallest groups"""
+    """pgas, fused, internode puts: minimum bytes per group of rows; 0 takes the smallest groups"""
     wait_timeout_s: Seconds = 600.0
-    """every backend: a step, an evaluation or a save that waits longer for another rank or a loader process ends the
-    run, and names it"""
+    """seconds that a step, an evaluation or a save may wait for another rank or a loader process; after that the run
+    ends with an error that names it"""
     plan: Literal["auto", "torchrec", "table_wise", "column_wise", "row_wise"] = "auto"
-    """auto balances rows read and columns sent over the ranks; where necessary it cuts tables of many ids by columns,
-    but not under row-wise optimizers and LAMB, else by rows; of several nodes by rows, within one. The others leave the
-    plan to TorchRec's planner: torchrec with shards of any type, the rest with those of their type alone"""
+    """how tables are placed on ranks. auto balances rows read and columns sent, and splits tables where necessary, by
+    columns or by rows (row-wise optimizers and LAMB: by rows only). The other values leave the plan to TorchRec's
+    planner: torchrec allows every sharding type, the rest only the type named"""
     memory: Memory | list[Memory] = "gpu"
-    """where a table's rows and their optimizer's states are: gpu, or cached: in the host's memory, with a
-    cache on the GPU, filled a step ahead. auto caches the largest tables until the others fit on the GPUs. One value,
-    or one a table; pgas and fused cache in a step as train.pipeline graph takes it, torchrec by FBGEMM"""
+    """where a table's rows and optimizer states are kept; one value, or one per table. gpu: in GPU memory. cached: in
+    host memory, with a cache on the GPU that is filled one step ahead (pgas, fused with pipeline graph; torchrec by
+    FBGEMM). auto: caches the largest tables until the others fit"""
     cache_fraction: Share = 0.2
-    """cached tables: the share of the rows for which there is room on the GPU; with pgas and fused at least the ids of
-    two steps"""
+    """cached tables: fraction of the rows that the GPU's cache holds; with pgas and fused at least the ids of two
+    steps"""
     optimizer: TableOptimizer = "rowwise_adagrad"
-    """optimizer of the tables, fused into the backward; of Adam and LAMB FBGEMM has no form for CPUs"""
+    """optimizer of the tables, fused into the backward; on CPUs torchrec and nccl have no Adam or LAMB"""
     lr: PositiveFloat = 0.05
     """learning rate of the tables"""
     eps: PositiveFloat = 1e-8
     """epsilon of Adagrad, Adam and LAMB"""
     weight_dtype: Literal["fp32", "fp16"] = "fp32"
-    """storage of the rows"""
+    """data type of the rows"""
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """pooled embeddings and their gradients between ranks; auto is bf16 where train.precision is bf16 and the backend
-    is not torchrec, else fp32"""
+    """data type in which pooled embeddings and their gradients are sent; auto is bf16 if train.precision is bf16 and
+    the backend is not torchrec, else fp32"""
 
     def __post_init__(self) -> None:
         caches = self.backend == "torchrec" or BACKENDS[self.backend].stores_to_peers
@@ -326,14 +325,14 @@ class EmbeddingConfig:
             )
 
     def resolved_wire_dtype(self, precision: str) -> str:
-        """Return `wire_dtype`, with auto resolved for a dense part that computes in `precision`."""
+        """Return `wire_dtype`, with auto resolved for a dense part of this `precision`."""
         if self.wire_dtype != "auto":
             return self.wire_dtype
         return "bf16" if precision == "bf16" and self.backend != "torchrec" else "fp32"
 
     @property
     def may_cache(self) -> bool:
-        """Whether a table may be cached."""
+        """Whether some table may be cached."""
         return any(each != "gpu" for each in ([self.memory] if isinstance(self.memory, str) else self.memory))
 
 
@@ -342,15 +341,15 @@ class TrainConfig:
     """The training run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPUs if there are any"""
+    """auto uses GPUs if there are any"""
     batch_size: PositiveInt = 512
-    """samples a rank, b"""
+    """samples per rank and step"""
     global_batch_size: PositiveInt | None = None
-    """samples of all ranks, B; overrides batch_size, must divide by the number of ranks"""
+    """samples of all ranks per step; overrides batch_size, must be divisible by the number of ranks"""
     steps: PositiveInt | None = None
-    """training steps; null runs data's epochs"""
+    """number of training steps; null trains for epochs"""
     epochs: PositiveInt = 1
-    """passes over a finite data set, where steps is null"""
+    """passes over a finite data set, if steps is null"""
     optimizer: Literal["sgd", "adagrad", "adam"] = "adagrad"
     """optimizer of the dense part"""
     lr: PositiveFloat = 0.05
@@ -358,37 +357,37 @@ class TrainConfig:
     eps: PositiveFloat = 1e-8
     """epsilon of the dense part's Adagrad and Adam"""
     warmup_steps: NonNegativeInt = 0
-    """steps over which both learning rates rise linearly to their value"""
+    """number of steps in which both learning rates rise linearly to their value"""
     decay_start_step: NonNegativeInt = 0
-    """step at which the decay begins"""
+    """step at which the learning rates' decay begins"""
     decay_steps: NonNegativeInt = 0
-    """steps of the quadratic decay to zero; 0 is none"""
+    """number of steps of the quadratic decay to zero; 0 is no decay"""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """of the dense part: fp32, tf32 matrix products (GPU) or bf16 autocast"""
+    """precision of the dense part: fp32, tf32 matrix products (GPU) or bf16 autocast"""
     graph_dense: bool = False
-    """run the dense part's forward and backward as CUDA graphs (GPU), if the whole step is not captured"""
+    """capture the dense part's forward and backward as CUDA graphs (GPU), if the whole step is not captured"""
     compile_dense: bool = False
-    """have torch.compile fuse the dense part's kernels when the run starts: a minute the first time, seconds from then
-    on; on CPUs it needs a C++ compiler"""
+    """compile the dense part by torch.compile, which takes a minute the first time and seconds later; on CPUs it needs
+    a C++ compiler"""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
-    """pipeline graph: in which the dense gradients are sent over the ranks"""
+    """pipeline graph: data type in which dense gradients are sent"""
     dense_reduce: Literal["auto", "collective", "stores"] = "auto"
-    """pipeline graph: how the dense gradients are summed over the ranks. collective: by NCCL (gloo on CPU). stores: by
-    loads and stores of the peers' memory, in pieces. auto is stores between GPUs where all ranks are on one node"""
+    """pipeline graph: how dense gradients are averaged over the ranks. collective: by NCCL (gloo on CPU). stores:
+    kernels load and store in the peers' memory. auto: stores if all ranks are GPUs of one node"""
     pipeline: Literal["auto", "torchrec", "graph"] = "auto"
     """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
-    steps are CUDA graphs; pgas and fused alone. auto takes graph on GPUs where it can"""
+    whole steps are CUDA graphs (pgas and fused only). auto: graph on GPUs where possible"""
     capture: bool = True
-    """pipeline graph: capture steps in CUDA graphs (GPU); false issues the same kernels one by one, for debuggers"""
+    """pipeline graph: capture steps in CUDA graphs (GPU); false issues the same kernels one by one, for debugging"""
     flat_dense: bool = True
-    """pipeline graph, bf16: the kernel that updates the dense parameters casts them, too, for the next step's products;
-    false leaves casts to autocast"""
+    """pipeline graph, bf16: cast the dense parameters in the kernel that updates them; false leaves casts to
+    autocast"""
     eval_every: NonNegativeInt = 0
-    """steps between evaluations; 0 evaluates at the end only"""
+    """steps between evaluations; 0 evaluates only at the end"""
     target_auroc: BelowOne = 0.0
-    """stop when an evaluation reaches this AUROC; 0 is off"""
+    """stop as soon as an evaluation reaches this AUROC; 0 is off"""
     seed: NonNegativeInt = 0
-    """seed of the initial weights"""
+    """random seed of the initial weights"""
 
     def __post_init__(self) -> None:
         if self.decay_steps and self.decay_start_step < self.warmup_steps:
@@ -398,7 +397,7 @@ class TrainConfig:
             )
 
     def samples_per_rank(self, world_size: int) -> int:
-        """Return b, the samples of one rank and step.
+        """Return the number of samples of one rank and step.
 
         Raises:
             InputError: if the ranks cannot share the global batch evenly.
@@ -415,10 +414,10 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """The log of a run: folder, lines, events and traces."""
+    """The log of a run: folder, log lines, TensorBoard events and traces."""
 
     dir: FullPath = "runs"
-    """folder of the runs; this one writes to dir/name"""
+    """folder of the runs; this run writes to dir/name"""
     name: FolderName | None = None
     """name of the run; null takes embedding.backend"""
     every: PositiveInt = 10
@@ -426,16 +425,16 @@ class LogConfig:
     tensorboard: bool = True
     """write TensorBoard events"""
     trace_steps: NonNegativeInt = 0
-    """steps to trace by torch.profiler, into dir/name/traces, a file a rank; 0 is off"""
+    """number of steps to trace by torch.profiler into dir/name/traces, one file per rank; 0 is off"""
     trace_first: PositiveInt = 20
     """first step to trace, counted from 1"""
     overwrite: bool = False
-    """start a new run although dir/name has an earlier one, which is moved to dir/name/earlier_1, or to the next free
-    number"""
+    """start a new run even if dir/name has an earlier one, which is moved to dir/name/earlier_1 (or the next free
+    number)"""
 
     @property
     def traced(self) -> range:
-        """Steps to trace, counted from 1."""
+        """The steps to trace, counted from 1."""
         return range(self.trace_first, self.trace_first + self.trace_steps)
 
 
@@ -444,18 +443,19 @@ class CheckpointConfig:
     """Checkpoints."""
 
     every: NonNegativeInt = 0
-    """steps between checkpoints; 0 saves none on the way"""
+    """steps between checkpoints; 0 saves only at the end"""
     last: bool = True
-    """save after the last step, also that of an early stop"""
+    """save after the last step, also after an early stop"""
     keep: PositiveInt = 2
-    """checkpoints to keep, those that were saved last"""
+    """number of most recently saved checkpoints to keep"""
     asynchronous: bool = False
-    """save while training goes on: a copy of the state is written, which takes as much memory of the host as the tables
-    and their optimizer's state"""
+    """save while training continues, from a copy of the state; needs as much additional host memory as the tables and
+    their optimizer states take"""
     resume: FullPath = "auto"
-    """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
+    """auto continues from the newest checkpoint in dir/name, if there is one; otherwise the path of a checkpoint. never
+    starts a new run"""
     allow_config_mismatch: bool = False
-    """go on although the samples, the global batch or a seed are not those that the checkpoint was trained with"""
+    """resume even if the samples, the global batch size or a seed differ from the checkpoint's"""
 
 
 @dataclass(frozen=True)
@@ -473,28 +473,30 @@ class Config:
         self.data.require_source()
         if self.data.kind == "synthetic" and self.train.steps is None:
             raise InputError("train.steps: null, but synthetic data has no end; set train.steps")
-        if self.data.kind != "prepared":  # else the files have the number of tables
+        if self.data.kind != "prepared":  # its files give the number of tables
             self.model.sequence.check_tables(self.data.tables.number(CRITEO_TABLES))
 
     @property
     def folder(self) -> Path:
-        """Folder that the run writes to."""
+        """The folder that the run writes to."""
         return Path(self.log.dir) / (self.log.name or self.embedding.backend)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the keys and values as plain nested dictionaries, lists, numbers and strings."""
+        """Return keys and values as nested dictionaries."""
         return dataclasses.asdict(self)
 
 
 RENAMED_KEYS = {
     "embedding.hosts": "embedding.nodes",
     "embedding.between_hosts": "embedding.internode",
+    "network.hosts": "network.nodes",
+    "network.gpus_per_host": "network.gpus_per_node",
     "log.replace": "log.overwrite",
     "checkpoint.resume_changed": "checkpoint.allow_config_mismatch",
 }
-"""names of earlier versions, which are accepted with a warning -> names"""
+"""names of earlier versions, accepted with a warning -> current names"""
 RENAMED_VALUES = {"embedding.put": {"in_place": "direct", "stores": "staged"}}
-"""key -> likewise its values"""
+"""key -> the values of earlier versions, accepted with a warning -> current values"""
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -506,17 +508,17 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def parse_multi_hot(spec: int | str) -> tuple[int, int]:
-    """Return the least and the greatest number of ids in a bag: (3, 3) for `3`, (0, 8) for `"0..8"`.
+    """Return the minimum and maximum number of ids in a bag: (3, 3) for `3`, (0, 8) for `"0..8"`.
 
     Raises:
-        InputError: if `spec` is neither a number of ids nor a range of them.
+        InputError: if `spec` is neither a number nor a range.
     """
     text = str(spec)
     match = _RANGE.fullmatch(text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-    if low > high or high == 0 or high > _MOST_HOT:
+    if low > high or high == 0 or high > _MAX_HOT:
         raise InputError(
-            f"data.tables.multi_hot: {text!r:.100} is not a number of ids a bag, 1 to {_MOST_HOT}, or a range of them; "
+            f"data.tables.multi_hot: {text!r:.100} is not a number of ids a bag, 1 to {_MAX_HOT}, or a range of them; "
             f"write 3 or '0..8'"
         )
     return low, high

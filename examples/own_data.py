@@ -1,9 +1,9 @@
-"""Trains on a table of one's own, from the files to an evaluated model: three commands, which this program calls.
+"""Trains on your own table, from files to an evaluated model, by three commands.
 
-    python examples/own_data.py --folder own_data --nproc 2        # on GPUs, or on a CPU where there are none
+    python examples/own_data.py --folder own_data --nproc 2        # on GPUs, or on a CPU if there are none
 
-The table has 39 columns: two labels, 8 numbers, 28 texts and a list. It is made here, as a Parquet file; a CSV file of
-the same columns gives the same samples. docs/configuration.md describes schemas.
+The table is created here as a Parquet file (CSV works, too). Its 39 columns are two labels, 8 numbers, 28 strings and a
+list. docs/configuration.md describes schemas.
 """
 
 import argparse
@@ -26,14 +26,14 @@ SCHEMA = "\n".join(
         *(f"  {name}: {{}}" for name in NUMBERS),
         "categorical:",
         "  words: {list: true, rows: 500}",
-        *(f"  {name}: {{min_count: 3}}" for name in TEXTS[:14]),  # a vocabulary, which `prepare` learns
-        *(f"  {name}: {{rows: 200}}" for name in TEXTS[14:]),  # a hash
+        *(f"  {name}: {{min_count: 3}}" for name in TEXTS[:14]),  # a vocabulary, built by `prepare`
+        *(f"  {name}: {{rows: 200}}" for name in TEXTS[14:]),  # hashed
     ]
 )
 
 
 def make_table(rows: int) -> pa.Table:
-    """Return samples whose labels depend on the first number, the first text and the words."""
+    """Return samples whose labels depend on the first number, the first string and the list."""
     rng = np.random.default_rng(0)
     numbers, texts = rng.normal(size=(8, rows)), rng.zipf(1.5, (28, rows)) % 100
     words = [[f"w{word}" for word in rng.integers(0, 50, rng.integers(0, 8))] for _ in range(rows)]
@@ -47,7 +47,7 @@ def make_table(rows: int) -> pa.Table:
 
 
 def run(folder: Path, rows: int, options: list[str]) -> int:
-    """Write the table and its schema to `folder`, prepare it, and train; `options` are of `dlrm-overlap train`."""
+    """Write the table and its schema to `folder`, prepare it, and train with `options` of `dlrm-overlap train`."""
     folder.mkdir(parents=True, exist_ok=True)
     parquet.write_table(make_table(rows), folder / "samples.parquet")
     (folder / "schema.yaml").write_text(SCHEMA + "\n")
@@ -60,7 +60,7 @@ def run(folder: Path, rows: int, options: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train on a table of one's own; other options are those of train.")
+    parser = argparse.ArgumentParser(description="Train on your own table; other options are passed to train.")
     parser.add_argument("--folder", type=Path, default=Path("own_data"))
     parser.add_argument("--rows", type=int, default=20_000)
     known, rest = parser.parse_known_args()

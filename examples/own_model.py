@@ -1,14 +1,12 @@
-"""A small TorchRec model of one's own, trained with the embedding exchange that the command line names.
+"""Trains your own small TorchRec model with an embedding backend of your choice.
 
-    torchrun --nproc-per-node 2 examples/own_model.py --backend pgas        # on GPUs, or on a CPU where there are none
+    torchrun --nproc-per-node 2 examples/own_model.py --backend pgas        # on GPUs, or on a CPU if there are none
     python examples/own_model.py                                            # one process
 
-A tower of users and a tower of items each make a vector of pooled embeddings; the vectors' product is the logit of a
-click. Under TorchRec alone (--backend stock) two lines differ: the sharder and the pipeline. docs/torchrec.md has the
-details.
+The dot product of a user vector and an item vector is the logit of a click. Only two lines differ from TorchRec
+(--backend torchrec): the sharder and the pipeline (docs/torchrec.md).
 
-TorchRec's planner warns of a topology that it made itself and of its own estimates, and PyTorch of how TorchRec calls
-DDP. Nothing follows from these warnings here.
+You can ignore the warnings: TorchRec's planner warns about its own estimates, PyTorch about how TorchRec uses DDP.
 """
 
 import argparse
@@ -35,8 +33,8 @@ from dlrm_overlap import GraphTrainPipeline, OverlapEmbeddingBagCollectionSharde
 from dlrm_overlap.launching import launcher, process_group
 
 USER, ITEM = ("user", "history"), ("item", "words")  # the features of each tower
-ROWS = {"user": 4000, "history": 1000, "item": 1000, "words": 400}  # of each feature's table
-MOST_IDS = {"user": 1, "history": 8, "item": 1, "words": 4}  # of a bag
+ROWS = {"user": 4000, "history": 1000, "item": 1000, "words": 400}  # rows of each feature's table
+MAX_IDS = {"user": 1, "history": 8, "item": 1, "words": 4}  # ids per bag
 DIM, SAMPLES, TASTES = 32, 256, 4
 
 
@@ -49,27 +47,27 @@ class TwoTowers(nn.Module):
             EmbeddingBagConfig(name=f"t_{name}", num_embeddings=rows, embedding_dim=DIM, feature_names=[name])
             for name, rows in ROWS.items()
         ]
-        self.embedding = EmbeddingBagCollection(tables, device=torch.device("meta"))  # ranks make their own shards
+        self.embedding = EmbeddingBagCollection(tables, device=torch.device("meta"))  # each rank creates its shards
         self.user = nn.Sequential(nn.Linear(DIM * len(USER), 64), nn.GELU(), nn.Linear(64, 32)).to(device)
         self.item = nn.Sequential(nn.Linear(DIM * len(ITEM), 64), nn.GELU(), nn.Linear(64, 32)).to(device)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean loss [] of a batch twice: with its graph, and without it for the pipeline to return."""
-        pooled = self.embedding(batch.sparse_features).to_dict()  # by name: the order of the columns does not matter
+        """Return the mean loss [] twice: with its graph, and detached, for the pipeline to return."""
+        pooled = self.embedding(batch.sparse_features).to_dict()  # by name, independent of the order
         user = self.user(torch.cat([pooled[name] for name in USER], dim=1))
         item = self.item(torch.cat([pooled[name] for name in ITEM], dim=1))
         loss = nn.functional.binary_cross_entropy_with_logits((user * item).sum(dim=1), batch.labels)
         return loss, loss.detach()
 
 
-def made_up(steps: int, rank: int) -> Iterator[Batch]:
-    """Yield this rank's made-up batches. An id modulo TASTES is a taste, and users click items of their own taste."""
+def synthetic_batches(steps: int, rank: int) -> Iterator[Batch]:
+    """Yield this rank's synthetic batches. An id modulo TASTES is a taste; users click items of their own taste."""
     generator = torch.Generator().manual_seed(rank)
     for _ in range(steps):
-        tastes = torch.randint(0, TASTES, (2, SAMPLES), generator=generator)  # of the users, of the items
+        tastes = torch.randint(0, TASTES, (2, SAMPLES), generator=generator)  # of users and items
         lengths, values = [], []
         for name, rows in ROWS.items():
-            bags = torch.randint(0, MOST_IDS[name] + 1, (SAMPLES,), generator=generator)
+            bags = torch.randint(0, MAX_IDS[name] + 1, (SAMPLES,), generator=generator)
             taste = tastes[0 if name in USER else 1].repeat_interleave(bags)
             values.append(torch.randint(0, rows // TASTES, taste.shape, generator=generator) * TASTES + taste)
             lengths.append(bags)
@@ -80,21 +78,21 @@ def made_up(steps: int, rank: int) -> Iterator[Batch]:
 def main() -> None:
     """Build the model, shard it and train it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--backend", choices=["stock", "nccl", "pgas", "fused"], default="pgas")
+    parser.add_argument("--backend", choices=["torchrec", "nccl", "pgas", "fused"], default="pgas")
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
 
     world = launcher.detect()  # torchrun, mpirun, srun, or this process alone
     device = process_group.find_device("auto", world.local_rank, world.source)
-    process_group.init_process_group(world, device)  # and, on a GPU, streams of the right priority
+    process_group.init_process_group(world, device)  # also sets streams' priorities on a GPU
     torch.manual_seed(0)
     logging.basicConfig()
-    logging.getLogger("dlrm_overlap").setLevel(logging.INFO)  # says how many tables are exchanged
+    logging.getLogger("dlrm_overlap").setLevel(logging.INFO)  # logs how many tables are exchanged
 
     fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
-    is_stock = options.backend == "stock"
+    is_torchrec = options.backend == "torchrec"
     sharders: list[ModuleSharder] = [EmbeddingBagCollectionSharder(fused_params)]
-    if not is_stock:  # the first of two lines that change
+    if not is_torchrec:  # the first of two lines that differ
         sharders = [OverlapEmbeddingBagCollectionSharder(fused_params, backend=options.backend)]
 
     towers = TwoTowers(device)
@@ -102,13 +100,13 @@ def main() -> None:
     plan = planner.collective_plan(towers, sharders, dist.group.WORLD)
     model = DistributedModelParallel(towers, device=device, plan=plan, sharders=sharders)
 
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))  # what the backward does not update itself
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))  # not updated in the backward
     adagrad = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adagrad(parameters, lr=0.03))
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", adagrad)])
-    # The second. Under nccl, whose steps are not captured, it hands them to TrainPipelineSparseDist.
-    pipeline = (TrainPipelineSparseDist if is_stock else GraphTrainPipeline)(model, optimizer, device)
+    # The second line. With nccl, whose steps are not captured, it falls back to TrainPipelineSparseDist.
+    pipeline = (TrainPipelineSparseDist if is_torchrec else GraphTrainPipeline)(model, optimizer, device)
 
-    batches = made_up(options.steps, world.rank)
+    batches = synthetic_batches(options.steps, world.rank)
     for step in range(1, options.steps + 1):
         loss = pipeline.progress(batches)
         if step % 10 == 0:
@@ -116,7 +114,7 @@ def main() -> None:
             if world.rank == 0:
                 print(f"step {step}: loss {loss.item() / world.world_size:.6f}", flush=True)
 
-    if isinstance(pipeline, GraphTrainPipeline):  # not needed where the process ends, as here
+    if isinstance(pipeline, GraphTrainPipeline):  # optional if the process ends, as here
         pipeline.close()
     process_group.shutdown()
 

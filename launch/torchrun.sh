@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train under torchrun: one agent a node, one process a GPU (two processes where there is no GPU).
+# Train under torchrun: one agent per node, one process per GPU, or two without a GPU.
 #
 #   launch/torchrun.sh configs/quickstart.yaml [--train.steps 200 ...]
 #
@@ -7,28 +7,28 @@
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 launch/torchrun.sh configs/quickstart.yaml
 #
 # NPROC         processes on this node
-# MAX_RESTARTS  times a failed run starts again, from its newest checkpoint (default 0; one node)
+# MAX_RESTARTS  how often a failed run restarts from its newest checkpoint (default 0; one node)
 set -euo pipefail
 if [ -z "${1:-}" ]; then echo "usage: launch/torchrun.sh CONFIG [--section.key value ...]" >&2; exit 2; fi
 config=$1
 shift
-# The environment that `make` sets up beside this folder, unless another is active.
+# The active virtual environment, else the checkout's .venv.
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=$root/.venv/bin/python
 if [ -n "${VIRTUAL_ENV:-}" ] || [ ! -x "$python" ]; then python=python; fi
-# No yaml.py or torch.py of the working folder is run; a checkout that is not installed is named instead.
+# Import nothing from the working folder. If the package is not installed, import it from this checkout.
 export PYTHONSAFEPATH=1
 "$python" -c 'import dlrm_overlap' >/dev/null 2>&1 || export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 nproc=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
-# Unset, torchrun gives every process one thread.
+# By default torchrun gives every process one thread.
 cores=$(( $(nproc) / nproc ))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > 0 ? cores : 1 ))}
-# Restarted ranks would look for each other at the addresses of the dead ones, which the agent's store still holds.
+# Otherwise restarted ranks use the addresses of the failed ones, which the agent's store still has.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 if (( ${NNODES:-1} == 1 )); then
   nodes=(--standalone)
 else
-  nodes=(--nnodes "$NNODES" --node-rank "${NODE_RANK:?set NODE_RANK, 0 on the host MASTER_ADDR}"
+  nodes=(--nnodes "$NNODES" --node-rank "${NODE_RANK:?set NODE_RANK, 0 on the node MASTER_ADDR}"
          --master-addr "${MASTER_ADDR:?set MASTER_ADDR to the node of NODE_RANK 0}" --master-port "${MASTER_PORT:-29500}")
 fi
 exec "$python" -m torch.distributed.run "${nodes[@]}" --nproc-per-node "$nproc" --max-restarts "${MAX_RESTARTS:-0}" \

@@ -1,4 +1,4 @@
-"""Draws the picture of README from measured rows: `python -m tests.pictures`. It needs the extra `plots`.
+"""Draws the pictures of README from measured rows: `python -m tests.pictures`. It needs the extra `plots`.
 
 Text stays text in the SVG, so `test_pages.py` compares its numbers with the rows.
 """
@@ -6,12 +6,40 @@ Text stays text in the SVG, so `test_pages.py` compares its numbers with the row
 import re
 from pathlib import Path
 
-from tests.pages import FOLDER, strongest
-from tests.simulated_pages import read
+from tests.measured import values
+from tests.simulated_pages import FOLDER, read
 
 STEP_TIMES = FOLDER / "step_times.svg"
 MODELS = {"mlperf": "DLRM-DCNv2 (MLPerf)", "dot": "DLRM, dot products", "sequence": "item histories"}
-CONTENDERS = ("TorchRec as users run it", "TorchRec's fastest configuration", "dlrm-overlap")
+CONTENDERS = {
+    "torchrec": "TorchRec as users run it",
+    "strongest": "TorchRec's fastest configuration",
+    "pgas_graph": "dlrm-overlap",
+}
+
+TIMELINES = FOLDER / "timelines.svg"
+TIMELINE_ROWS = "two_h100"
+TIMELINE_CONTENDERS = {"torchrec_strongest_default_plan": "TorchRec's fastest", "pgas_graph": "dlrm-overlap"}
+# Lanes of a timeline by the kinds of work of `observe.trace_summary`, and the kinds' colors.
+_LANES = {
+    "dense part": ("products", "dense", "optimizer"),
+    "embeddings": ("lookup", "update", "ids", "sort"),
+    "between GPUs": ("exchange", "all-reduce"),
+    "copies": ("copies", "samples"),
+}
+_COLORS = {
+    **dict.fromkeys(("products", "dense", "optimizer"), "#4c78a8"),
+    **{"lookup": "#54a24b", "update": "#54a24b", "ids": "#b3d9a9", "sort": "#b3d9a9"},
+    **{"exchange": "#e45756", "all-reduce": "#f3b4a3", "copies": "#9d9da1", "samples": "#9d9da1"},
+}
+_LEGEND = (
+    ("dense", "dense part"),
+    ("lookup", "lookup and update"),
+    ("ids", "ids, sort"),
+    ("exchange", "embedding exchange"),
+    ("all-reduce", "all-reduce"),
+)
+_BARS = ("#c9c9cd", "#9d9da1", "#4c78a8")
 
 
 def step_times() -> list[tuple[str, list[float]]]:
@@ -19,8 +47,7 @@ def step_times() -> list[tuple[str, list[float]]]:
     found = []
     for name, title in MODELS.items():
         rows = read(f"four_h200/step_{name}.csv")
-        of = {row["contender"]: float(row["busy_ms"]) for row in reversed(rows)}
-        found.append((title, [of["torchrec"], float(strongest(rows, "busy_ms")["busy_ms"]), of["pgas_graph"]]))
+        found.append((title, [values(rows, rows, f"{each}:busy_ms")[0] for each in CONTENDERS]))
     return found
 
 
@@ -29,7 +56,9 @@ def draw_step_times() -> None:
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(8, 2.8))
     times = step_times()
-    for number, (contender, color) in enumerate(zip(CONTENDERS, ("#c9c9cd", "#9d9da1", "#4c78a8"), strict=True)):
+    for number, (contender, color) in enumerate(
+        zip(CONTENDERS.values(), ("#c9c9cd", "#9d9da1", "#4c78a8"), strict=True)
+    ):
         values = [ms[number] for _, ms in times]
         bars = axes.barh([group + 0.27 * (number - 1) for group in range(len(times))], values, 0.25, color=color)
         axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=3, fontsize=8)
@@ -38,6 +67,30 @@ def draw_step_times() -> None:
     axes.invert_yaxis()
     axes.set_xlabel("GPU time of a training step on 4 x H200, ms (less is better)")
     _save(figure, axes, STEP_TIMES)
+
+
+def draw_timelines() -> None:
+    """Write `TIMELINES`: what the GPU did in one traced step, of TorchRec and of ours, on one axis of time."""
+    plt = _pyplot()
+    rows = read(f"{TIMELINE_ROWS}/timeline_mlperf.csv")
+    figure, axes = plt.subplots(figsize=(8, 2.8))
+    heights: dict[tuple[str, str], float] = {}
+    for contender, title in TIMELINE_CONTENDERS.items():
+        top = max(heights.values(), default=-1.0) + 1.8  # a line for the title
+        heights |= {(contender, lane): top + number for number, lane in enumerate(_LANES)}
+        own = [row for row in rows if row["contender"] == contender]
+        for row in own:
+            lane = next(lane for lane, kinds in _LANES.items() if row["kind"] in kinds)
+            begin, end = float(row["begin_us"]) / 1e3, float(row["end_us"]) / 1e3
+            axes.barh(heights[contender, lane], end - begin, 0.8, left=begin, color=_COLORS[row["kind"]], lw=0)
+        end = max(float(row["end_us"]) for row in own) / 1e3
+        axes.text(0, top - 0.9, f"{title}: {end:.2f} ms", va="center", fontsize=9, weight="bold")
+    axes.set_yticks([*heights.values()], [lane for _, lane in heights], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms since the step began, on one GPU")
+    for kinds, label in _LEGEND:
+        axes.bar(0, 0, color=_COLORS[kinds], label=label)
+    _save(figure, axes, TIMELINES)
 
 
 def _pyplot():
@@ -54,7 +107,7 @@ def _save(figure, axes, path: Path) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, axes.get_xlim()[1] * 1.08)
-    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=4)
+    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.2), ncols=5)
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
     text = path.read_text()
     path.write_text(re.sub(r" +$", "", text, flags=re.MULTILINE).replace("<svg ", '<svg style="background:white" ', 1))
@@ -62,3 +115,4 @@ def _save(figure, axes, path: Path) -> None:
 
 if __name__ == "__main__":
     draw_step_times()
+    draw_timelines()

@@ -1,1 +1,1 @@
-"""Memory that peers share."""
+"""Memory that ranks share, and how they synchronize."""

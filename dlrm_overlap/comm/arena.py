@@ -1,12 +1,7 @@
-"""Memory of one rank that its peers read and write: the only file that touches symmetric memory.
+"""Memory that the ranks of a node share. This is the only file that uses PyTorch's symmetric memory.
 
-An arena is made of regions, alike on every rank, each a tensor that every rank of its node can address (`comm.reach`).
-On GPUs it is one allocation of PyTorch's symmetric memory; between processes of one node, a nameless file in memory
-that all map.
-
-Synchronisation is by epochs, 1, 2, 3, .., one a step: a producer stores, then raises its flag at the consumer to the
-step's epoch; the consumer waits until the flag has reached it. Flags are never reset. On GPUs kernels raise and await
-them (`kernels.flags`); here are the host's twins, which lean on the processor's store order (x86-64).
+Producers store data, then set a flag at the consumer to the step's epoch (signal), for which the consumer waits. Flags
+only grow. On GPUs kernels signal and wait (`kernels.flags`), on CPUs `HostArena` does.
 """
 
 import mmap
@@ -29,7 +24,8 @@ from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError, in_one_line
 
 _ALIGNMENT_BYTES = 256
-_ORDERED_STORES = ("x86_64", "AMD64")  # machines whose stores other processors see in order
+# Processors whose stores become visible to other processors in program order.
+_ORDERED_STORES = ("x86_64", "AMD64")
 
 
 class Region(NamedTuple):
@@ -40,10 +36,10 @@ class Region(NamedTuple):
 
 
 class BufferView:
-    """A region that is lent as a tensor, and knows whether anything still uses it."""
+    """A region that is given out as a tensor, and that knows whether the tensor is in use."""
 
     def __init__(self, region: torch.Tensor) -> None:
-        """Take a tensor [rows, columns] with a storage of its own."""
+        """Take a tensor [rows, columns] with its own storage."""
         self._region, self._storage = region, region.untyped_storage()
         self._columns, self._strides = region.shape[1], region.stride()
         self._count_users: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
@@ -51,26 +47,24 @@ class BufferView:
         self._idle = self._count_users(self._address)
 
     def acquire(self, rows: int, first_column: int = 0, columns: int | None = None) -> torch.Tensor:
-        """Return `columns` columns, None for all, from `first_column` on, of the first `rows` rows.
+        """Return the first `rows` rows of `columns` columns (None: all) from `first_column` on.
 
-        It is a tensor of its own on the region's storage: autograd lets nobody change a view in place that an autograd
-        function has made.
+        It is not a view: autograd forbids in-place changes of a view made by an autograd function.
         """
         columns = self._columns - first_column if columns is None else columns
-        with torch.inference_mode(False):  # else no later step could save it for its backward
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be saved for a backward
             return self._region.new_empty(0).set_(self._storage, first_column, (rows, columns), self._strides)
 
     @property
     def held(self) -> bool:
-        """Whether a tensor that was lent lives, or a view of one, or a graph that saved one."""
+        """Whether an acquired tensor, a view of it, or a graph that saved it is alive."""
         return self._count_users(self._address) > self._idle
 
 
 class CudaMemory:
-    """GPU memory as `torch.as_tensor` takes it: without a copy, into a tensor with a storage of its own."""
+    """GPU memory that `torch.as_tensor` wraps without a copy; `holds` keeps it allocated."""
 
     def __init__(self, address: int, size_bytes: int, holds: object = None) -> None:
-        """Take bytes at an address, and the owner that keeps them alive."""
         self._holds = holds
         self.__cuda_array_interface__ = {
             "shape": (size_bytes,),
@@ -81,43 +75,43 @@ class CudaMemory:
 
 
 class Arena(ABC):
-    """This rank's regions and its view of those of its node's ranks. Making one is a collective over `group`."""
+    """Regions that are the same on every rank of a node and visible to all; the constructor is a collective."""
 
     def __init__(
         self, regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, reach: Reach | None = None
     ) -> None:
-        """Open it over the ranks that `reach` names; None is all of `group`."""
+        """Map the arenas of the ranks of `group` that `reach` names; None is all."""
         self.rank, self.world_size, self.device = group.rank(), group.size(), device
         self.reach = reach or Reach.of_one_node(group)
         self.reached = self.reach.here
-        """the ranks whose regions are seen here, this rank among them"""
-        self._places: dict[str, tuple[int, Region]] = {}
+        """ranks whose arenas are mapped here, including this rank"""
+        self._regions: dict[str, tuple[int, Region]] = {}
         self._addresses: dict[str, torch.Tensor] = {}
         self.size_bytes = 0
         for name, region in regions.items():
-            self._places[name] = self.size_bytes, region
+            self._regions[name] = self.size_bytes, region
             region_bytes = prod(region.shape) * region.dtype.itemsize
             self.size_bytes += -(-region_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._memory = self._map(group)
 
     @abstractmethod
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        """Return the memory of each rank reached, [size_bytes] uint8; this rank's is zeroed before a peer can write."""
+        """Return each reached rank's memory, [size_bytes] uint8; a rank zeroes its own before peers can write."""
 
     def view(self, name: str, rank: int) -> torch.Tensor:
-        """Return region `name` of the arena of `rank`, one of those reached."""
-        offset, (shape, dtype) = self._places[name]
+        """Return region `name` of `rank`, one of `reached`."""
+        offset, (shape, dtype) = self._regions[name]
         memory = self._memory[self.reached.index(rank)]
         return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def local(self, name: str) -> torch.Tensor:
-        """Return region `name` of this rank's arena."""
+        """Return region `name` of this rank."""
         return self.view(name, self.rank)
 
     def addresses(self, name: str) -> torch.Tensor:
-        """Return int64 on the device, one for each rank reached: where this process finds its region `name`.
+        """Return the addresses, in this process, of region `name` of each reached rank: int64 on the device.
 
-        The first call copies them to the device, so it may not be within a capture; later ones return the same tensor.
+        The first call copies them to the device, and must not be captured.
         """
         if name not in self._addresses:
             pointers = [self.view(name, rank).data_ptr() for rank in self.reached]
@@ -125,7 +119,7 @@ class Arena(ABC):
         return self._addresses[name]
 
     def buffer_view(self, name: str) -> BufferView:
-        """Return a `BufferView` of region `name` of this rank's arena, by which its window is lent to the model."""
+        """Return a `BufferView` of region `name` of this rank."""
         region = self.local(name)
         region_bytes = region.numel() * region.dtype.itemsize
         memory: Any = region.flatten().view(torch.uint8)
@@ -133,7 +127,7 @@ class Arena(ABC):
         return BufferView(torch.as_tensor(memory, device=self.device).view(region.dtype).view(region.shape))
 
     def close(self) -> None:
-        """Give the memory back. Nothing may read or write it any more, here or at a peer."""
+        """Free the memory; no kernel, here or at a peer, may use it any more."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._memory = []
@@ -147,12 +141,13 @@ class CudaArena(Arena):
             return [torch.zeros(self.size_bytes, dtype=torch.uint8, device=self.device)]
         import torch.distributed._symmetric_memory as symmetric_memory
 
+        # Zero this rank's memory before any peer maps it.
         def allocate() -> torch.Tensor:
             try:
                 memory = symmetric_memory.empty(self.size_bytes, dtype=torch.uint8, device=self.device)
                 memory.zero_()
                 torch.cuda.synchronize(self.device)
-            except RuntimeError as error:  # of which torch.OutOfMemoryError is one
+            except RuntimeError as error:  # also torch.OutOfMemoryError
                 raise InputError(
                     f"embedding.backend: no room for {self.size_bytes} bytes of windows on {self.device} "
                     f"({in_one_line(error):.200}); take a smaller train.batch_size, or cap the tables"
@@ -161,6 +156,7 @@ class CudaArena(Arena):
 
         local = on_every_rank(allocate, group)
 
+        # Map the peers' memory.
         def meet() -> Any:
             try:
                 return symmetric_memory.rendezvous(local, self.reach.group or group)
@@ -177,33 +173,32 @@ class CudaArena(Arena):
 
 
 class HostArena(Arena):
-    """Memory that each process of one node makes without a name, so that no kill at any moment leaves it behind."""
+    """Memory shared by the processes of a node, in unnamed files that disappear with them."""
 
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
         files: list[int] = []
         try:
             on_every_rank(lambda: files.append(self._make_file()), group)
             found = os.fstat(files[0])
-            # The peers find the file in the table of this process's open files.
-            place = socket.gethostname(), f"/proc/{os.getpid()}/fd/{files[0]}", (found.st_dev, found.st_ino)
-            every = gathered(place, group)
-            places = [every[rank] for rank in self.reached]
-            if (nodes := len({node for node, _, _ in places})) > 1:
+            # Peers open the file through this process's table of open files.
+            location = socket.gethostname(), f"/proc/{os.getpid()}/fd/{files[0]}", (found.st_dev, found.st_ino)
+            every = gathered(location, group)
+            locations = [every[rank] for rank in self.reached]
+            if (nodes := len({node for node, _, _ in locations})) > 1:
                 raise InputError(
                     f"embedding.backend: CPU ranks on {nodes} nodes share no memory; use --embedding.backend torchrec, "
                     f"or ranks of one node"
                 )
-            # No rank goes on, or closes its file, before all have mapped it.
-            return on_every_rank(lambda: [self._open(path, file) for _, path, file in places], group)
+            # A rank keeps its file open until all ranks have mapped it.
+            return on_every_rank(lambda: [self._open(path, file) for _, path, file in locations], group)
         finally:
             for file in files:
                 os.close(file)
 
     def _make_file(self) -> int:
-        """Return the descriptor of a new file of zeros in memory, which the size of /dev/shm does not bound."""
         if (machine := platform.machine()) not in _ORDERED_STORES:
             raise InputError(
-                f"embedding.backend: ranks on CPUs lean on the order in which x86-64 stores, and this is {machine}; "
+                f"embedding.backend: ranks on CPUs rely on the store order of x86-64, and this is {machine}; "
                 f"use --embedding.backend torchrec"
             )
         descriptor = os.memfd_create("dlrm_overlap_arena")
@@ -218,7 +213,6 @@ class HostArena(Arena):
         return descriptor
 
     def _open(self, path: str, expected: tuple[int, int]) -> torch.Tensor:
-        """Map the file that `path` leads to; `expected` is its device and its inode."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -232,18 +226,20 @@ class HostArena(Arena):
             os.close(descriptor)
 
     def signal_flag(self, name: str, peer: int, slot: int, epoch: int, source: int | None = None) -> None:
-        """Raise flag `slot` of this rank, or of `source`, at `peer` to `epoch`; region `name` is [W, slots] int64."""
+        """Set flag `slot` of this rank (or of `source`) at `peer` to `epoch`; region `name` is [W, slots] int64."""
+        # x86-64 makes this rank's earlier stores visible before this one.
         self.view(name, peer)[self.rank if source is None else source, slot] = epoch
 
     def wait(self, name: str, counts: torch.Tensor, epoch: int, timeout_s: float, what: str = "slice") -> None:
-        """Wait until the first counts[w] flags of every rank w have reached `epoch` here; each stands for a `what`.
+        """Wait until the first counts[w] flags of each rank w reach `epoch`; errors name a slot by `what`.
 
         Raises:
-            ExchangeTimeoutError: if that takes longer than `timeout_s`.
+            ExchangeTimeoutError: after `timeout_s`.
         """
         flags = self.local(name)
         used = torch.arange(flags.shape[1], device="cpu") < counts[:, None]
         deadline = None
+        # x86-64 does not reorder loads: what follows sees the stores before the signals.
         while (missing := used & (flags < epoch)).any():
             deadline = deadline or Deadline(timeout_s)
             if deadline.is_over():
@@ -262,12 +258,12 @@ def _out_of_reach(path: str, why: str) -> InputError:
 def open_arena(
     regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, reach: Reach | None = None
 ) -> Arena:
-    """Make an arena of zeros on every rank of `group`, which all call this with the same regions.
+    """Make a zeroed arena; a collective, with the same regions on all ranks.
 
     Args:
-        reach: which ranks see each other's regions; None is all of `group`.
+        reach: which ranks see each other's regions; None: all of `group`.
 
     Raises:
-        InputError: if ranks that are to see each other's memory cannot reach it.
+        InputError: if ranks that should share memory cannot.
     """
     return (CudaArena if device.type == "cuda" else HostArena)(regions, group, device, reach)

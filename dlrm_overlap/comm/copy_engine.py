@@ -1,9 +1,4 @@
-"""A GPU's copy engines: they carry bytes to a peer's memory while all multiprocessors do something else.
-
-What a `CopyEngine` is given runs on one stream, one thing after the other: one flow of copies fills the links of an
-H200, three side by side reach two thirds of that (docs/lab.md). Every call can be captured in a CUDA
-graph, where a copy takes the GPU some 2 us beside its bytes; issued one by one, it takes the host 9.
-"""
+"""Copies to a peer's memory by a GPU's copy engines, which leave its multiprocessors free (docs/results/lab.md)."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -13,7 +8,7 @@ import torch
 
 
 class CopyEngine:
-    """A stream of copies beside the current one.
+    """A stream of copies that runs concurrently with the current stream; every call can be captured in a CUDA graph.
 
     Example:
         engine = CopyEngine(device)
@@ -25,43 +20,40 @@ class CopyEngine:
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
-        """Make the stream, of a priority that kernels on it have: copies have none."""
+        """Create the stream; `priority` is that of kernels on it."""
         self.stream = torch.cuda.Stream(device, priority=priority)
-        """on which the copies run; kernels may be put there, too"""
         self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
 
     def follow(self) -> None:
-        """Make all later work here wait for the work that is on the current stream by now."""
+        """Make this stream wait for what has been issued on the current one."""
         self._begun.record(torch.cuda.current_stream(self.stream.device))
         self.stream.wait_event(self._begun)
 
     def join(self) -> None:
-        """Make the current stream wait until all that has been issued by now is done."""
+        """Make the current stream wait for what has been issued here."""
         self._done.record(self.stream)
         torch.cuda.current_stream(self.stream.device).wait_event(self._done)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source` to `destination`, contiguous and alike, in this GPU's memory or a peer's.
+        """Copy between contiguous tensors of one shape and dtype, in this GPU's memory or a peer's.
 
-        This takes a quarter of the host's time of `copy_` on a stream that has to be entered first.
+        It takes a quarter of the host time of `copy_` on another stream.
         """
         assert (destination.shape, destination.dtype) == (source.shape, source.dtype), "bytes are copied as they are"
         assert all(each.is_contiguous() for each in (destination, source)), "one range of bytes is copied to another"
-        if source.device.type == "cpu":  # where kernels are interpreted, nothing runs beside
+        if source.device.type == "cpu":  # under Triton's interpreter nothing runs concurrently
             destination.copy_(source)
             return
-        if not (size := source.numel() * source.itemsize):  # of which no graph can hold a copy
+        if not (size := source.numel() * source.itemsize):  # a graph cannot contain an empty copy
             return
         runtime = _runtime()
         kind, stream = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice, self.stream.cuda_stream
         _check(runtime.cudaMemcpyAsync, destination.data_ptr(), source.data_ptr(), size, kind, stream)
 
     def write_flag(self, flag: torch.Tensor, word: torch.Tensor) -> None:
-        """Write the number in `word` to `flag` once all copies before are done, without a kernel.
+        """Copy `word` to `flag` after all earlier copies are complete, also for whoever acquires the flag.
 
-        It is a copy of 8 bytes: work on a stream begins when all before it is complete, at a peer too, so whoever
-        acquires the flag there sees the copied bytes. The number is read when the copy runs, so a replayed graph writes
-        the number of that moment; a stream memory operation would write the number of the capture.
+        Unlike a stream memory operation, a replayed copy writes the value of that moment.
 
         Args:
             flag: [1] int64, in this GPU's memory or a peer's.
@@ -70,18 +62,13 @@ class CopyEngine:
         self.copy(flag, word)
 
     def wait_counter(self, word: torch.Tensor, count: int) -> None:
-        """Make all later work here wait until `word` has reached `count`.
+        """Make this stream wait, without a timeout, until `word` reaches the constant `count`, at least 1.
 
-        The number is a constant, so this can be captured and replayed, if the word is set back before each time: once
-        this is done, which `join` orders, and before both the kernel that raises it and, by `follow`, the next wait.
-        Nothing bounds the wait: the kernel is on this GPU, and may come after bounded waits of its own.
-
-        Launch the kernel first, and call this then. A kernel's first launch loads it, which can wait for the
-        whole device, and so for the stream that waits for the kernel.
+        Reset the word before each use: after this wait (`join`), before the kernel that increments it, and before the
+        next wait (`follow`). Launch that kernel first: its first launch loads it, which can wait for the whole device.
 
         Args:
-            word: [1] int64 in this GPU's memory, which kernels raise by atomics at GPU scope or wider, 0 before.
-            count: at least 1.
+            word: [1] int64 in this GPU's memory, incremented by atomics at GPU scope or wider.
         """
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports] # not on a CPU
 

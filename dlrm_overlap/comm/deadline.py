@@ -1,23 +1,20 @@
-"""The bound of a wait on the host. Loads no torch."""
+"""The time limit of a wait on the host. Imports no torch."""
 
 import time
 
 
 class Deadline:
-    """The bound of a wait that polls. Time in which this process itself stood still, as under Ctrl-Z, does not count.
+    """The time limit of a wait that polls. Time while this process was stopped (Ctrl-Z) does not count."""
 
-    Between two polls counts `longest_s` at most: whoever is stopped does not poll, and its peers may be stopped, too.
-    """
-
-    def __init__(self, bound_s: float, longest_s: float = 1.0) -> None:
-        """Begin to wait, for `bound_s` seconds in all; `longest_s` is far more than from one poll to the next."""
+    def __init__(self, timeout_s: float, longest_s: float = 1.0) -> None:
+        """Start a wait; at most `longest_s` counts between two polls."""
         self.waited_s = 0.0
-        self._bound_s, self._longest_s = bound_s, longest_s
+        self._timeout_s, self._longest_s = timeout_s, longest_s
         self._polled = time.monotonic()
 
     def is_over(self) -> bool:
-        """Count the time since the last poll, and return whether the bound is passed."""
+        """Count the time since the last poll, and return whether the limit is exceeded."""
         now = time.monotonic()
         self.waited_s += min(now - self._polled, self._longest_s)
         self._polled = now
-        return self.waited_s > self._bound_s
+        return self.waited_s > self._timeout_s

@@ -1,4 +1,4 @@
-"""Records by which kernels report to the host: in page-locked memory, which the host polls without waiting."""
+"""Errors that kernels write to page-locked memory, which the host reads without waiting for the device."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,14 +6,15 @@ import torch
 import torch.distributed as dist
 
 _KINDS, _RECORD_WORDS = 4, 8
-_EXPIRED, _BAD_ID, _OVERFLOW, _BAD_ARRIVAL = 1, 2, 3, 4  # the kinds of `primitives.record`
+# The kinds of error of `primitives.record`.
+_EXPIRED, _BAD_ID, _OVERFLOW, _BAD_ARRIVAL = 1, 2, 3, 4
 
 
 class ExchangeTimeoutError(RuntimeError):
-    """A peer did not raise its flag in time: it died, stalls, or runs another program."""
+    """A peer did not signal its flag in time: it has died, is stalled, or runs another program."""
 
     def __init__(self, missing: Sequence[int], timeout_s: float, what: str = "slice") -> None:
-        """Take (waiting rank, peer, slot, expected epoch, seen epoch) of the missing flag, and a noun for the slot."""
+        """Take (waiting rank, peer, slot, expected epoch, seen epoch) of the missing flag, and the name of a slot."""
         rank, peer, slot, expected, seen = missing
         super().__init__(
             f"rank {rank} waited {timeout_s:g} s for {what} {slot} of rank {peer}: expected epoch {expected}, seen "
@@ -23,35 +24,28 @@ class ExchangeTimeoutError(RuntimeError):
 
 
 class DeviceErrorRecord:
-    """One record of each kind that kernels write, such as of a wait that expired, or of an id outside its table.
-
-    A kernel writes a kind's record once, the first time, see `primitives.record`.
-    """
+    """The first error of each kind that kernels have reported (`primitives.record`)."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         words = torch.zeros(_KINDS, _RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-        self._words = words.numpy()  # a read costs nothing, and the array keeps the memory alive
+        self._words = words.numpy()  # reads are cheap, and the array keeps the memory alive
         self._first = memoryview(self._words).cast("B").cast("q")  # type: ignore[arg-type]
         self.status = torch.tensor([words.data_ptr(), *[0] * _KINDS], device=device)
-        """[1 + kinds] int64 on the device, an argument of kernels: the records' address and a lock for each kind"""
+        """[1 + kinds] int64 on the device, a kernel argument: the records' address, then a lock for each kind"""
 
     @property
     def empty(self) -> bool:
-        """Whether no kernel has recorded anything."""
-        first = self._first  # asked each step: this takes a tenth of the time of numpy's any()
+        """Whether no kernel has recorded an error."""
+        first = self._first  # read in each step: this takes a tenth of the time of numpy's any()
         return first[0] == first[8] == first[16] == first[24] == 0
 
     def expired(self) -> list[int] | None:
-        """Return [waiting rank, peer, slot, expected epoch, seen epoch] of a wait that expired, or None."""
+        """Return [waiting rank, peer, slot, expected epoch, seen epoch] of an expired wait, or None."""
         return self._read(_EXPIRED, 5)
 
     def raise_expired(self, timeout_s: float, what: str = "slice") -> None:
-        """Raise the error of a wait that has expired, if one has; never waits for the device.
-
-        Args:
-            timeout_s: of the waits.
-            what: a slot of their flags is.
+        """Raise if a wait has expired, without waiting for the device; `what` names a slot.
 
         Raises:
             ExchangeTimeoutError: if a wait has expired.
@@ -60,15 +54,15 @@ class DeviceErrorRecord:
             raise ExchangeTimeoutError(expired, timeout_s, what)
 
     def bad_id(self) -> list[int] | None:
-        """Return [feature of its input, sample, rows of its table] of an id outside its table, or None."""
+        """Return [feature, sample, rows of the table] of an input id outside its table, or None."""
         return self._read(_BAD_ID, 3)
 
     def overflow(self) -> list[int] | None:
-        """Return [rank, feature, its ids, how many there may be] of a batch that is not as it must be, or None."""
+        """Return [rank, feature, number of ids, allowed number] of a batch that exceeds its capacity, or None."""
         return self._read(_OVERFLOW, 4)
 
     def bad_arrival(self) -> list[int] | None:
-        """Return [shard, rank it came from, place there, id, rows of the table] of an id outside its table, or None."""
+        """Return [shard, source rank, position, id, rows of the table] of a received id outside its table, or None."""
         return self._read(_BAD_ARRIVAL, 5)
 
     def _read(self, kind: int, count: int) -> list[int] | None:
@@ -77,15 +71,10 @@ class DeviceErrorRecord:
 
 
 def settle(group: dist.ProcessGroup, device: torch.device, check: Callable[[], None]) -> None:
-    """Wait until no rank of `group`, which all call this, has anything under way: memory may be given back then.
+    """Wait until no rank has work in flight, so that shared memory can be freed; a collective.
 
     Args:
-        group: ranks that write to each other's memory.
-        device: of this rank.
-        check: raises the errors that kernels have recorded.
-
-    Raises:
-        ExchangeTimeoutError: by `check`, in place of the CUDA error that a wait which has expired leaves behind.
+        check: raises recorded errors, instead of the CUDA error that an expired wait leaves.
     """
     try:
         if device.type == "cuda":
@@ -93,4 +82,4 @@ def settle(group: dist.ProcessGroup, device: torch.device, check: Callable[[], N
     except RuntimeError:
         check()
         raise
-    dist.barrier(group)  # a peer may still write to this rank's flags
+    dist.barrier(group)  # until here a peer may write to this rank's flags

@@ -1,4 +1,4 @@
-"""Work that is alike on all ranks: if one of them cannot do its own, every rank raises an error."""
+"""Work that every rank does: if one rank fails, all raise an error."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 from dlrm_overlap.config import InputError, PeerError, in_one_line
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class _Fault(NamedTuple):
-    """An exception, as the other ranks need it; the least one decides for all ranks."""
+    """An exception as it is sent to the other ranks; the smallest decides the error of all ranks."""
 
     is_mistake: bool
     """whether it is an `InputError`"""
@@ -19,25 +19,22 @@ class _Fault(NamedTuple):
     text: str
 
     def error(self) -> InputError | PeerError:
-        """Return the error of the ranks that have no such exception of their own."""
         if self.is_mistake:
             return InputError(f"{self.text} (rank {self.rank})")
         return PeerError(f"rank {self.rank} has failed: {self.text}")
 
 
-def on_every_rank(work: Callable[[], Made], group: dist.ProcessGroup) -> Made:
-    """Do `work`, and return its result once every rank of `group` has its own; a collective.
+def on_every_rank(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
+    """Call `work`, and return its result once it has succeeded on every rank; a collective.
 
-    A rank whose `work` raises an exception raises it when all ranks know of it, so that none waits for one that is
-    gone. All ranks raise the same kind of error, since a caller may go on after a mistake: where one rank raises an
-    `InputError` and another is out of memory, the former raises a `PeerError`.
+    If it fails on a rank, all ranks raise the same kind of error, so that no rank waits for one that is gone.
 
     Raises:
-        InputError: on every rank, if `work` has raised one on some rank, and nothing else on any.
-        PeerError: on the ranks that have no such exception of their own, if `work` has raised another one on some rank.
+        InputError: if every failure is an `InputError`.
+        PeerError: if some failure is another exception, which is raised on its own rank.
     """
     try:
-        made = work()
+        result = work()
     except Exception as error:
         is_mistake = isinstance(error, InputError)
         text = str(error) if is_mistake else f"{type(error).__name__}: {in_one_line(error):.300}"
@@ -47,17 +44,17 @@ def on_every_rank(work: Callable[[], Made], group: dist.ProcessGroup) -> Made:
         raise first.error() from error
     if found := faults(None, group):
         raise min(found).error()
-    return made
+    return result
 
 
-def gathered(value: Made, group: dist.ProcessGroup) -> list[Made]:
-    """Return the value of each rank of `group`, in order; a collective on the host."""
+def gathered(value: Result, group: dist.ProcessGroup) -> list[Result]:
+    """Return the value of each rank, in order; a collective on the host."""
     values = [value] * group.size()
     if len(values) > 1:
         dist.all_gather_object(values, value, group)
     return values
 
 
-def faults(fault: Made | None, group: dist.ProcessGroup) -> list[Made]:
-    """Return the faults of the ranks of `group` that have one, in order; None and an empty string are none."""
+def faults(fault: Result | None, group: dist.ProcessGroup) -> list[Result]:
+    """Return the faults of the ranks that have one, in order; None and "" are none. A collective."""
     return [each for each in gathered(fault, group) if each]

@@ -1,4 +1,4 @@
-"""How a rank issues its work: one order of all that a captured step does between ranks, and the streams of a step."""
+"""How a rank issues its work: the order of a captured step's communication, and the streams of a step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,12 +12,10 @@ Returned = TypeVar("Returned")
 
 
 class CommunicationOrder:
-    """Issues all that raises or awaits a peer's flag, collectives included, one after the other in a captured step.
+    """Serializes all signals, waits and collectives of a captured step in the capture's order.
 
-    A CUDA graph does not promise that its branches run side by side. If each rank could take its waits in an order of
-    its own, rank 0 might wait for rank 1's ids in front of the lookup that rank 1 waits for in front of those ids. With
-    one order, that of the capture, which is the same on every rank, the rank that is furthest behind never waits for
-    one that waits for it. Whatever else a branch does is not ordered by this.
+    CUDA graphs do not promise that branches run concurrently. Without an order that is the same on every rank, rank 0
+    might wait for rank 1's ids before its lookup, and rank 1 for that lookup before it sends the ids.
 
     Example:
         with order:
@@ -26,15 +24,15 @@ class CommunicationOrder:
 
     def __init__(self) -> None:
         self.is_captured = False
-        """whether the step that is issued now is captured in a CUDA graph; otherwise it is eager"""
+        """whether the current step is captured"""
         self._last: torch.Event | None = None
 
     def begin(self) -> None:
-        """Begin the order of a step that is captured from now on."""
+        """Begin the order of a step that is captured."""
         self.is_captured, self._last = True, None
 
     def end(self) -> None:
-        """End it: later work is ordered by its streams alone."""
+        """End the order."""
         self.is_captured, self._last = False, None
 
     def __enter__(self) -> None:
@@ -47,14 +45,7 @@ class CommunicationOrder:
 
 
 class OnStream:
-    """A block whose work is issued on a stream of the current device, as by `torch.cuda.stream`.
-
-    That takes a slow host 12 us, since it makes two `Stream` objects to come back by.
-
-    Example:
-        with OnStream(self._push_stream):
-            push()
-    """
+    """As `torch.cuda.stream`, which takes 12 us of host time, on the current device."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream.stream_id, stream.device_index, stream.device_type
@@ -68,10 +59,9 @@ class OnStream:
 
 
 class CurrentStream:
-    """The current stream of a device: called, it returns the object of the last call, if that is still the stream."""
+    """Returns the current stream of a CUDA device (with index), as the same object while it does not change."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take a device with its index; a CPU has no stream to ask for."""
         self._device, self._raw = device, -1
         self._stream: torch.cuda.Stream | None = None
 
@@ -84,14 +74,14 @@ class CurrentStream:
 
 
 class Streams:
-    """The streams of a pipeline on one device; on a CPU everything runs in the order in which it is issued."""
+    """The streams of a pipeline; on a CPU everything runs in the order of its calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         if not self._on_gpu:
             return
         current = torch.cuda.current_stream(device)
-        # A step cannot be captured on the default stream, and all steps run on the one where they are captured.
+        # A step cannot be captured on the default stream, and all steps run on the stream of the capture.
         self.main_stream = current if current != torch.cuda.default_stream(device) else torch.cuda.Stream(device, -1)
         self._current = CurrentStream(current.device)
         self._copy = torch.cuda.Stream(device)
@@ -102,7 +92,7 @@ class Streams:
 
     @contextmanager
     def main(self) -> Iterator[None]:
-        """Return a context on the steps' stream, which waits for the caller's; at its end the other way."""
+        """Context on the steps' stream, after the caller's stream, which waits for it at the end."""
         if not self._on_gpu:
             yield
             return
@@ -115,21 +105,20 @@ class Streams:
         try:
             with self._on_main:
                 yield
-        finally:  # whoever catches an error may read the weights next
+        finally:  # also after an error, whose handler may read the weights
             self._returned.record(self.main_stream)
             current.wait_event(self._returned)
 
     def step_is_issued(self, buffer_index: int) -> None:
-        """Note that all readers of the other buffer's staging memory have been issued."""
+        """Note that all readers of the other staging buffer have been issued."""
         if self._on_gpu:
             self._issued[buffer_index].record(self.main_stream)
 
     @contextmanager
     def copies(self, buffer_index: int, later: bool = False) -> Iterator[None]:
-        """Return a context for copies to the staging part of `buffer_index`; steps issued after it find them done.
+        """Context for copies to staging buffer `buffer_index`, which later steps wait for.
 
-        Copies come after the caller's earlier work on the device, such as the batch itself. With `later`, they are of a
-        batch for which there was such a context before, and wait for nothing else.
+        Copies wait for the caller's earlier work, unless they are `later` copies of a batch that had such a context.
         """
         if not self._on_gpu:
             yield
@@ -143,27 +132,27 @@ class Streams:
         self.main_stream.wait_event(self._copied)
 
     def fork_ids(self) -> None:
-        """Let the work of `ids` begin where the steps' stream is now."""
+        """Let `ids` start after what is on the steps' stream now."""
         if self._on_gpu:
             self._ids.wait_stream(self.main_stream)
 
     def ids(self) -> AbstractContextManager[Any]:
-        """Return a context for work beside the step, between `fork_ids` and `join_ids`."""
+        """Context for work concurrent with the step, between `fork_ids` and `join_ids`."""
         return self._on_ids if self._on_gpu else nullcontext()
 
     def join_ids(self) -> None:
-        """Make the steps' stream wait for the work beside it."""
+        """Make the steps' stream wait for that work."""
         if self._on_gpu:
             self.main_stream.wait_stream(self._ids)
 
 
 def uncompiled(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Keep a function out of compiled graphs: no graph of tensors holds its work, which is to be done in every step."""
+    """Keep a function out of compiled graphs, as its side effects are needed in every step."""
     disabled = torch.compiler.disable(function)
 
     @wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-        # Asked for first, since calling a disabled function takes half a microsecond more.
+        # Checked here, since calling a disabled function takes half a microsecond more.
         return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)  # type: ignore[return-value]
 
     return run

@@ -1,20 +1,17 @@
-"""The low-rank cross network as one autograd function: cuBLAS's products, and one kernel a layer between them.
+"""The low-rank cross network as one autograd function: cuBLAS products, and one elementwise kernel per layer.
 
-Under autocast TorchRec's `LowRankCrossNet` has float32 biases, so the x_l that it adds up are float32, and bfloat16
-copies of them are written for the products. Here every activation is bfloat16, rounded once where it is stored. What an
-elementwise pass reads and writes, in activations of [b, N], for three layers:
+Activations are bfloat16, rounded once where they are stored. What the kernels read and write of three layers, each [b,
+N] (notation of `kernels.dense.cross`):
 
 | pass | reads | writes |
 |---|---|---|
-| forward, layers 0, 1, 2 | x_0 w, x_0 x_1 w, x_0 x_2 w | x_1, x_2, x_3 |
-| backward, layer 2 | g_3 x_0 | du |
-| backward, layer 1 | g_3 p_2 x_0 | du |
-| backward, layer 0 | g_3 p_2 p_1 x_0 w_0 w_1 w_2 | du dx_0 |
+| forward, layers 0, 1, 2 | x_0 w_0, x_0 x_1 w_1, x_0 x_2 w_2 | x_1, x_2, x_3 |
+| backward, layer 2 | g_3 x_0 | du_2 |
+| backward, layer 1 | g_3 p_2 x_0 | du_1 |
+| backward, layer 0 | g_3 p_2 p_1 x_0 w_0 w_1 w_2 | du_0 dx_0 |
 
-These are 11 forward and 16 backward; the last product reads dx_0 once more, to add p_0 to it. To write g_l rather than
-add it up from the p_k costs 18 backward, and to add up dx_0 in a pass of its own 20. The backward keeps du of all
-layers, so that the weights' gradients of all layers are one batched product. What it reads is stacked from the last
-layer to the first, as the flat gradient has the layers.
+The last product adds p_0 to dx_0. Tensors are stacked from the last layer to the first, as in the flat gradient, so
+that the weight gradients of all layers are one batched product.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +25,7 @@ from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, stack
 
 
 class CrossLayer(NamedTuple):
-    """The parameters of a layer, or tensors for their gradients; rank R, width N."""
+    """Parameters of a layer of width N and rank R, or tensors for their gradients."""
 
     w: torch.Tensor
     """[N, R]"""
@@ -39,45 +36,42 @@ class CrossLayer(NamedTuple):
 
 
 Write = Callable[[list[torch.Tensor]], None]
-"""writes the gradients of one parameter of all layers to contiguous tensors, which may be float32 where it is not"""
+"""writes one parameter's gradients of all layers to contiguous tensors, possibly float32"""
 Later = Callable[[str, Write], None]
-"""takes one of `CrossLayer`'s names, and what writes its gradients"""
+"""takes a field name of `CrossLayer` and a function that writes its gradients"""
 
 
 def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later) -> torch.Tensor:
-    """Return the network's output [b, N], in the type of x0.
+    """Return the cross network's output [b, N], in the dtype of x0; differentiable once.
 
-    Every layer computes x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, sections
-    3.2 and 3.3). Differentiable once.
+    Layer l computes x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, sections 3.2
+    and 3.3).
 
     Args:
-        x0: [b, N] bfloat16 or another float type, contiguous, which requires a gradient where one is recorded. Its
-            content must stay until the backward.
-        layers: at least one; w and v have the type of x0.
-        later: called in the backward for bias, v and w with a function that writes their gradients, to be called once,
-            on the backward's stream: so x0's gradient is there before they are computed. Autograd sees nothing of the
-            parameters. The products of v come before those of w, since they leave some of a GPU's multiprocessors to
-            the kernel that sends x0's gradient; the product of w would keep it back.
+        x0: [b, N] floating point, contiguous, requires a gradient in training; unchanged until the backward.
+        layers: at least one; w and v have the dtype of x0. Autograd does not see them.
+        later: called in the backward for bias, v and w with a function to call once on the backward's stream, after
+            which the gradients are written. v comes before w, since its products leave multiprocessors free for the
+            kernel that sends x0's gradient.
     """
     assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
     return _Cross.apply(x0, later, *(tensor.detach() for layer in layers for tensor in layer))  # type: ignore[no-any-return]
 
 
 class _Cross(torch.autograd.Function):
-    """Forward and backward of all layers; products are torch's, on the current stream."""
-
     @staticmethod
     def forward(ctx: Any, x0: torch.Tensor, later: Later, *parameters: torch.Tensor) -> torch.Tensor:
         layers = _layers(parameters)
         kernels = kernels_on(x0.device, "cross")
-        inputs, products = stack(len(layers) - 1, x0), stack(len(layers), x0)  # x_{L-1} .. x_1, w_0 ..
+        inputs, products = stack(len(layers) - 1, x0), stack(len(layers), x0)  # x_{L-1} .. x_1; w_0 ..
         narrow = x0.new_empty(len(layers), len(x0), len(layers[0].v))
         output = torch.empty_like(x0)
         x = x0
+        # x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l
         for index, layer in enumerate(layers):
             left = len(layers) - 1 - index
-            torch.mm(x, layer.v.t(), out=narrow[left])  # `out` also keeps autocast from looking at it
-            torch.mm(narrow[left], layer.w.t(), out=products[index])
+            torch.mm(x, layer.v.t(), out=narrow[left])  # [b, R]; autocast ignores products with `out`
+            torch.mm(narrow[left], layer.w.t(), out=products[index])  # [b, N]
             after = inputs[left - 1] if left > 0 else output
             kernels.add_layer(x0, x, products[index], layer.bias, after)
             x = after
@@ -91,20 +85,22 @@ class _Cross(torch.autograd.Function):
         x0, inputs, products, narrow, *parameters = ctx.saved_tensors
         layers = _layers(parameters)
         kernels = kernels_on(x0.device, "cross")
-        through, du = stack(len(layers) - 1, x0), stack(len(layers), x0)  # p_1 .., du_{L-1} .. du_0
+        through, du = stack(len(layers) - 1, x0), stack(len(layers), x0)  # p_1 ..; du_{L-1} .. du_0
         dx, dv = torch.empty_like(x0), torch.empty_like(narrow)
         bias = torch.stack([layer.bias for layer in layers])
         sums = bias.new_empty(len(layers), -(-len(x0) // GROUP), x0.shape[1])
         gradient = gradients[0].contiguous()
+        # From the last layer to the first: gradients of the products, and dx at the first layer.
         for turn, index in enumerate(reversed(range(len(layers)))):
             tensors = CrossGradient(gradient, through, x0, products, bias, du[turn], dx, sums[index])
             kernels.gradient_of_layer(tensors, index, len(layers))
-            torch.mm(du[turn], layers[index].w, out=dv[turn])
+            torch.mm(du[turn], layers[index].w, out=dv[turn])  # [b, R]
             if index > 0:
                 torch.mm(dv[turn], layers[index].v, out=through[index - 1])
             else:
                 dx.addmm_(dv[turn], layers[0].v)
 
+        # The products of the weight gradients, for the caller to run: bias, v, w.
         @torch.no_grad()
         def write_v(into: list[torch.Tensor]) -> None:
             _products_into(into[:0:-1], dv[:-1].transpose(1, 2), inputs)
@@ -129,21 +125,20 @@ def _layers(tensors: Sequence[torch.Tensor]) -> list[CrossLayer]:
 
 
 def _products_into(out: Sequence[torch.Tensor], left: torch.Tensor, right: torch.Tensor) -> None:
-    """Write the products of left [n, N, b] and right [n, b, R] to the n tensors `out`, added up in float32.
+    """Write left @ right, [n, N, b] and [n, b, R], to the n tensors `out`, accumulated in float32.
 
-    They are one batched product where `out` is equally apart in memory: one of them alone has too few blocks for a
-    GPU's multiprocessors. `out` may be float32 where the factors are not.
+    It is one batched product if `out` has a constant stride: a single product does not fill a GPU.
     """
-    together = _together(out)
-    if together is None:
+    batch = _as_batch(out)
+    if batch is None:
         for index, each in enumerate(out):
             _products_into([each], left[index : index + 1], right[index : index + 1])
     else:
-        product_into(together, left, right)
+        product_into(batch, left, right)
 
 
-def _together(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return contiguous tensors of one shape as one view, if they lie equally apart in one storage."""
+def _as_batch(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return tensors as one view [n, ..], if they have a constant stride in one storage."""
     if not tensors:
         return None
     first = tensors[0]

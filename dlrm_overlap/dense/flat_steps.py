@@ -1,4 +1,4 @@
-"""The steps of an optimizer of torch.optim over flat parameters, by one kernel."""
+"""Steps of a torch.optim optimizer on flat parameters, by one kernel."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,40 +16,36 @@ _KINDS = {
     torch.optim.Adam: "adam",
     torch.optim.AdamW: "adam",
 }
-_NOT_TAKEN = ("amsgrad", "maximize", "differentiable")  # settings that change an update, unless they are False
+_UNSUPPORTED = ("amsgrad", "maximize", "differentiable")  # options that change an update if set
 
 
-def why_no_flat_steps(optimizer: Any) -> str | None:
-    """Return why `FlatSteps` cannot take the steps of an optimizer of torch.optim, or None if it can."""
+def unsupported_by_flat_steps(optimizer: Any) -> str | None:
+    """Return why `FlatSteps` does not support an optimizer, or None."""
     name = type(optimizer).__name__
     if type(optimizer) not in _KINDS:
         return f"{name} is none of torch.optim's SGD, Adagrad, Adam and AdamW"
     for group in optimizer.param_groups:
-        if settings := [key for key in _NOT_TAKEN if group.get(key)]:
+        if settings := [key for key in _UNSUPPORTED if group.get(key)]:
             return f"{name} has {settings[0]}"
     return None
 
 
 class FlatSteps:
-    """Takes the steps of an optimizer of torch.optim by one kernel over flat tensors, with its numbers and its bits.
+    """Takes a torch.optim optimizer's steps by one kernel over flat tensors, bit for bit equal.
 
-    The optimizer keeps its `param_groups`, and its state, whose tensors become views of flat ones, with the names and
-    shapes of torch.optim. So state dicts stay what they are, and those of either load into the other. What
-    `load_state_dict` puts in the state's stead is taken over by the next `refresh`. Learning rates, decays, epsilon and
-    betas are read by `refresh`, and then from device memory, so that a CUDA graph which holds a step follows them.
+    The optimizer's state becomes views of flat tensors, so state dicts are those of torch.optim. The kernel reads
+    learning rates etc. from device memory, so captured steps follow changes. Idle parameters are not updated.
 
-    As under torch.optim, parameters that get no gradient (`FlatParameters.idle`) are left alone.
-
-    Example of a step:
+    Example:
         steps.begin()
         for first, end in ranges:
             steps.update_range(first, end)
     """
 
     def __init__(self, flat: FlatParameters, optimizer: torch.optim.Optimizer) -> None:
-        """Take over the state of an optimizer, against which `why_no_flat_steps` finds nothing.
+        """Take over an optimizer's state; `unsupported_by_flat_steps` must return None for it.
 
-        Of its parameters those that are not in `flat` get no gradient.
+        Its parameters that are not in `flat` get no gradient.
         """
         self._flat, self._optimizer = flat, optimizer
         self._kind = _KINDS[type(optimizer)]
@@ -71,7 +67,7 @@ class FlatSteps:
             numbers=torch.zeros(rows, 7, dtype=torch.float64, device=device),
             factors=torch.zeros(rows, 8, device=device),
         )
-        """what the kernel is given"""
+        """arguments of the kernel"""
         self._kernels = kernels_on(device, "update")
         self._known: list[tuple[Any, ...]] = [(0.0,) * 7] * len(self._groups)
         self._has_begun = False
@@ -81,12 +77,10 @@ class FlatSteps:
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy the numbers of `param_groups` that have changed to device memory, on the current stream.
-
-        Within a CUDA graph's capture it would be one of the graph's nodes, and set older numbers again.
+        """Read `param_groups` and replaced state; copies changes to device memory, so it must not be captured.
 
         Raises:
-            InputError: if the kernel was not compiled for them.
+            InputError: if the kernel was compiled for another kind of update.
         """
         optimizer, numbers = self._optimizer, self._numbers_now()
         kind, decays = self._form_of(numbers)
@@ -105,13 +99,13 @@ class FlatSteps:
             first += len(names)
             for column, (value, known) in enumerate(zip(values, self._known[index], strict=True)):
                 if isinstance(value, torch.Tensor):
-                    self.update.numbers[rows, column].copy_(value.detach())  # it may have changed in its place
+                    self.update.numbers[rows, column].copy_(value.detach())  # may have changed in place
                 elif value != known:
-                    self.update.numbers[rows, column].fill_(value)  # value as an argument of a kernel: no wait
+                    self.update.numbers[rows, column].fill_(value)  # a kernel argument, so no synchronization
             self._known[index] = values
 
     def begin(self) -> None:
-        """Count a step, on the current stream; outside of a capture, by numbers as they are now."""
+        """Count a step; outside of a capture, `refresh` first."""
         if self._flat.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self.refresh()
             if not self._has_begun:
@@ -120,15 +114,12 @@ class FlatSteps:
         self._kernels.begin_update(self.update)
 
     def update_range(self, first: int, end: int) -> None:
-        """Update the weights of elements [first, end) of the flat tensors, multiples of `BLOCK`."""
+        """Update elements [first, end) of the weights, multiples of `BLOCK`."""
         self._kernels.update_range(self.update, first, end)
 
     @torch.no_grad()
     def _take_over(self) -> None:
-        """Copy the optimizer's state to the flat tensors, and put views of these in its stead.
-
-        A parameter without state gets that with which torch.optim begins.
-        """
+        """Copy the optimizer's state, or torch.optim's initial state, to the flat tensors, and replace it by views."""
         self._taken_over, self._made = self._optimizer.state, set[str]()
         for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
             for name in names:
@@ -151,24 +142,24 @@ class FlatSteps:
         if views:
             if not state:
                 self._made.add(name)
-            self._optimizer.state[parameter].update(views)  # wrappers may hold this dictionary
+            self._optimizer.state[parameter].update(views)  # in place: wrappers may hold this dictionary
 
     def _prepare(self) -> None:
-        """Leave what is idle alone, as the first backward has shown, and count a step for buffers that were loaded."""
+        """Exclude idle parameters, and count a step for loaded momentum buffers."""
         for row, name in enumerate(self._names):
             if name in self._flat.idle:
                 self._lines_of(name).fill_(-1)
                 state = self._optimizer.state.get(self._flat.named[name], {})
                 used = state.get("momentum_buffer" if self.update.kind == "momentum" else "step")
                 if name in self._made and used is not None and not used.any():
-                    del self._optimizer.state[self._flat.named[name]]  # as torch.optim makes none
+                    del self._optimizer.state[self._flat.named[name]]  # torch.optim makes no such state
                 elif "step" in state:
-                    state["step"] = state["step"].clone()  # which counts no more
+                    state["step"] = state["step"].clone()  # no longer advances
             elif self.update.kind == "momentum" and self._states["momentum_buffer"].views[name].any():
-                self.update.step[row].clamp_(min=1)  # torch.optim's SGD counts no steps: it has a buffer after one
+                self.update.step[row].clamp_(min=1)  # torch.optim's SGD has a buffer after the first step
 
     def _lines_of(self, name: str) -> torch.Tensor:
-        """Return the part of `FlatUpdate.rows` that is of a parameter."""
+        """Return a parameter's part of `FlatUpdate.rows`."""
         begin = self._flat.weights.views[name].storage_offset()
         return self.update.rows[begin // LINE : -(-(begin + self._flat.named[name].numel()) // LINE)]
 
@@ -176,17 +167,17 @@ class FlatSteps:
         return [_numbers(self._kind, group) for group in self._optimizer.param_groups]
 
     def _form_of(self, numbers: Sequence[tuple[Any, ...]]) -> tuple[str, bool]:
-        """Return `kind` and `decays` of the update, for which the kernel is compiled."""
+        """Return `kind` and `decays`, for which the kernel is compiled."""
         momentum = self._kind == "sgd" and any(each[2] for each in numbers)
         return "momentum" if momentum else self._kind, any(each[5] or each[6] for each in numbers)
 
 
 def take_steps(each: Sequence[FlatSteps], ranges: Iterable[tuple[int, int]]) -> None:
-    """Take a step of optimizers of one flat tensor, range by range.
+    """Take a step of several optimizers of one flat tensor, range by range.
 
     Args:
-        ranges: [first, end) in elements of the flat tensors, multiples of `BLOCK` that cover all; each is updated on
-            the current stream when it is yielded, by gradients that are in the flat tensor by then.
+        ranges: [first, end) in elements, multiples of `BLOCK` that cover all; gradients of a range must be final
+            when it is yielded.
     """
     with torch.no_grad():
         for steps in each:
@@ -197,7 +188,7 @@ def take_steps(each: Sequence[FlatSteps], ranges: Iterable[tuple[int, int]]) -> 
 
 
 def _numbers(kind: str, group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the columns of `FlatUpdate.numbers` for a group of parameters."""
+    """Return a row of `FlatUpdate.numbers` for a parameter group."""
     decay = group.get("weight_decay", 0.0)
     if kind == "sgd":
         momentum = group.get("momentum", 0.0)

@@ -1,4 +1,4 @@
-"""The mean over the ranks of the flat gradient, in buckets that travel while the backward goes on."""
+"""The mean of the flat gradient over the ranks, in buckets that are reduced during the backward."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,9 +16,9 @@ from dlrm_overlap.kernels.dense.arguments import BLOCK
 
 
 class CollectiveReduction:
-    """Replaces ranges of the flat gradient by their mean over the ranks, by the group's all-reduce: NCCL's or gloo's.
+    """Averages ranges of the flat gradient by the group's all-reduce (NCCL or gloo).
 
-    Every step reduces all ranges, in their order. `StoreReduction` (`dense.stores`) does the same by kernels.
+    Every step reduces all ranges, in order.
     """
 
     counters: Sequence[Counters] = ()
@@ -26,18 +26,18 @@ class CollectiveReduction:
     def __init__(
         self, flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, ranges: Sequence[tuple[int, int]]
     ) -> None:
-        """Reduce `ranges` of the gradient of `flat`, which is sent and added up in `dtype`, float32 or bfloat16."""
+        """Reduce `ranges` of the gradient of `flat`, sent and added up in `dtype`, float32 or bfloat16."""
         self._gradients, self._group, self._ranges = flat.gradients.tensor[: flat.shared_end], group, ranges
         self._ranks = dist.get_world_size(group)
         self._sent = None if dtype == torch.float32 else torch.empty_like(self._gradients, dtype=dtype)
 
     @torch.no_grad()
     def reduce(self, number: int) -> None:
-        """Replace range `number` of the gradient by its mean over the ranks, on the current stream."""
+        """Replace range `number` by its mean over the ranks."""
         begin, end = self._ranges[number]
         gradient = self._gradients[begin:end]
         if self._sent is None and gradient.is_cuda:
-            dist.all_reduce(gradient, dist.ReduceOp.AVG, group=self._group)  # gloo has no mean
+            dist.all_reduce(gradient, dist.ReduceOp.AVG, group=self._group)  # not supported by gloo
         elif self._sent is None:
             gradient.div_(self._ranks)
             dist.all_reduce(gradient, group=self._group)
@@ -48,16 +48,16 @@ class CollectiveReduction:
             gradient.copy_(sent)
 
     def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
-        """Make the current stream wait for `stream`, on which `reduce` was called; yield how many elements arrived."""
+        """Make the current stream wait for `stream`, which ran `reduce`; yield the number of reduced elements."""
         if stream is not None:
             torch.cuda.current_stream(self._gradients.device).wait_stream(stream)
         yield self._gradients.numel()
 
     def check(self) -> None:
-        """Do nothing: collectives record no fault."""
+        """Do nothing: collectives record no errors."""
 
     def close(self) -> None:
-        """Do nothing: there is no memory that peers see."""
+        """Do nothing: there is no shared memory."""
 
 
 @dataclass
@@ -68,32 +68,24 @@ class _Bucket:
     begin: int
     end: int
     waiting: set[str] = field(default_factory=set)
-    """parameters whose gradient this backward has not completed yet"""
+    """parameters whose gradient is not complete in this backward"""
 
 
 class GradientBuckets:
-    """Replaces the flat gradient by its mean over the ranks, bucket by bucket, each as soon as it is complete.
+    """Replaces the flat gradient by its mean over the ranks, bucket by bucket, during the backward.
 
-    A bucket is reduced on a stream of its own, once a hook of autograd has seen the last of its gradients. All ranks
-    reduce the buckets in one order, that of the layout: a bucket that is complete waits for those before it, and
-    `finish` reduces those that are incomplete when the backward has ended. The first `finish` finds out which
-    parameters get a gradient, and every later backward must give one to the same. As under DDP, a gradient on some of
-    the ranks becomes the mean over all of them, and one on no rank stays None (`FlatParameters.idle`).
+    Autograd hooks find complete buckets, which a separate stream reduces in the layout's order; `finish` reduces the
+    rest. Every backward must give a gradient to the same parameters. As under DDP, a gradient on some ranks becomes the
+    mean over all, and one on no rank stays None (`FlatParameters.idle`). Shards are not reduced: their gradients are
+    already means. Backward and `finish` may be captured in one CUDA graph.
 
-    Shards (`FlatParameters.shards`) are never reduced: their gradients are whole where they are, and divided by the
-    number of ranks already if they are to be a mean.
-
-    Backward and `finish` may be captured in a CUDA graph, as long as both are in it: the hooks run at the capture, and
-    the streams meet in `finish`. With one rank nothing is sent.
-
-    Example of a step:
+    Example:
         optimizer.zero_grad()
         loss.backward()
         buckets.finish()
         optimizer.step()
 
-    Or, with an update of gradients that have arrived while the rest travels, in place of the last two lines:
-        take_steps([steps], buckets.finish_in_ranges())     # of `flat_steps`
+    `take_steps([steps], buckets.finish_in_ranges())` replaces the last two lines, to update ranges as they arrive.
     """
 
     def __init__(
@@ -105,78 +97,74 @@ class GradientBuckets:
         order: AbstractContextManager[object] | None = None,
         stores: StoreOptions | None = None,
     ) -> None:
-        """Hook into the backward of the parameters of `flat`, until `close`; a collective.
+        """Hook into the backward of the parameters of `flat`; a collective.
 
         Args:
-            flat: the same parameters on all ranks.
-            group: its backend reduces tensors on the parameters' device.
             dtype: in which gradients are sent and added up, float32 or bfloat16.
-            bucket_bytes: least size of a bucket, but for the last.
-            order: entered around each reduction, to order it among all that the ranks exchange.
-            stores: reduce by stores to the memory of peers, which all ranks of the group reach; None leaves it to the
-                group's own all-reduce.
+            bucket_bytes: minimum size of a bucket except the last.
+            order: context of each reduction, to order it among all communication.
+            stores: reduce by stores to peers' memory, which all ranks must reach; None uses the group's all-reduce.
 
         Raises:
-            InputError: if there is no room for memory that peers see, or the ranks do not reach it.
+            InputError: if shared memory cannot be allocated or reached.
         """
         self._flat, self._group, self._ranks = flat, group, dist.get_world_size(group)
         self._buckets = self._cut(-(-bucket_bytes // dtype.itemsize))
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self.ranges = [(bucket.begin, bucket.end) for bucket in self._buckets]
-        """first element of each bucket in the flat gradient, and the one after its last, in the order of reduction"""
+        """[first, end) of each bucket in the flat gradient, in the order of reduction"""
         if stores is None or self._ranks == 1:
             self._reduction = CollectiveReduction(flat, group, dtype, self.ranges)
         else:
-            from dlrm_overlap.dense.stores import StoreReduction  # a CPU needs no Triton
+            from dlrm_overlap.dense.stores import StoreReduction  # imports Triton, which CPUs may not have
 
             self._reduction = StoreReduction(flat, group, dtype, self.ranges, stores)
         self.counters = self._reduction.counters
-        """the counters that a captured step advances"""
+        """counters that a captured step advances"""
         self._order = order or nullcontext()
         on_gpu = flat.device.type == "cuda" and self._ranks > 1
-        # As urgent as the exchange's stores (embedding/backends/push.py): the step waits for the last of them all.
+        # Same priority as the exchange's stores (embedding/backends/push.py), as the step waits for both.
         self._stream = torch.cuda.Stream(flat.device, priority=-2) if on_gpu else None
         self._filled_on: set[torch.cuda.Stream] = set()
         self._adopted: list[torch.Tensor] = []
-        """gradients that the stream copies, until the current one has waited for it"""
+        """gradients that the stream copies, kept until the current stream has waited for it"""
         self._without: set[str] | None = None
-        """parameters that got no gradient on this rank in the first step, of those that autograd gives one"""
+        """parameters, not idle, that got no gradient on this rank in the first step"""
         self._begin()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.complete(name))
             for name, parameter in flat.parameters.items()
         ]
 
-    def _cut(self, least: int) -> list[_Bucket]:
-        """Cut the parameters that are no shards, in the order of the layout, into buckets of `least` elements each."""
+    def _cut(self, min_elements: int) -> list[_Bucket]:
         buckets, names, begin = list[_Bucket](), list[str](), 0
-        shared = [(name, place.end) for name, place in self._flat.places.items() if name not in self._flat.shards]
+        shared = [
+            (name, position.end) for name, position in self._flat.positions.items() if name not in self._flat.shards
+        ]
         for name, end in shared:
             names.append(name)
-            if end - begin >= least or name == shared[-1][0]:
+            if end - begin >= min_elements or name == shared[-1][0]:
                 buckets.append(_Bucket(tuple(names), begin, end))
                 names, begin = [], end
         return buckets
 
     def finish(self) -> None:
-        """Reduce the buckets that the backward left, then make the current stream wait for the whole flat gradient.
+        """Reduce the remaining buckets, and make the current stream wait for the whole flat gradient.
 
-        Comes once after each backward, on all ranks; a second backward before it is an error. The first one is a
-        collective on the CPU, too.
+        Call it once after each backward, on all ranks; the first call is a collective on the CPU.
 
         Raises:
-            InputError: if other parameters got a gradient on this rank than in the first step.
+            InputError: if other parameters got a gradient than in the first step.
         """
         for _ in self.finish_in_ranges():
             pass
 
     def finish_in_ranges(self) -> Iterator[tuple[int, int]]:
-        """Do as `finish`, range by range: make the current stream wait until the range that is yielded is reduced.
+        """As `finish`, but make the current stream wait for one range at a time.
 
         Returns:
-            An iterator over ranges: first element in the flat gradient, and the one after the last, multiples of
-            `BLOCK`. They cover all of it: first the shards, which wait for no other rank, then the rest in order.
-            Whoever takes one takes all.
+            An iterator, to be exhausted, over ranges [first, end), multiples of `BLOCK`, which cover all: first the
+                shards, then the others in order.
         """
         self._note_stream()
         waiting = self._waiting()
@@ -187,7 +175,7 @@ class GradientBuckets:
             self._refuse(waiting - self._without, self._without - waiting)
         for number in range(self._next, len(self._buckets)):
             self._reduce(number)
-        self._adopted += self._flat.adopt_gradients()  # all of one rank; of several, those of shards
+        self._adopted += self._flat.adopt_gradients()  # with one rank all gradients, else those of shards
         self._begin()
         return self._arriving()
 
@@ -201,26 +189,26 @@ class GradientBuckets:
                 if first < whole:
                     yield first, whole
                     first = whole
-            with self._order:  # later communication comes after its waits
+            with self._order:  # later communication comes after these waits
                 pass
         self._adopted.clear()
         if first < end:
             yield first, end
 
     def check(self) -> None:
-        """Raise the error that a kernel has recorded, such as of an expired wait; never waits for the device."""
+        """Raise an error that a kernel has recorded; never waits for the device."""
         self._reduction.check()
 
     def close(self) -> None:
-        """Let go of the parameters: backwards are as they were before. No rank may be in a step."""
+        """Remove the hooks and free shared memory; no rank may be in a step."""
         for hook in self._hooks:
             hook.remove()
         self._reduction.close()
 
     def complete(self, name: str) -> None:
-        """Take note that the gradient of a parameter is complete, on the stream that wrote it.
+        """Note that a parameter's gradient is complete on the current stream.
 
-        Autograd's hook does so. Who writes a gradient without autograd's knowledge calls this, once a backward.
+        Code that writes gradients without autograd calls this once per step.
         """
         if name in self._flat.shards:
             return
@@ -239,7 +227,7 @@ class GradientBuckets:
             self._next += 1
 
     def _note_stream(self) -> None:
-        """Remember the current stream: autograd may run the nodes that fill a bucket on several."""
+        """Remember the current stream: autograd may fill a bucket on several."""
         if self._stream is not None:
             self._filled_on.add(torch.cuda.current_stream(self._flat.device))
 
@@ -252,7 +240,6 @@ class GradientBuckets:
                 self._reduction.reduce(number)
 
     def _after_gradients(self) -> AbstractContextManager[object]:
-        """Return a context whose stream waits for the gradients that are complete by now."""
         if self._stream is None:
             return nullcontext()
         for stream in self._filled_on:
@@ -260,18 +247,17 @@ class GradientBuckets:
         return torch.cuda.stream(self._stream)
 
     def _waiting(self) -> set[str]:
-        """Return the parameters whose gradient autograd has not completed on this rank, of those that may get one."""
+        """Return the parameters whose gradient autograd has not completed, without `unseen`."""
         return set().union(*(bucket.waiting for bucket in self._buckets)) - self._flat.unseen
 
     def _refuse(self, lost: set[str], gained: set[str]) -> NoReturn:
         names, (now, then) = ", ".join(sorted(lost or gained)), ("no", "one") if lost else ("a", "none")
         raise InputError(
             f"dense gradients: {names} got {now} gradient in this step, but {then} in the first, and captured steps "
-            f"are all alike; let the loss depend on the same parameters in every step"
+            f"are all the same; let the loss depend on the same parameters in every step"
         )
 
     def _begin(self) -> None:
-        """Begin a step: every bucket waits for all of its gradients again."""
         self._next = 0
         """index of the first bucket that is not reduced"""
         self._filled_on.clear()
@@ -279,7 +265,7 @@ class GradientBuckets:
             bucket.waiting = set(bucket.names) - self._flat.idle
 
     def _find_idle(self, without: set[str]) -> None:
-        """Find the parameters that are `without` a gradient on every rank; a collective."""
+        """Find the parameters `without` a gradient on every rank; a collective."""
         names = list(self._bucket_of)
         idle = torch.tensor([name in without for name in names], dtype=torch.int32, device=self._flat.device)
         if self._ranks > 1:

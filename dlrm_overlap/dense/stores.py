@@ -1,22 +1,18 @@
-"""The mean over the ranks of ranges of the flat gradient, by loads and stores of peers' memory.
+"""The mean of ranges of the flat gradient over the ranks, by loads and stores of peers' memory.
 
-A rank averages its share of every piece and stores the mean at all ranks (`kernels.dense.all_reduce`). The gradient
-itself, or its copy in the type that travels, is in memory that peers read and write:
+Each rank averages its share of every piece, and stores the mean at all ranks (`kernels.dense.all_reduce`). The gradient
+itself, or a copy in the dtype that is sent, is in shared memory:
 
-    step e, rank r           ready e | wait for all's ready | average piece 0 | average piece 1 | ..
-    rank r, current stream                                  wait for all's piece 0 | update it | wait for piece 1 | ..
+    step e, rank r           ready e | wait for all ready flags | average piece 0 | average piece 1 | ..
+    rank r, current stream                          wait for all flags of piece 0 | update it | wait for piece 1 | ..
 
-Why nothing is read too late or overwritten too early. In step e, rank r's gradient is touched by others between two of
-its own doings: it raises its ready flag when its backward has written the gradient, and it awaits the flag of each
-piece from every rank before it uses the piece. Owner w reads and overwrites its share of r's piece after r's ready
-flag, which it has awaited, and raises the piece's flag when both are done. So when r has awaited the flags of all
-pieces, nobody reads or writes its gradient any more before it raises its ready flag again, and step e + 1 may overwrite
-it: in the next backward, which follows those waits on r's stream. Two windows that take turns are not needed.
+**One buffer is enough.** An owner accesses its share of rank r's piece after r's ready flag, and signals the piece's
+flag afterwards. So when r has waited for all flags of all pieces, no peer accesses its gradient before its next ready
+flag, and r's next backward follows these waits on its stream.
 
-Why captured steps do not block each other. Flags are raised and awaited in `comm.order`, but for the waits of the
-current stream, which run beside the pieces that follow. Such a wait is for flags that every rank raises without waiting
-for anything later in the order: what it holds up, where a graph has it in front of a later piece, no other rank needs
-in order to raise what it waits for.
+**Captured steps do not deadlock.** Signals and waits are in `comm.order`, except the current stream's waits. A graph
+may execute such a wait before a later piece, but every rank signals its flags without waiting for anything later in the
+order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,52 +32,49 @@ from dlrm_overlap.kernels.dense.all_reduce import average_share
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags, signal_flags, wait_flags
 
-_AWAITED = "dense gradients' flag"
-"""names the flag in the error of an expired wait"""
+_FLAG_NAME = "dense gradients' flag"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some lines of the flat gradient, of `LINE` elements each, that are reduced by one launch."""
+    """Lines of the flat gradient, `LINE` elements each, that one launch reduces."""
 
     begin: int
     end: int
     share: int
-    """lines that each rank owns, the last ones fewer, or none"""
+    """lines per rank; the last ranks have fewer or none"""
     slot: int
-    """of the flag that a rank raises once the mean of its share is at all ranks"""
+    """of the flag that signals that the mean of a rank's share is at all ranks"""
 
     def lines(self, rank: int) -> int:
-        """Return how many lines `rank` owns."""
+        """Return the number of lines of `rank`."""
         return max(0, min(self.share, self.end - self.begin - rank * self.share))
 
     def first(self, rank: int) -> int:
-        """Return the first line that `rank` owns."""
+        """Return the first line of `rank`."""
         return min(self.end, self.begin + rank * self.share)
 
 
 class Range(NamedTuple):
-    """A range of the flat gradient whose reduction begins when all of it is there on every rank."""
+    """A range of the flat gradient that is reduced when every rank has all of it."""
 
     ready: int
-    """slot of the flag by which a rank says that its gradients are there, and may be overwritten by their mean"""
+    """slot of the flag that signals that a rank's gradients are written, and may be replaced by the mean"""
     pieces: list[Piece]
-    """one at least, in order; their slots follow `ready`"""
+    """at least one, in order; their slots follow `ready`"""
 
 
 def cut(ranges: Sequence[tuple[int, int]], piece_elements: int, world_size: int) -> list[Range]:
-    """Cut each range of elements, whose borders are multiples of `LINE`, into pieces of about `piece_elements`.
+    """Cut ranges of elements, multiples of `LINE`, into pieces of about `piece_elements`.
 
-    Slots are numbered in the order in which their flags are raised, so who awaits a slot may as well await all before
-    it.
+    A wait for a slot may include all before it: slots are numbered in the order of their signals.
 
-    Example: the range 0 .. 640 elements on two ranks, 256 elements a piece: lines 0 .. 4 and 5 .. 9, of which rank 0
-    owns lines 0 .. 2 and 5 .. 7, rank 1 lines 3 .. 4 and 8 .. 9. Slot 0 says that the range is there, slots 1 and 2
-    that the pieces are averaged.
+    Example: the range 0 .. 640 on two ranks, 256 elements per piece, becomes lines 0 .. 4 (rank 0 owns 0 .. 2) and 5 ..
+    9 (rank 0 owns 5 .. 7). Slot 0 is the ready flag, slots 1 and 2 are the pieces' flags.
     """
     cut_ranges, slot = [], 0
     for begin, end in ranges:
-        assert begin % LINE == end % LINE == 0, f"a range {begin} .. {end}, not of whole lines of {LINE}"
+        assert begin % LINE == end % LINE == 0, f"range {begin} .. {end} must consist of lines of {LINE} elements"
         count = max(1, round((end - begin) / piece_elements))
         lines = -(-(end - begin) // LINE // count)
         pieces = []
@@ -94,10 +87,7 @@ def cut(ranges: Sequence[tuple[int, int]], piece_elements: int, world_size: int)
 
 
 class StoreReduction:
-    """As `CollectiveReduction`, by kernels; a wait that lasts too long is recorded and stops the GPU.
-
-    See the module, and `kernels.flags`.
-    """
+    """As `CollectiveReduction`, by kernels. An expired wait is recorded, and stops the GPU."""
 
     def __init__(
         self,
@@ -107,22 +97,22 @@ class StoreReduction:
         ranges: Sequence[tuple[int, int]],
         options: StoreOptions,
     ) -> None:
-        """Reduce the gradient of `flat`; makes the memory that peers see, a collective.
+        """Reduce `ranges` of the gradient of `flat`; a collective, which allocates shared memory.
 
         Args:
-            flat: the same parameters on all ranks.
-            group: of ranks that reach each other's memory.
-            dtype: in which gradients travel, float32 or bfloat16; they are added up in float32.
-            ranges: of the gradient, whose borders are multiples of `LINE`; every step reduces all, in their order.
-            options: alike on all ranks.
+            group: ranks that reach each other's memory.
+            dtype: in which gradients are sent, float32 or bfloat16; sums are float32.
+            ranges: of elements, multiples of `LINE`; every step reduces all, in order.
+            options: the same on all ranks.
 
         Raises:
-            InputError: if there is no room for the memory, or the ranks do not reach each other's.
+            InputError: if shared memory cannot be allocated or reached.
         """
         self._flat, self._dtype, self._ranges, self._options = flat, dtype, ranges, options
         self._rank, world_size, device = group.rank(), group.size(), flat.device
         self._cut = cut(ranges, options.piece_elements, world_size)
         slots = self._cut[-1].pieces[-1].slot + 1
+        # Shared memory: the gradient or a copy, and a flag for each rank and slot.
         elements = flat.gradients.tensor.numel() if dtype == torch.float32 else flat.shared_end
         regions = {"gradients": Region((elements,), dtype), "flags": Region((world_size, slots), torch.int64)}
         try:
@@ -131,14 +121,15 @@ class StoreReduction:
             raise InputError(
                 f"train.dense_reduce: stores, but {error}, or take train.dense_reduce collective"
             ) from None
-        if dtype == torch.float32:  # the gradient itself travels
+        if dtype == torch.float32:  # peers access the gradient itself
             flat.keep_gradients_in(self._arena.local("gradients"))
         self._epochs = Counters(device, 1)
         self.counters: Sequence[Counters] = (self._epochs,)
-        """those that a captured step advances"""
+        """counters that a captured step advances"""
         self._record, timeout = DeviceErrorRecord(device), int(options.wait_timeout_s * 1e9)
+        # Arguments of the kernels: flags, and where this rank's shares are at each rank.
         local, addresses, clock = self._arena.local("flags"), self._arena.addresses("flags"), self._epochs.each[0].word
-        self._counted = torch.zeros(1, dtype=torch.int32, device=device)
+        self._programs_done = torch.zeros(1, dtype=torch.int32, device=device)
         self._flags: list[Flags] = []
         for slot in range(slots):
             counts = torch.full((world_size,), slot + 1, dtype=torch.int32, device=device)
@@ -150,16 +141,16 @@ class StoreReduction:
             for _, pieces in self._cut
             for piece in pieces
         }
-        """[W] int64 of each piece: where this rank's share is at each rank"""
+        """[W] int64 of each piece: addresses of this rank's share at each rank"""
 
     @torch.no_grad()
     def reduce(self, number: int) -> None:
-        """Reduce a range, up to the flags of its pieces; `arrivals` awaits those."""
+        """Reduce range `number` and signal its pieces' flags; `arrivals` waits for them."""
         if number == 0:
             self._epochs.each[0].value += 1
         ready, pieces = self._cut[number]
         begin, end = self._ranges[number]
-        if self._dtype != torch.float32:  # the gradient itself is not in memory that peers read
+        if self._dtype != torch.float32:  # peers access a copy
             self._arena.local("gradients")[begin:end].copy_(self._flat.gradients.tensor[begin:end])
         signal_flags(self._flags[0], self._rank, ready, self._epochs.each[0].argument)
         self._wait(ready)
@@ -168,7 +159,7 @@ class StoreReduction:
 
     @torch.no_grad()
     def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
-        """Make the current stream wait for one piece after the other, and yield where each ends."""
+        """Make the current stream wait for one piece at a time, and yield the end of each."""
         for _, pieces in self._cut:
             for piece in pieces:
                 torch.cuda.current_stream(self._flat.device).wait_event(self._arrived[piece.slot])
@@ -177,17 +168,17 @@ class StoreReduction:
                 if self._dtype != torch.float32:
                     self._flat.gradients.tensor[begin:end].copy_(self._arena.local("gradients")[begin:end])
                 yield end
-        if stream is not None:  # which is done by then, but a capture asks for it
+        if stream is not None:  # it has finished, but a capture requires the streams to join
             torch.cuda.current_stream(self._flat.device).wait_stream(stream)
 
     def _average(self, piece: Piece) -> None:
-        """Store the mean of this rank's share of a piece to all ranks, then raise the piece's flag."""
+        """Store the mean of this rank's share to all ranks, then signal the piece's flag."""
         average_share(
             self._shares[piece],
             self._dtype,
             piece.lines(self._rank),
             self._flags[0],
-            self._counted,
+            self._programs_done,
             self._rank,
             piece.slot,
             self._epochs.each[0].argument,
@@ -196,21 +187,21 @@ class StoreReduction:
         self._arrived[piece.slot].record(torch.cuda.current_stream(self._flat.device))
 
     def _wait(self, slot: int) -> None:
-        """Make the current stream wait for all flags up to `slot` of every rank."""
         wait_flags(self._flags[slot], self._rank, self._epochs.each[0].argument)
 
     def check(self) -> None:
-        """Raise the error of a wait that has expired.
+        """Raise the error of an expired wait, if any.
 
         Raises:
-            ExchangeTimeoutError: if it has expired.
+            ExchangeTimeoutError: if a wait has expired.
         """
-        self._record.raise_expired(self._options.wait_timeout_s, _AWAITED)
+        self._record.raise_expired(self._options.wait_timeout_s, _FLAG_NAME)
 
     def close(self) -> None:
-        """Move the gradient back to memory of its own, and give back the memory that peers see.
+        """Move the gradient back to its own memory, and free the shared memory.
 
-        Raises the recorded error where a kernel has stopped the GPU.
+        Raises:
+            ExchangeTimeoutError: if an expired wait has stopped the GPU.
         """
         try:
             if self._flat.device.type == "cuda":

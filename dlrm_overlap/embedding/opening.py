@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.backends import BACKENDS, BACKWARDS, BACKWARDS_ACROSS
+from dlrm_overlap.backends import BACKENDS, BACKWARDS, BACKWARDS_INTERNODE
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.comm.network import start_puts
 from dlrm_overlap.comm.reach import Reach, find_reach
@@ -72,9 +72,9 @@ def build_exchange(context: ExchangeContext) -> ExchangeParts:
     reach = context.reach or reach_of(options, group, device)
     context = replace(context, reach=reach)
     backend = BACKENDS[options.backend]
-    forward = backend.forward if reach.whole else backend.forward_across or backend.forward
+    forward = backend.forward if reach.whole else backend.forward_internode or backend.forward
     assert forward is not None, f"backend {options.backend} has no exchange of ours"
-    backward = (BACKWARDS if reach.whole else BACKWARDS_ACROSS)[options.resolved_backward]
+    backward = (BACKWARDS if reach.whole else BACKWARDS_INTERNODE)[options.resolved_backward]
     make_forward, make_backward = forward.load(device.type), backward.load(device.type)
     specs = [make_forward.window_spec(context), make_backward.window_spec(context)]
     specs.append(context.ids.windows if context.ids is not None else None)

@@ -1,4 +1,4 @@
-"""A report on this machine and this Python: which needs of training they meet, and cures for the others."""
+"""A report on what training needs on this machine, and how to get what is missing."""
 
 import os
 import platform
@@ -17,18 +17,17 @@ _MIN_SHM_BYTES = 1 << 30
 
 
 class Finding(NamedTuple):
-    """The state of one thing that training needs or can use."""
+    """The state of something that training needs or can use."""
 
     name: str
     detail: str
     cure: str = ""
-    """empty where nothing is wrong"""
+    """empty if nothing is wrong"""
     needed: bool = False
-    """training cannot run without it"""
 
 
 def run_doctor() -> int:
-    """Print the report. Return 0 if training can run here, 1 if something needed is missing or wrong."""
+    """Print the report. Return 0 if training can run here, else 1."""
     broken = []
     for finding in _findings():
         print(f"{'wrong' if finding.cure else 'ok':6} {finding.name}: {finding.detail}")
@@ -55,23 +54,22 @@ def _findings() -> Iterator[Finding]:
 
 
 def _libraries() -> Finding:
-    """Compare the libraries, which match by their releases, with the versions that were tried together."""
+    """Compare the installed releases with those tested together."""
     build, found = supported_versions.build(), supported_versions.versions()
-    tried = supported_versions.STACKS[build]._asdict()
-    others = [name for name, version in found.items() if (version or "").partition("+")[0] != tried[name]]
+    tested = supported_versions.STACKS[build]._asdict()
+    others = [name for name, version in found.items() if (version or "").partition("+")[0] != tested[name]]
     detail = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
     if others:
-        return Finding(
-            "libraries", f"{detail}: {', '.join(others)} not tried so", supported_versions.install_command(build)
-        )
-    return Finding("libraries", f"{detail}, tried together")
+        cure = supported_versions.install_command(build)
+        return Finding("libraries", f"{detail}: {', '.join(others)} not tested in this combination", cure)
+    return Finding("libraries", f"{detail}, tested together")
 
 
 def _gpus() -> Iterator[Finding]:
     import torch
 
     from dlrm_overlap.comm.network import missing_puts
-    from dlrm_overlap.comm.reach import nodes_of, place_of
+    from dlrm_overlap.comm.reach import location_of, nodes_of
 
     if not torch.cuda.is_available():
         cure = "check nvidia-smi, the driver, CUDA_VISIBLE_DEVICES, docker run --gpus all" if torch.version.cuda else ""
@@ -82,25 +80,27 @@ def _gpus() -> Iterator[Finding]:
         about = torch.cuda.get_device_properties(device)
         memory = f"{about.total_memory / 2**30:.0f} GiB"
         yield Finding(f"GPU {device.index}", f"{about.name}, {memory}, compute capability {about.major}.{about.minor}")
-    nodes, _ = nodes_of([place_of(device) for device in devices])
-    together = " | ".join(f"{node[0]}-{node[-1]}" if len(node) > 1 else str(node[0]) for node in nodes)
+    nodes, _ = nodes_of([location_of(device) for device in devices])
+    groups = " | ".join(f"{node[0]}-{node[-1]}" if len(node) > 1 else str(node[0]) for node in nodes)
     missing = missing_puts()
-    others = "messages of NCCL" + (f" ({missing})" if missing else ", or puts from kernels (NVSHMEM is there)")
-    detail = f"GPUs {together} by stores, all others and other machines by {others}"
-    cure = "some have no peer access, nvidia-smi topo -p2p r tells why; messages are slower" if len(nodes) > 1 else ""
+    others = "NCCL messages" + (f" ({missing})" if missing else ", or kernels' puts (NVSHMEM is installed)")
+    detail = f"GPUs {groups} by stores, all others and other machines by {others}"
+    cure = (
+        "some have no peer access (nvidia-smi topo -p2p r shows why), and messages are slower" if len(nodes) > 1 else ""
+    )
     yield Finding("reach", detail, cure)
     yield _compiler()
 
 
 def _compiler() -> Finding:
-    """Look for the compiler and the headers by which Triton builds a kernel's launcher, at the first launch."""
+    """Find the compiler and headers with which Triton builds a kernel's launcher at its first launch."""
     names = [os.environ["CC"].split()[0]] if os.environ.get("CC", "").strip() else ["gcc", "clang"]
     compiler = next(filter(None, map(shutil.which, names)), None)
-    # As Triton looks for it: Debian's own scheme names a folder under /usr/local, where no headers are.
+    # The same scheme as Triton's: Debian's default names a folder under /usr/local, which has no headers.
     header = Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h"
     if compiler and header.exists():
         return Finding("C compiler", f"{compiler}, with Python's headers")
-    cure = "apt-get install gcc libc6-dev python3-dev, or their like; pgas, fused and nccl need them for Triton"
+    cure = "apt-get install gcc libc6-dev python3-dev, or the like; Triton needs them for pgas, fused and nccl"
     return Finding("C compiler", f"no {header if compiler else ' or '.join(names)}", cure)
 
 
@@ -112,7 +112,7 @@ def _shared_memory() -> Finding:
 
 
 def _mpi() -> Finding:
-    """Load MPI in a process of its own: it may be loaded only once, and a broken one aborts the process."""
+    """Load MPI in a separate process: a broken one aborts the process."""
     if (version := supported_versions.version_of("mpi4py")) is None:
         return Finding("mpi4py", "not installed, for mpirun only", "pip install mpi4py")
     probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"

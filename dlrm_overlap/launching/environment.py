@@ -1,4 +1,4 @@
-"""The surroundings of a result besides its configuration: versions, GPUs, CPU and commit."""
+"""What a result depends on besides the configuration: versions, GPUs, CPU and commit."""
 
 import hashlib
 import itertools
@@ -10,13 +10,14 @@ import time
 from pathlib import Path
 
 from dlrm_overlap.launching import supported_versions
+from dlrm_overlap.launching.resources import read_text
 
 
 def environment() -> dict[str, str]:
-    """Return versions, GPUs of ranks, CPU, clock, date and the checkout's commit, each where it can be found."""
+    """Return versions, GPUs, CPU, clock source, date and commit, as far as they are known."""
     import torch
 
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # any text, if this launch does not use it
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # may be any text if this launch does not use it
     count = torch.cuda.device_count()
     count = min(int(ranks), count) if re.fullmatch(r"[0-9]{1,9}", ranks) else count
     gpus = [torch.cuda.get_device_name(index) for index in range(count)]
@@ -33,7 +34,7 @@ def environment() -> dict[str, str]:
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
         "cpu": _cpu(),
         "cores": str(len(os.sched_getaffinity(0))),
-        "clock_source": _read(Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")),
+        "clock_source": read_text(Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": commit(),
     }
@@ -41,49 +42,39 @@ def environment() -> dict[str, str]:
 
 
 def one_queue() -> bool:
-    """Return whether CUDA has one queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1), so no branches overlap."""
+    """Return whether CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue, so that nothing overlaps."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def code_digest() -> str:
-    """Return a digest of this package's source files: ranks that agree on it run the same code."""
+    """Return a digest of this package's source files, to compare the code of ranks."""
     root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
     files = [
         Path(at, name) for at, _, names in os.walk(root, followlinks=True) for name in names if name.endswith(".py")
     ]
-    for path in sorted(files):  # in a checkout some folders are links, into which rglob does not look
+    for path in sorted(files):  # not by rglob, which does not follow a checkout's links to folders
         content = path.read_bytes()
         digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:12]
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _cpu() -> str:
-    model = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    model = re.search(r"^model name\s*:\s*(.+)$", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
     return model[1] if model else platform.machine()
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, with `-dirty` if files differ from it.
-
-    Of a copy without a repository it is the commit that DLRM_OVERLAP_COMMIT names.
-    """
+    """Return the checkout's commit, `-dirty` if files differ; without a repository, DLRM_OVERLAP_COMMIT."""
     named = os.environ.get("DLRM_OVERLAP_COMMIT")
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():  # installed, or copied: a repository further up would be someone else's
+    if not (root / ".git").exists():  # installed or copied: a repository further up is another one
         return named
     describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     return output_of("git", "--no-optional-locks", "-C", str(root), *describe).strip() or named
 
 
 def output_of(*command: str) -> str:
-    """Return a command's output, empty if there is no such command or it fails."""
+    """Return a command's output, empty if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and folders that one process at a time writes to."""
+"""Files that are written completely or not at all, and folders that one process at a time writes to."""
 
 import contextlib
 import errno
@@ -25,8 +25,8 @@ LOCK_NAME = ".lock"
 _RANDOM_BYTES = 8
 _TEMPORARIES = f".*.{'[0-9a-f]' * 2 * _RANDOM_BYTES}.tmp"
 _OWNER_CHARACTERS = 200
-_PATIENCE_S = 0.5  # its owner may be about to end
-# Errors of a file system without locks, such as Lustre mounted without `flock`.
+_LOCK_TIMEOUT_S = 0.5  # the owner may be about to end
+# Errors on a file system without locks, such as Lustre mounted without `flock`.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -38,9 +38,7 @@ _KINDS = {
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open the regular file `path`, or the one that it links to, for reading.
-
-    Opening a pipe would wait for a writer, and some devices never end.
+    """Open the regular file `path` for reading, without waiting for a pipe's writer.
 
     Raises:
         OSError: if it cannot be read or is not a regular file.
@@ -50,10 +48,10 @@ def open_file(path: Path) -> BinaryIO:
         if kind := _KINDS.get(stat.S_IFMT(mode)):
             raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))
 
-    fail_unless_regular(os.stat(path).st_mode)  # opening a device can have effects, and a socket cannot be opened
+    fail_unless_regular(os.stat(path).st_mode)  # before opening, which can have effects on a device
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 - the caller closes it
     try:
-        fail_unless_regular(os.fstat(file.fileno()).st_mode)  # it may have been replaced in between
+        fail_unless_regular(os.fstat(file.fileno()).st_mode)  # the path may have been replaced in between
     except OSError:
         file.close()
         raise
@@ -61,11 +59,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def discard(path: Path) -> None:
-    """Remove a file, a link, or a folder with its content. What a link leads to stays.
-
-    Raises:
-        OSError: if it cannot be removed.
-    """
+    """Remove a file, a link (not its target), or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -73,37 +67,32 @@ def discard(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` unless it is there.
+    """Create `folder` if it does not exist.
 
     Raises:
-        InputError: if it cannot be made.
+        InputError: if it cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"log.dir: {folder} cannot be made ({error.strerror}); give a folder that can be written to"
+            f"log.dir: {folder} cannot be created ({error.strerror}); give a folder that can be written to"
         ) from None
 
 
 @contextmanager
 def hold_folder(folder: Path, key: str) -> Iterator[bool]:
-    """Hold the lock of `folder`, which must exist, while the block runs.
+    """Hold the lock of `folder` during the block, and yield whether it is held.
 
-    The lock is the kernel's (flock) on the file `.lock`, which names its owner. It ends with the owner's
-    process, so a dead owner blocks nobody, and forked children do not hold it. On NFS all clients see it, unless the
-    mount says otherwise. Where the file system has no locks at all, a warning says so, and the block runs without one.
+    The lock is a flock on `.lock`, which ends with this process; forked children do not hold it. On NFS all clients see
+    it, unless mounted otherwise. Without locks in the file system a warning is logged.
 
     Args:
-        folder: the folder.
         key: the option that names the folder, for the error.
 
-    Yields:
-        Whether the lock is held: False where there are none.
-
     Raises:
-        InputError: if another process holds it; the error names that process and its node.
-        OSError: if the file cannot be made.
+        InputError: if another process holds it, which is named with its node.
+        OSError: if the lock file cannot be created.
     """
     path = folder / LOCK_NAME
     try:
@@ -117,23 +106,23 @@ def hold_folder(folder: Path, key: str) -> Iterator[bool]:
     locked = path.stat()
     try:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        with contextlib.suppress(OSError):  # the disk may be full; the lock holds anyway
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
         yield True
     finally:
         with contextlib.suppress(OSError):
-            if os.path.samestat(locked, path.stat()):  # else the folder was replaced, and the file is another's
-                path.unlink()  # while it is held: a process that waits for it then makes the file anew
+            if os.path.samestat(locked, path.stat()):  # else the folder was replaced, and has another lock file
+                path.unlink()  # while it is held: a waiting process then creates a new file
         lock.release()
 
 
 def _acquire(path: Path, key: str) -> FileLock:
-    lock = FileLock(path, timeout=_PATIENCE_S, poll_interval=_PATIENCE_S / 50, fallback_to_soft=False)
+    lock = FileLock(path, timeout=_LOCK_TIMEOUT_S, poll_interval=_LOCK_TIMEOUT_S / 50, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:
         who = ""
-        with contextlib.suppress(OSError):  # its owner has just ended
+        with contextlib.suppress(OSError):  # the owner has just ended
             who = path.read_text(errors="replace")[:_OWNER_CHARACTERS]
         who = who or "another process"
         cure = "wait until it ends, or give another folder"
@@ -142,13 +131,13 @@ def _acquire(path: Path, key: str) -> FileLock:
 
 
 def temporary_of(file: Path) -> Path:
-    """Return a name beside `file`, in part random; open it by "x", which neither follows a link nor takes a file."""
+    """Return a partly random name next to `file`, to be opened with "x", which follows no link."""
     return file.with_name(f".{file.name}.{secrets.token_hex(_RANDOM_BYTES)}.tmp")
 
 
 @contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file, which replaces `file` when the block ends without an error and all is on disk."""
+    """Yield a temporary file that replaces `file` once the block ends without an error and all is on disk."""
     temporary = temporary_of(file)
     try:
         with temporary.open("xb") as stream:
@@ -156,16 +145,16 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(file)
-        sync_folder(file.parent)  # or else a power cut could undo this renaming and keep a later one
+        sync_folder(file.parent)  # a power failure must not undo this renaming and keep a later one
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any, key: str) -> None:
-    """Write `content` to `path`, whole or not at all.
+    """Write `content` to `path`, completely or not at all.
 
     Raises:
-        InputError: naming `key`, the option that names the file, if it cannot be written.
+        InputError: if it cannot be written, naming the option `key`.
     """
     try:
         with replacing(path) as stream:
@@ -175,7 +164,7 @@ def write_json(path: Path, content: Any, key: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make creations and renamings in `folder` last through a loss of power."""
+    """Flush creations and renamings in `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -184,7 +173,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove the temporary files in `folder` that a killed process has left. Hold the folder's lock meanwhile."""
+    """Remove a killed process's temporary files from `folder`, whose lock must be held."""
     for file in folder.glob(_TEMPORARIES):
         with contextlib.suppress(OSError):
             file.unlink()

@@ -1,4 +1,4 @@
-"""Who started this process, as which rank of how many, by the variables of launchers. Loads no torch."""
+"""Who started this process, and as which rank, by the launchers' environment variables. Imports no torch."""
 
 import ipaddress
 import os
@@ -11,35 +11,32 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.lifetime import end_with_parent, say
 
 LOOPBACK = "127.0.0.1"
-NPROC_MARKER = "DLRM_OVERLAP_NPROC"  # set by `spawn` in its workers
-LAUNCHER_PID = "DLRM_OVERLAP_LAUNCHER_PID"  # set by `spawn` in its workers
-_MOST_RANKS = 1 << 20
-_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # of nodes that follow each other: 2, or 4(x2) for 4, 4
-_SLURM_PORTS = range(20000, 32000)  # below the ports that Linux hands out itself
+# Variables that `spawn` sets for its ranks.
+NPROC_MARKER, LAUNCHER_PID = "DLRM_OVERLAP_NPROC", "DLRM_OVERLAP_LAUNCHER_PID"
+_MAX_RANKS = 1 << 20
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # tasks of consecutive nodes: 2, or 4(x2) for 4, 4
+_SLURM_PORTS = range(20000, 32000)  # below Linux's ephemeral ports
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's identity among all ranks.
+    """This process's rank, and where all ranks meet.
 
     Raises:
-        InputError: if a rank is not below its world size, or an address or port is missing that several ranks need.
+        InputError: if ranks do not fit their sizes, or several ranks have no valid address and port.
     """
 
     rank: int
-    """0 .. world_size - 1"""
     local_rank: int
-    """rank among the processes of this node; the GPU to use"""
+    """rank on this node, which selects the GPU"""
     world_size: int
-    """processes in all, W"""
     local_world_size: int
-    """processes on this node"""
     master_addr: str
-    """node of rank 0: a name or an address, without brackets if that is one of IPv6"""
+    """name or IP address of rank 0's node, without brackets"""
     master_port: int
-    """port there for the rendezvous; 0 where a world of one needs none"""
+    """port of the rendezvous, 0 for a single rank"""
     source: str
-    """who started it: nproc | torchrun | mpi | slurm | environment | single"""
+    """nproc | torchrun | mpi | slurm | environment | single"""
 
     def __post_init__(self) -> None:
         for rank, size, prefix in (
@@ -48,12 +45,12 @@ class World:
         ):
             if not 0 <= rank < size:
                 raise InputError(
-                    f"{self.source} launch: {prefix}RANK {rank} must lie in 0 .. {prefix}WORLD_SIZE - 1, and "
+                    f"{self.source} launch: {prefix}RANK {rank} must be in 0 .. {prefix}WORLD_SIZE - 1, and "
                     f"{prefix}WORLD_SIZE is {size}; correct what starts the ranks"
                 )
-            if size > _MOST_RANKS:
+            if size > _MAX_RANKS:
                 raise InputError(
-                    f"{self.source} launch: {prefix}WORLD_SIZE {size} is above {_MOST_RANKS}; correct what starts the "
+                    f"{self.source} launch: {prefix}WORLD_SIZE {size} is above {_MAX_RANKS}; correct what starts the "
                     f"ranks"
                 )
         if self.world_size > 1 and not (_is_address(self.master_addr) and 0 < self.master_port < 1 << 16):
@@ -76,24 +73,21 @@ class World:
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World:
-    """Return this process's identity among the ranks, from its launcher's variables in `environ`.
+    """Return this process's rank, from its launcher's variables; initializes MPI under mpirun.
 
-    No process group is made. Under MPI, MPI is initialised. Of several launchers, the first of these counts:
+    The first launcher found counts (launch/README.md lists contradictions):
 
     | source | found by | rendezvous |
     |---|---|---|
-    | nproc | the mark that `spawn` leaves | this node |
+    | nproc | the variable that `spawn` sets | this node |
     | torchrun | TORCHELASTIC_RUN_ID | MASTER_ADDR, MASTER_PORT |
     | mpi | OMPI_COMM_WORLD_SIZE, or PMI_SIZE if not Slurm's own | rank 0's choice, broadcast through mpi4py |
-    | slurm | SLURM_STEP_ID (srun) | first node of the step, port from job and step id |
+    | slurm | SLURM_STEP_ID (srun), except one task with RANK or WORLD_SIZE | first node, port from job and step id |
     | environment | RANK and WORLD_SIZE | MASTER_ADDR, MASTER_PORT |
     | single | none of these | none |
 
-    launch/README.md has the variables that contradict each other, and those that another launcher may leave harmlessly.
-    RANK without WORLD_SIZE is a contradiction, and in an srun of one task both of them win: that step is a shell.
-
     Raises:
-        InputError: on a contradiction, if a variable is missing or not a number, or if mpi4py cannot use this MPI.
+        InputError: if variables are missing, not numbers or contradict each other, or mpi4py cannot use this MPI.
     """
     for mark, source in ((NPROC_MARKER, "nproc"), ("TORCHELASTIC_RUN_ID", "torchrun")):
         if mark in environ:
@@ -112,26 +106,24 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
 
 
 def _integer(environ: Mapping[str, str], name: str, source: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,18}", value := environ.get(name, "")):  # \d has the digits of all scripts
+    if not re.fullmatch(r"[0-9]{1,18}", value := environ.get(name, "")):  # \d would match digits of all scripts
         raise InputError(
-            f"{source} launch: {name} is {value!r}, not a number from 0 on; set it, or unset what another launch left "
-            f"behind"
+            f"{source} launch: {name} is {value!r}, not a number from 0 on; set it, or unset variables that another "
+            f"launch has left"
         )
     return int(value)
 
 
 def _mpi_task(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return (rank, size) as mpirun announces them, or None outside mpirun."""
     for prefix in ("OMPI_COMM_WORLD_", "PMI_"):
         if prefix + "SIZE" in environ:
             task = _integer(environ, prefix + "RANK", "mpirun"), _integer(environ, prefix + "SIZE", "mpirun")
-            # srun with its PMI plugin sets PMI_* for its tasks too: then Slurm's variables suffice, without mpi4py.
+            # srun with its PMI plugin also sets PMI_*: then Slurm's variables are used, which need no mpi4py.
             return None if prefix == "PMI_" and task == _slurm_task(environ) else task
     return None
 
 
 def _slurm_task(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return (rank, size) in the Slurm step, or None outside srun."""
     if "SLURM_STEP_ID" not in environ:
         return None
     return _integer(environ, "SLURM_PROCID", "srun"), _integer(environ, "SLURM_STEP_NUM_TASKS", "srun")
@@ -150,24 +142,23 @@ def _from_variables(environ: Mapping[str, str], source: str) -> World:
     rank, size = _integer(environ, "RANK", source), _integer(environ, "WORLD_SIZE", source)
     address = _master_addr(environ)
     port = _integer(environ, "MASTER_PORT", source) if size > 1 else 0
-    if size == 1 or is_loopback(address):  # one node: the local ranks are the ranks
+    if size == 1 or is_loopback(address):  # one node: local ranks equal ranks
         environ = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), **environ}
     local, local_size = _integer(environ, "LOCAL_RANK", source), _integer(environ, "LOCAL_WORLD_SIZE", source)
     return World(rank, local, size, local_size, LOOPBACK if size == 1 else address, port, source)
 
 
 def _from_mpi(environ: Mapping[str, str], announced: int) -> World:
-    """Take the ranks from MPI, and broadcast rank 0's address through it; everything after that goes through torch.
+    """Get the ranks from MPI, and broadcast rank 0's address.
 
-    MPI_Finalize is left to `process_group.shutdown`. mpirun takes a rank that ends without it for failed, and ends the
-    others; a finalize at every exit would wait for the others for ever.
+    `process_group.shutdown` finalizes MPI: a finalize at every exit would wait for failed ranks.
     """
     try:
         import mpi4py
 
         mpi4py.rc.finalize = False
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, libmpi is not
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without libmpi
         raise InputError(
             f"mpirun of {announced} ranks, but mpi4py does not load ({str(error).splitlines()[0]}); "
             f"pip install mpi4py, or use --nproc"
@@ -192,14 +183,14 @@ def _from_slurm(environ: Mapping[str, str], rank: int, size: int) -> World:
     address = _master_addr(environ) or (LOOPBACK if nodes == 1 else first)
     if "MASTER_PORT" in environ:
         port = _integer(environ, "MASTER_PORT", "srun")
-    else:  # every rank must find the same: steps of one job and jobs of one day get different ports
+    else:  # the same on every rank, different for steps of a job and jobs of a day
         job, step = _integer(environ, "SLURM_JOB_ID", "srun"), _integer(environ, "SLURM_STEP_ID", "srun")
         port = _SLURM_PORTS[(16 * job + step) % len(_SLURM_PORTS)]
     return World(rank, _integer(environ, "SLURM_LOCALID", "srun"), size, local_size, address, port, "slurm")
 
 
 def _slurm_nodes(environ: Mapping[str, str], size: int) -> tuple[int, int]:
-    """Return the number of nodes of this step of `size` tasks, and the number of tasks on this node."""
+    """Return the number of nodes of this step of `size` tasks, and of tasks on this node."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", str(size))
     node = _integer(environ, "SLURM_NODEID", "srun")
     nodes, here = 0, None
@@ -222,7 +213,7 @@ def _slurm_nodes(environ: Mapping[str, str], size: int) -> tuple[int, int]:
 
 
 def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the rank in the first launcher's variable there is, without any check; None where there is none."""
+    """Return the rank in the first launcher's variable that is set, unchecked, or None."""
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", *["SLURM_PROCID"] * ("SLURM_STEP_ID" in environ)):
         if re.fullmatch(r"[0-9]{1,18}", environ.get(name, "")):
             return int(environ[name])
@@ -230,10 +221,7 @@ def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host`, a name or an address, is a loopback address or localhost.
-
-    Other names are not looked up: a node may know itself as 127.0.1.1 and be reached by others at another address.
-    """
+    """Return whether `host` is localhost or a loopback address; names are not looked up."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -242,7 +230,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _master_addr(environ: Mapping[str, str]) -> str:
-    """Return MASTER_ADDR, or "" if it is not set; an IPv6 address without the brackets that it has in a URL."""
+    """Return MASTER_ADDR without an IPv6 address's brackets, "" if it is not set."""
     given = environ.get("MASTER_ADDR", "")
     try:
         address = ipaddress.IPv6Address(given[1:-1] if given == f"[{given[1:-1]}]" else given)
@@ -260,7 +248,7 @@ def _is_address(text: str) -> bool:
 
 
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """End with the launcher of `--nproc`, if that has started this process.
+    """End this process together with the launcher of `--nproc`, if that has started it.
 
     Raises:
         InputError: if the launcher's process id is not a number.
@@ -275,7 +263,7 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that was free on this node a moment ago."""
+    """Return a TCP port that is currently free on this node."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

@@ -1,7 +1,4 @@
-"""The end of a process: with its parent, or, where it is asked to end, after a save.
-
-Imports nothing but Python's own modules.
-"""
+"""How a process ends: with its parent, or, if it is asked to, after a save. Imports only the standard library."""
 
 import contextlib
 import ctypes
@@ -14,24 +11,20 @@ from contextlib import contextmanager
 from types import FrameType
 
 SAVED = 75
-"""exit code of a run that was asked to end, and can go on from what it has saved: EX_TEMPFAIL of sysexits.h"""
+"""exit code of a run that was asked to end and has saved: EX_TEMPFAIL of sysexits.h"""
 HOLD_BACK_S = 3.0
-"""by then a launcher has ended the other ranks of one that has failed, which would report what follows from it"""
+"""time in which a launcher ends the other ranks of a failed one, before they report consequential errors"""
 ENDS_SOON = "SIGINT: the run saves and ends after its next log line; a second one ends it at once"
 ENDED_AT_ONCE = "interrupted: what was trained after the newest checkpoint is lost"
-_ASKS = (signal.SIGTERM, signal.SIGUSR1)
-_HELD = (*_ASKS, signal.SIGHUP)  # which asks the launcher of `--nproc`
+_END_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_BLOCKED = (*_END_SIGNALS, signal.SIGHUP)  # the launcher of `--nproc` handles SIGHUP
 _POLL_S = 0.1
-_GRACE_S = 5.0  # for the other ranks to meet this one, after it was asked to end
+_GRACE_S = 5.0  # for the other ranks to start, after this one was asked to end
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process as soon as the thread that has started it is gone, however that ended.
-
-    A thread that watches a pipe would not do: a process that is stopped, or in a call that never returns, would live
-    on. Where the process `parent` is gone already, this one ends here.
-    """
+    """Have the kernel kill this process, even if stopped, when the thread that started it ends, or now if it has."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -39,29 +32,26 @@ def end_with_parent(parent: int) -> None:
 
 
 def block_signals() -> None:
-    """Keep SIGTERM, SIGUSR1 and SIGHUP pending, in this process and in those that it starts from now on.
-
-    So a signal that arrives before a process can save is not lost, and does not end it. Call it in the main thread.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    """Keep SIGTERM, SIGUSR1 and SIGHUP pending, here and in child processes; call it in the main thread."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
 
 
 def unblock_signals() -> None:
-    """Deliver the signals that `block_signals`, here or in the process that started this one, has kept pending."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
+    """Deliver the signals that `block_signals` has kept pending."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
 
 
 def end_on_signals() -> None:
-    """Let SIGTERM and SIGUSR1 end this process from now on, also if they are pending: it has nothing left to save."""
-    for number in _ASKS:
+    """Let SIGTERM and SIGUSR1 end this process, also pending ones."""
+    for number in _END_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     unblock_signals()
 
 
 def interrupt_imports() -> None:
-    """Let SIGINT end this process at once while a module is imported; otherwise it raises KeyboardInterrupt as before.
+    """Let SIGINT end this process at once during imports, in which libraries may catch KeyboardInterrupt.
 
-    Libraries catch what is raised while they are imported, and go on or abort. If SIGINT is ignored, it stays ignored.
+    If SIGINT is ignored, it stays ignored.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -77,17 +67,13 @@ def interrupt_imports() -> None:
 
 
 def say(text: str) -> None:
-    """Write lines to standard error, whose reader may be gone. Unlike `print` it is safe in a signal handler."""
+    """Write lines to standard error, ignoring failures. Unlike `print` it is safe in a signal handler."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="replace"))
 
 
 def report_missing(error: ModuleNotFoundError) -> bool:
-    """Name a module that was not found, and its cure, in one line on standard error.
-
-    Returns:
-        Whether it was reported: not for a module of this package.
-    """
+    """Report a missing module and its cure in one line on standard error; return False for this package's own."""
     if not error.name or error.name.partition(".")[0] == "dlrm_overlap":
         return False
     print(
@@ -100,19 +86,19 @@ def report_missing(error: ModuleNotFoundError) -> bool:
 
 
 class EndRequest:
-    """Whether this process was asked to end: SIGTERM, SIGUSR1 and SIGINT only ask. A second SIGINT ends it at once."""
+    """Whether SIGTERM, SIGUSR1 or SIGINT has asked this process to end; a second SIGINT ends it at once."""
 
     def __init__(self) -> None:
         self.asked = self._listens = False
 
     def listen(self, answers: bool = True) -> None:
-        """Take the signals from now on, also pending ones. Call it from the main thread.
+        """Handle the signals from now on, also pending ones; call it in the main thread.
 
-        A SIGINT that is ignored, as in a background job of a script, stays so. One process `answers` it by a line.
+        An ignored SIGINT stays ignored. One process of a run `answers` SIGINT by a line.
         """
         is_second = False
 
-        def hear(number: int, frame: FrameType | None) -> None:
+        def handle(number: int, frame: FrameType | None) -> None:
             nonlocal is_second
             self.asked = True
             if number != signal.SIGINT:
@@ -123,30 +109,28 @@ class EndRequest:
                 os._exit(128 + number)
             is_second = True
 
-        heeds_keys = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-        for number in (*_ASKS, *[signal.SIGINT] * heeds_keys):
-            signal.signal(number, hear)
+        handles_sigint = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        for number in (*_END_SIGNALS, *[signal.SIGINT] * handles_sigint):
+            signal.signal(number, handle)
         self._listens = True
         unblock_signals()
 
     @contextmanager
     def while_ranks_meet(self) -> Iterator[None]:
-        """In the block, end this process with `SAVED` if it is asked to end and the block takes 5 s longer.
+        """End this process with `SAVED` if, after `listen`, it is asked to end and the block takes 5 s longer.
 
-        Other ranks may never come, as when torchrun ends the remaining ranks after one has failed, and nothing was
-        trained yet. Does nothing unless this process listens.
+        Other ranks may never start, for example if torchrun ends them after a failure.
         """
         if not self._listens:
             yield
             return
-        # The main thread waits in a call that runs no signal handlers. So the signals are blocked, and another thread
-        # takes them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ASKS)
+        # The main thread waits in a call that runs no signal handlers, so another thread receives the signals.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
         met = threading.Event()
 
         def end_unless_met() -> None:
             while not met.is_set():
-                if self.asked or signal.sigtimedwait(_ASKS, _POLL_S):
+                if self.asked or signal.sigtimedwait(_END_SIGNALS, _POLL_S):
                     self.asked = True
                     if not met.wait(_GRACE_S):
                         say("dlrm-overlap: asked to end before all ranks had started: run the same command again")
@@ -157,4 +141,4 @@ class EndRequest:
             yield
         finally:
             met.set()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _END_SIGNALS)

@@ -1,4 +1,4 @@
-"""Reading the configuration: a YAML file, then dotted options. Every mistake is reported in one line."""
+"""Reads the configuration: YAML files, then dotted options. Every mistake is reported in one line."""
 
 import ast
 import contextlib
@@ -24,8 +24,8 @@ Sections = TypeVar("Sections")
 log = logging.getLogger("dlrm_overlap")
 
 _CONFIGS = Path(__file__).parents[1] / "configs"
-_SHOWN = 200  # characters of a value
-# What PyYAML raises for a text that is not YAML, and for a tag whose value is wrong, as in `!!int ''`.
+_MAX_SHOWN = 200  # characters of a value
+# Raised by PyYAML if a text is not YAML, or a tag's value is wrong, as in `!!int ''`.
 NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
 _WORDS = {
     int: "a whole number",
@@ -38,7 +38,7 @@ _WORDS = {
 
 
 def words_of(kind: Any) -> str:
-    """Return what a value of the type `kind` is, such as "a number from 0 to below 1 or null"."""
+    """Return a description of a type, such as "a number from 0 to below 1 or null"."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return arguments[1].words
@@ -51,10 +51,10 @@ def words_of(kind: Any) -> str:
 
 
 def convert(kind: Any, value: Any, text: str | None = None) -> Any:
-    """Return a value of YAML as one of the type `kind`; `text` is how it was written, where that is an option's.
+    """Return a YAML value as one of type `kind`; `text` is what was written, for an option.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not of that type.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
@@ -62,7 +62,7 @@ def convert(kind: Any, value: Any, text: str | None = None) -> Any:
         if arguments[1].holds(found):
             return found
     elif origin in (Union, UnionType):
-        for each in sorted(arguments, key=lambda each: str in (each, *get_args(each))):  # any option is a text
+        for each in sorted(arguments, key=lambda each: str in (each, *get_args(each))):  # str last: it takes any text
             with contextlib.suppress(ValueError):
                 return convert(each, value, text)
     elif origin is Literal:
@@ -76,19 +76,17 @@ def convert(kind: Any, value: Any, text: str | None = None) -> Any:
         return value if text is None else text
     elif kind is float and type(value) in (int, float, str):
         with contextlib.suppress(OverflowError):
-            return float(value)  # to YAML, 1e-4 is a text
+            return float(value)  # YAML reads 1e-4 as a string
     elif kind in (int, bool, NoneType) and type(value) is kind:
         return value
     raise ValueError
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}.."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}.."
 
 
 def _option_of(kind: Any) -> Callable[[str], Any]:
-    """Return a function that reads an option of the type `kind`, as argparse takes it."""
-
     def read(text: str) -> Any:
         value: Any = text
         with contextlib.suppress(*NOT_YAML):
@@ -103,7 +101,7 @@ def _option_of(kind: Any) -> Callable[[str], Any]:
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, which refuses a key written twice instead of taking the last."""
+    """YAML's safe loader, which refuses duplicate keys instead of taking the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a mapping after checking that its keys differ."""
@@ -119,26 +117,19 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 def find_config(given: str) -> Path:
-    """Return the path of the YAML file `given`, or of the package's own of that name: quickstart, bench/tiny.
-
-    A file that is there comes first. The path in a checkout, configs/quickstart.yaml, names the package's file too.
-    """
+    """Return the path of the YAML file `given`, or of the packaged file of that name, such as bench/tiny."""
     own = _CONFIGS / f"{given.removeprefix('configs/').removesuffix('.yaml')}.yaml"
     return own if os.path.isfile(own) and not os.path.exists(given) else Path(given)
 
 
 def _read_file(path: Path, config: type) -> dict[str, Any]:
-    """Return the values of the YAML file `path`, with keys of the dataclass `config`, by dotted key.
-
-    Raises:
-        InputError: naming the file, the key and the nearest known key.
-    """
+    """Return the values of a YAML file by dotted key; raises as `read_tree`."""
     try:
         with path.open() as file:
             tree = yaml.load(file, UniqueKeyLoader)
     except OSError as error:
         names = sorted(str(own.relative_to(_CONFIGS).with_suffix("")) for own in _CONFIGS.rglob("*.yaml"))
-        cure = f"give an existing YAML file, or the name of one of ours: {suggest(path.stem, names)}"
+        cure = f"give an existing YAML file, or the name of a packaged one: {suggest(path.stem, names)}"
         raise InputError(f"--config: {path}: {error.strerror}; {cure}") from None
     except InputError:
         raise
@@ -148,7 +139,7 @@ def _read_file(path: Path, config: type) -> dict[str, Any]:
 
 
 def new_name(key: str) -> str:
-    """Return the name of a key that may have the name of an earlier version, of which it warns."""
+    """Return the current name of a key; warns if `key` is a name of an earlier version."""
     if key not in RENAMED_KEYS:
         return key
     log.warning("%s is deprecated; use %s", key, RENAMED_KEYS[key])
@@ -156,7 +147,7 @@ def new_name(key: str) -> str:
 
 
 def new_value(key: str, value: Any) -> Any:
-    """Return the name of a value that may have the name of an earlier version, of which it warns."""
+    """Return the current name of a key's value; warns if it is a name of an earlier version."""
     names = RENAMED_VALUES.get(key, {})
     if not isinstance(value, str) or value not in names:
         return value
@@ -164,7 +155,7 @@ def new_value(key: str, value: Any) -> Any:
     return names[value]
 
 
-def _with_new_names(argv: Sequence[str]) -> list[str]:
+def with_new_names(argv: Sequence[str]) -> list[str]:
     """Return options with the names of this version."""
     renamed = list[str]()
     for word in argv:
@@ -178,10 +169,10 @@ def _with_new_names(argv: Sequence[str]) -> list[str]:
 
 
 def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> dict[str, Any]:
-    """Return the values of `tree`, a section of keys of the dataclass `section` as read from `path`, by dotted key.
+    """Return the values of `tree` by dotted key; `section` is the dataclass of its keys.
 
     Raises:
-        InputError: naming `path`, the key after `prefix`, and the nearest known key or the rule of its value.
+        InputError: naming `path`, the key after `prefix`, and the nearest known key or the value's rule.
     """
     if not isinstance(tree, dict):
         raise InputError(
@@ -211,7 +202,7 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
 
 
 def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[str, Any]:
-    """Return sections of keys of the dataclass `member` by their names, which are the user's own."""
+    """Return sections with user-chosen names, as objects of the dataclass `member`."""
     if not isinstance(tree, dict):
         raise InputError(f"{path}: {key}: {tree!r} must be sections by name, each with its keys")
     made = {}
@@ -223,13 +214,13 @@ def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[s
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
-    """Return "did you mean X?" with the nearest of `known`, or a list of them where none is near."""
+    """Return "did you mean X?" with the most similar of `known`, or else a list of all."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
 def _suggest_option(name: str, known: Sequence[str]) -> str:
-    """Return "did you mean X or Y?" with the options of the last part of `name`, else the one nearest to it."""
+    """Return "did you mean X or Y?" with the options of the same last part, or else the most similar one."""
     name = "--" + name.lstrip("-").replace("-", "_")
     tail = name.rpartition(".")[2].lstrip("-")
     found = [each for each in known if re.fullmatch(rf"--(.*\.)?{re.escape(tail)}", each)]
@@ -238,7 +229,7 @@ def _suggest_option(name: str, known: Sequence[str]) -> str:
 
 
 class Parser(ArgumentParser):
-    """An argument parser that reports a mistake in one line, and takes types such as `PositiveInt | None`."""
+    """An argument parser that reports mistakes in one line, and knows types such as `PositiveInt | None`."""
 
     def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
         super().__init__(prog, usage, description, allow_abbrev=False)
@@ -250,15 +241,15 @@ class Parser(ArgumentParser):
         return super().add_argument(*names, **settings)
 
     def read(self, argv: Sequence[str]) -> Any:
-        """Return the values of `argv`, in which options may stand before positional arguments.
+        """Return the values of `argv`; options and positional arguments may be mixed.
 
         Raises:
-            InputError: if an option is unknown or its value wrong.
+            InputError: if an option is unknown or its value is wrong.
         """
         return self.parse_intermixed_args(argv)
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as an InputError of one line: key, value and rule."""
+        """Raise argparse's message as an `InputError` of one line."""
         if unknown := re.match(r"unrecognized arguments: (([^\s=]+)\S*)", message):
             if not unknown[1].startswith("-"):
                 raise InputError(f"{unknown[1]}: not an option, since it does not begin with --; see --help")
@@ -283,22 +274,19 @@ class Key(NamedTuple):
     """A key of the configuration."""
 
     name: str
-    """with its sections, such as train.steps"""
+    """with its sections: train.steps"""
     kind: Any
-    """type of its values"""
     default: Any
     section: type
-    """its dataclass"""
 
 
 def _default_of(section: Any, field: dataclasses.Field[Any]) -> Any:
-    """Return the default of `field` of `section`, a dataclass or an object of one."""
     made = field.default_factory
     return getattr(section, field.name, None if made is dataclasses.MISSING else made())
 
 
 def keys_of(section: Any, prefix: str = "") -> Iterator[Key]:
-    """Yield the keys below `section`, a dataclass or, with other defaults than its own, an object of one, in order."""
+    """Yield the keys of `section` in order, with its values as defaults if it is an object."""
     for each in dataclasses.fields(section):
         default = _default_of(section, each)
         if isinstance(each.type, type) and dataclasses.is_dataclass(each.type):
@@ -315,7 +303,7 @@ def _help_of(key: Key) -> str:
 
 
 def _changes(section: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the arguments that make `section`, as `keys_of` takes it, have `values`, by key after `prefix`."""
+    """Return the arguments with which `section` gets `values`."""
     found = {}
     for each in dataclasses.fields(section):
         key = f"{prefix}{each.name}"
@@ -335,18 +323,16 @@ def parse_config(
     add_options: Callable[[Parser], None] = lambda parser: None,
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[Sections, Any]:
-    """Return the configuration that `argv` describes, and the values of the options that `add_options` adds.
+    """Return the configuration that `argv` describes, and the values of the command's own options.
 
     Args:
         config: the dataclass of all sections.
         prog: the command, for --help.
-        description: for --help.
-        argv: options.
-        add_options: adds the command's own.
-        defaults: replace the keys' own; nested as in a file.
+        add_options: adds the command's own options.
+        defaults: override the keys' defaults; nested as in a file.
 
     Raises:
-        InputError: if a key, a value or the file is wrong.
+        InputError: if a key, a value or a file is wrong.
     """
     parser = Parser(prog, description, usage=f"{prog} [--config FILE] [--section.key VALUE ...]")
     parser.add_argument(
@@ -359,11 +345,11 @@ def parse_config(
     )
     add_options(parser)
     keys = list(keys_of(config))
-    asks_help = not {"-h", "--help"}.isdisjoint(argv)  # which reads the sources of the configuration
+    asks_help = not {"-h", "--help"}.isdisjoint(argv)  # only then the help is read from the source
     for key in keys:
         text = _help_of(key) if asks_help else None
         parser.add_argument(f"--{key.name}", type=key.kind, default=SUPPRESS, metavar="VALUE", help=text)
-    options = parser.read(_with_new_names(argv))
+    options = parser.read(with_new_names(argv))
     values = read_tree(defaults, config, "defaults") if defaults else {}
     for file in options.config:
         values |= _read_file(find_config(file), config)

@@ -1,4 +1,4 @@
-"""This rank's device, and its process group: made from the `World` that a launcher has given, destroyed at the end."""
+"""A rank's device, and its process group."""
 
 import os
 import socket
@@ -17,23 +17,22 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-LAST_RESORT, _LAST_RESORT_S = 10.0, 5.0  # a collective gives up after so many wait_timeout_s, and so many seconds more
-_SHOWN = 60  # characters of a value
-_RESOLVE_S = 20.0  # the name of a container's node may become known a moment after the container has started
-_LET_GO_S = 0.05  # far more than gloo's threads need to let go of the last collective's tensors
+# The timeout of collectives: LAST_RESORT * wait_timeout_s + _LAST_RESORT_S seconds.
+LAST_RESORT, _LAST_RESORT_S = 10.0, 5.0
+_MAX_SHOWN = 60  # characters of a value
+_RESOLVE_S = 20.0  # a node's name may be registered only after its container has started
+_RELEASE_S = 0.05  # far more than gloo's threads need to release the last collective's tensors
 
 
 def find_device(kind: str, local_rank: int, source: str = "nproc", local_ranks: int = 1) -> "torch.device":
-    """Return the device of a rank: the CPU, or the GPU of its local rank.
+    """Return a rank's device: the CPU, or the GPU of its local rank.
 
-    A rank that sees a single GPU takes that one where its launcher (Slurm, MPI, a script) may have chosen it.
+    A single visible GPU is taken if the launcher (Slurm, MPI, a script) may have selected it.
 
     Args:
-        kind: train.device; auto takes the GPUs if there are any.
-        local_rank: the rank's number among those of this node.
-        source: who started them, `World.source`.
-        local_ranks: processes on this node. Every rank checks that all of them have a GPU, so that rank 0, whose
-            message is the one shown, finds it too.
+        kind: train.device; auto takes GPUs if there are any.
+        source: `World.source`.
+        local_ranks: ranks on this node, whose GPUs every rank checks, as only rank 0's error is shown.
 
     Raises:
         InputError: if there is no GPU for each rank of this node.
@@ -63,18 +62,15 @@ def visible_gpus(kind: str) -> int:
 def init_process_group(
     world: World, device: "torch.device", timeout_s: float = 600.0, wait_timeout_s: float = 600.0
 ) -> None:
-    """Make the default process group: gloo for CPU tensors, and NCCL, connected at once, where `device` is a GPU.
+    """Create the default process group: gloo for CPU tensors, and NCCL, connected at once, for a GPU.
 
-    Sets the current CUDA device, and makes a stream of priority -1 the current one: the default stream has the lowest
-    priority there is, so no kernel could give way to it. A world of one needs no address. Where the ranks meet at a
-    loopback address, the store, gloo and NCCL listen there alone.
+    Also sets the current CUDA device, and a current stream of priority -1, above the default stream's. Ranks that meet
+    at a loopback address listen only there.
 
     Args:
-        world: the rank, and where all ranks meet.
-        device: of this rank.
-        timeout_s: bounds the rendezvous: ranks may start at very different times.
-        wait_timeout_s: embedding.wait_timeout_s. It bounds every collective, with a margin in which the `Watch`, which
-            knows the rank and the step, or an exchange's own wait speaks first.
+        timeout_s: limit of the rendezvous, since ranks may start at different times.
+        wait_timeout_s: embedding.wait_timeout_s. Collectives wait longer, so that errors that name rank and step
+            come first.
 
     Raises:
         InputError: if the ranks do not meet.
@@ -82,27 +78,34 @@ def init_process_group(
     import torch
     import torch.distributed as dist
 
+    # Device, stream and network interface.
     backend, device_id = "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
-        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # nor may collectives wait for kernels that give way
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # collectives must not wait for low-priority kernels
         backend, device_id = "cpu:gloo,cuda:nccl", device
-    if is_loopback(world.master_addr):  # else gloo and NCCL would take the interface of the host's name
+    if is_loopback(world.master_addr):  # otherwise gloo and NCCL take the interface of the node's name
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    bound = timedelta(seconds=LAST_RESORT * wait_timeout_s + _LAST_RESORT_S)
+    # Meet the other ranks.
+    collective_timeout = timedelta(seconds=LAST_RESORT * wait_timeout_s + _LAST_RESORT_S)
     try:
         if world.world_size == 1:
             store: Store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         else:
             store = _open_store(world, timeout_s)
         dist.init_process_group(
-            backend, store=store, rank=world.rank, world_size=world.world_size, timeout=bound, device_id=device_id
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=collective_timeout,
+            device_id=device_id,
         )
-    except dist.DistBackendError:  # NCCL's, which is no matter of where the ranks meet
+    except dist.DistBackendError:  # by NCCL, unrelated to the rendezvous
         raise
-    except (OSError, RuntimeError) as error:  # of sockets, the store and gloo
+    except (OSError, RuntimeError) as error:  # by sockets, the store and gloo
         raise InputError(
             f"{world.source} launch: {world.world_size} ranks do not meet at {world.rendezvous} within "
             f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, with MASTER_ADDR and MASTER_PORT a node "
@@ -112,9 +115,9 @@ def init_process_group(
 
 
 def _open_store(world: World, timeout_s: float) -> "Store":
-    """Return the store of all ranks. Rank 0 serves it, unless torchrun's agent does.
+    """Return the store of all ranks, which rank 0 serves unless torchrun's agent does.
 
-    On a loopback address, rank 0 opens the port itself: a `TCPStore` always listens on all interfaces.
+    On a loopback address rank 0 opens the port itself, since a `TCPStore` listens on all interfaces.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -124,18 +127,18 @@ def _open_store(world: World, timeout_s: float) -> "Store":
     timeout = timedelta(seconds=timeout_s)
     if not (serves and is_loopback(world.master_addr)):
         return TCPStore(*where, is_master=serves, timeout=timeout)
-    family, _, _, _, place = address
-    listener = socket.create_server(place[:2], family=family, backlog=1024)
+    family, _, _, _, endpoint = address
+    listener = socket.create_server(endpoint[:2], family=family, backlog=1024)
     return TCPStore(*where, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
 
 
-def _resolve(world: World, patience_s: float) -> tuple[Any, ...]:
-    """Return the first address of rank 0's node. A `TCPStore` would look for one until its own timeout.
+def _resolve(world: World, timeout_s: float) -> tuple[Any, ...]:
+    """Return the first address of rank 0's node; a `TCPStore` would look for it until its own timeout.
 
     Raises:
-        InputError: if the node has no address.
+        InputError: if the node has no address after `timeout_s`.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             return socket.getaddrinfo(world.master_addr, world.master_port, type=socket.SOCK_STREAM)[0]
@@ -145,14 +148,14 @@ def _resolve(world: World, patience_s: float) -> tuple[Any, ...]:
                     f"{world.source} launch: {world.master_addr}, the node of rank 0, has no address "
                     f"({error.strerror}); set MASTER_ADDR to a name or an address that all ranks can look up"
                 ) from None
-        time.sleep(min(1.0, patience_s))
+        time.sleep(min(1.0, timeout_s))
 
 
 def check_alike(facts: Mapping[str, Any], group: "dist.ProcessGroup") -> None:
-    """Check that `facts`, key -> value, are the same on all ranks of `group`; a collective.
+    """Check that `facts`, key -> value, are the same on all ranks; a collective.
 
     Raises:
-        InputError: on all ranks, with the keys, if those of a rank are not those of rank 0.
+        InputError: on all ranks, naming the keys in which a rank differs from rank 0.
     """
     from dlrm_overlap.comm.every_rank import gathered
 
@@ -169,24 +172,23 @@ def check_alike(facts: Mapping[str, Any], group: "dist.ProcessGroup") -> None:
 
 def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}.."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}.."
 
 
 def watch_ranks(world: World, timeout_s: float, progress: Progress) -> Watch | None:
-    """Watch this thread's progress together with the other ranks; None in a world of one. The process group exists."""
+    """Watch this thread's progress and the other ranks'; None with one rank. Needs the process group."""
     if world.world_size == 1:
         return None
     from torch.distributed.distributed_c10d import _get_default_store
 
-    store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue] # the other one may be in a wait
+    store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue] # the original may be in a wait
     return Watch(store, world.rank, world.world_size, timeout_s, progress)
 
 
 def shutdown() -> None:
-    """Destroy the process group and finalise MPI, at the end of a run that went well.
+    """Destroy the process group and finalize MPI, unless an exception propagates.
 
-    While an exception is on its way out it does nothing, since both may wait for other ranks that never come. The
-    launcher sees the exit code, under MPI the missing finalize, and ends the other ranks.
+    Both may wait for ranks that never come. After an error the launcher ends the other ranks.
     """
     if sys.exc_info()[0] is not None:
         return
@@ -194,20 +196,20 @@ def shutdown() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        # A group that is still referred to keeps gloo's threads. The one of the last collective takes the interpreter's
-        # lock to let go of its tensors, and would abort the process if the interpreter ended first.
-        time.sleep(_LET_GO_S)
+        # If something still refers to the group, gloo's threads live on. The last collective's thread takes the GIL to
+        # release its tensors, and would abort the process if the interpreter ended first.
+        time.sleep(_RELEASE_S)
     finalise_mpi()
 
 
 def finalise_mpi() -> None:
-    """Finalise MPI, if it runs; a collective. A rank that ends without it has failed for mpirun."""
+    """Finalize MPI if it runs; a collective. mpirun considers a rank that ends without it failed."""
     if mpi := _running_mpi():
         mpi.Finalize()
 
 
 def abandon(code: int) -> None:
-    """Have MPI, if it runs, end the other ranks: not every mpirun does so when a rank ends without MPI_Finalize."""
+    """Have MPI, if it runs, abort all ranks, which not every mpirun does by itself."""
     if mpi := _running_mpi():
         mpi.COMM_WORLD.Abort(code)
 

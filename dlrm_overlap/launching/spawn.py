@@ -1,4 +1,4 @@
-"""The launcher of `--nproc`: starts the ranks on this node, reports the one that failed, and ends the others."""
+"""The launcher of `--nproc`: starts the ranks on this node, and ends all if one fails."""
 
 import contextlib
 import os
@@ -13,39 +13,34 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LAUNCHER_PID, LOOPBACK, NPROC_MARKER, free_port
 from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, SAVED, block_signals, say, unblock_signals
 
-# Passed on to the ranks, which may save before they end.
-_ASKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+# Forwarded to the ranks, which may save before they end.
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 _POLL_S = 0.05
 _USER_ERROR = 2
 _REASONS = {
-    signal.SIGKILL: "most often by the kernel's out-of-memory killer, which `dmesg` tells",
-    signal.SIGBUS: "most often since /dev/shm or a disk is full, or a mapped file was cut off",
+    signal.SIGKILL: "most often by the kernel's out-of-memory killer, see `dmesg`",
+    signal.SIGBUS: "most often since /dev/shm or a disk is full, or a mapped file was truncated",
 }
 
 
 def spawn(argv: Sequence[str], nproc: int) -> int:
-    """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this node and return the first failing exit code, or 0.
+    """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this node; return the first failing exit code, or 0.
 
-    The ranks' output passes through untouched. When a rank fails, the others are killed, and standard error names that
-    rank.
+    If a rank fails, the others are killed, and standard error names it. SIGUSR1 is forwarded to the ranks, and SIGTERM,
+    SIGHUP and SIGINT as SIGTERM, so that they may save; a second signal ends all at once. The exit code is
+    `lifetime.SAVED` if all have saved, else 128 + signal. After an earlier signal no rank is started.
 
-    SIGTERM, SIGUSR1, and as SIGTERM also SIGHUP and SIGINT, are passed on to the ranks, which may save before they end;
-    a second one ends all at once. The exit code is theirs if all have saved (`lifetime.SAVED`), else 128 + signal. The
-    ranks start with these signals blocked, until each can save. If a signal comes before the first rank has started,
-    none is started.
-
-    Each rank leads a process group of its own, so its loader processes end with it. When this function returns, none is
-    alive; if this process is killed, the kernel ends the ranks (`launcher.end_with_launcher`), and these their loader
-    processes. Call it from the main thread.
+    Ranks lead process groups, so their loader processes end with them, and the kernel kills ranks whose launcher is
+    killed (`launcher.end_with_launcher`). Call it in the main thread.
 
     Raises:
-        InputError: inside another launcher that started several processes; if a rank cannot be started.
+        InputError: inside another launcher of several processes; if a rank cannot be started.
     """
     _refuse_nesting(os.environ)
     caught: list[int] = []
-    previous = {number: signal.getsignal(number) for number in _ASKS}
+    previous = {number: signal.getsignal(number) for number in _FORWARDED}
     for number, handler in previous.items():
-        if handler is not signal.SIG_IGN:  # under nohup, or as a background job of a script, it stays ignored
+        if handler is not signal.SIG_IGN:  # ignored under nohup and in background jobs of scripts
             signal.signal(number, lambda number, frame: caught.append(number))
     port = free_port()
     workers: list[subprocess.Popen[bytes]] = []
@@ -68,35 +63,35 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
 
 
 def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> int:
-    """Wait until all workers have ended well, one has failed, or a signal ends them; return the exit code."""
-    is_passed_on = False
+    """Wait until all workers have ended, one has failed, or a signal ends them; return the exit code."""
+    is_forwarded = False
     while True:
         codes = [worker.poll() for worker in workers]
         failed = [(code, rank) for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
         if failed and caught:
             return 128 + caught[0]
         if failed:
-            code, rank = min(failed)  # a signal's is below 0, and the cause of other exits
+            code, rank = min(failed)  # killed by a signal: below 0, and probably the cause of other failures
             _report(rank, workers[rank].pid, code)
             return code if code > 0 else 128 - code
         if None not in codes:
             return SAVED if SAVED in codes else 0
         if len(caught) > 1:
-            if signal.SIGINT in caught:  # as a process without --nproc says
+            if signal.SIGINT in caught:  # same message as without --nproc
                 say(f"dlrm-overlap: {ENDED_AT_ONCE}")
             return 128 + caught[0]
-        if caught and not is_passed_on:
-            is_passed_on = True
+        if caught and not is_forwarded:
+            is_forwarded = True
             number = signal.SIGUSR1 if caught[0] == signal.SIGUSR1 else signal.SIGTERM
             name = signal.Signals(caught[0]).name
             say(f"dlrm-overlap: {name}: asking the ranks to end; a second one ends them at once")
             for worker in workers:
-                worker.send_signal(number)  # to the rank alone: it still needs its loader processes
+                worker.send_signal(number)  # not to its process group: the rank still needs its loader processes
         time.sleep(_POLL_S)
 
 
 def _report(rank: int, pid: int, code: int) -> None:
-    """Write to standard error which rank has failed and how, unless its own last line is enough."""
+    """Report a failed rank on standard error, unless its own last line is enough."""
     if code < 0:
         reason = _REASONS.get(signal.Signals(-code))
         how = f"was killed by {signal.Signals(-code).name}" + (f", {reason}" if reason else "")
@@ -118,11 +113,7 @@ def _refuse_nesting(environ: Mapping[str, str]) -> None:
 
 
 def import_path() -> dict[str, str]:
-    """Return variables by which a rank finds this very package, and no yaml.py or torch.py of the working folder.
-
-    `python -m` looks there first, unless PYTHONSAFEPATH is set. Where this process has found the package there, as in a
-    checkout that is not installed, PYTHONPATH names its folder.
-    """
+    """Return variables with which ranks import this package, and nothing from the working folder."""
     root = str(Path(__file__).resolve().parents[2])
     if sys.flags.safe_path or os.path.realpath(sys.path[0]) != root:
         return {"PYTHONSAFEPATH": "1"}
@@ -146,7 +137,7 @@ def _start(argv: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.
 
 
 def _kill_group(worker: subprocess.Popen[bytes]) -> None:
-    """Kill the worker and whatever it started, be they stopped or deaf to signals."""
-    with contextlib.suppress(ProcessLookupError):  # the leader and all it started are gone
+    """Kill a worker and its child processes, even if they are stopped or ignore signals."""
+    with contextlib.suppress(ProcessLookupError):  # all have ended
         os.killpg(worker.pid, signal.SIGKILL)
     worker.wait()

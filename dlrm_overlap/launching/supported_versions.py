@@ -1,4 +1,4 @@
-"""torch, FBGEMM, TorchRec and Triton: the versions that work together, and whether those installed match."""
+"""Versions of torch, FBGEMM, TorchRec and Triton that work together, and those installed."""
 
 import importlib.metadata
 import logging
@@ -11,7 +11,7 @@ _OPERATOR = "fbgemm::permute_2D_sparse_data"  # TorchRec calls it in every input
 
 
 class Stack(NamedTuple):
-    """Versions that were tried together. The code reaches into private parts of these libraries."""
+    """Versions that were tested together; the code uses private parts of these libraries."""
 
     torch: str
     fbgemm: str
@@ -24,17 +24,17 @@ FBGEMM_NAMES = {"cuda": "fbgemm-gpu", "cpu": "fbgemm-gpu-cpu"}
 
 
 def check_stack() -> None:
-    """Check that FBGEMM and TorchRec match torch, and that FBGEMM's operators load. Takes about a second.
+    """Check that FBGEMM and TorchRec match torch, and that FBGEMM's operators load; takes about a second.
 
     Raises:
-        InputError: naming the first package that does not, and the command that installs all of them.
+        InputError: naming the first package that does not match, and the command that installs all of them.
     """
     torch_version = version_of("torch")
     if torch_version is None:
         raise InputError(
             f"torch: not installed; for GPUs {install_command('cuda')}, for a CPU {install_command('cpu')}"
         )
-    # Of another release there is no row, and so no check of FBGEMM and TorchRec.
+    # Other releases of torch are not in the table, so FBGEMM and TorchRec are not compared.
     wanted = next((each for each in STACKS.values() if _release(each.torch) == _release(torch_version)), None)
     cure = install_command(build())
     if _release(torch_version) < min(_release(each.torch) for each in STACKS.values()):
@@ -51,13 +51,13 @@ def check_stack() -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Return package -> version of those that `STACKS` has, None if it is not installed."""
+    """Return package -> installed version or None, for the packages of `Stack`."""
     found = [version_of("torch"), next(iter(fbgemm_versions().values()), None), version_of("torchrec")]
     return dict(zip(Stack._fields, [*found, version_of("triton")], strict=True))
 
 
 def version_of(name: str) -> str | None:
-    """Return the installed version of a distribution, or None if it is not installed."""
+    """Return a distribution's installed version, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -65,7 +65,7 @@ def version_of(name: str) -> str | None:
 
 
 def nccl_version() -> str | None:
-    """Return the version of torch's NCCL, or None if it has none."""
+    """Return the version of torch's NCCL, or None."""
     import torch
     import torch.distributed
     from torch.cuda import nccl
@@ -76,36 +76,36 @@ def nccl_version() -> str | None:
 
 
 def fbgemm_versions() -> dict[str, str]:
-    """Return FBGEMM's distributions and their versions."""
+    """Return the installed FBGEMM distributions and their versions."""
     return {name: version for name in FBGEMM_NAMES.values() if (version := version_of(name))}
 
 
 def build() -> str:
-    """Return the kind of this torch's build, "cuda" or "cpu"."""
+    """Return torch's build, "cuda" or "cpu"."""
     import torch
 
     return "cuda" if torch.version.cuda else "cpu"
 
 
 def install_command(build: str) -> str:
-    """Return the command that installs the versions for `build`, "cuda" or "cpu"."""
+    """Return the command that installs the versions for `build`."""
     stack = STACKS[build]
     libraries = f"torch=={stack.torch} {FBGEMM_NAMES[build]}=={stack.fbgemm} triton=={stack.triton}"
-    # Without its dependencies: among them is the CUDA fbgemm-gpu, which would overwrite fbgemm-gpu-cpu.
+    # --no-deps: TorchRec depends on the CUDA fbgemm-gpu, which would overwrite fbgemm-gpu-cpu.
     return f"pip install {libraries} && pip install --no-deps torchrec=={stack.torchrec}"
 
 
 def _load_fbgemm() -> str:
-    """Import FBGEMM and return why it cannot be used on this machine's devices, or an empty string."""
+    """Import FBGEMM and return why it cannot be used here, or an empty string."""
     import torch
 
     level = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # it logs a page, where the exception has a line
+    logging.disable(logging.ERROR)  # it logs a page in addition to the exception
     try:
         importlib.import_module("fbgemm_gpu")
     except Exception as failure:
         error: BaseException = failure
-        while error.__cause__:  # torch names the library that was asked for, its cause the one that is not there
+        while error.__cause__:  # the innermost exception names the library that is missing
             error = error.__cause__
         reason = str(error).strip().partition("\n")[0]
         return f"does not load ({type(error).__name__}: {reason})"
@@ -120,5 +120,5 @@ def _load_fbgemm() -> str:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the release of `version`: (2, 11) of 2.11.0+cu130."""
+    """Return major and minor version: (2, 11) of 2.11.0+cu130."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))

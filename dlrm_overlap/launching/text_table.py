@@ -1,13 +1,10 @@
-"""Text for a terminal: tables, counted things, and escapes."""
+"""Text for a terminal: tables, counts and escapes."""
 
 from collections.abc import Sequence
 
 
 def format_table(lines: Sequence[Sequence[str]]) -> str:
-    """Return a table of `lines`, the first of which is its header, with two blanks between columns.
-
-    A column is flush right if every cell below the header is a number or "-"; else flush left.
-    """
+    """Return a table of `lines`, the first being the header; numbers and "-" are right-aligned."""
     columns = []
     for cells in zip(*lines, strict=True):
         width = max(map(len, cells))
@@ -17,12 +14,12 @@ def format_table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def plain(text: str) -> str:
-    """Return `text` with escapes for characters that do not print."""
+    """Return `text` with non-printable characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def count_of(number: int, noun: str) -> str:
-    """Return a number with its noun, given in the singular: "1 line", "2 lines"."""
+    """Return a number with its noun: "1 line", "2 lines"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

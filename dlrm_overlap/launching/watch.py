@@ -1,9 +1,8 @@
-"""A thread beside each rank, which ends a run that stands still and names the rank that it waits for.
+"""A thread on each rank that ends a run that makes no progress, and names the rank that it waits for.
 
-A collective that waits for a peer knows neither which one is missing nor the step; one within a CUDA graph is not even
-bounded. So every rank writes its step and call to the store, some twenty times in a timeout. A rank that has not moved
-for longer than the timeout reads those of the others. A rank that writes nothing new is stopped or gone; if all write,
-each line shows where that rank is. This is the same for gloo, NCCL and our kernels.
+A collective's timeout names neither rank nor step, and CUDA graphs have none. So every rank regularly writes its step
+and current call to the store. A rank that has not moved for longer than the timeout reads the others': a rank that
+writes nothing is stopped or gone.
 """
 
 import contextlib
@@ -22,30 +21,30 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 SLACK = 1.1
-"""a rank is ended after so many timeouts, so that an exchange whose own wait expires names its slice first"""
+"""factor on the timeout, so that an exchange's own wait expires first and reports its slice"""
 _POLL_S = 0.5
 _SHOWN_RANKS = 8
 _SILENT = "it is stopped, or its node is gone or cut off"
 
 
 class Progress:
-    """A rank's step and batch, which the training loop writes."""
+    """A rank's step and batch, which the training loop updates."""
 
     def __init__(self) -> None:
         self.step = 0
-        """the training step under way, or after which the run evaluates or saves"""
+        """current training step, or the last one"""
         self.batch = 0
-        """batches evaluated since, and pieces of a checkpoint read or written"""
+        """number of batches evaluated, and of pieces of a checkpoint read or written"""
         self.is_over = False
-        """whether the work is done, so that this rank waits for no other any more"""
+        """whether this rank waits for no other any more"""
 
     def tick(self) -> None:
-        """Count a batch evaluated, or a piece of a checkpoint."""
+        """Count an evaluated batch or a piece of a checkpoint."""
         self.batch += 1
 
 
 class Watch:
-    """Watches the thread that makes it, as rank `rank` of `world_size`; a run of one rank needs none."""
+    """Watches the thread that creates it, as rank `rank` of `world_size`, at least 2."""
 
     def __init__(
         self,
@@ -58,11 +57,9 @@ class Watch:
         """Start watching.
 
         Args:
-            store: all ranks' store, through a connection that nobody else waits on.
-            rank: this rank.
-            world_size: number of ranks, W.
-            timeout_s: seconds that a rank may stay in one call of one step.
-            progress: of this rank; a new one if None.
+            store: all ranks' store, through a connection without other waits.
+            timeout_s: how long a rank may stay in one call of one step.
+            progress: this rank's; a new one if None.
         """
         self.progress = progress or Progress()
         self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
@@ -74,7 +71,7 @@ class Watch:
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def close(self) -> None:
-        """End the watching, before the ranks part."""
+        """End the watching, before the ranks end."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -93,7 +90,7 @@ class Watch:
                 lines, answering, moving = self._diagnose()
                 if not moving:
                     self._end(lines, answering, deadline.waited_s)
-                deadline = self._new_deadline()  # it reads or writes a checkpoint, which takes as long as its disk does
+                deadline = self._new_deadline()  # another rank moves: it may read or write a slow checkpoint
 
     def _new_deadline(self) -> Deadline:
         return Deadline(SLACK * self._timeout_s, longest_s=max(2 * self._period_s, 1.0))
@@ -103,11 +100,11 @@ class Watch:
         self._beaten = time.monotonic()
         still_s = time.monotonic() - self._moved
         about = {"beats": self._beats, "step": self.progress.step, "still_s": still_s, "where": _where(frame)}
-        with contextlib.suppress(RuntimeError):  # the store is gone with rank 0: `_end` says so, if it comes to that
+        with contextlib.suppress(RuntimeError):  # rank 0 and its store may be gone, which `_end` reports
             self._store.set(_key(self._rank), json.dumps(about))
 
     def _end(self, lines: list[str], answering: list[int], stood_s: float) -> NoReturn:
-        """Say which ranks are silent and where the others are, and end this process."""
+        """Report the silent ranks and where the others are, and end this process."""
         if self._rank != min(answering, default=self._rank):
             time.sleep(HOLD_BACK_S)
         head = f"dlrm-overlap: rank {self._rank} has stood still in step {self.progress.step} for {stood_s:.0f} s"
@@ -116,7 +113,7 @@ class Watch:
         os._exit(1)
 
     def _diagnose(self) -> tuple[list[str], list[int], bool]:
-        """Return a line for each rank, the silent ones first, the ranks that answer, and whether another one moves.
+        """Return a line per rank, silent ones first; the ranks that answer; whether another one moves.
 
         A rank moves if it was in another call half a timeout ago.
         """
@@ -146,7 +143,7 @@ class Watch:
         return [*lines, *others][:_SHOWN_RANKS], answering, moving
 
     def _read(self) -> list[str] | None:
-        """Return each rank's last beat, "" for none yet, or None if the store does not answer."""
+        """Return each rank's last beat ("" for none yet), or None if the store does not answer."""
         found: list[list[str]] = []
 
         def read() -> None:
@@ -154,7 +151,7 @@ class Watch:
             with contextlib.suppress(RuntimeError):
                 found.append([self._store.get(key).decode() if self._store.check([key]) else "" for key in keys])
 
-        # In a thread of its own, since a store whose server is stopped waits for ever, whatever its timeout.
+        # In a separate thread, since a store whose server is stopped ignores its timeout.
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         reader.join(max(1.0, self._timeout_s / 20))
@@ -166,7 +163,7 @@ def _key(rank: int) -> str:
 
 
 def _instructions(frame: FrameType | None) -> tuple[int, ...]:
-    """Return numbers that stay the same as long as the thread is in the same calls, at the same instructions."""
+    """Return numbers that stay the same while the thread is at the same instructions of the same calls."""
     numbers = []
     while frame is not None:
         numbers += [id(frame.f_code), frame.f_lasti]
@@ -175,7 +172,7 @@ def _instructions(frame: FrameType | None) -> tuple[int, ...]:
 
 
 def _where(frame: FrameType) -> str:
-    """Return the innermost call, and the innermost of this package, from which it came."""
+    """Return the innermost call, and the innermost of this package."""
     ours: FrameType | None = frame
     while ours is not None and not ours.f_globals.get("__name__", "").startswith("dlrm_overlap"):
         ours = ours.f_back

@@ -1,4 +1,4 @@
-"""The example, a model of the reader's own, trains under the drop-in as under stock TorchRec."""
+"""The example, a model of the reader's own, trains under the drop-in as under TorchRec."""
 
 import os
 import re
@@ -28,13 +28,13 @@ def train(backend: str) -> list[float]:
     )
     assert done.returncode == 0, done.stderr
     told = f"backend {backend}: 4 of 4 tables exchanged, update by push\n"
-    assert done.stderr.count(told) == (backend != "stock"), done.stderr
+    assert done.stderr.count(told) == (backend != "torchrec"), done.stderr
     return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
 
 
 @pytest.mark.slow
-def test_losses_agree_with_those_of_stock_torchrec() -> None:
-    expected, actual = train("stock"), train("pgas")
+def test_losses_agree_with_those_of_torchrec() -> None:
+    expected, actual = train("torchrec"), train("pgas")
     assert len(expected) == STEPS // 10
     assert expected[-1] < 0.9 * expected[0], "it learns"
     assert actual == pytest.approx(expected, rel=LOSS_TOLERANCE["rowwise_adagrad"])

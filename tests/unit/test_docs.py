@@ -104,7 +104,7 @@ def test_readme_names_the_backends_of_the_registry() -> None:
 
 
 def test_the_page_of_figures_has_a_command_of_every_kind() -> None:
-    named = set(re.findall(r"\bbench (\w+)", Path("docs/figures.md").read_text()))
+    named = set(re.findall(r"\bbench (\w+)", Path("docs/results/figures.md").read_text()))
     assert set(FIGURES) <= named, "a figure without a line"
 
 
@@ -173,7 +173,7 @@ def test_the_two_lines_of_the_page_train(world_of_one: dist.ProcessGroup, caplog
         adagrad = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adagrad(parameters, lr=0.03))
         names |= {"model": model, "optimizer": CombinedOptimizer([model.fused_optimizer, ("dense", adagrad)])}
         exec(pipeline, names)
-        batches = example["made_up"](15, rank=0)
+        batches = example["synthetic_batches"](15, rank=0)
         loss = [names["pipeline"].progress(batches).item() for _ in range(15)][-1]
         names["pipeline"].close()
     warnings = [each for each in caplog.records if each.name == "dlrm_overlap" and each.levelname == "WARNING"]

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests import pictures
-from tests.pages import FOLDER, PAGES, TABLES, fill, origin, written
+from tests.measured import values
+from tests.pages import FOLDER, NUMBER, PAGES, TABLE, milliseconds, origin, written
+from tests.simulated_pages import read
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -14,23 +16,58 @@ def test_writing_a_page_anew_changes_nothing(page: Path) -> None:
     assert written(page) == page.read_text(), "run `python -m tests.pages`"
 
 
-def test_every_table_is_on_a_page_and_all_rows_that_lack_their_origin_say_so() -> None:
+def test_rows_that_lack_their_origin_are_on_a_page_that_says_so() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
-    called = [call.split() for call in re.findall(r"<!-- rows: (.*?) -->", text)]
-    assert {name for name, *_ in called} == set(TABLES)
-    shown = {argument for call in called for argument in call}
+    shown = {name for comment in TABLE.findall(text) for name in comment[1].split()}
     for path in FOLDER.rglob("*.csv"):
         name = path.relative_to(FOLDER).as_posix()
-        if not re.search(r"no commit|uncommitted|no command", origin(name)) or name.startswith("calibration/"):
+        if (
+            not re.search(r"no commit|uncommitted|no command", origin(name))
+            or "calibration/" in name
+            or "timeline" in name
+        ):
             continue
         assert name in shown or f"`{name}`" in text, f"{name}: {origin(name)}"
 
 
-def test_the_numbers_of_a_sentence_are_replaced_and_nothing_else() -> None:
-    text = "It takes 1.5 ms,\nnot 2. It takes 3 s."
-    assert fill(text, "It takes {:.2f} ms, not {}", [1.25, 4]) == "It takes 1.25 ms,\nnot 4. It takes 3 s."
-    with pytest.raises(ValueError, match="2 sentences"):
-        fill(text, "It takes {}", [1])
+ROWS = [
+    {"contender": "torchrec", "median_ms": "8", "agrees": "True"},
+    {"contender": "torchrec_fp16", "median_ms": "2", "agrees": "False"},
+    {"contender": "pgas", "median_ms": "4"},
+    {"contender": "torchrec_bf16", "median_ms": "6", "agrees": "True"},
+    {"contender": "pgas", "median_ms": "2"},
+]
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("torchrec", [8]),
+        ("pgas", [4, 2]),
+        ("torchrec/pgas", [2]),  # over the next row of pgas, which took turns with it
+        ("torchrec_bf16/pgas", [3]),
+        ("strongest", [6]),  # of those that agree
+        ("strongest/pgas", [2]),  # the least of all ratios
+        ("torchrec/ours", [4]),  # over the fastest of a group
+        ("torchrec_fp16", [2]),
+        ("torchrec_fp16/pgas", []),
+        ("fused", []),
+    ],
+)
+def test_the_value_of_an_expression(expression: str, expected: list[float]) -> None:
+    assert values(ROWS, ROWS, expression) == expected
+
+
+def test_a_number_before_a_comment_is_replaced_and_keeps_its_decimals(tmp_path: Path) -> None:
+    assert [milliseconds(value) for value in (2.567, 0.4567, 0.0012)] == ["2.57", "0.457", "0.0012"]
+    page = tmp_path / "page.md"
+    text = "It takes {}<!-- = four_h200/quickstart.csv | pgas_graph -->\nms, {}<!-- = {} -->, not 2."
+    spec = "four_h200/quickstart.csv | torchrec/pgas_graph"
+    page.write_text(text.format("9.999", "0 to 1.0", spec))
+    ours, over = re.findall(NUMBER, written(page))
+    assert (len(ours[0]), len(over[0])) == (len("9.999"), len("21"))
+    assert written(page).endswith("not 2.")
+    assert written(page) != page.read_text()
 
 
 def test_the_pictures_have_the_numbers_of_the_rows() -> None:
@@ -38,3 +75,11 @@ def test_the_pictures_have_the_numbers_of_the_rows() -> None:
     for title, ms in pictures.step_times():
         assert title in shown
         assert {f"{value:.2f}" for value in ms} <= set(shown), f"{title}: run `python -m tests.pictures`"
+
+
+def test_the_timelines_are_those_of_the_rows() -> None:
+    shown = re.findall(r"<text [^>]*>([^<]*)</text>", pictures.TIMELINES.read_text())
+    rows = read(f"{pictures.TIMELINE_ROWS}/timeline_mlperf.csv")
+    for contender, title in pictures.TIMELINE_CONTENDERS.items():
+        end_ms = max(float(row["end_us"]) for row in rows if row["contender"] == contender) / 1e3
+        assert f"{title}: {end_ms:.2f} ms" in shown, "run `python -m tests.pictures`"

@@ -29,18 +29,14 @@ from torchrec.distributed.types import ModuleSharder
 from dlrm_overlap.bench.harness.agreement import judge_losses
 from dlrm_overlap.bench.harness.limits import find_floor, measure_ceilings
 from dlrm_overlap.bench.harness.timing import take_turns
-from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
+from dlrm_overlap.bench.harness.training_runs import TracedSteps, TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, Keys, expand, heats
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.sharder import (
-    OverlapEmbeddingBagCollectionSharder,
-    OverlapEmbeddingCollectionSharder,
-    build_sharders,
-    fused_params_of,
-)
+from dlrm_overlap.embedding.configured_sharders import build_sharders, fused_params_of
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
 from dlrm_overlap.train.ranks import Ranks, check_start
 from dlrm_overlap.train.trainer import Trainer
 
@@ -80,11 +76,12 @@ def run(kind: str, ranks: Ranks) -> int:
         reference = {names[0]: losses[names[0]]}
         agreements, faults = judge_losses(ranks.config.train.precision, losses, again)
         timings = take_turns([each.time for each in runs], values.steps, ranks.device)
+        traces = [_trace(each) for each in runs]
         rows = [
             {"kind": kind, "contender": each.name, **describe_run(each, values.batches)}
-            | {**vars(timing), **_trace(each), **floor, "fraction_of_floor": floor["floor_ms"] / timing.median_ms}
+            | {**vars(timing), **_columns(traced), **floor, "fraction_of_floor": floor["floor_ms"] / timing.median_ms}
             | {**agreements[each.name]._asdict(), "agrees": agreements[each.name].agrees}
-            for each, timing in zip(runs, timings, strict=True)
+            for each, timing, traced in zip(runs, timings, traces, strict=True)
         ]
         for each in runs:
             each.trainer.close()
@@ -92,6 +89,8 @@ def run(kind: str, ranks: Ranks) -> int:
         collect_garbage(ranks.device)
         if ranks.world.rank == 0:
             report(with_speedups(rows), faults, output, _SHOWN)
+            if values.timeline is not None:
+                _write_timelines(Path(values.timeline), heat, traces)
         wrong |= bool(faults)
     return int(wrong)
 
@@ -173,13 +172,29 @@ def _train_apart(ranks: Ranks, configs: Mapping[str, Config]) -> tuple[list[floa
     return losses, batches, floor
 
 
-def _trace(run: TrainingRun) -> dict[str, float | None]:
-    """Return the columns of a traced step on the rank that is least busy; None in each on CPUs. A collective."""
-    columns = run.traced_columns(_TRACED_STEPS) if run.trainer.device.type == "cuda" else {}
-    gathered: list[dict[str, float]] = [{}] * run.trainer.world.world_size
-    dist.all_gather_object(gathered, columns)
-    least = min(gathered, key=lambda each: each.get("busy_ms", 0.0))
-    return {name: least.get(name) for name in _TRACED}
+def _trace(run: TrainingRun) -> TracedSteps | None:
+    """Return the traced steps of the rank that is least busy; None on CPUs. A collective."""
+    if run.trainer.device.type == "cpu":
+        return None
+    ranks: list[TracedSteps] = [TracedSteps({}, [])] * run.trainer.world.world_size
+    dist.all_gather_object(ranks, run.traced(_TRACED_STEPS))
+    return min(ranks, key=lambda traced: traced.columns["busy_ms"])
+
+
+def _columns(traced: TracedSteps | None) -> dict[str, float | None]:
+    return {name: traced.columns[name] if traced is not None else None for name in _TRACED}
+
+
+def _write_timelines(path: Path, names: Sequence[str], traces: Sequence[TracedSteps | None]) -> None:
+    """Append the timeline of each contender: a row for each time in which the GPU did one kind of work."""
+    is_new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if is_new:
+            writer.writerow(["contender", "kind", "begin_us", "end_us"])
+        for name, traced in zip(names, traces, strict=True):
+            writer.writerows([name, *span] for span in (traced.timeline if traced is not None else []))
 
 
 def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:

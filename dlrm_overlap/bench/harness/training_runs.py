@@ -1,4 +1,4 @@
-"""Trainers that train on the same batches: their losses, and how long each one's step takes."""
+"""Trainers that train on the same batches: their losses, and the times of their steps."""
 
 import itertools
 import re
@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,19 +14,25 @@ from torch.profiler import ProfilerActivity, profile
 
 from dlrm_overlap.bench.harness.timing import time_steps
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.observe.trace_summary import Span, gpu_work, read_events, shares
+from dlrm_overlap.observe.trace_summary import KINDS, GpuWork, Span, gpu_work, read_events, shares, union
 from dlrm_overlap.train.trainer import Trainer
 
 _MARK = re.compile(r"\bspin_kernel\b")  # the name of a kernel that only marks a position in a trace
 _WARMUP_STEPS = 10
-_AHEAD = 2  # batches that a pipeline works ahead of the step: the last timed steps have them too
+_AHEAD = 2  # batches that a pipeline prefetches; taken after the timed steps so that the last ones prefetch too
+
+
+class TracedSteps(NamedTuple):
+    """Times of traced steps on one rank."""
+
+    columns: dict[str, float]
+    """the `shares` of the mean step in ms, and `busy_ms`, in which the GPU is not idle"""
+    timeline: list[tuple[str, float, float]]
+    """the step of median length: kind of work, begin and end in us from the begin of the step"""
 
 
 class TrainingRun:
-    """A contender's trainer, and the batches on which it trains in turn. All ranks call the same methods.
-
-    After each call no rank is in a step, so the trainer may be closed.
-    """
+    """A contender's trainer and batches. All ranks call the same methods, after which no rank is in a step."""
 
     def __init__(self, name: str, trainer: Trainer, batches: Sequence[Batch]) -> None:
         self.name, self.trainer, self._batches = name, trainer, batches
@@ -37,16 +44,16 @@ class TrainingRun:
         return self.trainer.step(batches)
 
     def losses(self, steps: int) -> list[float]:
-        """Train `steps` steps from the first batch on and return their losses, each the mean over all samples."""
+        """Train `steps` steps from the first batch and return their losses, each the mean over all samples."""
         segment = self._segment(steps)
-        # A clone, since a step that is replayed as a CUDA graph returns the same tensor every time.
+        # Cloned, since a captured step returns the same tensor every time.
         losses = torch.stack([self._take_step(segment).detach().clone() for _ in range(steps)]).double()
         dist.all_reduce(losses)
         self._finish()
         return (losses / dist.get_world_size()).tolist()
 
     def time(self, steps: int, mark: Callable[[], object] = lambda: None) -> tuple[list[float], list[float]]:
-        """Return `time_steps` of this rank, in which the pipeline works ahead in every step; it is empty at the end."""
+        """Return this rank's `time_steps`, in which the pipeline always prefetches; it is empty at the end."""
         segment = self._segment(_WARMUP_STEPS + steps + _AHEAD)
         step = partial(self._take_step, segment)
         dist.barrier()
@@ -58,21 +65,20 @@ class TrainingRun:
         self._finish()
         return found
 
-    def traced_columns(self, steps: int) -> dict[str, float]:
-        """Return `mean_step_columns` of a Chrome trace of `steps` steps, each between two kernels that only mark time.
+    def traced(self, steps: int) -> TracedSteps:
+        """Trace `steps` steps, and mark the end of each by a kernel that does nothing else. GPU only.
 
-        The marks are on the current stream, where `time` marks the ends of steps. The CPU's work within a step is
-        not traced, since that would slow it down. GPU only.
+        The marks are on the current stream, where `time` marks the ends of steps. The host's work within a step is not
+        traced, since that would slow it down.
         """
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # whose start takes a second the first time
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # the first start takes a second
             self.time(steps, lambda: torch.cuda._sleep(1))
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json.gz"
             profiler.export_chrome_trace(str(path))
-            return mean_step_columns(path)
+            return traced_steps(path)
 
     def _segment(self, steps: int) -> Iterator[Batch]:
-        """Empty the pipeline and return batches of `steps` steps, from the first one on."""
         self.trainer.pipeline.reset()
         return itertools.islice(itertools.cycle(self._batches), steps)
 
@@ -84,22 +90,33 @@ class TrainingRun:
 
 
 def read_batches(trainer: Trainer, count: int) -> list[Batch]:
-    """Return this rank's batches of the first `count` steps, where a trainer on a GPU copies from: page-locked."""
+    """Return this rank's first `count` batches, in pinned memory for a GPU."""
     samples, world = trainer.samples_per_rank, trainer.world
     firsts = [(step * world.world_size + world.rank) * samples for step in range(count)]
     batches = [trainer.train_data.read(first, samples) for first in firsts]
     if trainer.device.type == "cuda":
-        torch.cuda.synchronize(trainer.device)  # those made there are copied by another stream than this one
+        torch.cuda.synchronize(trainer.device)  # batches made on the GPU are copied on another stream
         batches = [batch.pin_memory() for batch in batches]
     return batches
 
 
-def mean_step_columns(path: Path) -> dict[str, float]:
-    """Return the `shares` of the mean step of a trace in ms, and `busy_ms`, in which the GPU is not idle."""
+def traced_steps(path: Path) -> TracedSteps:
+    """Return the times of the steps of a Chrome trace, each between two marks."""
     work = gpu_work(read_events(path))
     marks = sorted(each.span.begin for each in work if _MARK.search(each.name))
     assert len(marks) > 1, f"{path}: {len(marks)} marks, but a step is between two"
+    work = [each for each in work if not _MARK.search(each.name)]
     window = Span(marks[0], marks[-1])
-    us = shares([each for each in work if not _MARK.search(each.name)], window)
+    us = shares(work, window)
     us |= {"busy": window.end - window.begin - us["idle"]}
-    return {f"{name}_ms": value / (len(marks) - 1) / 1e3 for name, value in us.items()}
+    columns = {f"{name}_ms": value / (len(marks) - 1) / 1e3 for name, value in us.items()}
+    steps = sorted(itertools.starmap(Span, itertools.pairwise(marks)), key=lambda step: step.end - step.begin)
+    return TracedSteps(columns, _timeline(work, steps[len(steps) // 2]))
+
+
+def _timeline(work: Sequence[GpuWork], step: Span) -> list[tuple[str, float, float]]:
+    return [
+        (kind, round(span.begin - step.begin, 1), round(span.end - step.begin, 1))
+        for kind in KINDS
+        for span in union((each.span for each in work if each.kind == kind), step)
+    ]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.figures import step
-from dlrm_overlap.bench.harness.training_runs import mean_step_columns
+from dlrm_overlap.bench.harness.training_runs import TracedSteps, traced_steps
 
 _MARK = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 # Name, stream, begin and end in us. Three steps: 100 .. 200, 200 .. 320, 320 .. 400, and work before and after them.
@@ -45,15 +45,20 @@ def test_a_trace_is_cut_into_steps_at_its_marks(tmp_path: Path) -> None:
     _write(tmp_path / "trace.json.gz")
     # Of 300 us: rows looked up 40, products 39, rows updated 50; exposed are the wait, the push from 199 to 240, and
     # the all-reduce from 330 on.
-    columns = mean_step_columns(tmp_path / "trace.json.gz")
+    columns, timeline = traced_steps(tmp_path / "trace.json.gz")
     parts = {"compute": 129, "exposed": 10 + 41 + 60, "exposed_most": 40 + 10 + 41 + 60, "copying": 20, "idle": 40}
     assert columns == {
         f"{name}_ms": pytest.approx(us / 3e3, abs=1e-6) for name, us in (parts | {"busy": 300 - 40}).items()
     }
+    # Of 80, 100 and 120 us the step of 100 is the median, 100 .. 200: what begins later or ended before is not in it.
+    assert timeline == [("lookup", 10, 50), ("exchange", 50, 60), ("exchange", 90, 100), ("products", 60, 99)]
 
 
 def test_the_columns_are_those_of_the_rank_that_is_least_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = [{"busy_ms": busy, "exposed_ms": busy / 2, "exposed_most_ms": busy, "idle_ms": 1.0} for busy in (3.0, 2.0)]
+    ranks = [
+        TracedSteps({"busy_ms": busy, "exposed_ms": busy / 2, "exposed_most_ms": busy, "idle_ms": 1.0}, [])
+        for busy in (3.0, 2.0)
+    ]
 
     def gather(found: list[object], own: object) -> None:
         assert own == ranks[0]
@@ -61,5 +66,5 @@ def test_the_columns_are_those_of_the_rank_that_is_least_busy(monkeypatch: pytes
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
     trainer = SimpleNamespace(device=torch.device("cuda"), world=SimpleNamespace(world_size=2))
-    run: Any = SimpleNamespace(trainer=trainer, traced_columns=lambda steps: ranks[0])
-    assert step._trace(run) == {"busy_ms": 2.0, "exposed_ms": 1.0, "exposed_most_ms": 2.0}
+    run: Any = SimpleNamespace(trainer=trainer, traced=lambda steps: ranks[0])
+    assert step._columns(step._trace(run)) == {"busy_ms": 2.0, "exposed_ms": 1.0, "exposed_most_ms": 2.0}

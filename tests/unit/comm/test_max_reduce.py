@@ -71,7 +71,7 @@ def test_a_peer_that_does_not_read_holds_nobody_up(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: "gloo")
     monkeypatch.setattr(dist, "all_reduce", lambda numbers, *_, group, **__: asked_gloo.append(len(numbers)) or group)
     here, _other = _opened(2, monkeypatch)
-    for size in (max_reduce._MOST_BYTES // 8, 30_000):
+    for size in (max_reduce._MAX_BYTES // 8, 30_000):
         for _ in range(6):
             work = here.begin(torch.zeros(size, dtype=torch.int64))
             if not asked_gloo:
@@ -99,7 +99,7 @@ def test_without_pipes_all_ranks_ask_gloo_and_leave_no_file_open(monkeypatch: py
     elif fault == "a rank sees no other process":
         fails_once(max_reduce, "_open", errno.ENOENT)
     else:
-        monkeypatch.setattr(max_reduce, "_MOST_MESSAGES", 17)
+        monkeypatch.setattr(max_reduce, "_MAX_MESSAGES", 17)
     before = os.listdir("/proc/self/fd")
     assert [each._pipes for each in _opened(3, monkeypatch)] == [None] * 3
     assert os.listdir("/proc/self/fd") == before

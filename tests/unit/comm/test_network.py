@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dlrm_overlap.comm import network
 from dlrm_overlap.comm.network import _Nvshmem, start_puts
 from dlrm_overlap.config import InputError
+from tests.conftest import refuses
 from tests.unit.comm.threads import Rank, Threads
 
 TIMEOUT_S = 0.5
@@ -21,7 +22,7 @@ class _Library:
     """Has the calls of `_Nvshmem`; a rank that is to start waits for one that fails, as NVSHMEM does."""
 
     def __init__(self, start: str) -> None:
-        self.verdict: str | None = None
+        self.start_fault: str | None = None
         self._start = start
 
     def unique_id(self) -> bytes:
@@ -35,7 +36,7 @@ class _Library:
             threading.Event().wait(20)
         return self._start
 
-    def misfit(self, rank: int, world_size: int) -> str:
+    def rank_mismatch(self, rank: int, world_size: int) -> str:
         return ""
 
 
@@ -82,7 +83,7 @@ def test_who_has_no_nvshmem_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None
         ("cuda", r"NVSHMEM's libnvshmem_host.so.3 is not found .*"),
         ("cpu", "CPUs have no kernels .*"),
     ):
-        with pytest.raises(InputError, match=rf"^embedding\.internode: puts, but {why}; take messages$"):
+        with refuses(rf"^embedding\.internode: puts, but {why}; take messages$"):
             start_puts(Rank(0, 1), torch.device(device), TIMEOUT_S)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Packed samples: they are those that were packed, in the order that a run asks for."""
+"""Packed samples are the samples of the data set, in the order that a run asks for."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def test_endless_samples_need_a_number(capsys: pytest.CaptureFixture[str], tmp_p
     assert main(command) == 2
     assert "--samples: none, but those of data.kind synthetic have no end; say how many" in capsys.readouterr().err
     assert main([*command, "--samples", "5", "--data.eval_samples", "3"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'out'}: 8 samples, 3 of them held out, 9 to 9 rows a table\n"
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: 8 samples, 3 of them held out, 9 to 9 rows per table\n"
 
 
 @pytest.mark.parametrize("tables", [FIXED, RANGES], ids=["fixed", "ranges"])

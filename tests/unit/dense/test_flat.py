@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
-from dlrm_overlap.dense.flat import FlatParameters, why_not_flat
+from dlrm_overlap.dense.flat import FlatParameters, unsupported_by_flat
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.kernels.dense.arguments import BLOCK
 from tests.agreement import assert_near, assert_same
@@ -31,14 +31,14 @@ def _assert_consistent(flat: FlatParameters) -> None:
             begin = view.storage_offset()
             assert view.untyped_storage().data_ptr() == tensor.tensor.data_ptr()
             assert begin % 64 == 0
-            assert begin == flat.places[name].begin
+            assert begin == flat.positions[name].begin
             assert not taken[begin : begin + view.numel()].any(), "no two overlap"
             taken[begin : begin + view.numel()] = True
         assert not tensor.tensor[~taken].any(), "padding is zero"
     for name, parameter in flat.parameters.items():
         assert parameter.grad is flat.gradients.views[name]
         assert parameter.untyped_storage().data_ptr() == flat.weights.tensor.data_ptr()
-        assert parameter.storage_offset() == flat.places[name].begin
+        assert parameter.storage_offset() == flat.positions[name].begin
         assert parameter.shape == flat.weights.views[name].shape
 
 
@@ -47,8 +47,8 @@ def test_shards_come_last_from_a_block_on() -> None:
     flat = FlatParameters(dict(model.named_parameters()), ["0.weight", "2.bias"])
     _assert_consistent(flat)
     assert flat.shared_end == BLOCK
-    assert list(flat.places) == ["2.weight", "0.bias", "2.bias", "0.weight"], "the last comes first"
-    assert {name for name, place in flat.places.items() if place.begin >= BLOCK} == flat.shards
+    assert list(flat.positions) == ["2.weight", "0.bias", "2.bias", "0.weight"], "the last comes first"
+    assert {name for name, place in flat.positions.items() if place.begin >= BLOCK} == flat.shards
 
 
 def test_values_and_gradients_stay() -> None:
@@ -117,7 +117,7 @@ def test_gradients_are_kept_where_one_wants_them() -> None:
     memory.add_(1)
     for name, view in flat.gradients.views.items():
         assert view is views[name] is flat.parameters[name].grad
-        assert_same(view, flat.places[name].of(memory), name)
+        assert_same(view, flat.positions[name].of(memory), name)
 
 
 class _Owned(nn.Parameter):
@@ -126,10 +126,10 @@ class _Owned(nn.Parameter):
 
 def test_parameters_that_cannot_be_moved_have_a_reason() -> None:
     plain, half = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1).half())
-    assert why_not_flat({"a": plain}) is None
-    assert why_not_flat({"a": half}) == "a is torch.float16 and must be torch.float32"
-    owned = "a is a _Owned and must be a plain nn.Parameter, whose memory is its own"
-    assert why_not_flat({"a": _Owned(torch.ones(1))}) == owned
+    assert unsupported_by_flat({"a": plain}) is None
+    assert unsupported_by_flat({"a": half}) == "a is torch.float16 and must be torch.float32"
+    owned = "a is a _Owned and must be a plain nn.Parameter with memory of its own"
+    assert unsupported_by_flat({"a": _Owned(torch.ones(1))}) == owned
 
 
 def _slices(whole: nn.Parameter) -> dict[str, nn.Parameter]:
@@ -145,7 +145,7 @@ def test_slices_stay_slices_of_what_is_moved() -> None:
     given = {"other": other, **_slices(whole)}
     flat = FlatParameters(given)
     assert flat.parameters == {"other": other, "lookup of one/two": whole}
-    place = flat.places["lookup of one/two"]
+    place = flat.positions["lookup of one/two"]
     for name, parameter, values in (("one", given["one"], range(12)), ("two", given["two"], range(12, 22))):
         assert parameter.flatten().tolist() == list(values)
         assert parameter.data_ptr() == flat.weights.views[name].data_ptr()

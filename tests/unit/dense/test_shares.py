@@ -28,5 +28,5 @@ def test_every_line_has_one_owner_and_every_flag_its_turn(world_size: int, piece
 
 
 def test_a_range_of_no_whole_lines_is_refused() -> None:
-    with pytest.raises(AssertionError, match=r"a range 0 .. 65, not of whole lines of 64"):
+    with pytest.raises(AssertionError, match=r"range 0 .. 65 must consist of lines of 64 elements"):
         cut([(0, 65)], LINE, 2)

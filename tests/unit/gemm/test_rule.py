@@ -1,4 +1,4 @@
-"""Which way `auto` takes, held against the rows of docs/results, and how rows are cut."""
+"""Which way `auto` takes, compared with the rows of docs/results, and how rows are cut."""
 
 import math
 from collections.abc import Iterator
@@ -7,12 +7,13 @@ import pytest
 
 from dlrm_overlap.dense.gemm.layer import cut
 from dlrm_overlap.dense.gemm.products import rule
-from tests.pages import Row, Run, ms_of, read
+from tests.calibration import Row
+from tests.simulated_pages import read
 
 WAYS = ("serial", "copies", "tiles", "triggered")
 
 
-def measured() -> Iterator[tuple[tuple[bool, int, int, int, int], Run]]:
+def measured() -> Iterator[tuple[tuple[bool, int, int, int, int], dict[str, Row]]]:
     """Yield the arguments of `rule` of each problem of the committed rows, and its rows."""
     for name in ("gemm", "gemm_two", "gemm_few"):
         found: dict[tuple[str, ...], dict[str, Row]] = {}
@@ -31,7 +32,7 @@ def test_the_way_is_within_four_percent_of_the_fastest_of_all_rows() -> None:
     slower = []
     for problem, run in measured():
         way, _ = rule(*problem)
-        slower.append(ms_of(run[way]) / min(ms_of(run[each]) for each in WAYS if each in run))
+        slower.append(float(run[way]["median_ms"]) / min(float(run[each]["median_ms"]) for each in WAYS if each in run))
     assert len(slower) == 38
     assert max(slower) <= 1.04
     assert math.prod(slower) ** (1 / len(slower)) <= 1.01

@@ -17,11 +17,12 @@ TRIED = {"torch": "2.13.0+cpu", "fbgemm_gpu": None, "fbgemm_gpu_cpu": "1.8.0", "
 @pytest.mark.parametrize(
     ("versions", "code", "told"),
     [
-        ({}, 0, "ok     libraries: torch 2.13.0+cpu, fbgemm 1.8.0, torchrec 1.8.0, triton 3.7.1, tried together\n"),
+        ({}, 0, "ok     libraries: torch 2.13.0+cpu, fbgemm 1.8.0, torchrec 1.8.0, triton 3.7.1, tested together\n"),
         (
             {"triton": None},
             0,
-            "wrong  libraries: torch 2.13.0+cpu, fbgemm 1.8.0, torchrec 1.8.0, triton missing: triton not tried so\n"
+            "wrong  libraries: torch 2.13.0+cpu, fbgemm 1.8.0, torchrec 1.8.0, triton missing: triton not tested in "
+            "this combination\n"
             "         optional: pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0 triton==3.7.1 && pip install --no-deps "
             "torchrec==1.8.0\n",
         ),
@@ -58,7 +59,11 @@ def test_doctor_shows_gpus_and_which_reach_each_other(monkeypatch: pytest.Monkey
     assert [gpu.name for gpu in gpus] == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
     assert gpus[0].detail == "NVIDIA X, 80 GiB, compute capability 9.0"
     found = "GPUs 0-2 | 3 by stores, all others" if apart else "GPUs 0-3 by stores, all others"
-    others = "NCCL (NVSHMEM's libnvshmem_host.so.3 is" if apart else "NCCL, or puts from kernels (NVSHMEM is there)"
+    others = (
+        "NCCL messages (NVSHMEM's libnvshmem_host.so.3 is"
+        if apart
+        else "NCCL messages, or kernels' puts (NVSHMEM is installed)"
+    )
     assert reach.detail.startswith(found)
     assert others in reach.detail
     assert bool(reach.cure) == apart

@@ -15,7 +15,7 @@ def _event(name: str, begin: float, end: float, cat: str = "kernel", thread: int
     return {"cat": cat, "name": name, "ts": begin, "dur": end - begin, "tid": thread, "args": {"stream": thread}}
 
 
-# Two steps in us. Of NCCL's 3.2 ms 1.2 run beside the products.
+# Two steps in us. 1.2 of the 3.2 ms of NCCL overlap the products.
 STEPS = [
     _event("Memcpy HtoD (Pinned -> Device)", 900, 1200, "gpu_memcpy", 9),
     _event("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN", 1000, 2000),
@@ -46,7 +46,7 @@ def test_the_report_has_the_lines_of_the_page_and_estimates_a_captured_step() ->
     profile = Profile("made-up GPU", 2, [step_parts(events, steps=2, step_ms=2.5) for events in (STEPS, late)])
     assert profile.captured_ms == pytest.approx((1.55, 1.95))
     report = str(profile)
-    shown = Path("docs/torchrec.md").read_text().partition("of a made-up trace:\n\n")[2].partition("\n\n")[0]
+    shown = Path("docs/torchrec.md").read_text().partition("An example of its report:\n\n")[2].partition("\n\n")[0]
     assert shown
     assert set(dedent(shown).splitlines()) <= set(report.splitlines()), report
 

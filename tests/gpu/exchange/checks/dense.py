@@ -36,14 +36,14 @@ class _Steps:
         self.flat.show_gradients()
         self.source = torch.zeros_like(self.flat.gradients.tensor)
         self.used = torch.zeros_like(self.source)
-        for view in (place_.of(self.used) for place_ in self.flat.places.values()):
+        for view in (place_.of(self.used) for place_ in self.flat.positions.values()):
             view.fill_(1)
         self.bad = torch.zeros((), dtype=torch.int64, device=place.device)
         self._generator = place.generator(place.rank + 1)
 
     def take(self) -> None:
         """Take one step: the gradient is there for as long as the step may be read, and poisoned behind it."""
-        for name, place_ in self.flat.places.items():
+        for name, place_ in self.flat.positions.items():
             self.flat.gradients.views[name].copy_(place_.of(self.source))
             self.buckets.complete(name)
         take_steps([self.steps], self.buckets.finish_in_ranges())

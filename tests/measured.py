@@ -1,0 +1,118 @@
+"""What measured rows say: their shapes, the limits of their hardware, and ratios of contenders.
+
+An expression is `CONTENDER[:COLUMN][/CONTENDER[:COLUMN]]`. The column is `median_ms` if none is given; `DERIVED` has
+columns that are computed, `GROUPS` names for several contenders. Without a contender it is of every row.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from tests.calibration import Row
+from tests.simulated_pages import read
+
+GROUPS = {
+    "strongest": ("baseline", "torchrec", "nccl_chunked"),  # contenders whose names begin so; the fastest counts
+    "chunked": ("nccl_chunked",),
+    "ours": ("pgas", "fused"),
+}
+
+
+def shape(row: Row) -> str:
+    """Return the shape of an embedding stage: tables a GPU, rows and dim, global batch, ids a bag, what is unusual."""
+    gpus, rows = int(row["world_size"]), row["rows"]
+    size = f"{int(row['tables']) // gpus}x{int(rows) / 1e6:g}M" if rows.isdigit() else f"{row['tables']} unlike tables"
+    hot = "multi-hot" if row["multi_hot"].startswith("[") else row["multi_hot"]
+    skewed = f", zipf {row['zipf_alpha']}" if float(row.get("zipf_alpha") or 0) else ""
+    wire = f", {row['wire_dtype']}" if (row.get("wire_dtype") or "fp32") != "fp32" else ""
+    return f"{size}x{row['dim']}, {row['global_batch']}, {hot}{skewed}{wire}"
+
+
+def model(row: Row) -> str:
+    """Return the model of a training step's row, its samples a GPU and its precision."""
+    name = "DLRM-DCNv2 (MLPerf), at most 4M rows a table" if row["arch"] == "dcn" else "the same tables, dot products"
+    name = "item histories of up to 2048 ids, dim 512" if "0..2048" in row["multi_hot"] else name
+    return f"{name}, {int(row['global_batch']) // int(row['world_size'])} samples a GPU, {row['precision']}"
+
+
+def job(row: Row) -> str:
+    """Return who trained a whole job, and on what."""
+    if "record" in row:
+        return f"HugeCTR, {row['record']}"
+    gpus = re.sub(r"NVIDIA | \d+GB HBM3", "", row["gpu"])
+    return f"`{row['backend']}`, {gpus}, rows up to {max(json.loads(row['rows'])) // 10**6}M"
+
+
+@cache
+def _best_link_gb_per_s(gpu: str) -> float:
+    """Return the greatest rate at which links of such GPUs have carried bytes in a figure; 0 for none."""
+    rows = [*read("collectives.csv"), *read("four_h100/collectives.csv")]
+    return max((float(row["gb_per_s"]) for row in rows if row["gpu"].partition(" x ")[2] == gpu), default=0.0)
+
+
+def _limit_ms(row: Row) -> float:
+    """Return the longer of memory's time and the links', each at its best rate: of the run, or known of such links."""
+    link_gb_per_s = max(float(row["link_gb_per_s"]), _best_link_gb_per_s(row["gpu"].partition(" x ")[2]))
+    hbm_ms = float(row["hbm_bytes"]) / float(row["hbm_gb_per_s"]) / 1e6
+    return max(hbm_ms, float(row["link_bytes"]) / link_gb_per_s / 1e6 if link_gb_per_s else 0.0)
+
+
+DERIVED: dict[str, Callable[[Row], str | float]] = {
+    "shape": shape,
+    "model": model,
+    "job": job,
+    "limit_ms": _limit_ms,
+    "links_ms": lambda row: float(row["link_bytes"]) / float(row["link_gb_per_s"]) / 1e6,
+    "samples_a_gpu": lambda row: 1e3 * int(row["global_batch"]) / int(row["world_size"]) / float(row["step_ms"]),
+}
+
+
+def column(row: Row, column: str) -> str | float:
+    return DERIVED[column](row) if column in DERIVED else row[column]
+
+
+def _is(row: Row, contender: str) -> bool:
+    return not contender or row["contender"] == contender or row["contender"].startswith(GROUPS.get(contender, "\0"))
+
+
+def values(rows: Sequence[Row], own: Sequence[Row], expression: str) -> list[float]:
+    """Return what an expression is for the rows `own` of one line, among all `rows` of their file.
+
+    A ratio is over the next row of its denominator with the same shape, which took turns with it. Of a group the least
+    counts. A row whose results disagree has no ratio.
+    """
+    above, below = (each.partition(":") for each in f"{expression}/".split("/")[:2])
+    found: dict[str, list[float]] = {}
+    for row in own:
+        disagrees = row.get("agrees") == "False" and (any(below) or above[0] in GROUPS)
+        shown = column(row, above[2] or "median_ms") if _is(row, above[0]) and not disagrees else ""
+        if shown == "":
+            continue
+        value, kind = float(shown), str([row.get(k) for k in _SHAPE])
+        if any(below):
+            same = [each for each in rows if _is(each, below[0]) and all(each.get(k) == row.get(k) for k in _SHAPE)]
+            later = [each for each in same if rows.index(each) >= rows.index(row)] or same[-1:]
+            others = [
+                float(column(each, below[2] or "median_ms")) for each in (later if below[0] in GROUPS else later[:1])
+            ]
+            value /= min(others)
+        found.setdefault(kind, []).append(value)
+    return [value for each in found.values() for value in ([min(each)] if above[0] in GROUPS else each)]
+
+
+_SHAPE = (
+    "arch",
+    "optimizer",
+    "world_size",
+    "tables",
+    "rows",
+    "dim",
+    "multi_hot",
+    "zipf_alpha",
+    "global_batch",
+    "operator",
+    "m",
+    "k",
+    "n",
+)
