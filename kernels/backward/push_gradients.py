@@ -188,14 +188,14 @@ def prepare_push_gradients(
         windows: each rank's gradient window, [D_local * B]; their stride is not used.
         flags: flags of all parts.
         rank: rank that has the gradient.
-        schedule: order of the tasks, see `schedule`.
+        schedule: see `schedule`.
         first_sample: the rank's first sample in the global batch.
         batch: samples of all ranks, B.
         most_samples: largest number of samples of a rank.
-        scale: factor of every element.
+        scale: factor of the gradient.
         programs: programs of each launch, of 32 warps; links need few.
         first_part: first part to send.
-        end_part: the part after the last one to send.
+        end_part: the part after the last.
         offsets: [shares * b + 1] int32, the rank's bags of each share; empty ones get no gradient. None: all get one.
     """
     assert gradient.stride(1) == 1

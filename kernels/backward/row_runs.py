@@ -1,8 +1,6 @@
 """The preparation of an update, from the ids alone: it runs before any gradient has arrived.
 
 The ids come sorted by row. A run is the ids of one row; a chunk is a piece of a long run.
-
-Example: ids of rows  a b c c c c c c c d  make runs a, b, c and d. Cut at 3 ids, c has the chunks  c c c | c c c | c.
 """
 
 from typing import NamedTuple

@@ -31,8 +31,6 @@ def completes(count, rows, whole):
 
     Order: a barrier, then the count (release, GPU scope). The program that completes the group acquires and releases at
     system scope, since a network card may read the group next. Others do not acquire, which would empty L1.
-
-    Example: a group of 8 rows of 3 features, counted 2 at a time. The program that finds 22 resets the count.
     """
     tl.debug_barrier()  # all threads have stored before one of them counts
     last = tl.atomic_add(count, rows, sem="release", scope="gpu") + rows == whole
@@ -136,7 +134,7 @@ def put_pooled(
         features: features to pool.
         windows: where these ranks' rows begin in the message; the stride is the message's pitch.
         status: see `Flags`.
-        options: order and size of the tasks.
+        options: see `PoolingOptions`.
         heap: the heaps of all ranks.
         message: destination of the rows.
         groups: a group has samples of one rank.
