@@ -87,7 +87,7 @@ class Ranks:
         """
         from dlrm_overlap.checkpoint.checkpoint import check_resume_fits
         from dlrm_overlap.data.loader import open_datasets
-        from dlrm_overlap.embedding.sharder import build_sharders
+        from dlrm_overlap.embedding.configured_sharders import build_sharders
         from dlrm_overlap.train.stepping import total_steps
         from dlrm_overlap.train.trainer import Trainer
 

@@ -15,9 +15,9 @@ from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import products_of
+from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.embedding.tables import counts
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress

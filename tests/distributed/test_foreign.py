@@ -9,23 +9,13 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.train.graphs.capacity import CapacityTracker
 from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher
 from tests.agreement import assert_same
+from tests.conftest import refuses
 from tests.distributed.captured import captures
-from tests.distributed.foreign import (
-    KEYS,
-    PROGRAMS,
-    Batch,
-    Plain,
-    Program,
-    Sequences,
-    compare,
-    train,
-    with_tensor_dict,
-)
+from tests.distributed.foreign import KEYS, PROGRAMS, Batch, Plain, Program, Sequences, compare, train, with_tensor_dict
 from tests.distributed.models import CPU, world
 from tests.distributed.workers import cases_on_ranks
 
@@ -62,23 +52,23 @@ class Twice(Plain):
 
 @pytest.mark.usefixtures("world_of_one")
 def test_a_second_call_is_refused_in_the_first_step() -> None:
-    with pytest.raises(InputError, match="calls an embedding collection twice in a step"):
+    with refuses("calls an embedding collection twice in a step"):
         train(Program(Twice), True, world(), CPU)
 
 
 @pytest.mark.usefixtures("world_of_one")
 def test_a_part_that_differs_in_every_batch_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Nor are places made for batches again and again, when each is unlike the one before."""
-    forget, forgotten = InputPrefetcher.forget_places, list[int]()
+    """Buffers are not made for batches again and again if each differs from the one before."""
+    drop, dropped = InputPrefetcher.drop_buffers, list[int]()
 
-    def count(ahead: InputPrefetcher) -> None:
-        forgotten.append(1)
-        forget(ahead)
+    def count(prefetcher: InputPrefetcher) -> None:
+        dropped.append(1)
+        drop(prefetcher)
 
-    with captures() as taken, patch.object(InputPrefetcher, "forget_places", count):
+    with captures() as taken, patch.object(InputPrefetcher, "drop_buffers", count):
         train(PROGRAMS["step_numbers"]._replace(part=lambda step, _: step, steps=30), True, world(), CPU)
     assert tuple(taken.values()) == (0, 0)
-    assert len(forgotten) == 3, "after 3, 6 and 12 steps"
+    assert len(dropped) == 3, "after 3, 6 and 12 steps"
     told = "part part is 1, and was 0 in the first batch; give it as a tensor to have such steps captured"
     assert [message for message in caplog.messages if "part part is" in message] == [
         f"train pipeline: the step of such a batch is eager: {told}"

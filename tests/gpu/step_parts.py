@@ -65,7 +65,7 @@ def time_variant(run: TrainingRun, name: str, seconds: float) -> dict[str, Any]:
     """Return the row of a variant, with steps captured with the current methods of `Push`."""
     pipeline = run.trainer.pipeline
     assert isinstance(pipeline, GraphTrainPipeline), "steps are captured"
-    pipeline._forget_captured()
+    pipeline._release_graphs()
     first_ms = torch.tensor(quantile(run.time(_FIRST_STEPS)[0], 0.5))
     dist.broadcast(first_ms := first_ms.to(run.trainer.device), 0)
     steps = max(_FIRST_STEPS, round(seconds * 1e3 / float(first_ms)))
@@ -83,23 +83,22 @@ def time_variants(ranks: Ranks, config: Config, seconds: float) -> list[dict[str
     trainer = build(ranks, _CONTENDER, config)
     run = TrainingRun(_CONTENDER, trainer, read_batches(trainer, _BATCHES))
     run.losses(1)  # the first step opens the pipeline
-    prepare, update = Push.prepare, Push.update_range
+    sort, update = Push.sort, Push.update_range
     sorted_once: dict[int, Any] = {}
 
-    def sort_once(push: Push, step: Any) -> None:
+    def sort_once(push: Push, pending: Any) -> Any:
         if id(push) not in sorted_once:
-            prepare(push, step)
-            sorted_once[id(push)] = step.runs
-        step.runs = sorted_once[id(push)]
+            sorted_once[id(push)] = sort(push, pending)
+        return sorted_once[id(push)]
 
-    changes: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-        "whole": (prepare, update), "no_sort": (sort_once, update), "no_update": (sort_once, lambda *_: None)
+    changes: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
+        "whole": (sort, update), "no_sort": (sort_once, update), "no_update": (sort_once, lambda *_: None)
     }  # fmt: skip
     rows = []
     for name, methods in changes.items():
-        Push.prepare, Push.update_range = methods  # type: ignore[method-assign]
+        Push.sort, Push.update_range = methods  # type: ignore[method-assign]
         rows.append(time_variant(run, name, seconds))
-    Push.prepare, Push.update_range = prepare, update  # type: ignore[method-assign]
+    Push.sort, Push.update_range = sort, update  # type: ignore[method-assign]
     trainer.close()
     return rows
 

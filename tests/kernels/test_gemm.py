@@ -91,7 +91,7 @@ class Ranks:
 def test_a_gathered_product_is_that_of_all_rows(case: Case) -> None:
     ranks = Ranks(case)
     x, weight, rank = ranks.x[0], ranks.weight[0], case.world_size - 1
-    ranks.ready[rank][:rank, : ranks.regions] = EPOCH  # the own rows are there
+    ranks.ready[rank][:rank, : ranks.regions] = EPOCH  # its own rows and earlier ones have arrived
     out = torch.full((ranks.m, case.n), torch.nan, dtype=case.dtype)
     owners, signals = ranks.owners(rank, own_first=True), ranks.signals(rank)
     product(x, weight, out, rank, owners, signals, ranks.bias, case.activation, case.tiling)

@@ -5,7 +5,7 @@ import torch
 
 from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.pull_ids import Arrivals, Published, place_ids, pull_ids, pull_tasks
+from dlrm_overlap.kernels.pull_ids import Arrivals, Published, locate_ids, pull_ids, pull_tasks
 from tests.agreement import assert_same
 from tests.kernels.emulation import CPU, interpreted
 
@@ -65,7 +65,7 @@ class Ranks:
         arrivals = known or Arrivals(*(torch.full((pairs + (i == 2),), GUARD, dtype=torch.int32) for i in range(3)))
         published, lengths = self.ask(requested, rows), known is None
         total = self.published[0][0].numel()
-        place_ids(published, arrivals, self.record.status, self.samples, lengths, total)
+        locate_ids(published, arrivals, self.record.status, self.samples, lengths, total)
         here = [self.capacities[feature] for feature in requested]
         tasks = pull_tasks(here, self.world_size, self.samples, capacity * lengths, _BLOCK)
         pull_ids(
@@ -142,7 +142,7 @@ def test_a_batch_beyond_its_capacity_is_recorded(requested: list[int]) -> None:
         window, (_, offsets) = ranks.windows[rank], ranks.published[rank]
         window[ranks.offsets_at + 10 : ranks.offsets_at + offsets.numel()] -= 1  # 14 ids of feature 1, the last 9 bags
     arrivals = Arrivals(*(torch.zeros(20, dtype=torch.int32) for _ in range(3)))
-    place_ids(ranks.ask(requested), arrivals, ranks.record.status, ranks.samples, lengths=True, total=0)
+    locate_ids(ranks.ask(requested), arrivals, ranks.record.status, ranks.samples, lengths=True, total=0)
     assert ranks.record.overflow() == [2, 1, 15, 14]
 
 

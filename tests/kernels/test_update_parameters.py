@@ -24,7 +24,7 @@ from tests.agreement import assert_near, assert_same
 from tests.kernels.emulation import interpreted, to_wire
 
 RATE, EPS, BETAS, DECAY = 0.3, 1e-3, (0.8, 0.95), 0.1
-_ROUNDING = 1e-6  # of one that fuses products and sums against one that does not
+_ROUNDING = 1e-6  # with and without fused products and sums
 
 
 class Form(NamedTuple):
@@ -144,8 +144,8 @@ def test_bias_corrections_have_all_their_digits(steps: int) -> None:
     adam.gradients.zero_()
     _update_all(update, adam)
     beta1, beta2 = adam.numbers[0, [FIRST, SECOND]].tolist()
-    assert adam.factors[0, update.RATE].item() == pytest.approx(RATE / (1 - beta1**steps), rel=1e-7)
-    assert adam.factors[0, update.ROOT].item() == pytest.approx((1 - beta2**steps) ** 0.5, rel=1e-7)
+    assert adam.factors[0, update.RATE.value].item() == pytest.approx(RATE / (1 - beta1**steps), rel=1e-7)
+    assert adam.factors[0, update.ROOT.value].item() == pytest.approx((1 - beta2**steps) ** 0.5, rel=1e-7)
 
 
 def test_a_flat_tensor_that_is_not_padded_is_refused() -> None:

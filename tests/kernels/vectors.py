@@ -10,7 +10,6 @@ from itertools import product
 import torch
 
 from dlrm_overlap.kernels import peer_copy, swap_rows
-from dlrm_overlap.kernels.arguments import STATES as ROW_STATES
 from dlrm_overlap.kernels.backward import update_rows
 from dlrm_overlap.kernels.backward.optimizers import OPTIMIZERS
 from dlrm_overlap.kernels.compiled import TYPES
@@ -18,6 +17,7 @@ from dlrm_overlap.kernels.dense import all_reduce, update
 from dlrm_overlap.kernels.dense.arguments import BLOCK, STATES
 from dlrm_overlap.kernels.gemm import product as products
 from dlrm_overlap.kernels.gemm.product import TILING
+from dlrm_overlap.kernels.optimizer_params import STATES as ROW_STATES
 from tests.kernels.compiling import compile_for_h200
 
 _INSTRUCTIONS = {16: "v4.b32", 8: "v2.b32", 4: "b32", 2: "b16", 1: "b8"}
@@ -43,7 +43,7 @@ _ORDERS = {"gather": "own_first", "scatter": "balanced"}
 def check_peer_copy() -> None:
     """Rows are stored in whole words."""
     for word, instruction in _INSTRUCTIONS.items():
-        made = peer_copy._storing(4, word)
+        made = peer_copy._compiled(4, word)
         text, constants = compile_for_h200(made, _COPY)["ptx"], made.constants
         turns = constants["BLOCK"] // constants["VECTOR"] // (peer_copy._NUM_WARPS * 32)
         assert text.count(f"st.global.{instruction}") == turns + (word == 4), f"word {word}\n{text}"  # one sets a count
@@ -75,7 +75,7 @@ def check_swap_rows() -> None:
 def check_all_reduce() -> None:
     for dtype, world_size in product((torch.float32, torch.bfloat16), (2, 3, 4, 8)):
         vectors = world_size * all_reduce.lane_elements(world_size, dtype) * dtype.itemsize // 16
-        text = compile_for_h200(all_reduce._averaging(world_size, dtype), _SHARES)["ptx"]
+        text = compile_for_h200(all_reduce._compiled(world_size, dtype), _SHARES)["ptx"]
         assert text.count("ld.global.v4.b32") == vectors, text
         assert text.count("st.global.v4.b32") == vectors, text
         assert text.count("st.global") == vectors + 1, f"apart from these only the count is reset\n{text}"
@@ -85,7 +85,7 @@ def check_update() -> None:
     """The update of the dense parameters, with bf16 shadows."""
     lanes = 128
     for kind, states in STATES.items():
-        change = update._updating(kind, False, torch.bfloat16)
+        change = update._compiled_update(kind, False, torch.bfloat16)
         text, turns = compile_for_h200(change, _UPDATE)["ptx"], BLOCK // (lanes * 4)
         assert text.count("ld.global.v4.b32") == turns * (2 + len(states)), f"{kind}\n{text}"
         shadows = BLOCK // (lanes * 8)
@@ -94,10 +94,10 @@ def check_update() -> None:
 
 
 def compile_product(mode: str, by_k: bool) -> str:
-    """Return the PTX of a product that is gathered, with a bias and relu, or scattered."""
+    """Return the PTX of a gathered product, with bias and relu, or of a scattered one."""
     gather = mode == "gather"
-    kind = {"GATHER": gather, "SCATTER": not gather, "BY_K": by_k, "BIAS": gather}
-    kind |= {"ACTIVATION": "relu" if gather else "none", "TYPE": TYPES[torch.bfloat16], "ORDER": _ORDERS[mode]}
+    kind = {"gather": gather, "scatter": not gather, "by_k": by_k, "bias": gather}
+    kind |= {"activation": "relu" if gather else "none", "dtype": TYPES[torch.bfloat16], "order": _ORDERS[mode]}
     tiling, blocks = TILING, {"x": [TILING.block_m, TILING.block_k]}
     blocks["weight"] = [tiling.block_n, tiling.block_k] if by_k else [tiling.block_k, tiling.block_n]
     types = _PRODUCT | {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}

@@ -21,7 +21,7 @@ def test_auto_runs_serially_where_ranks_do_not_reach_each_other(
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     products, layer = ParallelProducts(group, torch.device("cuda")), ProductLayer(LARGE)
     opened = Mock(side_effect=InputError("the GPUs of these 2 ranks do not reach each other's memory"))
-    monkeypatch.setattr(products, "_opened", opened)
+    monkeypatch.setattr(products, "_open_windows", opened)
     assert products._choose(False, 8, LARGE, layer, "auto") == ("serial", 4), "few bytes"
     assert products._choose(False, 8192, LARGE.float(), layer, "auto") == ("serial", 4)
     opened.assert_not_called()

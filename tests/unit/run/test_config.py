@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ from dlrm_overlap.config import (
     Config,
     DataConfig,
     EmbeddingConfig,
-    InputError,
     ModelConfig,
     SequenceConfig,
     TablesConfig,
@@ -17,7 +15,7 @@ from dlrm_overlap.config import (
     parse_multi_hot,
 )
 from dlrm_overlap.train.model import build_model
-from tests.conftest import configuration
+from tests.conftest import configuration, refuses
 
 
 def _quickstart(*options: str) -> Config:
@@ -35,58 +33,48 @@ def test_a_name_is_a_file_of_the_package_unless_such_a_file_is_there(
 
 
 @pytest.mark.parametrize(("spec", "bounds"), [(3, (3, 3)), ("3", (3, 3)), ("0..8", (0, 8)), ("2..2", (2, 2))])
-def test_multi_hot_is_a_number_or_a_range(spec: int | str, bounds: tuple[int, int]) -> None:
+def test_multi_hot(spec: int | str, bounds: tuple[int, int]) -> None:
     assert parse_multi_hot(spec) == bounds
 
 
 @pytest.mark.parametrize("spec", ["", "-1", "3..1", "0..0", 0, "a", "1.5", "1..", "..2"])
 def test_multi_hot_refuses_anything_else(spec: int | str) -> None:
-    with pytest.raises(InputError, match=r"write 3 or '0\.\.8'"):
+    with refuses(r"write 3 or '0\.\.8'"):
         parse_multi_hot(spec)
 
 
-def test_the_number_of_tables_is_given_or_that_of_a_list() -> None:
+def test_number_of_tables() -> None:
     assert TablesConfig(count=4, rows=10).number() == 4
     assert TablesConfig(rows=[1, 2, 3]).number() == 3
     assert TablesConfig(multi_hot=[1, "0..2"], rows=5).number() == 2
     assert TablesConfig().number(26) == 26
-    with pytest.raises(InputError, match=r"set data\.tables\.count"):
-        TablesConfig(rows=10).number()
 
 
-FILES = partial(DataConfig, kind="criteo_npy")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (partial(TablesConfig, rows=[1, 2], multi_hot=[1, 1, 1]), "must agree on the number of tables"),
-        (
-            partial(TablesConfig, count=3, rows=[1, 2]),
-            r"count 3, lists of \[2\] values; .* must agree on the number of tables",
-        ),
-        (partial(TablesConfig, rows=[1, 2], half_life=[1]), "must agree on the number of tables"),
-        (DataConfig(tables=TablesConfig(count=2)).require_source, "need their rows"),
-        (FILES().require_source, "set data.path"),
-        (FILES(path="x", tables=TablesConfig(rows=[1, 2])).require_source, "a sample of data.kind criteo_npy has 26"),
-        (partial(ModelConfig, dim=16, bottom_mlp=[32, 8]), r"must end in model\.dim, 16"),
-        (partial(ModelConfig, top_mlp=[1]), "must have a hidden layer"),
-        (
-            partial(TrainConfig, warmup_steps=10, decay_start_step=5, decay_steps=10),
-            "must not lie before the end of the warm-up",
-        ),
-    ],
-)
-def test_values_that_contradict_each_other_are_refused(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        make()
-
-
-def test_endless_data_needs_steps() -> None:
+def test_a_configuration_is_a_plain_dictionary() -> None:
     data = DataConfig(tables=TablesConfig(count=2, rows=3))
-    with pytest.raises(InputError, match=r"set train\.steps"):
-        Config(data=data)
     assert Config(data=data, train=TrainConfig(steps=1)).as_dict()["data"]["tables"]["rows"] == 3
+
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: TablesConfig(rows=[1, 2], multi_hot=[1, 1, 1]), "must agree on the number of tables"),
+    (lambda: TablesConfig(count=3, rows=[1, 2]), r"count 3, lists of \[2\] values; .* must agree on the number of"),
+    (lambda: TablesConfig(rows=[1, 2], half_life=[1]), "must agree on the number of tables"),
+    (lambda: TablesConfig(rows=10).number(), r"set data\.tables\.count"),
+    (lambda: DataConfig(tables=TablesConfig(count=2)).require_source(), "need their rows"),
+    (lambda: DataConfig("criteo_npy").require_source(), "set data.path"),
+    (lambda: DataConfig("criteo_npy", "x", tables=TablesConfig(rows=[1, 2])).require_source(), "criteo_npy has 26"),
+    (lambda: Config(data=DataConfig(tables=TablesConfig(count=2, rows=3))), r"set train\.steps"),
+    (lambda: ModelConfig(dim=16, bottom_mlp=[32, 8]), r"must end in model\.dim, 16"),
+    (lambda: ModelConfig(top_mlp=[1]), "must have a hidden layer"),
+    (lambda: TrainConfig(global_batch_size=12).samples_per_rank(5), "12 samples do not divide by 5 ranks; take 15"),
+    (lambda: TrainConfig(warmup_steps=10, decay_start_step=5, decay_steps=10), "must not lie before the end"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG)
+def test_sections_that_contradict_themselves_are_refused(make: Callable[[], Any], message: str) -> None:
+    with refuses(message):
+        make()
 
 
 @pytest.mark.parametrize(
@@ -99,12 +87,12 @@ def test_endless_data_needs_steps() -> None:
         ("--data.workers=2147483647", "workers: 2147483647 is not a whole number from 0 to 256"),
         ("--embedding.memory=[]", r"memory: \[\] is not one of 'gpu', 'cached', 'auto'"),
         ("--data.path=days", "data.path: 'days', but data.kind is synthetic; set data.kind"),
-        ("--embedding.memory=cached --embedding.backend=nccl", "memory: cached, but .* nccl .* take backend pgas"),
-        ("--embedding.memory=[gpu,auto] --embedding.backend=nccl", "memory: .*'auto'"),
+        ("--embedding.memory cached --embedding.backend nccl", "memory: cached, but backend nccl .* take backend pgas"),
+        ("--embedding.memory [gpu,auto] --embedding.backend nccl", "memory: .*'auto'"),
     ],
 )
-def test_a_value_that_breaks_its_rule_is_refused(options: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_options_that_break_a_rule_are_refused(options: str, message: str) -> None:
+    with refuses(message):
         _quickstart(*options.split())
 
 
@@ -116,15 +104,15 @@ def test_a_value_that_breaks_its_rule_is_refused(options: str, message: str) -> 
         ({"history": 1, "candidate": 3}, r"model\.sequence\.candidate: 3 is no table; the 3 count from 0"),
     ],
 )
-def test_a_history_is_a_table_other_than_its_candidate(sequence: dict, message: str) -> None:
+def test_a_history_is_another_table_than_the_candidates(sequence: dict, message: str) -> None:
     data, train = DataConfig(tables=TablesConfig(count=3, rows=3)), TrainConfig(steps=1)
-    with pytest.raises(InputError, match=message):
+    with refuses(message):
         Config(model=ModelConfig(sequence=SequenceConfig(**sequence)), data=data, train=train)
     Config(model=ModelConfig(sequence=SequenceConfig(history=2)), data=data, train=train)
     files = DataConfig(kind="prepared", path="days")  # of any number of tables, which are known when they are opened
     config = Config(model=ModelConfig(sequence=SequenceConfig(history=40)), data=files, train=train)
     build_model(config.model, config.embedding, [3] * 41, 13, 0)
-    with pytest.raises(InputError, match=r"model\.sequence\.history: 40 is no table; the 40 count from 0"):
+    with refuses(r"model\.sequence\.history: 40 is no table; the 40 count from 0"):
         build_model(config.model, config.embedding, [3] * 40, 13, 0)
     unused = ModelConfig(sequence=SequenceConfig(candidate=2**31 - 1))  # without a history
     build_model(unused, config.embedding, [3], 13, 0)
@@ -133,8 +121,6 @@ def test_a_history_is_a_table_other_than_its_candidate(sequence: dict, message: 
 def test_ranks_share_the_global_batch() -> None:
     config = TrainConfig(global_batch_size=12, batch_size=7)
     assert [config.samples_per_rank(w) for w in (1, 2, 3, 4)] == [12, 6, 4, 3]
-    with pytest.raises(InputError, match="12 samples do not divide by 5 ranks; take 15"):
-        config.samples_per_rank(5)
     assert TrainConfig(batch_size=7).samples_per_rank(5) == 7
 
 
@@ -144,35 +130,34 @@ EXTREMES = ["1e308", "1e39", "1e-39", "5e-324"]  # which 32 bits make infinite, 
 @pytest.mark.parametrize("key", ["train.lr", "train.eps", "embedding.lr", "embedding.eps", "embedding.wait_timeout_s"])
 @pytest.mark.parametrize("value", ["inf", ".inf", "nan", "-inf", "0", "1" + 400 * "0", *EXTREMES])
 def test_rates_are_finite_in_32_bits(key: str, value: str) -> None:
-    with pytest.raises(InputError, match=key):
+    with refuses(key):
         _quickstart(f"--{key}={value}")
 
 
-WRONG = [".inf", ".nan", "1e999", "[1, 2]", "{a: [{}]}", "'x'", "9" * 5000, "[" * 700, "!!int ''", "!!bool x", "? a"]
-WRONG += ["!!float x", "!!timestamp x", "!!binary x", "!!null x", "&a [*a]", "<<: 3", "{[1]: 2}", '"\\0"', "2020-01-01"]
-WRONG += ["!!pairs [a]"]
+NOT_NUMBERS = [".inf", ".nan", "1e999", "[1, 2]", "{a: [{}]}", "'x'", "9" * 5000, "[" * 700]
+NOT_NUMBERS += ["!!int ''", "!!bool x", "!!float x", "!!timestamp x", "!!binary x", "!!null x", "!!pairs [a]"]
+NOT_NUMBERS += ["&a [*a]", "<<: 3", "{[1]: 2}", '"\\0"', "? a", "2020-01-01"]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", NOT_NUMBERS)
 def test_a_wrong_value_in_a_file_is_one_line(tmp_path: Path, wrong: str) -> None:
     file = tmp_path / "config.yaml"
     argv = ["--config", "configs/quickstart.yaml", "--config", str(file)]
-    for text in ("train:\n  lr: {}", "train: {}", "data: {{tables: {{rows: {}}}}}", "{}"):
-        file.write_text(text.format(wrong) + "\n")
-        with pytest.raises(InputError) as error:
+    for text in ("train:\n  lr: {}\n", "train: {}\n", "data: {{tables: {{rows: {}}}}}\n", "{}\n"):
+        file.write_text(text.format(wrong))
+        with refuses():
             configuration(*argv)
-        assert "\n" not in str(error.value)
-    with pytest.raises(InputError, match=r"train\.lr: .* is not a number from"):
+    with refuses(r"train\.lr: .* is not a number from"):
         _quickstart("--train.lr", wrong)
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "", "/tmp/run", "run/", "a\x1b[2J", "a\nb"])
 def test_a_runs_name_is_one_folder(name: str) -> None:
-    with pytest.raises(InputError, match=r"log\.name: .* is not the name of one folder"):
+    with refuses(r"log\.name: .* is not the name of one folder"):
         _quickstart("--log.name", name)
 
 
-def test_the_wire_dtype_is_that_of_the_dense_part_unless_it_is_given() -> None:
+def test_the_wire_has_the_dense_parts_type_unless_it_is_told_another() -> None:
     def resolved(backend: Any, wire_dtype: Any) -> list[str]:
         config = EmbeddingConfig(backend=backend, wire_dtype=wire_dtype)
         return [config.resolved_wire_dtype(precision) for precision in ("fp32", "tf32", "bf16")]
