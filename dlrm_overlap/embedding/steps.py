@@ -1,18 +1,17 @@
-"""What a step through the embedding stage is given, and a cache for values that many steps use."""
+"""What a step through the embedding stage is given."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Generic, NamedTuple, TypeVar, TypeVarTuple
+from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
-from torch.cuda import is_current_stream_capturing, is_initialized
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.kernels.arguments import OptimizerParams
 from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
+from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 
 _LAZY = 3  # FBGEMM's CounterWeightDecayMode.ADAGRADW
 
@@ -132,63 +131,3 @@ def tensors_of(ids: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor, torc
     """Return values, offsets and weights as kernels take them, see `Bags.tensors`."""
     values, weights = ids.values(), ids.weights_or_none()
     return values, ids.offsets(), values if weights is None else weights
-
-
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
-Arguments = TypeVarTuple("Arguments")
-
-_MOST = 64  # values kept that no capture has used
-_NONE: Any = object()
-
-
-class StepCache(Generic[Key, Value]):
-    """An LRU cache, by keys such as batch sizes, that keeps every value which a CUDA graph may read.
-
-    A CUDA graph has the addresses of its kernels' tensors, but no references to them. So a value that is requested
-    during a capture is kept until `clear`; otherwise a replay could access memory that now belongs to others. Of the
-    other values the 64 requested last are kept. A value must hold its tensors, as a `Launch` does.
-    """
-
-    def __init__(self) -> None:
-        self._captured: dict[Key, Value] = {}
-        """values that captures have used"""
-        self._others: dict[Key, Value] = {}
-        """the other values, least recently used first"""
-        self._replaced: list[Value] = []
-        """values that captures have used and that `forget` has removed"""
-
-    def __len__(self) -> int:
-        return len(self._captured) + len(self._others)
-
-    def get(self, key: Key, make: Callable[[*Arguments], Value], *arguments: *Arguments) -> Value:
-        """Return the value of `key`, which is all that the value depends on; if there is none, `make(*arguments)`.
-
-        `make` may call `forget`, but not `get`.
-        """
-        value = self._others.pop(key, _NONE)  # to remove it and to insert it last is cheap
-        if value is _NONE:
-            if key in self._captured:
-                return self._captured[key]
-            value = make(*arguments)
-            if len(self._others) >= _MOST:
-                del self._others[next(iter(self._others))]
-        if is_capturing():
-            self._captured[key] = value
-        else:
-            self._others[key] = value
-        return value
-
-    def forget(self) -> None:
-        """Remove all values, because what they were made of has changed; those that captures have used stay alive."""
-        self._replaced += self._captured.values()
-        self._captured, self._others = {}, {}
-
-    def clear(self) -> None:
-        """Free all values, once no graph that uses one will be launched again."""
-        self._captured, self._others, self._replaced = {}, {}, []
-
-
-def is_capturing() -> bool:
-    """Return whether the current stream is being captured in a CUDA graph; False without CUDA."""
-    return is_initialized() and is_current_stream_capturing()

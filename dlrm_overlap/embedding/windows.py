@@ -11,7 +11,7 @@ import torch
 
 from dlrm_overlap.comm.arena import Arena, BufferView, Region
 from dlrm_overlap.comm.counters import Counter
-from dlrm_overlap.kernels.arguments import Windows
+from dlrm_overlap.kernels.bags import Windows
 from dlrm_overlap.kernels.flags import Flags, prepare_signals, prepare_wait, signal_flags
 
 

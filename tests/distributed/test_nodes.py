@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.device_errors import ExchangeTimeoutError
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.embedding import gradient_layout, steps
+from dlrm_overlap.embedding import gradient_layout
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, IdExchange
 from dlrm_overlap.embedding.backends.lookup import DeviceLookup
 from dlrm_overlap.embedding.backends.messages import ByCollective
@@ -27,8 +27,10 @@ from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, Ste
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.windows import WindowPair
-from dlrm_overlap.kernels.arguments import Windows
+from dlrm_overlap.kernels import launches
+from dlrm_overlap.kernels.bags import Windows
 from dlrm_overlap.kernels.compiled import INTERPRETED
+from dlrm_overlap.kernels.launches import launches_of
 from tests.agreement import LOSS_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.distributed.captured import captures
 from tests.distributed.interpreted import interpreted_halves, without_streams
@@ -174,7 +176,7 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
             assert len(under_way) == 4 * calls, "in each step one of sums, of pooled rows, of gradients"
             assert all(work.waited for work in under_way), "a capture would end with a stream that was never joined"
             pushed = [halves.backward.own, *halves.backward.passed_on.values()]
-            assert all(len(each.launches) == 3 for each in pushed), "those of the first step serve the third"
+            assert all(len(launches_of(each)) == 3 for each in pushed), "those of the first step serve the third"
             halves.close()
         exchange.close()
         assert_all_near(stage.rows_and_states(), known.rows_and_states(), WEIGHT_TOLERANCE["fp32"], f"{backend}, {by}:")
@@ -191,13 +193,18 @@ def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int
             made.append(weakref.ref(windows.addresses))
             return windows
 
-        with without_streams(), patch.object(DeviceLookup, "rows_of_ranks", rows_of), patch.object(steps, "_MOST", 1):
+        with (
+            without_streams(),
+            patch.object(DeviceLookup, "rows_of_ranks", rows_of),
+            patch.object(launches, "_MOST", 1),
+        ):
             options = ExchangeOptions("pgas", internode=internode, wait_timeout_s=1e-4)
             reach = Reach(rank, HOSTS["2 of 2"], "emulated")
             halves: Any = interpreted_halves(stage, _group(), options, 4, reach)
             at_once: list[int] = []
             for number, sizes in enumerate(((3, 2, 4, 1), (1, 1, 1, 1), (4, 4, 4, 4), (2, 1, 1, 1))):
-                with patch.object(steps, "is_capturing", lambda number=number: number == 0):
+                captured = {"is_initialized": lambda: True, "is_current_stream_capturing": lambda n=number: n == 0}
+                with patch.multiple(launches, **captured):
                     inputs, expected = stage.inputs(number, sizes)
                     step = Step(inputs, BatchSizes.of(sizes))
                     pooled = halves.forward.finish(halves.forward.start(step))

@@ -23,7 +23,7 @@ from dlrm_overlap.embedding.steps import PendingBackward, Step
 from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import WindowPair, WindowSpec
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.arguments import EVERY_BAG, Partials
+from dlrm_overlap.kernels.bags import EVERY_BAG, Partials
 from dlrm_overlap.kernels.forward.add_partials import PartialTable, add_partials, partial_table
 
 State = TypeVar("State")

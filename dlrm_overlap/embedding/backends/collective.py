@@ -12,8 +12,9 @@ from dlrm_overlap.embedding.backends.cpu import train_weights, zero_weights_grad
 from dlrm_overlap.embedding.backends.lookup import Platform, Rows
 from dlrm_overlap.embedding.fbgemm_update import FbgemmUpdate, bags_of
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import BatchSizes, PendingBackward, Step, StepCache
+from dlrm_overlap.embedding.steps import BatchSizes, PendingBackward, Step
 from dlrm_overlap.embedding.windows import WindowPair
+from dlrm_overlap.kernels.launches import StepCache
 
 Given = TypeVar("Given")
 

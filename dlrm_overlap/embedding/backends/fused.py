@@ -1,25 +1,19 @@
 """`fused` on GPUs: one persistent kernel pools, and stores each slice when it is ready (arXiv 2305.06942)."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.lookup import DeviceLookup, Platform, types_and_devices
+from dlrm_overlap.embedding.backends.lookup import DeviceLookup, Platform
 from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward, ZeroCopyState
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
-from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
+from dlrm_overlap.embedding.steps import BatchSizes, Step, tensors_of
 from dlrm_overlap.embedding.windows import DeviceSignals, Signals, WindowPair, flags_among
-from dlrm_overlap.kernels.arguments import (
-    Bags,
-    FeatureTable,
-    Tuning,
-    Windows,
-    has_short_bags,
-    tuning_for,
-)
+from dlrm_overlap.kernels.bags import Bags, FeatureTable, Windows
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices, SliceState
-from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels.launches import Launch, launches_of, prepared
+from dlrm_overlap.kernels.tuning import Tuning, has_short_bags, tuning_for
 
 _MANY_BAGS = 1 << 17  # enough for several tasks of 4 or 8 bags for each of some 4,000 resident programs
 _FEWEST_SHORT_BAGS = 1 << 15  # fewer short bags are cut as long ones
@@ -60,8 +54,6 @@ class SlicedForward(ZeroCopyForward[Windows]):
         self._in_place = self.options.put == "direct"
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}
-        self._launches = StepCache[tuple[Any, ...], Launch]()
-        """by everything that they depend on, except `_states`"""
 
     def start(self, step: Step) -> ZeroCopyState:
         """Launch the kernels."""
@@ -72,18 +64,26 @@ class SlicedForward(ZeroCopyForward[Windows]):
         for i, table in enumerate(self.lookup.tables):
             tensors = tensors_of(step.inputs[self.lookup.pooled_together[i][0].input])
             short = has_short_bags(table, *tensors[:2])
-            key = table, windows, step.batch, short, types_and_devices(tensors)
-            launch = self._launches.get(key, self._prepare, i, table, windows, signals, step)
+            launch = self._put_launch(tensors, i, table, windows, signals, step.batch, short)
             with self.order:  # its programs signal and wait
                 launch(*tensors, self.windows.counter.argument)
         return ZeroCopyState(step, signals if self.transport is not None else None)
 
-    def _prepare(self, i: int, table: FeatureTable, windows: Windows, signals: Signals, step: Step) -> Launch:
-        """Return the launch of kernel i for steps like this one, which takes values, offsets, weights and the epoch."""
+    @prepared
+    def _put_launch(
+        self,
+        tensors: Sequence[torch.Tensor],
+        i: int,
+        table: FeatureTable,
+        windows: Windows,
+        signals: Signals,
+        batch: BatchSizes,
+        short: bool,
+    ) -> Launch:
+        """Return the launch of kernel i; it is called with ids like `tensors`, and the epoch."""
         assert isinstance(signals, DeviceSignals)
-        bags = self.lookup.bags(self.lookup.pooled_together[i], step, self.reached)
+        bags = self.lookup.bags(tensors, batch, self.reached)
         last = i == len(self.lookup.pooled_together) - 1
-        short = has_short_bags(table, bags.values, bags.offsets)
         tuning = persistent_tuning(table, bags.samples, self.options.slice_bags, short)
         options = self.lookup.pooling_options(tuning)
         before = sum(map(len, self.lookup.pooled_together[:i]))
@@ -113,7 +113,7 @@ class SlicedForward(ZeroCopyForward[Windows]):
                 done=torch.zeros(slices, dtype=torch.int32, device=self.device),
                 ticket=torch.zeros(3, dtype=torch.int32, device=self.device),
             )
-            self._launches.forget()
+            launches_of(self).forget()
         return state
 
     def grid(self, i: int, put: SlicedPut) -> int:

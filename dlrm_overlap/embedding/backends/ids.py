@@ -21,11 +21,12 @@ from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.internode import published_window
 from dlrm_overlap.embedding.layout import EVERY_RANK, SLOTS_FROM, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import BatchSizes, StepCache, weights_of
+from dlrm_overlap.embedding.steps import BatchSizes, weights_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.embedding.windows import DeviceSignals, Signals, WindowPair, one_flag_each, skip_epoch
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
+from dlrm_overlap.kernels.launches import StepCache
 from dlrm_overlap.kernels.pull_ids import BLOCK_IDS, Arrivals, Published, locate_ids, pull_ids, pull_tasks
 
 Bags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

@@ -18,8 +18,9 @@ from dlrm_overlap.embedding.replicated import ReplicatedGradients
 from dlrm_overlap.embedding.steps import BatchSizes, Step, tensors_of
 from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import WindowPair
-from dlrm_overlap.kernels.arguments import OptimizerParams, Windows
 from dlrm_overlap.kernels.backward.optimizers import Rule
+from dlrm_overlap.kernels.bags import Windows
+from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 from dlrm_overlap.kernels.reference import update_rows
 
 

@@ -1,9 +1,9 @@
 """Pools bags of this rank's shards into the windows of their samples' ranks: what all lookups share, and GPUs'."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import gcd
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -11,21 +11,14 @@ from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.replicated import ReplicatedTables
-from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache, tensors_of
+from dlrm_overlap.embedding.steps import BatchSizes, Step, tensors_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.embedding.windows import Signals, WindowPair
-from dlrm_overlap.kernels.arguments import (
-    Bags,
-    FeatureTable,
-    PoolingOptions,
-    Tuning,
-    Windows,
-    has_short_bags,
-    tuning_for,
-)
+from dlrm_overlap.kernels.bags import Bags, FeatureTable, Windows
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 from dlrm_overlap.kernels.forward.store_pooled import prepare_store_pooled
-from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels.launches import Launch, launches_of, prepared
+from dlrm_overlap.kernels.tuning import PoolingOptions, Tuning, has_short_bags, tuning_for
 
 Rows = TypeVar("Rows")
 """The memory that rows are stored to: a window for each of some ranks."""
@@ -99,11 +92,6 @@ class Platform(NamedTuple, Generic[Rows]):
     """whether nodes add up their partial sums before they send them, see `InternodeLayout`"""
 
 
-def types_and_devices(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.dtype, int], ...]:
-    """Return the dtypes and devices of ids' tensors, on which a prepared launch depends."""
-    return tuple([(each.dtype, each.get_device()) for each in tensors])
-
-
 class DeviceLookup(Lookup[Windows]):
     """Pools by kernels, one for each kind of shards that can be pooled together."""
 
@@ -125,8 +113,6 @@ class DeviceLookup(Lookup[Windows]):
         self._storage: tuple[int, ...] | None = None
         self._first_samples: dict[tuple[BatchSizes, range | None], torch.Tensor] = {}
         """of all sizes: a capture cannot copy them to the GPU again"""
-        self._launches = StepCache[tuple[Any, ...], Launch]()
-        """by everything that they depend on, except the tables' addresses"""
 
     def peers(self, pair: WindowPair, stride: int) -> list[Windows]:
         """Return the addresses of windows."""
@@ -154,7 +140,7 @@ class DeviceLookup(Lookup[Windows]):
         """Make the tables of addresses again if the rows have moved."""
         if (storage := self._rows.storage()) != self._storage:
             self.tables = [self._table(shards) for shards in self.pooled_together]
-            self._launches.forget()
+            launches_of(self).forget()
             self._storage = storage
 
     def _table(self, shards: list[FeatureShard]) -> FeatureTable:
@@ -181,17 +167,10 @@ class DeviceLookup(Lookup[Windows]):
             self._first_samples[batch, ranks] = torch.tensor(first, dtype=torch.int32, device=self._device)
         return self._first_samples[batch, ranks]
 
-    def bags(self, shards: list[FeatureShard], step: Step, ranks: range | None = None) -> Bags:
-        """Return the ids of the kernel that pools `shards` for the samples of `ranks`."""
-        ids = step.inputs[shards[0].input]
-        return Bags(
-            values=ids.values(),
-            offsets=ids.offsets(),
-            first_sample=self.first_samples(step.batch, ranks),
-            samples=step.batch.total,
-            samples_per_rank=step.batch.most,
-            weights=ids.weights_or_none(),
-        )
+    def bags(self, tensors: Sequence[torch.Tensor], batch: BatchSizes, ranks: range | None = None) -> Bags:
+        """Return the bags of `tensors`, see `tensors_of`, for the samples of `ranks`."""
+        values, offsets, weights = tensors
+        return Bags(values, offsets, self.first_samples(batch, ranks), batch.total, batch.most, weights)
 
     def pooling_options(self, tuning: Tuning) -> PoolingOptions:
         """Return the options of a kernel."""
@@ -204,21 +183,21 @@ class DeviceLookup(Lookup[Windows]):
         for shards, table in zip(self.pooled_together, self.tables, strict=True):
             tensors = tensors_of(step.inputs[shards[0].input])
             short = has_short_bags(table, *tensors[:2])
-            key = table, windows, step.batch, ranks, short, types_and_devices(tensors)
-            launch = self._launches.get(key, self._prepare, shards, table, windows, step, ranks, short)
-            launch(*tensors)
+            self._store_launch(tensors, table, windows, step.batch, ranks, short)(*tensors)
 
-    def _prepare(
+    @prepared
+    def _store_launch(
         self,
-        shards: list[FeatureShard],
+        tensors: Sequence[torch.Tensor],
         table: FeatureTable,
         windows: Windows,
-        step: Step,
+        batch: BatchSizes,
         ranks: range | None,
         short: bool,
     ) -> Launch:
+        """Return the launch that pools the features of `table`; it is called with ids like `tensors`."""
         options = self.pooling_options(tuning_for(table.dim, table.weight_dtype.itemsize, short=short))
-        return prepare_store_pooled(self.bags(shards, step, ranks), table, windows, self.record.status, options)
+        return prepare_store_pooled(self.bags(tensors, batch, ranks), table, windows, self.record.status, options)
 
     def check(self) -> None:
         """Raise an `ExchangeTimeoutError` if a wait has expired; raise or log an id outside its table, see `BadIds`."""

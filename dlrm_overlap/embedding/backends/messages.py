@@ -16,8 +16,9 @@ import torch.distributed as dist
 from dlrm_overlap.embedding.backends.lookup import Lookup, Rows
 from dlrm_overlap.embedding.internode import InternodeLayout, Message, Messages, arriving_windows
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
+from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.windows import WindowPair
+from dlrm_overlap.kernels.launches import StepCache
 
 
 def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:

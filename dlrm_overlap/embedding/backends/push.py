@@ -6,10 +6,9 @@ host issues all of this with the backward, since it issues the dense part first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from math import gcd
-from typing import Any
 
 import torch
 
@@ -22,13 +21,13 @@ from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows, UpdateR
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import PendingBackward, Step, StepCache, tensors_of
+from dlrm_overlap.embedding.steps import BatchSizes, PendingBackward, Step, tensors_of
 from dlrm_overlap.embedding.windows import DeviceSignals, WindowPair, one_flag_each, skip_epoch
-from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.backward.optimizers import Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, prepare_push_gradients
 from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
-from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels.bags import Windows
+from dlrm_overlap.kernels.launches import Launch, prepared
 
 _REMOTE_PROGRAMS = 8  # enough to fill an H200's links; more would slow each other and the updates
 _ALONE_PROGRAMS = 66  # if this rank reaches no other: its memory takes more programs than links
@@ -49,33 +48,42 @@ class DeviceGradientStore:
     peers: list[Windows]
     schedule: str
     programs: int
-    launches: StepCache[tuple[Any, ...], list[Launch]] = field(default_factory=StepCache)
-    """by everything that they depend on, except the fields above"""
 
     def store(self, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int) -> None:
         """Launch the kernels."""
-        key = self.windows.epoch % 2, step.batch, scale, first, end, gradient.dtype, gradient.stride(0)
         offsets = step.own_offsets if self.leaves_out else None
-        changed = [gradient] if offsets is None else [gradient, offsets]
-        for launch in self.launches.get(key, self._prepare, step, changed, scale, first, end):
-            launch(*changed, self.windows.counter.argument)
+        tensors = (gradient,) if offsets is None else (gradient, offsets)
+        windows = self.peers[self.windows.epoch % 2]
+        for launch in self._launches(tensors, windows, step.batch, scale, first, end, gradient.stride(0)):
+            launch(*tensors, self.windows.counter.argument)
 
-    def _prepare(self, step: Step, changed: list[torch.Tensor], scale: float, first: int, end: int) -> list[Launch]:
+    @prepared
+    def _launches(
+        self,
+        tensors: Sequence[torch.Tensor],
+        windows: Windows,
+        batch: BatchSizes,
+        scale: float,
+        first: int,
+        end: int,
+        row_elements: int,
+    ) -> list[Launch]:
+        """Return the launches of `store`, for a gradient with rows `row_elements` apart, and maybe offsets."""
         return prepare_push_gradients(
-            changed[0],
+            tensors[0],
             self.tables,
-            self.peers[self.windows.epoch % 2],
+            windows,
             self.flags,
             rank=self.rank,
             schedule=self.schedule,
-            first_sample=step.batch.first_sample[self.rank],
-            batch=step.batch.total,
-            most_samples=step.batch.most,
+            first_sample=batch.first_sample[self.rank],
+            batch=batch.total,
+            most_samples=batch.most,
             scale=scale,
             programs=self.programs,
             first_part=first,
             end_part=end,
-            offsets=changed[1] if len(changed) > 1 else None,
+            offsets=tensors[1] if len(tensors) > 1 else None,
         )
 
 

@@ -21,11 +21,13 @@ from dlrm_overlap.comm.network import NvshmemHeap
 from dlrm_overlap.embedding.backends.lookup import DeviceLookup
 from dlrm_overlap.embedding.internode import InternodeLayout, Message
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
+from dlrm_overlap.embedding.steps import BatchSizes, Step, tensors_of
 from dlrm_overlap.embedding.windows import DeviceSignals, WindowPair, one_flag_each
-from dlrm_overlap.kernels.arguments import Windows, put_tuning_for
+from dlrm_overlap.kernels.bags import Windows
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
+from dlrm_overlap.kernels.launches import StepCache
 from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, send_signal, wait_message
+from dlrm_overlap.kernels.tuning import put_tuning_for
 
 _ALIGNMENT_BYTES = 256
 
@@ -105,7 +107,7 @@ class PooledByPuts:
             windows = self._tables.get(step.batch, self._rows, step.batch)[number, self._buffer_index]
             for shards, table in zip(lookup.pooled_together, lookup.tables, strict=True):
                 put_pooled(
-                    lookup.bags(shards, step, node),
+                    lookup.bags(tensors_of(step.inputs[shards[0].input]), step.batch, node),
                     table,
                     windows,
                     lookup.record.status,

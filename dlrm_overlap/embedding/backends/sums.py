@@ -24,12 +24,13 @@ from dlrm_overlap.embedding.backends.lookup import ColumnOf, DeviceLookup
 from dlrm_overlap.embedding.backends.messages import PackedByCollective
 from dlrm_overlap.embedding.internode import InternodeLayout, Message
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
+from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import DeviceSignals, WindowPair, one_flag_each
-from dlrm_overlap.kernels.arguments import Partials, Windows
+from dlrm_overlap.kernels.bags import Partials, Windows
 from dlrm_overlap.kernels.forward.add_partials import add_partials, partial_table
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
+from dlrm_overlap.kernels.launches import StepCache
 
 
 class NodeSums:

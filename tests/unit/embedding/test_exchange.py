@@ -11,14 +11,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import EXCHANGED
-from dlrm_overlap.embedding import steps
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.exchange import RunningStep
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.windows import BufferInUseError
-from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels import launches, reference
+from dlrm_overlap.kernels.launches import Launch, launches_of
 from dlrm_overlap.train.model import JoinInPlace, concatenated
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_halves, without_streams
@@ -358,7 +357,7 @@ def test_prepared_launches_of_the_backward_serve_their_sizes_types_and_rows_alon
             gone = weakref.ref(gradient)
             del gradient, step, pending
             assert gone() is None, "a launch holds the gradient"
-        assert len(push.own.launches) == 4, "one window for 2 samples, both for 3, and one of these for bfloat16"
+        assert len(launches_of(push.own)) == 4, "one window for 2 samples, both for 3, and one of these for bfloat16"
         push.close()
     exchange.close()
 
@@ -379,7 +378,7 @@ def _move(stage: Stage, *moved: str) -> None:
 def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
     world_of_one: dist.ProcessGroup, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "_MOST", 2)
+    monkeypatch.setattr(launches, "_MOST", 2)
     stage = Stage([([4], [])], rank=0)
     options = ExchangeOptions(backend=backend, put="staged", slice_bags=2, wait_timeout_s=20.0)
     forward: Any = interpreted_forward(stage, world_of_one, options, samples=4)
@@ -392,7 +391,8 @@ def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
 
     with without_streams(), monkeypatch.context() as capture:
         capture.setattr(Launch, "__call__", launch)
-        capture.setattr(steps, "is_capturing", lambda: True)
+        capture.setattr(launches, "is_initialized", lambda: True)
+        capture.setattr(launches, "is_current_stream_capturing", lambda: True)
         _assert_pooled(stage, forward, 0, 3, torch.int64, factor=1)
     with without_streams():
         read = weakref.ref(forward.lookup.first_samples(BatchSizes.of((3,)), forward.reached))
@@ -410,7 +410,7 @@ def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
 def test_a_capture_copies_nothing_to_the_device_however_many_sizes_came_before(
     world_of_one: dist.ProcessGroup, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "_MOST", 2)
+    monkeypatch.setattr(launches, "_MOST", 2)
     stage = Stage([([4], [])], rank=0)
     forward: Any = interpreted_forward(stage, world_of_one, ExchangeOptions(backend=backend), samples=4)
     with without_streams():

@@ -19,9 +19,9 @@ from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding import steps
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.kernels import launches
 from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import assert_all_near
 from tests.gpu.exchange.checks.graphs import graph_config
@@ -106,7 +106,7 @@ def _others_between(place: Place) -> Iterator[Between]:
             _evaluate(place, trainer, _SIZES)
             held.extend(_fill_freed(place, trainer))
 
-    with patch.object(steps, "_MOST", _MOST):
+    with patch.object(launches, "_MOST", _MOST):
         yield between
 
 
