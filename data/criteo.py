@@ -1,9 +1,7 @@
 """TorchRec's arrays of Criteo's samples, and MLPerf's multi-hot ones, mapped from disk."""
 
-import errno
 import io
 import math
-import os
 import re
 import zipfile
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ import numpy as np
 
 from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, InputError, TablesConfig, in_one_line
 from dlrm_overlap.data.days import Day, Days, require_successive
+from dlrm_overlap.launching.files import open_file
 
 _ZIP_HEADER_BYTES = 30  # in front of a member's name, extra field and data
 _NPY_HEADER_BYTES = 1 << 16  # numpy itself writes 128 for an array of numbers
@@ -111,8 +110,7 @@ def _named(file: Path) -> Iterator[None]:
     numpy reads the header as a literal, so nothing is executed.
     """
     try:
-        if not file.is_file():  # to open a pipe would wait for its writer
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        open_file(file).close()  # refuses a pipe, at which numpy would wait
         yield
     except Exception as error:
         text = in_one_line(error) or type(error).__name__

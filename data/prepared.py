@@ -9,7 +9,6 @@ The last samples are those to evaluate on, if `prepare` knew which these are. me
 disk, so a folder has it or is refused. Its `digest` is a checksum of its other values and of the file `checksums`.
 """
 
-import errno
 import json
 import math
 import os
@@ -27,7 +26,7 @@ from dlrm_overlap.config import InputError, TablesConfig, in_one_line
 from dlrm_overlap.data.checksums import BLOCK_BYTES, CheckedArray, ChecksumWriter, digest_of
 from dlrm_overlap.data.days import Day, Days, Ragged
 from dlrm_overlap.data.records import Packed, RecordLayout
-from dlrm_overlap.launching.files import write_json
+from dlrm_overlap.launching.files import open_file, write_json
 
 _META, _CHECKSUMS = "meta.json", "checksums"
 _CURE = "copy the folder again, or run `dlrm-overlap prepare` anew"
@@ -84,9 +83,8 @@ def _read_meta(file: Path) -> tuple[RecordLayout, str]:
         InputError: if it cannot be read, has other keys, or has a value that is not of its type and range.
     """
     try:
-        if not file.is_file():
-            raise FileNotFoundError(errno.ENOENT, "no such file")
-        content = json.loads(file.read_text())
+        with open_file(file) as stream:
+            content = json.load(stream)
         digest = content.pop("digest", None)
         layout = RecordLayout(**content)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:

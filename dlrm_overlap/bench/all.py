@@ -1,7 +1,6 @@
-"""`dlrm-overlap bench all`: the figures of the pages, those of README first, as many as the minutes and GPUs allow.
+"""`dlrm-overlap bench all`: measures the figures of the documentation, README's first (docs/figures.md).
 
-Each measurement is a command of its own, whose rows go to `NAME.part` in the folder, and get the name `NAME.csv` when
-they are whole: so the same command goes on where an earlier one stopped. Loads no torch but to count GPUs.
+Complete measurements are named `NAME.csv` and skipped by a later call. torch is only imported to count GPUs.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.launching.process_group import visible_gpus
 
 _STRONGEST = "--contenders torchrec drop_in drop_in_graph strongest pgas_graph_default_plan pgas_graph"
-# Of the group, those that came nearest with half the batch; and those that can with histories.
+# The strongest of the group at half the batch size, and those that support histories.
 _NEAREST = "--contenders torchrec torchrec_strongest torchrec_strongest_{0} torchrec_strongest_{1} pgas_graph"
 _LARGE, _SEQUENCE = _NEAREST.format("table_wise", "default_plan"), _NEAREST.format("index_dedup", "bf16_index_dedup")
 _SHAPES = {
@@ -47,7 +46,7 @@ MEASUREMENTS = {
     "collectives": "collectives --config bench/tiny",
     "gemm": "gemm --config bench/tiny --repetitions 8",
 }
-"""File of rows -> the words after `dlrm-overlap bench`, in the order of README's needs."""
+"""name -> the words after `dlrm-overlap bench`, in the order of README's needs"""
 
 
 def words_of(name: str, nproc: int, output: Path) -> list[str]:
@@ -56,45 +55,49 @@ def words_of(name: str, nproc: int, output: Path) -> list[str]:
     if "--nproc" not in words:
         words += ["--nproc", str(nproc)]
     if words[1] == "step":
-        words += ["--at_once", str(min(nproc + 1, 6)), "--resume", "true"]  # so many models fit 80 GB a GPU
+        words += ["--at_once", str(min(nproc + 1, 6)), "--resume", "true"]  # the models that fit in 80 GB per GPU
     return words
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the measurements that are left, each as a command; return 1 if one has failed.
+    """Run the measurements that are left, each as a command; return 1 if one failed or was cut off.
 
     Raises:
         InputError: for a mistake in `argv`, or if there is no GPU.
     """
     names = list(MEASUREMENTS)
-    parser = Parser("dlrm-overlap bench all", "Run the figures of the pages, those of README first.")
-    parser.add_argument("--minutes", type=PositiveFloat, default=25.0, help="cut off what is still running then")
-    text = "folder of the rows (default: one of this commit), where later calls go on"
+    parser = Parser("dlrm-overlap bench all", "Measure the figures of the documentation, README's first.")
+    parser.add_argument(
+        "--minutes", type=PositiveFloat, default=25.0, help="time limit; a running measurement is ended"
+    )
+    text = "folder for the rows, where a later call resumes (default: one per commit)"
     parser.add_argument("--output", type=FullPath, help=text)
-    parser.add_argument("--nproc", type=PositiveInt, help="ranks; none: one a GPU")
+    parser.add_argument("--nproc", type=PositiveInt, help="number of ranks (default: one per GPU)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help=", ".join(names))
     values = parser.read(argv)
     if not (gpus := visible_gpus("auto")):
-        raise InputError("bench all: no GPU is here; rehearse a figure on CPUs, as in: bench stage --config bench/tiny")
+        raise InputError("bench all: no GPU found; try a figure on CPUs, for example: bench stage --config bench/tiny")
     nproc = values.nproc or gpus
     folder = Path(values.output or f"runs/bench/{commit() or 'all'}_{nproc}_gpus")
     make_folder(folder)
     end, failed, left = time.monotonic() + 60 * values.minutes, False, list[list[str]]()
     for name in names:
-        part, whole = folder / f"{name}.part", folder / f"{name}.csv"
+        # Skip measurements that are complete or need another number of ranks.
+        part, complete = folder / f"{name}.part", folder / f"{name}.csv"
         words = words_of(name, nproc, part)
         ranks, least = int(words[words.index("--nproc") + 1]), 2 if FIGURES[words[1]].needs_peers else 1
-        if name not in values.only or whole.exists() or not least <= ranks <= nproc:
+        if name not in values.only or complete.exists() or not least <= ranks <= nproc:
             continue
+        # Run the command in the time that is left.
         if (left_s := end - time.monotonic()) > 0:
             if "--resume" not in words:
-                part.unlink(missing_ok=True)  # of a call that was cut off
+                part.unlink(missing_ok=True)  # left by a call that was cut off
             print(f"{name}: dlrm-overlap {shlex.join(words)}", flush=True)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 command = [sys.executable, "-m", "dlrm_overlap", *words]
                 code = subprocess.run(command, timeout=left_s, check=False).returncode
-                if code in (0, 1) and part.exists():  # 1: contenders disagree, which their rows say
-                    part.rename(whole)
+                if code in (0, 1) and part.exists():  # 1: contenders disagree, as their rows show
+                    part.rename(complete)
                     continue
             failed = True
         left.append(words)

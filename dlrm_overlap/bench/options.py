@@ -1,8 +1,7 @@
-"""The figures and their options, beside the configuration's. Loads no torch, so that mistakes are reported at once.
+"""The figures and their options. Does not import torch, so that mistakes are reported at once.
 
-To add a figure, write its file in `figures/`, with a function `run(ranks)` that all ranks call and that returns the
-exit code, and a line in FIGURES. `ranks.values` has the options that are named here, each a positive integer, or one
-or more, where nothing else is said.
+A new figure is a line in FIGURES and a file in `figures/` with `run(kind, ranks)`, which is called on all ranks and
+returns the exit code. Options are in `ranks.values`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,43 +31,43 @@ class Figure(NamedTuple):
     summary: str
     options: Mapping[str, Settings]
     module: str
-    """of `figures/`, whose `run` measures it"""
+    """module in `figures/` whose `run` measures it"""
     needs_peers: bool = False
-    """whether one rank alone has nothing to measure"""
+    """whether it needs at least two ranks"""
 
 
 _STEP = {
-    "contenders": _words([*STEP_CONTENDERS, *GROUPS], USUAL, "who takes part; losses are compared with the first's"),
+    "contenders": _words([*STEP_CONTENDERS, *GROUPS], USUAL, "contenders, compared with the first one's losses"),
     "batches": _number(16, "different batches, read once and trained on in turn"),
     "steps": _number(200, "timed steps of each contender"),
-    "at_once": _number(6, "contenders in memory together, 2 or more; others take turns, each with the last one"),
-    "resume": {"type": bool, "default": False, "help": "leave out contenders that --output has rows of"},
+    "at_once": _number(6, "contenders in memory at a time, 2 or more; the last one is in every group"),
+    "resume": {"type": bool, "default": False, "help": "skip contenders that have rows in --output"},
     "timeline": {"type": FullPath, "default": None, "help": "CSV file to append a traced step of each contender to"},
 }
 _ITERATIONS = _number(100, "timed steps of each contender")
 _STAGE = {
-    "tables_per_rank": _number(None, "tables of each rank, instead of data.tables.count in all"),
+    "tables_per_rank": _number(None, "tables per rank, instead of data.tables.count in total"),
     "iterations": _ITERATIONS,
 }
 _SWEEP = _STAGE | {
     "iterations": _number(12, "timed steps of each contender on each shape"),
-    "dims": _numbers("of the tables; of an axis without values, the configuration's"),
+    "dims": _numbers("dims of the tables (default of each axis: the configuration's value)"),
     "global_batches": _numbers("samples of all ranks"),
-    "pooling_factors": _numbers("mean ids a bag, L; bags hold 0 to 2 L, any number as often"),
+    "pooling_factors": _numbers("mean ids per bag, L; bags have 0 to 2 L ids, uniformly distributed"),
 }
 _OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
-_BACKWARD = _STAGE | {"optimizers": _words(_OPTIMIZERS, _OPTIMIZERS[:2], "of the rows, one after the other")}
+_BACKWARD = _STAGE | {"optimizers": _words(_OPTIMIZERS, _OPTIMIZERS[:2], "optimizers of the rows, measured in turn")}
 _COLLECTIVES = {
-    "sizes_mb": _numbers("to each peer, of 2^20 bytes; none takes 1 to 512, or 1 4 on CPUs"),
+    "sizes_mb": _numbers("MiB to each peer (default: 1 to 512, on CPUs 1 and 4)"),
     "iterations": _number(20, "timed calls of each contender at each size"),
 }
 _GEMM = {
     "shapes": {
         "nargs": "*",
         "default": [],
-        "help": "M x K x N of two layers, as 4096x12288x49152; none: the pages' own",
+        "help": "M x K x N of two layers, such as 4096x12288x49152 (default: those of the documentation)",
     },
-    "repetitions": _number(20, "timed calls of each"),
+    "repetitions": _number(20, "timed calls of each contender"),
 }
 _INPUT = {"steps": _number(200, "timed steps of each kind")}
 
@@ -85,6 +84,6 @@ FIGURES = {
 
 
 def options_of(kind: str) -> dict[str, Settings]:
-    """Return the options of the figure `kind` by their names without dashes."""
+    """Return the options of a figure, by name without dashes."""
     output = {"type": FullPath, "default": f"runs/bench/{kind}.csv", "help": "CSV file to append the rows to"}
     return {**FIGURES[kind].options, "output": output}

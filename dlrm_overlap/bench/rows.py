@@ -1,4 +1,4 @@
-"""Rows of measurements: printed, and appended to a CSV file with the command and the environment."""
+"""Rows of measurements: printed, and appended to a CSV file with their command and the environment."""
 
 import csv
 import shlex
@@ -15,14 +15,12 @@ _SHAPE = ("tables", "rows", "dim", "multi_hot", "arch", "precision", "global_bat
 
 
 def _written(value: Any) -> str:
-    """Return a value as it is in a CSV file: numbers with four digits, nothing for None."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _command_line() -> str:
-    """Return the command that this process is a rank of, as a user would type it."""
     import torch.distributed as dist
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -30,7 +28,7 @@ def _command_line() -> str:
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], command: str | None = None) -> None:
-    """Append `rows`, each with its command, by default this process's own, and the environment, to a CSV file.
+    """Append `rows` to a CSV file, with the environment and their command, by default this process's.
 
     Raises:
         InputError: if the file has other columns or cannot be written.
@@ -52,15 +50,11 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], command: str | No
                 writer.writeheader()
             writer.writerows(full)
     except OSError as error:
-        raise InputError(f"--output: {path} cannot be written ({error.strerror}); free it, or give another") from None
+        raise InputError(f"--output: {path} cannot be written ({error.strerror}); give another file") from None
 
 
 def report(rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Path, columns: Sequence[str]) -> None:
-    """Print the faults to standard error; print the rows as a table of `columns`, and append them to `output`.
-
-    Raises:
-        InputError: if the file has other columns or cannot be written.
-    """
+    """Print faults to standard error and rows as a table of `columns`, and append the rows by `append_rows`."""
     for fault in faults:
         print(f"dlrm-overlap: {fault}", file=sys.stderr)
     if not rows:
@@ -72,6 +66,6 @@ def report(rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Pat
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Print `rows` as a table of those of `columns` in which a row has a value."""
+    """Print `rows` as a table, leaving out columns without a value."""
     filled = [column for column in columns if any(row.get(column) is not None for row in rows)]
     print(format_table([filled, *([_written(row.get(column)) or "-" for column in filled] for row in rows)]))

@@ -1,18 +1,17 @@
-"""Who takes part in `bench step`: each contender is the configuration with keys of its own.
+"""The contenders of `bench step`: the configuration with some keys changed. Does not import torch.
 
-To add one, add a line to a table here. What no key gives goes by the name, see `figures.step.build`. This module loads
-no torch, so that an unknown name is reported at once.
+What keys cannot express is in `figures.step.build`.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Keys = Mapping[str, Any]
-"""dotted key -> value, instead of the configuration's"""
+"""dotted key -> value that replaces the configuration's"""
 
 
 def _keys(backend: str, pipeline: str = "torchrec", dense: bool = True) -> Keys:
-    """Return the keys of a backend; `dense` compiles and captures the dense part, where the step is not captured."""
+    """Return the keys of a backend; `dense` compiles the dense part and, if the step is not captured, captures it."""
     return {
         "embedding.backend": backend,
         "train.pipeline": pipeline,
@@ -25,7 +24,7 @@ _WHOLE, _DEFAULT = {"embedding.plan": "table_wise"}, {"embedding.plan": "torchre
 _FP32, _BF16 = {"embedding.wire_dtype": "fp32"}, {"embedding.wire_dtype": "bf16"}
 _EAGER = {"train.compile_dense": False}
 
-# What TorchRec is at its strongest with depends on the model and the machine: the fastest of these.
+# TorchRec at its strongest is the fastest of these; which one depends on the model and the machine.
 _STRONGEST: Mapping[str, Keys] = {
     "": {},
     "_table_wise": _WHOLE,
@@ -37,7 +36,7 @@ _STRONGEST: Mapping[str, Keys] = {
     "_default_plan": _DEFAULT,
     "_fused_pipeline": {},
 }
-# Those of a model with tables that are not pooled.
+# For a model with unpooled tables.
 _STRONGEST_UNPOOLED: Mapping[str, Keys] = {"_index_dedup": {}, "_bf16_index_dedup": _BF16}
 _ABLATION: Mapping[str, Keys] = {
     "no_capture": {"train.capture": False},
@@ -73,21 +72,19 @@ GROUPS = {
     "strongest": tuple(f"torchrec_strongest{name}" for name in _STRONGEST),
     "ablation": ("pgas", *(f"pgas_graph_{name}" for name in _ABLATION)),
 }
-"""Names that stand for several contenders."""
+"""name -> the contenders that it selects"""
 
-# Those that `bench step` times where none are named.
+# The default of `bench step`.
 USUAL = ("torchrec", "torchrec_strongest", "pgas", "fused", "fused_graph", "pgas_graph")
 
 
 def expand(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the contenders that `names` stand for, each once, in their order."""
+    """Return the contenders that `names` select, each once, in order."""
     return tuple(dict.fromkeys(each for name in names for each in GROUPS.get(name, (name,))))
 
 
 def heats(names: Sequence[str], at_once: int) -> list[tuple[str, ...]]:
-    """Return groups of at most `at_once` contenders, which share a GPU's memory and take turns.
-
-    The last contender is in every group, so that each of the others is timed beside it.
+    """Split contenders into groups of at most `at_once`, which fit a GPU; the last contender is in every group.
 
     Example: a, b, c, d, e, three at once: (a, b, e), (c, d, e).
     """

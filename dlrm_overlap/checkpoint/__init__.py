@@ -1,1 +1,1 @@
-"""Checkpoints: saves of a run, their folders, and how they are loaded."""
+"""Checkpoints: saving, folders and files, loading."""

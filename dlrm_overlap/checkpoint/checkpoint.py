@@ -1,8 +1,6 @@
-"""Checkpoints of a run: tables, dense part and optimizer state, whatever the plan.
+"""Checkpoints of a run, independent of plan, number of ranks and backend (docs/architecture/runs.md).
 
-A checkpoint is a folder `step_<N>`; it appears under that name once it is whole, so a run that dies while writing
-leaves the one before. Its tensors are stored by their names in the unsharded model, so it loads under another plan,
-number of ranks or backend. All ranks must see the same file system.
+A checkpoint is a folder `step_<N>` that gets this name once it is complete.
 """
 
 import logging
@@ -27,8 +25,8 @@ from dlrm_overlap.checkpoint.manifest import (
     check_fits,
     is_checkpoint,
     newest_first,
+    read_complete,
     read_manifest,
-    read_whole,
     without_checksums,
     write_manifest,
 )
@@ -41,17 +39,17 @@ from dlrm_overlap.launching.files import discard, make_folder, sync_folder
 
 log = logging.getLogger("dlrm_overlap")
 
-_SEEN_WITHIN_S = 60.0  # for a while, a network file system may still answer that a new folder is not there
-_PARTIAL = ".partial_"  # in front of the name of a folder that is being written or removed
+_SEEN_WITHIN_S = 60.0  # network file systems may show a new folder late
+_PARTIAL = ".partial_"  # prefix of a folder that is being written or removed
 _FREE = ("workers", "prefetch")  # keys of `data` that change no sample
 Loaded = TypeVar("Loaded")
 
 
 def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> dict[str, Any]:
-    """Return the facts that two runs must share for one to load the other's checkpoint."""
+    """Return the facts that must be equal for one run to load another's checkpoint."""
     history = config.model.sequence.history
     model = flatten(config.as_dict()["model"], "model.")
-    # By the first, ranks share the model, whatever is stored.
+    # The stored tensors do not depend on `top_parallel`.
     free = {"model.top_parallel", *(key for key in model if key.startswith("model.sequence.") and history is None)}
     return {
         **{key: value for key, value in model.items() if key not in free},
@@ -64,10 +62,7 @@ def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> di
 
 
 def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
-    """Return the keys and values that decide which samples a step takes, and the weights before the first one.
-
-    The number of ranks is not among them, nor keys that may change in between: learning rates, backend, plan, steps.
-    """
+    """Return the settings that decide the initial weights and the samples of each step."""
     data = config.as_dict()["data"]
     tables = data.pop("tables")
     for key in ("path", "eval_path"):
@@ -81,32 +76,32 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
 
 
 def extents_to_store(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> list[Extent]:
-    """Return the extents that this rank has, which share memory with the state."""
+    """Return this rank's extents of the model and optimizer; they share memory with the state."""
     return local_extents(model.state_dict(), optimizer.state_dict(), cuts_of(model))
 
 
 def world() -> dist.ProcessGroup:
-    """Return the group of all ranks."""
+    """Return the process group of all ranks."""
     assert dist.group.WORLD is not None, "a checkpoint is found and written by all ranks"
     return dist.group.WORLD
 
 
 def agree_on(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint `path`, once its files are found; a collective.
+    """Check the files of the checkpoint `path` and return its manifest; a collective.
 
     Raises:
-        DamagedError: on all ranks, if it is not whole.
-        InputError: on all ranks, if they see different checkpoints there.
+        DamagedError: on all ranks, if the checkpoint is incomplete.
+        InputError: on all ranks, if they see different checkpoints.
     """
     try:
-        seen = read_whole(path)
+        seen = read_complete(path)
     except InputError as error:
         seen = str(error)
     for rank, other in enumerate(everywhere := gathered(seen, world())):
         if other != everywhere[0]:
             raise InputError(
-                f"checkpoint: rank {rank} does not see the same in {path} as rank 0; put it on a file system that all "
-                f"nodes see"
+                f"checkpoint: rank {rank} and rank 0 see different files in {path}; put it on a file system shared by "
+                f"all nodes"
             )
     if isinstance(seen, str):
         raise DamagedError(seen)
@@ -116,36 +111,27 @@ def agree_on(path: Path) -> Manifest:
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run to a folder, keeps the newest few, and finds where to go on."""
+    """Writes the checkpoints of a run to a folder, keeps the newest, and finds the one to resume from."""
 
     def __init__(self, folder: Path, keep: int, shape: dict[str, Any], settings: dict[str, Any] | None = None) -> None:
-        """Keep the `keep` checkpoints in `folder` that were saved last.
-
-        `shape` is this run's `checkpoint_shape`, `settings` its `trained_with`: see `check_fits`.
-        """
+        """Keep the last `keep` checkpoints in `folder`; `shape` is `checkpoint_shape`, `settings` is `trained_with`."""
         self.folder = folder
         self.keep = keep
         self.shape = shape
         self.settings = settings or {}
-        self._damaged: set[Path] = set()  # that `resume` has found
-        self.about: dict[str, Any] = {}  # of this run, for readers of manifests
+        self._damaged: set[Path] = set()  # found by `resume`
+        self.about: dict[str, Any] = {}  # facts about this run, for readers of manifests
         self.tick: Callable[[], None] = lambda: None
-        """called for every piece that is read or written: other ranks wait until all are"""
+        """called for each piece read or written, as a sign of progress"""
 
     def resume(self, resume: str, changed: bool, load: Callable[[Path, Manifest], Loaded]) -> Loaded | None:
-        """Return what `load` returns for the checkpoint that `checkpoint.resume` names; a collective.
+        """Return `load` of the checkpoint that `checkpoint.resume` names, or None without any; a collective.
 
-        For `auto` it is the checkpoint that was saved last or, if that one is damaged, the newest before it that is
-        not. None if there is none, and for `never`.
-
-        Args:
-            resume: the value of `checkpoint.resume`.
-            changed: the value of `checkpoint.allow_config_mismatch`.
-            load: raises a DamagedError on all ranks if it finds the checkpoint damaged.
+        `auto` takes the newest save that is not damaged. `changed` is `checkpoint.allow_config_mismatch`; `load` raises
+        a DamagedError on all ranks.
 
         Raises:
-            InputError: if the checkpoint is damaged, if ranks see different ones, or if it does not fit this run, see
-                `check_fits`.
+            InputError: if the checkpoint is damaged, differs between ranks, or does not fit this run (`check_fits`).
         """
         if resume == "never":
             return None
@@ -164,21 +150,21 @@ class Checkpointer:
                 self._damaged.add(path)
                 continue
             if faults and dist.get_rank() == 0:
-                log.warning("checkpoint.resume: %s; going on from %s, the newest that is whole", faults[0], path)
+                log.warning("checkpoint.resume: %s; resuming from %s, the newest complete one", faults[0], path)
             return loaded
         if not faults:
             return None
-        others = ", and no checkpoint before it is whole" if resume == "auto" else ""
+        others = ", and no earlier checkpoint is complete" if resume == "auto" else ""
         raise InputError(
-            f"checkpoint.resume: {faults[0]}{others}; name another checkpoint, or start anew with --checkpoint.resume "
+            f"checkpoint.resume: {faults[0]}{others}; name another checkpoint, or start over with --checkpoint.resume "
             f"never and another --log.name"
         )
 
     def make_shared_folder(self) -> None:
-        """Make the folder and check that every rank sees it, before anything is trained; a collective.
+        """Make the folder and check that every rank sees it; a collective.
 
         Raises:
-            InputError: on all ranks, if one does not see it.
+            InputError: on all ranks, if a rank does not see it.
         """
         if dist.get_rank() == 0:
             make_folder(self.folder)
@@ -186,11 +172,10 @@ class Checkpointer:
         deadline = time.monotonic() + _SEEN_WITHIN_S
         while not (found := self.folder.is_dir()) and time.monotonic() < deadline:
             time.sleep(0.5)
-        if blind := [rank for rank, seen in enumerate(gathered(found, world())) if not seen]:
+        if missing := [rank for rank, seen in enumerate(gathered(found, world())) if not seen]:
             raise InputError(
-                f"log.dir: {self.folder} is not seen by all ranks (not by rank {blind[0]}), which write checkpoints "
-                f"together; put it on a file system of all nodes, or save none by --checkpoint.last false "
-                f"--checkpoint.every 0"
+                f"log.dir: rank {missing[0]} does not see {self.folder}, to which all ranks write checkpoints; put it "
+                f"on a file system shared by all nodes, or save none: --checkpoint.last false --checkpoint.every 0"
             )
 
     def write(
@@ -207,11 +192,11 @@ class Checkpointer:
             step: number of steps taken.
             extents: `extents_to_store`, or a copy of it.
             metrics: of an evaluation after this step.
-            group: of all ranks, which nothing else uses meanwhile; None is the default group.
-            about: as it was when `extents` were copied; None takes that of now.
+            group: of all ranks, used by nothing else meanwhile.
+            about: `self.about` when `extents` were copied.
 
         Raises:
-            InputError: on all ranks, if one cannot write. No checkpoint appears, those that are there stay.
+            InputError: on all ranks, if a rank cannot write; earlier checkpoints stay.
         """
         final = self.folder / f"step_{step}"
         temporary, ranks = final.with_name(f"{_PARTIAL}{final.name}"), group or world()
@@ -239,24 +224,23 @@ class Checkpointer:
         return final
 
     def _remove_partial(self, temporary: Path) -> None:
-        """Remove what a run that died has left, and whatever else has such a name; `temporary` must be gone."""
+        """Remove what interrupted saves left; fail only if `temporary` cannot be removed."""
         for left in self.folder.glob(f"{_PARTIAL}*"):
             with suppress(OSError) if left != temporary else nullcontext():
                 discard(left)
 
     def _commit(self, temporary: Path, final: Path, manifest: Manifest) -> None:
-        """Write the manifest, give the folder its name, and remove surplus checkpoints."""
         manifests, unreadable = newest_first(self.folder)
         saved = 1 + max((each.saved for each in manifests.values()), default=0)
         write_manifest(temporary, replace(manifest, saved=saved))
         sync_folder(temporary)
-        if os.path.lexists(final):  # abandoned or damaged, since it has this very step
+        if os.path.lexists(final):  # an abandoned or damaged checkpoint of the same step
             _remove(final)
         os.replace(temporary, final)
         sync_folder(self.folder)
         self._damaged.discard(final)
         others = [path for path in (*manifests, *unreadable) if path != final]
-        others.sort(key=lambda path: path in self._damaged)  # the last ones go first
+        others.sort(key=lambda path: path in self._damaged)  # remove damaged ones first
         for surplus in others[self.keep - 1 :]:
             _remove(surplus)
 
@@ -264,12 +248,12 @@ class Checkpointer:
         """Load `path` on all ranks and return its step.
 
         Raises:
-            DamagedError: if it is damaged. The state is then in part that of `path`: load another checkpoint, or end.
+            DamagedError: if it is damaged. The state is then partly overwritten.
             InputError: if it lacks a tensor of this model or its optimizers.
         """
         for _, each in optimizer.optimizers:
             if isinstance(each, KeyedOptimizer):
-                each.init_state()  # some optimizers make it at their first step, and loading needs it
+                each.init_state()  # else some optimizers would have none before their first step
         state = model.state_dict(), optimizer.state_dict()
         try:
             load_extents(path, local_extents(*state, cuts_of(model)), self.tick)
@@ -284,19 +268,18 @@ class Checkpointer:
 
 @contextmanager
 def _writing(final: Path) -> Iterator[None]:
-    """Raise the operating system's error as an InputError."""
     try:
         yield
     except OSError as error:
         raise InputError(
-            f"checkpoint: {final} cannot be written ({error.strerror or error}); the checkpoints before it are as they "
-            f"were; make room or mend the folder, and start again: the run goes on from the newest, or, without any, "
-            f"begins anew"
+            f"checkpoint: {final} cannot be written ({error.strerror or error}); earlier checkpoints are unchanged; "
+            f"free disk space or repair the folder, and run again: the run resumes from the newest checkpoint, or "
+            f"starts over if there is none"
         ) from None
 
 
 def _remove(path: Path) -> None:
-    """Remove the checkpoint `path`, or the link to it. From the first moment on nobody finds it."""
+    """Remove a checkpoint, or the link to it, which disappears at once."""
     removed = path.with_name(f"{_PARTIAL}removed_{path.name}")
     os.replace(path, removed)
     with suppress(OSError):  # the next save tries again
@@ -304,16 +287,14 @@ def _remove(path: Path) -> None:
 
 
 def cuts_of(model: nn.Module) -> dict[str, Cut]:
-    """Return the shape of each dense parameter that is divided over the ranks, and the offsets of this rank's share."""
+    """Return, for each dense parameter that is divided over ranks, its whole shape and the offsets of this rank's
+    share.
+    """
     return {name: (shard.shape, shard.offsets) for name, shard in shards_of(model).items()}
 
 
 def check_resume_fits(config: Config, rows: list[int], dense_features: int, global_batch: int) -> None:
-    """Check before ranks meet, by the manifests, that a run of `config` can go on from the checkpoint it will find.
-
-    Raises:
-        InputError: with every difference, see `check_fits`.
-    """
+    """Check by manifests, before ranks meet, that a run of `config` can resume (`check_fits`)."""
     resume = config.checkpoint.resume
     if resume == "never":
         return
@@ -321,7 +302,7 @@ def check_resume_fits(config: Config, rows: list[int], dense_features: int, glob
     path = next(iter(manifests), None) if resume == "auto" else Path(resume)
     if resume != "auto" and not is_checkpoint(Path(resume)):
         raise InputError(
-            f"checkpoint.resume: {resume!r} is neither auto nor never nor a checkpoint; give a folder named step_<N>"
+            f"checkpoint.resume: {resume!r} is not auto, never or a checkpoint; give a folder named step_<N>"
         )
     if path is not None:
         shape = checkpoint_shape(config, rows, dense_features)

@@ -1,7 +1,6 @@
-"""The files of `torch.distributed.checkpoint` (DCP), with checksums, and read without executing what is in them.
+"""Files of `torch.distributed.checkpoint` (DCP), with checksums, loaded without executing anything in them.
 
-A rank writes one file, in which each tensor is what `torch.save` makes of it, of one piece or more: see `pieces`.
-`.metadata` is a pickle that says where each tensor is.
+Each rank writes one file of `pieces`; the pickle `.metadata` says where each tensor is.
 """
 
 import io
@@ -36,13 +35,13 @@ from dlrm_overlap.checkpoint.pieces import CheckedFile, ChecksummedFile, Damaged
 from dlrm_overlap.config import InputError, in_one_line
 
 METADATA = ".metadata"
-_STEP = re.compile(r"step_([0-9]+)$")  # the end of the name of the folder that was written
-_READERS = 2  # threads that read the next pieces and check them while this one is copied
-_Place = tuple[str, int, int]  # file, first byte, bytes
+_STEP = re.compile(r"step_([0-9]+)$")  # end of the name of the folder that was written
+_READERS = 2  # threads that read and check the next pieces while one is copied
+_ByteRange = tuple[str, int, int]  # file, first byte, number of bytes
 
 
 class Writer(FileSystemWriter):
-    """Writes the file of this rank and, on rank 0, `.metadata`."""
+    """Writes this rank's file and, on rank 0, `.metadata`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -54,10 +53,9 @@ class Writer(FileSystemWriter):
         return {name.removesuffix(".tmp"): pieces for name, pieces in self._files.pieces.items()}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write the tensors of `plan`, one at a time: no copy to the CPU is made ahead.
+        """Write the tensors of `plan`, copying one at a time to the CPU.
 
-        Copies ahead would use CUDA for tensors on the CPU too, and a thread that writes them while training goes on
-        would wait for the steps that are queued on the GPU, and fail with them.
+        DCP's writer copies ahead with CUDA, and so a background save would wait for, and fail with, training steps.
         """
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results = []
@@ -92,7 +90,7 @@ class _ChecksummedFiles(FileSystem):
 def _save(tensor: torch.Tensor, file: ChecksummedFile) -> None:
     try:
         torch.save(tensor, file)  # type: ignore[arg-type]
-    except RuntimeError as error:  # of torch.save's own end, after the operating system's
+    except RuntimeError as error:  # torch.save hides the operating system's error
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -101,14 +99,13 @@ def _save(tensor: torch.Tensor, file: ChecksummedFile) -> None:
 class Reader(FileSystemReader):
     """Reads a checkpoint, and checks each piece before it is used.
 
-    DCP would log an error of `read_metadata` with its traceback and look for other files. So `set_up_storage_reader`
-    raises that error.
+    `set_up_storage_reader` raises errors of the metadata, since DCP would log a traceback if `read_metadata` did.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._folder = path
-        self._begins: dict[str, list[int]] = {}  # of each file's pieces, and the file's end
+        self._begins: dict[str, list[int]] = {}  # file -> first byte of each piece, and its end
         self._fault: InputError | None = None
         try:
             self._manifest = read_manifest(path)
@@ -119,23 +116,23 @@ class Reader(FileSystemReader):
             self._fault, self._metadata = error, dcp.Metadata({})
 
     def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
-        """Return the metadata, without any tensor if it is damaged."""
+        """Return the metadata, without tensors if it is damaged."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise the fault of the metadata, if there is one."""
+        """Raise the error of the metadata, if there is one."""
         if self._fault is not None:
             raise self._fault
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Read what `plan` asks for, each piece once."""
-        wanted: dict[_Place, list[ReadItem]] = {}
+        wanted: dict[_ByteRange, list[ReadItem]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
             wanted.setdefault((info.relative_path, info.offset, info.length), []).append(item)
-        for place, tensor in self._load_ahead(sorted(wanted)):
-            for item in wanted[place]:
+        for span, tensor in self._load_ahead(sorted(wanted)):
+            for item in wanted[span]:
                 part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
                 target = planner.resolve_tensor(item).detach()
                 if target.size() != part.size():
@@ -146,29 +143,27 @@ class Reader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _load_ahead(self, places: Iterable[_Place]) -> Iterator[tuple[_Place, torch.Tensor]]:
-        """Yield the tensor at each of `places`, while threads read the next ones."""
-        loading: deque[tuple[_Place, Future[torch.Tensor]]] = deque()
+    def _load_ahead(self, ranges: Iterable[_ByteRange]) -> Iterator[tuple[_ByteRange, torch.Tensor]]:
+        loading: deque[tuple[_ByteRange, Future[torch.Tensor]]] = deque()
         with ThreadPoolExecutor(_READERS, "read") as threads:
-            for place in places:
-                loading.append((place, threads.submit(self._load, place)))
+            for span in ranges:
+                loading.append((span, threads.submit(self._load, span)))
                 if len(loading) > _READERS:
                     first, tensor = loading.popleft()
                     yield first, tensor.result()
             for first, tensor in loading:
                 yield first, tensor.result()
 
-    def _load(self, place: _Place) -> torch.Tensor:
-        name, begin, _ = place
-        with CheckedFile(self._folder / name, begin, self._pieces_at(place)) as file:
+    def _load(self, span: _ByteRange) -> torch.Tensor:
+        name, begin, _ = span
+        with CheckedFile(self._folder / name, begin, self._pieces_of(span)) as file:
             try:
                 return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
             except Exception as error:
                 raise file.fault or error from None
 
-    def _pieces_at(self, place: _Place) -> list[Piece]:
-        """Return the pieces that the manifest has at `place`."""
-        (name, begin, size), manifest = place, self._manifest
+    def _pieces_of(self, span: _ByteRange) -> list[Piece]:
+        (name, begin, size), manifest = span, self._manifest
         if name in manifest.files:
             begins = self._begins[name]
             if not manifest.has_checksums and 0 <= begin <= begin + size <= begins[-1]:
@@ -182,20 +177,20 @@ class Reader(FileSystemReader):
 
 
 def read_metadata(checkpoint: Path, manifest: Manifest) -> dcp.Metadata:
-    """Return what `.metadata` says of the tensors of `checkpoint`.
+    """Return what `.metadata` says about the tensors of `checkpoint`.
 
     Raises:
-        DamagedError: if it cannot be read, or was not written with these files.
+        DamagedError: if it cannot be read, or belongs to other files.
     """
     file = checkpoint / METADATA
     try:
         with CheckedFile(file, 0, manifest.files[METADATA]) as pieces:
-            data = pieces.readall()  # checked, before anything of it is used
+            data = pieces.readall()  # checks it before it is unpickled
         metadata = _Unpickler(io.BytesIO(data)).load()
         step = _STEP.search(str(metadata.storage_meta.checkpoint_id))
     except DamagedError:
         raise
-    except Exception as error:  # a damaged pickle may raise anything; it has executed nothing
+    except Exception as error:  # a damaged pickle may raise anything
         raise DamagedError(f"{file} is damaged ({type(error).__name__}: {in_one_line(error):.120})") from None
     if step and int(step[1]) != manifest.step:
         raise DamagedError(f"{file} is of step {step[1]}, and {MANIFEST} of step {manifest.step}")
@@ -203,10 +198,10 @@ def read_metadata(checkpoint: Path, manifest: Manifest) -> dcp.Metadata:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes DCP's metadata of a pickle, and nothing else.
+    """Unpickles DCP's metadata, and nothing else.
 
-    A pickle can change the classes that it is given. So it gets subclasses that are made for it alone, and an instance
-    becomes one of the true class when it gets its fields.
+    A pickle can modify the classes it is given, so it gets new subclasses, whose instances change to the real class
+    once they have their fields.
     """
 
     _CLASSES: ClassVar = {
@@ -227,11 +222,7 @@ class _Unpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name in the pickle.
-
-        Raises:
-            pickle.UnpicklingError: if no metadata of a checkpoint has that name in it.
-        """
+        """Return what a name in the pickle refers to; refuse names that checkpoints do not contain."""
         if (true := self._CLASSES.get((module, name))) is not None:
             return _fresh(true)
         if (function := self._FUNCTIONS.get((module, name))) is not None:
@@ -240,7 +231,7 @@ class _Unpickler(pickle.Unpickler):
             return torch.Size
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which checkpoints do not contain")
 
 
 def _fresh(true: type) -> type:

@@ -1,11 +1,7 @@
-"""From the state of a sharded model to the extents that each rank holds.
+"""Extents: the elements [offsets, offsets + sizes) of the unsharded model's tensors that a rank holds.
 
-An extent is the elements [offsets, offsets + sizes) of a tensor of the unsharded model. A checkpoint stores extents; a
-run of another plan has other extents, each of which is filled from the stored ones that overlap it.
-
-Row-wise Adagrad keeps one number a row: the mean of squares of the row's gradient, summed over the steps. Of a table
-cut by columns FBGEMM keeps it for each shard's rows apart, the mean over the shard's own columns. So of such a table
-the numbers of each cut are a tensor [rows] of their own, whose name ends with the columns, `momentum1@0:64`.
+A run with another plan fills its extents from the stored ones that overlap them. Row-wise Adagrad has one number per
+row; for a table cut by columns there is one per cut, stored as a tensor [rows] such as `momentum1@0:64`.
 """
 
 import math
@@ -20,44 +16,42 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """offsets and sizes of an extent"""
 
 Cut = tuple[tuple[int, ...], tuple[int, ...]]
-"""shape of a whole tensor, and offsets of an extent of it"""
+"""shape of a whole tensor, and offsets of an extent"""
 
-_LOOKED_AT = 1 << 28  # elements at a time
+_CHUNK = 1 << 28  # elements checked at a time
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements of a tensor, some of which this rank holds."""
+    """Elements of a tensor that this rank holds."""
 
     path: tuple[str, ...]
-    """keys that lead to it in `{"model": .., "optimizer": ..}`, the state dicts of the unsharded model"""
+    """its keys in `{"model": .., "optimizer": ..}`, the state dicts of the unsharded model"""
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: torch.Tensor
-    """of any shape that is not beyond the whole tensor's"""
+    """its elements; any shape that fits the whole tensor's"""
     columns: tuple[int, int] | None = None
-    """of a state of one number a row: the columns [begin, end) of the table that it stands for; None for all"""
+    """for state with one number per row: columns [begin, end) of the table that it covers; None for all"""
 
     @property
     def name(self) -> str:
-        """Name of the whole tensor in `torch.distributed.checkpoint`, which joins the keys."""
+        """Name of the whole tensor: its keys, joined as DCP does."""
         return ".".join(self.path)
 
     @property
     def stored_name(self) -> str:
-        """Name of the tensor that is stored."""
+        """Name of the stored tensor."""
         return self.name if self.columns is None else f"{self.name}@{self.columns[0]}:{self.columns[1]}"
 
 
 def local_extents(
     model: Mapping[str, Any], optimizer: Mapping[str, Any], shards: Mapping[str, Cut] | None = None
 ) -> list[Extent]:
-    """Return the extents that this rank holds, which share memory with the state.
+    """Return this rank's extents, which share memory with the state.
 
-    Args:
-        model: state_dict of a DistributedModelParallel, by the names of the unsharded model.
-        optimizer: state_dict of its CombinedOptimizer.
-        shards: of dense parameters that are divided over the ranks, shape and offsets of this rank's extent.
+    `model` and `optimizer` are state_dicts of DistributedModelParallel and CombinedOptimizer; `shards` has the cuts of
+    dense parameters that are divided over ranks.
     """
     shards = shards or {}
     extents = [
@@ -73,22 +67,19 @@ def local_extents(
 
 
 def _cut_of(parameter: str, shards: Mapping[str, Cut]) -> Cut | None:
-    """Return the cut of `parameter`, a name that may begin with that of its optimizer."""
+    """Return the cut of `parameter`, whose name may begin with its optimizer's."""
     return next((cut for name, cut in shards.items() if f".{parameter}".endswith(f".{name}")), None)
 
 
 def _extents_of(path: tuple[str, ...], tensor: Any, table: Any = None, cut: Cut | None = None) -> Iterator[Extent]:
-    """Yield this rank's extents of `tensor`, which, where `table` is given, is a state of the optimizer of that table.
-
-    With `cut`, `tensor` is this rank's extent of a dense parameter or of a state of its shape.
-    """
+    """Yield this rank's extents of `tensor`, which may be a state of `table`'s optimizer, or `cut` over ranks."""
     if cut is not None:
         yield Extent(path, *cut, tensor)
     elif not isinstance(tensor, ShardedTensor):
         yield Extent(path, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
     elif isinstance(table, ShardedTensor) and len(tensor.size()) == 1:
         rows, width = table.size()
-        # TorchRec joins the states of a table's shards to one tensor of one dimension: by columns, then by rows.
+        # TorchRec concatenates the states of a table's shards to one dimension: by columns, then by rows.
         in_order = sorted(_boxes(table).values(), key=lambda box: (box[0][1], box[0][0]))
         boxes = dict(zip(sorted(_boxes(tensor)), in_order, strict=True))
         for shard in tensor.local_shards():
@@ -100,7 +91,6 @@ def _extents_of(path: tuple[str, ...], tensor: Any, table: Any = None, cut: Cut 
 
 
 def _boxes(tensor: ShardedTensor) -> dict[tuple[int, ...], Box]:
-    """Return offsets and sizes of all shards, by offsets."""
     shards = tensor.metadata().shards_metadata
     return {tuple(m.shard_offsets): (tuple(m.shard_offsets), tuple(m.shard_sizes)) for m in shards}
 
@@ -109,7 +99,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether no element is NaN or infinite."""
     if not (tensor.is_floating_point() and tensor.numel()):
         return True
-    for elements in tensor.detach().reshape(-1).split(_LOOKED_AT):
+    for elements in tensor.detach().reshape(-1).split(_CHUNK):
         least, greatest = elements.aminmax()  # NaN, if there is one
         if not (math.isfinite(least) and math.isfinite(greatest)):
             return False
@@ -117,11 +107,10 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def sources(extent: Extent, stored: Iterable[str]) -> dict[str, int]:
-    """Return the stored tensors that `extent` is filled from, each with the number of columns that it gives.
+    """Return the stored tensors that fill `extent`, each with its number of columns.
 
-    A shard made of several cuts gets the mean of their numbers, weighted by columns: the number that it would have, had
-    it been one shard from the start and seen these gradients. A piece of a cut gets that cut's, the best there is to
-    know. Any other extent has one source.
+    An extent of several cuts gets their mean, weighted by columns, exactly what one shard would have had; a part of a
+    cut gets the cut's number, an approximation.
     """
     if extent.name in stored:
         return {extent.name: 1}

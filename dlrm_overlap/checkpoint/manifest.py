@@ -1,8 +1,4 @@
-"""The manifest of a checkpoint, `checkpoint.json`: what a run must know before it loads one. Loads no torch.
-
-It is written last, and ends with a checksum of its own text. Each has the number of its save in its folder, so that of
-a run which went back to an earlier checkpoint and on from there, the one that was saved last is known.
-"""
+"""The manifest of a checkpoint, `checkpoint.json`, which is written last. Does not import torch."""
 
 import dataclasses
 import json
@@ -22,7 +18,7 @@ from dlrm_overlap.launching.files import open_file
 log = logging.getLogger("dlrm_overlap")
 
 FORMAT = 4
-_WITHOUT_CHECKSUMS = 3  # the format before, which has the files' sizes alone
+_WITHOUT_CHECKSUMS = 3  # the previous format, which only has file sizes
 MANIFEST = "checkpoint.json"
 _STEP = re.compile(r"step_(\d+)")
 _CHECKSUM = b',\n "checksum": "'
@@ -32,31 +28,31 @@ _FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp")
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts of a checkpoint."""
+    """Facts about a checkpoint."""
 
     step: int
-    """step after which it was written"""
+    """number of steps taken"""
     shape: dict[str, Any]
-    """must be the same in a run that loads it"""
+    """must be equal in a run that loads it"""
     settings: dict[str, Any] = field(default_factory=dict)
-    """should be the same: which samples a step takes"""
+    """should be equal: which samples a step takes"""
     saved: int = 0
-    """number of this save in its folder; the greatest one was written last"""
+    """number of this save in its folder; the last save has the greatest, even if a run went back"""
     metrics: dict[str, float] = field(default_factory=dict)
-    """of the evaluation after this step, if there was one"""
+    """of an evaluation after this step, if there was one"""
     about: dict[str, Any] = field(default_factory=dict)
-    """for readers: the resolved configuration, the plan, the number of ranks"""
+    """information: the resolved configuration, the plan, the number of ranks"""
     files: dict[str, list[Piece]] = field(default_factory=dict)
-    """the pieces of each other file, in order; of a format without checksums, all of it"""
+    """the pieces of each other file; without checksums, one for the whole file"""
     format: int = FORMAT
 
     @property
     def has_checksums(self) -> bool:
-        """Whether a changed bit is noticed. The format before this one has no checksums."""
+        """Whether changed bits are detected; the previous format has no checksums."""
         return self.format == FORMAT
 
     def size_of(self, file: str) -> int:
-        """Return the number of bytes of `file`."""
+        """Return the size of `file` in bytes."""
         return sum(piece.size for piece in self.files[file])
 
 
@@ -69,7 +65,6 @@ def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def _sealed(head: bytes) -> bytes:
-    """Return the text of a manifest: `head`, which has all other fields, and its checksum."""
     return head + _CHECKSUM + xxh3_128(head).hexdigest().encode() + b'"\n}\n'
 
 
@@ -77,8 +72,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest of the folder `checkpoint`.
 
     Raises:
-        DamagedError: if it cannot be read or is not the one that was written.
-        InputError: if it is of the format of another version of this program.
+        DamagedError: if it cannot be read or has been changed.
+        InputError: if its format is unknown.
     """
     path = checkpoint / MANIFEST
     try:
@@ -87,7 +82,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         content = json.loads(data)
         if (version := content["format"]) not in (FORMAT, _WITHOUT_CHECKSUMS):
             raise InputError(
-                f"{path} has format {version!s:.80}, and this program knows {FORMAT}; use the one that wrote it"
+                f"{path} has format {version!s:.80}, but this version reads {FORMAT}; use the version that wrote it"
             )
         if version == FORMAT:
             if data != _sealed(data.rpartition(_CHECKSUM)[0]):
@@ -103,16 +98,12 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{path} is not what was written ({in_one_line(error):.80})") from None
+        raise DamagedError(f"{path} is damaged ({in_one_line(error):.80})") from None
     return manifest
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Check the types that readers rely on, since anyone can make a manifest with the right checksum.
-
-    Raises:
-        ValueError: naming a field of another type.
-    """
+    """Raise a ValueError for a field of the wrong type: a correct checksum does not prove who wrote the manifest."""
     about, pieces = manifest.about, [piece for each in manifest.files.values() for piece in each]
     groups, plan, versions, sums = (about.get(key, {}) for key in ("config", "plan", "versions", "trained_metrics"))
     checks = {
@@ -125,14 +116,14 @@ def _check_types(manifest: Manifest) -> None:
         "plan": all(isinstance(table["sharding"], str) for table in plan.values()),
         "world_size": _is_count(about.get("world_size", 0)),
         "versions": all(isinstance(version, str) for version in versions.values()),
-        "trained_metrics": all(_is_count(place) and _is_number(value) for place, value in sums),
+        "trained_metrics": all(_is_count(index) and _is_number(value) for index, value in sums),
         "files": all(_FILE.fullmatch(name) for name in manifest.files),
         "pieces": all(
             _is_count(piece.size) and _CHECKSUMS[manifest.format].fullmatch(piece.checksum) for piece in pieces
         ),
     }
     if wrong := [name for name, is_right in checks.items() if not is_right]:
-        raise ValueError(f"{wrong[0]} has a value of another type")
+        raise ValueError(f"{wrong[0]} has the wrong type")
 
 
 def _is_count(value: Any, below: int = 1 << 63) -> bool:
@@ -143,11 +134,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
 
 
-def read_whole(checkpoint: Path) -> Manifest:
-    """Return the manifest of `checkpoint`, once all its files are found and have their sizes.
+def read_complete(checkpoint: Path) -> Manifest:
+    """Return the manifest of `checkpoint` after checking its files' sizes.
 
     Raises:
-        DamagedError: if a file is not there, is not a regular file, or has another size.
+        DamagedError: if a file is missing, irregular, or has another size.
         InputError: as `read_manifest` does.
     """
     manifest = read_manifest(checkpoint)
@@ -164,28 +155,28 @@ def read_whole(checkpoint: Path) -> Manifest:
 
 
 def without_checksums(checkpoint: Path) -> str:
-    """Return what to tell a user of a checkpoint that has no checksums."""
-    return f"{checkpoint} is of an earlier version and has no checksums, so changed bits in its tensors go unnoticed"
+    """Return the warning for a checkpoint without checksums."""
+    return f"{checkpoint} was saved by an earlier version without checksums, so damage to its tensors is not detected"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is the folder of a checkpoint, be it damaged: its manifest may be none."""
-    return os.path.exists(path / MANIFEST)  # pathlib raises where a name is too long
+    """Return whether `path` is a checkpoint's folder; it may be damaged."""
+    return os.path.exists(path / MANIFEST)  # pathlib would raise if the name is too long
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the folders in `folder` that are named as checkpoints are, by step."""
+    """Return the folders in `folder` named like checkpoints, by step."""
     named = (path for path in folder.glob("step_*") if _STEP.fullmatch(path.name))
     return sorted((path for path in named if path.is_dir()), key=lambda path: int(path.name[5:]))
 
 
 def same_checkpoint(folder: Path, path: Path) -> Path | None:
-    """Return the checkpoint in `folder` that `path` leads to, also by another name or a link; None without any."""
+    """Return the checkpoint in `folder` that `path` refers to, possibly through a link, or None."""
     return next((each for each in checkpoint_folders(folder) if path.exists() and each.samefile(path)), None)
 
 
 def newest_first(folder: Path) -> tuple[dict[Path, Manifest], list[Path]]:
-    """Return the manifests of the checkpoints in `folder`, that of the last save first, and those without one."""
+    """Return the manifests of the checkpoints in `folder`, last save first, and the folders without a readable one."""
     manifests, unreadable = dict[Path, Manifest](), list[Path]()
     for path in checkpoint_folders(folder):
         try:
@@ -196,13 +187,13 @@ def newest_first(folder: Path) -> tuple[dict[Path, Manifest], list[Path]]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint in `folder` that a run goes on from if it is whole, None without any."""
+    """Return the checkpoint in `folder` that `auto` tries first, or None."""
     manifests, unreadable = newest_first(folder)
     return next(iter([*unreadable, *manifests]), None)
 
 
 def locate_checkpoint(path: Path, key: str) -> Path:
-    """Return the checkpoint that `path` names: itself, or, of a run's folder, the one that was saved last.
+    """Return `path` if it is a checkpoint; for a run's folder, its last save.
 
     Raises:
         InputError: naming the option `key`, if it is neither.
@@ -212,13 +203,13 @@ def locate_checkpoint(path: Path, key: str) -> Path:
     if newest := newest_checkpoint(path / "checkpoints"):
         return newest
     raise InputError(
-        f"{key}: {str(path)!r} is neither a checkpoint nor the folder of a run that has one; give a folder named "
-        f"step_<N>, or that of a run"
+        f"{key}: {str(path)!r} is neither a checkpoint nor the folder of a run with one; give a folder named step_<N>, "
+        f"or a run's folder"
     )
 
 
 def differences(manifest: Manifest, shape: dict[str, Any]) -> str:
-    """Return each field of `shape` that differs in a checkpoint, in words; empty if none does."""
+    """Describe the fields of `shape` that differ in a checkpoint; empty if none do."""
     had = manifest.shape
     return "; ".join(
         f"{key} {_short(had.get(key))}, this run has {_short(has)}" for key, has in shape.items() if had.get(key) != has
@@ -228,15 +219,14 @@ def differences(manifest: Manifest, shape: dict[str, Any]) -> str:
 def check_fits(
     path: Path, manifest: Manifest, shape: dict[str, Any], settings: dict[str, Any], changed: bool = False
 ) -> None:
-    """Check that a run of `shape` (`checkpoint_shape`) and `settings` (`trained_with`) can go on from `path`.
+    """Check that a run of `shape` (`checkpoint_shape`) and `settings` (`trained_with`) can resume from `path`.
 
     Raises:
-        InputError: with every difference, if the checkpoint is of another model, or, unless `changed` is set, was
-            trained with other settings.
+        InputError: with all differences of the model or, unless `changed`, of the settings.
     """
-    if parted := differences(manifest, shape):
+    if differing := differences(manifest, shape):
         raise InputError(
-            f"checkpoint.resume: {path} has {parted}; use the same, or start anew with --checkpoint.resume never "
+            f"checkpoint.resume: {path} has {differing}; use the same, or start over with --checkpoint.resume never "
             f"and another --log.name"
         )
     before = manifest.settings
@@ -247,8 +237,8 @@ def check_fits(
     )
     if changes and not changed:
         raise InputError(
-            f"checkpoint.resume: {path} was trained with {changes}; set what it had, take the change by "
-            f"--checkpoint.allow_config_mismatch true, or start anew with another --log.name"
+            f"checkpoint.resume: {path} was trained with {changes}; restore these values, accept the change with "
+            f"--checkpoint.allow_config_mismatch true, or start over with another --log.name"
         )
     if changes:
         log.info("resume: %s was trained with %s", path, changes)

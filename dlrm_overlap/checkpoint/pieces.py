@@ -1,7 +1,6 @@
-"""Checksums of the pieces of a checkpoint's files, computed while they are written and checked while they are read.
+"""Checksums of the pieces of files, computed on writing and checked on reading. Does not import torch.
 
-The pieces of a file follow each other without gaps, so every byte is in one of them. The elements of a large tensor are
-a piece, so `torch.load` reads them at once, straight into the tensor's memory. Loads no torch.
+Pieces cover a file. A large tensor is one piece, so that `torch.load` reads it straight into its memory.
 """
 
 import io
@@ -17,13 +16,13 @@ from xxhash import xxh3_128
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.files import open_file
 
-_LARGE = 1 << 20  # bytes of one write that become a piece
+_LARGE = 1 << 20  # bytes; a larger write becomes a piece
 _END = 1 << 13
-_CHUNK = 1 << 22  # bytes that are read, and then hashed while they are in the cache
+_CHUNK = 1 << 22  # bytes; small enough to be hashed while still in the CPU's cache
 
 
 class DamagedError(InputError):
-    """The files of a checkpoint are not the ones that were written."""
+    """The files of a checkpoint were changed after they were written."""
 
 
 class Piece(NamedTuple):
@@ -31,11 +30,11 @@ class Piece(NamedTuple):
 
     size: int
     checksum: str
-    """xxh3_128 in hexadecimal; empty in a checkpoint whose format has no checksums"""
+    """xxh3_128 in hexadecimal; empty in a format without checksums"""
 
 
 class ChecksummedFile:
-    """A new file, whose pieces get their checksums while it is written; a context manager."""
+    """A new file with checksums of its pieces; a context manager."""
 
     def __init__(self, path: Path) -> None:
         self.pieces: list[Piece] = []
@@ -43,9 +42,9 @@ class ChecksummedFile:
         self._hash, self._begin = xxh3_128(), 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append `data`. If it is large, it is a piece, and a second thread computes its checksum at the same time.
+        """Append `data`; large data becomes a piece, which a second thread hashes while it is written.
 
-        Its last bytes are in the next piece: `torch.load` reads the end of its archive first, 4 KiB of it.
+        Its last bytes go to the next piece, since `torch.load` first reads the last 4 KiB of its archive.
         """
         if len(data) < _LARGE:
             self._hash.update(data)
@@ -56,12 +55,12 @@ class ChecksummedFile:
         try:
             self._file.write(body)
         finally:
-            hashed.result()  # `data` may be gone after this call
+            hashed.result()  # `data` may be freed after this call
         self.end_piece()
         return len(body) + self.write(end)
 
     def end_piece(self) -> None:
-        """End the piece that is being written, if it has any bytes."""
+        """End the current piece, if it has any bytes."""
         if size := self.tell() - self._begin:
             self.pieces.append(Piece(size, self._hash.hexdigest()))
             self._hash, self._begin = xxh3_128(), self._begin + size
@@ -71,7 +70,7 @@ class ChecksummedFile:
         return self._file.tell()
 
     def flush(self) -> None:
-        """Pass what is buffered to the operating system."""
+        """Flush buffers to the operating system."""
         self._file.flush()
 
     def fileno(self) -> int:
@@ -82,7 +81,7 @@ class ChecksummedFile:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        """Close the file, synced unless the block ends by an error."""
+        """Close the file, and sync it unless the block failed."""
         with self._file:
             self._thread.shutdown()
             self.end_piece()
@@ -92,9 +91,9 @@ class ChecksummedFile:
 
 
 class CheckedFile(io.RawIOBase):
-    """Consecutive pieces of a file, to be read as if they were a file; a context manager.
+    """Consecutive pieces of a file, readable as a file; a context manager.
 
-    Each piece is checked before any of its bytes is returned, and those that were not read are checked at the end.
+    A piece is checked before its bytes are returned, or on exit if it was not read.
 
     Raises:
         DamagedError: if the file cannot be read, or a checksum differs.
@@ -103,11 +102,11 @@ class CheckedFile(io.RawIOBase):
     def __init__(self, path: Path, begin: int, pieces: list[Piece]) -> None:
         super().__init__()
         self.fault: DamagedError | None = None
-        """what was raised last, since a caller in C++ may turn it into another error"""
+        """the last error raised, which a caller in C++ may replace by its own"""
         self._path, self._first, self._pieces = path, begin, pieces
         *self._begins, self._size = accumulate((piece.size for piece in pieces), initial=0)
         self._position, self._unread = 0, set(range(len(pieces)))
-        self._held, self._bytes = -1, memoryview(b"")  # a piece of which a part was asked for
+        self._held, self._bytes = -1, memoryview(b"")  # a piece that was read in part
         try:
             self._file = open_file(path)
         except OSError as error:
@@ -122,11 +121,11 @@ class CheckedFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Return the position from the first byte of the first piece."""
+        """Return the position relative to the first piece."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a position, and return it."""
+        """Set and return the position."""
         self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         return self._position
 
@@ -150,7 +149,6 @@ class CheckedFile(io.RawIOBase):
         return done
 
     def _read(self, index: int, into: memoryview) -> None:
-        """Read the whole piece `index`, and check it."""
         begin, piece, hashed = self._first + self._begins[index], self._pieces[index], xxh3_128()
         for at in range(0, piece.size, _CHUNK):
             chunk = into[at : at + _CHUNK]
@@ -175,7 +173,7 @@ class CheckedFile(io.RawIOBase):
         raise self.fault
 
     def __exit__(self, error: object, *_: object) -> None:
-        """Check the pieces that were not read, unless the block ends by an error, and close the file."""
+        """Check the pieces that were not read, unless the block failed, and close the file."""
         with self._file:
             for index in sorted(self._unread) if error is None else ():
                 self._read(index, memoryview(bytearray(self._pieces[index].size)))

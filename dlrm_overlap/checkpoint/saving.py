@@ -1,11 +1,9 @@
-"""The saves of a run. They stop it, or a thread writes a copy of the state while training goes on.
+"""The saves of a run. They stop training, or a thread writes a copy of the state while training continues.
 
-    steps .. s | finite? held-out loss? | copy to the CPU | steps s + 1, s + 2 .. | next save: wait if need be
-    thread                                                | write, manifest, rename
+    training  | steps 1 .. s | check, copy to the CPU | steps s + 1, .. | next save: wait for the thread
+    thread    |                                       | write, rename   |
 
-A save must not replace a good checkpoint by a useless one. So every weight and state must be finite, and so must the
-loss of a held-out batch, since finite weights may be too large. The thread has a process group of its own, so that its
-collectives meet none of the training's.
+Every weight, optimizer state and the loss of a held-out batch must be finite.
 """
 
 import logging
@@ -31,11 +29,11 @@ from dlrm_overlap.launching.process_group import LAST_RESORT
 
 log = logging.getLogger("dlrm_overlap")
 
-_PATIENCE_S = 10.0  # with a save under way, where the run ends by an error that other ranks may not have
+_LAST_WAIT_S = 10.0  # for a background save if the run ends by an error that other ranks may not have
 
 
 class NotFiniteError(InputError):
-    """A loss or a weight is NaN or infinite. All ranks raise it at one step."""
+    """A loss or a weight is NaN or infinite; all ranks raise it at the same step."""
 
 
 def require_finite(fault: str, step: int, config: Config) -> None:
@@ -49,7 +47,7 @@ def require_finite(fault: str, step: int, config: Config) -> None:
 
 
 class Saves:
-    """The saves of a run. All ranks call the same methods after the same steps, between which nothing is in flight."""
+    """The saves of a run. All ranks call the same methods after the same steps, with no step in flight."""
 
     def __init__(
         self,
@@ -61,31 +59,27 @@ class Saves:
         check: Callable[[], None],
         held_out_loss: Callable[[], float],
     ) -> None:
-        """`check` raises recorded faults of kernels; `held_out_loss` is a collective, of one held-out batch."""
+        """`check` raises errors of kernels; `held_out_loss` evaluates one batch, as a collective."""
         self.step = 0
-        """after which the state was saved last, or loaded"""
+        """last step whose state was saved or loaded"""
         self._config, self._checkpointer = config, checkpointer
         self._model, self._optimizer, self._device = model, optimizer, device
         self._check, self._held_out_loss = check, held_out_loss
         self._group: dist.ProcessGroup | None = None
-        """of saves beside training"""
         self._copies: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._thread = ThreadPoolExecutor(1, "save")
-        self._beside: Future[Path] | None = None
+        self._background: Future[Path] | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether a save that was begun has failed; `finish` raises how."""
-        return self._beside is not None and self._beside.done() and self._beside.exception() is not None
+        """Whether a background save has failed; `finish` raises its error."""
+        return self._background is not None and self._background.done() and self._background.exception() is not None
 
     def prepare(self, local_ranks: int) -> None:
-        """Make the folder of this run's saves and, for those beside training, a process group; a collective.
-
-        Args:
-            local_ranks: number of ranks on this node.
+        """Make the folder and, for background saves, a process group; a collective.
 
         Raises:
-            InputError: on all ranks, if one does not see the folder, or has no memory for copies of the state.
+            InputError: on all ranks, if one does not see the folder or lacks memory for copies.
         """
         about = self._config.checkpoint
         if about.every or about.last:
@@ -98,31 +92,26 @@ class Saves:
             held = sum(_bytes_of_copy(extent.tensor) for extent in extents) * local_ranks
             if held > (free := psutil.virtual_memory().available):
                 raise InputError(
-                    f"checkpoint.asynchronous: copies of the state take {held / 1e9:.3g} GB of this host's memory, of "
-                    f"which {free / 1e9:.3g} GB are free; set it to false"
+                    f"checkpoint.asynchronous: copies of the state need {held / 1e9:.3g} GB of this node's memory, but "
+                    f"{free / 1e9:.3g} GB are free; set it to false"
                 )
 
         on_every_rank(check_memory, world())
-        # Bounds the time that a rank may write after the others are done.
+        # Limits how long a rank may write after the others are done.
         timeout = timedelta(seconds=LAST_RESORT * self._config.embedding.wait_timeout_s)
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup), "every rank is in it"
         self._group = group
 
-    def save(self, step: int, metrics: dict[str, float] | None = None, beside: bool = False) -> None:
-        """Save a checkpoint after `step`, unless that is done, and only of a state that is whole; a collective.
+    def save(self, step: int, metrics: dict[str, float] | None = None, background: bool = False) -> None:
+        """Save a checkpoint after `step` steps, unless that is done; a collective.
 
-        A rank whose kernels have recorded a fault raises it before the collective save, so no checkpoint appears.
-
-        Args:
-            step: number of steps taken.
-            metrics: of an evaluation after this step.
-            beside: where `checkpoint.asynchronous` is set, only check and copy the state, and have the copy written
-                while training goes on; `finish` raises the faults.
+        An error that a kernel recorded is raised first. `metrics` are of an evaluation after this step. With
+        `background` and `checkpoint.asynchronous`, a thread writes a copy of the state, and `finish` raises its errors.
 
         Raises:
-            InputError: on all ranks, if one cannot write, be it now or in the save before.
-            NotFiniteError: if a weight, an optimizer's state or the loss of a batch is not finite.
+            InputError: on all ranks, if a rank cannot write, now or in the previous save.
+            NotFiniteError: if a weight, an optimizer state or the loss of a batch is not finite.
         """
         if step == self.step:
             return
@@ -139,14 +128,14 @@ class Saves:
         def write(extents: list[Extent], group: dist.ProcessGroup | None) -> Path:
             waited_s = time.perf_counter() - begin
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # of this thread, or DCP would use another rank's
+                torch.cuda.set_device(self._device)  # per thread; else DCP would use another rank's GPU
             path = self._checkpointer.write(step, extents, metrics, group, about)
-            text = f", beside training but for {waited_s:.3f} s" if group else ""
+            text = f", in the background except for {waited_s:.3f} s" if group else ""
             log.info("checkpoint: %s, %.1f s%s", path, time.perf_counter() - begin, text)
             return path
 
-        if beside and self._group is not None:
-            self._beside = self._thread.submit(write, self._copy(extents), self._group)
+        if background and self._group is not None:
+            self._background = self._thread.submit(write, self._copy(extents), self._group)
         else:
             write(extents, None)
         self.step = step
@@ -157,7 +146,7 @@ class Saves:
 
     @torch.no_grad()
     def _copy(self, extents: list[Extent]) -> list[Extent]:
-        """Return copies of `extents` in the memory of the host, which is allotted once, page-locked for a GPU's."""
+        """Copy `extents` to CPU memory that is allocated once, pinned if they are on a GPU."""
         copies = []
         for extent in extents:
             source, key = extent.tensor, (extent.stored_name, extent.offsets)
@@ -169,27 +158,27 @@ class Saves:
         return copies
 
     def finish(self) -> None:
-        """Wait for the save that is under way beside training, if any; a collective.
+        """Wait for the background save, if any; a collective.
 
         Raises:
-            InputError: on all ranks, if one could not write; the checkpoints before it stay.
+            InputError: on all ranks, if a rank could not write.
         """
-        if self._beside is not None:
-            beside, self._beside = self._beside, None
-            beside.result()
+        if self._background is not None:
+            background, self._background = self._background, None
+            background.result()
 
     def close(self, error: Exception) -> None:
-        """Give a save that is under way some time, where the run ends by `error`."""
-        if self._beside is None:
+        """Give a background save limited time when the run ends by `error`."""
+        if self._background is None:
             return
-        is_on_all_ranks = isinstance(error, InputError)  # else others may not be there any more
-        wait([self._beside], self._config.embedding.wait_timeout_s if is_on_all_ranks else _PATIENCE_S)
-        if not self._beside.done() or self.failed:
-            log.warning("checkpoint: the state after step %d was being written, and is not saved", self.step)
+        is_on_all_ranks = isinstance(error, InputError)  # else other ranks may have ended
+        wait([self._background], self._config.embedding.wait_timeout_s if is_on_all_ranks else _LAST_WAIT_S)
+        if not self._background.done() or self.failed:
+            log.warning("checkpoint: the save of the state after step %d did not finish", self.step)
 
 
 def _bytes_of_copy(tensor: torch.Tensor) -> int:
-    """Return the memory of the host that a copy of `tensor` takes: PyTorch allots page-locked memory by powers of 2."""
+    """Return the size of a copy; pinned memory is rounded up to a power of 2."""
     return 1 << max(0, tensor.nbytes - 1).bit_length() if tensor.is_cuda else tensor.nbytes
 
 

@@ -1,8 +1,6 @@
 """The tensors of a checkpoint, in the format of `torch.distributed.checkpoint` (DCP).
 
-Names and shapes are those that DCP gives to `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`, so
-`dcp.load` reads them into any model of TorchRec, under any plan. DCP asks a planner which elements a rank has: those
-here answer by extents.
+`dcp.load` reads them into `{"model": .., "optimizer": ..}`, the state dicts of any TorchRec model under any plan.
 """
 
 import warnings
@@ -44,7 +42,7 @@ from dlrm_overlap.checkpoint.pieces import DamagedError, Piece
 from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.config import InputError, PeerError, in_one_line
 
-_PIECE_BYTES = 1 << 26  # so much of a tensor is copied to the CPU and read at a time
+_PIECE_BYTES = 1 << 26  # copied to the CPU, and read, at a time
 
 
 def save_extents(
@@ -53,16 +51,12 @@ def save_extents(
     group: dist.ProcessGroup | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Piece]]:
-    """Write the extents of all ranks to `folder`, those that several ranks hold once; a collective.
+    """Write all ranks' extents to the new folder `folder`, each once; a collective.
 
-    Args:
-        folder: a new one.
-        extents: of this rank.
-        group: of all ranks, which nothing else uses meanwhile; None is the default group.
-        tick: called for each piece.
+    `group` has all ranks and is used by nothing else meanwhile. `tick` is called for each piece.
 
     Returns:
-        The pieces of each file of all ranks, for the manifest.
+        The pieces of each file, for the manifest.
 
     Raises:
         OSError: on all ranks, if one of them cannot write.
@@ -82,11 +76,11 @@ def save_extents(
 
 
 def load_extents(path: Path, extents: Sequence[Extent], tick: Callable[[], None] = lambda: None) -> None:
-    """Fill `extents` from the checkpoint `path`; a collective where there is a process group.
+    """Fill `extents` from the checkpoint `path`; a collective if there is a process group.
 
     Raises:
-        DamagedError: on all ranks, if a file cannot be read or a checksum differs. Some extents are then filled.
-        InputError: on all ranks, if a tensor is not there or has another shape.
+        DamagedError: on all ranks, if a file is damaged. Some extents are then filled.
+        InputError: on all ranks, if a tensor is missing or has another shape.
     """
     planner = _LoadPlanner(extents, tick)
     _read(path, planner)
@@ -94,17 +88,14 @@ def load_extents(path: Path, extents: Sequence[Extent], tick: Callable[[], None]
 
 
 def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Load the weights of the checkpoint `path`, and no optimizer's state, into `model`, as `load_extents` does.
-
-    `cuts` are those of `local_extents`.
-    """
+    """Load the weights of a checkpoint, without optimizer state, into `model`; otherwise as `load_extents`."""
     state = model.state_dict()
     load_extents(path, local_extents(state, {"state": {}}, cuts))
     model.load_state_dict(state)
 
 
 def find_faults(path: Path) -> list[str]:
-    """Return the faults of the tensors of the checkpoint `path`: that they cannot be read, or are not finite."""
+    """Return faults of a checkpoint's tensors: unreadable or not finite."""
     planner = _VerifyPlanner([], lambda: None)
     try:
         _read(path, planner)
@@ -114,11 +105,7 @@ def find_faults(path: Path) -> list[str]:
 
 
 def read_unsharded(path: Path) -> dict[str, Any]:
-    """Return the checkpoint `path` in memory: {"model": weights by name, "optimizer": states}.
-
-    Raises:
-        InputError: if a tensor cannot be read.
-    """
+    """Return the checkpoint in memory: {"model": weights by name, "optimizer": states}; an InputError if unreadable."""
     planner = _EmptyStateDictLoadPlanner()
     _read(path, planner)
     return planner.original_state_dict
@@ -150,7 +137,7 @@ def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Has the extents of this rank written, in pieces. DCP leaves out what another rank writes."""
+    """Plans the writing of this rank's extents; DCP removes duplicates of other ranks."""
 
     def __init__(self, extents: Sequence[Extent], tick: Callable[[], None]) -> None:
         super().__init__()
@@ -180,9 +167,8 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 def _pieces(extent: Extent) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """Return the offsets and the elements of each piece of `extent`, some of its first dimension."""
     tensor = extent.tensor.detach()
-    if not tensor.numel() and 0 not in extent.shape:  # a rank without rows of this table
+    if not tensor.numel() and 0 not in extent.shape:  # this rank has no rows of the table
         return []
     if not tensor.dim() or not tensor.numel():
         return [(extent.offsets, tensor)]
@@ -192,8 +178,6 @@ def _pieces(extent: Extent) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Has the extents of this rank filled."""
-
     stored: dict[str, TensorStorageMetadata]
 
     def __init__(self, extents: Sequence[Extent], tick: Callable[[], None]) -> None:
@@ -201,7 +185,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         self._extents, self._tick = extents, tick
         self._means: list[tuple[Extent, list[tuple[int, torch.Tensor]]]] = []
         self._targets: dict[str, list[torch.Tensor]] = {}
-        """of each stored tensor, what is filled from it"""
+        """stored tensor -> the tensors to fill from it"""
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         assert metadata is not None
@@ -235,15 +219,13 @@ class _LoadPlanner(DefaultLoadPlanner):
         self._tick()
 
     def take_means(self) -> None:
-        """Fill the extents that are the mean of several stored tensors, weighted by columns."""
+        """Fill extents that are means of several stored tensors."""
         for extent, parts in self._means:
             total = torch.stack([columns * part for columns, part in parts]).sum(0)
             extent.tensor.detach().copy_(total / sum(columns for columns, _ in parts))
 
 
 class _VerifyPlanner(_LoadPlanner):
-    """Has all that is stored read, piece by piece, and looked at."""
-
     def create_local_plan(self) -> LoadPlan:
         self.not_finite: list[str] = []
         return _reading({name: (each, each.chunks) for name, each in self.stored.items()})
@@ -257,7 +239,6 @@ class _VerifyPlanner(_LoadPlanner):
 
 
 def _reading(wanted: Mapping[str, tuple[TensorStorageMetadata, list[ChunkStorageMetadata]]]) -> LoadPlan:
-    """Return what is read of each stored tensor, of which some chunks are wanted."""
     return LoadPlan(
         [
             item

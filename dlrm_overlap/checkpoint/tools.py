@@ -4,17 +4,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dlrm_overlap.checkpoint.manifest import MANIFEST, is_checkpoint, read_manifest, read_whole
+from dlrm_overlap.checkpoint.manifest import MANIFEST, is_checkpoint, read_complete, read_manifest
 from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.launching.files import replacing
 from dlrm_overlap.launching.text_table import plain
 
 
 def show(path: Path) -> str:
-    """Return the manifest of the checkpoint `path`, in lines.
+    """Return the manifest of a checkpoint as lines of text.
 
     Raises:
-        InputError: if it is no checkpoint, or its manifest is damaged.
+        InputError: if `path` is not a checkpoint, or its manifest is damaged.
     """
     _check_named(path)
     manifest = read_manifest(path)
@@ -36,14 +36,14 @@ def show(path: Path) -> str:
 
 
 def verify(path: Path) -> list[str]:
-    """Return the faults of the checkpoint `path`, none if every file has its checksums and every tensor is finite.
+    """Return the faults of a checkpoint, if any: damaged files, tensors that are not finite.
 
     Raises:
-        InputError: if it is no checkpoint.
+        InputError: if `path` is not a checkpoint.
     """
     _check_named(path)
     try:
-        read_whole(path)
+        read_complete(path)
     except InputError as error:
         return [str(error)]
     from dlrm_overlap.checkpoint.storage import find_faults  # loads torch
@@ -52,16 +52,15 @@ def verify(path: Path) -> list[str]:
 
 
 def export(path: Path, output: Path) -> None:
-    """Write the checkpoint `path` as one file for `torch.load`: {"model": weights by name, "optimizer": states}.
+    """Write a checkpoint as one file for `torch.load`: {"model": weights by name, "optimizer": states}.
 
-    Names are in ascending order at every level, so tables are in the model's order, whatever ranks and plan wrote them.
-    All tensors are in memory at once.
+    Names are sorted, numbers in numeric order, whatever ranks and plan wrote them. All tensors are in memory at once.
 
     Raises:
-        InputError: if it is not whole, or `output` is there, or cannot be written.
+        InputError: if the checkpoint is damaged, or `output` exists or cannot be written.
     """
     if output.exists():
-        raise InputError(f"export: {output} is there already; name a new file")
+        raise InputError(f"export: {output} exists; name a new file")
     if faults := verify(path):
         raise InputError(f"export: {faults[0]}; export another checkpoint")
     import torch
@@ -72,7 +71,7 @@ def export(path: Path, output: Path) -> None:
     try:
         with replacing(output) as stream:
             torch.save(content, stream)
-    except (OSError, RuntimeError) as error:  # torch's writer raises the latter
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
         raise InputError(f"export: {output} cannot be written ({in_one_line(error):.200}); name another file") from None
 
 
@@ -82,7 +81,7 @@ def _check_named(path: Path) -> None:
 
 
 def _by_name(state: Any) -> Any:
-    """Return nested dictionaries with their keys in ascending order, in which t_2 comes before t_10."""
+    """Sort the keys of nested dictionaries, t_2 before t_10."""
     if not isinstance(state, dict):
         return state
     parts = {key: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", key)] for key in state}

@@ -1,19 +1,25 @@
 """The embedding stage, from the plan of the tables to the update of their rows.
 
 before a run   plan, balance          which rank holds which shard
-               sharder                TorchRec's sharders with our exchange, and their arguments
-               reasons                what an exchange cannot take, which stays with TorchRec
-a module       exchanging_module      what the next two share: which shards are exchanged, who sends ids
-               sharded_module         a pooled collection
-               sharded_unpooled       an unpooled one
-               stock, own_batches     tables that stay with TorchRec beside captured steps; features' own batches
-an exchange    exchange, opening      a step's ids, forward and backward, and the parts that it opens
-               unpooled, distinct     the same of slots, which are made of the distinct ids of a batch
+               sharder                TorchRec's sharders with this exchange, the drop-in
+               configured_sharders    the same from a configuration
+               unsupported            why tables stay with TorchRec
+a module       exchanging_module      which shards are exchanged, who sends ids
+               sharded_module         pooled tables
+               sharded_unpooled       unpooled tables
+               torchrec_tables        tables that stay with TorchRec
+               variable_batch         features with fewer bags than samples
+an exchange    exchange, opening      the order of a step; windows and parts
+               unpooled, distinct     distinct ids of unpooled tables
                backends               the parts
-its values     layout, shardings      the shards of all ranks, and how TorchRec's become these
-               tables, cache          this rank's rows, and those in the host's memory
+its values     layout, shardings      the shards of all ranks
+               gradient_layout        where gradients arrive
+               id_layout              where ids arrive
+               tables, cache          this rank's rows
+               fbgemm_update          FBGEMM's update
                replicated             data-parallel tables
-               options, steps         what stays from step to step, and what does not
+               windows, internode     memory that peers store into; messages between nodes
+               options, steps         state of an exchange, state of a step
 """
 
 from importlib.util import find_spec

@@ -1,16 +1,13 @@
-"""Which rank holds which table, and which tables are cut, so that all ranks have alike work in a step.
+"""Places tables on ranks, and cuts some, so that every rank has the same work in a step.
 
-A step waits for its slowest rank twice, in the exchange of pooled embeddings and in that of gradients. A rank's work
-there is memory traffic, which goes with the elements of rows that it reads (ids a bag times columns), and traffic on
-its links, which goes with the columns that it sends. Both are balanced.
+Two kinds of work are balanced: the elements of rows that a rank reads (ids a bag times columns), and the columns that
+it sends. docs/architecture/step.md (The plan) explains the order of the cuts. Owners of columns send as many bytes as
+one owner would. Owners of rows each send a partial sum of all columns for every bag with an id of their rows: with 8
+ranks and 100 ids a bag, 8 times the bytes.
 
-A table is cut by columns first: its owners send as many bytes as one owner would. But each of them reads all ids, and
-shorter rows. Rows are cut over all ranks, which have alike work then. But each sends a partial sum of the whole
-columns for every bag that has an id of its rows: of 8 ranks and 100 ids a bag, 8 times the bytes.
-
-Of several nodes, pooled tables are cut by rows over the ranks of one node: partial sums are added up before they leave
-it, so no more bytes travel between nodes than of a whole table, neither of sums nor of ids, which owners of columns on
-several nodes would each take. There columns are cut where rows are few, and of tables that are not pooled.
+With several nodes, pooled tables are cut by rows within one node, which adds partial sums before they leave it. Owners
+of columns on several nodes would each receive all ids, so columns are cut only where rows are few, and for unpooled
+tables.
 """
 
 from collections.abc import Sequence
@@ -20,11 +17,11 @@ from typing import NamedTuple
 
 from dlrm_overlap.embedding.traffic import partial_sums
 
-_ENOUGH = 1.1  # times the mean: a fuller rank is worth another cut; times less work: worth cuts by rows
-_MOST_TRIES = 400_000  # a second or so
-_LEAST_ROW_BYTES = 64  # of a shard: the least that memory gives at once
-# The time of a row's element in memory, read by the lookup, read and written by the update (4 bytes at 3.35 TB/s), over
-# that of a column between nodes, there and back (2 bytes at 400 Gb/s).
+_ENOUGH = 1.1  # work relative to the mean that is worth another cut, and gain that is worth cuts by rows
+_MAX_TRIES = 400_000  # about a second
+_MIN_ROW_BYTES = 64  # of a shard: the smallest memory access
+# Time of a row element in memory (read by the lookup, read and written by the update; 4 bytes at 3.35 TB/s) relative
+# to that of a column between nodes (both ways; 2 bytes at 400 Gb/s).
 _ELEMENT_OVER_COLUMN = 0.045
 
 
@@ -32,42 +29,40 @@ class TableLoad(NamedTuple):
     """The cost of a table for the rank that holds it."""
 
     pooling: float
-    """mean number of ids in a bag"""
+    """mean ids of a bag"""
     dim: int
-    """columns, D"""
     row_bytes: int
-    """bytes of a row"""
     bytes: int
-    """bytes of all rows and their optimizer's state"""
+    """bytes of all rows and optimizer states"""
     rows: int = 0
     """number of rows; 0 if they must not be cut"""
     pooled: bool = True
-    """whether the sum of a bag travels; otherwise the row of each id does"""
+    """sums of bags are sent, instead of a row for each id"""
 
     @property
     def sent_columns(self) -> float:
-        """The columns that travel for a sample from whole tables."""
+        """Columns sent for each sample by a whole table."""
         return self.dim if self.pooled else self.dim * self.pooling
 
 
 class Balance(NamedTuple):
-    """Where each table's shards are placed, and how even the ranks' work is then."""
+    """The ranks of each table's shards, and how even their work is."""
 
     ranks: list[list[int]]
-    """of each table the ranks that hold its shards: equal ranges of its columns or rows, in their order"""
+    """by table, the ranks of its shards: equal ranges of its columns or rows, in order"""
     memory: float
-    """row elements that the fullest rank reads, over the mean of the ranks"""
+    """row elements read by the fullest rank, relative to the mean"""
     links: float
-    """columns that the rank sends which sends most, over the mean of the ranks if no table were cut by rows"""
+    """columns sent by the rank that sends most, relative to the mean with no table cut by rows"""
     by_rows: frozenset[int] = frozenset()
-    """tables that are cut by rows, over all ranks or those of a node"""
-    memory_counts: float = 1.0
-    """what a share of the memory's work counts beside one of the links', less where these are a network's"""
+    """indices of the tables cut by rows"""
+    memory_weight: float = 1.0
+    """weight of `memory` against `links`; below 1 if the links are a network"""
 
     @property
     def worst(self) -> float:
-        """The greater of `memory`, as much as it counts, and `links`."""
-        return max(self.memory * self.memory_counts, self.links)
+        """The greater of the weighted `memory` and `links`."""
+        return max(self.memory * self.memory_weight, self.links)
 
 
 def balance(
@@ -77,78 +72,74 @@ def balance(
     cut_columns: bool = True,
     node_size: int | None = None,
 ) -> Balance | None:
-    """Place all tables on the ranks; None if they do not fit.
+    """Place all tables on the ranks; return None if they do not fit.
 
-    Starts from whole tables. While there is no room, or the fullest rank has more than 1.1 times the mean's work, the
-    table whose shards are the largest, or the heaviest, is cut by columns in twice as many, down to rows of 64 bytes.
-    If that was not enough, tables are cut by rows instead, one after the other, from the best of these placements on.
-    Of several nodes, each is cut at once as the module says. Of all placements on the way the one with the least
-    `worst` is returned, the least cut of equals; cuts by rows must make it 1.1 times less. The same arguments give the
-    same placement; the search's length is counted, not timed.
+    While there is no room, or the fullest rank has more than 1.1 times the mean work, the table with the largest or
+    heaviest shards is cut into twice as many ranges of columns. If that is not enough, tables are cut by rows, one
+    after the other, from the best placement so far. With several nodes a table is cut by rows or by columns right away,
+    as the module says. Returns the placement with the smallest `worst`, of equals the least cut; cuts by rows must make
+    it 1.1 times smaller. The same arguments give the same result: the search is limited by count, not by time.
 
     Args:
-        capacity_bytes: the room of a rank.
-        cut_columns: whether tables may be cut by columns.
-        node_size: ranks of a node, which divide the ranks; None for all of them.
-
-    Example:
-        4 ranks, tables of 128 columns: one of 100 ids a bag, eight of 12, sixteen of 1. The mean is 53 ids a rank. The
-        first table is cut in two, of 64 columns on two ranks each, which so read 50 ids' worth of it and little else.
-        Without cuts of columns its rows are cut: each rank reads 25 ids' worth of it, and sends 128 columns for it.
+        capacity_bytes: room for tables on each rank.
+        node_size: ranks of a node, a divisor of `world_size`; None for all ranks.
     """
+    # Work is measured relative to the mean of the ranks; the memory's is scaled by its weight against the links'.
     memory = sum(table.pooling * table.dim for table in tables) / world_size or 1.0  # all bags may be empty
     links = sum(table.sent_columns for table in tables) / world_size or 1.0
-    neighbours = world_size if node_size in (None, 1) else node_size
-    one_node = neighbours == world_size
-    counts = 1.0 if one_node else min(1.0, _ELEMENT_OVER_COLUMN * memory / links)
-    memory /= counts  # so all shares of it are as large as they count
+    node_ranks = world_size if node_size in (None, 1) else node_size
+    one_node = node_ranks == world_size
+    weight = 1.0 if one_node else min(1.0, _ELEMENT_OVER_COLUMN * memory / links)
+    memory /= weight
     whole = [
         _Shard(t, table.pooling * table.dim / memory, table.sent_columns / links, table.bytes)
         for t, table in enumerate(tables)
     ]
-    begun = [_Rank(capacity_bytes, 0.0, 0.0) for _ in range(world_size)]  # with the tables cut by rows
-    owners = [neighbours if table.pooled else world_size for table in tables]  # where rows are cut
+    begun = [_Rank(capacity_bytes, 0.0, 0.0) for _ in range(world_size)]  # has the tables cut by rows
+    owners = [node_ranks if table.pooled else world_size for table in tables]  # of row shards
     columns, by_rows = [1] * len(tables), dict[int, range]()
     best, tries = None, 0
     while True:
-        left = [t for t in range(len(tables)) if t not in by_rows]
-        ranks, tries = _place([shard for t in left for shard in whole[t].cut(columns[t])], begun, tries)
+        # Place the other tables, and keep the placement if it is the best so far.
+        others = [t for t in range(len(tables)) if t not in by_rows]
+        ranks, tries = _place([shard for t in others for shard in whole[t].cut(columns[t])], begun, tries)
         if ranks:
             held = [list(by_rows.get(t, ())) for t in range(len(tables))]
             for number, rank in enumerate(ranks):
                 for shard in rank.shards:
                     held[shard.table].append(number)
             memory, links = max(rank.memory for rank in ranks), max(rank.links for rank in ranks)
-            least_gain = _ENOUGH if by_rows else 1 + 1e-9  # to add partial sums up is work, too
+            least_gain = _ENOUGH if by_rows else 1 + 1e-9  # adding partial sums is work, too
             if best is None or max(memory, links) * least_gain < best.worst:
-                best = Balance(held, memory / counts, links, frozenset(by_rows), counts)
+                best = Balance(held, memory / weight, links, frozenset(by_rows), weight)
             if best.worst <= _ENOUGH:
                 return best
-        mean = (sum(rank.links for rank in begun) + sum(whole[t].links for t in left)) / world_size
-        if best is not None and (tries > _MOST_TRIES or mean >= best.worst):  # further cuts by rows only add to it
+        mean = (sum(rank.links for rank in begun) + sum(whole[t].links for t in others)) / world_size
+        if best is not None and (tries > _MAX_TRIES or mean >= best.worst):  # more cuts by rows only add to the mean
             return best
-        in_rows = [t for t in left if _can_cut_rows(tables[t], owners[t])]
-        in_columns = [t for t in left if cut_columns and _can_cut_columns(tables[t], 2 * columns[t], world_size)]
+        # Find the tables that may be cut next.
+        in_rows = [t for t in others if _can_cut_rows(tables[t], owners[t])]
+        in_columns = [t for t in others if cut_columns and _can_cut_columns(tables[t], 2 * columns[t], world_size)]
         if one_node and in_columns and not by_rows:
             in_rows = []
-        elif one_node:  # from the best cuts of columns on
+        elif one_node:
             in_columns = []
-            if not by_rows and best is not None:
+            if not by_rows and best is not None:  # cuts by rows start from the best cuts by columns
                 columns = [len(held) for held in best.ranks]
-        else:  # whichever is the heaviest, by columns where its owners may be any or its rows are few
+        else:
             in_rows = [t for t in in_rows if tables[t].pooled or t not in in_columns]
             in_columns = [t for t in in_columns if t not in in_rows]
         if not in_rows and not in_columns:
             return best
+        # Cut the table with the heaviest shards or, while there is no room, the largest.
         parts = [whole[t].cut(columns[t])[0] for t in (*in_rows, *in_columns)]
-        # The heaviest or, while there is no room, the largest.
         chosen = max(parts, key=lambda s: (s.bytes, s.work, -s.table) if best is None else (s.work, s.bytes, -s.table))
         if (t := chosen.table) in in_columns:
             columns[t] *= 2
             continue
         for count in dict.fromkeys((owners[t], world_size)):  # all ranks, if no node has room
-            shard = whole[t].cut_by_rows(tables[t], count, summed=not one_node and count == neighbours)
-            by_rows[t] = _lightest(begun, count, shard)
+            shard = whole[t].cut_by_rows(tables[t], count, summed=not one_node and count == node_ranks)
+            by_rows[t] = _lightest_node(begun, count, shard)
             if all(begun[number].room >= shard.bytes for number in by_rows[t]):
                 break
         for number in by_rows[t]:
@@ -157,18 +148,18 @@ def balance(
 
 def _can_cut_columns(table: TableLoad, shards: int, world_size: int) -> bool:
     return (
-        shards <= world_size and table.dim % (4 * shards) == 0 and table.row_bytes >= shards * _LEAST_ROW_BYTES
-    )  # FBGEMM takes columns by fours
+        shards <= world_size and table.dim % (4 * shards) == 0 and table.row_bytes >= shards * _MIN_ROW_BYTES
+    )  # FBGEMM needs multiples of 4 columns
 
 
 def _can_cut_rows(table: TableLoad, owners: int) -> bool:
-    # Each owner has some, though TorchRec gives all but the last the number that is rounded up.
+    # Every owner has rows, though TorchRec rounds up the share of all but the last.
     return owners > 1 and table.rows >= owners**2
 
 
-@dataclass(eq=False)  # two of a table are not the same
+@dataclass(eq=False)  # equal shards of a table are different objects
 class _Shard:
-    """Columns or rows of a table, all or some, as shares of the mean rank's work."""
+    """A shard of a table, with its work relative to the mean of the ranks."""
 
     table: int
     memory: float
@@ -180,15 +171,11 @@ class _Shard:
         return max(self.memory, self.links)
 
     def cut(self, shards: int) -> "list[_Shard]":
-        """Return so many equal ranges of the columns."""
         n = shards
         return [_Shard(self.table, self.memory / n, self.links / n, self.bytes / n) for _ in range(n)]
 
     def cut_by_rows(self, table: TableLoad, shards: int, summed: bool) -> "_Shard":
-        """Return the largest of so many ranges of the rows, of which only bags travel that have one of them.
-
-        Partial sums that are `summed` before they travel are as many as whole ones.
-        """
+        """Return the largest range of the rows; `summed` partial sums are added within a node before they are sent."""
         rows = ceil(table.rows / shards) / table.rows
         links = self.links * (partial_sums(table.pooling, shards) if table.pooled and not summed else 1.0) / shards
         return _Shard(self.table, self.memory / shards, links, self.bytes * rows)
@@ -199,7 +186,7 @@ _NOTHING = _Shard(-1, 0.0, 0.0, 0.0)
 
 @dataclass(eq=False)
 class _Rank:
-    """The shards that have been placed on a rank, as shares of the mean rank's work."""
+    """The shards placed on a rank, likewise."""
 
     room: float
     memory: float
@@ -207,17 +194,16 @@ class _Rank:
     shards: list[_Shard] = field(default_factory=list)
 
     def score(self, plus: _Shard = _NOTHING, minus: _Shard = _NOTHING) -> tuple[float, float]:
-        """Return the greater share, then their sum, if a shard were added and another taken away."""
+        """Return the greater share, then the sum, after adding `plus` and removing `minus`."""
         memory, links = self.memory + plus.memory - minus.memory, self.links + plus.links - minus.links
         return max(memory, links), memory + links
 
-    def takes(self, shard: _Shard, instead_of: _Shard = _NOTHING) -> bool:
+    def takes(self, shard: _Shard, replacing: _Shard = _NOTHING) -> bool:
         """Return whether there is room for a shard, and no other shard of its table."""
-        fits = shard.bytes <= self.room + instead_of.bytes
-        return fits and all(each.table != shard.table or each is instead_of for each in self.shards)
+        fits = shard.bytes <= self.room + replacing.bytes
+        return fits and all(each.table != shard.table or each is replacing for each in self.shards)
 
     def add(self, shard: _Shard, sign: int = 1) -> None:
-        """Place a shard here, or take it away again."""
         self.memory += sign * shard.memory
         self.links += sign * shard.links
         self.room -= sign * shard.bytes
@@ -225,21 +211,21 @@ class _Rank:
 
 
 def _place(shards: Sequence[_Shard], begun: Sequence[_Rank], tries: int) -> tuple[list[_Rank], int]:
-    """Place shards on ranks like `begun`, the heaviest first, or the largest first if there is no room so.
+    """Place shards, the heaviest first or else the largest, then improve; return no ranks if there is no room.
 
-    Then mend the fullest rank. Returns no ranks if there is no room, and the count of changes that were tried.
+    Also returns the number of changes tried so far.
     """
     ranks = _fill(sorted(shards, key=lambda shard: (-shard.work, -shard.bytes, shard.table)), begun)
     ranks = ranks or _fill(sorted(shards, key=lambda shard: -shard.bytes), begun)
-    mended = bool(ranks)
-    while mended and tries <= _MOST_TRIES and max(rank.score() for rank in ranks)[0] > _ENOUGH:
-        mended, tried = _mend(ranks)
+    improved = bool(ranks)
+    while improved and tries <= _MAX_TRIES and max(rank.score() for rank in ranks)[0] > _ENOUGH:
+        improved, tried = _improve(ranks)
         tries += tried
     return ranks, tries
 
 
-def _lightest(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
-    """Return so many neighbours that have least work, and room, after each has taken a shard."""
+def _lightest_node(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
+    """Return the `owners` neighbours with the least work, and room, after each has taken a shard."""
 
     def after(first: int) -> tuple[bool, tuple[float, float]]:
         node = ranks[first : first + owners]
@@ -250,7 +236,7 @@ def _lightest(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
 
 
 def _fill(shards: Sequence[_Shard], begun: Sequence[_Rank]) -> list[_Rank]:
-    """Place each shard, in order, on the rank that then has the least work; no ranks if one finds no room."""
+    """Place each shard in order on the rank with the least work; return no ranks without room."""
     ranks = [_Rank(rank.room, rank.memory, rank.links) for rank in begun]
     if any(rank.room < 0 for rank in ranks):
         return []
@@ -262,8 +248,8 @@ def _fill(shards: Sequence[_Shard], begun: Sequence[_Rank]) -> list[_Rank]:
     return ranks
 
 
-def _mend(ranks: Sequence[_Rank]) -> tuple[bool, int]:
-    """Move a shard away from the fullest rank, or swap it for another, if that helps; return whether, and the tries."""
+def _improve(ranks: Sequence[_Rank]) -> tuple[bool, int]:
+    """Move or swap a shard of the fullest rank; return whether that helps, and the number of tries."""
     fullest = max(ranks, key=lambda rank: rank.score())
     best, change, tried = fullest.score()[0] - 1e-6, None, 0
     for other in ranks:

@@ -1,6 +1,6 @@
 """The embedding stage of one sharded module on one rank: from the ids to the rows' update, in the order of a step.
 
-send_ids          ids to the owners of their rows, where the exchange takes them; else TorchRec has sent them
+(before)          an `IdSender`, or TorchRec's input_dist, sends ids to the owners of their rows
 start             StartExchange.forward -> start_forward: owners pool, and send pooled embeddings
 .. the model's bottom MLP ..
 wait              FinishExchange.forward -> finish_forward: pooled embeddings of this rank's samples are here
@@ -14,7 +14,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
 
@@ -25,18 +24,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.counters import Counter
-from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.comm.order import CommunicationOrder, uncompiled
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.base import gradient_scale
-from dlrm_overlap.embedding.backends.ids import ArrivedIds
-from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
+from dlrm_overlap.embedding.backends.ids import IdExchange
+from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.opening import ExchangeParts, build_exchange, reach_of
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.replicated import ReplicatedTables
-from dlrm_overlap.embedding.steps import BatchSizes, Step, with_room
+from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.windows import BufferInUseError
 
@@ -46,14 +44,11 @@ Part = TypeVar("Part", bound=Callable[..., Any])
 
 
 def poison_on_error(part: Part) -> Part:
-    """Return a method that raises once any such method of its object has failed on this rank.
+    """Return a method that raises a RuntimeError if a method with this decorator has failed before.
 
-    The peers wait for the step that failed, and would take a later step's data for its own. The object keeps the first
-    failure in `failure`, which is None until then. The method leaves inference mode, since training steps could not
-    write to tensors that it makes and keeps.
-
-    Raises:
-        RuntimeError: by the method, if an earlier one has failed.
+    Peers wait for the step that failed, and would mistake the data of a later step for it. The object has an attribute
+    `failure`: None, then the first failure. The method leaves inference mode, since training steps could not write to
+    tensors that were made in it.
     """
 
     @wraps(part)
@@ -78,10 +73,10 @@ def poison_on_error(part: Part) -> Part:
 
 
 class Exchange:
-    """Ids of this rank's tables in, pooled embeddings of this rank's samples out, gradients back to the rows.
+    """Looks up ids in this rank's tables, returns pooled embeddings of its samples, and sends their gradients back.
 
     All ranks of `group` take the same steps. The first step makes the windows, which is a collective; they are made
-    anew when a rank brings more samples than any has before.
+    again when a rank has more samples than any had before.
 
     Example: ranks 0 and 1 have 3 and 2 samples, and rank 1 owns one table of dim 4. On rank 1,
     `exchange.start([ids], [3, 2])`, whose ids are of 5 bags, returns an awaitable; `wait()` returns [2, 4]. On rank 0
@@ -103,9 +98,9 @@ class Exchange:
         self.counters = StepCounters(device)
         self._replicated: ReplicatedTables | None = None
         self.order = CommunicationOrder()
-        """of captured steps; set before the first step where several exchanges are captured together"""
+        """order of communication in captured steps; exchanges that are captured together share one"""
         self.tables = tables
-        """this rank's rows; `write_back` and `note_writes` store those in caches to their tables"""
+        """this rank's rows; `write_back` and `note_writes` store cached ones to their tables"""
         self._group = group
         self._halves: ExchangeParts | None = None
         self._closed = 0  # how often
@@ -116,15 +111,10 @@ class Exchange:
         self._pending: Step | None = None
         self.failure: str | None = None
         self._ids: IdLayout | None = None
-        self._sent: deque[tuple[KeyedJaggedTensor, ArrivedIds]] = deque()
-        """ids as they were given, and as they have arrived, of the steps that they wait for"""
-        # Of lowest priority, so that the small kernels of a bottom MLP need not wait for the lookup's many programs.
+        self._sent: deque[Any] = deque()
+        # Lowest priority: the small kernels of a bottom MLP should not wait for the many programs of a lookup.
         self._lookup_stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
         self._unfinished: list[Step] = []
-        self.steady = False
-        """True while every step has the same batch size on each rank, if the exchange sends the ids. Otherwise the
-        ranks exchange their batch sizes in each step, for which the host waits"""
-        self._steady_samples: int | None = None
 
     @cached_property
     def reach(self) -> Reach:
@@ -137,137 +127,57 @@ class Exchange:
         replicated = self._replicated.storage() if self._replicated is not None else ()
         return self._closed, *self.tables.storage(), *replicated
 
-    def take_ids(
-        self,
-        keys: Sequence[str],
-        bound: BatchCapacity,
-        layout: Layout | None = None,
-        replicated: ReplicatedTables | None = None,
-        weighted: bool = False,
-    ) -> None:
-        """From now on, take the ids of this rank's samples, and send them to the owners of the rows; a collective.
+    def receive_ids(self, ids: IdLayout, replicated: ReplicatedTables | None, sent: deque[Any]) -> None:
+        """From now on, look up the ids that an `IdSender` sends; a collective, while no rank is in a step.
 
         Args:
-            keys: the features in the order in which every batch has them, alike on all ranks.
-            bound: the most samples and ids that a rank brings to a step.
-            layout: one that includes the tables that every rank holds, which are then looked up here, too; None keeps
-                the layout.
-            replicated: those tables; their gradients are added to those of their parameters.
-            weighted: whether the ids of every batch have weights, alike on all ranks.
+            ids: their layout in the windows.
+            replicated: tables that every rank holds, if this exchange looks them up.
+            sent: the sender's ids that wait for their step, which `close` clears with the windows.
 
         Raises:
-            InputError: if a feature has no bound, or there is no room for the windows.
+            InputError: if a feature has no capacity, or there is no memory for the windows.
         """
         self.close()
-        self.layout, self._replicated = joined(layout or self.layout), replicated
-        self._ids = IdLayout(self.layout, list(keys), bound, weighted)
-        self._require(bound.samples)
+        self.layout, self._replicated, self._ids, self._sent = ids.layout, replicated, ids, sent
+        _ = self.id_exchange
 
     @property
-    def bound(self) -> BatchCapacity | None:
-        """The bound by which ids are taken, if they are."""
-        return self._ids.bound if self._ids is not None else None
-
-    def take_bound(self, bound: BatchCapacity) -> None:
-        """From now on, take ids of another bound; a collective, of ranks that are through with their steps."""
-        assert self._ids is not None, "an exchange that does not take ids"
-        self.close()
-        self._ids = replace(self._ids, bound=bound)
-        self._require(bound.samples)
-
-    def begin_steady(self) -> None:
-        """Note that the next step with `steady` is the first of others like it."""
-        self._steady_samples = None
-
-    def send_ids(self, features: KeyedJaggedTensor, count: torch.Tensor | None = None) -> None:
-        """Send the ids of a later step to the owners of their rows, on the current stream; see `IdExchange.send`.
-
-        Ids must be sent before the forward of their step, and at most one step ahead of it.
-        """
-        self._sent.append((features, self._send(features, count)))
-
-    @poison_on_error
-    def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
-        assert self._ids is not None, "an exchange that does not take ids"
-        samples = self._most_samples(features.stride())
+    def id_exchange(self) -> IdExchange:
+        """The part that sends ids; after `close`, the windows are made again, which is a collective."""
+        assert self._ids is not None, "an exchange whose ids TorchRec sends"
         ids = self._require(self._ids.bound.samples).ids
         assert ids is not None
-        arrived = ids.send(features, samples, count)
-        if self.tables.fractions:
-            self.tables.activate(arrived.ids)
-        return arrived
-
-    def forget_sent_ids(self) -> None:
-        """Forget ids that were sent for steps that will not be taken."""
-        self._sent.clear()
-
-    def _most_samples(self, samples: int) -> int:
-        """Return the samples of the rank that has most, to which the others add samples without ids; a collective.
-
-        Ids that ranks publish are found by the number of samples, which must be one number for all ranks. It is 1 if no
-        rank has a sample: the kernels need a bag.
-        """
-        if self.steady and self._steady_samples is not None:
-            return self._steady_samples
-        agreed = max(1, *gathered(samples, self._group))
-        if self.steady:
-            self._steady_samples = agreed
-        return agreed
-
-    @uncompiled
-    def start_sent(self, features: KeyedJaggedTensor) -> "PooledAwaitable":
-        """Start the step of `features`, whose ids were sent first of those that wait; if none wait, send them.
-
-        Returns:
-            As `start`.
-
-        Raises:
-            InputError: if ids of another step were sent before, for which a peer may wait; nothing has begun.
-        """
-        features = with_room(features)
-        if not self._sent:
-            self.send_ids(features)
-        sent, arrived = self._sent[0]
-        if sent is not features:
-            raise InputError(
-                "exchange: a forward, but ids of another batch are under way to the owners of their rows, and must be "
-                "looked up first; evaluate by the pipeline's progress, or call its reset before"
-            )
-        self._sent.popleft()
-        step = Step([arrived.ids], arrived.batch)
-        step.replicated, step.own_offsets = arrived.replicated, arrived.own_offsets
-        awaitable = self._start(step)
-        awaitable.samples = features.stride()
-        return awaitable
+        return ids
 
     @uncompiled
     def start(self, inputs: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> "PooledAwaitable":
         """Start a step.
 
         Args:
-            inputs: the ids of this rank's tables, one tensor an input of the layout, each with B bags a feature, of
-                which rank 0's samples are the first; weights, if ids have some, are float32, and get a gradient if they
-                require one.
+            inputs: ids of this rank's tables, one tensor for each input of the layout, with B bags a feature, those of
+                rank 0's samples first. Weights of ids are float32, and get a gradient if they require one.
             batch_sizes: samples of each rank.
 
         Returns:
             An awaitable of the pooled embeddings [b, D_total] of this rank's samples, of the options' `output_dtype`,
-            the features side by side in the layout's order. Of a lent window with leading columns these are in front
-            of each row, in the same storage.
+            with the features in the layout's order. If it is a view of a window with leading columns, these precede
+            each row in the same storage.
 
         Raises:
-            BufferInUseError: if the output of the step before is lent and in use; nothing has begun.
-            InputError: if this exchange takes ids, and has caches of rows for them; nothing has begun.
-            RuntimeError: within a graph's capture, or if an earlier step has failed on this rank.
+            BufferInUseError: if the output of the step before is a view of the window and in use; nothing has begun.
+            InputError: if an `IdSender` sends the ids and tables are cached; nothing has begun.
+            RuntimeError: in the capture of a graph, or if an earlier step has failed on this rank.
         """
         if self.tables.fractions and self._ids is not None:
             raise InputError(
-                "exchange: ids that TorchRec has sent, but the rows of cached tables wait for those that "
-                "GraphTrainPipeline sends ahead; train and evaluate this model by that pipeline alone"
+                "exchange: TorchRec has sent the ids, but rows of cached tables are cached for the ids that "
+                "GraphTrainPipeline sends; train and evaluate this model with that pipeline only"
             )
-        return self._start(Step(inputs, BatchSizes.of(tuple(batch_sizes))))
+        return self.start_step(Step(inputs, BatchSizes.of(tuple(batch_sizes))))
 
-    def _start(self, step: Step) -> "PooledAwaitable":
+    def start_step(self, step: Step) -> "PooledAwaitable":
+        """Start a step whose ids have arrived, see `start`."""
         if self._counts_epochs and not self.order.is_captured and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"backend {self.options.backend}: a forward within a CUDA graph's capture, which would replay this "

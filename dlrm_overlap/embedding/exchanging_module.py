@@ -1,7 +1,7 @@
-"""What both of the drop-in's sharded modules share: which shards an `Exchange` serves, and who sends the ids."""
+"""What both sharded modules share: which shardings an `Exchange` serves, and who sends the ids."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -18,6 +18,7 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchCapacity
+from dlrm_overlap.embedding.id_sender import IdSender
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.replicated import ReplicatedTables
@@ -30,50 +31,45 @@ log = logging.getLogger("dlrm_overlap")
 
 _REPLICATED = DpPooledEmbeddingSharding, DpSequenceEmbeddingSharding
 Served = TypeVar("Served", bound=Exchange)
-Looked = TypeVar("Looked")
+Result = TypeVar("Result")
 
 
-class Deferred(LazyAwaitable[Looked]):
-    """What `make` returns, which waits for it."""
+class Deferred(LazyAwaitable[Result]):
+    """An awaitable that calls `make` when it is waited for."""
 
-    def __init__(self, make: Callable[[], Looked]) -> None:
+    def __init__(self, make: Callable[[], Result]) -> None:
         super().__init__()
         self._make = make
 
-    def _wait_impl(self) -> Looked:
+    def _wait_impl(self) -> Result:
         return self._make()
 
 
 class ExchangingModule(nn.Module, Generic[Served]):
-    """The part of a sharded module that decides which of its shardings an exchange serves.
-
-    A subclass also subclasses one of TorchRec's sharded modules, which makes the shardings and their lookups.
-    """
+    """Decides which shardings of a module an exchange serves; a subclass also inherits from TorchRec's module."""
 
     _env: ShardingEnv
     _lookups: Any
     _device: torch.device
     _optim: CombinedOptimizer
     _kind = "tables"
-    """of which the log speaks"""
     _exchange_type: type[Served]
 
     exchange: Served | None
+    sender: IdSender | None
+    """sends the ids that the exchange looks up, once `take_ids` was called"""
     takes_ids: bool
-    """whether `take_ids` was called, so that ids are sent by the exchange"""
+    """True once `take_ids` was called: our `sender` sends the ids, not TorchRec"""
     _ids_keys: list[str]
-    """the features that were given there"""
-    stock: TorchRecTables | None
-    """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
+    torchrec_tables: TorchRecTables | None
+    """tables that stay with TorchRec while the exchange takes the ids of the others"""
     unpooled_features: Collection[str] = ()
-    """the features of tables that are not pooled"""
 
     def __init__(self, *args: Any, options: ExchangeOptions, cached: Mapping[str, float], **kwargs: Any) -> None:
-        """Take TorchRec's arguments, how to exchange, and `cached` tables."""
         super().__init__(*args, **kwargs)
         self._options = options
         self.cached = cached
-        """the tables whose rows the exchange caches, and the share of the rows for which there are slots"""
+        """table that the exchange caches -> share of its rows with slots"""
         if cached:
             self.register_state_dict_pre_hook(lambda *_: self.note_writes())
         self._reasons_told: set[str] = set()
@@ -81,33 +77,32 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
     @property
     def _shardings(self) -> list[Any]:
-        """TorchRec's shardings, by number, which its modules of pooled and of unpooled tables have in other places."""
         module: Any = self
         pooled = getattr(module, "_embedding_shardings", None)
         return list(module._sharding_type_to_sharding.values()) if pooled is None else pooled
 
     def _names_in_output(self, numbers: Sequence[int]) -> Mapping[str, str]:
-        """Return the names of some shardings' columns in the exchange's order, each with TorchRec's, see `names_of`."""
+        """Return by unique output name, in the exchange's order, TorchRec's name of its columns."""
         raise NotImplementedError
 
     def _set_up(self) -> None:
-        """Find out which shardings can be exchanged, say so, and make their exchange."""
         if self.cached:
             self._optim = _TableOptimizer(self._optim, self)
-        self.exchange, self.takes_ids, self.stock, self._replicated_tables = None, False, None, None
+        self.exchange, self.sender, self.torchrec_tables, self._replicated_tables = None, None, None, None
+        self.takes_ids = False
+        # Which shardings can be exchanged; rank 0 logs the others.
         every: list[Any] = self._shardings
         by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
         reasons = unsupported_by_exchange(by_type, self._env, self._options.wire_dtype, self.cached, self._device)
         self.unsupported_reasons: Mapping[str, str | None] = reasons
-        """sharding type -> why its tables stay with TorchRec, alike on all ranks, or None if they are exchanged"""
+        """sharding type -> why its tables stay with TorchRec, None if they are exchanged; identical on every rank"""
         for sharding_type, reason in reasons.items():
-            # Data-parallel tables have nothing to exchange.
-            if reason and sharding_type != ShardingType.DATA_PARALLEL.value:
+            if reason and sharding_type != ShardingType.DATA_PARALLEL.value:  # which has nothing to exchange
                 self._tell_once(f"{sharding_type} {self._kind} stay with TorchRec: {reason}")
         self._exchanged = [i for i, reason in enumerate(reasons.values()) if reason is None]
         self._replicated = [i for i, sharding in enumerate(every) if type(sharding) in _REPLICATED]
         self._ours = self._exchanged
-        """the shardings whose columns the exchange fills: with those of replicated tables, where it takes ids"""
+        """shardings whose columns the exchange fills: once it takes ids, data-parallel ones, too"""
         exchanged = [every[i] for i in self._exchanged]
         self._resolved = self._options_for(exchanged) if exchanged else self._options
         if self._is_first:
@@ -119,14 +114,12 @@ class ExchangingModule(nn.Module, Generic[Served]):
             self.exchange = self._make_exchange()
 
     def _options_for(self, shardings: Sequence[Any]) -> ExchangeOptions:
-        """Return the options, with the lookups' type and bound."""
         options, groups = self._options, [group for sharding in shardings for group in groups_of(sharding)]
         if (output := output_types(shardings[0]).pop()) != SparseType.FP32:
             options = replace(options, output_dtype=output.as_dtype(), wire_dtype=output.as_dtype())
         return replace(options, max_gradient=max_gradients(group.fused_params or {} for group in groups).pop())
 
     def _layout(self, numbers: Sequence[int]) -> Layout:
-        """Return the layout of some shardings, for the exchange to fill their columns."""
         every, group = self._shardings, exchanging_group(self._env)
         exchanged, replicated = (
             [every[i] for i in kind if i in numbers] for kind in (self._exchanged, self._replicated)
@@ -134,7 +127,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         return build_layout(exchanged, list(self._names_in_output(numbers)), group.size(), replicated)
 
     def _make_exchange(self) -> Served:
-        """Return an exchange of the shardings that can be exchanged; of none, it has data-parallel tables alone."""
+        """Return the exchange of the exchangeable shardings; without any it serves data-parallel tables."""
         tables = LocalTables.of([self._lookups[i] for i in self._exchanged], self.cached)
         layout, group = self._layout(self._exchanged), exchanging_group(self._env)
         return self._exchange_type(layout, tables, self._resolved, group, torch.device(self._device))
@@ -142,14 +135,14 @@ class ExchangingModule(nn.Module, Generic[Served]):
     def take_ids(
         self,
         keys: Sequence[str],
-        bound: BatchCapacity,
+        capacity: BatchCapacity,
         order: CommunicationOrder | None = None,
         weighted: bool = False,
     ) -> None:
-        """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`.
+        """From now on, the exchange sends the ids; a collective, see `Exchange.take_ids`.
 
         Args:
-            order: of the step that this one's ids are captured in; None leaves the exchange's own.
+            order: of the captured step that the ids belong to; None keeps the exchange's own.
         """
         if self._replicated:
             self.exchange, self._ours = self.exchange or self._make_exchange(), self._looked_up_in_step
@@ -157,20 +150,19 @@ class ExchangingModule(nn.Module, Generic[Served]):
             self._replicated_tables = ReplicatedTables.of(shardings, lookups)
         if self.exchange is not None and order is not None:
             self.exchange.order = order
-        self._take_ids(keys, bound, weighted)
+        self._take_ids(keys, capacity, weighted)
         self.takes_ids, self._ids_keys = True, list(keys)
 
-    def _take_ids(self, keys: Sequence[str], bound: BatchCapacity, weighted: bool) -> None:
+    def _take_ids(self, keys: Sequence[str], capacity: BatchCapacity, weighted: bool) -> None:
         """Do so, once there is an exchange of the tables that one can take, if there are any."""
         raise NotImplementedError
 
     @property
     def _looked_up_in_step(self) -> list[int]:
-        """The shardings that a captured step looks up itself."""
         return sorted({*self._exchanged, *self._replicated})
 
     def why_ids_are_not_taken(self) -> str | None:
-        """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
+        """Return why `take_ids` would not work, or None if it would; identical on every rank."""
         shardings = dict(zip(self.unsupported_reasons, self._shardings, strict=True))
         if (reason := unsupported_by_graphs(shardings, self.unsupported_reasons)) is not None:
             return reason
@@ -182,21 +174,18 @@ class ExchangingModule(nn.Module, Generic[Served]):
         return None
 
     def note_writes(self) -> None:
-        """Store rows that are in caches to their tables, which may be read, and written to, until the next step."""
+        """Store cached rows to their tables, which may be read and written until the next step."""
         if self.exchange is not None:
             self.exchange.tables.note_writes()
 
     def compute(self, ctx: Any, dist_input: Any) -> list[torch.Tensor]:
-        """Look up as TorchRec does, for a module that calls this and `output_dist` itself, one after the other."""
+        """Look up as TorchRec does, for a module that calls `compute` and `output_dist` itself."""
         if self.exchange is not None:
-            self._tell_once("steps stay with TorchRec: another module looks up and sends apart")
-        return self._at_home(partial(super().compute, ctx, dist_input))  # type: ignore[misc]
+            self._tell_once("steps stay with TorchRec: another module calls compute and output_dist")
+        return self._look_up_by_torchrec(partial(super().compute, ctx, dist_input))  # type: ignore[misc]
 
-    def _at_home(self, look_up: Callable[[], Looked]) -> Looked:
-        """Look up by TorchRec, which finds the rows of captured steps and their count, and counts this one.
-
-        Issued after them, as ids need not be: TorchRec's pipelines send these before, on another stream.
-        """
+    def _look_up_by_torchrec(self, look_up: Callable[[], Result]) -> Result:
+        """Look up by TorchRec, with the rows and counts that captured steps have left, and count this lookup."""
         if self.exchange is None:
             return look_up()
         self.note_writes()
@@ -207,18 +196,22 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
     @property
     def _is_first(self) -> bool:
-        """Whether this rank logs: rank 0 of all, not of each sharding group."""
+        """Whether this rank logs: rank 0 of all ranks, not of each sharding group."""
         return (self._env.global_rank if isinstance(self._env, ShardingEnv2D) else self._env.rank) == 0
 
     def _tell_once(self, what: str) -> None:
-        """Say what stays with TorchRec, on rank 0, the first time."""
         if what not in self._reasons_told and self._is_first:
             log.warning("backend %s: %s", self._options.backend, what)
         self._reasons_told.add(what)
 
 
+def exchanges_of(modules: Iterable[ExchangingModule[Any]]) -> list[Exchange]:
+    """Return the exchanges of those modules that have one."""
+    return [module.exchange for module in modules if module.exchange is not None]
+
+
 class _TableOptimizer(CombinedOptimizer):
-    """The optimizer of a module's tables; states that are read are at home, those of rows in a cache, too."""
+    """The optimizer of a module's tables; reading its states first stores caches to their tables."""
 
     def __init__(self, optimizer: CombinedOptimizer, module: ExchangingModule[Any]) -> None:
         self._note_writes = module.note_writes

@@ -1,9 +1,7 @@
-"""Ids on their way to the owners of their rows: how many there may be, and where each is stored; all ranks agree.
+"""The sizes of a batch's ids, and where ids are stored on their way to the owners of their rows; same on every rank.
 
-Every rank publishes the ids of its samples in a window of its own, and raises a flag. The owners of the rows read the
-ids of their tables there. The ids arrive as one input: those of an owner's shards, feature after feature, each with the
-bags of rank 0's samples first. The CPU knows nothing that depends on the batch, so all offsets are found on the device
-or, where every bag of a feature has the same number of ids, beforehand.
+Each rank publishes its samples' ids in its window and signals a flag; owners read their tables' ids there, as one
+input. Offsets are computed on the device, or in advance if bag sizes are fixed: the CPU reads nothing back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,38 +17,38 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.windows import WindowSpec
 
-_ALIGNMENT = 4  # int32 words, to which the offsets of a window are aligned
+_ALIGNMENT = 4  # int32 words
 
 
 @dataclass(frozen=True)
 class BatchCapacity:
-    """The most that a rank brings to a step; memory and launches are sized by it.
+    """The largest batch of a rank; memory and launches are sized by it.
 
     Example: BatchCapacity(512, {"user": (1, 1), "clicks": (0, 50)}, {"clicks": 4000}) is for batches of up to 512
-    samples, each with one user and up to 50 clicks, and with up to 4000 clicks in all.
+    samples, each with one user and up to 50 clicks, and up to 4000 clicks in all.
     """
 
     samples: int
-    """the most samples of a rank, b"""
+    """most samples of a rank, b"""
     bag_sizes: Mapping[str, tuple[int, int]]
-    """the least and the most ids of a bag, by feature. Where the two agree for every feature, lengths are never read"""
+    """feature -> least and most ids of a bag. If the two are equal for every feature, lengths are never read"""
     ids: Mapping[str, int] = field(default_factory=dict)
-    """the most ids of a batch, by feature; of a feature that is left out, those of `samples` bags of the most ids"""
+    """feature -> most ids of a batch; by default those of `samples` bags of the largest size"""
     distinct: Mapping[str, int] = field(default_factory=dict)
-    """the most distinct ids of a batch, by table of an unpooled collection; of a table that is left out, all ids"""
+    """unpooled table -> most distinct ids of a batch; by default all ids"""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise InputError(
-                f"BatchCapacity: {self.samples} samples, but a batch has at least 1; give those of a rank's batch"
+                f"BatchCapacity: {self.samples} samples, but a batch has at least 1; give the samples of a rank's batch"
             )
         for name, sizes in self.bag_sizes.items():
             if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not 0 <= sizes[0] <= sizes[1]:
-                raise InputError(f"BatchCapacity: {sizes} ids a bag of {name} is no range; give (least, most)")
+                raise InputError(f"BatchCapacity: {sizes} ids a bag of {name} is not a range; give (least, most)")
         for name, most in (*self.ids.items(), *self.distinct.items()):
             if most < 0:
                 raise InputError(
-                    f"BatchCapacity: {most} ids of {name} in a batch, but they are 0 or more; leave it out"
+                    f"BatchCapacity: {most} ids of {name} in a batch, but it must be 0 or more; leave it out"
                 )
 
     @property
@@ -60,70 +58,68 @@ class BatchCapacity:
 
     @property
     def mean_bag_sizes(self) -> dict[str, float]:
-        """The ids of a bag, by feature: half way between the least and the most, or of the most ids of a batch."""
-        middles = {name: (least + most) / 2 for name, (least, most) in self.bag_sizes.items()}
-        return middles | {name: most / self.samples for name, most in self.ids.items()}
+        """Estimated ids of a bag by feature, from `ids` or else the middle of the range."""
+        means = {name: (least + most) / 2 for name, (least, most) in self.bag_sizes.items()}
+        return means | {name: most / self.samples for name, most in self.ids.items()}
 
     def capacity(self, keys: Sequence[str]) -> list[int]:
-        """Return the most ids of a rank's batch, by feature.
+        """Return the most ids of a rank's batch by feature.
 
         Raises:
-            InputError: if a feature has no bound.
+            InputError: if a feature has no bag size.
         """
         for key in keys:
             if key not in self.bag_sizes:
-                raise InputError(f"BatchCapacity: no bound for the ids of feature {key}; name it in bag_sizes")
+                raise InputError(f"BatchCapacity: feature {key} has no bag size; add it to bag_sizes")
         most = {key: self.samples * self.bag_sizes[key][1] for key in keys}
         return [min(most[key], self.ids.get(key, most[key])) for key in keys]
 
 
-_EVERY_ID = 1 << 32  # more than any id, also than those below 0, which kernels read as numbers without a sign
+_EVERY_ID = 1 << 32  # above every id; kernels read negative ids as unsigned numbers
 
 
 class Share(NamedTuple):
-    """The ids of one feature that are of one row shard of its table; the shard's rows count from 0."""
+    """The ids of one feature that name rows of one row shard of its table."""
 
     key: int
     """index of the feature in the keys"""
     first: int
-    """first id of the shard"""
+    """first id, the shard's row 0"""
     end: int
-    """the id after its last; beyond all ids for the last shard that has rows, whose owner finds those outside"""
+    """one past its last id; for the last shard with rows above every id, so its owner reports ids outside the table"""
 
 
 @dataclass(frozen=True)
 class IdLayout:
-    """Where ids are in a rank's window, and where they arrive.
+    """Positions of ids in a rank's window, and where they arrive.
 
-    Where tables are cut by rows, a window has the ids of all features, then those of every share, which are sorted out
-    where they are published. The offsets are those of the features, of a feature of no interest between, and of the
-    shares: T features, then, from T + 1 on, the shares.
+    The window has the ids of all T features. If tables are cut by rows, the same ids follow once more, sorted into
+    shares when they are published. Features are numbered 0 .. T - 1; T is a separator; shares follow from T + 1 on.
 
     Example: features f of 1 id a bag and g of 0 .. 2, 3 samples a rank, W = 2. A window has room for 3 + 6 ids, then
     the offsets of 2 * 3 bags. An owner of g alone has room for 2 * 6 ids.
     """
 
     layout: Layout
-    """the shards of all ranks, with one input a rank: see `joined`"""
+    """has one input for each rank, see `joined`"""
     keys: Sequence[str]
-    """the features in the order in which every batch has them"""
+    """the features in the order of every batch"""
     bound: BatchCapacity
     weighted: bool = False
-    """whether ids have weights, which then travel with them"""
 
     @cached_property
     def capacity(self) -> list[int]:
-        """The most ids of a rank's batch, by feature in order of `keys`."""
+        """Most ids of a rank's batch by feature."""
         return self.bound.capacity(self.keys)
 
     @cached_property
     def values(self) -> int:
-        """The most ids of a rank's batch."""
+        """Most ids of a rank's batch."""
         return sum(self.capacity)
 
     @cached_property
     def shares(self) -> list[Share]:
-        """The shares of the tables that are cut by rows, alike on all ranks."""
+        """The shares of tables cut by rows."""
         return sorted(set(self._share_of.values()))
 
     @cached_property
@@ -136,23 +132,23 @@ class IdLayout:
         return {shard: Share(index(shard.feature_name), *_ids_of(shard.rows, rows[shard.name])) for shard in cut}
 
     def published(self, shard: FeatureShard) -> int:
-        """Return which of the published features has the ids of a shard; of a table that is cut by rows, its share."""
+        """Return the published feature, or share, that has a shard's ids."""
         if shard.is_cut_by_rows:
             return len(self.keys) + 1 + self.shares.index(self._share_of[shard])
         return self.keys.index(shard.feature_name)
 
     def knows_empty_bags(self, shard: FeatureShard) -> bool:
-        """Return whether the samples' rank sends no gradient of a shard's empty bags, see `Step.own_offsets`."""
+        """Return whether no gradient is sent for a shard's empty bags, see `Step.own_offsets`."""
         return shard.is_cut_by_rows or shard.slots
 
     @property
     def known_lengths(self) -> bool:
-        """Whether every bag that is published has a number of ids that is known beforehand."""
+        """Whether the sizes of all published bags are known in advance."""
         return self.bound.known_lengths and not self.shares
 
     @cached_property
     def shared_values(self) -> int:
-        """The most ids of a rank's batch in shares; every id of a feature is in one share of each of its cuts."""
+        """Most ids in all shares; each cut of a table counts its feature's ids once."""
         cuts: dict[tuple[str, int], set[Share]] = {}
         for shard, share in self._share_of.items():
             cuts.setdefault((shard.name, shard.first_column), set()).add(share)
@@ -161,55 +157,50 @@ class IdLayout:
 
     @cached_property
     def published_capacity(self) -> list[int]:
-        """The most ids of each feature and, where there are shares, of the feature between and of each share."""
+        """Most ids of each feature, then of the separator and each share."""
         if not self.shares:
             return self.capacity
         return [*self.capacity, self.shares_at, *(self.capacity[share.key] for share in self.shares)]
 
     @cached_property
     def shares_at(self) -> int:
-        """First word of the ids in shares."""
-        return -(-self.values // _ALIGNMENT) * _ALIGNMENT
+        """Word at which the shares' ids begin."""
+        return _aligned(self.values)
 
     def known_total(self, samples: int) -> int:
-        """Return the ids of a rank's batch of `samples`, where lengths are known beforehand."""
+        """Return the ids of a batch of `samples` with known lengths."""
         return samples * sum(self.bound.bag_sizes[key][1] for key in self.keys)
 
     @cached_property
     def weights_at(self) -> int:
-        """Words from an id to its weight, where ids have weights: those of all ids follow the last id."""
-        return -(-(self.shares_at + self.shared_values) // _ALIGNMENT) * _ALIGNMENT
+        """Words from an id to its weight."""
+        return _aligned(self.shares_at + self.shared_values)
 
     @cached_property
     def offsets_at(self) -> int:
-        """First word of a window's offsets."""
+        """Word at which the offsets begin."""
         return self.weights_at * (1 + self.weighted)
 
     @property
     def windows(self) -> WindowSpec:
-        """The windows of the ids in every rank's arena: int32 ids, then the int32 offsets of all bags; one flag a rank.
+        """The id windows, with one flag for each rank.
 
-        Where ids have weights, these are between, float32. Where lengths are known, the number of ids is there in place
-        of the offsets.
+        A window has int32 ids, float32 weights if any, and the int32 offsets of all bags or, if lengths are known, the
+        number of ids.
         """
         offsets = 0 if self.known_lengths else len(self.published_capacity) * self.bound.samples
         return WindowSpec("ids", Region((self.offsets_at + offsets + 1,), torch.int32), 1)
 
     def features(self, rank: int) -> list[int]:
-        """Return of each feature shard of `rank` which of the published features it looks up, see `published`."""
+        """Return the published feature of each feature shard of `rank`."""
         return [self.published(shard) for shard in self.layout.by_owner[rank]]
 
     def arriving(self, features: Sequence[int], sources: int) -> int:
-        """Return the most ids of `features`, as `features()` returns them, that arrive from `sources` ranks."""
+        """Return the most ids of published `features` that arrive from `sources` ranks."""
         return sources * sum(self.published_capacity[feature] for feature in features)
 
     def known_offsets(self, features: Sequence[int], bags: int) -> torch.Tensor:
-        """Return [F * bags + 1] int32: the offsets of the bags of F features that have known lengths.
-
-        Args:
-            features: indices in `keys`.
-            bags: of each feature.
-        """
+        """Return [F * bags + 1] int32: the offsets of F features, by index, with `bags` bags of known length each."""
         sizes = torch.tensor(
             [self.bound.bag_sizes[self.keys[feature]][1] for feature in features], dtype=torch.int32, device="cpu"
         )
@@ -219,16 +210,16 @@ class IdLayout:
     def known_arrivals(
         self, features: Sequence[int], sources: int, samples: int
     ) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Return where ids are that have known lengths, for batches of `samples`.
+        """Return the positions of ids with known lengths, for batches of `samples`.
 
         Args:
             features: indices in `keys` of F features.
-            sources: ranks whose ids of these features arrive, S.
-            samples: of a rank.
+            sources: number of ranks that the ids arrive from, S.
 
         Returns:
-            For each feature and each source, [F * S]: the first id in the source's window, the number of ids, and where
-            they arrive; then the offsets at which the F features' bags begin, and the end, [F + 1].
+            Three lists [F * S], for each feature and source: the first id in the source's window, the number of ids,
+            and where
+            they arrive. Then [F + 1]: where each feature's bags begin, and the end.
         """
         sizes = [self.bound.bag_sizes[key][1] * samples for key in self.keys]
         starts = [0, *accumulate(sizes)]
@@ -238,8 +229,11 @@ class IdLayout:
         return firsts, counts, arrivals[:-1], arrivals[::sources]
 
 
+def _aligned(words: int) -> int:
+    return -(-words // _ALIGNMENT) * _ALIGNMENT
+
+
 def _ids_of(rows: tuple[int, int], table_rows: int) -> tuple[int, int]:
-    """Return the first id and the end of a row shard's share, in a table of `table_rows` rows."""
     first, end = rows
     if first == end:
         return _EVERY_ID, _EVERY_ID
@@ -247,7 +241,7 @@ def _ids_of(rows: tuple[int, int], table_rows: int) -> tuple[int, int]:
 
 
 def joined(layout: Layout) -> Layout:
-    """Return the layout of the same shards whose ids are all in one input of their owner, in the same order."""
+    """Return the layout of the same shards with all ids of an owner in one input."""
     shards: list[FeatureShard] = []
     for owned in (*layout.by_owner, layout.replicated):
         shards += [replace(shard, input=0, feature=index) for index, shard in enumerate(owned)]

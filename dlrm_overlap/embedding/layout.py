@@ -1,71 +1,62 @@
-"""Which rank pools which feature, and where pooled embeddings and their gradients are; all ranks know all of it."""
+"""Which rank pools which feature, and into which columns; identical on every rank."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torchrec.modules.embedding_configs import PoolingType
 
-from dlrm_overlap.comm.arena import Region
-from dlrm_overlap.embedding.windows import WindowSpec
-
 EVERY_RANK = -1
 Key = TypeVar("Key")
 SLOTS_FROM = " slots from "
-"""in the name of a feature of slots, between its table and the first slot, unless that is 0"""
+"""joins table and first slot, if that is not 0, in the name of a feature of slots"""
 
 
 @dataclass(frozen=True)
 class FeatureShard:
-    """The columns of one feature's pooled embedding that one rank computes: those of a shard of its table.
-
-    A table that is not cut has one shard, and so its feature one FeatureShard. Two features that share a table have
-    one each. Of a table that is cut by rows each shard gives a partial sum of the same columns; their sum is pooled.
-    """
+    """The columns of one feature's pooled embedding, or of its partial sums, that one rank computes from its shard."""
 
     name: str
-    """name of the feature's pooled embedding in the output, see `distinct`"""
+    """unique name of the pooled embedding in the output, see `unique_names`"""
     owner: int
-    """rank that holds the shard; EVERY_RANK for a whole table that each rank holds and looks up for its own samples"""
+    """rank; EVERY_RANK for a data-parallel table, which each rank looks up for its own samples"""
     input: int
-    """which of the owner's inputs holds the feature's bags; an owner has an input for each input distribution"""
+    """index of the owner's input, one for each sharding, with the feature's bags"""
     feature: int
-    """index of the feature in that input: the bag of sample s is number feature * B + s"""
+    """index in that input: bag feature * B + s is sample s's"""
     lookup: int
-    """which of the owner's fused lookups (FBGEMM TBE) holds the shard"""
+    """index of the owner's fused lookup (FBGEMM TBE)"""
     table: int
-    """index of the shard in that lookup"""
+    """index in that lookup"""
     first_column: int
-    """first column of the shard in those of its name: its first in its table, unless that names the feature twice"""
+    """within the pooled embedding `name`"""
     dim: int
-    """number of the shard's columns, D"""
     mean: bool
-    """whether a bag is pooled into the mean of its rows, rather than their sum"""
+    """pool to the mean, not the sum"""
     dtype: torch.dtype
-    """type of the rows"""
     feature_name: str
-    """name of the feature in the ids: `name` unless several tables pool the feature"""
+    """name in the ids; several tables may pool one feature"""
     rows: tuple[int, int] = (0, 0)
-    """first row and end of the shard in its table, if that is cut by rows; else (0, 0)"""
+    """first row and end, if the table is cut by rows"""
     row_shard: int = 0
-    """index of the shard among those of other rows and the same columns of the table, in order of their owners"""
+    """index among the row shards of the same columns, by owner"""
     slots: bool = False
-    """whether the bags are slots, of one id or of none: so one owner of rows at most has something of a bag to store,
-    which needs no addition, and nothing is stored of an empty one, which nobody reads"""
+    """bags are slots of one id or none: nothing is added up, and nothing is stored for an empty slot"""
 
     @property
     def is_cut_by_rows(self) -> bool:
-        """Whether other ranks may have other rows of the table."""
+        """Whether the table is cut by rows."""
         return self.rows != (0, 0)
 
 
-def distinct(names: Iterable[str]) -> dict[str, str]:
-    """Return the names in their order, each under one of its own: a table that names a feature twice pools it twice.
+def unique_names(names: Iterable[str]) -> dict[str, str]:
+    """Return unique names, each with its original: a table that lists a feature twice pools it twice.
 
-    Example: a, b, a are {"a": "a", "b": "b", "a (2)": "a"}.
+    Example: a, b, a give {"a": "a", "b": "b", "a (2)": "a"}.
     """
     times: Counter[str] = Counter()
     found: dict[str, str] = {}
@@ -76,31 +67,30 @@ def distinct(names: Iterable[str]) -> dict[str, str]:
 
 
 def outputs_of(table: Any) -> list[tuple[str, str]]:
-    """Return the pooled embeddings of a table of TorchRec's, each by its name and that of its feature.
+    """Return (output name, feature name) for each pooled embedding of a TorchRec table config.
 
-    A table that is not pooled has one, of its slots, which has the table's name.
+    An unpooled table has one output, its slots, under the table's name.
     """
     if table.pooling == PoolingType.NONE:
         return [(table.name, table.name)]
-    return list(zip(distinct(table.embedding_names), table.feature_names, strict=True))
+    return list(zip(unique_names(table.embedding_names), table.feature_names, strict=True))
 
 
 @dataclass(frozen=True)
 class FusedLookup:
-    """The shards of one fused lookup, in its own order, in which their bags and their columns are contiguous."""
+    """The shards of one fused lookup; their bags and their columns are contiguous."""
 
     number: int
-    """which of the owner's lookups it is"""
     shards: Sequence[FeatureShard]
 
     @property
     def input(self) -> int:
-        """The owner's input that holds the bags."""
+        """Index of the owner's input."""
         return self.shards[0].input
 
     @property
     def first_feature(self) -> int:
-        """Index of the first shard's feature in that input."""
+        """Index in that input of the first shard's feature."""
         return self.shards[0].feature
 
     @property
@@ -110,77 +100,69 @@ class FusedLookup:
 
 
 class RowRange(NamedTuple):
-    """A table, or a row shard of it."""
+    """A table, or one row shard of it."""
 
     table: str
     row_shard: int | None
-    """see `FeatureShard`; None of a whole table"""
+    """None for the whole table"""
     first: int
-    """its first row"""
 
 
 class PartialSums(NamedTuple):
-    """The columns of the output that are a sum of partial sums, one of each row shard.
+    """Row shards whose partial sums add up to the same columns of the output.
 
-    Example: a table of dim 4 at columns 8 .. 11 of an output of 20, cut by rows over three ranks. The first rank's
-    partial sums arrive at 8, where the sum is stored, those of the others at 20 and 24, the first columns after it.
+    Example: a table of dim 4 at columns 8 .. 11 of 20, cut by rows over three ranks. The first rank's partial sums
+    arrive at column 8, where the sum is stored; the others' at 20 and 24.
     """
 
     shards: tuple[FeatureShard, ...]
-    """the row shards, in the order of their owners"""
+    """by owner"""
 
     def on(self, node: range) -> tuple[FeatureShard, ...]:
-        """Return the row shards of the ranks of `node`; of several the sum is made there for samples of other nodes."""
+        """Return the row shards on `node`, which adds up several of them for samples of other nodes."""
         return tuple(shard for shard in self.shards if shard.owner in node)
 
 
 class Layout:
-    """The feature shards of all ranks, and the output [b, D_total], whose columns are in the order of `names`.
+    """The feature shards of all ranks, and the output [b, D_total] with its columns in the order of `names`.
 
-    Pooled embeddings arrive in rows of `arrival_dim` columns: those of the output, then a place for the partial sums of
-    each row shard but the first.
+    Rows arrive with `arrival_dim` columns: the output's, then the partial sums of every row shard but the first.
 
-    Example: features a and b of dims 4 and 8, a on rank 1, b cut into two halves on ranks 0 and 1. The output has 12
-    columns: a at 0, the first half of b at 4, the second at 8. Rank 1 pools a and the second half: `owner_dims` is
-    [4, 8], and `owner_columns(1)` is 0 .. 3, 8 .. 11.
+    Example: features a and b of dims 4 and 8; a on rank 1, b cut by columns over ranks 0 and 1. The output has a at
+    column 0, the first part of b at 4, the second at 8. `owner_dims` is [4, 8], `owner_columns(1)` is 0 .. 3, 8 .. 11.
     """
 
     def __init__(self, shards: Sequence[FeatureShard], names: Sequence[str], world_size: int) -> None:
-        """Lay out `shards`, given in each owner's own order, for an output with the features `names`."""
+        """Lay out `shards`, given in each owner's order."""
         self.names, self.world_size = list(names), world_size
         self.by_owner = [[shard for shard in shards if shard.owner == rank] for rank in range(world_size)]
         self.replicated = [shard for shard in shards if shard.owner == EVERY_RANK]
-        """shards that are never sent: each rank pools them for its own samples"""
         width: dict[str, int] = dict.fromkeys(names, 0)
         for shard in shards:
             width[shard.name] += shard.dim if shard.row_shard == 0 else 0
         self.dims = list(width.values())
-        self.total_dim = sum(self.dims)
-        first = 0
-        self._first_column: dict[str, int] = {}
-        for name, dim in width.items():
-            self._first_column[name] = first
-            first += dim
-        self._behind: dict[FeatureShard, int] = {}
+        *starts, self.total_dim = accumulate(self.dims, initial=0)
+        self._first_column = dict(zip(width, starts, strict=True))
+        self.arrival_dim = self.total_dim
+        self._partial_column: dict[FeatureShard, int] = {}
         for shard in shards:
             if shard.row_shard > 0 and not shard.slots:
-                self._behind[shard] = first
-                first += shard.dim
-        self.arrival_dim = first
+                self._partial_column[shard] = self.arrival_dim
+                self.arrival_dim += shard.dim
 
     def column(self, shard: FeatureShard) -> int:
-        """Return the first of the columns in which the shard's pooled embeddings arrive."""
-        return self._behind.get(shard, self.output_column(shard))
+        """Return the first column in which the shard's pooled embeddings arrive."""
+        return self._partial_column.get(shard, self.output_column(shard))
 
     def output_column(self, shard: FeatureShard) -> int:
-        """Return the first of the output's columns that the shard fills, or adds to; its gradient is there."""
+        """Return the first column of the output, and of its gradient, that belongs to the shard."""
         return self._first_column[shard.name] + shard.first_column
 
     def with_features(self, range_of: Mapping[str, RowRange]) -> "Layout":
-        """Return the layout of tables of slots that have several features each.
+        """Return a layout in which tables of slots have several features each.
 
         Args:
-            range_of: by feature in order, its table, or the row shard of it that alone has the feature.
+            range_of: feature -> its table or row shard, in order.
         """
         shards = [
             replace(shard, name=name, feature_name=name, row_shard=shard.row_shard if of.row_shard is None else 0)
@@ -192,7 +174,7 @@ class Layout:
         return Layout(shards, list(range_of), self.world_size)
 
     def row_ranges(self, cut: bool) -> Mapping[str, RowRange]:
-        """Return the tables by name or, with `cut`, the ranges of the rows of each that is cut by rows, by names."""
+        """Return the tables by name; with `cut`, each row shard of a table cut by rows under its own name instead."""
         found: dict[str, RowRange] = {}
         for name in self.names:
             shards = {s.row_shard: s.rows for of in self.by_owner for s in of if s.name == name and s.is_cut_by_rows}
@@ -204,57 +186,56 @@ class Layout:
 
     @cached_property
     def partial_sums(self) -> Sequence[PartialSums]:
-        """The columns of the output that are sums of the partial sums of several ranks."""
+        """The sums over several ranks, by column."""
         summed = [shard for shards in self.by_owner for shard in shards if not shard.slots]
         together = _grouped(summed, self.output_column)
         return [PartialSums(tuple(shards)) for _, shards in sorted(together.items()) if len(shards) > 1]
 
     @cached_property
     def added_up(self) -> frozenset[FeatureShard]:
-        """The shards whose partial sums are added to those of others."""
+        """The shards whose partial sums are added to others."""
         return frozenset(shard for each in self.partial_sums for shard in each.shards)
 
     @cached_property
     def has_slots(self) -> bool:
-        """Whether the bags are slots, as they are of all shards or of none."""
+        """Whether the bags are slots, of all shards or none."""
         return any(shard.slots for shards in (*self.by_owner, self.replicated) for shard in shards)
 
     @cached_property
     def owner_dims(self) -> list[int]:
-        """Number of the output's columns that each rank computes: D_local of rank 0, 1, .."""
+        """D_local by rank: columns of the output that it computes."""
         return [sum(shard.dim for shard in shards) for shards in self.by_owner]
 
     def owner_columns(self, rank: int) -> torch.Tensor:
-        """Return [D_local] int64: the output's columns that `rank` computes, in the order of its shards."""
+        """Return [D_local] int64: the columns of the output that `rank` computes."""
         return column_numbers([(self.output_column(shard), shard.dim) for shard in self.by_owner[rank]])
 
     @cached_property
     def sent_columns(self) -> torch.Tensor:
-        """[sum of D_local] int64: the column of each that a collective brings where it arrives, rank 0's first."""
+        """[sum of D_local] int64: where each column that a collective receives arrives, rank 0's first."""
         return column_numbers([(self.column(shard), shard.dim) for shards in self.by_owner for shard in shards])
 
     @cached_property
     def sent_in_order(self) -> bool:
-        """Whether a collective brings the columns in the order of the output."""
+        """Whether a collective receives the columns in the output's order."""
         return torch.equal(self.sent_columns, torch.arange(self.total_dim, device="cpu"))
 
     def tables(self, rank: int) -> list[list[FeatureShard]]:
-        """Return the rank's feature shards in order, those that share a table's rows together."""
+        """Return the rank's feature shards, grouped by table."""
         return list(_grouped(self.by_owner[rank], lambda shard: (shard.lookup, shard.table)).values())
 
     def lookups(self, rank: int) -> list[FusedLookup]:
-        """Return the rank's fused lookups in order."""
+        """Return the rank's fused lookups."""
         together = _grouped(self.by_owner[rank], lambda shard: shard.lookup)
         return [FusedLookup(number, shards) for number, shards in together.items()]
 
     def pooled_together(self, rank: int) -> Mapping[tuple[int, int, torch.dtype], list[FeatureShard]]:
-        """Return the shards of a rank, or EVERY_RANK's, by kernel that pools them: (input, dim, type of the rows)."""
+        """Return the shards of a rank, or EVERY_RANK, by the kernel that pools them: (input, dim, row type)."""
         shards = self.replicated if rank == EVERY_RANK else self.by_owner[rank]
         return _grouped(shards, lambda shard: (shard.input, shard.dim, shard.dtype))
 
 
 def _grouped(shards: Iterable[FeatureShard], key: Callable[[FeatureShard], Key]) -> dict[Key, list[FeatureShard]]:
-    """Return the shards by key, in their order; keys in the order of their first shards."""
     together: dict[Key, list[FeatureShard]] = {}
     for shard in shards:
         together.setdefault(key(shard), []).append(shard)
@@ -262,88 +243,6 @@ def _grouped(shards: Iterable[FeatureShard], key: Callable[[FeatureShard], Key])
 
 
 def column_numbers(ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return [n] int64: the columns of some ranges, each given by its first column and its number of columns."""
+    """Return [n] int64: the columns of (first, number) ranges, one after the other."""
     columns = [torch.arange(first, first + dim, device="cpu") for first, dim in ranges]
     return torch.cat(columns) if columns else torch.empty(0, dtype=torch.int64, device="cpu")
-
-
-_PART_BYTES = 32 << 20  # of a window: so much takes the links longer than the launches that a part costs
-_HEAVY = 0.25  # share of a rank's ids from which a table travels first
-_MOST_PARTS = 6  # from here on the CPU's launches cost more than they hide
-
-
-class GradientLayout:
-    """The gradient windows [D_local * B], shard after shard, and the parts in which gradients travel.
-
-    A shard whose columns begin at `start` of D_local has its gradient [B, D] from element start * B on, so that a
-    table's gradients are together while its rows are updated. Parts are some of a rank's tables: the rows of one part
-    are updated while the next part travels. A part has a flag of its own. Where the ids of a bag are known, tables of
-    more than a quarter of a rank's ids travel first, since their update takes longest.
-
-    Example: B is 2, a rank has shards of dims 4 and 8. The first one's gradient is [2, 4] at elements 0 .. 7, the
-    second one's [2, 8] at 8 .. 23.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        samples_per_rank: int,
-        wire_dtype: torch.dtype,
-        bag_ids: Mapping[str, float] | None = None,
-    ) -> None:
-        """Lay out the gradients of up to `samples_per_rank` samples a rank.
-
-        Args:
-            bag_ids: feature -> ids of a bag, alike on all ranks; None where nobody knows.
-        """
-        self._layout, self._wire_dtype, self._bag_ids = layout, wire_dtype, bag_ids or {}
-        self._elements = max(layout.owner_dims) * samples_per_rank * layout.world_size
-        parts = min(_MOST_PARTS, self._elements * wire_dtype.itemsize // _PART_BYTES)
-        self.parts = max(1, parts) if self._elements else 0
-        """none where nothing is exchanged: no kernel would raise a part's flag"""
-
-    @property
-    def windows(self) -> WindowSpec:
-        """The windows of the gradients in every rank's arena, with a flag a part."""
-        return WindowSpec("gradients", Region((self._elements,), self._wire_dtype), max(1, self.parts))
-
-    @cached_property
-    def starts(self) -> Mapping[FeatureShard, int]:
-        """The first column of each shard in its owner's D_local."""
-        starts: dict[FeatureShard, int] = {}
-        for shards in self._layout.by_owner:
-            column = 0
-            for shard in shards:
-                starts[shard] = column
-                column += shard.dim
-        return starts
-
-    @cached_property
-    def part_of(self) -> Mapping[FeatureShard, int]:
-        """The part of each shard, by the columns that travel before its table, whose rows are updated at once.
-
-        The first part is half as long as the others: nothing is updated while it travels.
-        """
-        parts: dict[FeatureShard, int] = {}
-        for rank, columns in enumerate(self._layout.owner_dims):
-            before = 0
-            for shards in self._in_order(rank):
-                parts |= dict.fromkeys(shards, (before * (2 * self.parts - 1) // columns + 1) // 2)
-                before += sum(shard.dim for shard in shards)
-        return parts
-
-    def _in_order(self, rank: int) -> Sequence[Sequence[FeatureShard]]:
-        """Return the rank's shards by table, in the order in which they travel."""
-        tables = self._layout.tables(rank)
-        ids = [sum(self._bag_ids.get(shard.feature_name, 0.0) for shard in shards) for shards in tables]
-        heavy = [each / max(sum(ids), 1e-9) > _HEAVY for each in ids]
-        first = [table for table, travels_first in zip(tables, heavy, strict=True) if travels_first]
-        return first + [table for table, travels_first in zip(tables, heavy, strict=True) if not travels_first]
-
-    @cached_property
-    def shards(self) -> Sequence[Sequence[Sequence[FeatureShard]]]:
-        """The shards by part, then by owner, in order."""
-        return [
-            [[shard for shard in shards if self.part_of[shard] == part] for shards in self._layout.by_owner]
-            for part in range(self.parts)
-        ]

@@ -24,6 +24,7 @@ from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.data.batch import table_keys
 from dlrm_overlap.embedding.balance import TableLoad, balance
@@ -31,22 +32,22 @@ from dlrm_overlap.kernels.arguments import looks_at_rows, state_bytes
 
 log = logging.getLogger("dlrm_overlap")
 
-_RESERVED = 0.2  # of a device's memory: all but tables
+_RESERVED = 0.2  # share of a device's memory that is not for tables
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 
-_LEAST_COLUMNS = 32  # of a shard by `constraints`, a quarter of the usual 128, of which TorchRec's planner cuts none
+_MIN_COLUMNS = 32  # of a shard; TorchRec's default is 128
 
 
 def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) -> dict[str, ParameterConstraints]:
-    """Return constraints by table, under which the plan of TorchRec's planner is exchanged and captured.
+    """Return constraints by table for TorchRec's planner, so that its plan is exchanged and captured.
 
-    All lookups have compute kernel `fused`. Tables may be cut by columns down to shards of 32, instead of 128.
+    All tables have compute kernel `fused`, and may be cut into shards of 32 columns instead of 128.
 
     Args:
         model: not sharded yet.
-        bag_sizes: feature -> mean number of ids in a bag or a sequence, which the planner otherwise takes for 1.
+        bag_sizes: feature -> mean ids of a bag or a sequence, by default 1.
 
     Example:
         planner = EmbeddingShardingPlanner(constraints=constraints(model, {"clicks": 20}))
@@ -54,7 +55,7 @@ def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) 
     return {
         config.name: ParameterConstraints(
             compute_kernels=[_FUSED],
-            min_partition=_LEAST_COLUMNS,
+            min_partition=_MIN_COLUMNS,
             pooling_factors=[(bag_sizes or {}).get(feature, 1.0) for feature in config.feature_names],
         )
         for _, configs in _collections(model).values()
@@ -63,7 +64,7 @@ def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) 
 
 
 def build_topology(device: torch.device, world_size: int, local_world_size: int) -> Topology:
-    """Describe the machine to TorchRec's planner: all memory of this device, since nothing is allocated yet."""
+    """Describe the machine to TorchRec's planner, with all memory of this device."""
     if device.type == "cpu":
         room: dict[str, Any] = {"ddr_cap": psutil.virtual_memory().total // local_world_size}
     else:
@@ -74,7 +75,7 @@ def build_topology(device: torch.device, world_size: int, local_world_size: int)
 def torchrecs_planner(
     topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints]
 ) -> EmbeddingShardingPlanner:
-    """Return TorchRec's planner, which leaves a fifth of the memory to all but tables, for batches of a rank."""
+    """Return TorchRec's planner for a rank's `batch_size`, with a fifth of the memory reserved."""
     return EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
@@ -96,15 +97,15 @@ def make_plan(
     """Return the plan of `config.plan` for the tables of a module, the same on every rank; a collective.
 
     Args:
-        module: not sharded yet, whose collections have the tables `table_keys`.
-        sharders: of the collections.
-        pooling: mean number of ids in a bag, per table.
+        module: not sharded yet, with tables named `table_keys`.
+        sharders: of its collections.
+        pooling: mean ids of a bag, by table.
         batch_size: samples of a rank.
-        group: the ranks.
 
     Raises:
         InputError: if the tables do not fit; or see `cached_tables`.
     """
+    # What each table costs.
     collections, loads = _collections(module), dict[str, TableLoad]()
     tables = {table.name: (each, table) for each, configs in collections.values() for table in configs}
     for name, ids in zip(table_keys(len(pooling)), pooling, strict=True):
@@ -113,19 +114,19 @@ def make_plan(
         size = round(table.num_embeddings * (row_bytes + state_bytes(config.optimizer, table.embedding_dim)))
         is_pooled = isinstance(collection, EmbeddingBagCollection)
         loads[name] = TableLoad(ids, table.embedding_dim, row_bytes, size, table.num_embeddings, is_pooled)
-    on_gpu, storage, capacities = topology.compute_device == "cuda", topology.devices[group.rank()].storage, [0]
-    capacities *= group.size()
-    dist.all_gather_object(capacities, storage.hbm if on_gpu else storage.ddr, group)
-    capacity = int(min(capacities) * (1 - _RESERVED))  # bytes of a rank for tables
+    # Room for tables on each rank, and the tables that are cached for lack of it.
+    on_gpu, storage = topology.compute_device == "cuda", topology.devices[group.rank()].storage
+    capacity = int(min(gathered(storage.hbm if on_gpu else storage.ddr, group)) * (1 - _RESERVED))
     cached = cached_tables(loads, config, capacity * group.size() if on_gpu else None)
     params = CacheParams(load_factor=config.cache_fraction, prefetch_pipeline=config.backend == "torchrec" or None)
     if config.plan == "auto":
         if on_gpu:
             loads |= {name: loads[name]._replace(bytes=round(_held_bytes(loads[name], config))) for name in cached}
         plan = _balanced(collections, loads, sharders, topology, config, capacity, group)
-    else:  # for CPUs TorchRec's planner knows no other kernel
+    else:  # on CPUs TorchRec's planner has no caching kernel
         of_gpu = dict.fromkeys(cached if on_gpu else (), params)
         plan = _planned_by_torchrec(module, loads, sharders, topology, config.plan, of_gpu, batch_size, group)
+    # Either plan has compute kernel `fused`; cached tables get their own.
     for by_name in plan.plan.values():
         sharded: Any = by_name
         for name in cached & sharded.keys():
@@ -136,14 +137,13 @@ def make_plan(
 def cached_tables(loads: Mapping[str, TableLoad], config: EmbeddingConfig, capacity_bytes: float | None) -> set[str]:
     """Return the tables that are cached, see `embedding.memory`.
 
-    Under auto they are the largest, the least number of them that leaves room for the others and the caches.
+    Under auto the largest tables are, as few as leave room for the others.
 
     Args:
-        loads: all tables by name.
-        capacity_bytes: the room for tables on all GPUs; None on CPUs, which have no other memory.
+        capacity_bytes: room for tables on all GPUs; None on CPUs, which have no other memory.
 
     Raises:
-        InputError: if `embedding.memory` has not one value, nor one a table.
+        InputError: if `embedding.memory` has neither one value nor one for each table.
     """
     memory = [config.memory] * len(loads) if isinstance(config.memory, str) else config.memory
     if len(memory) != len(loads):
@@ -163,7 +163,7 @@ def cached_tables(loads: Mapping[str, TableLoad], config: EmbeddingConfig, capac
 
 
 def _held_bytes(load: TableLoad, config: EmbeddingConfig) -> float:
-    """Return the bytes that a cached table takes on the GPU: of its slots, and of where each row is."""
+    """Return the bytes of a cached table on the GPU: its slots, and 4 bytes for each row."""
     return min(load.bytes, load.bytes * config.cache_fraction + 4 * load.rows)
 
 
@@ -177,9 +177,8 @@ def _planned_by_torchrec(
     batch_size: int,
     group: dist.ProcessGroup,
 ) -> ShardingPlan:
-    """Return the plan of TorchRec's planner, which rank 0 makes, with shards of the configured `kind`."""
     dim = next(iter(loads.values())).dim
-    # TorchRec never cuts columns below 128 of itself: where columns are asked for, every rank may have some.
+    # By default TorchRec cuts no shard below 128 columns; here every rank may have some.
     min_partition = max(4, dim // topology.world_size // 4 * 4) if kind == "column_wise" else None
     constraints = {
         name: ParameterConstraints(
@@ -206,17 +205,16 @@ def _balanced(
     capacity: int,
     group: dist.ProcessGroup,
 ) -> ShardingPlan:
-    """Return the shards of the tables placed by `balance`; all ranks do so alike."""
     local, world_size = topology.local_world_size, group.size()
-    # FBGEMM updates each shard's columns apart, row-wise states and norms of rows included: where cuts of columns
-    # depend on the number of ranks, so would the training, and losses would part on another number of them.
+    # FBGEMM updates each shard separately, with its own row-wise states and row norms. Cuts by columns would make the
+    # losses depend on the number of ranks.
     cut_columns, node_size = not looks_at_rows(config.optimizer), local if world_size % local == 0 else None
     placed = balance(list(loads.values()), world_size, capacity, cut_columns, node_size)
     if placed is None:
         held = sum(load.bytes for load in loads.values())
         raise _does_not_fit("auto", f"{held} bytes of tables on {world_size} ranks with room for {capacity} each")
     if group.rank() == 0:
-        text = "plan: the fullest rank reads %.2f times the mean of rows, and sends %.2f times that of columns"
+        text = "plan: the fullest rank reads %.2f times the mean row elements, and sends %.2f times the mean columns"
         log.info(text, placed.memory, placed.links)
     shardings = dict[str, ParameterShardingGenerator]()
     for number, (name, ranks) in enumerate(zip(loads, placed.ranks, strict=True)):
@@ -236,7 +234,7 @@ def _balanced(
 
 
 def _collections(module: nn.Module) -> dict[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]]:
-    """Return the collections of a module that is not sharded, and the configurations of their tables, by path."""
+    """Return by path the collections of an unsharded module, with their tables' configurations."""
     found: dict[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]] = {}
     for path, each in module.named_modules():
         if isinstance(each, EmbeddingBagCollection):

@@ -1,7 +1,7 @@
 """Data-parallel tables: whole on every rank, looked up for its own samples, trained with the dense parameters.
 
-TorchRec keeps those of a module in dense lookups (FBGEMM), each with one flat parameter. An exchange that takes ids
-looks their rows up itself, into the columns of its output, and adds their gradient to that of the flat parameter.
+TorchRec keeps them in FBGEMM's dense lookups, with one flat parameter each. An exchange that takes ids looks up their
+rows, and adds their gradients to that parameter's.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class ReplicatedTables:
     """The dense lookups that hold a module's data-parallel tables."""
 
     def __init__(self, lookups: Sequence[Any], bounds_checks: Sequence[BoundsCheckMode]) -> None:
-        """Take FBGEMM's `DenseTableBatchedEmbeddingBagsCodegen`, and of each the treatment of bad ids, see `BadIds`."""
+        """Take FBGEMM's `DenseTableBatchedEmbeddingBagsCodegen`s, and the bounds check mode of each."""
         self.lookups, self.bounds_checks = list(lookups), list(bounds_checks)
 
     @classmethod
@@ -32,15 +32,15 @@ class ReplicatedTables:
         return cls([each.emb_module for module in modules for each in module._emb_modules], bounds_check_modes(params))
 
     def storage(self) -> tuple[int, ...]:
-        """Return the addresses of the lookups' rows, which change when rows are moved or replaced."""
+        """Return the addresses of the lookups' rows."""
         return tuple(lookup.weights.data_ptr() for lookup in self.lookups)
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
-        """Return the rows [rows, D] of a table."""
+        """Return a table's rows [rows, D]."""
         return self.table_in(self.lookups[shard.lookup].weights.detach(), shard)
 
     def table_in(self, flat: torch.Tensor, shard: FeatureShard) -> torch.Tensor:
-        """Return a table's [rows, D] out of a tensor [n] of the size of its lookup's weights."""
+        """Return a table's part [rows, D] of a flat tensor like its lookup's weights."""
         lookup = self.lookups[shard.lookup]
         rows, dim = lookup.embedding_specs[shard.table]
         begin = lookup.weights_physical_offsets[shard.table]
@@ -48,16 +48,12 @@ class ReplicatedTables:
 
 
 class ReplicatedGradients(ReplicatedTables):
-    """The gradients of replicated tables, in the place of rows: SGD at a learning rate of -1 adds a step's to them.
-
-    Example: a table of 2 rows, gradient zeros; bags of ids [1], [1, 0] whose gradients are g and h. "Updated" so, the
-    gradient of row 0 is h and that of row 1 is g + h.
-    """
+    """The gradients of replicated tables in place of rows; SGD at a learning rate of -1 adds a step's gradients."""
 
     LEARNING_RATE = -1.0
 
     def storage(self) -> tuple[int, ...]:
-        """Return the addresses of the gradients, which are made where there are none."""
+        """Return the addresses of the gradients, which are created if there are none."""
         return tuple(self._gradient(number).data_ptr() for number in range(len(self.lookups)))
 
     def _gradient(self, lookup: int) -> torch.Tensor:
@@ -67,20 +63,20 @@ class ReplicatedGradients(ReplicatedTables):
         return weights.grad
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
-        """Return the gradient [rows, D] of a table."""
+        """Return a table's gradient [rows, D]."""
         return self.table_in(self._gradient(shard.lookup), shard)
 
     def states(self, shard: FeatureShard) -> list[torch.Tensor]:
-        """Return no states: SGD keeps none."""
+        """Return no states: SGD has none."""
         return []
 
     def stored(self, shard: FeatureShard) -> StoredRows:
-        """Return the flat gradient that holds a table's, and by which rule it is updated."""
+        """Return the flat gradient that holds a table's, and its update rule."""
         return StoredRows(self._gradient(shard.lookup), (), "sgd", stochastic_rounding=False)
 
 
 def data_parallel_weights(model: nn.Module) -> dict[str, TableBatchedEmbeddingSlice]:
-    """Return the data-parallel tables of a sharded model, by name: parameters that show a part of a dense lookup's."""
+    """Return by name the data-parallel tables of a sharded model, which are views of dense lookups' parameters."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""The drop-in's sharded module: TorchRec's own, whose shards an `Exchange` serves."""
+"""The sharded module of pooled tables: TorchRec's, with its shards served by an `Exchange`."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache, partial, reduce
@@ -18,8 +18,9 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
-from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
+from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule, exchanges_of
 from dlrm_overlap.embedding.id_layout import BatchCapacity
+from dlrm_overlap.embedding.id_sender import IdSender
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.shardings import exchanging_group, in_rank_order, model_order, names_of, output_types
 from dlrm_overlap.embedding.steps import weights_of, with_float_weights
@@ -28,17 +29,15 @@ from dlrm_overlap.embedding.variable_batch import InverseIndices, of_samples, wi
 
 
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
-    """TorchRec's sharded module, whose shards exchange through an `Exchange`.
+    """TorchRec's sharded module with its shards exchanged by an `Exchange`; other shardings fall back to TorchRec.
 
-    Shardings that an exchange cannot take fall back to TorchRec's own lookup and output_dist. The output
-    has the features in TorchRec's order, which follows the plan; or, under `output_order` model, the exchanged ones
-    first, in the order of the unsharded module, then the others in TorchRec's.
+    The output has the features in TorchRec's order, which follows the plan. With `output_order` model the exchanged
+    features come first, in the order of the unsharded module, then the others in TorchRec's.
     """
 
     _exchange_type = Exchange
 
     def __init__(self, *args: Any, output_order: str, **kwargs: Any) -> None:
-        """Take the arguments of `ExchangingModule`, and the order of the output."""
         self._output_order = output_order
         super().__init__(*args, **kwargs)
 
@@ -53,7 +52,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return {name: names[name] for name in model_order(self._embedding_bag_configs) if name in names}
 
     def _order_output(self, layout: Layout) -> None:
-        """Find the order of all pooled embeddings, of which those of `layout` are the exchange's."""
         self._output_names, self._output_dims = self._embedding_names, self._embedding_dims
         if self._output_order == "model":
             others = self._others
@@ -62,24 +60,23 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
 
     @property
     def _others(self) -> list[Any]:
-        """The shardings whose columns the exchange does not fill."""
         return [each for i, each in enumerate(self._embedding_shardings) if i not in self._ours]
 
     @property
     def leading_columns(self) -> int:
-        """Columns that the model may fill in front of the output, see `ExchangeOptions`; 0 where there are none."""
-        # A division makes other tensors of it.
+        """Columns in front of the output that the model may fill, see `ExchangeOptions`."""
+        # With mean pooling the output is divided, which makes another tensor of it.
         if self.exchange is None or self._output_order != "model" or self._others or self._has_mean_pooling_callback:
             return 0
         options = self.exchange.options
         return options.leading_columns if BACKENDS[options.backend].stores_to_peers else 0
 
-    def _take_ids(self, keys: Sequence[str], bound: BatchCapacity, weighted: bool) -> None:
-        stock = [i for i in range(len(self._shardings)) if i not in self._ours]
-        self.stock = TorchRecTables(self, stock) if stock else None
+    def _take_ids(self, keys: Sequence[str], capacity: BatchCapacity, weighted: bool) -> None:
+        others = [i for i in range(len(self._shardings)) if i not in self._ours]
+        self.torchrec_tables = TorchRecTables(self, others) if others else None
         if self.exchange is not None:
             layout = self._layout(self._ours)
-            self.exchange.take_ids(keys, bound, layout, self._replicated_tables, weighted)
+            self.sender = IdSender(self.exchange, keys, capacity, layout, self._replicated_tables, weighted)
             self._order_output(layout)
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
@@ -87,8 +84,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     def _rows_of_divisor(self, keys: Sequence[str]) -> torch.Tensor:
         """Return [D_total] int64: for each column in TorchRec's order the feature of `keys` whose lengths divide it.
 
-        It is len(keys) for a column that is not divided. TorchRec's `_create_mean_pooling_divisor` decides which: only
-        the first of the columns of a feature that is pooled to sums of partial sums is none of its means.
+        It is len(keys) for a column that is not divided. TorchRec's `_create_mean_pooling_divisor` decides which: of a
+        feature pooled to sums only the first shard is not.
         """
         every: list[Any] = self._embedding_shardings
         features = [name for sharding in every for name in sharding.feature_names()]
@@ -102,8 +99,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     def _divisor(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Return the divisors [b, D_total] of the columns in TorchRec's order, as its `ctx.divisor`.
 
-        It is the bag's number of ids or, if they have weights, the sum of these, not quite 0; or 1 for features that
-        are pooled to sums of partial sums.
+        A divisor is the number of ids of the bag, or the sum of their weights, plus 1e-6.
         """
         lengths, weights = features.lengths(), weights_of(features)
         if weights is not None:
@@ -112,43 +108,41 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return torch.cat([lengths, torch.ones_like(lengths[:1])]).index_select(0, self._divided_by).T + 1e-6
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[KeyedTensor]:
-        """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
+        """Look up and exchange; if the exchange takes the ids, they are sent here unless they were sent before."""
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
-        features = maybe_td_to_kjt(features, self._ids_keys)
-        if features.variable_stride_per_key():
-            features = with_even_batches(features)
+        features = with_even_batches(maybe_td_to_kjt(features, self._ids_keys))
         exchanged, others = None, {}
-        if self.exchange is not None:
-            exchanged = self.exchange.start_sent(features)
-        if self.stock is not None:
-            pooled = zip(self.stock.numbers, self.stock.pooled(features), strict=True)
+        if self.sender is not None:
+            exchanged = self.sender.start(features)
+        if self.torchrec_tables is not None:
+            pooled = zip(self.torchrec_tables.numbers, self.torchrec_tables.pooled(features), strict=True)
             others = {number: NoWait(each) for number, each in pooled}
         divisor = self._divisor(features) if self._has_mean_pooling_callback else None
         return _of_samples(self._output(exchanged, others, divisor), features.inverse_indices_or_none())
 
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Send ids as TorchRec does; those of features with batches of their own once these have a bag a sample."""
+        """Send ids as TorchRec does; a variable batch is first padded to one bag for each sample."""
         if not self._exchanged or not isinstance(features, KeyedJaggedTensor):
             return super().input_dist(ctx, features)
         even = with_even_batches(features)
         awaitable = super().input_dist(ctx, even)
         if even is features:
-            ctx.inverse_indices = None  # which say nothing of even batches to TorchRec
+            ctx.inverse_indices = None  # TorchRec ignores them unless the batch is variable
         return awaitable
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[KeyedTensor]:
-        """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
+        """Look up and exchange ids that are already at their owners, as TorchRec's train pipelines do."""
         if self.exchange is None or not self._exchanged:
             return super().compute_and_output_dist(ctx, input)
         trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
         if self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers):
             self._tell_once("steps stay with TorchRec: a tracker is registered")
             look_up = partial(super().compute_and_output_dist, ctx, input)
-            return _of_samples(self._at_home(look_up), ctx.inverse_indices)
+            return _of_samples(self._look_up_by_torchrec(look_up), ctx.inverse_indices)
         batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank
-        if not batch_sizes:  # TorchRec's pipeline leaves them out after `detach`, and takes the same for every rank
+        if not batch_sizes:  # TorchRec's pipeline leaves them out after `detach`; every rank has the same then
             ranks = exchanging_group(self._env).size()
             batch_sizes = [input[self._exchanged[0]].stride() // ranks] * ranks
         shardings = [(self._embedding_shardings[i], with_float_weights(input[i])) for i in self._exchanged]
@@ -162,7 +156,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return _of_samples(self._output(exchanged, others, ctx.divisor), ctx.inverse_indices)
 
     def output_dist(self, ctx: Any, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Send as TorchRec does, for a module that calls `compute` and this itself."""
+        """Send as TorchRec does, for a module that calls `compute` and `output_dist` itself."""
         return _of_samples(super().output_dist(ctx, output), ctx.inverse_indices if self._exchanged else None)
 
     def _output(
@@ -171,10 +165,11 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         others: Mapping[int, Awaitable[torch.Tensor]],
         divisor: torch.Tensor | None,
     ) -> LazyAwaitable[KeyedTensor]:
-        """Return the awaitable of all columns in their order: of the exchange, and of other shardings by number.
+        """Return an awaitable of all columns in their order.
 
         Args:
-            divisor: of all columns in TorchRec's order, if some are sums of parts of means.
+            others: columns of the other shardings, by number.
+            divisor: of all columns in TorchRec's order, if means must be divided.
         """
         parts = [*([] if exchanged is None else [exchanged]), *others.values()]
         if exchanged is not None and others and self._output_order == "plan":
@@ -194,13 +189,12 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return pooled
 
     def _divide(self, pooled: KeyedTensor, divisor: torch.Tensor) -> KeyedTensor:
-        """Divide by the bags' lengths, given in TorchRec's order, where row-wise shards hold parts of a mean."""
         divisors = dict(zip(self._embedding_names, divisor.split(self._embedding_dims, dim=1), strict=True))
         values = pooled.values() / torch.cat([divisors[name] for name in pooled.keys()], dim=1)  # noqa: SIM118
         return KeyedTensor(pooled.keys(), pooled.length_per_key(), values)
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
-        """Reshard as TorchRec does, then lay out the exchange anew."""
+        """Reshard as TorchRec does, then lay out the exchange again."""
         if self.exchange is not None:
             self.exchange.close()
             self.exchange = None
@@ -209,14 +203,13 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
 
 
 def _of_samples(pooled: LazyAwaitable[KeyedTensor], inverse: InverseIndices | None) -> LazyAwaitable[KeyedTensor]:
-    """Have the samples' pooled embeddings taken from those of their features' bags, where bags were added."""
     if inverse is not None:
         pooled.callbacks.append(partial(of_samples, inverse=inverse))
     return pooled
 
 
 def output_dtype(module: nn.Module) -> torch.dtype:
-    """Return the type of a module's pooled embeddings, sharded by TorchRec's sharder or by ours; else float32."""
+    """Return the type of a module's pooled embeddings; float32 if it is not sharded."""
     if not isinstance(module, ShardedEmbeddingBagCollection):
         return torch.float32
     shardings, types = dict(enumerate(module._embedding_shardings)), []
@@ -229,5 +222,4 @@ def output_dtype(module: nn.Module) -> torch.dtype:
 
 def exchanges(model: nn.Module) -> list[Exchange]:
     """Return the exchanges of a sharded model."""
-    modules = (m for m in model.modules() if isinstance(m, ExchangingModule))
-    return [module.exchange for module in modules if module.exchange is not None]
+    return exchanges_of(module for module in model.modules() if isinstance(module, ExchangingModule))

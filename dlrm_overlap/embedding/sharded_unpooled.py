@@ -1,4 +1,4 @@
-"""The drop-in's sharded module of an unpooled collection: TorchRec's own, whose shards an `UnpooledExchange` serves."""
+"""The sharded module of unpooled tables: TorchRec's, with its shards served by an `UnpooledExchange`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -17,15 +17,14 @@ from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.shardings import table_names
 from dlrm_overlap.embedding.steps import with_room
-from dlrm_overlap.embedding.unpooled import UnpooledExchange
+from dlrm_overlap.embedding.unpooled import UnpooledExchange, UnpooledIdSender
 from dlrm_overlap.embedding.variable_batch import with_bags_of_samples
 
 
 class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], ShardedEmbeddingCollection):
-    """TorchRec's sharded module of unpooled tables, whose shards exchange through an `UnpooledExchange`.
+    """TorchRec's sharded module of unpooled tables with its shards exchanged by an `UnpooledExchange`.
 
-    It does so in the steps of `GraphTrainPipeline`; those of TorchRec's pipelines stay with TorchRec. The output is
-    TorchRec's.
+    Only steps of `GraphTrainPipeline` are exchanged. The output is TorchRec's.
     """
 
     _kind = "unpooled tables"
@@ -39,16 +38,13 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         found = table_names([self._shardings[i] for i in numbers])
         return {config.name: config.name for config in self._embedding_configs if config.name in found}
 
-    def _take_ids(self, keys: Sequence[str], bound: BatchCapacity, weighted: bool) -> None:
+    def _take_ids(self, keys: Sequence[str], capacity: BatchCapacity, weighted: bool) -> None:
         assert self.exchange is not None
-        _, distinct = self.counted()
-        self.exchange.take_distinct(distinct, bound, self._layout(self._ours), self._replicated_tables)
+        about = self._layout(self._ours), self._replicated_tables
+        self.sender = UnpooledIdSender(self.exchange, self.counted()[1], capacity, *about)
 
     def counted(self) -> tuple[list[str], DistinctIds]:
-        """Return of whose distinct ids captured steps need a bound, and what counts them.
-
-        They are tables, or ranges of their rows, see `UnpooledExchange.row_ranges`.
-        """
+        """Return the tables, or row ranges, whose distinct ids captured steps count, and what counts them."""
         layout, every = self._layout(self._looked_up_in_step), self._embedding_configs
         ranges = layout.row_ranges(self.exchange is not None and self.exchange.has_rows_apart)
         names = dict(zip([config.name for config in every], get_embedding_names_by_table(every), strict=True))
@@ -63,33 +59,33 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         return list(ranges), DistinctIds(sequences, rows, self._device, firsts)
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
+        """Look up and exchange; if the exchange takes the ids, they are sent here unless they were sent before."""
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
         features = with_bags_of_samples(maybe_td_to_kjt(features, self._ids_keys))
-        assert self.exchange is not None
+        assert isinstance(self.sender, UnpooledIdSender)
         sent = with_room(features)
-        rows, rooms = self.exchange.start_sent_rows(sent), self.exchange.rooms_of(sent)
+        rows, rooms = self.sender.start_rows(sent), self.sender.rooms_of(sent)
         return Deferred(lambda: self._sequences(features, rooms, rows()))
 
     def _sequences(
         self, features: KeyedJaggedTensor, rooms: Sequence[int], rows: torch.Tensor
     ) -> dict[str, JaggedTensor]:
-        """Return the output by name in TorchRec's order, of the rows [P, D] in the rooms of all sequences.
+        """Return the output by name in TorchRec's order, from the rows [P, D] of all sequences padded to `rooms`.
 
-        Sequences have as many rows as `features` has room for, which in eager steps is none behind their ids.
+        In captured steps the sequences stay padded.
         """
-        assert self.exchange is not None
-        distinct, keys, sent = self.exchange.distinct, features.keys(), with_room(features)
+        assert isinstance(self.sender, UnpooledIdSender)
+        distinct, keys, sent = self.sender.distinct, features.keys(), with_room(features)
         lengths = features.lengths().view(len(keys), features.stride())
         ids: Sequence[torch.Tensor | None] = [None] * len(rooms)
         if self._need_indices:
             ids = distinct.padded(sent, rooms).split(list(rooms))
-        # The backward of a split copies gradients to one tensor, which that of a single sequence is.
+        # The backward of a split copies gradients to one tensor; a single sequence needs no split.
         each: Sequence[torch.Tensor] = rows.split(list(rooms)) if len(rooms) > 1 else [rows]
         if sent is not features:
-            counts = self.exchange.rooms_of(features)
+            counts = self.sender.rooms_of(features)
             each = [values[:count] for values, count in zip(each, counts, strict=True)]
             ids = [None if of is None else of[:count] for of, count in zip(ids, counts, strict=True)]
         found = {
@@ -99,7 +95,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         return {name: found[name] for names in self._embedding_names_per_sharding for name in names}
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Send ids as TorchRec does; those of features with batches of their own as each sample's."""
+        """Send ids as TorchRec does; in a variable batch the ids of a bag are repeated for each of its samples."""
         if self.exchange is not None and isinstance(features, KeyedJaggedTensor):
             features = with_bags_of_samples(features)
         return super().input_dist(ctx, features)
@@ -107,7 +103,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Look up and send as TorchRec does, in a step that stays with it."""
+        """Look up and send as TorchRec does."""
         if self.exchange is not None:
-            self._tell_once("steps stay with TorchRec: GraphTrainPipeline alone exchanges unpooled tables")
-        return self._at_home(partial(super().compute_and_output_dist, ctx, input))
+            self._tell_once("steps stay with TorchRec: only GraphTrainPipeline exchanges unpooled tables")
+        return self._look_up_by_torchrec(partial(super().compute_and_output_dist, ctx, input))

@@ -28,7 +28,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import EmbeddingConfig
-from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, Layout, distinct, outputs_of
+from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, Layout, outputs_of, unique_names
 
 UNPOOLED = TwSequenceEmbeddingSharding, CwSequenceEmbeddingSharding, RwSequenceEmbeddingSharding
 TAKEN = (
@@ -40,7 +40,7 @@ TAKEN = (
     TwRwPooledEmbeddingSharding,
     GridPooledEmbeddingSharding,
 )
-# TorchRec pools sums of these, and divides by the lengths of the whole bags after the exchange, if it does.
+# TorchRec pools these to sums; for means it divides by the lengths of the whole bags after the exchange.
 _CUT_BY_ROWS = (
     RwPooledEmbeddingSharding,
     TwRwPooledEmbeddingSharding,
@@ -54,21 +54,18 @@ _CUT_BY_COLUMNS = (
     CwSequenceEmbeddingSharding,
 )
 # TorchRec reduces the partial sums of these within a node first.
-_BY_HOST = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
+_BY_NODE = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
 
 
 def exchanging_group(env: ShardingEnv) -> dist.ProcessGroup:
-    """Return the ranks that a module's tables are sharded over, and exchanged among.
-
-    Under 2D parallelism each sharding group holds all tables.
-    """
+    """Return the process group that a module's tables are sharded over; under 2D parallelism the sharding group."""
     group = env.sharding_pg if isinstance(env, ShardingEnv2D) else env.process_group
     assert group is not None
     return group
 
 
 def cached_shares(params: Mapping[str, ParameterSharding]) -> dict[str, float]:
-    """Return the tables of a plan with compute kernel `fused_uvm_caching`, and the share of their rows in a cache."""
+    """Return by table with compute kernel `fused_uvm_caching` the share of its rows that has slots."""
     kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
     return {
         name: (each.cache_params and each.cache_params.load_factor) or EmbeddingConfig.cache_fraction
@@ -78,49 +75,49 @@ def cached_shares(params: Mapping[str, ParameterSharding]) -> dict[str, float]:
 
 
 def names_of(shardings: Sequence[Any]) -> dict[str, str]:
-    """Return the names of the pooled embeddings of shardings in TorchRec's order, see `distinct`."""
-    return distinct(name for sharding in shardings for name in sharding.embedding_names())
+    """Return the unique names of pooled embeddings in TorchRec's order."""
+    return unique_names(name for sharding in shardings for name in sharding.embedding_names())
 
 
 def groups_of(sharding: Any) -> list[Any]:
-    """Return the `GroupedEmbeddingConfig`s of a sharding's lookups on all ranks."""
+    """Return the `GroupedEmbeddingConfig`s of a sharding on all ranks."""
     return [group for groups in sharding._grouped_embedding_configs_per_rank for group in groups]
 
 
 def table_names(shardings: Sequence[Any]) -> set[str]:
-    """Return the names of the tables of shardings."""
+    """Return the names of the shardings' tables."""
     return {table.name for each in shardings for group in groups_of(each) for table in group.embedding_tables}
 
 
 def output_types(sharding: Any) -> set[SparseType]:
-    """Return the types in which a sharding's lookups return pooled embeddings."""
+    """Return the output types of a sharding's lookups."""
     return {(group.fused_params or {}).get("output_dtype", SparseType.FP32) for group in groups_of(sharding)}
 
 
 def in_rank_order(ids: KeyedJaggedTensor, sharding: Any, batch_sizes: tuple[int, ...]) -> KeyedJaggedTensor:
-    """Return the ids of a sharding's input with rank 0's samples first, those of rank 1 next, and so on.
+    """Return the ids of a sharding's input with rank 0's samples first, then rank 1's, and so on.
 
-    TorchRec reduces the partial sums of some shardings within a node first, and sorts samples for that: those of the
-    first rank of each node come first, then those of each second one, and so on.
+    TorchRec reduces the partial sums of some shardings within a node first, and for that sorts samples by rank within
+    the node.
 
     Args:
         batch_sizes: samples of each rank.
 
-    Example: 2 nodes of 2 ranks with a sample each. The samples of ranks 0, 2, 1, 3 become those of ranks 0, 1, 2, 3.
+    Example: 2 nodes of 2 ranks, one sample each. Samples in the order of ranks 0, 2, 1, 3 become 0, 1, 2, 3.
     """
-    if not isinstance(sharding, _BY_HOST) or sharding._world_size == sharding._local_size:
+    if not isinstance(sharding, _BY_NODE) or sharding._world_size == sharding._local_size:
         return ids
     order = _rank_order(len(ids.keys()), batch_sizes, sharding._local_size, ids.device())
-    places = torch.arange(ids.values().numel(), device=ids.device())
-    lengths, places, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, ids.lengths(), places, None)
+    positions = torch.arange(ids.values().numel(), device=ids.device())
+    lengths, positions, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, ids.lengths(), positions, None)
     weights = ids.weights_or_none()
-    weights = weights if weights is None else weights[places]  # which keeps their gradient, as the operator does not
-    return KeyedJaggedTensor(ids.keys(), ids.values()[places], weights, lengths=lengths, stride=sum(batch_sizes))
+    weights = weights if weights is None else weights[positions]  # the operator would drop their gradient
+    return KeyedJaggedTensor(ids.keys(), ids.values()[positions], weights, lengths=lengths, stride=sum(batch_sizes))
 
 
 @lru_cache
 def _rank_order(features: int, batch_sizes: tuple[int, ...], local: int, device: torch.device) -> torch.Tensor:
-    """Return [features * B] int32: for each bag in the order of the ranks, its place before."""
+    """Return [features * B] int32: for each bag in rank order its position before."""
     ranks = sorted(range(len(batch_sizes)), key=lambda rank: rank % local)
     samples = torch.arange(sum(batch_sizes)).split([batch_sizes[rank] for rank in ranks])
     bags = torch.cat([samples[ranks.index(rank)] for rank in range(len(batch_sizes))])
@@ -128,36 +125,33 @@ def _rank_order(features: int, batch_sizes: tuple[int, ...], local: int, device:
 
 
 def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
-    """Return the distinct names of the pooled embeddings in the order of the unsharded module."""
-    return list(distinct(name for names in get_embedding_names_by_table(list(tables)) for name in names))
+    """Return the unique names of pooled embeddings in the order of the unsharded module."""
+    return list(unique_names(name for names in get_embedding_names_by_table(list(tables)) for name in names))
 
 
 def _names_and_columns(table: Any, cut_by_columns: bool) -> list[tuple[str, int]]:
-    """Return of each feature of a shard the distinct name of its pooled embedding, and its first column under it.
+    """Return for each feature of a shard the unique name of its pooled embedding, and its first column under that name.
 
-    A table that names a feature twice pools it twice, under two names; but under one if it is cut by columns: TorchRec
-    then has the columns of a shard side by side, first those of the one, then those of the other.
+    A table that lists a feature twice pools it twice, under two names. If it is cut by columns, under one name:
+    TorchRec concatenates a shard's columns of both.
 
-    Example: x twice, dim 8, cut in two. The second shard's are at columns 8 and 12 of the 16 of x.
+    Example: x twice, dim 8, cut in two. The second shard's columns begin at 8 and 12 of the 16 of x.
     """
     first = table.local_metadata.shard_offsets[1] if cut_by_columns else 0
-    names = table.embedding_names
     if not cut_by_columns or table.pooling == PoolingType.NONE:
         return [(name, first) for name, _ in outputs_of(table)]
-    seen: Counter[str] = Counter()
-    places = []
-    for name in names:
-        places.append((name, first * names.count(name) + seen[name] * table.local_cols))
-        seen[name] += 1
-    return places
+    names = table.embedding_names
+    return [
+        (name, first * names.count(name) + names[:i].count(name) * table.local_cols) for i, name in enumerate(names)
+    ]
 
 
 def build_layout(
     shardings: Sequence[Any], names: Sequence[str], world_size: int, replicated: Sequence[Any] = ()
 ) -> Layout:
-    """Return the layout of shardings, alike on all ranks, for an output in order of the distinct `names`.
+    """Return the layout of shardings, identical on every rank, for an output in the order of the unique `names`.
 
-    Sharding i has its ids in input i of each rank; `replicated` has the one that is data-parallel, if any.
+    Sharding i has its ids in input i of each rank. `replicated` has the data-parallel sharding, if any.
     """
     shards: list[FeatureShard] = []
     row_shards: Counter[tuple[str, int]] = Counter()
@@ -169,17 +163,16 @@ def build_layout(
             for config in groups:
                 for index, table in enumerate(config.embedding_tables):
                     first_row = table.local_metadata.shard_offsets[0] if by_rows else 0
-                    places = _names_and_columns(table, by_columns)
-                    for (name, first_column), (_, feature_name) in zip(places, outputs_of(table), strict=True):
-                        columns = name, first_column
+                    outputs = zip(_names_and_columns(table, by_columns), outputs_of(table), strict=True)
+                    for columns, (_, feature_name) in outputs:
                         shard = FeatureShard(
-                            name=name,
+                            name=columns[0],
                             owner=owner,
                             input=number,
                             feature=feature,
                             lookup=lookup,
                             table=index,
-                            first_column=first_column,
+                            first_column=columns[1],
                             dim=table.local_cols,
                             mean=config.pooling == PoolingType.MEAN and not by_rows,
                             dtype=data_type_to_dtype(config.data_type),

@@ -1,4 +1,4 @@
-"""The tables of a module that stay with TorchRec, where an exchange takes the ids of the others."""
+"""The tables of a module that stay with TorchRec while an exchange takes the ids of the others."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,57 +10,54 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 class TorchRecTables:
-    """Shardings that TorchRec serves: it sends their ids, looks them up and sends pooled embeddings, and back.
+    """Shardings that TorchRec looks up and updates while an exchange takes the ids of the others.
 
-    Its collectives and numbers on the host have no place in a CUDA graph. So a captured step reads their pooled
-    embeddings in memory that stays, and leaves their gradients there: `look_up` comes before the graph, `update` after.
-
-    Example: of tables a and b the exchange takes a. A captured step is `look_up(ids)`, then the graph, in which the
-    module's `forward` takes a from the exchange and b from `pooled`, then `update()`, which updates rows of b.
+    TorchRec's collectives and host synchronizations cannot be captured. So `look_up` runs before the graph and `update`
+    after it; the captured step reads the pooled embeddings and writes their gradients in fixed buffers.
     """
 
     def __init__(self, module: ShardedEmbeddingBagCollection, numbers: Sequence[int]) -> None:
-        """Take some of a module's shardings, by number."""
+        """Take the indices of some of a module's shardings."""
         self.numbers = numbers
         self._module = module
-        self._memory: list[torch.Tensor] = []
-        """of each sharding, what captured steps read: [b, D], with its gradient"""
+        self._buffers: list[torch.Tensor] = []
+        """what captured steps read, by sharding: [b, D], with its gradient"""
         self._looked_up: list[torch.Tensor] = []
-        """of each sharding, the pooled embeddings of the captured step under way; empty outside of one"""
+        """pooled embeddings of the current captured step; empty outside of one"""
 
     def pooled(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
-        """Return the pooled embeddings [b, D] of each sharding: those looked up before, or else now."""
+        """Return the pooled embeddings [b, D] of each sharding, from `look_up` or else looked up now."""
         if not self._looked_up:
             return self._pool(features)
-        for memory in self._memory:
-            assert memory.grad is not None
-            memory.grad.zero_()
-        return self._memory
+        for buffer in self._buffers:
+            assert buffer.grad is not None
+            buffer.grad.zero_()
+        return self._buffers
 
     def look_up(self, features: KeyedJaggedTensor) -> None:
-        """Look up the ids of a captured step, which comes next; waits for the host as TorchRec does."""
+        """Look up the ids of the next captured step."""
         self._looked_up = self._pool(features)
-        if not self._memory:
+        if not self._buffers:
             for pooled in self._looked_up:
-                memory = torch.empty_like(pooled).detach().requires_grad_()
-                memory.grad = torch.zeros_like(memory)
-                self._memory.append(memory)
+                buffer = torch.empty_like(pooled).detach().requires_grad_()
+                buffer.grad = torch.zeros_like(buffer)
+                self._buffers.append(buffer)
         with torch.no_grad():
-            for memory, pooled in zip(self._memory, self._looked_up, strict=True):
-                memory.copy_(pooled)
+            for buffer, pooled in zip(self._buffers, self._looked_up, strict=True):
+                buffer.copy_(pooled)
 
     def update(self) -> None:
-        """Update the rows by the gradients that the captured step has left."""
+        """Update the rows by the gradients that the captured step has written."""
         looked_up, self._looked_up = self._looked_up, []
-        trained = [(p, memory.grad) for p, memory in zip(looked_up, self._memory, strict=True) if p.requires_grad]
+        trained = [(p, buffer.grad) for p, buffer in zip(looked_up, self._buffers, strict=True) if p.requires_grad]
         torch.autograd.backward([pooled for pooled, _ in trained], [gradient for _, gradient in trained])
 
     def forget_memory(self) -> None:
-        """Forget what captured steps read, none of which will be launched any more: batches may have other sizes."""
-        self._memory = []
+        """Drop the buffers of captured steps, none of which will be launched again; batch sizes may change."""
+        self._buffers = []
 
     def _pool(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
-        """Do what the module's own `input_dist` and `compute_and_output_dist` do, for these shardings alone."""
+        """Do what the module's `input_dist` and `compute_and_output_dist` do, for these shardings only."""
         module: Any = self._module
         features = exact(features)
         if module._has_uninitialized_input_dist:
@@ -86,15 +83,15 @@ class TorchRecTables:
 
 
 def exact(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return ids without the room that a captured step's have behind theirs; reads their number from the device.
+    """Return ids without the padding of a captured step; reads their number from the device.
 
     Raises:
-        ValueError: if the lengths say more ids than there are, as those of a batch beyond its bound do.
+        ValueError: if the batch exceeds its capacity.
     """
     lengths, values = features.lengths(), features.values()
     total = int(lengths.sum())
     if total > values.numel():
-        raise ValueError(f"ids: a batch of {total} ids, beyond the {values.numel()} of its bounds; raise its bag_sizes")
+        raise ValueError(f"ids: a batch of {total} ids exceeds its capacity of {values.numel()}; raise its bag_sizes")
     weights = features.weights_or_none()
     weights = weights if weights is None else weights[:total]
     return KeyedJaggedTensor(features.keys(), values[:total], weights, lengths=lengths, stride=features.stride())

@@ -1,4 +1,4 @@
-"""Why tables stay with TorchRec: all that an exchange, or a captured step, cannot take. Alike on all ranks."""
+"""What an exchange, or a captured step, cannot take, so that tables stay with TorchRec; identical on every rank."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.shardings import TAKEN, UNPOOLED, groups_of, output_types
 from dlrm_overlap.embedding.tables import OPTIMIZERS, max_gradients
 
-_MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers
+_MAX_COLUMNS = 1024  # of a shard; a program holds whole rows in registers
 UNPOOLED_OPS = (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,)
 POOLED_OPS = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
 _OUTPUT_TYPES = SparseType.FP32, SparseType.BF16, SparseType.FP16
@@ -42,17 +42,17 @@ def unsupported_by_exchange(
     cached: Collection[str] = (),
     device: torch.device | None = None,
 ) -> dict[str, str | None]:
-    """Return by sharding type why tables of a module stay with TorchRec, or None if they do not.
+    """Return by sharding type why tables of a module stay with TorchRec; None if they are exchanged.
 
     Args:
         shardings: TorchRec's, by type.
-        cached: names of the tables whose rows the exchange caches.
+        cached: names of the tables that the exchange caches.
     """
     whole, on_cpu = None, device is not None and device.type == "cpu"
     if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
         whole = "2D parallelism with fully sharded rows"
     elif on_cpu and any(_decays_unpooled(group) for each in shardings.values() for group in groups_of(each)):
-        whole = "rows that decay, which on a CPU FBGEMM updates, feature by feature"
+        whole = "rows that decay, which FBGEMM updates feature by feature on a CPU"
     found = {kind: next(_of_sharding(each, wire_dtype, cached), whole) for kind, each in shardings.items()}
     alone = _why_not_together([shardings[kind] for kind, reason in found.items() if reason is None])
     return {kind: reason or alone for kind, reason in found.items()}
@@ -64,7 +64,6 @@ def _decays_unpooled(group: Any) -> bool:
 
 
 def _of_sharding(sharding: Any, wire_dtype: torch.dtype, cached: Collection[str]) -> Iterator[str]:
-    """Yield why an exchange cannot take a sharding of TorchRec's."""
     if type(sharding) not in TAKEN:
         yield f"shards of type {type(sharding).__name__} are not exchanged"
         return
@@ -72,14 +71,14 @@ def _of_sharding(sharding: Any, wire_dtype: torch.dtype, cached: Collection[str]
     if asked := precisions(sharding.qcomm_codecs_registry, ops):
         if {WIRE_DTYPES.get(precision) for precision in asked} != {wire_dtype}:
             yield f"quantised communication: {' and '.join(sorted(asked))}"
-        elif outputs := output_types(sharding) - {SparseType.FP32}:  # which TorchRec's codecs decode to float32
+        elif outputs := output_types(sharding) - {SparseType.FP32}:  # TorchRec's codecs decode to float32
             yield f"quantised communication of output of type {outputs.pop().value}"
     for group in groups_of(sharding):
         yield from _of_lookup(group, wire_dtype, cached)
 
 
 def precisions(registry: Mapping[str, QuantizedCommCodecs] | None, ops: Sequence[CommOp]) -> set[str]:
-    """Return in which precisions collectives send embeddings and gradients; none without codecs for any of `ops`.
+    """Return the precisions in which collectives send embeddings and gradients; empty without codecs for any of `ops`.
 
     Example: {"fp16"} for float16 both ways, {"fp16", "bf16"} for one each way, {"int8"}, {"fp16 with a loss scale"}.
     """
@@ -92,25 +91,24 @@ def precisions(registry: Mapping[str, QuantizedCommCodecs] | None, ops: Sequence
 def _precision(codec: Any) -> str:
     if isinstance(codec, NoOpQuantizedCommCodec):
         return "fp32"
-    if type(codec) is not QuantizedCommCodec:  # a class of the user's, which may do anything
+    if type(codec) is not QuantizedCommCodec:  # a user's class
         return type(codec).__name__
     return codec._comm_precision.value + (" with a loss scale" if codec._loss_scale is not None else "")
 
 
 def _of_lookup(group: Any, wire_dtype: torch.dtype, cached: Collection[str]) -> Iterator[str]:
-    """Yield why an exchange cannot pool and update the tables of one lookup."""
     kernels = {table.compute_kernel for table in group.embedding_tables if table.name not in cached}
     if kernels - {EmbeddingComputeKernel.FUSED}:
         yield f"compute kernel {' '.join(sorted(kernel.value for kernel in kernels))}"
     if group.has_feature_processor:
         yield "feature processors"
-    if max(table.local_cols for table in group.embedding_tables) > _MOST_COLUMNS:
-        yield f"shards of more than {_MOST_COLUMNS} columns"
+    if max(table.local_cols for table in group.embedding_tables) > _MAX_COLUMNS:
+        yield f"shards of more than {_MAX_COLUMNS} columns"
     if data_type_to_dtype(group.data_type) not in WIRE_DTYPES.values():
         yield f"rows of type {group.data_type.value}"
     features = [table.feature_names for table in group.embedding_tables]
     if group.pooling == PoolingType.NONE and any(len(set(names)) < len(names) for names in features):
-        yield "a table that is not pooled names a feature twice"
+        yield "an unpooled table lists a feature twice"
     params = group.fused_params or {}
     if (output := params.get("output_dtype", SparseType.FP32)) not in _OUTPUT_TYPES:
         yield f"output of type {output.value}"
@@ -132,7 +130,6 @@ def _of_lookup(group: Any, wire_dtype: torch.dtype, cached: Collection[str]) -> 
 
 
 def _why_not_together(shardings: Sequence[Any]) -> str | None:
-    """Return the difference of shardings that keeps them from one exchange, or None."""
     types = {output.value for sharding in shardings for output in output_types(sharding)}
     if len(types) > 1:
         return f"outputs of types {' and '.join(sorted(types))}"
@@ -143,14 +140,13 @@ def _why_not_together(shardings: Sequence[Any]) -> str | None:
 
 
 def unsupported_by_graphs(shardings: Mapping[str, Any], unsupported_reasons: Mapping[str, str | None]) -> str | None:
-    """Return why captured steps cannot do without the tables of a module that are not exchanged, or None if they can.
+    """Return why captured steps cannot work with the tables of a module that are not exchanged, or None if they can.
 
-    Kernels of the step look up data-parallel tables. TorchRec looks up the others before the step, and updates them
-    after it, see `stock`.
+    Kernels of the step look up data-parallel tables, TorchRec the others before the step, see `torchrec_tables`.
 
     Args:
         shardings: TorchRec's, by type.
-        unsupported_reasons: likewise, as `unsupported_by_exchange` returns it.
+        unsupported_reasons: by type, from `unsupported_by_exchange`.
     """
     for kind, sharding in shardings.items():
         if (why := unsupported_reasons[kind]) is None:
@@ -168,7 +164,6 @@ def unsupported_by_graphs(shardings: Mapping[str, Any], unsupported_reasons: Map
 
 
 def _of_replicated(group: Any, table: Any) -> Iterator[str]:
-    """Yield why captured steps cannot look up a data-parallel table of a group."""
     if table.compute_kernel != EmbeddingComputeKernel.DENSE:
         yield f"compute kernel {table.compute_kernel.value}"
     if group.has_feature_processor:
@@ -177,5 +172,5 @@ def _of_replicated(group: Any, table: Any) -> Iterator[str]:
         yield f"rows of type {group.data_type.value}"
     if (group.fused_params or {}).get("output_dtype", SparseType.FP32) != SparseType.FP32:
         yield "output of another type than fp32"
-    if table.local_cols % 4 or table.local_cols > _MOST_COLUMNS:
-        yield f"a dim that is no multiple of 4, or more than {_MOST_COLUMNS}"
+    if table.local_cols % 4 or table.local_cols > _MAX_COLUMNS:
+        yield f"a dim that is not a multiple of 4, or more than {_MAX_COLUMNS}"

@@ -1,11 +1,10 @@
-"""Features with batches of their own, TorchRec's variable batch: a feature has a bag once that several samples share.
+"""Variable batches (TorchRec's VBE): a feature lists a bag once that several samples share.
 
-Such ids come with inverse indices [F, B]: which of feature f's bags is that of sample s. Exchanges take as many bags of
-each feature. So empty bags are added, and pooled embeddings are taken by the inverse indices once they have arrived.
-Ids of unpooled tables are repeated for each sample.
+Such ids come with inverse indices [F, B], the bag of feature f that is sample s's. Exchanges need the same number of
+bags for each feature, so empty bags are added, and received pooled embeddings are gathered by the inverse indices.
 
-Example: 3 samples; f has the bags [5], [7], the samples' are number 0, 1, 0; g has [1] [2] [3]. The bags of f become
-[5] [7] [], and of its pooled embeddings, rows 5, 7 and 0, the samples get 5, 7, 5.
+Example: 3 samples; f has the bags [5], [7] with inverse indices 0, 1, 0; g has [1] [2] [3]. The bags of f become [5]
+[7] [], and from its pooled embeddings, rows 5, 7 and 0, the samples get 5, 7, 5.
 """
 
 import torch
@@ -18,10 +17,10 @@ InverseIndices = tuple[list[str], torch.Tensor]
 
 
 def with_even_batches(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return a rank's ids with a bag a sample for each feature; they are the same if they have no batches of their own.
+    """Return ids padded to one bag for each sample and feature; unchanged unless the batch is variable.
 
     Raises:
-        InputError: if they have, without inverse indices.
+        InputError: if a variable batch has no inverse indices.
     """
     if not features.variable_stride_per_key():
         return features
@@ -36,10 +35,10 @@ def with_even_batches(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def of_samples(pooled: KeyedTensor, inverse: InverseIndices) -> KeyedTensor:
-    """Return the pooled embeddings [B, D_total] of the samples, out of those of the features' bags."""
+    """Gather the samples' pooled embeddings [B, D_total] from those of the features' bags."""
     keys, (features, bags) = pooled.keys(), inverse
     numbers = {feature: number for number, feature in enumerate(features)}
-    # A name is the feature's or, where several tables pool it, the feature's with "@" and the table's.
+    # If several tables pool a feature, a name is the feature's, "@", and the table's.
     rows = [bags[numbers[key if key in numbers else key.rpartition("@")[0]]] for key in keys]
     columns = pooled.values().split(pooled.length_per_key(), dim=1)
     values = torch.cat([column.index_select(0, row) for column, row in zip(columns, rows, strict=True)], dim=1)
@@ -47,7 +46,11 @@ def of_samples(pooled: KeyedTensor, inverse: InverseIndices) -> KeyedTensor:
 
 
 def with_bags_of_samples(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return a rank's ids with each sample's own bags, whose ids are repeated, else see `with_even_batches`."""
+    """Return ids with each sample's own bags, repeating shared ones; unchanged unless the batch is variable.
+
+    Raises:
+        InputError: if a variable batch has no inverse indices.
+    """
     if not features.variable_stride_per_key():
         return features
     keys, (names, bags) = features.keys(), _inverse_of(features)
@@ -62,7 +65,6 @@ def with_bags_of_samples(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 def _inverse_of(features: KeyedJaggedTensor) -> InverseIndices:
     if (inverse := features.inverse_indices_or_none()) is None:
         raise InputError(
-            "ids: features have batches of their own, but the KeyedJaggedTensor has no inverse_indices; give it those "
-            "of every sample"
+            "ids: a variable batch, but the KeyedJaggedTensor has no inverse_indices; give it those of every sample"
         )
     return inverse

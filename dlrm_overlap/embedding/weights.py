@@ -1,4 +1,4 @@
-"""Initial weights that depend on the seed, the row and the column alone, not on which rank holds it."""
+"""Initial weights that depend on the seed, the row and the column only, not on the rank that holds them."""
 
 import zlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from dlrm_overlap.embedding.replicated import data_parallel_weights
 
-_CHUNK_ELEMENTS = 1 << 24  # bounds the int64 scratch of a large table to a few hundred MB
+_CHUNK_ELEMENTS = 1 << 24  # limits int64 temporaries to a few hundred MB
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as int64: SplitMix64's increment
 
 
@@ -21,9 +21,9 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def uniform_rows(out: torch.Tensor, first_row: int, first_column: int, columns: int, stream: int, bound: float) -> None:
-    """Fill `out` [n, d] with the rows and columns from (first_row, first_column) on of a table of `columns` columns.
+    """Fill `out` [n, d] with elements from (first_row, first_column) on of a table of `columns` columns.
 
-    Each element is uniform in [-bound, bound), a function of (stream, row, column), equal on CPU and GPU.
+    They are uniform in [-bound, bound), a function of (stream, row, column), the same on CPUs and GPUs.
     """
     rows, width = out.shape
     column = torch.arange(first_column, first_column + width, device=out.device)
@@ -36,9 +36,9 @@ def uniform_rows(out: torch.Tensor, first_row: int, first_column: int, columns: 
 
 
 def initialise_tables(model: nn.Module, seed: int) -> None:
-    """Fill every table, or the shards of it that are here, in place: uniform in +-1/sqrt(rows), as users expect."""
+    """Fill all tables and shards on this rank in place, uniform in +-1/sqrt(rows)."""
     with torch.no_grad():
-        for name, weight in model.state_dict().items():  # holds the tables of this rank alone: number them by name
+        for name, weight in model.state_dict().items():  # has this rank's tables only
             if isinstance(weight, ShardedTensor):
                 for shard in weight.local_shards():
                     _fill(shard.tensor, shard.metadata.shard_offsets, name, weight.size(), seed)

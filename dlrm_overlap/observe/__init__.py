@@ -1,1 +1,1 @@
-"""The output of a run: log lines, metrics, TensorBoard's events, traces and their summary."""
+"""The output of a run: log lines, metrics, TensorBoard events, traces and their summary."""

@@ -1,10 +1,4 @@
-"""Several runs of one configuration side by side: whether their losses agree, and which is faster.
-
-Correct before fast: a backend whose losses part from the reference's gets no speedup. On GPUs the reference is not
-deterministic: FBGEMM adds up the gradients of hot rows by atomics, in an order of chance, which training amplifies. So
-further runs of it say by how much it parts from itself, which widens the tolerance (`observe.agreement`). All is read
-from the files that the runs have written.
-"""
+"""Compares several runs of one configuration by their files; only runs whose losses agree get a speedup."""
 
 import json
 import math
@@ -26,16 +20,14 @@ _COLUMNS = {
     "p95, ms": ("step_ms_p95", ".4g"),
     "speedup": ("speedup", ".2f"),
 }
-_CPU_NOTE = "On CPUs plain PyTorch stands in for the kernels of pgas and fused: take speedups from GPUs."
+_CPU_NOTE = "On CPUs, plain PyTorch replaces the kernels of pgas and fused: only speedups on GPUs are meaningful."
 
 
 def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) -> dict[str, Any]:
-    """Return the contents of `comparison.json` for the runs in `folders`.
+    """Return the contents of `comparison.json` for `folders`, run -> its folder.
 
-    Args:
-        folders: run -> its folder. The first backend is the reference, and the `noise_runs` after it train it again.
-        rtol: greatest relative difference of a logged training loss that agrees, where noise does not widen it.
-        noise_runs: runs of the reference that measure by how much it parts from itself.
+    The first run is the reference, and the next `noise_runs` repeat it. `rtol` is the greatest relative difference of a
+    logged training loss that agrees, unless noise widens it.
     """
     reference, *others = folders
     # A run whose loss was not finite ended early and has no summary.
@@ -66,12 +58,11 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
-    """Return the ratio of two times, None if one is not above 0."""
     return numerator / denominator if numerator > 0 and denominator > 0 else None
 
 
 def _read_losses(folder: Path) -> dict[int, float]:
-    """Return step -> logged training loss of a run; a loss that is not a finite number is NaN."""
+    """Return step -> logged training loss; NaN if it is not a finite number."""
     losses = {}
     for record in read_records(folder / "metrics.jsonl"):
         if "train/loss" in record:
@@ -81,7 +72,7 @@ def _read_losses(folder: Path) -> dict[int, float]:
 
 
 def comparison_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
-    """Return a table of text: a header, and a line a backend."""
+    """Return a header and a row per backend of a text table."""
     rows = [["backend", *_COLUMNS, "losses"]]
     for backend, result in comparison["backends"].items():
         difference = result["max_relative_difference"]
@@ -102,10 +93,7 @@ def report(
     noise_runs: int = 0,
     show: Callable[[str], None] = print,
 ) -> list[str]:
-    """Write the comparison to the JSON file `output`, show its table, and return a line for each that disagrees.
-
-    The other arguments are those of `compare_runs`; `show` prints a text.
-    """
+    """Write `compare_runs` to the JSON file `output`, show its table, and return a line for each run that disagrees."""
     comparison = compare_runs(folders, rtol, noise_runs)
     write_atomically(output, json.dumps(comparison, indent=1) + "\n")
     show(format_table(comparison_rows(comparison)) + f"\n{_CPU_NOTE}" * (comparison["device"] == "cpu"))

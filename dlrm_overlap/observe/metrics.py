@@ -1,8 +1,4 @@
-"""The measurements of a run: AUROC, normalised entropy, calibration, step times, memory.
-
-`RunningMetrics` are those of the samples that a run trains on, over the steps since the last log line, and all steps.
-They are of the predictions of each step, before its update. The device only adds up until a log line waits for it.
-"""
+"""Measurements of a run: AUROC, normalised entropy, calibration, step times, memory."""
 
 import itertools
 import math
@@ -17,30 +13,24 @@ import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.profiler import ProfilerActivity, profile, schedule
 
-WARMUP_STEPS = 10  # left out of throughput and step times: allocation, autotuning and NCCL's first calls slow them
-_BINS, _LEAST, _PER_UNIT = 4096, -16.0, 128  # of logits, from -16 to 16; AUROC takes those of one bin for equal
-_LOSS, _PREDICTED = 2 * _BINS, 2 * _BINS + 1  # columns behind the histograms
-_HELD_PREDICTIONS = 1 << 20
+WARMUP_STEPS = 10  # excluded from throughput and step times: slowed by allocation, autotuning and NCCL's first calls
+_BINS, _LEAST, _PER_UNIT = 4096, -16.0, 128  # bins for logits from -16 to 16; AUROC treats the logits of a bin as equal
+_LOSS, _PREDICTED = 2 * _BINS, 2 * _BINS + 1  # columns after the histograms
+_MAX_BUFFERED = 1 << 20
 
 
 def evaluation_metrics(
     logits: torch.Tensor, labels: torch.Tensor, names: Sequence[str] = ("label",), weights: Sequence[float] = (1.0,)
 ) -> dict[str, float]:
-    """Return loss, AUROC, NE, calibration and accuracy of predictions gathered from all ranks.
+    """Return loss, AUROC, NE (`normalised_entropy`), calibration and accuracy of all ranks' predictions.
 
-    NE is that of `normalised_entropy`; calibration is the sum of the predicted probabilities over that of the labels.
-    AUROC, NE and calibration are NaN where they are not defined: where all labels are alike, or a logit is NaN, which
-    cannot be ranked. Accuracy is the share of samples whose predicted probability lies on the label's side of one half,
-    NaN where a logit is.
-
-    Of several labels each metric is their mean, but the loss, which is their weighted sum, and METRIC/NAME is that of
-    one of them.
+    Calibration is the sum of predicted probabilities over the sum of labels; accuracy uses the threshold 0.5. AUROC and
+    NE are NaN if all labels are equal, calibration if all are 0, and every metric if a logit is NaN. With L labels,
+    metrics are means over labels, the loss is weighted by `weights`, and METRIC/NAME is the metric of one label.
 
     Args:
         logits: [n] or [n, L] float32.
-        labels: alike, each 0 or 1.
-        names: of the labels.
-        weights: of their losses.
+        labels: as `logits`; 0 or 1.
     """
     columns = (each.double().view(len(each), -1).unbind(1) for each in (logits, labels))
     values = by_label({name: _of_label(*each) for name, *each in zip(names, *columns, strict=True)})
@@ -49,16 +39,16 @@ def evaluation_metrics(
 
 
 def _of_label(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    # Not at the top: where `transformers` is installed it loads that, too, for seconds at every start of a rank.
+    # Imported late: it also imports `transformers` if installed, which would slow every start by seconds.
     from torchmetrics.functional.classification import binary_auroc
 
     loss = binary_cross_entropy_with_logits(logits, labels).item()
     rate, predicted = labels.mean().item(), logits.sigmoid().mean().item()
     has_nan = logits.isnan().any().item()
-    alike = rate in (0.0, 1.0) or has_nan
+    undefined = rate in (0.0, 1.0) or has_nan
     return {
         "loss": loss,
-        "auroc": math.nan if alike else binary_auroc(logits.sigmoid(), labels.int()).item(),
+        "auroc": math.nan if undefined else binary_auroc(logits.sigmoid(), labels.int()).item(),
         "ne": normalised_entropy(loss, rate),
         "calibration": predicted / rate if rate else math.nan,
         "accuracy": math.nan if has_nan else ((logits > 0) == (labels > 0)).double().mean().item(),
@@ -68,18 +58,16 @@ def _of_label(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
 def gather_predictions(
     logits: torch.Tensor, labels: torch.Tensor, batch_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather the logits and labels of all ranks and put them in the data set's order; a collective.
+    """Gather all ranks' logits and labels in the order of the data set, [steps * W * b] or [steps * W * b, L]; a
+    collective.
 
-    Of each global batch, rank r has the r-th `batch_size` samples. Two ranks with batches of one sample, for instance,
-    hold the samples 0, 2, 4 and 1, 3, 5 after three steps.
+    Rank r has the r-th b samples of each global batch: after three steps with b = 1, two ranks have samples 0, 2, 4 and
+    1, 3, 5.
 
     Args:
-        logits: [steps * b] or [steps * b, L] float32, this rank's batches one after the other; as many on every rank.
-        labels: alike.
-        batch_size: samples of a rank and step, b.
-
-    Returns:
-        Logits and labels, each [steps * W * b] or [steps * W * b, L], the same on every rank.
+        logits: [steps * b] or [steps * b, L] float32; the same shape on every rank.
+        labels: as `logits`.
+        batch_size: b, samples per rank and step.
     """
     local = torch.stack((logits, labels))
     gathered = local.new_empty((dist.get_world_size(), *local.shape))
@@ -90,32 +78,31 @@ def gather_predictions(
 
 
 class RunningMetrics:
-    """Adds up the predictions of a rank's steps; `take` and `state` are collectives.
+    """Accumulates the predictions of a rank's training steps; `take` and `state` are collectives.
 
-    A label's sums are a row of float64: histograms of the logits of its negative and positive samples, the sum of their
-    losses, and that of the predicted probabilities.
+    Each label has a row of float64 sums: histograms of the logits of negative and positive samples, the losses, and the
+    predicted probabilities. The device only accumulates until a log line reads them.
     """
 
     def __init__(self, names: Sequence[str], samples: int, steps: int, device: torch.device) -> None:
-        """Take the names of L labels, the samples of a rank and step, and the steps between two log lines."""
+        """Take the labels' names, the samples per rank and step, and the steps between two log lines."""
         self._names, labels = names, len(names)
-        # Copies of some steps' predictions, so that a step costs two copies, and not the kernels of the sums.
-        held = max(1, min(steps, _HELD_PREDICTIONS // (samples * labels)))
-        self._held, self._count = torch.empty(held, 2, samples, labels, device=device), 0
+        # Predictions are buffered over several steps, so that most steps only pay for two copies.
+        buffered = max(1, min(steps, _MAX_BUFFERED // (samples * labels)))
+        self._buffer, self._count = torch.empty(buffered, 2, samples, labels, device=device), 0
         self._window = torch.zeros(labels, 2 * _BINS + 2, dtype=torch.float64, device=device)
         self._lifetime = self._window.to("cpu", copy=True)
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Add the logits and labels of a step, each [b] or [b, L]; enqueues copies on the current stream."""
-        for copy, each in zip(self._held[self._count], (logits, labels), strict=True):
+        for copy, each in zip(self._buffer[self._count], (logits, labels), strict=True):
             copy.copy_(each.view(copy.shape))
         self._count += 1
-        if self._count == len(self._held):
-            self._fold()
+        if self._count == len(self._buffer):
+            self._accumulate_buffer()
 
-    def _fold(self) -> None:
-        """Add the held predictions to the sums."""
-        logits, labels = self._held[: self._count].transpose(0, 1).flatten(1, 2).transpose(1, 2)  # [L, samples] each
+    def _accumulate_buffer(self) -> None:
+        logits, labels = self._buffer[: self._count].transpose(0, 1).flatten(1, 2).transpose(1, 2)  # [L, samples] each
         self._count = 0
         losses = binary_cross_entropy_with_logits(logits, labels, reduction="none")
         bins = ((logits.nan_to_num() - _LEAST) * _PER_UNIT).clamp(0, _BINS - 1).long() + _BINS * labels.long()
@@ -124,7 +111,7 @@ class RunningMetrics:
         self._window[:, _PREDICTED] += logits.sigmoid().sum(1, dtype=torch.float64)
 
     def take(self) -> dict[str, float]:
-        """Return the metrics of all ranks' steps since the last call, and as lifetime_* those of all steps."""
+        """Return the metrics of all ranks' steps since the last call; as lifetime_*, those of all steps."""
         window = self._of_all_ranks()
         self._window.zero_()
         self._lifetime += window
@@ -133,44 +120,43 @@ class RunningMetrics:
     def _of_all_ranks(self) -> torch.Tensor:
         """Return all ranks' sums since the last `take`, on the CPU."""
         if self._count:
-            self._fold()
+            self._accumulate_buffer()
         found = self._window.clone()
         dist.all_reduce(found)
         return found.cpu()
 
     def lifetime(self) -> dict[str, float]:
-        """Return the metrics of all steps that `take` has seen."""
+        """Return the metrics of all steps that `take` has included."""
         return self._named(self._lifetime)
 
     def _named(self, sums: torch.Tensor) -> dict[str, float]:
         return by_label(dict(zip(self._names, map(_metrics_of, sums), strict=True)))
 
     def state(self) -> list[tuple[int, float]]:
-        """Return the sums of all steps so far, those since the last `take` too, where not 0, as JSON can have them."""
+        """Return the nonzero sums of all steps so far, as pairs for JSON."""
         flat = (self._lifetime + self._of_all_ranks()).flatten()
         where = flat.nonzero()[:, 0]
         return list(zip(where.tolist(), flat[where].tolist(), strict=True))
 
     def load(self, state: Sequence[Sequence[Any]]) -> None:
-        """Go on from what `state` has returned.
+        """Continue from the result of `state`.
 
         Raises:
-            ValueError: if it is not what `state` returns; the sums are then 0.
+            ValueError: if `state` did not return it; the sums are then 0.
         """
         self._lifetime.zero_()
         sums = self._lifetime.clone().view(-1)
         try:
-            for place, value in state:
-                if type(place) is not int or place < 0 or not math.isfinite(value):
-                    raise ValueError(f"{value!r:.40} at {place!r:.40}")
-                sums[place] = value
+            for index, value in state:
+                if type(index) is not int or index < 0 or not math.isfinite(value):
+                    raise ValueError(f"{value!r:.40} at {index!r:.40}")
+                sums[index] = value
         except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
             raise ValueError(f"no sums of metrics: {error}") from None
         self._lifetime += sums.view_as(self._lifetime)
 
 
 def _metrics_of(sums: torch.Tensor) -> dict[str, float]:
-    """Return the metrics of a label's sums; those that are not defined are NaN."""
     negative, positive = sums[:_LOSS].view(2, _BINS)
     negatives, positives = negative.sum().item(), positive.sum().item()
     losses, predicted = sums[_LOSS:].tolist()
@@ -185,10 +171,9 @@ def _metrics_of(sums: torch.Tensor) -> dict[str, float]:
 
 
 def normalised_entropy(loss: float, rate: float) -> float:
-    """Return the mean log loss over the entropy of the labels' mean `rate`, NaN where that is 0.
+    """Return the mean log loss divided by the entropy of `rate`, the mean label; NaN if the entropy is 0.
 
-    It is that of He et al., Practical lessons from predicting clicks on ads at Facebook, 2014, section 2: below 1 is
-    better than always predicting the click rate.
+    Source: He et al., Practical lessons from predicting clicks on ads at Facebook, 2014, section 2.
     """
     if rate in (0.0, 1.0):
         return math.nan
@@ -196,7 +181,7 @@ def normalised_entropy(loss: float, rate: float) -> float:
 
 
 def by_label(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the means of the labels' metrics and, where there are several labels, each as METRIC/LABEL."""
+    """Return the metrics' means over labels and, if there are several, each label's as METRIC/LABEL."""
     each = list(found.values())
     values = {key: sum(metrics[key] for metrics in each) / len(each) for key in each[0]}
     if len(found) > 1:
@@ -205,7 +190,7 @@ def by_label(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 class StepTimer:
-    """Times steps: on a GPU by events, for which the host waits in `take_ms` only, on a CPU by the host's clock."""
+    """Times steps: on a GPU by events, on a CPU by its clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -221,9 +206,9 @@ class StepTimer:
             self._marks.append(time.perf_counter())
 
     def take_ms(self) -> list[float]:
-        """Return the times between the marks since the last call, in ms. The last mark is the first of the next call.
+        """Return the times between marks since the last call, in ms; waits for the last mark on a GPU.
 
-        On a GPU, the host waits for the last mark.
+        The last mark is the first one of the next call.
         """
         marks = self._marks
         self._marks = marks[-1:]
@@ -235,9 +220,9 @@ class StepTimer:
 
 
 def make_tracer(path: Path, before: int, steps: int) -> profile:
-    """Return what traces `steps` steps after `before` others, each ended by its `step`, into the Chrome trace `path`.
+    """Return a profiler that traces `steps` steps after `before` others into the Chrome trace `path`.
 
-    It is set up during the step before the first traced one, and writes the file when the last has ended.
+    Call its `step` after each step. It starts up in the step before the traced ones.
     """
 
     def write(profiler: profile) -> None:
@@ -250,7 +235,7 @@ def make_tracer(path: Path, before: int, steps: int) -> profile:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process so far, in bytes: allocated on its GPU, or resident on a CPU."""
+    """Return this process's peak memory in bytes: allocated on its GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""The files of a run's results: lines of `metrics.jsonl`, files that are written whole or not at all."""
+"""Files of a run's results: `metrics.jsonl`, and files that are replaced atomically."""
 
 import errno
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.config import InputError, in_one_line
-from dlrm_overlap.launching.files import LOCK_NAME, replacing
+from dlrm_overlap.launching.files import LOCK_NAME, open_file, replacing
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -20,12 +20,11 @@ _RESULTS = ("train_loss", "eval_loss", "eval_auroc", "eval_ne", "samples_per_s",
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object a line, NaN written as null."""
+    """`metrics.jsonl`: one JSON object per line, with null for NaN."""
 
     def __init__(self, path: Path, keep_up_to_step: int) -> None:
-        """Open `path` to append, without its lines past `keep_up_to_step`, which a resumed run writes again.
-
-        A line that is none of a run's, as a crash leaves it, is left out, with one warning for all.
+        """Open `path` to append, dropping damaged lines, and lines after `keep_up_to_step`, which a resumed run
+        repeats.
 
         Raises:
             InputError: if it cannot be read or written.
@@ -37,21 +36,17 @@ class MetricsFile:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the file still has its name: nobody has removed, moved or replaced it, or its folder."""
+        """Whether nobody removed, moved or replaced the file or its folder."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except OSError:
             return False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append `record`.
-
-        Raises:
-            OSError: if there is no room for it; the file is then as it was.
-        """
+        """Append `record`; if the disk is full, raise an OSError and leave the file unchanged."""
         line, end = (json.dumps(nan_as_none(record)) + "\n").encode(), self._file.seek(0, os.SEEK_END)
         if self._file.write(line) < len(line):
-            self._file.truncate(end)  # or else the next line would be joined to this one's beginning
+            self._file.truncate(end)  # remove the incomplete line
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
@@ -60,7 +55,7 @@ class MetricsFile:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of the metrics.jsonl at `path`; one warning counts those that are not an object with a step.
+    """Return the records of a metrics.jsonl; one warning counts damaged lines.
 
     Raises:
         InputError: if it cannot be read.
@@ -69,7 +64,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    if not path.is_file():  # to open a pipe would wait for its writer
+    if not path.is_file():  # missing, or a pipe, which would block
         return []
     try:
         lines = path.read_text(errors="replace").split("\n")
@@ -86,38 +81,38 @@ def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
             damaged.append(f"line {number}: {in_one_line(error):.80}")
     if damaged:
         lines_read = len(found) + len(damaged)
-        log.warning("%s: %d of %d lines are damaged and left out (%s)", path, len(damaged), lines_read, damaged[0])
+        log.warning("%s: %d of %d lines are damaged and skipped (%s)", path, len(damaged), lines_read, damaged[0])
     return found
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value of a JSON file is a number that a float holds."""
+    """Return whether a JSON value is a number in the range of a float."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def nan_as_none(value: Any) -> Any:
-    """Return `value` with None for every NaN and infinity in it, which JSON cannot hold."""
+    """Replace every NaN and infinity by None, since JSON has neither."""
     if isinstance(value, dict):
         return {k: nan_as_none(v) for k, v in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path`, so that a reader finds the old file or the new one, and never half of one.
+    """Replace `path` atomically.
 
     Raises:
-        InputError: if it cannot be written, as on a full disk; the old file is still there then.
+        InputError: if it cannot be written; the old file stays.
     """
     try:
         with replacing(path) as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise InputError(
-            f"log.dir: {path} cannot be written ({error.strerror}); make room, or give another folder"
+            f"log.dir: {path} cannot be written ({error.strerror}); free disk space, or give another folder"
         ) from error
 
 
@@ -128,9 +123,7 @@ def has_results(folder: Path) -> bool:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move the content of `folder`, whose lock this process holds, to a new folder in it; None if it is empty.
-
-    Folders of earlier moves, `earlier_1` and so on, stay.
+    """Move the content of `folder`, whose lock this process holds, to a subfolder earlier_<N>; None if it is empty.
 
     Raises:
         InputError: if it cannot be moved.
@@ -149,34 +142,32 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of the finished run in `folder` as `RunLog.summary` returned it.
+    """Return the summary of the finished run in `folder`, with NaN for null.
 
-    The file holds null for a number that was NaN or infinite; here it is NaN. None without a summary, and, with a
-    warning, if it is not what a run writes.
+    None if there is none or, with a warning, if it is damaged.
     """
     path = folder / "summary.json"
-    if not os.path.lexists(path):
-        return None
     try:
-        if not path.is_file():
-            raise ValueError("not a file")
-        summary = json.loads(path.read_bytes(), parse_constant=_refuse)
+        with open_file(path) as file:
+            summary = json.load(file, parse_constant=_refuse)
         if type(summary["steps"]) is not int or summary["steps"] < 0:
             raise ValueError(f"steps {summary['steps']!r:.40}")
         for key in _RESULTS:
             if summary[key] is not None and not is_number(summary[key]):
                 raise ValueError(f"{key} {summary[key]!r:.40}")
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        log.warning("%s is damaged (%s), and left out", path, in_one_line(error)[:80])
+        log.warning("%s is damaged (%s) and ignored", path, in_one_line(error)[:80])
         return None
     return {key: math.nan if value is None else value for key, value in summary.items()}
 
 
 def remove(path: Path) -> None:
-    """Remove a file of an earlier run, if it is there.
+    """Remove a file of an earlier run, if it exists.
 
     Raises:
-        InputError: if it cannot be removed, as a folder of that name.
+        InputError: if it cannot be removed.
     """
     try:
         path.unlink(missing_ok=True)

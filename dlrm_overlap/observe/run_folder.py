@@ -1,7 +1,6 @@
-"""The folder of a run, whose lock rank 0 holds.
+"""The folder of a run, locked by rank 0.
 
-Ranks may see other folders of the same name, as where `log.dir` is on each host's own disk. So rank 0 alone reads the
-files that decide the course of the run, and broadcasts.
+Nodes may have different folders of the same name, so rank 0 alone reads files on which decisions depend.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +18,11 @@ T = TypeVar("T")
 
 
 def from_rank_0(find: Callable[[], T]) -> T:
-    """Call `find` on rank 0, and return its result on all ranks; a collective.
+    """Call `find` on rank 0 and return its result on all ranks; a collective.
 
     Raises:
-        InputError: on all ranks, if `find` raises one on rank 0.
-        PeerError: on the other ranks, if `find` raises any other error, which rank 0 raises as it is.
+        InputError: on all ranks, if `find` raises one.
+        PeerError: on the other ranks, if `find` raises another error.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -34,13 +33,10 @@ def from_rank_0(find: Callable[[], T]) -> T:
 
 @contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Have rank 0 make `folder` and hold its lock while the block runs; a collective at the beginning.
-
-    Rank 0 also removes the temporary files that a killed run has left in it.
+    """Let rank 0 create `folder`, remove a killed run's temporary files, and hold its lock; entering is a collective.
 
     Raises:
-        InputError: on all ranks, if the folder cannot be made or written to, or another process that is alive holds
-            the lock.
+        InputError: on all ranks, if the folder is not writable, or another process holds its lock.
     """
 
     def hold() -> None:
@@ -50,7 +46,7 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
                 remove_temporaries(folder)
         except OSError as error:
             raise InputError(
-                f"log.dir: {folder} cannot be written to ({error.strerror}); give a folder that is yours"
+                f"log.dir: {folder} cannot be written to ({error.strerror}); give a writable folder"
             ) from None
 
     with ExitStack() as stack:

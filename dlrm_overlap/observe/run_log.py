@@ -1,6 +1,4 @@
-"""The log of a run. Rank 0 writes log lines, `metrics.jsonl`, TensorBoard's events, the resolved
-configuration and `summary.json`; every rank writes its own trace.
-"""
+"""The log of a run: log lines, `metrics.jsonl`, TensorBoard, configuration and summary; and a trace of each rank."""
 
 import contextlib
 import json
@@ -30,10 +28,10 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def start_logging(rank: int) -> None:
-    """Send the package's log to standard error: all of it on rank 0, its warnings alone on the others."""
+    """Send the package's log to standard error: everything on rank 0, only warnings on others."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
-    # TorchRec and DDP warn of their own use of deprecated names; errors still show.
+    # TorchRec and DDP warn about deprecated names that they use themselves.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     if rank > 0:  # rank 0 shows the same warnings of libraries
         warnings.filterwarnings("ignore", category=UserWarning, module="torchrec|torch")
@@ -45,38 +43,35 @@ def start_logging(rank: int) -> None:
 
 
 def check_folder(config: Config) -> None:
-    """Check that a run of `config` finds no finished run in its folder, or a checkpoint that it goes on from.
-
-    The log of a run that ended before its first checkpoint is no result: `set_aside` moves it.
+    """Check that a run of `config` overwrites no results; those before a first checkpoint do not count.
 
     Raises:
-        InputError: if it would overwrite an earlier run's results, save its checkpoints among those of that run, or
-            move the checkpoint aside that it is to go on from.
+        InputError: if it would overwrite results, mix checkpoints of two runs, or move away the one to resume from.
     """
     folder, resume = config.folder, config.checkpoint.resume
-    if config.log.overwrite:  # whatever lies there is moved away, once the folder's lock is held
+    if config.log.overwrite:  # everything in the folder is moved away, once its lock is held
         if same_checkpoint(folder / "checkpoints", Path(resume)):
             raise InputError(
-                f"checkpoint.resume: {resume} lies in {folder}, which log.overwrite moves aside; leave log.overwrite "
-                f"out to go on there, or give another --log.name"
+                f"checkpoint.resume: {resume} is in {folder}, which log.overwrite moves aside; leave log.overwrite out "
+                f"to resume there, or give another --log.name"
             )
         return
     if newest := newest_checkpoint(folder / "checkpoints"):
         if resume != "auto" and not same_checkpoint(newest.parent, Path(resume)):
             raise InputError(
-                f"checkpoint.resume: {resume}, but {newest} is an earlier run's, which a later resume would take for "
-                f"this one's; leave checkpoint.resume out to go on there, move it aside by --log.overwrite true, or "
-                f"give another --log.name"
+                f"checkpoint.resume: {resume}, but {newest} is an earlier run's, which a later resume would mistake "
+                f"for this run's; leave checkpoint.resume out to resume there, move it aside with --log.overwrite "
+                f"true, or give another --log.name"
             )
     elif (folder / "summary.json").exists():
         raise InputError(
-            f"log.name: {folder} holds the results of an earlier run, and no checkpoint to go on from; move them aside "
-            f"by --log.overwrite true, or give another --log.name"
+            f"log.name: {folder} has the results of an earlier run, and no checkpoint to resume from; move them aside "
+            f"with --log.overwrite true, or give another --log.name"
         )
 
 
 class RunLog:
-    """The log of one run, by step. All ranks call the same methods, since some add up over ranks; rank 0 writes."""
+    """The log of one run; all ranks call the same methods."""
 
     def __init__(
         self, config: Config, world: World, device: torch.device, folder: Path, start: int, plan: ShardingPlan
@@ -95,25 +90,27 @@ class RunLog:
             self._tracer = make_tracer(folder / "traces" / file, traced.start - 1 - start, len(traced))
         if world.rank:
             return
-        remove(folder / "summary.json")  # until this run has its own, or a resume would believe it
-        if start == 0:  # an earlier run's would contradict what this run writes beside them
+        # Remove an earlier run's files.
+        remove(folder / "summary.json")
+        if start == 0:
             shutil.rmtree(folder / "traces", ignore_errors=True)
             for old in folder.glob("events.out.tfevents.*"):
-                if not old.is_dir():  # a user's folder is not TensorBoard's
+                if not old.is_dir():  # TensorBoard makes no folders
                     remove(old)
+        # Open this run's files.
         shown = config.as_dict()
-        shown["log"]["overwrite"] = False  # a run of this file goes on with this one
+        shown["log"]["overwrite"] = False  # so that a run of this file resumes this run
         resolved = yaml.safe_dump(shown, sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start)
         if traced and not self._tracer:
-            log.warning("log.trace_first: %d, but the run goes on behind it: no step is traced", config.log.trace_first)
+            log.warning("log.trace_first: %d, but the run resumes later: no step is traced", config.log.trace_first)
         if config.log.tensorboard:
-            # Where a run goes on, TensorBoard hides later events of before it stopped.
+            # TensorBoard hides the events of steps that a resumed run takes again.
             self._board = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
             self._board.add_text("config", f"```yaml\n{resolved}```")
             self._board.add_text("plan", f"```\n{plan}\n```")
-            self._board.flush()  # its thread opens the file by name, which may be another run's later
+            self._board.flush()  # its thread opens the file by name, which another run might take over
 
     def __enter__(self) -> Self:
         if self._tracer:
@@ -121,12 +118,12 @@ class RunLog:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        if self._tracer and error is None:  # not after an error, since it waits for the GPU
+        if self._tracer and error is None:  # it waits for the GPU, so not after an error
             self._tracer.stop()
         if self._metrics:
             self._metrics.close()
         if self._board:
-            with contextlib.suppress(OSError):  # a full disk, see `_write`
+            with contextlib.suppress(OSError):  # full disk, as in `_write`
                 self._board.close()
 
     def advance(self) -> None:
@@ -144,32 +141,34 @@ class RunLog:
         metrics: Mapping[str, float],
         asked_to_end: bool = False,
     ) -> None:
-        """Log the steps since the last call; a collective, in which the ranks also agree on whether to end early.
+        """Log the steps since the last call, and let the ranks agree on ending early; a collective.
 
         Args:
             step: the last of these steps.
-            loss_sum: [] sum of this rank's mean losses over these steps.
-            step_ms: the times of these steps on this rank.
-            wait_s: that this rank has waited for input since the start; the greatest of all ranks is logged.
+            loss_sum: [] sum of this rank's losses over these steps.
+            step_ms: times of these steps on this rank.
+            wait_s: this rank's wait for input since the start; the maximum over ranks is logged.
             lr_factor: of the learning rates.
-            metrics: of all ranks' predictions, see `RunningMetrics`.
-            asked_to_end: whether this rank was asked to end; `self.asked_to_end` then is whether any was.
+            metrics: of all ranks (`RunningMetrics`).
+            asked_to_end: by this rank; `self.asked_to_end` becomes true if any rank was asked.
 
         Raises:
-            InputError: on all ranks, if the run's folder, or metrics.jsonl in it, is no longer there.
+            InputError: on all ranks, if the run's folder or metrics.jsonl is gone.
         """
+        # Combine the ranks' loss, wait and requests to end.
         count = len(step_ms)
         loss = loss_sum.double()
         is_lost = self._metrics is not None and not self._metrics.is_in_place
-        greatest = torch.tensor([wait_s, asked_to_end, is_lost], dtype=torch.float64, device=self.device)
+        maxima = torch.tensor([wait_s, asked_to_end, is_lost], dtype=torch.float64, device=self.device)
         dist.all_reduce(loss)
-        dist.all_reduce(greatest, dist.ReduceOp.MAX)  # one rank's wait holds up all
-        waited_s, asked, lost = greatest.tolist()
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)  # every rank waits for the slowest
+        waited_s, asked, lost = maxima.tolist()
         if lost:
             raise InputError(
                 f"log.dir: step {step}: {self.folder}, or metrics.jsonl in it, was removed or moved while the run was "
-                f"writing to it, so the run ends here; start it again, and leave the folder until the run has ended"
+                f"writing to it, so the run ends here; run again, and do not touch the folder until the run has ended"
             )
+        # Log the means over these steps.
         self.asked_to_end = bool(asked)
         self.loss = loss.item() / self.world.world_size / count
         mean_ms, wait_ms = sum(step_ms) / count, (waited_s - self.waited_s) * 1e3 / count
@@ -200,13 +199,8 @@ class RunLog:
     def summary(self, step: int, values: dict[str, float], trained: Mapping[str, float]) -> dict[str, Any]:
         """Write `summary.json` and return the summary; a collective.
 
-        Times are those of this rank's steps after the warm-up, or of all if there are no more; memory is the greatest
-        of all ranks.
-
-        Args:
-            step: the run's last step.
-            values: the metrics of its last evaluation.
-            trained: those of all samples that it has trained on.
+        `values` are the metrics of the last evaluation, `trained` of all training samples. Times are this rank's,
+        without warm-up if possible; memory is the maximum over ranks.
         """
         times = self.step_ms[WARMUP_STEPS:] or self.step_ms
         memory = torch.tensor(memory_bytes(self.device), dtype=torch.float64, device=self.device)
@@ -231,11 +225,7 @@ class RunLog:
         return summary
 
     def _write(self, step: int, values: dict[str, float]) -> None:
-        """Write a line of metrics and a point of each curve, all runs' under the same tags.
-
-        Without room for them, the run goes on: it is the checkpoint that must be written, and ends the run if it
-        cannot be.
-        """
+        """Write metrics to file and TensorBoard; only warn if the disk is full."""
         try:
             if self._metrics:
                 self._metrics.write({"step": step, **values})
@@ -245,4 +235,4 @@ class RunLog:
                         self._board.add_scalar(tag, value, step)
                 self._board.flush()
         except OSError as error:
-            log.warning("step %d cannot be logged (%s); the run goes on", step, error.strerror)
+            log.warning("step %d cannot be logged (%s); the run continues", step, error.strerror)

@@ -1,12 +1,7 @@
-"""Reads traces of a GPU: the time of each kind of work, the parts of a step, and exposed communication.
+"""Reads GPU traces: the time of each kind of work, and exposed communication.
 
-Communication is hidden where other work runs at the same time. It is exposed where a kernel runs that moves data
-between GPUs or waits for a peer, and none that computes. A kernel that both looks up rows and stores them to peers
-computes as long as it runs, since it reads rows to its end; a trace cannot show which of its time is the links' alone.
-So there are two numbers: `exposed` takes such a kernel for computing, `exposed_most` for communication.
-
-Holistic Trace Analysis finds communication by the names of NCCL's kernels, so it takes ours for computing; and it
-installs JupyterLab.
+Communication is exposed while a kernel moves data between GPUs or waits for a peer, and no kernel computes. A kernel
+that looks up rows and stores them to peers computes in `exposed`, and communicates in `exposed_most`.
 """
 
 import gzip
@@ -14,15 +9,17 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.launching.files import open_file
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.observe.result_files import is_number
 
-# Kinds of work, by patterns for the names of FBGEMM's, NCCL's, cuBLAS's, PyTorch's and our kernels. The first that
-# matches counts; a name that none matches is dense.
+# Patterns for the names of FBGEMM's, NCCL's, cuBLAS's, PyTorch's and our kernels. The first match counts; a name
+# without a match is dense.
 _KINDS = {
     "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices|_expand_rows",
     "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_(signal|raise)_flags|_(wait_for|await)_flags|_store_to_peers"
@@ -33,20 +30,20 @@ _KINDS = {
     "sort": r"[Rr]adix|RunLength|ReduceByKey|DeviceScan|DeviceCompact|linearize"
     r"|_place_gradients|_cut_runs",
     "samples": r"_draw_\w+",
-    # In CUDA graphs the first two are kernels, named memcpy128 and the like. The third copies a list of tensors.
+    # In CUDA graphs, the first two are kernels with names such as memcpy128. The third copies lists of tensors.
     "copies": r"^[Mm]emcpy|^[Mm]emset|CopyFunctor",
     "optimizer": r"multi_tensor_apply|_begin_update|_update_parameters",
     "products": r"gemm|gemv|nvjet|cutlass|cublas|splitKreduce|tile_product",
 }
 KINDS = (*_KINDS, "dense")
-_PUTS = r"_store_pooled|_put_slices"
+_STORES = r"_store_pooled|_put_slices"
 _COMMUNICATES_TOO = r"_pull_ids"
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _HOST_CALLS = ("cuda_runtime", "cuda_driver")
 
 
 class Span(NamedTuple):
-    """A stretch of time, in us."""
+    """A period of time, in us."""
 
     begin: float
     end: float
@@ -61,41 +58,35 @@ class GpuWork(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of work, one of `KINDS`; dense is the dense part's pointwise work."""
+        """One of `KINDS`; "dense" is the dense part's pointwise work."""
         return next((kind for kind, names in _KINDS.items() if re.search(names, self.name)), "dense")
 
     @property
-    def puts(self) -> bool:
-        """Whether it looks up rows and puts them to peers at once."""
-        return re.search(_PUTS, self.name) is not None
+    def stores(self) -> bool:
+        """Whether it looks up rows and stores them to peers."""
+        return re.search(_STORES, self.name) is not None
 
     @property
     def communicates(self) -> bool:
-        """Whether it moves data between GPUs, or waits for a peer, and does nothing else."""
+        """Whether it only moves data between GPUs or waits for a peer."""
         return self.kind in ("exchange", "all-reduce") or re.search(_COMMUNICATES_TOO, self.name) is not None
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the complete events of a Chrome trace, gzipped or not.
-
-    Raises:
-        InputError: if the file cannot be read as one.
-    """
+    """Return the complete events of a Chrome trace, which may be gzipped; an InputError if it is not one."""
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):  # to open a pipe would wait for its writer
-            raise ValueError
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-        if not all(map(_is_whole, events)):
+        with open_file(path) as file, gzip.open(file) if path.suffix == ".gz" else nullcontext(file) as stream:
+            events = [event for event in json.load(stream)["traceEvents"] if event.get("ph") == "X"]
+        if not all(map(_is_valid, events)):
             raise ValueError
         return events
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        fault = getattr(error, "strerror", None) or "not a whole Chrome trace"
-        raise InputError(f"{path}: {fault}; give a file that log.trace_steps has written") from None
+        fault = getattr(error, "strerror", None) or "not a complete Chrome trace"
+        raise InputError(f"{path}: {fault}; give a file that log.trace_steps wrote") from None
 
 
-def _is_whole(event: dict[str, Any]) -> bool:
-    """Return whether the values that this file reads of an event are of their types, and its times finite."""
+def _is_valid(event: dict[str, Any]) -> bool:
+    """Return whether the fields of an event that this file reads have the right types."""
     is_work = event.get("cat") in _GPU_WORK
     return (
         is_number(event.get("ts", 0))
@@ -118,12 +109,12 @@ def gpu_work(events: Iterable[dict[str, Any]]) -> list[GpuWork]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Return the time that any of `spans` covers, in us."""
+    """Return the time that `spans` cover, in us."""
     return exclusive({"": spans})[""]
 
 
 def union(spans: Iterable[Span], window: Span) -> list[Span]:
-    """Return the parts of `window` that any of `spans` covers, in order."""
+    """Return the parts of `window` that `spans` cover, in order."""
     found: list[Span] = []
     for span in sorted(spans):
         begin, end = max(span.begin, window.begin), min(span.end, window.end)
@@ -137,7 +128,7 @@ def union(spans: Iterable[Span], window: Span) -> list[Span]:
 
 
 def exclusive(groups: Mapping[str, Iterable[Span]]) -> dict[str, float]:
-    """Return the us of each group in which none of the groups before it runs: each instant counts once.
+    """Return, for each group, the us in which it runs and no earlier group does.
 
     Example: products from 0 to 6, an exchange from 4 to 8, and a step from 0 to 10: 6, 2 and 2.
     """
@@ -158,48 +149,47 @@ def exclusive(groups: Mapping[str, Iterable[Span]]) -> dict[str, float]:
 
 
 def shares(work: Sequence[GpuWork], window: Span | None = None) -> dict[str, float]:
-    """Return the shares of `window`, by default of all of `work`, in us: compute, exposed, copying, idle, exposed_most.
+    """Return how `window`, by default the time of all `work`, is used: compute, exposed, copying, idle, exposed_most in
+    us.
 
-    A kernel ran that computes; else one that communicates; else copies, within this GPU or from the host; else nothing:
-    these four add up to its length. `exposed_most` takes kernels that look up and put at once for communication.
+    The first four add up; an instant counts for the first that applies. Copies are within this GPU or from the CPU.
     """
     window = window or Span(min(each.span.begin for each in work), max(each.span.end for each in work))
-    groups = {name: list[Span]() for name in ("compute", "puts", "exposed", "copying")}
+    groups = {name: list[Span]() for name in ("compute", "stores", "exposed", "copying")}
     for each in work:
         span = Span(max(each.span.begin, window.begin), min(each.span.end, window.end))
         if span.begin < span.end:
-            busy = "puts" if each.puts else "exposed" if each.communicates else "compute"
+            busy = "stores" if each.stores else "exposed" if each.communicates else "compute"
             groups["copying" if each.kind == "copies" else busy].append(span)
-    puts = groups.pop("puts")
-    most = exclusive({"compute": groups["compute"], "exposed": groups["exposed"] + puts})["exposed"]
-    groups["compute"] += puts
+    stores = groups.pop("stores")
+    most = exclusive({"compute": groups["compute"], "exposed": groups["exposed"] + stores})["exposed"]
+    groups["compute"] += stores
     return exclusive({**groups, "idle": [window]}) | {"exposed_most": most}
 
 
 def issued_work(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `events` without the work that none of them has issued; all where the host's calls are not among them.
+    """Return `events` without GPU work issued before the trace began, by a CPU that ran ahead.
 
-    A CPU that is ahead issued the step before while nothing was traced yet, and the GPU runs it when something is.
+    All are returned if the trace has no CPU calls.
     """
     calls = {_call(event) for event in events if event.get("cat") in _HOST_CALLS} - {None}
     return [event for event in events if event.get("cat") not in _GPU_WORK or not calls or _call(event) in calls]
 
 
 def _call(event: dict[str, Any]) -> int | None:
-    """Return the number that a call of the host and the work it has issued have in common."""
     return event.get("args", {}).get("correlation")
 
 
 def summarise(path: Path) -> str:
-    """Return a table of the kinds of work in a trace of training steps: ms a step, and ms of these it runs alone.
+    """Return a table of the kinds of work in a trace: ms a step, and ms in which nothing else runs.
 
     Raises:
-        InputError: if the file is not a trace, or nothing in it ran on a GPU.
+        InputError: if the file is not a trace, or has no GPU work.
     """
     events = read_events(path)
     work = gpu_work(issued_work(events))
     if not any(each.span.end > each.span.begin for each in work):
-        raise InputError(f"{path}: nothing in it ran on a GPU; open a CPU's trace in ui.perfetto.dev")
+        raise InputError(f"{path}: nothing in it ran on a GPU; open a CPU trace in ui.perfetto.dev")
     marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
     steps = max(1, len(marks))
     ms, found = 1e-3 / steps, shares(work)
@@ -213,7 +203,7 @@ def summarise(path: Path) -> str:
         f"{steps} step{'s' * (steps > 1)} of {length_us * ms:.3f} ms, the GPU idle in {found['idle'] * ms:.3f} of them"
     )
     exposed = f"exposed communication: {found['exposed'] * ms:.3f} ms a step, {found['exposed'] / length_us:.1%}"
-    if any(each.puts for each in work):
+    if any(each.stores for each in work):
         most = f"{found['exposed_most'] * ms:.3f} ms, {found['exposed_most'] / length_us:.1%}"
-        exposed += f"; at most {most}, if kernels that look up and put do nothing but put"
+        exposed += f"; at most {most}, if kernels that look up and store count as communication"
     return f"{path}: {text}\n{format_table(lines)}\n{exposed}"

@@ -114,8 +114,8 @@ def _torchrecs(
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+    from dlrm_overlap.embedding.configured_sharders import build_sharders
     from dlrm_overlap.embedding.plan import torchrecs_planner
-    from dlrm_overlap.embedding.sharder import build_sharders
 
     configs = [
         EmbeddingBagConfig(

@@ -22,7 +22,7 @@ from dlrm_overlap.simulate.config import LookupConfig, SimulateConfig, UpdateCon
 from dlrm_overlap.simulate.workload import SimulatedWorkload
 
 _MANY_BAGS = 1 << 17
-_PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.layout` cuts a rank's window
+_PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.gradient_layout` cuts a rank's window
 
 
 def link_seconds(config: SimulateConfig, near_bytes: np.ndarray, away_bytes: np.ndarray) -> np.ndarray:

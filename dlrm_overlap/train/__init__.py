@@ -1,1 +1,1 @@
-"""The run: put together, trained, evaluated, compared, exported."""
+"""Models, pipelines, training runs, evaluation and comparison."""

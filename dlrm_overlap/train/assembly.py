@@ -1,4 +1,4 @@
-"""One rank's model, optimizers and train pipeline, put together as a configuration says."""
+"""Builds one rank's model, optimizer and train pipeline from a configuration."""
 
 import logging
 from collections.abc import Callable
@@ -34,11 +34,11 @@ from dlrm_overlap.train.model import TrainTask, build_model
 log = logging.getLogger("dlrm_overlap")
 
 MakeSharders = Callable[[EmbeddingConfig, str, int], list[ModuleSharder[Any]]]
-"""takes the section `embedding`, the dense part's precision, and the columns in front of the pooled embeddings"""
+"""(section `embedding`, precision of the dense part, columns in front of the pooled embeddings) -> sharders"""
 
 
 class LearningRate:
-    """Linear warm-up, then a constant, then a quadratic decay to zero (MLPerf's schedule), for all parameters alike."""
+    """MLPerf's schedule: linear warm-up, then constant, then quadratic decay to zero, for every parameter."""
 
     def __init__(self, optimizer: CombinedOptimizer, config: TrainConfig) -> None:
         self.config = config
@@ -47,7 +47,7 @@ class LearningRate:
         self.current: float | None = None
 
     def factor(self, step: int) -> float:
-        """Return the factor of the configured learning rates at `step`, counted from 0."""
+        """Return what to multiply the configured learning rates by at `step`, counted from 0."""
         config = self.config
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
@@ -57,7 +57,7 @@ class LearningRate:
         return 1.0
 
     def set(self, step: int) -> None:
-        """Set the learning rates of `step`, counted from 0, where they differ from those of the step before."""
+        """Set the learning rates of `step`, counted from 0; does nothing if they have not changed."""
         factor = self.factor(step)
         if factor != self.current:
             for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
@@ -68,13 +68,10 @@ class LearningRate:
 def assemble(
     config: Config, world: World, device: torch.device, train: Dataset, make_sharders: MakeSharders
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, TrainPipeline[Any, Any], ShardingPlan]:
-    """Return the model of `config` on this rank's device, its optimizer, the pipeline and the plan; a collective.
-
-    The order matters: layers are divided before the model is sharded, compiled and captured in their flat form, and
-    tables get their first weights when they are where they stay. The bags of `train` bound those of a captured step.
+    """Build the sharded model, its optimizer, pipeline and plan; a collective.
 
     Raises:
-        InputError: if ranks cannot run the configuration.
+        InputError: if the ranks cannot run the configuration.
     """
     group = dist.group.WORLD
     assert group is not None, "the process group is made before the trainer"
@@ -86,8 +83,10 @@ def assemble(
         )
     dlrm = build_model(config.model, config.embedding, list(train.rows), train.dense_features, config.train.seed)
     task = TrainTask(dlrm, device.type, config.train.precision == "bf16", list(train.labels.values()))
+    # Divide layers before they are sharded, compiled and captured.
     if config.model.top_parallel == "tensor":
         divide_head(dlrm.head, ParallelProducts(group, device, config.embedding.wait_timeout_s))
+    # Shard the tables.
     sharders = make_sharders(config.embedding, config.train.precision, dlrm.front_columns)
     topology = build_topology(device, world.world_size, world.local_world_size)
     plan = make_plan(task, sharders, topology, config.embedding, train.pooling, samples, group)
@@ -101,6 +100,7 @@ def assemble(
         data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True, params_to_ignore=list(shards_of(task))),
     )
     task.to(device)
+    # Compile the dense part, and capture it or wrap it with DDP unless the whole step is captured.
     graph = takes_graph(config, model, device)
     casts_once = graph and config.train.flat_dense and config.train.precision == "bf16"
     if config.train.compile_dense:
@@ -109,21 +109,23 @@ def assemble(
             compile_dense(task, samples, device)
     if not graph:
         join_dense(model, task, device, samples if config.train.graph_dense else None)
+    # The tables have their final storage now: give them values.
     initialise_tables(model, config.train.seed)
     optimizer = build_optimizer(model, config.train)
     pipeline: TrainPipeline[Any, Any]
     if graph:
-        bound = casts = None
-        if dlrm.history_key is None:  # else the first batch shows the distinct ids, and how many ids histories have
-            bound = BatchCapacity(samples, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
+        casts = None
         if casts_once:
             flat = FlatParameters(dense_parameters(model), shards_of(model), torch.bfloat16)
             casts = cast_once(task, flat, config.train.compile_dense)
+        # With histories, the first batch shows how many ids, and how many distinct ids, there are.
+        bags = dict(zip(dlrm.keys, train.bag_sizes, strict=True))
+        capacity = BatchCapacity(samples, bags) if dlrm.history_key is None else None
         pipeline = GraphTrainPipeline(
             model,
             optimizer,
             device,
-            bound=bound,
+            bound=capacity,
             group=group,
             casts=casts,
             gradient_dtype=WIRE_DTYPES[config.train.gradient_dtype],
@@ -131,19 +133,28 @@ def assemble(
             capture=None if config.train.capture else False,
         )
     else:
-        tables = [each for params in plan.plan.values() for each in params.values()]  # type: ignore[attr-defined]
-        cached = any(table.cache_params is not None for table in tables)
-        # FBGEMM fills its caches of rows a step ahead.
-        prefetches = cached and config.embedding.backend == "torchrec" and device.type == "cuda"
-        kind = PrefetchTrainPipelineSparseDist if prefetches else TrainPipelineSparseDist
-        pipeline = kind(model, optimizer, device, execute_all_batches=True)
+        pipeline = _torchrec_pipeline(config, model, optimizer, plan, device)
     return model, optimizer, pipeline, plan
 
 
-def takes_graph(config: Config, model: DistributedModelParallel, device: torch.device) -> bool:
-    """Return whether the steps of a sharded model are taken by `GraphTrainPipeline`, alike on all ranks.
+def _torchrec_pipeline(
+    config: Config,
+    model: DistributedModelParallel,
+    optimizer: CombinedOptimizer,
+    plan: ShardingPlan,
+    device: torch.device,
+) -> TrainPipeline[Any, Any]:
+    tables = [each for params in plan.plan.values() for each in params.values()]  # type: ignore[attr-defined]
+    cached = any(table.cache_params is not None for table in tables)
+    # FBGEMM fills its row caches one step ahead.
+    prefetches = cached and config.embedding.backend == "torchrec" and device.type == "cuda"
+    kind = PrefetchTrainPipelineSparseDist if prefetches else TrainPipelineSparseDist
+    return kind(model, optimizer, device, execute_all_batches=True)
 
-    Where the configuration asks for it, or has a backend whose steps are captured, and it cannot be, the log says why.
+
+def takes_graph(config: Config, model: DistributedModelParallel, device: torch.device) -> bool:
+    """Return whether `GraphTrainPipeline` trains a sharded model, the same on every rank; log why not, if it was
+    expected.
     """
     kind = config.train.pipeline
     if kind == "torchrec" or (kind == "auto" and device.type != "cuda"):
@@ -156,7 +167,7 @@ def takes_graph(config: Config, model: DistributedModelParallel, device: torch.d
 
 
 def build_optimizer(model: DistributedModelParallel, config: TrainConfig) -> CombinedOptimizer:
-    """Return one optimizer over the tables, whose own is fused into their backward, and the dense part."""
+    """Return one optimizer for dense parameters and tables, whose updates are fused into their backward."""
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "sgd": torch.optim.SGD,
         "adagrad": partial(torch.optim.Adagrad, eps=config.eps),

@@ -1,7 +1,6 @@
-"""Trains one configuration with one backend after another; `observe.comparison` judges them.
+"""Trains one configuration with several backends in turn; `observe.comparison` compares the results.
 
-On GPUs the reference is trained again, since it is not deterministic there: what it parts from itself widens the
-tolerance (`observe.agreement`).
+On GPUs the reference is trained again to measure its own nondeterminism (`observe.agreement`).
 """
 
 import dataclasses
@@ -22,10 +21,10 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) -> dict[str, Config]:
-    """Return run -> its configuration: `config`, but trained from the first step on and without checkpoints.
+    """Return run -> its configuration, trained from the first step and without checkpoints.
 
-    Each backend has a run of its name; after the first, the reference, come `noise_runs` more of it: torchrec_again,
-    torchrec_again_2, .. An earlier run in a folder is moved aside: to go on from it would compare nothing.
+    The runs are named after their backends. After the first, the reference, come `noise_runs` repeats of it:
+    torchrec_again, torchrec_again_2, ..
     """
     checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0, last=False)
     configs = {}
@@ -39,7 +38,7 @@ def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) ->
 
 
 def train_runs(configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer]) -> dict[str, Path]:
-    """Train each of `configs`, one after the other, and return run -> its folder; a collective."""
+    """Train each of `configs` in turn and return run -> its folder; a collective."""
     folders: dict[str, Path] = {}
     with ExitStack() as stack:
         for name, config in configs.items():
@@ -50,12 +49,11 @@ def train_runs(configs: Mapping[str, Config], make_trainer: Callable[[Config], T
             log.info("backend %s", config.folder.name)
             try:
                 trainer.fit()
-            except NotFiniteError as error:  # on every rank, at one step; `judge` finds it in the run's losses
+            except NotFiniteError as error:  # on every rank at the same step; `compare_runs` finds it in the losses
                 log.info("backend %s: %s", name, error)
             trainer.close()
             del trainer
-            gc.unfreeze()  # saves beside training have left loaded objects out of collections
-            gc.collect()  # the parts of a trainer refer to each other
+            gc.collect()  # a trainer has reference cycles
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()

@@ -1,8 +1,4 @@
-"""In which form the dense part trains: divided over the ranks, compiled, captured in CUDA graphs, or with cast weights.
-
-The functions stand in the order in which `assembly` calls them. Evaluation runs eagerly in any case; layers that are
-divided stay so.
-"""
+"""How the dense part trains: divided over ranks, compiled, captured in CUDA graphs, or with cast weights."""
 
 import copy
 import logging
@@ -31,11 +27,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def divide_head(head: Head, products: ParallelProducts) -> None:
-    """Divide pairs of layers of the top MLP over the ranks of `products`, for `model.top_parallel` tensor.
-
-    Comes before the model gets its optimizer and is compiled. Divided layers are neither compiled nor captured by
-    themselves.
-    """
+    """Divide pairs of layers of the top MLP over ranks, before it is compiled or gets an optimizer."""
     pairs = divide_pairs(head.top, products) if products.world_size > 1 else []
     if products.rank == 0:
         layers = " and ".join(f"{first + 1}, {second + 1}" for first, second in pairs) or "none"
@@ -43,11 +35,10 @@ def divide_head(head: Head, products: ParallelProducts) -> None:
 
 
 def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
-    """Compile forward and backward of the bottom MLP and of the head for batches of `samples`.
+    """Compile the bottom MLP and the head for batches of `samples`, by calling each once.
 
-    torch.compile compiles at the first call, so each part is called once here. That comes before DDP wraps the model:
-    within DDP's forward torch.compile would cut its graphs at the borders of DDP's buckets. It cannot look into
-    products with communication inside, so a head that is divided over the ranks stays as it is.
+    Call this before DDP wraps the model, inside which torch.compile would split its graphs at DDP's buckets. A divided
+    head is not compiled, since torch.compile cannot trace its communication.
     """
     parts = _without_divided(task)
     for part in parts:
@@ -56,11 +47,11 @@ def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
         for part, inputs in zip(parts, _example_inputs(task, samples, device), strict=False):
             output = part(*inputs)
             wanted = [tensor for tensor in (*inputs, *part.parameters()) if tensor.requires_grad]
-            torch.autograd.grad(output, wanted, torch.ones_like(output))  # leaves the parameters' own gradients unset
+            torch.autograd.grad(output, wanted, torch.ones_like(output))  # does not set the parameters' gradients
 
 
 def compile_loss(task: TrainTask) -> None:
-    """Have torch.compile compile the loss, at the first step: a kernel each way, in place of some fifteen."""
+    """Let torch.compile fuse the loss, some fifteen kernels, into one kernel each for forward and backward."""
     task.loss.in_training = _compiled(task.loss.compute)
 
 
@@ -69,7 +60,6 @@ def _compiled(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _without_divided(task: TrainTask) -> tuple[Part, ...]:
-    """Return the bottom MLP and, unless layers of it are divided over the ranks, the head."""
     dlrm = task.dlrm
     return (dlrm.bottom,) if divided_layers(dlrm.head) else (dlrm.bottom, dlrm.head)
 
@@ -77,7 +67,7 @@ def _without_divided(task: TrainTask) -> tuple[Part, ...]:
 def _example_inputs(
     task: TrainTask, samples: int, device: torch.device
 ) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Return inputs of the bottom MLP and of the head as a training batch of `samples` has them; under autocast."""
+    """Return inputs of bottom MLP and head, shaped as in training; call it under autocast."""
     dlrm = task.dlrm
     dense = torch.randn(samples, dlrm.dense_features, device=device)
     front = torch.randn(samples, dlrm.front_columns, device=device).to(dlrm.bottom(dense).dtype).requires_grad_()
@@ -90,27 +80,25 @@ def _example_inputs(
 def join_dense(
     model: DistributedModelParallel, task: TrainTask, device: torch.device, graph_samples: int | None = None
 ) -> None:
-    """Have DDP wrap the dense part, captured in CUDA graphs before that if `graph_samples` gives those of a batch."""
+    """Wrap the dense part with DDP; first capture it in CUDA graphs if a batch size `graph_samples` is given."""
     nodes = _graph_dense(task, graph_samples, device) if graph_samples is not None else []
     model.init_data_parallel()
-    del nodes  # DDP holds them from here on
+    del nodes  # DDP keeps them alive from here on
 
 
 def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[Node]:
-    """Capture forward and backward of the bottom MLP and of the head, each in CUDA graphs for batches of `samples`.
+    """Capture bottom MLP and head, forward and backward, in CUDA graphs for batches of `samples`.
 
-    Eager PyTorch needs longer to launch the dense part's kernels than the GPU to run them. A head that is divided over
-    the ranks runs eagerly: its communication would not be ordered among TorchRec's collectives.
+    A divided head stays eager: its communication would have no fixed order among TorchRec's collectives.
 
     Returns:
-        The nodes that accumulate the parameters' gradients. Such a node runs on the stream where it was made, and DDP,
-        before it reduces a bucket, waits for only one of the streams that fill it. So all nodes are made here, on the
-        current stream, before the warm-up or the capture would make them on streams of their own.
+        The nodes that accumulate gradients. DDP waits for only one of the streams that fill a bucket, so all nodes are
+        created on the current stream, before warm-up or capture would create them on others.
     """
     capture = torch.cuda.graph
     parts = _without_divided(task)
     nodes = [get_gradient_edge(parameter).node for part in parts for parameter in part.parameters()]
-    # Captured on the nodes' stream, since a capture cannot wait for another, and its kernels keep its priority.
+    # Capture on the nodes' stream: a capture cannot wait for another stream, and kernels keep the stream's priority.
     before, capture.default_capture_stream = capture.default_capture_stream, torch.cuda.current_stream(device)
     with task.autocast():
         inputs = _example_inputs(task, samples, device)[: len(parts)]
@@ -122,13 +110,10 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
 
 
 def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool) -> CastWeights:
-    """Let the dense part compute, while it trains, with the shadow of its parameters.
+    """Let the dense part train with the shadow of its parameters, which is cast once a step.
 
-    The biases of the cross network stay as they are: autocast, too, leaves it to compute its sums in float32.
-
-    Args:
-        compiled: by torch.compile, at the first step. The interaction is then computed by `cross` or `interact`. Of a
-            head that is divided over the ranks the top MLP is not compiled.
+    Biases of the cross network are not cast, because autocast also computes its sums in float32. With `compiled`,
+    torch.compile compiles all but the top MLP of a divided head, and `cross` or `interact` computes the interaction.
     """
     bottom, head = task.dlrm.bottom, task.dlrm.head
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
@@ -139,7 +124,7 @@ def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool) -> CastWeig
     shadowed = [p for part in (bottom, head) for p in part.parameters()]
     casts = CastWeights(flat, [p for p in shadowed if crossed or p not in biases])
     computed = _mlp_with_casts(bottom, casts, compiled)
-    # The gradient of the pooled embeddings leaves first, since their forward comes before the bottom MLP's.
+    # Backward: the pooled embeddings' gradient is sent first; the head's are written during the bottom MLP's backward.
     bottom.in_training = lambda input: casts.ahead_of(computed(input))
     if crossed is None and dotted is None:
         head.in_training = _with_casts(head, casts, compiled and not divided_layers(head))
@@ -156,9 +141,8 @@ def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool) -> CastWeig
 
 
 def _with_casts(part: nn.Module, casts: CastWeights, compiled: bool) -> Callable[..., torch.Tensor]:
-    """Return a function that computes `part` with weights from `casts`."""
     buffers, own = dict(part.named_buffers()), dict(part.named_parameters())
-    stateless = copy.deepcopy(part).to("meta")  # without weights of its own
+    stateless = copy.deepcopy(part).to("meta")  # has no weights
 
     def compute(weights: dict[str, torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         return functional_call(stateless, (weights, buffers), inputs)
@@ -168,7 +152,7 @@ def _with_casts(part: nn.Module, casts: CastWeights, compiled: bool) -> Callable
 
 
 def _relu_layers(mlp: nn.Module) -> list[nn.Linear] | None:
-    """Return the layers of an MLP of TorchRec if ReLU is after each of them, and None of another."""
+    """Return the layers of an MLP if ReLU follows each of them, else None."""
     each = list(mlp._mlp) if isinstance(mlp, MLP) else []  # type: ignore[arg-type]
     if not each or not all(isinstance(layer, Perceptron) and layer._activation_fn is torch.relu for layer in each):
         return None
@@ -176,21 +160,20 @@ def _relu_layers(mlp: nn.Module) -> list[nn.Linear] | None:
 
 
 def _aligned(columns: int) -> int:
-    """Return the next number of columns whose 2 bytes make whole 16 bytes: products read others three times slower."""
+    """Round up to rows of whole 16-byte units in bfloat16; products read others three times slower."""
     return -(-columns // 8) * 8
 
 
 def _mlp_with_casts(mlp: nn.Module, casts: CastWeights, compiled: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes an MLP by `relu_layers` if it can; x may have more columns, of zeros."""
+    """Return a function that computes an MLP, by `relu_layers` if possible; x may have extra columns of zeros."""
     layers = _relu_layers(mlp) if compiled else None
-    if layers is not None and layers[-1].out_features > 1:  # which else would count as logits, without ReLU
+    if layers is not None and layers[-1].out_features > 1:  # one output would be taken for logits, without ReLU
         return _layers_with_casts(layers, casts)
     compute, columns = _with_casts(mlp, casts, compiled), next(mlp.parameters()).shape[1]
     return lambda x: compute(x if x.shape[1] == columns else x[:, :columns])
 
 
 def _top_with_casts(head: Head, casts: CastWeights, compiled: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes the top MLP and the logits as `_mlp_with_casts` does."""
     compiles_top = compiled and not divided_layers(head)  # torch.compile cannot look into products that communicate
     squeezes = head.logit.out_features == 1
     if compiles_top and squeezes and (layers := _relu_layers(head.top)) is not None:
@@ -202,7 +185,7 @@ def _top_with_casts(head: Head, casts: CastWeights, compiled: bool) -> Callable[
 
 
 def _layers_with_casts(layers: Sequence[nn.Linear], casts: CastWeights) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes layers by `relu_layers`, the first of which reads whole 16 bytes a row."""
+    """Return a function that computes layers by `relu_layers`, with the first one's columns padded."""
     each = [tuple(layer.parameters()) for layer in layers]  # weight, bias
     first = casts.shadow(each[0][0])
     known, width = first.shape[1], _aligned(first.shape[1])
@@ -225,7 +208,6 @@ def _layers_with_casts(layers: Sequence[nn.Linear], casts: CastWeights) -> Calla
 
 
 def _cross_with_casts(network: LowRankCrossNet, casts: CastWeights) -> Callable[..., torch.Tensor]:
-    """Return a function that computes the network by `cross` with weights from `casts`."""
     own = {"w": list(network.W_kernels), "v": list(network.V_kernels), "bias": list(network.bias)}
     each = list(zip(*own.values(), strict=True))
 

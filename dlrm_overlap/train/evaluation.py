@@ -1,7 +1,6 @@
-"""`dlrm-overlap eval`: predictions of a checkpoint for held-out samples, measured as a training run measures it.
+"""`dlrm-overlap eval`: evaluates a checkpoint on held-out samples, with any number of ranks, backend and plan.
 
-The configuration is the one that the checkpoint keeps; options change its keys, and `--config FILE` takes its place.
-Any number of ranks, backend and plan will do. Nothing is written but the file that `--output` names.
+The configuration is the checkpoint's, or `--config FILE`; options change its keys.
 """
 
 from argparse import ArgumentParser
@@ -21,13 +20,13 @@ _OPTION = "--checkpoint"
 
 
 def run(argv: list[str], description: str) -> int:
-    """Evaluate the checkpoint that `argv` names, on all ranks, and return the exit code."""
+    """Evaluate the checkpoint that `argv` names on all ranks, and return the exit code."""
     named = _named(argv)
     takes_stored = named is not None and not any(option.partition("=")[0] == "--config" for option in argv)
     defaults = stored_config(named) if named is not None and takes_stored else None
 
     def add_options(parser: Parser) -> None:
-        text = "what to evaluate: a folder step_<N>, or that of a run, whose newest checkpoint is taken"
+        text = "folder step_<N> to evaluate, or a run's folder, for its newest checkpoint"
         parser.add_argument(_OPTION, type=FullPath, metavar="PATH", required=True, help=text)
         parser.add_argument("--output", type=FullPath, help="file to write the results to, as JSON")
 
@@ -58,7 +57,7 @@ def run(argv: list[str], description: str) -> int:
 
 
 def _named(argv: list[str]) -> Path | None:
-    """Return the checkpoint that `argv` names, from which the defaults of the other options are; None without one."""
+    """Return the checkpoint that `argv` names, if any, before the other options are parsed."""
     finder = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument(_OPTION, nargs="?", type=Path)
     path = finder.parse_known_args(argv)[0].checkpoint
@@ -66,15 +65,16 @@ def _named(argv: list[str]) -> Path | None:
 
 
 def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
-    """Return the `evaluation_metrics` of the checkpoint `path`, the number of samples, and how they were found.
+    """Return the `evaluation_metrics` of the checkpoint `path`, the number of samples, and the setting.
 
     Raises:
-        InputError: if it is not whole or, before the process group is made, if it is of another model.
+        InputError: if the checkpoint is damaged or, before the process group is made, does not fit the model or data.
     """
     from dlrm_overlap.checkpoint.checkpoint import agree_on, checkpoint_shape
     from dlrm_overlap.data.loader import PREPARE_TOGETHER, open_datasets, other_ids
     from dlrm_overlap.train.stepping import StepRunner
 
+    # Check that the checkpoint fits the data and the model.
     config = for_evaluation(ranks.config)
     check_start(config, ranks.device)
     _, held_out = open_datasets(config.data, ranks.device)
@@ -86,42 +86,38 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
             f"{_OPTION}: {config.data.eval_path or config.data.path} has {foreign} in the samples that {path} was "
             f"trained with; unless data.tables.max_rows differs, {PREPARE_TOGETHER}"
         )
-    if parted := differences(stored, model):
-        raise InputError(
-            f"{_OPTION}: {path} has {parted}; leave --config and these keys out, which takes what it was trained with"
-        )
+    if differing := differences(stored, model):
+        raise InputError(f"{_OPTION}: {path} has {differing}; leave out --config and these keys to use its own")
+    # Load and evaluate on all ranks.
     ranks.connect(eval_path=held_out.fingerprint())
     try:
         manifest = agree_on(path)
-        stepper = StepRunner(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
-        values = stepper.evaluate_checkpoint(path)
+        runner = StepRunner(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
+        values = runner.evaluate_checkpoint(path)
     except DamagedError as error:
         raise InputError(f"{_OPTION}: {error}; evaluate another checkpoint") from None
-    stepper.close()
+    runner.close()
     return {
         "checkpoint": str(path.absolute()),
         "step": manifest.step,
         **values,
         "samples": held_out.num_samples,
         "world_size": ranks.world.world_size,
-        "global_batch_size": stepper.global_batch,
+        "global_batch_size": runner.global_batch,
         "backend": config.embedding.backend,
         "device": ranks.device.type,
     }
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """Return the configuration that the checkpoint `path` keeps, nested as in a file."""
+    """Return the configuration in the checkpoint `path`, nested as in a file."""
     config = read_manifest(path).about.get("config", {})
     read_tree(config, Config, path)
     return config
 
 
 def for_evaluation(config: Config) -> Config:
-    """Return `config` without the keys of training alone: optimizers, a compiled or captured dense part.
-
-    None of it changes a prediction: evaluations in training, too, run the dense part kernel by kernel.
-    """
+    """Return `config` without optimizers and compiled or captured parts, which change no prediction."""
     embedding = replace(config.embedding, optimizer="sgd", eps=EmbeddingConfig.eps)
     train = replace(config.train, optimizer="sgd", eps=TrainConfig.eps, steps=1, compile_dense=False, graph_dense=False)
     return replace(config, embedding=embedding, train=train)

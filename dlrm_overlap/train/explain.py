@@ -1,4 +1,4 @@
-"""The tables of a model, before or after it is sharded: owners, whether each is exchanged and captured, why not."""
+"""Explains a model's tables: their owners, and whether each is exchanged and captured, or why not."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,47 +28,47 @@ _MEMORIES = {
     EmbeddingComputeKernel.FUSED_UVM_CACHING.value: "cached",
     EmbeddingComputeKernel.FUSED_UVM.value: "host",
 }
-"""of tables by compute kernel; all others are on the device"""
+"""compute kernel -> where the rows are, unless on the device"""
 
 
 class PlannedTable(NamedTuple):
     """A table of a sharded or planned model; a data-parallel one has no shards, and all ranks."""
 
     module: str
-    """path of the module that holds the table"""
+    """path of the module that has the table"""
     table: str
     sharding: str
     """TorchRec's sharding type"""
     ranks: tuple[int, ...]
-    """owners of the shards, in their order"""
+    """owners, in the order of the shards"""
     rows: int | None
-    """of the largest shard, as columns"""
+    """rows of the largest shard"""
     columns: int | None
     exchanged: bool
     memory: str
-    """of its rows: device, cached by the exchange or, if it is not exchanged, by FBGEMM, or host"""
+    """device, host or cached (by FBGEMM if it is not exchanged)"""
     captured: bool
-    """whether `GraphTrainPipeline` looks it up in its graphs"""
+    """whether its lookup is captured"""
     why_not: str | None
     """why it is not exchanged or, if it is, not captured"""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The tables of a model; prints as a text table."""
+    """The tables of a model; `str` formats them as a text table."""
 
     tables: tuple[PlannedTable, ...]
     why_after: str | None = None
-    """why the dense optimizer steps after the graphs, empty if it is captured; None if no optimizer was given"""
+    """why the dense optimizer steps after the graphs; empty if captured, None if not given"""
 
     def __str__(self) -> str:
-        """Return a header, and a line for each table."""
+        """Return the text table."""
         lines = [("module", "table", "sharding", "ranks", "shard", "memory", "exchanged", "captured", "why not")]
         for each in self.tables:
             shard = f"{each.rows} x {each.columns}" if each.rows else "whole"
             exchanged, captured = ("yes" if so else "no" for so in (each.exchanged, each.captured))
-            place = each.module, each.table, each.sharding, _in_ranges(each.ranks), shard, each.memory
-            lines.append((*place, exchanged, captured, each.why_not or ""))
+            where = each.module, each.table, each.sharding, _rank_text(each.ranks), shard, each.memory
+            lines.append((*where, exchanged, captured, each.why_not or ""))
         if self.why_after is None:
             return format_table(lines)
         optimizer = f"steps after the graphs: {self.why_after}" if self.why_after else "captured"
@@ -76,15 +76,12 @@ class Explanation:
 
 
 class _Collection(NamedTuple):
-    """A module with tables that is sharded, or would be."""
-
     path: str
     params: Mapping[str, ParameterSharding]
-    """by table"""
+    """table -> its sharding"""
     why_not: Mapping[str, str | None]
-    """sharding type -> why its tables are not exchanged, or None"""
     uncaptured: str | None
-    """why it keeps the steps from being captured, or None"""
+    """why it prevents the capture of steps, or None"""
     cached: Collection[str] = ()
     """tables whose rows the exchange caches, or would"""
 
@@ -96,20 +93,16 @@ def explain(
     fused_params: Mapping[str, Any] | None = None,
     optimizer: Any = None,
 ) -> Explanation:
-    """Return of each table its owners, and whether it is exchanged and captured or why not.
+    """Return, for each table, its owners and whether it is exchanged and captured, or why not.
 
     Args:
-        model: sharded by our sharder, or by TorchRec's, in whose place ours with its defaults is meant; or not sharded
-            yet, with a plan.
-        plan: of a model that is not sharded; no process group is needed.
-        fused_params: with a plan, those that the sharder will be given.
-        optimizer: that a `GraphTrainPipeline` will be given, for `why_after`.
+        model: sharded, or with a plan. For tables sharded by TorchRec, the answer assumes our sharder's defaults.
+        plan: of a model that is not sharded; needs no process group.
+        fused_params: for the sharder, with a plan.
+        optimizer: for a `GraphTrainPipeline`; sets `why_after`.
 
     Raises:
         InputError: if no module is sharded and there is no plan.
-
-    Example:
-        print(explain(model, plan))
     """
     collections = list(_sharded(model) if plan is None else _planned(model, plan, fused_params or {}))
     if not collections:
@@ -132,19 +125,18 @@ _WHY_EAGER = "_graph_why_eager"  # attribute of a model
 
 
 def note_why_eager(model: nn.Module, reason: str) -> None:
-    """Note why a pipeline has found, in its first steps, that it cannot capture those of a model."""
+    """Record why the steps of a model could not be captured, for `explain`."""
     setattr(model, _WHY_EAGER, reason)
 
 
 def capture_blockers(model: nn.Module) -> str | None:
-    """Return why the steps of a sharded model cannot be captured, alike on all ranks, or None if they can."""
+    """Return why the steps of a sharded model cannot be captured, or None; the same on every rank."""
     if not any(isinstance(module, ExchangingModule) for module in model.modules()):
         return "no module was sharded by OverlapEmbeddingBagCollectionSharder or OverlapEmbeddingCollectionSharder"
     return _first_reason(list(_sharded(model)), dense_parameters(model))
 
 
 def _first_reason(collections: Sequence[_Collection], dense: Mapping[str, nn.Parameter]) -> str | None:
-    """Return why the steps of a model with these collections and dense parameters cannot be captured, or None."""
     if (reason := next((each.uncaptured for each in collections if each.uncaptured), None)) is not None:
         return reason
     if not any(reason is None for each in collections for reason in each.why_not.values()):
@@ -156,7 +148,6 @@ def _first_reason(collections: Sequence[_Collection], dense: Mapping[str, nn.Par
 
 
 def _table(collection: _Collection, name: str, sharding: ParameterSharding, uncaptured: str | None) -> PlannedTable:
-    """Return a table of a collection; `uncaptured` is why the steps of the model are not captured, or None."""
     why_not = collection.why_not[sharding.sharding_type]
     in_step = why_not is None or sharding.sharding_type == _DATA_PARALLEL
     spec: Any = sharding.sharding_spec  # None if the table is data-parallel
@@ -176,11 +167,11 @@ def _table(collection: _Collection, name: str, sharding: ParameterSharding, unca
 
 
 def _sharded(model: nn.Module) -> Iterator[_Collection]:
-    """Yield the modules of a sharded model that have tables; as sharded by our sharder, if it has sharded none."""
+    """Yield the modules of a sharded model that have tables; as ours would shard them, if none uses our sharder."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, ShardedModule)}
     ours = any(isinstance(module, ExchangingModule) for module in modules.values())
     for name, module in modules.items():
-        path = name.replace("_dmp_wrapped_module.", "").removeprefix("module.")  # without wrappers: of DMP, and DDP
+        path = name.replace("_dmp_wrapped_module.", "").removeprefix("module.")  # strip the names of DMP and DDP
         params: Mapping[str, ParameterSharding] = getattr(module, "module_sharding_plan", {})
         if isinstance(module, ExchangingModule):
             uncaptured = module.why_ids_are_not_taken()
@@ -195,7 +186,6 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
 
 
 def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, Any]) -> Iterator[_Collection]:
-    """Yield the modules of a model that have a plan."""
     modules: dict[str, Any] = plan.plan  # type: ignore[assignment]
     world_size = 1 + max(rank for params in modules.values() for each in params.values() for rank in each.ranks or [0])
     env, device = ShardingEnv.from_local(world_size, 0), torch.device("cpu")
@@ -220,14 +210,12 @@ def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, An
 def _as_if_exchanged(
     path: str, params: Mapping[str, ParameterSharding], shardings: Mapping[str, Any], env: ShardingEnv
 ) -> _Collection:
-    """Return a module as our sharder would shard it."""
     cached = cached_shares(params)
     why_not = unsupported_by_exchange(shardings, env, torch.float32, cached)
     return _Collection(path, params, why_not, unsupported_by_graphs(shardings, why_not), cached)
 
 
 def _left_alone(path: str, params: Mapping[str, ParameterSharding], module: nn.Module) -> _Collection:
-    """Return a module that our sharder leaves alone."""
     kind = type(module).__name__.removeprefix("Sharded")
     why_not: dict[str, str | None] = {each.sharding_type: f"{kind} stays with TorchRec" for each in params.values()}
     tables = f"with tables {', '.join(params)}, " if params else ""
@@ -235,7 +223,7 @@ def _left_alone(path: str, params: Mapping[str, ParameterSharding], module: nn.M
 
 
 def _sharding(kind: str, tables: list[EmbeddingShardingInfo], env: ShardingEnv) -> Any:
-    """Return TorchRec's sharding of some tables of a module, or a like one that makes no process group."""
+    """Return TorchRec's sharding of tables, or a similar one that makes no process group."""
     device = torch.device("cpu")
     if kind == ShardingType.TABLE_ROW_WISE.value:
         return TwPooledEmbeddingSharding(tables, env, device)
@@ -244,8 +232,8 @@ def _sharding(kind: str, tables: list[EmbeddingShardingInfo], env: ShardingEnv) 
     return ShardedEmbeddingBagCollection.create_embedding_bag_sharding(tables, env, device)
 
 
-def _in_ranges(ranks: Sequence[int]) -> str:
-    """Return ranks as text: "3", "2 0", "0-7"."""
+def _rank_text(ranks: Sequence[int]) -> str:
+    # "3", "2 0", "0-7"
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"{ranks[0]}-{ranks[-1]}"
     return " ".join(map(str, ranks))

@@ -1,7 +1,4 @@
-"""The DLRM: bottom MLP, embedding tables, interaction, top MLP. Nothing here knows of ranks.
-
-`assembly.assemble` replaces the embedding tables by their shards on the ranks, and leaves the rest as it is.
-"""
+"""The DLRM: bottom MLP, embedding tables, interaction, top MLP, before sharding."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,10 +22,9 @@ _ACTIVATIONS = {"relu": torch.relu, "gelu": nn.functional.gelu}
 
 
 class DotInteraction(nn.Module):
-    """The bottom MLP's output d, then the dot products of all pairs among d and the T pooled embeddings of a sample.
+    """The bottom MLP's output d, then the dot products of all pairs among d and T pooled embeddings.
 
-    This is the interaction of arXiv 1906.00091, section 2.1. Example: T = 2, D = 4 gives, per sample, the 4 numbers of
-    d, then d.e0, d.e1, e0.e1.
+    Source: Naumov et al., arXiv 1906.00091, section 2.1. Example: T = 2 gives d, d.e0, d.e1, e0.e1 for each sample.
     """
 
     def __init__(self, features: int, dim: int) -> None:
@@ -40,18 +36,18 @@ class DotInteraction(nn.Module):
         self.register_buffer("pairs", rows * features + columns, persistent=False)
 
     def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Map embeddings [b, (T + 1) * D], the bottom MLP's output first, to [b, D + (T + 1) * T / 2]."""
+        """Map [b, (T + 1) * D], d first, to [b, D + (T + 1) * T / 2]."""
         each = embeddings.view(-1, self.features, self.dim)
         products = torch.bmm(each, each.transpose(1, 2)).flatten(1)
-        # By one flat index, whose backward is a scatter; that of a pair of indices sorts.
+        # The backward of one flat index is a scatter; a pair of indices would be sorted.
         return torch.cat((embeddings[:, : self.dim], products.index_select(1, self.pairs)), dim=1)
 
 
 class Part(nn.Module):
-    """A module of the dense part that may train in another form, such as compiled; it evaluates by `compute`."""
+    """A module of the dense part that may train in another form, such as compiled."""
 
     in_training: Callable[..., torch.Tensor] | None = None
-    """computes the module while it trains; None is `compute`. `train.dense_part` sets it"""
+    """replaces `compute` in training; set by `train.dense_part`"""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Map the inputs of `compute` to its output."""
@@ -59,7 +55,7 @@ class Part(nn.Module):
         return self.in_training(*inputs) if trains else self.compute(*inputs)  # type: ignore[misc]
 
     def compute(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Compute the module kernel by kernel."""
+        """Compute the module eagerly."""
         raise NotImplementedError
 
 
@@ -70,18 +66,19 @@ class BottomMLP(Part, MLP):
 
 
 class Loss(Part, nn.BCEWithLogitsLoss):
-    """Maps logits [b] and labels [b] to the mean binary cross-entropy [], or [b, L] to the weighted sum of L means."""
+    """Binary cross-entropy [] of logits and labels [b], or the weighted sum of L of them of [b, L]."""
 
     def __init__(self, weights: Sequence[float] = (1.0,)) -> None:
         super().__init__()
-        if tuple(weights) != (1.0,):  # of a mean over the labels, too
+        # The base class averages over labels too, so scale by their number.
+        if tuple(weights) != (1.0,):
             self.register_buffer("weight", len(weights) * torch.tensor(weights), persistent=False)
 
     compute = nn.BCEWithLogitsLoss.forward  # type: ignore[assignment]
 
 
 class Head(Part):
-    """The layers after the bottom MLP and the embeddings: interaction, top MLP, logit."""
+    """Interaction, top MLP and logit."""
 
     def __init__(self, config: ModelConfig, tables: int) -> None:
         super().__init__()
@@ -96,18 +93,16 @@ class Head(Part):
         self.logit = nn.Linear(config.top_mlp[-2], config.top_mlp[-1])
 
     def compute(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Map embeddings [b, (T + 1) * D], or the bottom MLP's output [b, D] and the rest, to logits [b], or [b, L]."""
+        """Map embeddings [b, (T + 1) * D], or the bottom MLP's output and the rest, to logits [b] or [b, L]."""
         embeddings = inputs[0] if len(inputs) == 1 else concatenated(*inputs)
         return self.logit(self.top(self.interaction(embeddings))).squeeze(1)
 
 
 class DLRM(nn.Module):
-    """Naumov et al., Deep Learning Recommendation Model (arXiv 1906.00091), or its DCNv2 variant of MLPerf.
+    """The Deep Learning Recommendation Model (arXiv 1906.00091), or MLPerf's variant with DCNv2.
 
-    A table of histories (`model.sequence`) is not pooled: its part in the interaction is what the candidate finds in it
-    by `TargetAttention`, next to the bottom MLP's output.
-
-    The tables are made on the meta device: sharding gives them storage, `initialise_tables` gives them values.
+    Tables are on the meta device until they are sharded. `TargetAttention` reduces a history table (`model.sequence`)
+    to one more input of the interaction, after the bottom MLP's output.
     """
 
     def __init__(self, config: ModelConfig, rows: Sequence[int], dense_features: int, weight_dtype: str) -> None:
@@ -136,8 +131,8 @@ class DLRM(nn.Module):
             self.attention = TargetAttention(config.sequence, config.dim)
 
     def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Map dense features [b, F] float32 and the bags of T tables to logits [b], or [b, L] for several labels."""
-        pooled = self.embedding(sparse)  # returns at once: the exchange runs while the bottom MLP does
+        """Map dense features [b, F] float32 and bags of T tables to logits [b], or [b, L] for several labels."""
+        pooled = self.embedding(sparse)  # returns at once: the exchange overlaps with the bottom MLP
         histories = None if self.history_key is None else self.history(sparse)
         front = self.bottom(dense)
         if self.history_key is not None:
@@ -149,24 +144,24 @@ class DLRM(nn.Module):
 
     @property
     def front_columns(self) -> int:
-        """Columns before the pooled embeddings: the output of the bottom MLP and, if there is one, of attention."""
+        """Columns in front of the pooled embeddings: outputs of the bottom MLP and of attention, if there is one."""
         return self.dim if self.history_key is None else 2 * self.dim
 
     @property
     def joins_in_place(self) -> bool:
-        """Whether the embedding leaves room in front of its output for those tensors."""
+        """Whether the embedding leaves room for those columns in front of its output."""
         return getattr(self.embedding, "leading_columns", 0) == self.front_columns
 
 
-@torch.fx.wrap  # a dictionary that is awaited has no keys before
+@torch.fx.wrap  # a dictionary of results has no keys before the wait
 def history_of(histories: Any, key: str) -> JaggedTensor:
-    """Wait for the exchange and return the histories' rows, one sample's after another's, newest id first."""
+    """Wait for the exchange and return the histories' rows, sample by sample, newest id first."""
     return histories.get(key)
 
 
-@torch.fx.wrap  # TorchRec's pipeline traces the model, but not through this function, which depends on values
+@torch.fx.wrap  # TorchRec's pipeline traces the model, but cannot trace this function, which depends on values
 def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
-    """Wait for the exchange and return pooled embeddings [b, T * D] in the order of `keys`, not the plan's."""
+    """Wait for the exchange and return pooled embeddings [b, T * D] in the order of `keys`."""
     if pooled.keys() == keys:
         return pooled.values()
     by_table = pooled.to_dict()
@@ -175,9 +170,9 @@ def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
 
 @torch.fx.wrap
 def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
-    """Wait for an exchange that leaves room in front of its output, write `front` there, and return both side by side.
+    """Wait for the exchange and concatenate `front` and the pooled embeddings by columns.
 
-    A step that the exchange leaves to TorchRec, or whose output was set aside, has no room, and is concatenated.
+    `front` is written in place if the output has room, which it lacks if TorchRec exchanged it or it was copied.
     """
     values, dim = in_order(pooled, keys), front.shape[1]
     width = dim + values.shape[1]
@@ -188,22 +183,22 @@ def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.T
 
 
 def concatenated(front: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-    """Return `front` [b, D or 2 D] and the pooled embeddings [b, T * D] side by side, of the former's type."""
+    """Concatenate `front` [b, D or 2 D] and pooled embeddings [b, T * D] by columns, in the dtype of `front`."""
     return torch.cat((front, pooled.to(front.dtype)), dim=1)
 
 
 class JoinInPlace(torch.autograd.Function):
-    """A tensor [b, n D], written in front of each row of the pooled embeddings [b, T * D], and both as one tensor.
+    """Writes [b, n D] in front of each row of the pooled embeddings [b, T * D]; returns both as one tensor.
 
-    The result is on the storage of the pooled embeddings, so whoever has lent that sees that it is in use.
+    The result shares the embeddings' storage, so their buffer counts as in use.
 
-    Example: D = 2, T = 1, b = 2. The storage is _ _ 3 4 _ _ 7 8, of which the pooled embeddings are [[3, 4], [7, 8]].
-    Joined with [[1, 2], [5, 6]] they are [[1, 2, 3, 4], [5, 6, 7, 8]].
+    Example: D = 2, T = 1, b = 2, storage _ _ 3 4 _ _ 7 8. [[1, 2], [5, 6]] and [[3, 4], [7, 8]] become [[1, 2, 3, 4],
+    [5, 6, 7, 8]].
     """
 
     @staticmethod
     def forward(ctx: Any, front: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Return [b, (n + T) * D]. The rows of `pooled` have room for `front` before them, in its storage."""
+        """Return [b, (n + T) * D]."""
         ctx.dim = front.shape[1]
         shape, first = (pooled.shape[0], ctx.dim + pooled.shape[1]), pooled.storage_offset() - ctx.dim
         embeddings = pooled.new_empty(0).set_(pooled.untyped_storage(), first, shape, pooled.stride())
@@ -212,18 +207,18 @@ class JoinInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of `front` and `pooled`: two ranges of columns of the one that comes, not copied."""
+        """Return the gradients of `front` and `pooled`, as views."""
         (gradient,) = gradients
         return gradient[:, : ctx.dim], gradient[:, ctx.dim :]
 
 
 class TrainTask(nn.Module):
-    """A DLRM with its loss, the mean binary cross-entropy over this rank's samples of a batch, summed over labels."""
+    """A DLRM with its loss over this rank's samples of a batch."""
 
     def __init__(self, dlrm: DLRM, device_type: str, bf16: bool, label_weights: Sequence[float] = (1.0,)) -> None:
         super().__init__()
         self.dlrm = dlrm
-        # Each weight is cast once a step, so the cache saves nothing, and CUDA graphs cannot hold it.
+        # Each weight is cast once a step, so a cache would save nothing, and CUDA graphs cannot capture it.
         self.autocast = partial(torch.autocast, device_type, torch.bfloat16, enabled=bf16, cache_enabled=False)
         self.loss = Loss(label_weights)
 
@@ -239,10 +234,10 @@ class TrainTask(nn.Module):
 def build_model(
     model: ModelConfig, embedding: EmbeddingConfig, rows: Sequence[int], dense_features: int, seed: int
 ) -> DLRM:
-    """Build the DLRM: its dense weights depend on `seed` alone, its tables have no storage yet.
+    """Build the DLRM, whose dense weights depend on `seed` alone.
 
     Raises:
-        InputError: if `model.sequence` names a table that is not there.
+        InputError: if `model.sequence` names a table that does not exist.
     """
     model.sequence.check_tables(len(rows))
     with torch.random.fork_rng(devices=[]):

@@ -1,8 +1,6 @@
-"""Where the time of a training step goes, of any program that torch.profiler can trace, and what a captured step would
-take.
+"""Where the time of a training step goes, and how long a captured step would take; for any PyTorch program.
 
-Two sources are kept apart: the length of a step is by the clock, without the profiler, which slows the CPU; the times
-of kernels are from the trace. Their difference is the time in which the GPU waits for the CPU.
+A step's length is measured without the profiler, which slows the CPU; times of kernels come from a trace.
 """
 
 import tempfile
@@ -24,24 +22,23 @@ from dlrm_overlap.train.explain import explain
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of a step goes on all ranks; prints as a report."""
+    """Where the time of a step goes on each rank; `str` formats a report."""
 
     device: str
-    """name of the GPU, or "cpu\""""
+    """name of the GPU, or cpu"""
     steps: int
-    """steps that were timed by the clock, and as many that were traced"""
+    """number of steps timed, and of steps traced"""
     ranks: Sequence[dict[str, float]]
-    """of each rank the parts of a step in ms, as `step_parts` returns"""
+    """each rank's parts of a step in ms (`step_parts`)"""
     tables: str | None = None
-    """if the model is known: each table, as `explain` prints it"""
+    """`explain` of a given model"""
 
     @property
     def captured_ms(self) -> tuple[float, float] | None:
-        """What a captured step of the same kernels would take, at least and at most; None without times of a GPU.
+        """Estimated time of a captured step of the same kernels, (lower, upper) limit; None without GPU times.
 
-        In both the GPU never waits for the CPU. At least: all communication is hidden, so the step takes as long as the
-        computing kernels of the busiest rank, or the collectives. At most: as much is exposed as today. A collective
-        contains the wait for a later rank, so it is taken from the rank on which it is shortest.
+        The GPU never waits for the CPU; communication is fully hidden (lower limit), or exposed as now (upper limit).
+        Collectives count on the rank where they are shortest, since they include the wait for later ranks.
         """
         if not all("GPU busy" in parts for parts in self.ranks):
             return None
@@ -52,38 +49,32 @@ class Profile:
         )
 
     def __str__(self) -> str:
-        """Return the parts of a step, the mean of the ranks and the most, and the estimate of a captured step."""
-        lines = [["ms a step", "mean", "most", "on rank"]]
+        """Return the report: mean and maximum over ranks of each part, and the estimate."""
+        lines = [["ms a step", "mean", "max", "on rank"]]
         for name in self.ranks[0]:
-            of_ranks = [parts.get(name, 0.0) for parts in self.ranks]
-            most = max(of_ranks)
-            lines.append([name, f"{sum(of_ranks) / len(of_ranks):.3f}", f"{most:.3f}", str(of_ranks.index(most))])
+            ms = [parts.get(name, 0.0) for parts in self.ranks]
+            lines.append([name, f"{sum(ms) / len(ms):.3f}", f"{max(ms):.3f}", str(ms.index(max(ms)))])
         steps = count_of(self.steps, "step")
-        text = f"{steps} by the clock and as many traced, {count_of(len(self.ranks), 'rank')}, {self.device}\n"
+        text = f"{steps} timed and {self.steps} traced, {count_of(len(self.ranks), 'rank')}, {self.device}\n"
         text += f"{format_table(lines)}\n\n"
         if self.captured_ms is None:
-            text += "Nothing ran on a GPU, so its times are missing, and with them the estimate of a captured step."
+            text += "Nothing ran on a GPU, so there are no GPU times and no estimate of a captured step."
         else:
-            least, most = self.captured_ms
+            lower, upper = self.captured_ms
             step = max(parts["step"] for parts in self.ranks)
             text += (
                 "If the GPU never waited for the CPU, as in a captured step, these kernels would take an estimated\n"
-                f"{least:.3f} ms with all communication hidden, {step / least:.1f} times as fast, or\n"
-                f"{most:.3f} ms with as much exposed as now, {step / most:.1f} times as fast."
+                f"{lower:.3f} ms with all communication hidden, {step / lower:.1f} times as fast, or\n"
+                f"{upper:.3f} ms with as much exposed as now, {step / upper:.1f} times as fast."
             )
         return text if self.tables is None else f"{text}\n\n{self.tables}"
 
 
 def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> dict[str, float]:
-    """Return the parts of a step, in ms, in the order of the report.
+    """Return the parts of a step in ms from the complete `events` of a trace; `step_ms` is a step without the profiler.
 
-    Args:
-        events: complete events of a trace of `steps` steps, as `read_events` returns.
-        steps: how many steps were traced.
-        step_ms: length of a step by the clock.
-
-    Example: of one step of 10 ms with a product from 0 to 4 and NCCL's all-to-all from 3 to 6, the GPU is busy for 6,
-    of which 4 compute and 2 are exposed communication; it waits for the CPU for 4, and communicates for 3.
+    Example: in a step of 10 ms, a product runs from 0 to 4 and NCCL's all-to-all from 3 to 6. The GPU is busy for 6: it
+    computes for 4, and 2 are exposed communication. It waits for the CPU for 4; collectives take 3.
     """
     work = gpu_work(issued_work(events))
     if not work:
@@ -104,18 +95,15 @@ def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> 
 def profile_steps(
     step: Callable[[], object], model: nn.Module | None = None, *, steps: int = 10, after: int = 10
 ) -> Profile:
-    """Take after + 2 steps + 1 training steps and return where their time goes, on all ranks; a collective.
+    """Take training steps and return where their time goes, on all ranks; a collective.
 
-    The first `after` are skipped, `steps` are timed by the clock, one is skipped, and torch.profiler traces as many.
+    `after` steps are skipped, `steps` are timed, one is skipped, and `steps` are traced.
 
     Args:
-        step: takes one training step; all ranks give one.
-        model: a sharded model, whose tables the report explains.
-        steps: number of steps to time by the clock, and to trace.
-        after: number of steps before these.
-
-    Raises:
-        InputError: if the tables of `model` cannot be explained.
+        step: takes one training step; given on every rank.
+        model: sharded; the report explains its tables, or raises an InputError.
+        steps: number of steps to time, and to trace.
+        after: number of steps to skip first.
 
     Example:
         print(profile_steps(lambda: pipeline.progress(batches), model))
@@ -123,10 +111,10 @@ def profile_steps(
     tables = None if model is None else str(explain(model))
     for _ in range(after):
         step()
-    began = _time_s()
+    began = _time_after_gpu_s()
     for _ in range(steps):
         step()
-    step_ms = 1e3 * (_time_s() - began) / steps
+    step_ms = 1e3 * (_time_after_gpu_s() - began) / steps
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json.gz"
         with make_tracer(path, 1, steps) as profiler:
@@ -142,8 +130,7 @@ def profile_steps(
     return Profile(device, steps, ranks, tables)
 
 
-def _time_s() -> float:
-    """Return the time once the GPU has done all that was issued."""
+def _time_after_gpu_s() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,7 +1,6 @@
-"""A command on all ranks: reads its options, starts its ranks or finds this one's place, and gives each its `Ranks`.
+"""Runs a command on all ranks: parses options, starts or detects ranks, and calls the command's work.
 
-This file loads no torch, so that mistakes are reported at once: before a rank is started, files that are not there, or
-a folder that nothing can be written to; on each rank, before the process group is made, what its device cannot do.
+Does not import torch, so that mistakes are reported before any rank starts.
 """
 
 import contextlib
@@ -33,29 +32,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dlrm_overlap")
 
-_ON_CPUS = ("sgd", "adagrad", "rowwise_adagrad")  # FBGEMM's optimizers
-_NOT_COMPARED = ("config", "nproc")  # the configuration is compared as it is resolved
+_ON_CPUS = ("sgd", "adagrad", "rowwise_adagrad")  # optimizers that FBGEMM has on CPUs
+_NOT_COMPARED = ("config", "nproc")  # the resolved configuration is compared instead
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The argument of a command's work on one rank: its options, and the rank among all."""
+    """A command's options, and this rank."""
 
     config: Config
     values: Any
-    """all parsed options, the command's own among them"""
+    """all parsed options, including the command's own"""
     world: launcher.World
     device: "torch.device"
     progress: Progress = field(default_factory=Progress)
     end: EndRequest = field(default_factory=EndRequest)
 
     def connect(self, **samples: str) -> "dist.ProcessGroup":
-        """Start the log and make the process group, unless that is done; return the group, which all ranks are in.
+        """Start logging and make the process group of all ranks, once; return the group.
 
-        `samples` has by key of `data` the `Dataset.fingerprint` of the samples that it names.
+        `samples` maps keys of `data` to fingerprints of their samples.
 
         Raises:
-            InputError: if the ranks do not meet, or are not alike in configuration, options, code or samples.
+            InputError: if the ranks do not meet, or differ in configuration, options, code or samples.
         """
         import torch.distributed as dist
 
@@ -72,25 +71,23 @@ class Ranks:
         group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
         if is_new:
-            own = {f"--{key}": str(value) for key, value in vars(self.values).items() if key not in _NOT_COMPARED}
-            read = {f"the samples of data.{key}": value for key, value in samples.items()}
-            facts = flatten(self.config.as_dict()) | own | read | {"code": code_digest()}
+            options = {f"--{key}": str(value) for key, value in vars(self.values).items() if key not in _NOT_COMPARED}
+            data = {f"the samples of data.{key}": value for key, value in samples.items()}
+            facts = flatten(self.config.as_dict()) | options | data | {"code": code_digest()}
             process_group.check_alike(facts, group)
         return group
 
     def trainer(
         self, config: Config | None = None, make_sharders: "MakeSharders | None" = None, resumes: bool = False
     ) -> "Trainer":
-        """Check `config`, by default the command's own, then make the process group and build the trainer.
-
-        With `resumes` it will go on from a checkpoint if there is one, which must fit `config`.
+        """Make the process group and build the trainer, by default for the command's own `config`.
 
         Raises:
-            InputError: if the device, the data or the checkpoint do not fit `config`; before the process group is made.
+            InputError: if the device, the data or, with `resumes`, a checkpoint does not fit, before the group is made.
         """
         from dlrm_overlap.checkpoint.checkpoint import check_resume_fits
         from dlrm_overlap.data.loader import open_datasets
-        from dlrm_overlap.embedding.sharder import build_sharders
+        from dlrm_overlap.embedding.configured_sharders import build_sharders
         from dlrm_overlap.train.stepping import total_steps
         from dlrm_overlap.train.trainer import Trainer
 
@@ -102,8 +99,10 @@ class Ranks:
             batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size
             check_resume_fits(config, list(train_data.rows), train_data.dense_features, batch)
         self.connect(path=train_data.fingerprint(), eval_path=held_out.fingerprint())
-        about = config, self.world, self.device, train_data, held_out, make_sharders or build_sharders
-        return Trainer(*about, self.progress, self.end)
+        sharders = make_sharders or build_sharders
+        return Trainer(
+            config, self.world, self.device, train_data, held_out, sharders, progress=self.progress, end=self.end
+        )
 
 
 def run_on_ranks(
@@ -115,20 +114,19 @@ def run_on_ranks(
     check: Callable[[Config, Any], None] = lambda config, values: None,
     defaults: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run `work` on every rank, with the configuration and options in `argv`, and return its exit code.
+    """Run `work` on every rank with the configuration and options in `argv`, and return its exit code.
 
-    With --nproc this process starts the ranks and waits for them; otherwise it is one of them. `work` makes the process
-    group, by `Ranks.connect` or `Ranks.trainer`, after its own checks.
+    With --nproc this process starts the ranks and waits; otherwise it is one of them. `work` makes the process group.
 
     Args:
-        command: its words, such as ["bench", "input"], after which `argv` has the options.
-        add_options: adds the command's own.
-        check: raises an InputError for options that do not go together, before any rank is started.
-        defaults: take the place of the keys' own, nested as in a file.
+        command: its words, such as ["bench", "input"]; `argv` has the options after them.
+        add_options: adds the command's own options.
+        check: raises an InputError before any rank starts.
+        defaults: replace the keys' defaults, nested as in a file.
     """
 
     def add_all(parser: Parser) -> None:
-        text = "start this many processes on this machine; auto: one a GPU, or two on the CPU"
+        text = "number of processes to start on this node; auto: one per GPU, or two on the CPU"
         parser.add_argument("--nproc", type=PositiveInt | Literal["auto"], help=text)
         add_options(parser)
 
@@ -147,7 +145,7 @@ def run_on_ranks(
             return spawn([*command, *_without_nproc(argv)], nproc)
 
         world = launcher.detect()
-        # Not before the options are known to be good: this loads torch, which takes seconds.
+        # Imported only after the options are checked: this loads torch, which takes seconds.
         from dlrm_overlap.launching.supported_versions import check_stack
 
         check_stack()
@@ -160,14 +158,14 @@ def run_on_ranks(
 
 
 def check_data(data: DataConfig) -> None:
-    """Raise an InputError unless the files that the configuration names are there; each rank looks into them itself."""
+    """Raise an InputError unless the files in `data` exist."""
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
         if data.kind != "synthetic" and path is not None and not os.path.exists(path):
             raise InputError(f"{key}: {path}: no such file or folder on this machine; give one that is there")
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Raise an InputError unless files can be written to `folder`, or to the nearest above it that is there."""
+    """Raise an InputError unless `folder`, or its nearest existing parent, is writable."""
     try:
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=nearest):
@@ -186,7 +184,7 @@ def check_output(path: Path) -> None:
 
 
 def check_start(config: Config, device: "torch.device") -> None:
-    """Raise an InputError if a key asks a CPU for features of GPUs."""
+    """Raise an InputError if a key asks for a GPU feature on a CPU."""
     gpu_only = {
         "train.precision": (config.train.precision, "tf32", "fp32"),
         "train.graph_dense": (config.train.graph_dense, True, "false"),
@@ -204,21 +202,21 @@ def check_start(config: Config, device: "torch.device") -> None:
 
 
 def _count_processes(nproc: int | str, config: Config) -> int:
-    """Return the number of processes that `--nproc` asks for; for `auto`, print it on standard error too."""
+    """Return the number of processes for `--nproc`; print it for `auto`."""
     if nproc != "auto":
         return int(nproc)
     gpus = process_group.visible_gpus(config.train.device)
-    text = f"{gpus} process{'es' * (gpus > 1)}, one a GPU" if gpus else "2 processes on the CPU"
+    text = f"{gpus} process{'es' * (gpus > 1)}, one per GPU" if gpus else "2 processes on the CPU"
     print(f"--nproc auto: {text}", file=sys.stderr)
     return gpus or 2
 
 
 @contextlib.contextmanager
 def _one_rank_reports() -> Iterator[None]:
-    """Delay an error on all ranks but one, so that the launcher ends them before they report it as well.
+    """Delay an error on all ranks but one, so that the launcher ends them before they report it too.
 
-    A user's mistake is found by every rank: rank 0 reports it at once. Any other error may follow from the end of a
-    peer, so rank 0 waits, too, but shorter than the others. A `PeerError` has followed, and comes last.
+    Rank 0 reports a user's mistake at once, since every rank finds it. Other errors may be caused by the end of a peer,
+    so rank 0 waits too, but less. A `PeerError` comes last.
     """
     try:
         yield
@@ -226,7 +224,7 @@ def _one_rank_reports() -> Iterator[None]:
         rank = launcher.announced_rank()
         held_back = 3 if isinstance(error, PeerError) else (rank != 0) + (not isinstance(error, InputError))
         if rank is not None and held_back:
-            end_on_signals()  # torchrun and mpirun end a rank by SIGTERM
+            end_on_signals()  # torchrun and mpirun end ranks by SIGTERM
             time.sleep(HOLD_BACK_S * held_back)
         raise
 

@@ -1,4 +1,4 @@
-"""One rank's model and data, which take a step of training, or evaluate."""
+"""One rank's model and data: `StepRunner` takes training steps and evaluates."""
 
 import math
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import products_of
+from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.embedding.tables import counts
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress
@@ -28,7 +28,7 @@ from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 
 
 def total_steps(config: Config, train: Dataset, world_size: int) -> int:
-    """Return the number of training steps: as configured, or the whole global batches that the epochs hold.
+    """Return `train.steps` or, without it, the number of complete global batches in the configured epochs.
 
     Raises:
         InputError: if the data set is smaller than one global batch.
@@ -43,7 +43,7 @@ def total_steps(config: Config, train: Dataset, world_size: int) -> int:
 
 
 class StepRunner:
-    """Takes steps of one rank, and evaluates. Every rank calls the same methods in the same order."""
+    """Takes training steps and evaluates. All ranks call the same methods in the same order."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class StepRunner:
         make_sharders: MakeSharders = build_sharders,
         progress: Progress | None = None,
     ) -> None:
-        """Build the model on this rank's device. The process group must exist; `progress` is for a `Watch`."""
+        """Build the model on this rank's device; a collective. `progress` reports to a `Watch`."""
         self.progress = progress or Progress()
         self.config, self.world, self.device = config, world, device
         self.train_data, self.held_out_data = train, held_out
@@ -66,15 +66,11 @@ class StepRunner:
         self.model, self.optimizer, self.pipeline, self.plan = assemble(config, world, device, train, make_sharders)
         self.learning_rate = LearningRate(self.optimizer, config.train)
         self.predictions: list[torch.Tensor] = []
-        """logits and labels of this rank in the last step, valid until the next"""
+        """this rank's logits and labels of the last step, valid until the next"""
 
     @contextmanager
-    def raising_the_cause(self) -> Iterator[None]:
-        """Raise the error that a kernel has recorded in place of that of CUDA, which says only that the GPU stopped.
-
-        A kernel stops it that gives up on a peer, or finds an id outside its table. Whoever calls CUDA next has the
-        error, be it a step, a log line or a checkpoint.
-        """
+    def raising_kernel_errors(self) -> Iterator[None]:
+        """Raise the error that a kernel recorded instead of CUDA's, which only says that the GPU stopped."""
         try:
             yield
         except RuntimeError:
@@ -82,24 +78,24 @@ class StepRunner:
             raise
 
     def step(self, batches: Iterator[Batch]) -> torch.Tensor:
-        """Take a training step on the next of `batches`, and return this rank's mean loss [], still on the device."""
-        with self.raising_the_cause():
+        """Take a training step on the next batch and return this rank's mean loss [], on the device."""
+        with self.raising_kernel_errors():
             loss, *self.predictions = self.pipeline.progress(batches)
         return loss
 
     def evaluate(self) -> dict[str, float]:
-        """Return the `evaluation_metrics` over the held-out samples of all ranks, the same bits on every rank."""
+        """Return the `evaluation_metrics` of all ranks' held-out samples, bit-identical on every rank; a collective."""
         samples = self.held_out_data.num_samples
         assert samples is not None, "an endless data set cannot be evaluated"
         return self._evaluate_on(math.ceil(samples / self.global_batch))
 
     def evaluate_checkpoint(self, checkpoint: Path) -> dict[str, float]:
-        """Load the weights of `checkpoint`, which is whole, and evaluate as `evaluate` does; a collective.
+        """Load the weights of a complete checkpoint, then `evaluate`.
 
         Raises:
-            InputError: if it lacks a tensor of this model.
+            InputError: if the checkpoint lacks a tensor of this model.
         """
-        with self.raising_the_cause():
+        with self.raising_kernel_errors():
             load_weights(checkpoint, self.model, cuts_of(self.model))
             values = self.evaluate()
         self.check()
@@ -107,7 +103,6 @@ class StepRunner:
 
     @torch.no_grad()
     def _evaluate_on(self, steps: int) -> dict[str, float]:
-        """Evaluate as `evaluate` does, over the first `steps` global batches; a single one is read by a thread."""
         samples = self.held_out_data.num_samples
         logits, labels = [], []
         self.model.eval()
@@ -120,21 +115,19 @@ class StepRunner:
                 logits.append(batch_logits)
                 labels.append(batch_labels)
         self.model.train()
-        self._uncount(steps)
+        self._subtract_forwards(steps)
         gathered = gather_predictions(torch.cat(logits), torch.cat(labels), self.samples_per_rank)
-        # The last global batch went past the data set's end, where samples repeat.
+        # The last global batch is filled up with repeated samples.
         logits, labels = (each[:samples] for each in gathered)
         weights = self.held_out_data.labels
         values = evaluation_metrics(logits, labels, list(weights), list(weights.values()))
-        agreed = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
-        dist.broadcast(agreed, 0)  # all must agree on the early stop to the last bit
-        return dict(zip(values, agreed.tolist(), strict=True))
+        # Every rank must take the same decision about an early stop.
+        shared = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        dist.broadcast(shared, 0)
+        return dict(zip(values, shared.tolist(), strict=True))
 
-    def _uncount(self, forwards: int) -> None:
-        """Take forwards that had no backward off the counts of the tables' optimizers, which FBGEMM adds them to.
-
-        So a run that goes on from a checkpoint, or is evaluated more often, has the same corrections of Adam's.
-        """
+    def _subtract_forwards(self, forwards: int) -> None:
+        """Subtract evaluation forwards from FBGEMM's step counts, on which Adam's bias correction depends."""
         fused = fused_optimizers(self.optimizer)
         for lookup in {each._emb_module for each in fused if hasattr(each, "_emb_module")}:
             if counts(lookup):
@@ -144,7 +137,7 @@ class StepRunner:
             exchange.follow_rules()
 
     def loader(self, dataset: Dataset, first_step: int, last_step: int, workers: int | None = None) -> Loader:
-        """Return the loader of this rank's share of the global batches [first_step, last_step) of `dataset`."""
+        """Return a loader of this rank's share of the global batches [first_step, last_step)."""
         data = self.config.data
         return Loader(
             dataset,
@@ -155,21 +148,21 @@ class StepRunner:
             workers=data.workers if workers is None else workers,
             prefetch=data.prefetch,
             pin_memory=self.device.type == "cuda",
-            # Before a peer's wait for this rank expires, so that the cause is reported.
+            # Shorter than a peer's wait for this rank, so that the cause is reported.
             timeout_s=0.8 * self.config.embedding.wait_timeout_s,
         )
 
-    def _sharers(self) -> "list[GraphTrainPipeline | ParallelProducts | Exchange]":
-        """Return all that has memory that peers see, in the order of release: graphs before their memory."""
+    def _peer_memory_owners(self) -> "list[GraphTrainPipeline | ParallelProducts | Exchange]":
+        """Return the objects with memory that peers access, in the order of release."""
         pipelines = [self.pipeline] if isinstance(self.pipeline, GraphTrainPipeline) else []
         return [*pipelines, *products_of(self.model), *exchanges(self.model)]
 
     def check(self) -> None:
-        """Raise the error that this rank's kernels have recorded, of a wait that expired or an id outside its table."""
-        for sharer in self._sharers():
-            sharer.check()
+        """Raise the error that this rank's kernels recorded."""
+        for owner in self._peer_memory_owners():
+            owner.check()
 
     def close(self) -> None:
-        """Release the memory that peers see, which outlives Python references. No rank may be in a step."""
-        for sharer in self._sharers():
-            sharer.close()
+        """Release memory that peers access, which garbage collection does not; no rank may be in a step."""
+        for owner in self._peer_memory_owners():
+            owner.close()

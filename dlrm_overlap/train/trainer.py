@@ -1,6 +1,6 @@
-"""A training run: `Trainer.fit` goes from the first step, or a checkpoint, to the summary.
+"""A training run: `Trainer.fit` trains, evaluates, saves and resumes.
 
-`StepRunner.step` takes one step; docs/architecture.md leads through it, file by file.
+docs/architecture.md follows one step, `StepRunner.step`, file by file.
 """
 
 import logging
@@ -16,31 +16,26 @@ import torch
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, trained_with
 from dlrm_overlap.checkpoint.manifest import Manifest, newest_checkpoint
 from dlrm_overlap.checkpoint.saving import Saves, require_finite
-from dlrm_overlap.config import Config
-from dlrm_overlap.data.batch import Batch, Dataset
+from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.launching import supported_versions
-from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.lifetime import EndRequest
-from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.metrics import RunningMetrics, StepTimer
 from dlrm_overlap.observe.result_files import has_results, read_summary, set_aside
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
-from dlrm_overlap.train.assembly import MakeSharders
 from dlrm_overlap.train.stepping import StepRunner
 
 log = logging.getLogger("dlrm_overlap")
 
 
 class PreemptedError(Exception):
-    """The run was asked to end before its last step, and has. All ranks raise it after the same step."""
+    """The run ended before its last step because it was asked to; every rank raises it after the same step."""
 
 
-class _Stretch(Iterator[Batch]):
-    """The batches of some steps; `cut` ends it after the batches that a pipeline has read ahead."""
+class _Segment(Iterator[Batch]):
+    """Yields up to `steps` batches; `cut` ends it after those already yielded."""
 
     def __init__(self, batches: Iterator[Batch], steps: int) -> None:
         self._batches, self.steps, self._taken = batches, steps, 0
@@ -56,21 +51,12 @@ class _Stretch(Iterator[Batch]):
 
 
 class Trainer(StepRunner):
-    """One rank's part of a run: a `StepRunner` that evaluates, logs, saves and resumes. All ranks make it alike."""
+    """A `StepRunner` that also evaluates on a schedule, logs, saves and resumes."""
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        device: torch.device,
-        train: Dataset,
-        held_out: Dataset,
-        make_sharders: MakeSharders = build_sharders,
-        progress: Progress | None = None,
-        end: EndRequest | None = None,
-    ) -> None:
-        """Build the model as a `StepRunner`; `end` asks `fit` to end early."""
-        super().__init__(config, world, device, train, held_out, make_sharders, progress)
+    def __init__(self, *args: Any, end: EndRequest | None = None, **options: Any) -> None:
+        """Build the model from the arguments of `StepRunner`; `end` asks `fit` to end early."""
+        super().__init__(*args, **options)
+        config, train = self.config, self.train_data
         self._end, self.folder, self.start = end or EndRequest(), config.folder, 0
         self.checkpointer = Checkpointer(
             self.folder / "checkpoints",
@@ -86,17 +72,17 @@ class Trainer(StepRunner):
                 for tables in self.plan.plan.values()
                 for name, sharding in sorted(tables.items())  # type: ignore[attr-defined]
             },
-            "world_size": world.world_size,
+            "world_size": self.world.world_size,
             "versions": {name: supported_versions.version_of(name) for name in ("torch", "torchrec")},
             "trained_metrics": [],
         }
-        self.running = RunningMetrics(list(train.labels), self.samples_per_rank, config.log.every, device)
+        self.running = RunningMetrics(list(train.labels), self.samples_per_rank, config.log.every, self.device)
         self.saves = Saves(
             config,
             self.checkpointer,
             self.model,
             self.optimizer,
-            device,
+            self.device,
             self.check,
             lambda: self._evaluate_on(1)["loss"],
         )
@@ -104,18 +90,17 @@ class Trainer(StepRunner):
     def fit(self) -> dict[str, Any]:
         """Train to the last step or the target, evaluate, and return the summary.
 
-        Training begins after the newest checkpoint in the run's folder, or with the first step. A finished run is
-        left as it is. The log of a run that ended before its first checkpoint is moved to `earlier_1` in the folder, or
-        the next free number. Rank 0 holds the lock of the folder meanwhile.
+        Resumes after the newest checkpoint in the run's folder, whose lock rank 0 holds, and leaves a finished run as
+        it is. Files of a run without a checkpoint are moved to `earlier_1` or the next free number.
 
         Raises:
-            InputError: if this run cannot go on from the folder's checkpoint, or another run holds the lock.
+            InputError: if this run cannot resume from the folder's checkpoint, or another run holds the lock.
             NotFiniteError: if a loss or a weight is not finite.
             PreemptedError: if a rank was asked to end. The state is saved, if this run saves at all.
         """
         with hold_run_folder(self.folder):
             try:
-                with self.raising_the_cause():
+                with self.raising_kernel_errors():
                     return self._fit()
             except Exception as error:
                 self.saves.close(error)
@@ -125,12 +110,12 @@ class Trainer(StepRunner):
         from_rank_0(lambda: check_folder(self.config))
         from_rank_0(self._set_aside)
         saves = self.config.checkpoint.every or self.config.checkpoint.last
-        # The folder of the checkpoints may be a link, and another run may have a link to the same folder.
+        # The checkpoint folder may be a link, and another run may have a link to the same folder.
         folder = Path(os.path.realpath(self.checkpointer.folder))
         with hold_run_folder(folder) if saves else nullcontext():
-            return self._go_on()
+            return self._train_to_end()
 
-    def _go_on(self) -> dict[str, Any]:
+    def _train_to_end(self) -> dict[str, Any]:
         if (summary := self._resume()) is not None:
             return summary
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
@@ -151,7 +136,7 @@ class Trainer(StepRunner):
                 if every_eval and step % every_eval == 0:
                     values, evaluated = self._evaluate(step, run_log), step
                 if (every_save and step % every_save == 0) or (save_last and step == self.steps):
-                    self.save(step, values if evaluated == step else None, beside=step < self.steps)
+                    self.save(step, values if evaluated == step else None, background=step < self.steps)
                 if evaluated == step and target and values["auroc"] >= target:
                     log.info("early stop at step %d: AUROC %.4f reached %.4f", step, values["auroc"], target)
                     if save_last:
@@ -163,99 +148,98 @@ class Trainer(StepRunner):
             return run_log.summary(step, values, self.running.lifetime())
 
     def _set_aside(self) -> None:
-        """Move the log of a run that ended before its first checkpoint aside; under log.overwrite, any earlier run."""
+        """Move away the files of a run that ended before its first checkpoint or, with `log.overwrite`, of any run."""
         ended_early = newest_checkpoint(self.checkpointer.folder) is None and has_results(self.folder)
         if (self.config.log.overwrite or ended_early) and (aside := set_aside(self.folder)):
             why = "log.overwrite" if self.config.log.overwrite else "a run ended here before its first checkpoint"
-            log.info("%s: what lay in %s is now in %s", why, self.folder, aside)
+            log.info("%s: the earlier contents of %s are now in %s", why, self.folder, aside)
 
     def _end_early(self, step: int, saves: bool) -> NoReturn:
-        self.saves.finish()  # says so, if it was its failure that ended the run
+        self.saves.finish()  # raises if a failed save is what ended the run
         if saves:
             self.save(step)
         self.progress.is_over = True
         if saves:
-            begins_anew = {
+            restarts = {
                 "log.overwrite": self.config.log.overwrite,
                 "checkpoint.resume": self.config.checkpoint.resume != "auto",
             }
-            without = " and ".join(key for key, is_set in begins_anew.items() if is_set)
+            without = " and ".join(key for key, is_set in restarts.items() if is_set)
             same = "the same command" + f" without {without}" * bool(without)
-            raise PreemptedError(f"asked to end: step {step} is saved, and {same} goes on from there")
-        raise PreemptedError(f"asked to end behind step {step}: nothing is saved, as checkpoint.every and last say")
+            raise PreemptedError(f"asked to end: step {step} is saved, and {same} resumes from there")
+        raise PreemptedError(
+            f"asked to end after step {step}: nothing is saved, since checkpoint.every and checkpoint.last are off"
+        )
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:
-        """Take the steps [first, last) and return `last`, or the step at which the run is to end.
-
-        The pipeline is empty at the end: no later batch is in flight.
+        """Take the steps [first, last), fewer if the run is to end; return the last step. No batch is in flight
+        afterwards.
         """
-        stretch = _Stretch(batches, last - first)
+        segment = _Segment(batches, last - first)
         self.pipeline.reset()
         timer = StepTimer(self.device)
         timer.mark()
         loss_sum = torch.zeros((), device=self.device)
         step = first
-        while step < first + stretch.steps:
+        while step < first + segment.steps:
             step += 1
             self.progress.step = step
             self.learning_rate.set(step - 1)
-            loss = self.step(stretch)
+            loss = self.step(segment)
             loss_sum += loss
             self.running.add(*self.predictions)
             timer.mark()
             run_log.advance()
-            if step % self.config.log.every == 0 or step == first + stretch.steps:
+            if step % self.config.log.every == 0 or step == first + segment.steps:
                 factor = self.learning_rate.factor(step - 1)
                 asked = self._end.asked or self.saves.failed
                 times, metrics = timer.take_ms(), self.running.take()
                 run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, asked)
-                self.check()  # the loss was read, so the records of kernels are there
+                self.check()  # the loss was read, so the kernels' records are complete
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
                 if run_log.asked_to_end:
-                    stretch.cut()
+                    segment.cut()
         return step
 
     def _evaluate(self, step: int, run_log: RunLog) -> dict[str, float]:
-        """Evaluate after `step`, log the result and return it."""
         values = self.evaluate()
         self.check()
         run_log.evaluation(step, values)
         self._require_finite(values["loss"], "the held-out loss is", step)
         return values
 
-    def save(self, step: int, metrics: dict[str, float] | None = None, beside: bool = False) -> None:
-        """Save a checkpoint after `step`, as `Saves.save` does."""
+    def save(self, step: int, metrics: dict[str, float] | None = None, background: bool = False) -> None:
+        """Save a checkpoint after `step`; see `Saves.save`."""
         self.checkpointer.about["trained_metrics"] = self.running.state()
-        self.saves.save(step, metrics, beside)
+        self.saves.save(step, metrics, background)
 
     def _resume(self) -> dict[str, Any] | None:
-        """Return the folder's summary if its run is finished; otherwise load the checkpoint to go on from, if any."""
         config = self.config.checkpoint
-        return self.checkpointer.resume(config.resume, config.allow_config_mismatch, self._go_on_from)
+        return self.checkpointer.resume(config.resume, config.allow_config_mismatch, self._resume_from)
 
-    def _go_on_from(self, checkpoint: Path, manifest: Manifest) -> dict[str, Any] | None:
-        """Return the folder's summary if its run is finished, and otherwise load `checkpoint`; a collective."""
+    def _resume_from(self, checkpoint: Path, manifest: Manifest) -> dict[str, Any] | None:
+        """Load `checkpoint`, or return the folder's summary if its run is finished."""
         config = self.config
         summary, target = from_rank_0(lambda: read_summary(self.folder)), config.train.target_auroc
         if summary is not None and (config.checkpoint.resume == "auto" or manifest.step >= summary["steps"]):
             reached = 0 < target <= summary["eval_auroc"]
             if reached or summary["steps"] >= self.steps:
                 why = f"train.target_auroc {target} is reached" if reached else f"train.steps is {self.steps}"
-                place = self.folder / "summary.json"
+                path = self.folder / "summary.json"
                 text = "finished already, nothing is trained: step %d was the last, since %s; results in %s"
-                log.info(text, summary["steps"], why, place)
+                log.info(text, summary["steps"], why, path)
                 return summary
         self.checkpointer.load(checkpoint, self.model, self.optimizer)
         self.start = self.saves.step = manifest.step
-        self.optimizer.set_optimizer_step(self.start)  # FBGEMM's count, by which Adam's means are corrected
+        self.optimizer.set_optimizer_step(self.start)  # FBGEMM's count, for Adam's bias correction
         for exchange in exchanges(self.model):
             exchange.counters.steps.value = self.start  # stochastic rounding depends on the step
         try:
             self.running.load(manifest.about.get("trained_metrics", []))
         except ValueError as error:
             if self.world.rank == 0:
-                log.warning("resume: %s: %.200s; lifetime_* count from step %d on", checkpoint, error, self.start)
+                log.warning("resume: %s: %.200s; lifetime_* metrics start at step %d", checkpoint, error, self.start)
         log.info("resume: %s, after step %d", checkpoint, self.start)
         return None
 

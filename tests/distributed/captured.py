@@ -19,11 +19,12 @@ from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.flat_steps import FlatSteps
 from dlrm_overlap.embedding import opening
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, IdExchange
-from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.id_sender import SentIds
 from dlrm_overlap.embedding.options import StepCounters
 from dlrm_overlap.train.graphs import captured
 from dlrm_overlap.train.graphs.captured import CapturedStep, GraphPair
-from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher
+from dlrm_overlap.train.graphs.input_prefetcher import PlannedStep
+from dlrm_overlap.train.graphs.model_ids import ModelIds
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from tests.distributed.interpreted import without_streams
 
@@ -32,9 +33,8 @@ class StandIn(CapturedStep):
     """See the module; `taken` counts what became of the steps."""
 
     taken: dict[str, int]
-    exchanges: Sequence[Exchange]
-    ahead: InputPrefetcher
-    buffer_index: int
+    ids: ModelIds
+    planned: PlannedStep
     parameters: Sequence[torch.nn.Parameter]
 
     def __init__(
@@ -48,7 +48,7 @@ class StandIn(CapturedStep):
         self._step, self._order, self._counters, self.pool = step, order, counters, pool
         self.captured_values = [[value + 1 for value in values] for values in self.values]
         self.arguments = [[counter.argument for counter in each.each] for each in counters]
-        self._read = [list(exchange._sent) for exchange in self.exchanges]
+        self._read = [list(sender._sent) for sender in self.ids.senders]
         self._captured = False
 
     def launch(self) -> Any:
@@ -60,18 +60,17 @@ class StandIn(CapturedStep):
 
     def replay(self) -> Any:
         self.taken["replayed"] += 1
-        on_the_node = [list(exchange._sent) for exchange in self.exchanges]
-        given = {
-            exchange: self.ahead._active[self.buffer_index].ids[index].tensor for exchange, index in self.ahead._senders
-        }
+        senders = self.ids.senders
+        on_the_node = [list(sender._sent) for sender in senders]
+        given = {sender: self.planned.active.ids[path].tensor for sender, path in self.ids.sent_ahead}
         gradients = [parameter.grad for parameter in self.parameters]
-        for exchange, read in zip(self.exchanges, self._read, strict=True):
-            exchange._sent.clear()
-            exchange._sent.extend((given[exchange], _anew(arrived)) for _, arrived in read)
+        for sender, read in zip(senders, self._read, strict=True):
+            sender._sent.clear()
+            sender._sent.extend(SentIds(given[sender], _anew(arrived)) for _, arrived in read)
         output = self._take()
-        for exchange, sent in zip(self.exchanges, on_the_node, strict=True):
-            exchange._sent.clear()
-            exchange._sent.extend(sent)
+        for sender, sent in zip(senders, on_the_node, strict=True):
+            sender._sent.clear()
+            sender._sent.extend(sent)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         return output
@@ -81,7 +80,7 @@ class StandIn(CapturedStep):
         for each in self._counters:
             each.advance()
         # Within a graph nothing hands the learning rate on: what comes before each replay does.
-        with without_streams(), patch.object(FlatSteps, "refresh", lambda _: None):
+        with without_streams(), self.ids.steady(), patch.object(FlatSteps, "refresh", lambda _: None):
             self._order.begin()
             output = self._step()
             self._order.end()
@@ -123,12 +122,12 @@ def captures() -> Iterator[dict[str, int]]:
         init(pipeline, *arguments, **options | {"capture": True})
         pipeline._streams.main_stream = None
 
-    def stand_in(pair: Any, buffer_index: int, *given: Any) -> Any:
-        parameters = list(pair._dense._flat.parameters.values())
-        own = {"ahead": pair._ahead, "buffer_index": buffer_index, "parameters": parameters}
-        kind = type("StandIn", (StandIn,), {"taken": taken, "exchanges": pair._ahead.exchanges} | own)
-        with patch.object(captured, "CapturedStep", kind):
-            return capture(pair, buffer_index, *given)
+    def stand_in(pair: Any, buffer_index: int, step: Any, stream: Any) -> Any:
+        pipeline, planned = step.func.__self__, step.args[0]
+        parameters = list(pipeline._dense._flat.parameters.values())
+        own = {"ids": pipeline._ids, "planned": planned, "parameters": parameters}
+        with patch.object(captured, "CapturedStep", type("StandIn", (StandIn,), {"taken": taken} | own)):
+            return capture(pair, buffer_index, step, stream)
 
     with (
         patch.object(GraphTrainPipeline, "__init__", begin),

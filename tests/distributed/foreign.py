@@ -672,10 +672,10 @@ PROGRAMS: dict[str, Program] = {
     ),
     "rows": Program(Rows, captured=(0, 0), why_eager="the loss becomes NaN with NaN"),
     "rows_as_output": Program(RowsAsOutput, captured=(0, 0), why_eager="an output has another size"),
-    "ids_as_numbers": Program(IdsAsNumbers, captured=(0, 0), why_eager="differs with room behind the ids"),
-    "counted_ids": Program(CountedIds, captured=(0, 0), why_eager="differs with room behind the ids"),
+    "ids_as_numbers": Program(IdsAsNumbers, captured=(0, 0), why_eager="differs with padded ids"),
+    "counted_ids": Program(CountedIds, captured=(0, 0), why_eager="differs with padded ids"),
     "numbers_of_ids": Program(NumbersOfIds, captured=(0, 0), why_eager="it fails (InputError: "),
-    "weights_of_ids": Program(WeightsOfIds, captured=(0, 0), why_eager="differs with room behind the ids"),
+    "weights_of_ids": Program(WeightsOfIds, captured=(0, 0), why_eager="differs with padded ids"),
 }
 if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release
     accumulated = Program(wrap=_accumulated, why_after=f"_GAOptimizerWrapper {_NONE}", scheduled=_all_of_them)

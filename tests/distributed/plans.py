@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding import layout as layouts
+from dlrm_overlap.embedding import gradient_layout
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import POOLED_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near
@@ -241,7 +241,7 @@ def _way(draw: random.Random, pipelines: Sequence[str], nodes: int) -> Way:
         draw.choice(["direct", "staged"]),
         draw.choice(["linear", "remote_first", "balanced"]),
         draw.choice([4, 32]),
-        draw.choice([256, layouts._PART_BYTES]),
+        draw.choice([256, gradient_layout._PART_BYTES]),
     )
 
 
@@ -324,7 +324,10 @@ def _train(drawn: Drawn, way: Way | None, steps: slice = slice(None), **hooks: A
     if way is None:
         return train(model, plan, sharder, batches, **hooks)
     captured = way.pipeline == "captured"
-    with patch.object(layouts, "_PART_BYTES", way.part_bytes), captures() if captured else nullcontext() as taken:
+    with (
+        patch.object(gradient_layout, "_PART_BYTES", way.part_bytes),
+        captures() if captured else nullcontext() as taken,
+    ):
         # A bound that is learnt from so few samples grows with many of them, and no step would be captured.
         hooks["bound"] = BatchCapacity(max(drawn.samples), drawn.bag_sizes) if captured else None
         result = train(model, plan, sharder, batches, "graph" if captured else way.pipeline, **hooks)

@@ -46,7 +46,7 @@ def test_goes_on_from_the_newest_that_is_whole(whole: Path, tmp_path: Path) -> N
     assert result.returncode == 0, result.stderr
     (warning,) = [line for line in result.stderr.splitlines() if "damaged" in line]
     assert f"{file} is damaged: the checksum of bytes " in warning
-    assert "step_20, the newest that is whole" in warning
+    assert "step_20, the newest complete one" in warning
     run = tmp_path / "run"
     assert list(read_metrics(run, "train/loss")) == list(range(1, 31)), "no step missing, none twice"
     _assert_continues(run, whole, 0.0)

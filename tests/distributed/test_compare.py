@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_earlier_comparisons_runs_are_moved_aside_and_the_log_says_so(folder: Path) -> None:
-    assert "torchrec is now in" in (folder / "stderr").read_text()
+    assert "torchrec are now in" in (folder / "stderr").read_text()
     assert (folder / "torchrec" / "earlier_1" / "summary.json").exists()
     assert not (folder / "torchrec" / "events.out.tfevents.1.earlier").exists()
     assert not list(folder.glob("*/checkpoints"))
@@ -72,7 +72,7 @@ def test_table_and_where_to_look(folder: Path) -> None:
     named = ["backend", *BACKENDS, "On", "result:", "TensorBoard:"]
     assert [line.split()[0] for line in lines] == named
     assert max(map(len, lines[:5])) <= 120
-    assert lines[4].endswith("take speedups from GPUs.")
+    assert lines[4].endswith("only speedups on GPUs are meaningful.")
     assert lines[-1].endswith(f"--logdir {folder}")
 
 

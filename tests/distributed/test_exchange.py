@@ -17,7 +17,7 @@ from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.comm.arena import HostArena, Region, open_arena
 from dlrm_overlap.comm.device_errors import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding import layout as layouts
+from dlrm_overlap.embedding import gradient_layout
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.kernels.compiled import INTERPRETED
@@ -212,7 +212,7 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
         stage, expected = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
         exchange = expected.exchange(_group(), "pgas", **more)
         generator = torch.Generator().manual_seed(rank)
-        with without_streams(), patch.object(layouts, "_PART_BYTES", 64):
+        with without_streams(), patch.object(gradient_layout, "_PART_BYTES", 64):
             options = ExchangeOptions(backward=backward, wait_timeout_s=1e-4, **more)
             halves = interpreted_halves(stage, _group(), options, samples=9)
             push: Any = halves.backward

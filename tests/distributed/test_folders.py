@@ -74,7 +74,7 @@ def _check_ranks_that_see_other_folders(folder: Path) -> None:
         if seen == "the same":
             train(goes_on)
             continue
-        with pytest.raises(InputError, match=r"rank 1 does not see the same in \S+step_4 as rank 0"):
+        with pytest.raises(InputError, match=r"rank 1 and rank 0 see different files in \S+step_4"):
             train(goes_on)
     if dist.get_rank() == 0:
         assert list(read_metrics(Path("runs/run"), "train/loss")) == list(range(1, 7))

@@ -68,17 +68,17 @@ def test_a_second_call_is_refused_in_the_first_step() -> None:
 
 @pytest.mark.usefixtures("world_of_one")
 def test_a_part_that_differs_in_every_batch_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Nor are places made for batches again and again, when each is unlike the one before."""
-    forget, forgotten = InputPrefetcher.forget_places, list[int]()
+    """Buffers are not made for batches again and again if each differs from the one before."""
+    drop, dropped = InputPrefetcher.drop_buffers, list[int]()
 
-    def count(ahead: InputPrefetcher) -> None:
-        forgotten.append(1)
-        forget(ahead)
+    def count(prefetcher: InputPrefetcher) -> None:
+        dropped.append(1)
+        drop(prefetcher)
 
-    with captures() as taken, patch.object(InputPrefetcher, "forget_places", count):
+    with captures() as taken, patch.object(InputPrefetcher, "drop_buffers", count):
         train(PROGRAMS["step_numbers"]._replace(part=lambda step, _: step, steps=30), True, world(), CPU)
     assert tuple(taken.values()) == (0, 0)
-    assert len(forgotten) == 3, "after 3, 6 and 12 steps"
+    assert len(dropped) == 3, "after 3, 6 and 12 steps"
     told = "part part is 1, and was 0 in the first batch; give it as a tensor to have such steps captured"
     assert [message for message in caplog.messages if "part part is" in message] == [
         f"train pipeline: the step of such a batch is eager: {told}"

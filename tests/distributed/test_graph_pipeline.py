@@ -274,7 +274,7 @@ def _check_cached(*options: str) -> None:
         on_ranks = torch.tensor([len(each) for each in caches])
         dist.all_reduce(on_ranks)
         assert int(on_ranks.min()) > 0
-        assert all(cache.slots < cache.homes[0].shape[0] for each in caches for cache in each), "none is put out"
+        assert all(cache.slots < cache.host_rows[0].shape[0] for each in caches for cache in each), "none is put out"
         stale = [name for name, rows in held[1].items() if not torch.equal(rows, held[0][name])]
         assert stale, "rows that are in the cache are not at home yet"
         for exchange in served:
@@ -416,7 +416,7 @@ def _check_profiled() -> None:
     batches = _batches(trainer)
     report = str(profile_steps(lambda: trainer.pipeline.progress(batches), trainer.model, steps=3, after=1))
     if dist.get_rank() == 0:
-        assert report.startswith("3 steps by the clock and as many traced, 2 ranks, cpu"), report
+        assert report.startswith("3 steps timed and 3 traced, 2 ranks, cpu"), report
         assert re.search(r"^dlrm.embedding  t_00 +\w+_wise ", report, re.MULTILINE), report
     _close(trainer)
 
@@ -475,7 +475,7 @@ def _check_captured_evaluations() -> None:
 
 
 def _check_moved_behind_the_capture() -> None:
-    """Graphs are not launched any more once what they use has been moved or given back."""
+    """Graphs are not launched any more once what they use has been moved or freed."""
 
     def move_rows(exchange: Exchange) -> None:
         lookups: list[Any] = exchange.tables.lookups
@@ -491,7 +491,7 @@ def _check_moved_behind_the_capture() -> None:
             dist.barrier()
             for exchange in exchanges(trainer.model):
                 move(exchange)
-            with pytest.raises(InputError, match="were moved or given back since"):
+            with pytest.raises(InputError, match="were moved or freed since"):
                 trainer.step(batches)
             assert taken["replayed"] == replayed
             _close(trainer)

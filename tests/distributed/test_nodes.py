@@ -16,8 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.device_errors import ExchangeTimeoutError
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.embedding import layout as layouts
-from dlrm_overlap.embedding import steps
+from dlrm_overlap.embedding import gradient_layout, steps
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, IdExchange
 from dlrm_overlap.embedding.backends.internode import CpuZeroCopyAcross
 from dlrm_overlap.embedding.backends.messages import ByCollective
@@ -87,7 +86,7 @@ def check_bits_are_those_of_one_node(rank: int) -> None:
     ways = [(EmbOptimType.EXACT_ADAGRAD, WIRES[0], HOSTS, every), (EmbOptimType.EXACT_SGD, WIRES[1], ["2 of 2"], every)]
     ways += [(EmbOptimType.EXACT_SGD, WIRES[2], ["1 and 3"], ["fused"])]
     for optimizer, more, splits, backends in ways:
-        with patch.object(layouts, "_PART_BYTES", 64):
+        with patch.object(gradient_layout, "_PART_BYTES", 64):
             known = Stage(OWNERS, rank, optimizer=optimizer, cut=CUT)
             exchange = known.exchange(_group(), "pgas", nodes=1, **more)
             expected = _train(rank, exchange, known)
@@ -152,7 +151,7 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
         stage, known = (Stage(OWNERS, rank, optimizer=optimizer, cut=CUT) for _ in range(2))
         under_way.clear()
         exchange, generator = known.exchange(_group(), "pgas", nodes=1, **more), torch.Generator().manual_seed(rank)
-        with without_streams(), patch.object(layouts, "_PART_BYTES", 64), patch.object(ByCollective, *noted):
+        with without_streams(), patch.object(gradient_layout, "_PART_BYTES", 64), patch.object(ByCollective, *noted):
             options = ExchangeOptions(backend, internode=by, slice_bags=4, wait_timeout_s=1e-4, **more)
             reach = Reach(rank, HOSTS[nodes], "emulated")
             halves: Any = interpreted_halves(stage, _group(), options, 9, reach)

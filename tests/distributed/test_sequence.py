@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.config import Config
-from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.unpooled import UnpooledExchange
+from dlrm_overlap.embedding.unpooled import UnpooledIdSender
 from dlrm_overlap.train.evaluation import evaluate
 from dlrm_overlap.train.explain import explain
 from tests.agreement import LOSS_TOLERANCE
@@ -33,10 +32,10 @@ def _work(folder: Path) -> None:
     trainer = make_trainer(_config(folder, "two_nodes", *nodes, "--checkpoint.last", "false"))
     assert all(table.exchanged for table in explain(trainer.model).tables)
     trainer.fit()
-    (unpooled,) = [each for each in exchanges(trainer.model) if isinstance(each, UnpooledExchange)]
-    assert unpooled.bound is not None
+    senders = (getattr(module, "sender", None) for module in trainer.model.modules())
+    (unpooled,) = [each for each in senders if isinstance(each, UnpooledIdSender)]
     slots = unpooled._blocks.slots * sum(unpooled._blocks.counts)
-    assert slots < unpooled.bound.ids["t_02"] / 8, "windows are for the distinct ids that the first batch has shown"
+    assert slots < unpooled.capacity.ids["t_02"] / 8, "windows are for the distinct ids that the first batch has shown"
     trainer.close()
     start = ["--checkpoint.resume", str(checkpoints / "step_6"), "--checkpoint.last", "false"]
     train(_config(folder, "goes_on", *start))

@@ -525,7 +525,7 @@ def test_lookups_called_apart_stay_with_torchrec(
         apart = sharded.output_dist(context, sharded.compute(context, arrived)).wait()
         assert_same(apart.values(), sharded(ids).values(), "pooled embeddings")
     lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
-    assert lines == ["backend pgas: steps stay with TorchRec: another module looks up and sends apart"]
+    assert lines == ["backend pgas: steps stay with TorchRec: another module calls compute and output_dist"]
 
 
 def _codecs(forward: CommType, backward: CommType, scale: float | None = None) -> dict[str, QuantizedCommCodecs] | None:

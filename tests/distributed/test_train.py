@@ -116,7 +116,7 @@ def _refusal(*argv: str) -> str:
 def test_a_second_run_in_the_folder_is_refused(run: Path) -> None:
     before = {path: path.read_bytes() for path in run.iterdir()}
     line = _refusal("--log.dir", str(run.parent), "--log.name", run.name, "--train.steps", "8")
-    assert f"log.name: {run} holds the results of an earlier run" in line
+    assert f"log.name: {run} has the results of an earlier run" in line
     assert {path: path.read_bytes() for path in run.iterdir()} == before
 
 

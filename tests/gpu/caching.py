@@ -75,7 +75,7 @@ def _check(ranks: Ranks, optimizer: Any) -> None:
             _same(losses, expected, f"turn {turn}")
         for exchange in exchanges(small.model) + exchanges(whole.model):
             assert exchange.tables._cached_features, "no table is cached"
-        assert all(cache.slots < cache.homes[0].shape[0] for cache in _caches(small))
+        assert all(cache.slots < cache.host_rows[0].shape[0] for cache in _caches(small))
         for trainer in (small, whole):
             _same_rows(trainer, plain)
         if turn == 0:  # with ids sent ahead

@@ -33,6 +33,7 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchCapacity
+from dlrm_overlap.embedding.id_sender import IdSender
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
@@ -52,12 +53,12 @@ class _Captured(Contender):
         keys, samples = sparse[0].keys(), sparse[0].stride()
         most = sparse[0].lengths().view(len(keys), samples).amax(1).tolist()
         sizes = {key: (size, size) for key, size in zip(keys, most, strict=True)}
-        self._exchange.take_ids(keys, BatchCapacity(samples, sizes))
+        sender = IdSender(self._exchange, keys, BatchCapacity(samples, sizes))
         self._arrived: dict[int, ArrivedIds] = {}
         """by the batch of the workload; copies, since later ids take their memory"""
         for batch, features in zip(workload.batches, sparse, strict=True):
-            self._exchange.send_ids(features.to(workload.device))
-            _, arrived = self._exchange._sent.pop()
+            sender.send(features.to(workload.device))
+            _, arrived = sender._sent.pop()
             assert arrived.own_offsets is not None, "tables that are cut by rows"
             self._arrived[id(batch)] = arrived._replace(
                 ids=_copied(arrived.ids), own_offsets=arrived.own_offsets.clone()
@@ -68,7 +69,7 @@ class _Captured(Contender):
         arrived = self._arrived[id(batch)]
         step = Step([arrived.ids], arrived.batch)
         step.own_offsets = arrived.own_offsets
-        return self._exchange._start(step).wait()
+        return self._exchange.start_step(step).wait()
 
     def close(self) -> None:
         """Free the windows."""

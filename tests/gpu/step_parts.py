@@ -65,7 +65,7 @@ def time_variant(run: TrainingRun, name: str, seconds: float) -> dict[str, Any]:
     """Return the row of one variant, as the methods of `Push` are now: its steps are captured anew."""
     pipeline = run.trainer.pipeline
     assert isinstance(pipeline, GraphTrainPipeline), "steps are captured"
-    pipeline._forget_captured()
+    pipeline._release_graphs()
     first_ms = torch.tensor(quantile(run.time(_FIRST_STEPS)[0], 0.5))
     dist.broadcast(first_ms := first_ms.to(run.trainer.device), 0)
     steps = max(_FIRST_STEPS, round(seconds * 1e3 / float(first_ms)))

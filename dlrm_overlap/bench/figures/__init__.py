@@ -1,1 +1,1 @@
-"""The figures, one file each: contenders, columns of a row, headline; `run` measures the figure on all ranks."""
+"""The figures, one per file: contenders, columns and headline. `run` measures a figure on all ranks."""

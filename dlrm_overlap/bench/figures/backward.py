@@ -1,13 +1,9 @@
-"""`bench backward`: how long does the embedding stage's backward take, by each way that gradients can go?
+"""`bench backward`: times the embedding stage's backward, by each way of sending gradients.
 
-A step begins with the gradient [b, D_total] of every rank's samples and ends when the owners have updated their rows;
-it is measured under one optimizer after the other. Every contender takes the same ids, rows, gradients and plan, and no
-time is reported unless the rows and the optimizer's state that each leaves agree with the baseline's. A row is a
-contender under an optimizer.
-
-Contenders: the baseline (packing, All-to-All, FBGEMM's operator, its sort of the ids included), `push`, and
-`push_exposed`, with the part that needs the ids alone, which training does beside the dense layers, in every step.
-Extra columns: the optimizer, the ids of a rank, and `prepare_ms` of that part.
+A step starts with the gradient [b, D_total] of every rank's samples and ends when the owners have updated their rows.
+Contenders: the baseline (packing, All-to-All, FBGEMM's operator and sort of ids); `push`; `push_exposed`, which
+includes the preparation from ids that overlaps with dense layers in training. `prepare_ms` is the time of that
+preparation.
 """
 
 from collections.abc import Sequence
@@ -48,15 +44,15 @@ _SHOWN = (
 
 
 class GradientBatch(NamedTuple):
-    """A batch: its ids on the ranks that own their rows, and the gradient of its pooled embeddings."""
+    """Ids of a batch on the ranks that own their rows, and the gradient of its pooled embeddings."""
 
     ids: Ids
     gradient: torch.Tensor
-    """[b, D_total] float32, of this rank's samples, in the layout that autograd leaves"""
+    """[b, D_total] float32, of this rank's samples, in autograd's layout"""
 
 
 def make_batches(workload: Workload) -> list[GradientBatch]:
-    """Return the batches of `workload` with gradients whose elements have mean 0 and variance 1."""
+    """Return the workload's batches with gradients of mean 0 and variance 1."""
     shape = workload.batch_sizes[workload.rank], workload.layout.total_dim
     generator = torch.Generator(workload.device).manual_seed(workload.rank)
     make = partial(torch.randn, shape, generator=generator, device=workload.device)
@@ -64,11 +60,7 @@ def make_batches(workload: Workload) -> list[GradientBatch]:
 
 
 class Update(Contender):
-    """One of the exchange's backwards, from the moment the gradient is there until the rows are updated.
-
-    The part that needs only the ids (`prepare`) is done here once for each batch, before any clock starts, or with
-    `exposed` in every step.
-    """
+    """One of the exchange's backwards; with `exposed`, each step includes the preparation that needs only ids."""
 
     def __init__(
         self, name: str, workload: Workload, options: ExchangeOptions, batches: Sequence[GradientBatch], exposed: bool
@@ -76,44 +68,40 @@ class Update(Contender):
         super().__init__(name, workload)
         self._batch_sizes = BatchSizes.of(workload.batch_sizes)
         about = workload.layout, workload.tables, options, workload.group, workload.device
-        most, counters = max(workload.batch_sizes), StepCounters(workload.device)
-        self._halves = build_exchange(ExchangeContext(*about, most, counters))
+        capacity, counters = max(workload.batch_sizes), StepCounters(workload.device)
+        self._parts = build_exchange(ExchangeContext(*about, capacity, counters))
         self._prepared = {} if exposed else {id(batch): self._begun(batch, prepared=True) for batch in batches}
 
     def _begun(self, batch: GradientBatch, prepared: bool = False) -> Step:
         step = Step(list(batch.ids.inputs), self._batch_sizes)
-        self._halves.backward.note_forward(step)
+        self._parts.backward.note_forward(step)
         if prepared:
-            self._halves.backward.prepare(step)
+            self._parts.backward.prepare(step)
         return step
 
     def step(self, batch: GradientBatch) -> None:
-        """Send the batch's gradient to the owners and update the rows there."""
-        # A copy, since `finish` drops what `prepare` has made of the ids.
+        """Send the gradient to the owners and update their rows."""
+        # A copy, since `finish` discards the result of `prepare`.
         step = copy(self._prepared[id(batch)]) if self._prepared else self._begun(batch)
-        self._halves.backward.start(step, batch.gradient)
-        self._halves.backward.finish(step)
+        self._parts.backward.start(step, batch.gradient)
+        self._parts.backward.finish(step)
 
     def prepare(self, batch: GradientBatch, *_: object) -> None:
-        """Do the part of a push that needs only the ids."""
+        """Do the part of a push that needs only ids."""
         step = self._begun(batch, prepared=True)
         if self.workload.device.type == "cuda":
-            self._halves.backward.finish(step)  # on GPUs this only waits for the stream that prepares
+            self._parts.backward.finish(step)  # on GPUs this only waits for the preparing stream
 
     def close(self) -> None:
-        """Free the windows. Every rank must have finished its steps."""
-        self._halves.close()
+        """Free the windows."""
+        self._parts.close()
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure; on rank 0 print each optimizer's table and append its rows. All ranks call this.
-
-    Returns:
-        The exit code: 1 if rows or states disagree under some optimizer, of which no time is reported.
-    """
+    """Measure the figure; a collective. Return 1 if rows or states disagree, which leaves an optimizer without rows."""
     world, device, values = ranks.world, ranks.device, ranks.values
     config = shape_of(ranks.config, world.world_size, values.tables_per_rank)
-    config = with_keys(config, {"train.precision": "fp32"})  # the gradient's type
+    config = with_keys(config, {"train.precision": "fp32"})  # the gradient's dtype
     group = ranks.connect()
     sparse = read_ids(config, group, device)
     ceilings = measure_ceilings(group, device)
@@ -130,7 +118,7 @@ def run(kind: str, ranks: Ranks) -> int:
 
 
 def make_contenders(config: Config, workload: Workload, batches: Sequence[GradientBatch]) -> list[Update]:
-    """Return who takes part, the baseline first."""
+    """Return the contenders, the baseline first."""
     push = exchange_options(config, "pgas")
     return [
         Update("baseline", workload, replace(push, backend="nccl", backward="collective"), batches, exposed=True),
@@ -143,7 +131,7 @@ def make_contenders(config: Config, workload: Workload, batches: Sequence[Gradie
 def _measure(
     config: Config, workload: Workload, optimizer: str, ceilings: tuple[float, float], iterations: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
+    """Return the contenders' rows, or no rows and a line for each contender that disagrees."""
     batches = make_batches(workload)
     contenders = make_contenders(config, workload, batches)
     agreements = check_rows(contenders, workload, batches, optimizer)

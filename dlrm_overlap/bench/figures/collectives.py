@@ -1,12 +1,7 @@
-"""`bench collectives`: how fast is an all-to-all, alone and beside a product that fills the GPU?
+"""`bench collectives`: times all-to-alls, alone and during a product that fills the GPU (column `beside`).
 
-Contenders: NCCL as it comes and, between GPUs, copies and stores into the peers' memory; each called eagerly and as a
-part of a CUDA graph, one call a launch. Every output is compared with the inputs of the ranks, element by element,
-before anything is timed.
-
-A call is timed on the GPU, from its begin to the end of the wait, by `harness.timing`. `gb_per_s` are the bytes that
-leave each GPU for its peers in the median. Beside a product the time is that of both, and `product_ms` that of the
-product alone.
+Contenders: NCCL and, on GPUs, copies and stores into the peers' memory; eager and as CUDA graphs. Times cover the
+communication up to the end of the wait, and the product, whose own time is `product_ms`.
 """
 
 import itertools
@@ -33,11 +28,7 @@ _SHOWN = (
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure, print its table and append its rows on rank 0. All ranks call this.
-
-    Returns:
-        The exit code: 1 if an output was wrong; it has no row then.
-    """
+    """Measure the figure; a collective. Return 1 if an output was wrong; it has no row then."""
     group, device, values = ranks.connect(), ranks.device, ranks.values
     on_gpu = device.type == "cuda"
     sizes_mb = values.sizes_mb or _SIZES_MB[device.type]
@@ -49,16 +40,18 @@ def run(kind: str, ranks: Ranks) -> int:
     left, right = (torch.randn(_PRODUCT[device.type], _PRODUCT[device.type]).to(device, torch.bfloat16) for _ in "ab")
     product = partial(torch.mm, left, right, out=torch.empty_like(left))
     rows, faults = list[dict[str, Any]](), list[str]()
+    # Each size alone and during the product, eager and captured.
     for mb in sizes_mb:
         payload = Payload(mb * _MB // 4, group, device)
         made = {"nccl": by_collective(payload)}
         made |= {way: memory.call(payload, way) for way in memory.ways} if memory else {}
-        for beside, captured in itertools.product((None, product), (False, True) if on_gpu else (False,)):
-            columns = {"kind": kind, "operation": "all_to_all", "beside": "compute" if beside else "nothing"}
+        for other, captured in itertools.product((None, product), (False, True) if on_gpu else (False,)):
+            columns = {"kind": kind, "operation": "all_to_all", "beside": "compute" if other else "nothing"}
             columns |= {"mb_per_peer": mb, "captured": captured, "world_size": group.size()}
-            calls: dict[str, Callable[[], object]] = {name: partial(_call, each, beside) for name, each in made.items()}
+            calls: dict[str, Callable[[], object]] = {name: partial(_call, each, other) for name, each in made.items()}
             if captured:
                 calls = {name: capture(call, device) for name, call in calls.items()}
+            # Check every result, then time the right ones in turns.
             bad = wrong({name: (made[name], call) for name, call in calls.items()})
             faults += [f"{name}, {columns}: the output is wrong; no time is reported" for name in bad]
             right_calls = {name: call for name, call in calls.items() if name not in bad}
@@ -66,7 +59,7 @@ def run(kind: str, ranks: Ranks) -> int:
             rows += [
                 columns
                 | {"contender": name, **asdict(times), "gb_per_s": payload.link_bytes / times.median_ms / 1e6}
-                | {"product_ms": timed[-1].median_ms if beside else None}
+                | {"product_ms": timed[-1].median_ms if other else None}
                 for name, times in zip(right_calls, timed, strict=False)
             ]
     if memory:
@@ -78,7 +71,6 @@ def run(kind: str, ranks: Ranks) -> int:
 
 @torch.no_grad()
 def _call(communication: Communication, product: Callable[[], object] | None) -> None:
-    """Begin a communication, issue the product, and wait for the communication."""
     wait = communication.begin()
     if product is not None:
         product()

@@ -1,21 +1,13 @@
-"""`bench gemm`: how much does a product save with its communication inside, and how much is left to save?
+"""`bench gemm`: times products with their communication inside (docs/results/gemm.md).
 
-A shape M x K x N is that of two layers: M samples of all ranks, K features, N hidden units, of which each rank has
-N / W. `all_gather` is the first layer, from this rank's samples [M / W, K] to its part of the hidden units [M, N / W];
-`reduce_scatter` the second, from there back to [M / W, K]. Contenders: `serial`, the collective and the product one
-after the other; the other ways of `dense.gemm`, and `auto`, which picks one; `torch`, the fused operators of torch's
-symmetric memory. The output of each contender is held against a product in float32 before it is timed, and again
-afterwards. All contenders and the product are timed in turns, the ranks beginning together, without the CPU's time.
+For M samples of all ranks, K features and N hidden units, `all_gather` maps [M / W, K] to [M, N / W] and
+`reduce_scatter` maps that to [M / W, K]. Columns, as medians of the slowest rank:
+    gemm_ms             the product alone, by cuBLAS
+    ect_ms              effective communication time: median_ms - gemm_ms
+    overlap_efficiency  1 - ect_ms / (ect_ms of `serial`): 1 if the product hides all communication
+    floor_ms            the longer of gemm_ms and link_bytes at link_gb_per_s; of_floor is floor_ms / median_ms
 
-Columns, times being medians of the slowest rank:
-    gemm_ms                   the product alone, of all rows, by cuBLAS
-    ect_ms                    effective communication time: median_ms less gemm_ms
-    overlap_efficiency        1 - ect_ms / that of `serial`: 1 if the product hides all communication
-    link_bytes, link_gb_per_s bytes that leave each GPU, and the rate of its links, measured in the same run
-    floor_ms, of_floor        the longer of the product alone and link_bytes at that rate; floor_ms / median_ms
-    speedup                   median_ms of `serial` / median_ms
-
-Source: Flux (Chang et al., arXiv 2406.06858) for the effective communication time and overlap efficiency.
+Source: Flux (Chang et al., arXiv 2406.06858) for ect_ms and overlap_efficiency.
 """
 
 import itertools
@@ -31,7 +23,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from dlrm_overlap.bench.harness.limits import measure_ceilings
-from dlrm_overlap.bench.harness.timing import Timing, greatest, time_alone
+from dlrm_overlap.bench.harness.timing import Timing, max_over_ranks, time_alone
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.gemm import serial
@@ -47,7 +39,7 @@ _WIDE = ("1024x12288x49152", "4096x12288x49152", "8192x12288x49152")
 _NARROW = ("8192x4096x4096", "32768x4096x4096", "32768x3456x1024", "32768x1024x1024")
 _SHAPES = {"cuda": _WIDE + _NARROW, "cpu": ("64x48x96", "128x48x96")}
 _CONTENDERS = ("serial", "torch", "copies", "tiles", "triggered", "auto")
-_TOLERANCE = 0.05  # of an element's size and the mean's: partial products are rounded to bfloat16, by NCCL sums, too
+_TOLERANCE = 0.05  # relative to element plus mean: partial products, and NCCL's sums, are rounded to bfloat16
 _SHOWN = (
     "operator", "m", "k", "n", "contender", "median_ms", "p10_ms", "p90_ms", "gemm_ms", "ect_ms", "overlap_efficiency",
     "floor_ms", "of_floor", "speedup",
@@ -55,7 +47,7 @@ _SHOWN = (
 
 
 class Case:
-    """One operator at one shape: this rank's tensors, who runs it, and its product alone."""
+    """One operator at one shape, with this rank's tensors."""
 
     def __init__(self, operator: str, shape: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
         """Draw the tensors of all_gather or reduce_scatter; W must divide M and N."""
@@ -66,11 +58,11 @@ class Case:
         self.x = make(m // ranks, k) if self.gathers else make(m, n // ranks)
         self.weight = (make(n // ranks, k) if self.gathers else make(k, n // ranks)) * self.x.shape[1] ** -0.5
         self.link_bytes = (ranks - 1) * (m // ranks) * k * _DTYPE.itemsize
-        """that leave each rank for its peers"""
+        """sent by each rank to its peers"""
 
     def contenders(self, products: ParallelProducts) -> dict[str, Call]:
-        """Return the call of each contender that can run, on all ranks alike."""
-        left_out = {"triggered"} if self.gathers else set[str]()  # whose all-gather is that of tiles
+        """Return the calls of the contenders that can run; the same on every rank."""
+        left_out = {"triggered"} if self.gathers else set[str]()  # its all-gather is the same as of tiles
         if self.device.type == "cpu" or self.group.size() == 1:
             left_out |= {"torch", "copies", "tiles", "triggered"}
         if one_queue() or any(size % 8 for size in self.weight.shape):  # see `dense.gemm.products`
@@ -98,7 +90,6 @@ class Case:
         return products.begin_reduce_scatter(self.x, ProductLayer(self.weight), name)()
 
     def _gathered(self) -> torch.Tensor:
-        """Return the rows that the product has: those of all ranks, or for a reduce-scatter this rank's x."""
         if not self.gathers:
             return self.x
         x = self.x.new_empty(*self.shape[:2])
@@ -106,7 +97,7 @@ class Case:
         return x
 
     def reference(self) -> torch.Tensor:
-        """Return the right output of the operator, computed in float32, as float32."""
+        """Return the expected output, computed in float32."""
         out = functional.linear(self._gathered().float(), self.weight.float())
         if not self.gathers:
             dist.all_reduce(out, group=self.group)  # gloo has no reduce-scatter
@@ -114,17 +105,13 @@ class Case:
         return out
 
     def product(self) -> Call:
-        """Return the product alone by cuBLAS."""
+        """Return the product alone, by cuBLAS."""
         x, turned = self._gathered(), self.weight.t()
         return partial(torch.mm, x, turned, out=torch.mm(x, turned))
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure, print its table, and append its rows on rank 0. All ranks call this.
-
-    Returns:
-        The exit code: 1 if an output was wrong; that contender has no row.
-    """
+    """Measure the figure; a collective. Return 1 if an output was wrong; that contender has no row."""
     device, values = ranks.device, ranks.values
     shapes = [_shape(text, ranks.world.world_size) for text in values.shapes or _SHAPES[device.type]]
     group = ranks.connect()
@@ -156,26 +143,26 @@ def _shape(text: str, world_size: int) -> tuple[int, ...]:
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
     if not match or any(int(match[i]) % world_size for i in (1, 3)):
         raise InputError(
-            f"--shapes {text}: not M x K x N with M and N that {world_size} ranks divide; write it as 4096x12288x49152"
+            f"--shapes {text}: not M x K x N with M and N divisible by {world_size} ranks; for example 4096x12288x49152"
         )
     return tuple(map(int, match.groups()))
 
 
 def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
-    """Return a line for each contender whose output is not that of float32 on some rank, and drop the contender."""
+    """Drop each contender whose output is wrong on some rank, and return a line for it."""
     expected, faults = case.reference(), list[str]()
     mean = expected.abs().mean()
     for name, call in list(calls.items()):
         error = ((call().float() - expected).abs() / (expected.abs() + mean)).nan_to_num(torch.inf).max().item()
-        (worst,) = greatest([error], case.device)
+        (worst,) = max_over_ranks([error], case.device)
         if worst > _TOLERANCE:
-            faults.append(f"{case.operator}, {case.shape}: {name} is off by {worst:.2g}, at most {_TOLERANCE} is right")
+            faults.append(f"{case.operator}, {case.shape}: {name} is off by {worst:.2g}, tolerance {_TOLERANCE}")
             del calls[name]
     return faults
 
 
 def compare(timed: Mapping[str, Timing], gemm: Timing, link_bytes: int, link_gb_per_s: float) -> list[dict[str, Any]]:
-    """Return the columns of the contenders of one operator at one shape, see the module; `serial` is among them."""
+    """Return the columns of all contenders, including `serial`, of one operator at one shape."""
     floor_ms = max(gemm.median_ms, link_bytes / link_gb_per_s / 1e6 if link_bytes else 0.0)
     serial_ms = timed["serial"].median_ms
     hidden = serial_ms - gemm.median_ms

@@ -1,8 +1,4 @@
-"""`bench input`: does the input keep up with training?
-
-Contenders: the training step fed by the loader, and the same step on one batch that stays in memory. The file has one
-row for a run; its columns are this figure's own.
-"""
+"""`bench input`: times the training step fed by the loader, and the same step on one batch in memory."""
 
 import itertools
 import sys
@@ -24,15 +20,16 @@ _SHOWN = ("cached_median_ms", "loaded_median_ms", "loaded_to_cached", "input_wai
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure on all ranks, which all call this, and return the exit code 0."""
+    """Measure the figure and return exit code 0; a collective."""
+    # Time steps on the cached batch and steps fed by the loader, in turns.
     trainer = ranks.trainer()
     with trainer.loader(trainer.train_data, 0, sys.maxsize) as loader:
         batches = iter(loader)
-        cached = next(batches).clone()  # its own memory: the loader's is lent
+        cached = next(batches).clone()  # the loader reuses its memory
         if trainer.device.type == "cuda":
             cached = cached.pin_memory()
         before_s = loader.wait_s
-        warmup = _WARMUP_STEPS + loader.read_ahead  # no later batch was read beside cached steps
+        warmup = _WARMUP_STEPS + loader.read_ahead  # so that no timed batch was read during cached steps
         turns = [
             partial(_take_turn, trainer, itertools.repeat(cached), _WARMUP_STEPS),
             partial(_take_turn, trainer, batches, warmup),
@@ -59,7 +56,6 @@ def run(kind: str, ranks: Ranks) -> int:
 
 
 def _take_turn(trainer: Trainer, batches: Iterator[Batch], warmup: int, steps: int) -> tuple[list[float], list[float]]:
-    """Return the times of `steps` steps in ms, after `warmup` steps that also refill the pipeline."""
     segment = itertools.islice(batches, steps + warmup)
     trainer.pipeline.reset()
     for _ in range(warmup):

@@ -1,8 +1,6 @@
-"""`bench job`: what does a whole training job take, with its evaluations, saves and log?
+"""`bench job`: times a whole training job with its evaluations, saves and logs, without building the model.
 
-The trainer runs the configuration from its first step on, in a folder beside `--output`. The file has one row for a
-run: `step_ms`, the median of training alone, the samples a second and GPU by it, and the seconds of the whole run and
-of its evaluations. Building the model and the plan is left out.
+`step_ms` is the median of training alone. The run's folder is next to `--output`.
 """
 
 import time
@@ -17,10 +15,10 @@ _SHOWN = ("step_ms", "samples_per_s_per_gpu", "evaluations_s", "total_s", "eval_
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure on all ranks, which all call this, and return the exit code 0."""
+    """Measure the figure and return exit code 0; a collective."""
     output, world_size = Path(ranks.values.output), ranks.world.world_size
-    anew = {"log.dir": str(output.with_suffix("")), "log.overwrite": True, "checkpoint.resume": "never"}
-    config = with_keys(ranks.config, anew)
+    fresh = {"log.dir": str(output.with_suffix("")), "log.overwrite": True, "checkpoint.resume": "never"}
+    config = with_keys(ranks.config, fresh)
     trainer = ranks.trainer(config)
     evaluate, evaluations_s = trainer.evaluate, list[float]()
 

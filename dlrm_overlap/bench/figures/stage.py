@@ -1,16 +1,8 @@
-"""`bench stage` and `bench sweep`: how long does the embedding stage's forward take under every backend?
+"""`bench stage` and `bench sweep`: time the embedding stage's forward with every backend (docs/results/stage.md).
 
-Every contender takes the same ids, rows and types in one run, and no time is reported on a shape unless the outputs of
-all agree there with the baseline's (Chen et al. 2024: FBGEMM's lookup, All-to-All, unpacking). `sweep` goes over many
-shapes. Scaling is measured by `stage` on 1, 2, 4, .. ranks, and an ablation under one value of a key after the other.
-
-Contenders: the baseline; the same in chunks of tables, so that NCCL sends one while FBGEMM looks up the next; `pgas`
-and `fused`; but in a sweep also TorchRec's own path, `nccl`, `fused` with the other put (GPUs), and `pgas` with a copy
-of its window, as the drop-in returns it.
-
-A row is a contender on a shape: its times, the bytes that the stage must move, how fast memory and links of these GPUs
-move bytes, the part of that limit that it reaches. `median_ms` is of steps back to back, as the CPU issues them, so on
-small shapes it is the CPU's; `gpu_ms` of a step whose kernels have been issued before it begins, as in a captured step.
+The baseline is FBGEMM's lookup, All-to-All and unpacking (Chen et al. 2024); it also runs in chunks of tables, so that
+NCCL sends one while FBGEMM looks up the next. `median_ms` is of back-to-back steps, limited by the CPU on small shapes;
+`gpu_ms` is of steps issued before they start, as in a captured step.
 """
 
 import itertools
@@ -48,11 +40,7 @@ _SHOWN = (
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure; on rank 0 print each shape's table and append its rows. All ranks call this.
-
-    Returns:
-        The exit code: 1 if outputs disagree on some shape, for which no time is reported.
-    """
+    """Measure the figure; a collective. Return 1 if outputs disagree on some shape, which then has no rows."""
     world, device = ranks.world, ranks.device
     shapes = shapes_of(ranks.values, ranks.config, world.world_size)
     group = ranks.connect()
@@ -70,16 +58,15 @@ def run(kind: str, ranks: Ranks) -> int:
 
 
 def shapes_of(values: Any, config: Config, world_size: int) -> list[Config]:
-    """Return the shape that a figure has on so many ranks, of a sweep those of all values of its axes.
+    """Return the shape of a figure, or all shapes of a sweep.
 
     Raises:
-        InputError: if there are fewer tables than ranks, if the samples cannot be divided among the ranks, or if a
-            sweep's come from files.
+        InputError: if the tables or samples cannot be divided among the ranks, or a sweep reads samples from files.
     """
     axes = [getattr(values, name, []) for name in ("dims", "global_batches", "pooling_factors")]
     if any(axes) and config.data.kind != "synthetic":
         raise InputError(
-            f"data.kind: {config.data.kind}, but bench sweep takes shapes that no file has; set data.kind synthetic"
+            f"data.kind: {config.data.kind}, but bench sweep changes the shape of the data; set data.kind synthetic"
         )
     shapes = []
     for dim, batch, mean_ids in itertools.product(*(axis or [None] for axis in axes)):
@@ -92,7 +79,7 @@ def shapes_of(values: Any, config: Config, world_size: int) -> list[Config]:
 
 
 def make_contenders(kind: str, config: Config, workload: Workload) -> list[Contender]:
-    """Return who takes part, the baseline first."""
+    """Return the contenders, the baseline first."""
     nccl, pgas, fused = (exchange_options(config, name) for name in EXCHANGED)
     first, ours = [Baseline(workload), *make_chunked(workload)], [pgas, fused]
     if kind == "stage":
@@ -105,7 +92,7 @@ def make_contenders(kind: str, config: Config, workload: Workload) -> list[Conte
 def _measure(
     kind: str, iterations: int, config: Config, workload: Workload, ceilings: tuple[float, float]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
+    """Return the contenders' rows, or no rows and a line for each contender that disagrees."""
     contenders = make_contenders(kind, config, workload)
     agreements = check_outputs(contenders, workload)
     faults = disagreements(contenders, agreements)

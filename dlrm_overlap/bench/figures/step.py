@@ -35,12 +35,8 @@ from dlrm_overlap.bench.rows import report
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, Keys, expand, heats
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.sharder import (
-    OverlapEmbeddingBagCollectionSharder,
-    OverlapEmbeddingCollectionSharder,
-    build_sharders,
-    fused_params_of,
-)
+from dlrm_overlap.embedding.configured_sharders import build_sharders, fused_params_of
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
 from dlrm_overlap.train.ranks import Ranks, check_start
 from dlrm_overlap.train.trainer import Trainer
 

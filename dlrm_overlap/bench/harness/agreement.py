@@ -1,4 +1,4 @@
-"""Whether contenders agree with a reference, in outputs, rows or losses. Figures report no time where one does not."""
+"""Whether contenders agree with a reference in outputs, rows or losses."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,35 +7,35 @@ from typing import NamedTuple
 import torch
 
 from dlrm_overlap.bench.harness.contenders import Contender
-from dlrm_overlap.bench.harness.timing import greatest
+from dlrm_overlap.bench.harness.timing import max_over_ranks
 from dlrm_overlap.bench.harness.workload import Workload
+from dlrm_overlap.observe.agreement import difference
 
-# The greatest difference from the baseline that agrees, relative to the baseline's greatest element: sums of a hundred
-# rows in another order, or one unit in the last place of the type, the wire's or the rows'.
+# Relative to the baseline's greatest element, by dtype of the wire or the rows: covers sums of a hundred rows in
+# another order, or one unit in the last place.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-# The same for rows, relative to their table's greatest change: a row of a skewed table sums hundreds of thousands of
-# gradients in another order. Element-wise Adagrad divides by the element's own sum, which is small where gradients
-# cancel.
+# For rows, relative to their table's greatest change: a row of a skewed table sums hundreds of thousands of gradients
+# in another order. Element-wise Adagrad divides by the element's sum, which is small where gradients cancel.
 ROW_TOLERANCE = {"sgd": 1e-4, "rowwise_adagrad": 1e-4, "adagrad": 1e-3}
 
-_ROW_STEPS = 2  # so that the second step starts from the rows that the first has left
-_TINY = 1e-30  # a table without a change may differ by nothing
+_ROW_STEPS = 2  # the second step starts from updated rows
+_TINY = 1e-30  # scale of a table that does not change
 
 # Relative difference of a loss that rounding alone may cause within 20 steps at 3% of MLPerf's learning rates. A
-# compiled dense part keeps more digits between its products than an eager one: on a CPU, MLPerf's DLRM-DCNv2 in bf16,
-# losses of the two part by 1e-4. Tables that learn 10% too fast make 4.5e-4, tables that do not learn 4e-3.
+# compiled dense part keeps more digits between its products: for MLPerf's DLRM-DCNv2 in bf16 on a CPU, its losses
+# differ from eager ones by 1e-4. Tables that learn 10% too fast cause 4.5e-4, tables that do not learn 4e-3.
 _ROUNDING = {"fp32": 1e-4, "tf32": 3e-4, "bf16": 3e-4}
-_NOISE_FACTOR = 4.0  # times the reference's difference from itself: one draw of a random number
-_MOST_NOISE = 5e-4  # beyond, the tolerance would be 2e-3, half of the difference that tables make that do not learn
+_NOISE_FACTOR = 4.0  # times the reference's difference from itself, which is a single sample
+_MAX_NOISE = 5e-4  # above, the tolerance would exceed 2e-3, half the difference of tables that do not learn
 
 
 class Agreement(NamedTuple):
-    """The greatest difference of a contender from the reference, over all batches, steps and ranks."""
+    """Greatest difference between a contender and the reference, over batches, steps and ranks."""
 
     max_difference: float
-    """0 if both are the same bit for bit, infinite where it is not a number"""
+    """0 if bit-identical, infinite if a value is not finite"""
     tolerance: float
-    """the greatest difference that agrees"""
+    """greatest difference that agrees"""
 
     @property
     def agrees(self) -> bool:
@@ -44,7 +44,7 @@ class Agreement(NamedTuple):
 
 
 def disagreements(contenders: Sequence[Contender], agreements: Sequence[Agreement], what: str = "outputs") -> list[str]:
-    """Return a fault for each contender that disagrees in `what`."""
+    """Return a line for each contender that disagrees in `what`."""
     return [
         f"{contender.name}: {what} differ from the baseline's by {agreement.max_difference:.1e}, tolerance "
         f"{agreement.tolerance:.1e}; no time is reported"
@@ -55,14 +55,14 @@ def disagreements(contenders: Sequence[Contender], agreements: Sequence[Agreemen
 
 @torch.no_grad()
 def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[Agreement]:
-    """Compare every contender's outputs with those of the first, on every batch and rank. All ranks call this."""
+    """Compare all contenders' outputs with the first's, on every batch; a collective."""
     found, scale = [0.0] * len(contenders), 0.0
     for ids in workload.batches:
         expected = contenders[0].step(ids).clone()
         scale = max(scale, expected.abs().max().item())
-        for i, contender in enumerate(contenders):  # no output is kept: a window must be free before the next step
+        for i, contender in enumerate(contenders):  # keep no output: its window must be free before the next step
             found[i] = max(found[i], _finite((contender.step(ids) - expected).abs().max().item()))
-    scale, *found = greatest([scale, *found], workload.device)
+    scale, *found = max_over_ranks([scale, *found], workload.device)
     return [Agreement(difference, TOLERANCE[workload.wire_dtype] * scale) for difference in found]
 
 
@@ -70,12 +70,10 @@ def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[A
 def check_rows(
     contenders: Sequence[Contender], workload: Workload, batches: Sequence[object], optimizer: str
 ) -> list[Agreement]:
-    """Let every contender update the same rows from the same start, and compare them with the first's.
+    """Let every contender update the same rows twice, and compare rows and states with the first's; a collective.
 
-    Differences of rows are relative to their table's greatest change, of a state to its own value. All ranks call this.
-    Each state starts at a random value between 0.5 and 1.5: so a contender that takes the state of another row is found
-    out, and no sum of gradients that cancel is divided by itself. Steps are on the first two of `batches`. At the end
-    rows and states are as they were before the first step.
+    Differences of rows are relative to the table's greatest change, those of states to the state. States start between
+    0.5 and 1.5 at random, so that reading another row's state shows. Rows and states are restored at the end.
     """
     weights, states = rows_of(workload)
     generator = torch.Generator(workload.device).manual_seed(workload.rank)
@@ -93,46 +91,44 @@ def check_rows(
             reference = [tensor.clone() for tensor in live]
             rows = zip(weights, start, strict=False)
             scales = [(end.float() - begin.float()).abs().max() for end, begin in rows] + reference[len(weights) :]
-        apart = [
+        differences = [
             ((ours.float() - theirs.float()).abs() / scale.clamp(min=_TINY)).max().item()
             for ours, theirs, scale in zip(live, reference, scales, strict=True)
         ]
-        found.append(max(map(_finite, apart)))
+        found.append(max(map(_finite, differences)))
     torch._foreach_copy_(live, start)  # type: ignore[attr-defined]
     tolerance = ROW_TOLERANCE[optimizer]
     for dtype in {workload.wire_dtype, weights[0].dtype} - {torch.float32}:
         tolerance = max(tolerance, _ROW_STEPS * TOLERANCE[dtype])
-    return [Agreement(difference, tolerance) for difference in greatest(found, workload.device)]
+    return [Agreement(difference, tolerance) for difference in max_over_ranks(found, workload.device)]
 
 
 def rows_of(workload: Workload) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return this rank's rows, a tensor [rows, D] a table, and the optimizer's states, table after table."""
+    """Return this rank's rows, a tensor [rows, D] per table, and its optimizer states, table by table."""
     shards, tables = workload.layout.by_owner[workload.rank], workload.tables
     return [tables.weight(shard) for shard in shards], [s for shard in shards for s in tables.states(shard)]
 
 
 def _finite(difference: float) -> float:
-    """Return `difference`, or infinity for NaN."""
     return difference if math.isfinite(difference) else math.inf
 
 
 def judge_losses(
     precision: str, losses: Mapping[str, Sequence[float]], again: Sequence[float]
 ) -> tuple[dict[str, Agreement], list[str]]:
-    """Return how the contenders' losses agree with those of the first, and a line for each that does not.
+    """Return each contender's agreement with the first's losses, and a line for each that disagrees.
 
-    A loss may differ by what rounding may cause in a dense part of `precision` or, if that is more, by four times the
-    greatest difference between two runs of the reference, of which `again` is the second. These differ in the rounding
-    of a compiled dense part, and on GPUs because FBGEMM's update does not repeat its bits where rows are hot.
+    The tolerance is the rounding of `precision` or, if more, four times the difference of `again`, a second run of the
+    reference, whose compiled dense part and, on GPUs, FBGEMM's update of hot rows are not deterministic.
     """
     reference, expected = next(iter(losses.items()))
     noise = _relative_difference(again, expected)
-    if noise > _MOST_NOISE:  # no contender can be judged
+    if noise > _MAX_NOISE:  # no contender can be judged
         fault = (
-            f"{reference}: its own losses differ by {noise:.1e}, relatively, between two runs; at most {_MOST_NOISE:g} "
-            f"separates right from wrong, so no speedup is reported; take lower learning rates"
+            f"{reference}: its own losses differ by {noise:.1e}, relatively, between two runs, too much to judge "
+            f"others (at most {_MAX_NOISE:g}), so no speedup is reported; lower the learning rates"
         )
-        return dict.fromkeys(losses, Agreement(noise, _MOST_NOISE)), [fault]
+        return dict.fromkeys(losses, Agreement(noise, _MAX_NOISE)), [fault]
     tolerance = max(_ROUNDING[precision], _NOISE_FACTOR * noise)
     agreements, faults = dict[str, Agreement](), list[str]()
     for name, found in losses.items():
@@ -146,7 +142,4 @@ def judge_losses(
 
 
 def _relative_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the greatest |loss - expected| / |expected| of a step, infinite unless all are finite."""
-    return max(
-        _finite(abs(loss - wanted) / max(abs(wanted), _TINY)) for loss, wanted in zip(losses, expected, strict=True)
-    )
+    return max(difference(loss, wanted) for loss, wanted in zip(losses, expected, strict=True))

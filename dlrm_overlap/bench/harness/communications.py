@@ -1,4 +1,4 @@
-"""All-to-alls between all ranks, which are measured: their bytes, and their implementation by a collective."""
+"""All-to-alls to be measured: their payload, and the implementation by a collective."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -6,16 +6,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.timing import greatest
+from dlrm_overlap.bench.harness.timing import max_over_ranks
 
-_PERIOD = 61  # of the contents
+_PERIOD = 61  # after which contents repeat
 
 
 class Payload:
-    """The rows of an all-to-all on one rank, float32: the input, and the result that is expected, each [W, `part`].
-
-    The contents are made by formula, so every rank knows its result.
-    """
+    """Input and expected result of an all-to-all on one rank, each [W, `part`] float32."""
 
     def __init__(self, part: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.part, self.group, self.device = part, group, device
@@ -30,18 +27,18 @@ class Payload:
 
     @property
     def link_bytes(self) -> int:
-        """Bytes that leave a rank for its peers."""
+        """Bytes that a rank sends to its peers."""
         return (self.world_size - 1) * self.part * 4
 
 
 class Communication(NamedTuple):
-    """One implementation of a payload's all-to-all. All ranks make the same calls."""
+    """One implementation of a payload's all-to-all; all ranks make the same calls."""
 
     payload: Payload
     result: torch.Tensor
     """[W, part]"""
     begin: Callable[[], Callable[[], object]]
-    """issues the communication from the current stream on; returns a function that makes that stream wait for it"""
+    """issues the communication on the current stream; returns a function that makes that stream wait for it"""
 
     def run(self) -> None:
         """Issue the communication and wait for it on the current stream."""
@@ -49,7 +46,7 @@ class Communication(NamedTuple):
 
 
 def by_collective(payload: Payload) -> Communication:
-    """Return the collective of the payload's group: NCCL's kernel on its own stream, or gloo's threads on a CPU."""
+    """Return the collective of the payload's group: NCCL on its own stream, or gloo's threads on a CPU."""
     result = torch.empty_like(payload.input)
 
     def begin() -> Callable[[], object]:
@@ -60,12 +57,12 @@ def by_collective(payload: Payload) -> Communication:
 
 
 def wrong(calls: Mapping[str, tuple[Communication, Callable[[], object]]]) -> list[str]:
-    """Run each call, or a replay of it; return those whose result is wrong on some rank. All ranks call this."""
+    """Run each call or replay; return those whose result is wrong on some rank. A collective."""
     bad = []
     for (payload, result, _), run in calls.values():
         result.fill_(torch.nan)
-        dist.barrier(payload.group)  # no rank writes into a result that is yet to be destroyed
+        dist.barrier(payload.group)  # all results are overwritten before a rank writes
         run()
         bad.append(float(not torch.equal(result, payload.expected)))
     device = next(iter(calls.values()))[0].payload.device
-    return [name for name, is_bad in zip(calls, greatest(bad, device), strict=True) if is_bad]
+    return [name for name, is_bad in zip(calls, max_over_ranks(bad, device), strict=True) if is_bad]

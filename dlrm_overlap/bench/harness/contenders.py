@@ -1,4 +1,4 @@
-"""The contenders of the forward, over the same rows and ids: the baselines, TorchRec's own path, and our exchanges."""
+"""Contenders of the forward: baselines, TorchRec's own path, and our exchanges."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -20,40 +20,39 @@ from dlrm_overlap.embedding.options import ExchangeOptions
 
 
 class Contender(ABC):
-    """One way to run the embedding stage, forward or backward. All ranks take the same steps."""
+    """One way to run the embedding stage; all ranks take the same steps."""
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.name, self.workload = name, workload
         self.columns: dict[str, Any] = {}
-        """in which contenders of the same name may differ"""
+        """columns in which contenders of the same name may differ"""
 
     @abstractmethod
     def step(self, batch: Any) -> Any:
-        """Run the stage on `batch`, one of the batches.
+        """Run the stage on `batch`.
 
-        A contender of the forward takes `Ids` and returns the pooled embeddings [b, D_total] float32 of this rank's
-        samples, in the model's feature order. They are valid until the next step. A contender of the backward takes a
-        `GradientBatch` and returns nothing.
+        A forward takes `Ids` and returns this rank's pooled embeddings [b, D_total] in the model's feature order, valid
+        until the next step; a backward takes a `GradientBatch`.
         """
 
     def cycle(self, batches: Sequence[Any]) -> Callable[[], object]:
-        """Return a function that takes the next step, on one of `batches` after the other."""
+        """Return a function that takes the next step, cycling through `batches`."""
         following = itertools.cycle(batches)
         return lambda: self.step(next(following))
 
     def close(self) -> None:  # noqa: B027  most have nothing to free
-        """Free the memory that outlives Python references. Every rank must have finished its steps."""
+        """Free memory that garbage collection does not; no rank may be in a step."""
 
 
 def close_all(contenders: Sequence[Contender]) -> None:
-    """Close the contenders once every rank has finished its steps. All ranks call this."""
+    """Close the contenders once no rank is in a step; a collective."""
     dist.barrier()
     for contender in contenders:
         contender.close()
 
 
 class Baseline(Contender):
-    """FBGEMM's lookup, `all_to_all_single`, then unpacking (Chen et al. 2024). A rank alone only looks up."""
+    """FBGEMM's lookup, `all_to_all_single`, then unpacking (Chen et al. 2024). A single rank only looks up."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__("baseline", workload)
@@ -80,17 +79,14 @@ class Baseline(Contender):
 
 
 class Chunked(Contender):
-    """The baseline as a skilled user would write it: each chunk's All-to-All and unpacking beside the next lookup.
+    """The baseline in chunks of tables, whose All-to-All and unpacking overlap with the next lookup; not on CPUs.
 
-    A chunk is some of every owner's tables, for all samples; owners have tables of the same dims. Lookups are on the
-    current stream, the collectives on NCCL's, and the unpacking on a third, which alone waits for the collectives: so
-    no lookup waits for anything. The ids of a chunk lie together, as TorchRec's input_dist would bring them if each
-    chunk were a group of tables of its own; that costs no time here. On a CPU, which has no streams, the chunks come
-    one after the other.
+    All owners have tables of the same dims. Unpacking has a stream of its own, the only one that waits for collectives.
+    Ids of a chunk are contiguous, as in a separate TorchRec group; arranging them is not timed.
     """
 
     def __init__(self, workload: Workload, chunks: int) -> None:
-        """Cut each owner's tables into `chunks` parts, of which none may be empty."""
+        """Cut each owner's tables into `chunks` parts, none of them empty."""
         super().__init__(f"nccl_chunked_{chunks}", workload)
         dims = [shard.dim for shard in workload.layout.by_owner[workload.rank]]
         borders = [chunk * len(dims) // chunks for chunk in range(chunks + 1)]
@@ -99,29 +95,29 @@ class Chunked(Contender):
         self._columns = [(sum(dims[:first]), sum(dims[:last])) for first, last in itertools.pairwise(borders)]
         counts = [last - first for first, last in itertools.pairwise(borders)]
         self._ids = {id(ids): ids.inputs[0].split(counts) for ids in workload.batches}
-        self._beside: Any = torch.cuda.Stream(workload.device) if workload.device.type == "cuda" else None
+        self._side_stream: Any = torch.cuda.Stream(workload.device) if workload.device.type == "cuda" else None
 
     def step(self, batch: Ids) -> torch.Tensor:
         """Run the stage."""
         workload, samples = self.workload, self.workload.batch_sizes[self.workload.rank]
         owners, columns = len(workload.batch_sizes), self._columns[-1][1]
         output = torch.empty(samples, owners, columns, dtype=workload.output_dtype, device=workload.device)
-        held = []  # until the current stream is behind those that read and write them
+        held = []  # keeps tensors alive until the current stream has waited for the streams that use them
         for lookup, ids, (first, last) in zip(self._lookups, self._ids[id(batch)], self._columns, strict=True):
             sent = lookup(ids.values(), ids.offsets()).to(workload.wire_dtype)
             received = torch.empty_like(sent)
             work: Any = dist.all_to_all_single(received, sent, async_op=True)
-            with torch.cuda.stream(self._beside) if self._beside else nullcontext():
+            with torch.cuda.stream(self._side_stream) if self._side_stream else nullcontext():
                 work.wait()
                 output[:, :, first:last].copy_(received.view(owners, samples, -1).transpose(0, 1))
             held += [sent, received]
-        if self._beside:
-            torch.cuda.current_stream(workload.device).wait_stream(self._beside)
+        if self._side_stream:
+            torch.cuda.current_stream(workload.device).wait_stream(self._side_stream)
         return output.flatten(1)
 
 
 def make_chunked(workload: Workload) -> list[Contender]:
-    """Return contenders of 2, 4 and 8 chunks, as far as there are so many tables; none of one rank or unlike ones."""
+    """Return contenders of 2, 4 and 8 chunks, as far as there are tables; none for one rank, or unequal dims."""
     dims = [[shard.dim for shard in shards] for shards in workload.layout.by_owner]
     takes_part = len(dims) > 1 and all(each == dims[0] for each in dims)
     return [Chunked(workload, chunks) for chunks in (2, 4, 8) if takes_part and chunks <= len(dims[0])]
@@ -130,14 +126,11 @@ def make_chunked(workload: Workload) -> list[Contender]:
 def split_lookup(
     lookup: SplitTableBatchedEmbeddingBagsCodegen, borders: Sequence[int]
 ) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """Return lookups of the tables [borders[i], borders[i + 1]) of `lookup` that read its rows where they are.
-
-    They deliver the type that it delivers, so that no chunk is cast which all at once is not.
-    """
+    """Return lookups of the tables [borders[i], borders[i + 1]) that share rows and output dtype of `lookup`."""
     name = "weights_host" if lookup.use_cpu else "weights_dev"
     weights = getattr(lookup, name).detach()
     physical_offsets: Any = lookup.weights_physical_offsets
-    places = [*physical_offsets, weights.numel()]
+    offsets = [*physical_offsets, weights.numel()]
     parts = []
     for first, last in itertools.pairwise(borders):
         part = SplitTableBatchedEmbeddingBagsCodegen(
@@ -149,15 +142,15 @@ def split_lookup(
             bounds_check_mode=BoundsCheckMode(lookup.bounds_check_mode_int),
             device=weights.device,
         )
-        view = weights[places[first] : places[last]]
+        view = weights[offsets[first] : offsets[last]]
         is_parameter = isinstance(getattr(part, name), torch.nn.Parameter)
-        setattr(part, name, torch.nn.Parameter(view) if is_parameter else view)  # frees its own
+        setattr(part, name, torch.nn.Parameter(view) if is_parameter else view)  # frees the part's own memory
         parts.append(part)
     return parts
 
 
 class TorchRec(Contender):
-    """TorchRec's sharded module, called as its train pipeline calls it. A step waits for the output."""
+    """TorchRec's sharded module, called as in its train pipeline."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__("torchrec", workload)
@@ -170,10 +163,7 @@ class TorchRec(Contender):
 
 
 class Overlap(Contender):
-    """One of our exchanges, named for its backend.
-
-    The name ends with `stores` if the put is staged, and with `copied` if the output is a copy of the window.
-    """
+    """One of our exchanges; the name ends in `_stores` if the put is staged, in `_copied` if the output is a copy."""
 
     def __init__(self, workload: Workload, options: ExchangeOptions) -> None:
         names = ["schedule"]
@@ -182,7 +172,7 @@ class Overlap(Contender):
         put = "_stores" if has_slices and options.put == "staged" else ""
         super().__init__(options.backend + put + "_copied" * options.copy_output, workload)
         self.columns = {name: getattr(options, name) for name in names}
-        forward = replace(options, backward="collective")  # another backward would hold windows that nothing uses
+        forward = replace(options, backward="collective")  # another backward would allocate unused windows
         self._exchange = Exchange(workload.layout, workload.tables, forward, workload.group, workload.device)
 
     def step(self, batch: Ids) -> torch.Tensor:

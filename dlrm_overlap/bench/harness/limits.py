@@ -1,8 +1,4 @@
-"""The limits of the embedding stage and of the step: what memory, links and products must take at the least.
-
-Bytes are counted from the ids of the first batch, by `embedding.traffic`; the rates of memory and links are measured on
-the devices at hand.
-"""
+"""Lower limits of the time of stage and step, from counted bytes and measured rates of memory and links."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -14,42 +10,42 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.harness.communications import Payload, by_collective
-from dlrm_overlap.bench.harness.timing import Timing, greatest, time_alone
+from dlrm_overlap.bench.harness.timing import Timing, max_over_ranks, time_alone
 from dlrm_overlap.bench.harness.workload import Workload, exchange_options
 from dlrm_overlap.embedding.traffic import ShardTraffic, count_dense, pooling_bytes, update_bytes
 from dlrm_overlap.train.trainer import Trainer
 
-_CALLS, _REPEATS = 8, 5  # calls follow each other, so that no moment in which ranks differ counts
+_CALLS, _REPEATS = 8, 5  # back-to-back calls hide differences between the ranks' starts
 _HBM_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
-_LINK_BYTES = {"cuda": 192 << 20, "cpu": 4 << 20}  # to each peer; a container's shared memory may be small
+_LINK_BYTES = {"cuda": 192 << 20, "cpu": 4 << 20}  # to each peer; containers may have little shared memory
 _DENSE_TFLOP_PER_S = 790.0  # cuBLAS's best on an H200, bf16
 
 
 class Limit(NamedTuple):
-    """The bytes of a step on a rank, and the rates at which memory and links carry bytes on the slowest one."""
+    """Bytes of a step on a rank, and rates of the slowest rank."""
 
     hbm_bytes: int
-    """into and out of this GPU's memory"""
+    """read from and written to GPU memory"""
     link_bytes: int
-    """out of this GPU to its peers"""
+    """sent to peers"""
     hbm_gb_per_s: float
-    """of a GPU's memory, read and written"""
+    """reads plus writes"""
     link_gb_per_s: float
-    """of a GPU's links, out to all peers; 0 if it has no peer"""
+    """to all peers together; 0 without peers"""
 
     @property
     def hbm_ms(self) -> float:
-        """The time that memory needs if every byte is carried at its measured rate."""
+        """Time of memory traffic at the measured rate."""
         return self.hbm_bytes / self.hbm_gb_per_s / 1e6
 
     @property
     def link_ms(self) -> float:
-        """The same of the links."""
+        """Time of link traffic at the measured rate."""
         return self.link_bytes / self.link_gb_per_s / 1e6 if self.link_bytes else 0.0
 
 
 def count_tables(bags: KeyedJaggedTensor, dim: int, element_bytes: int, ranks: int = 1) -> list[ShardTraffic]:
-    """Return the load of each table, or its mean over so many ranks; `bags` are of all samples, a feature a table."""
+    """Return each table's load, divided by `ranks`; `bags` has a feature per table, for all samples."""
     found = []
     for table in bags.to_dict().values():
         counts = table.values().numel(), table.values().unique().numel(), int((table.lengths() > 0).sum())
@@ -59,10 +55,9 @@ def count_tables(bags: KeyedJaggedTensor, dim: int, element_bytes: int, ranks: i
 
 
 def find_limit(workload: Workload, ceilings: tuple[float, float], optimizer: str | None = None) -> tuple[Limit, int]:
-    """Return the limit of the forward, or of the backward under `optimizer`, and the ids of a rank. A collective.
+    """Return the limit of the forward, or of the backward with `optimizer`, and the ids of a rank; a collective.
 
-    The bytes are those of the rank that has most. A row counts as often as an id names it, and a bag's gradient as
-    often as the bag has ids; where they are read again from a cache, a step can be faster than this allows.
+    The bytes are the maximum over ranks. Rows count once per id, gradients of bags too; caches can beat this limit.
     """
     layout, rank, bags = workload.layout, workload.rank, workload.batches[0].inputs[0]
     first = layout.by_owner[rank][0]
@@ -79,13 +74,13 @@ def find_limit(workload: Workload, ceilings: tuple[float, float], optimizer: str
         hbm_bytes += bags.offsets().nbytes
     else:
         hbm_bytes, _, link_bytes = update_bytes(**sizes, gradient_bytes=4, optimizer=optimizer)
-    most = greatest([hbm_bytes, link_bytes, bags.values().numel()], workload.device)
+    most = max_over_ranks([hbm_bytes, link_bytes, bags.values().numel()], workload.device)
     hbm_bytes, link_bytes, ids = map(int, most)
     return Limit(hbm_bytes, link_bytes, *ceilings), ids
 
 
 def times(timing: Timing, baseline: Timing, limit: Limit) -> dict[str, Any]:
-    """Return the columns of a contender's times, and of how they compare with the limit and with the baseline's."""
+    """Return the columns of a contender's times, limit and speedup."""
     limit_ms = max(limit.hbm_ms, limit.link_ms)
     return {
         **asdict(timing),
@@ -97,15 +92,11 @@ def times(timing: Timing, baseline: Timing, limit: Limit) -> dict[str, Any]:
 
 
 def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any]:
-    """Return the columns of the floor of the first step: the longest of its products, memory's bytes and the links'.
+    """Return the columns of the floor of the first step: the longest of products, memory and link traffic.
 
-    Each thing counts once, as if caches had no bounds, and the bytes are the mean rank's, where no table is cut by
-    rows. Histories are left out.
-
-    Over the links go the ids of other ranks' tables, pooled embeddings and their gradients, and the dense gradients,
-    summed by a ring in which each rank sends 2 (W - 1) / W of them. Memory carries the touched rows, read, and read and
-    written with their optimizer's state; ids, pooled embeddings and gradients; the dense weights, read once; and the
-    outputs of the dense layers, written once.
+    Everything counts once; bytes are the mean over ranks, with no table cut by rows and without histories. Links carry
+    ids, pooled embeddings, their gradients, and dense gradients by a ring all-reduce. Memory carries touched rows,
+    read, then read and written with their state; ids, embeddings, gradients; dense weights and outputs once.
     """
     config, world_size, samples = trainer.config, trainer.world.world_size, trainer.samples_per_rank
     data, number_bytes = trainer.train_data, 2 if config.train.precision == "bf16" else 4
@@ -116,6 +107,7 @@ def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any
     tables = count_tables(every, config.model.dim, element_bytes, world_size)
     pooled = [each for t, each in enumerate(tables) if t != config.model.sequence.history]
     total_dim = len(pooled) * config.model.dim
+    # Tables: each touched row once.
     about: dict[str, Any] = {
         "samples": trainer.global_batch,
         "own_samples": samples,
@@ -129,6 +121,7 @@ def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any
         pooled, **about, gradient_bytes=ours.output_dtype.itemsize, optimizer=config.embedding.optimizer
     )
     id_bytes = (every.values().nbytes + every.lengths().nbytes) / world_size
+    # Dense part.
     dense = count_dense(config.model, len(data.rows), data.dense_features, samples)
     ring = 2 * (world_size - 1) / world_size * gradient_bytes * dense.parameters
     hbm_bytes = read + update.compulsory + id_bytes + 4 * dense.parameters + number_bytes * dense.outputs
@@ -140,10 +133,9 @@ def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any
 
 
 def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
-    """Return the GB/s of the slowest rank's memory, read and written, and links, out to all peers; 0 without peers.
+    """Return GB/s of the slowest rank: memory (reads plus writes), links to all peers (0 without); a collective.
 
-    The memory is measured by a copy within the device, the links by the All-to-All of `bench collectives`, by copy
-    engines and by a kernel's stores, of which the faster one counts; on CPUs by gloo. All ranks call this.
+    Memory is measured by a copy, links by an all-to-all: the faster of copy engines and stores, or gloo on CPUs.
     """
 
     def repeat(call: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""All-to-alls in memory that peers write, as they are measured on GPUs. Needs Triton, which a CPU does not."""
+"""All-to-alls through memory that peers write. Imports Triton, so not on CPUs."""
 
 from collections.abc import Callable
 
@@ -13,45 +13,42 @@ from dlrm_overlap.kernels.flags import Flags, signal_flags, wait_flags
 from dlrm_overlap.kernels.peer_copy import RowFlags, Rows, store_rows
 from dlrm_overlap.kernels.schedule import staggered_peers
 
-_TIMEOUT_S = 60.0  # of a wait for a peer
-_PRIORITY = -2  # a kernel of stores does not wait for other work that is ready
+_TIMEOUT_S = 60.0  # for a wait for a peer
+_PRIORITY = -2  # high, so that the storing kernel starts before other work
 
 
 class PeerMemory:
-    """Memory of GPUs that peers write, for the results of all payloads one after the other.
+    """GPU memory that peers write, for the result of one payload at a time.
 
-    Each rank writes its rows where they belong at the peers. Between two flags of each pair of ranks a call goes so:
+        current stream | signal FREE e to all, wait for theirs | other work ............... | wait for ARRIVED e of all
+        side streams                                           | row to r + 1, flag | row to r + 2, flag | ..
 
-        current stream | raise FREE e at all, await theirs | whatever else ................... | await ARRIVED e of all
-        side streams                                       | row to r + 1, flag | row to r + 2, flag | .. |
+    Rows go to their final position at the peers. `dma`: copy engines write rows and flags. `stores`: one kernel with
+    few programs stores rows, and its last program signals.
 
-    `dma`: copy engines write the rows and, after each, its flag; so no multiprocessor works, but for the two ends.
-    `stores`: one kernel of a few programs stores the rows, and the program that ends last raises the flags.
-
-    The epoch e lies in one word of the device's memory. A call begins by advancing it, and all else reads it, so eager
-    calls, captured ones and replays may follow each other, the same on every rank. FREE e of rank r is a release, on
-    the stream that has read r's result of before, and its peers store rows of e only after they have acquired it.
+    Order: a call first advances the epoch e, a word of device memory, so eager calls and replays may mix, in the same
+    order on every rank. FREE e is a release after the previous result was read; peers acquire it before they store.
     """
 
     ways = "dma", "stores"
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, elements: int) -> None:
-        """Make room for results of `elements` float32; a collective.
+        """Allocate room for results of `elements` float32; a collective.
 
         Raises:
-            InputError: if the ranks do not reach each other's memory.
+            InputError: if the ranks cannot access each other's memory.
         """
         ranks, self._rank = group.size(), group.rank()
         regions = {name: Region((ranks, 1), torch.int64) for name in ("free", "arrived")}
         self._arena = open_arena(regions | {"memory": Region((elements,), torch.float32)}, group, device)
         self._group, self._record = group, DeviceErrorRecord(device)
         self._word = torch.zeros(2, dtype=torch.int64, device=device)[:1]  # the epoch
-        # A rank's own row has no flag: its stream is joined.
+        # A rank's own row needs no flag: its stream is joined.
         others = [int(rank != self._rank) for rank in range(ranks)]
         self._free, self._arrived = self._flags("free", [1] * ranks), self._flags("arrived", others)
         counted = torch.zeros(1, dtype=torch.int32, device=device)
         self._row_flags = RowFlags(self._arrived.addresses, counted, self._word)
-        self._engine, self._beside = CopyEngine(device), CopyEngine(device, _PRIORITY)
+        self._engine, self._side = CopyEngine(device), CopyEngine(device, _PRIORITY)
 
     def _flags(self, name: str, counts: list[int]) -> Flags:
         return Flags(
@@ -76,20 +73,20 @@ class PeerMemory:
             self._word.add_(1)
             signal_flags(self._free, rank, 0, 0)
             wait_flags(self._free, rank, 0)
-            self._beside.follow()
+            self._side.follow()
             if way == "stores":
-                with torch.cuda.stream(self._beside.stream):
+                with torch.cuda.stream(self._side.stream):
                     store_rows(rows, self._row_flags, rank)
                 return wait
             self._engine.follow()
             for peer in staggered_peers(rank, payload.world_size):
                 self._engine.copy(views[peer][rank], source[peer])
                 self._engine.write_flag(flags[peer], self._word)
-            self._beside.copy(views[rank][rank], source[rank])
+            self._side.copy(views[rank][rank], source[rank])
             return wait
 
         def wait() -> None:
-            self._beside.join()
+            self._side.join()
             if way == "dma":
                 self._engine.join()
             wait_flags(self._arrived, rank, 0)
@@ -97,10 +94,10 @@ class PeerMemory:
         return Communication(payload, views[rank], begin)
 
     def close(self) -> None:
-        """Give the memory back once all that was issued is done. All ranks call this, once.
+        """Free the memory once all issued work is done; a collective.
 
         Raises:
-            ExchangeTimeoutError: if a wait had expired.
+            ExchangeTimeoutError: if a wait timed out.
         """
         settle(self._group, self._arena.device, lambda: self._record.raise_expired(_TIMEOUT_S, "collective's flag"))
         self._arena.close()

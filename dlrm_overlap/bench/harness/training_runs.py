@@ -1,4 +1,4 @@
-"""Trainers that train on the same batches: their losses, and how long each one's step takes."""
+"""Trainers that train on the same batches: their losses, and the times of their steps."""
 
 import itertools
 import re
@@ -19,7 +19,7 @@ from dlrm_overlap.train.trainer import Trainer
 
 _MARK = re.compile(r"\bspin_kernel\b")  # the name of a kernel that only marks a position in a trace
 _WARMUP_STEPS = 10
-_AHEAD = 2  # batches that a pipeline works ahead of the step: the last timed steps have them too
+_AHEAD = 2  # batches that a pipeline prefetches; taken after the timed steps so that the last ones prefetch too
 
 
 class TracedSteps(NamedTuple):
@@ -32,10 +32,7 @@ class TracedSteps(NamedTuple):
 
 
 class TrainingRun:
-    """A contender's trainer, and the batches on which it trains in turn. All ranks call the same methods.
-
-    After each call no rank is in a step, so the trainer may be closed.
-    """
+    """A contender's trainer and batches. All ranks call the same methods, after which no rank is in a step."""
 
     def __init__(self, name: str, trainer: Trainer, batches: Sequence[Batch]) -> None:
         self.name, self.trainer, self._batches = name, trainer, batches
@@ -47,16 +44,16 @@ class TrainingRun:
         return self.trainer.step(batches)
 
     def losses(self, steps: int) -> list[float]:
-        """Train `steps` steps from the first batch on and return their losses, each the mean over all samples."""
+        """Train `steps` steps from the first batch and return their losses, each the mean over all samples."""
         segment = self._segment(steps)
-        # A clone, since a step that is replayed as a CUDA graph returns the same tensor every time.
+        # Cloned, since a captured step returns the same tensor every time.
         losses = torch.stack([self._take_step(segment).detach().clone() for _ in range(steps)]).double()
         dist.all_reduce(losses)
         self._finish()
         return (losses / dist.get_world_size()).tolist()
 
     def time(self, steps: int, mark: Callable[[], object] = lambda: None) -> tuple[list[float], list[float]]:
-        """Return `time_steps` of this rank, in which the pipeline works ahead in every step; it is empty at the end."""
+        """Return this rank's `time_steps`, in which the pipeline always prefetches; it is empty at the end."""
         segment = self._segment(_WARMUP_STEPS + steps + _AHEAD)
         step = partial(self._take_step, segment)
         dist.barrier()
@@ -82,7 +79,6 @@ class TrainingRun:
             return traced_steps(path)
 
     def _segment(self, steps: int) -> Iterator[Batch]:
-        """Empty the pipeline and return batches of `steps` steps, from the first one on."""
         self.trainer.pipeline.reset()
         return itertools.islice(itertools.cycle(self._batches), steps)
 
@@ -94,12 +90,12 @@ class TrainingRun:
 
 
 def read_batches(trainer: Trainer, count: int) -> list[Batch]:
-    """Return this rank's batches of the first `count` steps, where a trainer on a GPU copies from: page-locked."""
+    """Return this rank's first `count` batches, in pinned memory for a GPU."""
     samples, world = trainer.samples_per_rank, trainer.world
     firsts = [(step * world.world_size + world.rank) * samples for step in range(count)]
     batches = [trainer.train_data.read(first, samples) for first in firsts]
     if trainer.device.type == "cuda":
-        torch.cuda.synchronize(trainer.device)  # those made there are copied by another stream than this one
+        torch.cuda.synchronize(trainer.device)  # batches made on the GPU are copied on another stream
         batches = [batch.pin_memory() for batch in batches]
     return batches
 

@@ -1,4 +1,4 @@
-"""The workload of the contenders: a shape, its tables sharded over the ranks, and batches of ids for them."""
+"""The contenders' workload: sharded tables, and batches of ids."""
 
 import gc
 import math
@@ -17,24 +17,20 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import CRITEO_TABLES, Config, InputError
 from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.embedding.shardings import build_layout, model_order
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.train.model import build_model
 
 _CPU = torch.device("cpu")
-BATCHES = 4  # they take turns, so that no step finds the rows of the step before in a cache
+BATCHES = 4  # used in turn, so that no step finds the rows of the previous one in a cache
 
 
 def with_keys(section: Any, keys: Mapping[str, Any]) -> Any:
-    """Return a configuration, or a section of one, with other values of some dotted keys.
-
-    Raises:
-        InputError: if the keys do not go together with the others.
-    """
+    """Return a configuration or section with other values of dotted keys; contradictions raise an InputError."""
     changes: dict[str, Any] = {}
     for name in dict.fromkeys(key.partition(".")[0] for key in keys):
         inner = {key.removeprefix(f"{name}."): value for key, value in keys.items() if key.startswith(f"{name}.")}
@@ -43,10 +39,10 @@ def with_keys(section: Any, keys: Mapping[str, Any]) -> Any:
 
 
 def shape_of(config: Config, world_size: int, tables_per_rank: int | None) -> Config:
-    """Return `config` with so many tables for each rank, or its own, and the types of our exchanges.
+    """Return `config` with the dtypes of our exchanges and, if given, `tables_per_rank` tables per rank.
 
     Raises:
-        InputError: if there are fewer tables than ranks, or the samples cannot be divided among the ranks.
+        InputError: if tables or samples cannot be divided among the ranks.
     """
     keys: dict[str, Any] = {"embedding.backend": "pgas"}
     if tables_per_rank is not None:
@@ -58,12 +54,12 @@ def shape_of(config: Config, world_size: int, tables_per_rank: int | None) -> Co
 
 
 class Ids(NamedTuple):
-    """The ids of a batch on the ranks that own their rows."""
+    """Ids of a batch on the ranks that own their rows."""
 
     context: Any
-    """the one that TorchRec's input_dist has filled in"""
+    """filled by TorchRec's input_dist"""
     inputs: Any
-    """a KJTList of one KeyedJaggedTensor: for each table of this rank B bags, values and lengths int64"""
+    """KJTList of one KeyedJaggedTensor: B bags per table of this rank; int64"""
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,7 @@ class Workload:
     """samples of each rank"""
     wire_dtype: torch.dtype
     output_dtype: torch.dtype
-    """of the pooled embeddings that every contender delivers: bfloat16 if the wire and `train.precision` are, else
-    float32"""
+    """of every contender: bfloat16 if the wire and `train.precision` are, else float32"""
     batches: list[Ids]
 
     @property
@@ -90,10 +85,7 @@ class Workload:
 
 
 def read_ids(config: Config, group: dist.ProcessGroup, device: torch.device = _CPU) -> list[KeyedJaggedTensor]:
-    """Return the ids of this rank's samples in `BATCHES` batches, in the types of the data set.
-
-    Synthetic ones are made on `device`, the same on each.
-    """
+    """Return this rank's ids of `BATCHES` batches, in the data set's dtypes; `device` only affects speed."""
     data, _ = open_datasets(config.data, device)
     samples = config.train.samples_per_rank(group.size())
     firsts = [(batch * group.size() + group.rank()) * samples for batch in range(BATCHES)]
@@ -101,7 +93,7 @@ def read_ids(config: Config, group: dist.ProcessGroup, device: torch.device = _C
 
 
 def collect_garbage(device: torch.device) -> None:
-    """Free the memory of workloads that nothing uses any more. Sharded modules refer to themselves."""
+    """Free the memory of unused workloads; sharded modules have reference cycles."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -116,33 +108,32 @@ def make_workload(
     optimizer: str = "sgd",
     cut_rows: bool = False,
 ) -> Workload:
-    """Shard the tables of `config` over all ranks and send the ids `sparse` to their owners. All ranks call this.
+    """Shard the tables of `config` and send this rank's batches `sparse` (`read_ids`) to their owners; a collective.
 
-    Each table is on one rank, the first T / W on rank 0 and so on, so that the baseline unpacks by one concatenation,
-    without a permutation; or with `cut_rows` each is cut by rows over all ranks. TorchRec shards them, and every
-    contender uses the same FBGEMM storage. Rows narrower than float32 are rounded to the nearest value, not
-    stochastically, so that two updates can be compared. Ids are int64, FBGEMM's own type, so that no contender has to
-    cast them. `sparse` are this rank's batches from `read_ids`; `optimizer` is of the rows, and the default keeps no
-    state.
+    Rank 0 has the first T / W tables whole, and so on, so the baseline unpacks by one concatenation; with `cut_rows`
+    each table is cut by rows over all ranks. All contenders share TorchRec's FBGEMM storage. Rows round to nearest, not
+    stochastically, so that updates can be compared. Ids are int64, which FBGEMM need not cast.
     """
+    # Wire and output dtype, the same for all contenders.
     world_size = group.size()
     data, _ = open_datasets(config.data)
     tables = len(data.rows)
     collection = build_model(config.model, config.embedding, list(data.rows), data.dense_features, 0).embedding
     ours = exchange_options(config, "pgas")
-    # Named, since of auto TorchRec's own backend would make fp32.
+    # Resolved for pgas: TorchRec's backend would resolve auto to fp32.
     wire_dtype = replace(config.embedding, backend="pgas").resolved_wire_dtype(config.train.precision)
     about_tables: dict[str, Any] = {"stochastic_rounding": False}
     if ours.output_dtype == torch.bfloat16 and device.type == "cuda":  # FBGEMM has no such output on CPUs
         about_tables["output_dtype"] = SparseType.BF16
-        wire_dtype = "fp32"  # TorchRec's own casts on both sides of the wire would have nothing to do
+        wire_dtype = "fp32"  # TorchRec need not cast
+    # Shard by TorchRec, whole tables or rows.
     keys = {"backend": "torchrec", "optimizer": optimizer, "wire_dtype": wire_dtype}
     sharder: Any = build_sharders(with_keys(config.embedding, keys), fused_params=about_tables)[0]
-    places = {
+    shardings = {
         table.name: row_wise() if cut_rows else table_wise(rank=t * world_size // tables)
         for t, table in enumerate(collection.embedding_bag_configs())
     }
-    plan = construct_module_sharding_plan(collection, places, sharder, local_world_size, world_size, device.type)
+    plan = construct_module_sharding_plan(collection, shardings, sharder, local_world_size, world_size, device.type)
     for sharding in plan.values():
         sharding.compute_kernel = EmbeddingComputeKernel.FUSED.value
     module = sharder.shard(collection, plan, ShardingEnv.from_process_group(group), device)
@@ -157,11 +148,11 @@ def make_workload(
         batch_sizes=(config.train.samples_per_rank(world_size),) * world_size,
         wire_dtype=ours.wire_dtype,
         output_dtype=ours.output_dtype,
-        batches=[_bring_ids(module, ids, device) for ids in sparse],
+        batches=[_send_ids(module, ids, device) for ids in sparse],
     )
 
 
-def _bring_ids(module: ShardedEmbeddingBagCollection, sparse: KeyedJaggedTensor, device: torch.device) -> Ids:
+def _send_ids(module: ShardedEmbeddingBagCollection, sparse: KeyedJaggedTensor, device: torch.device) -> Ids:
     values, lengths = (part.to(device, torch.int64) for part in (sparse.values(), sparse.lengths()))
     context = module.create_context()
     inputs = module.input_dist(context, KeyedJaggedTensor(sparse.keys(), values, lengths=lengths)).wait().wait()
@@ -170,13 +161,13 @@ def _bring_ids(module: ShardedEmbeddingBagCollection, sparse: KeyedJaggedTensor,
 
 
 def exchange_options(config: Config, backend: str) -> ExchangeOptions:
-    """Return the options that `config` gives an exchange of the backend `backend`, one of `backends.EXCHANGED`."""
+    """Return the options of an exchange of `backend`, one of `backends.EXCHANGED`."""
     sharder: Any = build_sharders(replace(config.embedding, backend=backend), config.train.precision)[0]
     return sharder.options
 
 
 def describe(config: Config, world_size: int) -> dict[str, Any]:
-    """Return the columns of a run's shape. A list in the configuration is written as one value."""
+    """Return the columns of a run's shape."""
     tables, train = config.data.tables, config.train
     rows, most = tables.rows, tables.max_rows or math.inf
     return {

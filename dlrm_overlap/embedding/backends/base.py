@@ -14,7 +14,8 @@ import torch
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.order import CurrentStream
-from dlrm_overlap.embedding.layout import FeatureShard, GradientLayout
+from dlrm_overlap.embedding.gradient_layout import GradientLayout
+from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.tables import BadIds

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from dlrm_overlap.embedding.backends.base import Backward, Forward
 from dlrm_overlap.embedding.backends.cpu import CpuLookup, train_weights
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
+from dlrm_overlap.embedding.fbgemm_update import FbgemmUpdate, bags_of
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
-from dlrm_overlap.embedding.tables import FbgemmUpdate, bags_of
 from dlrm_overlap.embedding.windows import WindowPair
 
 

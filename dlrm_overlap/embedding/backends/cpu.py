@@ -12,12 +12,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.embedding.backends.base import Backward, WindowBackward
 from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward
+from dlrm_overlap.embedding.fbgemm_update import FbgemmUpdate, bags_of
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.steps import BatchSizes, Step
-from dlrm_overlap.embedding.tables import BadIds, FbgemmUpdate, bad_id_message, bags_of
+from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each, skip_epoch
 from dlrm_overlap.kernels import reference
 

@@ -1,8 +1,8 @@
-"""How large the batches of a step are on all ranks, and the bound that captured steps learn from that.
+"""Sizes of batches over all ranks, and the capacity of captured steps that is learned from them.
 
-Of each batch a rank counts samples and, by feature, the ids of the batch and of its largest and smallest bag. The ranks
-find the greatest of each number while earlier steps run. So all of them know alike whether a batch is captured, is
-beyond the bound, which then grows, or is missing on a rank, which ends the iterator.
+Each rank counts the samples of a batch and, by feature, the ids of the batch and of its largest and smallest bag. A
+max-reduce of these numbers runs during earlier steps. So all ranks agree whether the batch is captured, exceeds the
+capacity, or is missing on a rank, which ends the training.
 """
 
 import logging
@@ -23,10 +23,10 @@ from dlrm_overlap.train.graphs.static_batch import BatchTensors
 
 log = logging.getLogger("dlrm_overlap")
 
-_ENDED, _UNLIKE, _SAMPLES, _HEADER = 0, 1, 2, 3
+_ENDED, _MISMATCH, _SAMPLES, _HEADER = 0, 1, 2, 3
 _ANY = np.iinfo(np.int64).max
 _CPU = torch.device("cpu")
-_LOOK = timedelta(seconds=1)  # at what kernels have recorded, while an answer is late
+_CHECK_INTERVAL = timedelta(seconds=1)  # between checks for errors of kernels, while a result is late
 
 
 class PendingResult:
@@ -36,87 +36,89 @@ class PendingResult:
     the next one: the CPU never waits for a step that it has just issued.
     """
 
-    def __init__(self, agreement: "RankConsensus", numbers: torch.Tensor, written: torch.Event | None) -> None:
-        """Take numbers, [n] int64 on the CPU, that are there once `written` has happened."""
-        self._agreement, self._numbers, self._written = agreement, numbers, written
+    def __init__(self, consensus: "RankConsensus", numbers: torch.Tensor, written: torch.Event | None) -> None:
+        """Take numbers, [n] int64 on the CPU, which are ready after `written`."""
+        self._consensus, self._numbers, self._written = consensus, numbers, written
         self._work: Work | None = None
 
     def begin(self) -> None:
-        """Ask the ranks, in the order of their questions."""
+        """Start the reduction, in the same order on all ranks."""
         if self._written is not None:
             self._written.synchronize()
-        if (maxima := self._agreement.maxima) is not None:
+        if (maxima := self._consensus.maxima) is not None:
             self._work = maxima.begin(self._numbers)
 
     def wait(self) -> np.ndarray:
         """Return the greatest numbers, [n] int64.
 
         Raises:
-            RuntimeError: that kernels have recorded meanwhile, or if a rank has ended or does not answer.
+            RuntimeError: if a kernel has recorded an error, or a rank has ended or does not answer.
         """
-        if self is self._agreement.last:
-            self._agreement.ask_last()
+        if self is self._consensus.last:
+            self._consensus.ask_last()
         while (work := self._work) is not None:
             try:
-                work.wait(_LOOK)
+                work.wait(_CHECK_INTERVAL)
                 self._work = None
             except RuntimeError:
                 if work.is_completed():
                     raise
-                self._agreement.check()
+                self._consensus.check()
         return self._numbers.numpy()
 
 
 class RankConsensus:
-    """The CPUs of a group's ranks, which put the same questions to each other in the same order."""
+    """Max-reduces numbers over the CPUs of a group's ranks, asynchronously and in the same order on each."""
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None], device: torch.device = _CPU) -> None:
-        """Take the ranks, a collective; `check` raises what kernels have recorded, while an answer is late."""
+        """Set up the reduction; a collective. While a result is late, `check` may raise errors of kernels."""
         on_gpu = device.type == "cuda"
         self._current = CurrentStream(torch.cuda.current_stream(device).device) if on_gpu else None
         self.check, self.is_first = check, group.rank() == 0
         self.maxima = AsyncMaxReduce(group) if group.size() > 1 else None
         self.last: PendingResult | None = None
-        """the question that is still to be put to the ranks"""
+        """the result whose reduction has not started"""
 
     def ask(self, numbers: torch.Tensor, are_pending: bool = False) -> PendingResult:
-        """Ask for the greatest of each number over the ranks; the current stream may still have to write some.
+        """Return the greatest of each number over the ranks, as a pending result.
 
-        The numbers are kept until they are there: kernels write to their memory.
+        Args:
+            numbers: [n] int64 on the CPU.
+            are_pending: True if kernels on the current stream have yet to write some of them.
         """
         self.ask_last()
         written = self._current().record_event() if self._current is not None and are_pending else None
-        self.last = answer = PendingResult(self, numbers, written)
+        self.last = result = PendingResult(self, numbers, written)
         if written is None:
             self.ask_last()
-        return answer
+        return result
 
     def ask_last(self) -> None:
-        """Put the last question to the ranks, if that is still to be done."""
+        """Start the reduction of the last result, if it has not started."""
         if self.last is not None:
             last, self.last = self.last, None
             last.begin()
 
     def any_is(self, here: bool) -> bool:
-        """Return whether `here` is true on any rank, when all have come here."""
+        """Return whether `here` is true on any rank; waits for all of them."""
         return bool(self.ask(torch.tensor([here], dtype=torch.int64, device="cpu")).wait())
 
 
 class Description(NamedTuple):
-    """The numbers that describe a batch, see `CapacityTracker`."""
+    """The sizes of a batch, see `CapacityTracker`."""
 
     numbers: torch.Tensor
     """[3 + 3 * T + tables] int64 on the CPU"""
     are_pending: bool
-    """whether the current stream has yet to write some of them"""
+    """True if the current stream has yet to write some of them"""
 
 
 class CapacityTracker:
     """The capacity of captured steps, learned from the first batch and grown by later ones; the same on all ranks.
 
-    A batch is described by [3 + 3 * T + tables] int64: 1 if there is no batch, 1 if it differs from the first one, its
-    samples; then for each of T features the ids of the batch, the ids of the largest bag, and minus the ids of the
-    smallest bag; then one count of distinct ids for each unpooled table, computed on the device. A rank without samples
+    The sizes of a batch are [3 + 3 * T + tables] int64: 1 if there is no batch, 1 if it does not match the first one,
+    its samples; then for each of T features the ids of the batch, the ids of the largest bag, and minus the ids of the
+    smallest bag; then the number of distinct ids of each unpooled table, computed on the device. A rank without samples
     does not change the sizes of bags: see `reference.count_bags`.
 
     Example: bags f: [5] [], g: [7, 7] [1] give 0 0 2, then 1 3, 1 2, 0 -1. The capacity for 2 samples is 2 ids of f,
@@ -125,43 +127,43 @@ class CapacityTracker:
 
     def __init__(
         self,
-        bound: BatchCapacity | None,
-        agreement: RankConsensus,
+        capacity: BatchCapacity | None,
+        consensus: RankConsensus,
         modules: Sequence[Any] = (),
         device: torch.device = _CPU,
     ) -> None:
-        """Take the bound to begin with, None is learnt; and the modules whose unpooled tables have distinct ids."""
-        self._capacity, self.agreement, self._device = bound, agreement, device
+        """Take a capacity, or None to learn it from the first batch, and the modules that may have unpooled tables."""
+        self._capacity, self.consensus, self._device = capacity, consensus, device
         counted = [module.counted() for module in modules if hasattr(module, "counted")]
         self._collections = [(tables, distinct) for tables, distinct in counted if tables]
         self._tables = list(dict.fromkeys(table for tables, _ in self._collections for table in tables))
-        """unpooled ones by name; the greatest number counts where two collections have one of a name"""
+        """names of unpooled tables; if two collections have one of the same name, the greater number counts"""
         self._features: list[str] = []
         self._limits = np.zeros(0, np.int64)
 
     @property
     def capacity(self) -> BatchCapacity:
-        """The bound that was given, or has been learnt."""
-        assert self._capacity is not None, "a bound is learnt from the first batch"
+        """The capacity that was given, or learned from the first batch."""
+        assert self._capacity is not None, "the capacity is learned from the first batch"
         return self._capacity
 
     def learn(self, example: BatchTensors | None) -> bool:
-        """Make room for a batch that later ones are like, and return whether every rank has one; waits for them."""
-        if self.agreement.any_is(example is None) or example is None:
+        """Grow the capacity to the first batch, and return whether every rank has one; waits for the ranks."""
+        if self.consensus.any_is(example is None) or example is None:
             return False
         self._features = _features(example)
         self._limit()
-        numbers = self.ask(self.describe(example), example.ids).wait()
-        if self._capacity is None or self.are_beyond(numbers):
-            self.grow(numbers)
+        sizes = self.ask(self.describe(example), example.ids).wait()
+        if self._capacity is None or self.are_beyond(sizes):
+            self.grow(sizes)
         return True
 
     def describe(self, batch: BatchTensors) -> Description:
-        """Count a batch's samples and ids, on the current stream where the ids are on a GPU; not yet distinct ids."""
+        """Count a batch's samples and ids, except distinct ones; on the current stream if the ids are on a GPU."""
         on_gpu = any(ids.values().is_cuda for ids in batch.ids)
-        room = self._distinct_from + len(self._tables)
+        count = self._distinct_from + len(self._tables)
         pinned = on_gpu or (bool(self._tables) and self._device.type == "cuda")
-        numbers = torch.empty(room, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        numbers = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
         numbers.numpy()[:_HEADER] = 0, 0, max((ids.stride() for ids in batch.ids), default=0)
         rows, first = numbers[_HEADER : self._distinct_from].view(3, len(self._features)), 0
         for ids in batch.ids:
@@ -169,7 +171,7 @@ class CapacityTracker:
             lengths, part = ids.lengths().view(features, ids.stride()), rows[:, first : first + features]
             first += features
             if lengths.is_cuda:
-                from dlrm_overlap.kernels.count_bags import count_bags  # loads Triton, which a CPU may lack
+                from dlrm_overlap.kernels.count_bags import count_bags  # needs Triton
 
                 count_bags(lengths.contiguous(), part)
             else:
@@ -181,28 +183,28 @@ class CapacityTracker:
         return _HEADER + 3 * len(self._features)
 
     def ask(
-        self, described: Description | None, ids: Sequence[KeyedJaggedTensor] = (), unlike: bool = False
+        self, described: Description | None, ids: Sequence[KeyedJaggedTensor] = (), is_mismatch: bool = False
     ) -> PendingResult:
-        """Ask for the greatest numbers over all ranks; None if this one has no batch.
+        """Return the greatest sizes over all ranks, as a pending result.
 
         Args:
-            described: of the batch.
-            ids: all of the batch, which may be copies elsewhere: their distinct ones are counted there.
-            unlike: whether the batch is unlike the first one.
+            described: sizes of this rank's batch; None if it has none.
+            ids: all ids of the batch, or copies on the device, whose distinct ids are counted.
+            is_mismatch: True if the batch does not match the first one.
         """
         if described is None:
             numbers, are_pending = torch.zeros(len(self._limits), dtype=torch.int64, device="cpu"), False
             numbers[_ENDED] = 1
         else:
             numbers, are_pending = described
-            numbers[_UNLIKE] = unlike
+            numbers[_MISMATCH] = is_mismatch
             if self._tables:
                 numbers[self._distinct_from :].copy_(self._count_distinct(ids), non_blocking=True)
                 are_pending |= self._device.type == "cuda"
-        return self.agreement.ask(numbers, are_pending)
+        return self.consensus.ask(numbers, are_pending)
 
     def _count_distinct(self, all_ids: Sequence[KeyedJaggedTensor]) -> torch.Tensor:
-        """Return the distinct ids of each unpooled table in all ids of a batch, [tables] int64, on the device."""
+        """Return the number of distinct ids of each unpooled table, [tables] int64 on the device."""
         counts = dict[str, torch.Tensor]()
         for tables, distinct in self._collections:
             wanted = {sequence.feature for sequence in distinct.sequences}
@@ -210,70 +212,70 @@ class CapacityTracker:
             if ids is None:
                 continue
             ids = ids.to(self._device)
-            for table, count in zip(tables, distinct.sort(ids, distinct.rooms_of(ids)).counts, strict=True):
+            for table, count in zip(tables, distinct.sort(ids, distinct.capacities_of(ids)).counts, strict=True):
                 counts[table] = count.maximum(counts[table]) if table in counts else count
         none = torch.zeros((), dtype=torch.int64, device=self._device)
         return torch.stack([counts.get(table, none) for table in self._tables])
 
     def describes(self, batch: BatchTensors) -> bool:
-        """Return whether a batch has the features that the bound is made of."""
+        """Return whether a batch has the features of the capacity."""
         return bool(self._features) and _features(batch) == self._features
 
     def is_within(self, described: Description) -> bool:
-        """Return whether this rank's batch is known to be within the bound, distinct ids aside: it is on a CPU."""
+        """Return whether this rank's batch is within the capacity, distinct ids aside; False if sizes are pending."""
         known = slice(_SAMPLES, self._distinct_from)
         return not described.are_pending and not (described.numbers.numpy()[known] > self._limits[known]).any()
 
-    def are_captured(self, numbers: np.ndarray) -> bool:
-        """Return whether batches of these greatest numbers are captured."""
-        return not (numbers > self._limits).any()
+    def are_captured(self, sizes: np.ndarray) -> bool:
+        """Return whether batches of these greatest sizes are captured."""
+        return not (sizes > self._limits).any()
 
-    def are_beyond(self, numbers: np.ndarray) -> bool:
-        """Return whether one of them is beyond the bound."""
-        return bool((numbers > self._limits)[_SAMPLES:].any())
+    def are_beyond(self, sizes: np.ndarray) -> bool:
+        """Return whether a batch of these greatest sizes exceeds the capacity."""
+        return bool((sizes > self._limits)[_SAMPLES:].any())
 
     def grow(self, numbers: np.ndarray) -> None:
-        """Make room for batches of these greatest numbers: a quarter more than they have, twice what was too little."""
+        """Grow to batches of these greatest sizes: to a quarter more, and to twice each capacity that is exceeded."""
         old = self._capacity or BatchCapacity(max(1, int(numbers[_SAMPLES])), {})
         sizes, ids, distinct = dict(old.bag_sizes), dict(old.ids), dict(old.distinct)
         columns = numbers[_HEADER : self._distinct_from].reshape(3, len(self._features)).tolist()
         for key, count, most, least in zip(self._features, *columns, strict=True):
-            room = old.capacity([key])[0] if key in old.bag_sizes else 0
+            capacity = old.capacity([key])[0] if key in old.bag_sizes else 0
             seen = (-least, most) if most >= 0 else sizes.get(key, (0, 0))  # no rank has a sample
             before = sizes.get(key, seen)
             sizes[key] = min(before[0], seen[0]), max(before[1], seen[1])
-            is_new = count > room or sizes[key] != old.bag_sizes.get(key)
-            if is_new and sizes[key][0] < sizes[key][1]:  # else as many ids as bags of this size have
-                ids[key] = _room_for(count, room)
+            is_new = count > capacity or sizes[key] != old.bag_sizes.get(key)
+            if is_new and sizes[key][0] < sizes[key][1]:  # else the bag size gives the number of ids
+                ids[key] = _grown(capacity, count)
         for table, count in zip(self._tables, numbers[self._distinct_from :].tolist(), strict=True):
-            room = distinct.get(table, 0)
-            if self._capacity is None or 0 < room < count:
-                distinct[table] = max(1, _room_for(count, room))
+            capacity = distinct.get(table, 0)
+            if self._capacity is None or 0 < capacity < count:
+                distinct[table] = max(1, _grown(capacity, count))
         grown = BatchCapacity(max(int(numbers[_SAMPLES]), old.samples), sizes, ids, distinct)
-        if self._capacity is not None and self.agreement.is_first:
-            log.info("train pipeline: a batch is beyond the bound: steps are captured anew, by %s", grown)
+        if self._capacity is not None and self.consensus.is_first:
+            log.info("train pipeline: a batch exceeds the capacity: steps are captured again, for %s", grown)
         self._capacity = grown
         self._limit()
 
     def _limit(self) -> None:
-        """Find the numbers that batches within the bound do not exceed."""
-        bound = self._capacity or BatchCapacity(1, {})
-        sizes = [bound.bag_sizes.get(key, (0, -1)) for key in self._features]
-        known = bound.known_lengths
-        ids = [_ANY if known else bound.capacity([key])[0] if key in bound.bag_sizes else -1 for key in self._features]
+        """Compute the greatest sizes of batches within the capacity."""
+        given = self._capacity or BatchCapacity(1, {})
+        sizes = [given.bag_sizes.get(key, (0, -1)) for key in self._features]
+        known = given.known_lengths
+        ids = [_ANY if known else given.capacity([key])[0] if key in given.bag_sizes else -1 for key in self._features]
         most, least = [size[1] for size in sizes], [-size[0] for size in sizes]
         bags = [*most, *least] if known else [_ANY] * 2 * len(sizes)
-        distinct = [bound.distinct.get(table, _ANY) for table in self._tables]
-        self._limits = np.array([0, 0, bound.samples, *ids, *bags, *distinct], np.int64)
+        distinct = [given.distinct.get(table, _ANY) for table in self._tables]
+        self._limits = np.array([0, 0, given.samples, *ids, *bags, *distinct], np.int64)
 
 
-def _room_for(count: int, room: int) -> int:
-    return max(-(-5 * count // 4), 2 * room if count > room else room)
+def _grown(capacity: int, count: int) -> int:
+    return max(-(-5 * count // 4), 2 * capacity if count > capacity else capacity)
 
 
-def ended(numbers: np.ndarray) -> bool:
+def ended(sizes: np.ndarray) -> bool:
     """Return whether a rank has no batch."""
-    return bool(numbers[_ENDED])
+    return bool(sizes[_ENDED])
 
 
 def _features(batch: BatchTensors) -> list[str]:

@@ -1,8 +1,8 @@
-"""Captured steps: one, and the two that take turns."""
+"""Captured steps: one, and the pair that is replayed in turn."""
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -12,15 +12,14 @@ from dlrm_overlap.comm.counters import Counter, Counters
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.train.graphs.dense_step import DenseStep
-from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges_of
 
 
 class CapturedStep:
     """A step as a CUDA graph. Its first kernel advances the counters that the others read.
 
-    Example: steps 1 to 3 were eager. Capturing counts step 4 on the host, `launch` takes it; step 5 is captured by
-    another `CapturedStep`, for the other windows; step 6 is this one's `replay`.
+    Example: steps 1 to 3 are eager. Step 4 is counted by its capture and taken by `launch`, step 5 is another
+    `CapturedStep` for the other windows, and step 6 is `replay` of the first one.
     """
 
     def __init__(
@@ -31,15 +30,21 @@ class CapturedStep:
         pool: Any,
         stream: torch.cuda.Stream,
     ) -> None:
-        """Capture `step`, in which each number of `counters` rises by one.
+        """Capture `step`, in which each counter rises by one.
 
         Args:
-            pool: of a graph that is replayed in turn with this one, whose memory they can share; or None.
-            stream: the current one, on which everything before was issued.
+            step: issues the step and returns its output.
+            order: of the communication in the step.
+            counters: all that count this step.
+            pool: memory pool of the graph that is replayed in turn with this one, which share it; None makes one.
+            stream: the current stream.
+
+        Raises:
+            InputError: if `step` does not advance each counter by one.
         """
         self._graph, self._counters = torch.cuda.CUDAGraph(), counters
         before = self.values
-        # Loader threads that pin memory meanwhile are none of the capture's business.
+        # Thread-local, since a loader thread may pin memory during the capture.
         with (
             _no_collection(),
             torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
@@ -62,99 +67,119 @@ class CapturedStep:
 
     @property
     def values(self) -> list[list[int]]:
-        """The counters' values now."""
+        """The current values of the counters."""
         return [[counter.value for counter in each.each] for each in self._counters]
 
     def launch(self) -> Any:
-        """Take the step, which is counted already, and return its output."""
+        """Launch the graph of a step that was counted, and return the step's output."""
         self._graph.replay()
         return self._output
 
     def replay(self) -> Any:
-        """Count the step and take it; return its output, whose memory the next replay overwrites."""
+        """Count the step and launch the graph; return the output, which the next replay overwrites."""
         for each in self._counters:
             each.count_step()
         return self.launch()
 
 
 class GraphPair:
-    """The captured steps of a pipeline, one for each of the two windows that steps take in turn.
+    """The captured steps of a pipeline, one for each window of a pair.
 
-    Graphs hold addresses, and keep nothing alive. They are released with the pair, or when the process ends.
+    Graphs hold addresses and keep no memory alive. They are released with the pair.
     """
 
     def __init__(
-        self, ahead: InputPrefetcher, dense: DenseStep, order: CommunicationOrder, device: torch.device
+        self,
+        modules: Sequence[ExchangingModule[Any]],
+        dense_counters: Sequence[Counters],
+        order: CommunicationOrder,
+        device: torch.device,
     ) -> None:
-        self._ahead, self._dense, self._order, self._device = ahead, dense, order, device
+        """Take a model's embedding modules, whose exchanges count steps, and the counters of its dense gradients."""
+        self._modules, self._dense_counters, self._order, self._device = modules, dense_counters, order, device
         self.each: list[CapturedStep | None] = [None, None]
-        """by buffer_index"""
-        self._captured_places: list[Any] = []
+        """captured steps by buffer_index"""
+        self._captured_addresses: list[Any] = []
         weakref.finalize(self, _release, self.each, device)
 
+    @property
+    def are_captured(self) -> bool:
+        """True if both steps are captured."""
+        return None not in self.each
+
     def capture(self, buffer_index: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
-        """Capture the step of `buffer_index`, take it, and return its output."""
-        for exchange in self._ahead.exchanges:
+        """Capture the step of `buffer_index`, launch it, and return its output."""
+        for exchange in self._exchanges:
             exchange.follow_rules(capture=True)
         other = self.each[1 - buffer_index]
         pool = other.pool if other is not None else None
         captured = CapturedStep(step, self._order, self._counters, pool, stream)
-        self.each[buffer_index], self._captured_places = captured, self._places
+        self.each[buffer_index], self._captured_addresses = captured, self._addresses
         return captured.launch()
 
     def release(self) -> None:
-        """Release the graphs, once the device is through with them."""
+        """Release the graphs, once the device has finished them."""
         _release(self.each, self._device)
 
     @property
-    def _places(self) -> list[Any]:
-        """Each module's exchange, and where it has rows and windows."""
-        return [(exchange, exchange.addresses) for exchange in self._ahead.exchanges]
+    def _exchanges(self) -> list[Exchange]:
+        return exchanges_of(self._modules)
 
-    def check_places(self) -> None:
-        """Check that the memory of captured steps is still there.
+    @property
+    def _addresses(self) -> list[Any]:
+        return [(exchange, exchange.addresses) for exchange in self._exchanges]
+
+    def check_addresses(self) -> None:
+        """Check that rows and windows are where they were at the capture.
 
         Raises:
-            InputError: if it is not.
+            InputError: if they were moved or freed.
         """
-        if self._places != self._captured_places:
+        if any(self.each) and self._addresses != self._captured_addresses:
             raise InputError(
-                "GraphTrainPipeline: rows or windows that captured steps use were moved or given back since, as "
-                "Exchange.close and update_shards do, and the graphs would go on where others' data may be; close this "
-                "pipeline and make another one"
+                "GraphTrainPipeline: rows or windows that captured steps use were moved or freed since the capture, as "
+                "by Exchange.close or update_shards, and a replay would overwrite other data; close this pipeline and "
+                "make another one"
             )
 
     @property
     def _counters(self) -> list[Counters]:
-        """All that counts steps: of each exchange, then that of the dense gradients where they have one."""
-        return [*(exchange.counters for exchange in self._ahead.exchanges), *self._dense.buckets.counters]
+        return [*(exchange.counters for exchange in self._exchanges), *self._dense_counters]
 
-    def align(self, buffer_index: int, takes_ids: bool) -> None:
-        """Send the ids of the batch at `buffer_index`, where none are under way and the exchanges take ids.
+    def skip_epochs(self, buffer_index: int, sending: Collection[Exchange]) -> None:
+        """Skip an epoch where the step of `buffer_index` would use another window than it was captured with.
 
-        Eager steps since the capture have moved the epochs on. Captured steps go on with the windows and the arguments
-        that they were captured with. So where the next epoch has the other window, one epoch is skipped, and the words
-        on the device are set to make up the difference. Dense gradients have one window, and skip nothing.
+        Even and odd epochs use different windows, and eager steps since the capture have advanced the epochs. Dense
+        gradients have one window, and skip nothing.
+
+        Args:
+            buffer_index: of the next step, which may not be captured yet if the other one is.
+            sending: exchanges whose ids are sent between this call and the step, which takes an epoch of the ids.
         """
-        captured = self.each[buffer_index] or self.each[1 - buffer_index]
-        if captured is None:
-            if takes_ids:
-                self._ahead.send_ids(buffer_index)
-            return
-        for exchange, counter in self._in_other_windows(captured, buffer_index):
+        for exchange, counter in self._in_other_windows(buffer_index, sending):
             exchange.skip(counter)
-        self._ahead.send_ids(buffer_index)
-        for counters, arguments in zip(self._counters, captured.arguments, strict=True):
-            counters.set_arguments(arguments)
-        assert not self._in_other_windows(captured, buffer_index), "a replay would meet the peers in another window"
 
-    def _in_other_windows(self, captured: CapturedStep, buffer_index: int) -> list[tuple[Exchange, Counter]]:
-        """Return counters whose next epoch has another window than `captured` has in the step of `buffer_index`."""
+    def set_arguments(self, buffer_index: int) -> None:
+        """Set the counters on the device so that captured kernels, whose arguments are fixed, see the next epochs."""
+        if (captured := self._captured(buffer_index)) is not None:
+            for counters, arguments in zip(self._counters, captured.arguments, strict=True):
+                counters.set_arguments(arguments)
+            assert not self._in_other_windows(buffer_index), "a replay would use another window than its peers"
+
+    def _captured(self, buffer_index: int) -> CapturedStep | None:
+        return self.each[buffer_index] or self.each[1 - buffer_index]
+
+    def _in_other_windows(
+        self, buffer_index: int, sending: Collection[Exchange] = ()
+    ) -> list[tuple[Exchange, Counter]]:
+        """Return the counters whose next epoch uses another window than the captured step."""
+        if (captured := self._captured(buffer_index)) is None:
+            return []
         is_other, found = captured is not self.each[buffer_index], list[tuple[Exchange, Counter]]()
-        for exchange, values in zip(self._ahead.exchanges, captured.captured_values, strict=False):
+        for exchange, values in zip(self._exchanges, captured.captured_values, strict=False):
             counters = exchange.counters
             for counter, value in zip(counters.each, values, strict=True):
-                sends = counter is counters.ids and not self._ahead.ids_are_sent and self._ahead.sends(exchange)
+                sends = counter is counters.ids and exchange in sending
                 if counter is not counters.steps and (counter.value + 1 + sends + is_other - value) % 2:
                     found.append((exchange, counter))
         return found
@@ -162,17 +187,17 @@ class GraphPair:
 
 def _release(graphs: list[CapturedStep | None], device: torch.device) -> None:
     if any(graphs) and device.type == "cuda":
-        with suppress(RuntimeError):  # a kernel that has stopped the GPU has left its record
+        with suppress(RuntimeError):  # of a kernel that has stopped the GPU, whose record says why
             torch.cuda.synchronize(device)
     graphs[:] = None, None
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect garbage now, and none within.
+    """Collect garbage now, and none in the context.
 
-    An exchange that is garbage, such as an earlier pipeline's, frees memory that peers see. That waits for the GPU,
-    which a capture forbids, and torch aborts the process.
+    An unreachable exchange, such as an earlier pipeline's, frees memory that peers read. That waits for the GPU: during
+    a capture torch would abort the process.
     """
     gc.collect()
     was_enabled = gc.isenabled()

@@ -1,6 +1,6 @@
-"""The dense part of a captured step: its gradients, their mean over the ranks, and the update of its parameters.
+"""The dense part of a step: gradients, their mean over the ranks, and the update of the parameters.
 
-Optimizers may be within TorchRec's wrappers, of which a graph can hold those that clip gradients or warm up.
+Optimizers may be inside TorchRec's wrappers. Those that clip gradients or warm up can be captured.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,13 +26,13 @@ from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.tensor_parallel import shards_of
 
 _WRAPPERS = (CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, GradientClippingOptimizer, WarmupOptimizer)
-_BUCKET_BYTES = 16 << 20  # of gradients that are sent at once, at least
+_BUCKET_BYTES = 16 << 20  # smallest bucket of gradients
 
 
 class DenseStep:
-    """A step of the dense parameters: `begin`, forward and backward, `update`.
+    """The dense parameters in each step: `begin`, forward and backward, `update`.
 
-    Both may be captured; then `update_after` follows each launch of the graph.
+    All of this may be captured. `update_after` follows each step, outside of the graph.
     """
 
     def __init__(
@@ -45,19 +45,21 @@ class DenseStep:
         gradient_dtype: torch.dtype,
         stores: StoreOptions | None,
     ) -> None:
-        """Take the dense parameters of a sharded model; all ranks then have rank 0's, but for shards; a collective.
+        """Copy rank 0's dense parameters to all ranks, except shards of them; a collective.
 
         Args:
-            optimizer: of the model, tables included.
-            casts: through which the model gets its weights, if it does.
-            order: of all that goes between the ranks in a captured step.
-            gradient_dtype: in which gradients are sent, float32 or bfloat16.
-            stores: how they are reduced by stores; None leaves that to the group's collective.
+            model: a sharded model.
+            optimizer: of all parameters, tables included.
+            casts: casts the weights for the model, if it uses them in bfloat16.
+            group: the model's ranks.
+            order: of all communication in a captured step.
+            gradient_dtype: type in which gradients are sent, float32 or bfloat16.
+            stores: options of the reduction by stores; None reduces by the group's collective.
         """
         trained, divided = dense_parameters(model), shards_of(model)
         self._flat = flat = casts.flat if casts is not None else FlatParameters(trained, divided)
         self._casts, optimizers = casts, dense_optimizers(optimizer)
-        assert trained.keys() <= flat.named.keys(), "gradients of others would not be summed over the ranks"
+        assert trained.keys() <= flat.named.keys(), "gradients of other parameters would not be averaged over the ranks"
         reasons = {id(each): why_after_the_graph(each, flat.named) for each in optimizers}
         self._after = [each for each in optimizers if reasons[id(each)] is not None]
         after = {
@@ -68,32 +70,32 @@ class DenseStep:
         }
         self._may_be_kept = {name for name, parameter in flat.parameters.items() if id(parameter) in after}
         self.why_after = ", ".join(sorted({reason for reason in reasons.values() if reason is not None}))
-        """why `update_after` takes the steps of some optimizers, and not `update`; empty if there are none"""
+        """why some optimizers step in `update_after` instead of `update`; empty if none does"""
         taken_after = [fused for each in self._after for fused in fused_optimizers(each)]
         self.fused = [each for each in fused_optimizers(optimizer) if each not in taken_after]
-        """the tables' optimizers, whose steps, which set learning rates, no optimizer of `update_after` takes"""
+        """the tables' optimizers, whose steps set learning rates, except those inside one of `update_after`"""
         captured = [each for outer in optimizers if reasons[id(outer)] is None for each in _all_of(outer)]
         self._steps = [FlatSteps(flat, each) for each in captured if not isinstance(each, (*_WRAPPERS, FusedOptimizer))]
-        # The outer clipping comes before the inner. A warm-up sets the next learning rate, on the CPU.
+        # The outer clipping comes before the inner one. A warm-up sets the next learning rate, on the CPU.
         self._clippings = [each for each in captured if isinstance(each, GradientClippingOptimizer)]
         self._warm_ups = [each for each in reversed(captured) if isinstance(each, WarmupOptimizer)]
         for each in captured:
-            each._opt_called = True  # or torch's schedulers would warn that it takes no steps
+            each._opt_called = True  # otherwise torch's schedulers warn that the optimizer takes no steps
         if group.size() > 1:
             for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
                 if not parameter.requires_grad and name not in divided:
                     dist.broadcast(parameter.data, group=group, group_src=0)
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self.buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
-        """the gradients, as they are reduced"""
+        """reduces the gradients"""
         if casts is not None:
             casts.on_complete(self.buckets.complete)
 
     def clear(self) -> None:
         """Clear the gradients before a step, unless an optimizer that steps after the graph keeps them.
 
-        Gradients that its `zero_grad` leaves are added to, as in a pipeline of TorchRec. They are the mean over the
-        ranks already, and so stays what is added to them.
+        The backward adds to gradients that its `zero_grad` keeps, as under TorchRec's pipelines. They are means over
+        the ranks, and the sum then also is one.
         """
         if not self._after:
             return
@@ -105,14 +107,14 @@ class DenseStep:
         self._flat.zero(every.keys() - kept if kept else None)
 
     def begin(self) -> None:
-        """Begin a step, before its forward: no gradient of an earlier step is added to, but for those of `clear`."""
+        """Drop the gradients of earlier steps before a forward, except those that `clear` has kept."""
         if self._casts is not None:
             self._casts.begin()
         elif not self._after:
             self._flat.drop_gradients()
 
     def update(self) -> None:
-        """Reduce the gradients that the backward has not handed on yet, and update the parameters."""
+        """Reduce the gradients that are not reduced yet, and update the parameters."""
         if self._casts is not None:
             self._casts.finish()
         if self._clippings:
@@ -127,7 +129,7 @@ class DenseStep:
     def update_after(self) -> None:
         """Take the steps of optimizers that cannot be captured, and set the next learning rate of a warm-up."""
         if self._after:
-            # A replay runs no Python: where `zero_grad` came since the last step, gradients are still None.
+            # A replay runs no Python, so gradients are still None after `zero_grad`.
             self._flat.show_gradients()
             for optimizer in self._after:
                 optimizer.step()
@@ -135,27 +137,28 @@ class DenseStep:
             step_alone(warm_up)
 
     def cast_shadow(self) -> None:
-        """Write the shadow of the weights anew, where somebody may have changed weights since the last step."""
+        """Cast the weights again, which may have changed since the last step, as by loading a checkpoint."""
         self._flat.cast_shadow()
 
     def refresh(self) -> None:
-        """Write learning rates that have changed to where captured steps read them."""
+        """Copy changed learning rates to the memory that captured steps read."""
         for steps in self._steps:
             steps.refresh()
 
     def close(self) -> None:
-        """Let go of the parameters, and of memory that peers see."""
+        """Remove the hooks from the parameters, and free memory that peers reach."""
         self.buckets.close()
 
 
 def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> str | None:
-    """Return why the step of an optimizer cannot be part of a captured one, or None if it can.
+    """Return why an optimizer's step cannot be captured; None if it can.
 
     Args:
-        trained: the model's dense parameters that take a gradient.
+        optimizer: a dense one, with its wrappers.
+        trained: the model's dense parameters that require a gradient, by name.
     """
     held = {id(parameter) for parameter in trained.values()}
-    group_of: dict[int, int] = {}  # parameter, or lookup of data-parallel tables -> its group
+    group_of: dict[int, int] = {}  # id of a parameter, or of a lookup of data-parallel tables -> id of its group
     for each in _all_of(optimizer):
         name = type(each).__name__
         if getattr(each, "_optimizer_step_pre_hooks", None) or getattr(each, "_optimizer_step_post_hooks", None):
@@ -179,10 +182,9 @@ def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> 
 
 
 def dense_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers of dense parameters that `optimizer` is made of.
+    """Return the optimizers inside `optimizer` that update dense parameters.
 
-    A wrapper that is no mere holder of several counts as one of dense parameters, since it is its step that updates
-    them, also where it is a warm-up of all.
+    A wrapper other than `CombinedOptimizer` counts as one, even if it also contains tables' optimizers.
     """
     if isinstance(optimizer, CombinedOptimizer):
         return [dense for _, each in optimizer.optimizers for dense in dense_optimizers(each)]
@@ -190,12 +192,12 @@ def dense_optimizers(optimizer: Any) -> list[Any]:
 
 
 def fused_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers that are fused into lookups, within whatever wrappers."""
+    """Return the optimizers that are fused into lookups, inside any wrappers."""
     return [each for each in _all_of(optimizer) if isinstance(each, FusedOptimizer)]
 
 
 def _all_of(optimizer: Any) -> Iterator[Any]:
-    """Yield an optimizer, and those that it holds, from outside to inside."""
+    """Yield an optimizer and those inside it, outer ones first."""
     yield optimizer
     if isinstance(optimizer, CombinedOptimizer):
         for _, each in optimizer.optimizers:
@@ -210,7 +212,7 @@ class _NoStep:
 
 
 def step_alone(wrapper: Any) -> None:
-    """Take the step of a wrapper, without that of the optimizer that it holds."""
+    """Call `step` of a wrapper without that of the optimizer inside it."""
     held, wrapper._optimizer = wrapper._optimizer, _NoStep()
     try:
         with torch.no_grad():
@@ -220,15 +222,15 @@ def step_alone(wrapper: Any) -> None:
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a sharded model, by name, that take a gradient and that no fused lookup updates.
+    """Return the parameters of a sharded model, by name, that require a gradient and that no fused lookup updates.
 
-    Data-parallel tables are among them, as slices of their holders, see `FlatParameters`.
+    They include data-parallel tables, see `FlatParameters`.
     """
     return {name: each for name, each in in_backward_optimizer_filter(model.named_parameters()) if each.requires_grad}
 
 
 def leave_ddp(model: DistributedModelParallel) -> None:
-    """Take the model out of DDP, which would keep the nodes of autograd where it was made, a stream of no capture.
+    """Take the model out of DDP, whose autograd nodes run on the stream where DDP was made, which is not captured.
 
     `model.init_data_parallel` wraps it again.
     """

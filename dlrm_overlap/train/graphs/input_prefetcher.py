@@ -1,294 +1,234 @@
-"""Batches that are read ahead of the steps, and the ids that are sent ahead of them."""
+"""Reads batches two steps ahead, and plans with all ranks which steps are captured."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from dlrm_overlap.comm.order import CommunicationOrder, Streams
-from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.exchanging_module import ExchangingModule
-from dlrm_overlap.embedding.steps import weights_of
-from dlrm_overlap.embedding.torchrec_tables import TorchRecTables
+from dlrm_overlap.comm.order import Streams
 from dlrm_overlap.train.graphs.capacity import CapacityTracker, PendingResult, ended
+from dlrm_overlap.train.graphs.model_ids import ModelIds
 from dlrm_overlap.train.graphs.static_batch import BatchTensors, StaticBatch, on_device, with_even_batches_of
 
 log = logging.getLogger("dlrm_overlap")
 
 
-@dataclass
-class PrefetchedBatch:
-    """A batch that waits for its step, or the end of them."""
+class StepKind(Enum):
+    """What happens next, the same on all ranks."""
 
-    batch: BatchTensors | None
-    """as it was read; None where it has been copied, and where there is none"""
-    place: StaticBatch | None
-    """where it is copied to if a captured step takes it"""
-    answer: PendingResult
-    """what all ranks bring to the step"""
-    is_captured: bool | None = None
-    """whether a captured step takes it, on all ranks, once that is known"""
+    CAPTURED = "captured"
+    """a step on batches that a CUDA graph can take, although warm-up steps are issued kernel by kernel"""
+    EAGER = "eager"
+    """a step on a batch that is uncapturable on some rank"""
+    END = "end"
+    """no step, since a rank has no batch left"""
+
+
+class PlannedStep(NamedTuple):
+    """The next step, or the one after it, as all ranks plan it."""
+
+    kind: StepKind
+    buffer_index: int
+    """0 or 1, in turn"""
+    is_first: bool = False
+    """True if the pipeline was empty before"""
+    read: BatchTensors | None = None
+    """the batch as it was read; None if it was copied to `staging`"""
+    staging: StaticBatch | None = None
+    """buffer that the batch is copied to from the host, if captured steps can take it"""
+    active_buffer: StaticBatch | None = None
+    """buffer that captured steps read, to which `InputPrefetcher.activate` copies `staging`"""
+    sizes: np.ndarray = np.empty(0, np.int64)
+    """greatest sizes of the batch over all ranks, see `CapacityTracker`"""
+
+    @property
+    def active(self) -> StaticBatch:
+        """The buffer that this step reads, if it is captured."""
+        assert self.active_buffer is not None
+        return self.active_buffer
+
+    def batch(self, device: torch.device, exact: bool = True) -> Any:
+        """Return the batch on the device.
+
+        Args:
+            device: of the pipeline.
+            exact: return ids without padding, as eager steps read them; otherwise, for a captured step, the tensors
+                of `active`, whose addresses stay.
+        """
+        if self.kind is StepKind.CAPTURED:
+            return self.active.exact() if exact else self.active.batch
+        if self.read is not None:
+            return on_device(self.read.batch, device)
+        assert self.staging is not None
+        self.staging.renew()
+        return self.staging.exact() if exact else self.staging.batch
+
+
+_END = PlannedStep(StepKind.END, 0), PlannedStep(StepKind.END, 1)
+
+
+class PrefetchedBatch(NamedTuple):
+    """A batch that was read, whose step is not planned yet."""
+
+    read: BatchTensors | None
+    """see `PlannedStep`; None also if this rank has no batch left"""
+    staging: StaticBatch | None
+    """buffer for a captured step; None if this rank has no batch left"""
+    sizes: PendingResult
+    """sizes of the batch over all ranks"""
 
 
 class InputPrefetcher:
-    """Takes batches to where the steps read them, and their ids to the owners of the rows, while earlier steps run.
+    """Copies batches to where the steps read them while earlier steps run, and yields each step as it is planned.
 
-    Batch i and step i use buffer i mod 2. Each buffer has two parts on the device, whose addresses stay:
+    Batch i and step i use buffer i mod 2. Each buffer has two parts on the device, with fixed addresses:
 
-        staging part     batch i + 2 is copied here from the host, once step i has been issued
-        active part      the batch is copied on to here, alongside step i + 1; step i + 2 reads it, and its ids are sent
+        staging     batch i + 2 is copied here from the host, once step i has been issued
+        active      batch i + 2 is copied here from staging during step i + 1, which sends its ids; step i + 2 reads it
     """
 
-    def __init__(
-        self,
-        modules: Sequence[ExchangingModule[Any]],
-        device: torch.device,
-        bound: CapacityTracker,
-        streams: Streams,
-        order: CommunicationOrder,
-    ) -> None:
-        """Take the modules whose ids are sent, the bound of the batches, and the order of a captured step."""
-        self._modules, self._device, self._capacity, self._streams, self._order = modules, device, bound, streams, order
-        self.unpooled_features = {feature for module in modules for feature in module.unpooled_features}
+    def __init__(self, device: torch.device, capacity: CapacityTracker, streams: Streams, ids: ModelIds) -> None:
+        self._device, self._capacity, self._streams, self._ids = device, capacity, streams, ids
         self._staging: list[StaticBatch] = []
         self._active: list[StaticBatch] = []
-        self._senders: list[tuple[Exchange, str]] = []
-        """the exchanges whose ids are sent a step ahead, and the place of those in the batch"""
-        self._stock: list[tuple[TorchRecTables, str]] = []
-        self.made_in_model = False
-        """whether the model itself makes ids of tables that stay with TorchRec, which it needs before a graph"""
-        self.ids_are_sent = False
-        """whether the ids of the next step are under way"""
-        self._told: set[str] = set()
-        """parts of batches that were found to differ"""
+        self._index = 0
+        """buffer of the next step"""
+        self._reported: set[str] = set()
+        """paths of mismatches that were logged"""
         self.reset()
 
     def reset(self) -> None:
         """Forget batches and ids that were read and sent for steps that have not been taken."""
-        self._held: list[PrefetchedBatch | None] = [None, None]
-        self.is_exhausted = False
-        """whether this rank has read its last batch"""
-        self.forget_sent_ids()
+        self._steps: list[PrefetchedBatch | PlannedStep] = [*_END]
+        self._is_exhausted = False
+        """True if this rank has read its last batch"""
+        self._ids.forget()
 
-    def find(self, buffer_index: int) -> PrefetchedBatch | None:
-        """Return the batch in a buffer that waits for its step, None if a rank has none; may wait for the ranks."""
-        held = self._held[buffer_index]
-        if held is not None and held.is_captured is None:
-            numbers = held.answer.wait()
-            if ended(numbers):
-                if held.place is not None:
-                    log.warning("train pipeline: a batch is left out, since another rank has no more")
-                self._held[buffer_index] = None
-                return None
-            held.is_captured = self._capacity.are_captured(numbers)
-            if held.is_captured and held.batch is not None:
-                assert held.place is not None
-                with self._streams.copies(buffer_index, later=True):  # beside the step before
-                    held.place.fill(held.batch)
-        return held
+    def plan(self, batches: Iterator[Any]) -> PlannedStep:
+        """Return the next step, and read its batch first if none was read ahead; may wait for the ranks."""
+        step = self._plan(self._index)
+        if step.kind is StepKind.END:
+            self.reset()
+            self._stage(batches, self._index)
+            self._stage(batches, 1 - self._index)
+            step = self._plan(self._index)._replace(is_first=True)
+        if step.kind is StepKind.CAPTURED:
+            # The graph also reads the next batch. If a GPU counted its ids, it is only copied once all ranks have it.
+            following = self._steps[1 - self._index]
+            if isinstance(following, PrefetchedBatch) and following.read is not None:
+                self.plan_following()
+        return step
 
-    def ensure_staged(self, buffer_index: int) -> None:
-        """Copy the batch of `buffer_index` to where a replay reads it, where its ids were not counted on the CPU."""
-        if (held := self._held[buffer_index]) is not None and held.batch is not None:
-            self.find(buffer_index)
+    def plan_following(self) -> PlannedStep:
+        """Return the step after the next one; may wait for the ranks."""
+        return self._plan(1 - self._index)
 
-    def is_captured(self, buffer_index: int) -> bool:
-        """Return whether every rank has a batch in this buffer that a captured step takes; may wait for the ranks."""
-        return (held := self.find(buffer_index)) is not None and bool(held.is_captured)
+    def _plan(self, index: int) -> PlannedStep:
+        held = self._steps[index]
+        if isinstance(held, PlannedStep):
+            return held
+        sizes = held.sizes.wait()
+        if ended(sizes):
+            step = _END[index]
+            if held.staging is not None:
+                log.warning("train pipeline: a batch is left out, since another rank has no more")
+        elif self._capacity.are_captured(sizes):
+            assert held.staging is not None
+            step = PlannedStep(StepKind.CAPTURED, index, False, held.read, held.staging, self._active[index], sizes)
+            if held.read is not None:
+                with self._streams.copies(index, later=True):
+                    held.staging.fill(held.read)
+        else:
+            step = PlannedStep(StepKind.EAGER, index, False, held.read, held.staging, None, sizes)
+        self._steps[index] = step
+        return step
 
-    def batch(self, buffer_index: int, exact: bool = True) -> Any:
-        """Return the batch of `buffer_index` on the device.
+    def activate(self, step: PlannedStep) -> None:
+        """Copy the batch of a step from its staging to its active buffer, in the step before or in the step itself."""
+        assert step.staging is not None
+        step.active.copy_from(step.staging)
+        if step.buffer_index == self._index:
+            self._streams.step_is_issued(1 - self._index)
 
-        Args:
-            exact: return ids without room behind them, as eager steps read them. Otherwise a batch that a captured step
-                takes is made of tensors that stay.
+    def finish(self, batches: Iterator[Any]) -> None:
+        """Note that the planned step was issued, and read the batch of the next step but one into its buffer."""
+        index = self._index
+        self._streams.step_is_issued(index)
+        if self._plan(index).kind is StepKind.EAGER:  # has read its staging buffer
+            self._streams.step_is_issued(1 - index)
+        self._steps[index], self._index = _END[index], 1 - index
+        if self._is_exhausted:
+            self._ids.forget()
+        self._stage(batches, index)
+
+    def _stage(self, batches: Iterator[Any], index: int) -> None:
+        """Copy the next batch, if there is one, to a staging buffer, and start to compare its sizes with all ranks."""
+        with self._streams.copies(index):
+            given = None if self._is_exhausted else next(batches, None)
+            self._is_exhausted = given is None
+            batch = None if given is None else with_even_batches_of(given, self._ids.unpooled_features)
+            if not self._staging and not self._make_buffers(batch):
+                self._is_exhausted = True
+                return
+            if batch is None:
+                self._steps[index] = PrefetchedBatch(None, None, self._capacity.ask(None))
+                return
+            staging = self._staging[index]
+            mismatch, described = staging.mismatch(batch), self._capacity.describe(batch)
+            is_staged = mismatch is None and self._capacity.is_within(described)
+            if is_staged:
+                staging.fill(batch)
+            sizes = self._capacity.ask(
+                described,
+                [each.tensor for each in staging.ids.values()] if is_staged else batch.ids,
+                is_mismatch=mismatch is not None,
+            )
+            if not is_staged and not (mismatch is None and described.are_pending):
+                batch = batch.snapshot()  # its step is eager
+            self._steps[index] = PrefetchedBatch(None if is_staged else batch, staging, sizes)
+            if mismatch is not None and mismatch.should_warn and mismatch.path not in self._reported:
+                self._reported.add(mismatch.path)
+                log.warning("train pipeline: the step of such a batch is eager: %s", mismatch.reason)
+
+    def _make_buffers(self, example: BatchTensors | None) -> bool:
+        """Make buffers for batches like `example`, if every rank has one; return whether; waits for the ranks."""
+        if not self._capacity.learn(example) or example is None:
+            return False
+        self._make_windows()
+        static = [StaticBatch(example.batch, self._device, self._capacity.capacity) for _ in range(4)]
+        self._staging, self._active = static[:2], static[2:]
+        for sender in self._ids.senders:
+            sender.begin_steady()
+        return True
+
+    def drop_buffers(self) -> None:
+        """Let the next batch that is read be the first of others like it; a collective.
+
+        The steps of batches that were read before become eager.
         """
-        held = self._held[buffer_index]
-        assert held is not None
-        if held.is_captured:
-            return self._active[buffer_index].exact() if exact else self._active[buffer_index].batch
-        if held.batch is not None:
-            return on_device(held.batch.batch, self._device)
-        assert held.place is not None
-        held.place.renew()
-        return held.place.exact() if exact else held.place.batch
-
-    def make_room(self, numbers: np.ndarray) -> None:
-        """Let the bound grow to batches of such greatest numbers; see `forget_places`."""
-        self.forget_places()
-        self._capacity.grow(numbers)
-        self._take_bound()
-
-    def forget_places(self) -> None:
-        """Let the next batch be the first of others like it. Batches that are held are taken as they are."""
-        for held in map(self.find, range(2)):
-            if held is not None:
-                held.is_captured = False
+        for index in range(2):
+            if (step := self._plan(index)).kind is not StepKind.END:
+                self._steps[index] = step._replace(kind=StepKind.EAGER)
         self._staging, self._active = [], []
-        self.forget_sent_ids()
-        for stock, _ in self._stock:
-            stock.forget_memory()
+        self._ids.forget()
+        self._ids.forget_memory()
 
-    def _take_bound(self) -> None:
-        """Make windows by the bound, where they are made by another one; all ranks do so."""
-        if all(exchange.bound in (None, self._capacity.capacity) for exchange in self.exchanges):
+    def grow(self, sizes: np.ndarray) -> None:
+        """Grow the capacity to batches of such sizes; a collective, see `drop_buffers`."""
+        self.drop_buffers()
+        self._capacity.grow(sizes)
+        self._make_windows()
+
+    def _make_windows(self) -> None:
+        """Make the windows of the exchanges for the capacity, if they are for another one."""
+        capacity = self._capacity.capacity
+        if all(sender.capacity == capacity for sender in self._ids.senders):
             return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._capacity.agreement.any_is(False)  # no rank gives its windows back while another reads them
-        for exchange in self.exchanges:
-            exchange.take_bound(self._capacity.capacity)
-
-    def begin(self, batches: Iterator[Any], buffer_index: int) -> None:
-        """Read the next two batches while nothing is held, the first one of `buffer_index`.
-
-        Raises:
-            StopIteration: if a rank has none.
-        """
-        self.reset()
-        self.stage(batches, buffer_index)
-        self.stage(batches, 1 - buffer_index)
-        if self.find(buffer_index) is None:
-            raise StopIteration
-
-    def stage(self, batches: Iterator[Any], buffer_index: int) -> None:
-        """Copy the next batch, if there is one, to the staging part of a buffer, and ask for the sizes on all ranks.
-
-        Where there are no places, they are made like this batch, for which all ranks wait.
-        """
-        with self._streams.copies(buffer_index):
-            given = None if self.is_exhausted else next(batches, None)
-            self.is_exhausted = given is None
-            batch = None if given is None else with_even_batches_of(given, self.unpooled_features)
-            if not self._staging and not self._make_places(batch):
-                self.is_exhausted = True
-                return
-            if batch is None:
-                self._held[buffer_index] = PrefetchedBatch(None, None, self._capacity.ask(None))
-                return
-            place = self._staging[buffer_index]
-            unlike, described = place.why_not(batch), self._capacity.describe(batch)
-            lands = unlike is None and self._capacity.is_within(described)
-            if lands:
-                place.fill(batch)
-            answer = self._capacity.ask(
-                described,
-                [each.tensor for each in place.ids.values()] if lands else batch.ids,
-                unlike=unlike is not None,
-            )
-            if not lands and not (unlike is None and described.are_pending):
-                batch = batch.kept()  # its step is eager
-            self._held[buffer_index] = PrefetchedBatch(None if lands else batch, place, answer)
-            if unlike is not None and unlike.needs_word and unlike.path not in self._told:
-                self._told.add(unlike.path)
-                log.warning("train pipeline: the step of such a batch is eager: %s", unlike.reason)
-
-    def _make_places(self, example: BatchTensors | None) -> bool:
-        """Make places for batches like `example`, if every rank has one; return whether it has."""
-        if not self._capacity.learn(example) or example is None:
-            return False
-        self._take_bound()
-        static = [StaticBatch(example.batch, self._device, self._capacity.capacity) for _ in range(4)]
-        self._staging, self._active = static[:2], static[2:]
-        for exchange in self.exchanges:
-            exchange.begin_steady()
-        return True
-
-    @property
-    def exchanges(self) -> list[Exchange]:
-        """The exchange of each module that has one."""
-        return [module.exchange for module in self._modules if module.exchange is not None]
-
-    @contextmanager
-    def steady(self) -> Iterator[None]:
-        """Return a context for steps that are captured, and those like them: ranks need not agree on their samples."""
-        for exchange in self.exchanges:
-            exchange.steady = True
-        try:
-            yield
-        finally:
-            for exchange in self.exchanges:
-                exchange.steady = False
-
-    def activate(self, buffer_index: int) -> None:
-        """Copy the batch of `buffer_index` from its staging to its active part, and send its ids."""
-        self._active[buffer_index].take_over(self._staging[buffer_index])
-        self.send_ids(buffer_index)
-
-    def bring_back(self, buffer_index: int) -> None:
-        """Copy the batch of `buffer_index` to its active part in its own step, where the step before has not."""
-        self._active[buffer_index].take_over(self._staging[buffer_index])
-        self._streams.step_is_issued(1 - buffer_index)
-
-    def release(self, buffer_index: int) -> None:
-        """Note that the step on the batch of `buffer_index` has been issued."""
-        self._streams.step_is_issued(buffer_index)
-        self._held[buffer_index] = None
-
-    def send_ids(self, buffer_index: int) -> None:
-        """Send the ids of the batch in the active part of `buffer_index` to the owners of their rows."""
-        for exchange, place in self._senders:
-            ids = self._active[buffer_index].ids[place]
-            exchange.send_ids(ids.tensor, ids.count)
-        self.ids_are_sent = True
-
-    def stock_tables(self, buffer_index: int) -> list[tuple[TorchRecTables, KeyedJaggedTensor]]:
-        """Return the tables that stay with TorchRec, each with its ids in the batch of `buffer_index`."""
-        return [(tables, self._active[buffer_index].ids[place].tensor) for tables, place in self._stock]
-
-    def forget_sent_ids(self) -> None:
-        """Forget ids that were sent for a step that does not come next."""
-        for exchange in self.exchanges:
-            exchange.forget_sent_ids()
-        self.ids_are_sent = False
-
-    def sends(self, exchange: Exchange) -> bool:
-        """Return whether the ids of `exchange` are sent a step ahead."""
-        return any(sender is exchange for sender, _ in self._senders)
-
-    @contextmanager
-    def finding_ids(self) -> Iterator[None]:
-        """Let the modules take ids, once they are given some, and find out which of the batch's they are given.
-
-        Raises:
-            InputError: if the model calls a module twice.
-        """
-        found = set[nn.Module]()
-
-        def find(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            assert isinstance(module, ExchangingModule)
-            features = maybe_td_to_kjt(*inputs, *keywords.values())
-            if module in found:
-                raise InputError(
-                    "GraphTrainPipeline: the model calls an embedding collection twice in a step, and captured steps "
-                    "send its ids once; give all ids to one call, or use TorchRec's pipeline"
-                )
-            found.add(module)
-            place = next((at for batch in self._active if (at := batch.find(features)) is not None), None)
-            bound = self._capacity.capacity
-            if place is None:  # of these ids nobody has counted the distinct ones
-                bound = replace(bound, distinct={})
-            module.take_ids(features.keys(), bound, self._order, weights_of(features) is not None)
-            if place is not None:
-                self._senders += [(module.exchange, place)] if module.exchange is not None else []
-                self._stock += [(module.stock, place)] if module.stock is not None else []
-            else:
-                self.made_in_model |= module.stock is not None
-                log.info("train pipeline: ids that the model makes itself are sent in their own step, none ahead")
-
-        self._senders.clear()  # of a first step that failed
-        self._stock.clear()
-        hooks = [module.register_forward_pre_hook(find, with_kwargs=True) for module in self._modules]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        self._capacity.consensus.any_is(False)  # no rank frees its windows while another reads them
+        for sender in self._ids.senders:
+            sender.set_capacity(capacity)

@@ -1,6 +1,6 @@
-"""A batch at fixed addresses on the device, into which the batches of all steps are copied.
+"""A batch at fixed addresses on the device, to which the batches of all steps are copied.
 
-Its ids have room for the most that a batch may have, and a model cuts them there without reading their numbers back.
+Ids are padded to their capacity, and a model splits them by feature without reading their number back.
 """
 
 import copy
@@ -26,16 +26,18 @@ from dlrm_overlap.train.graphs.constants import Constant, copy_of, difference, f
 
 
 class BatchTensors(dict[str, Any]):
-    """The tensors and KeyedJaggedTensors of a batch by their places in it, found once for all that a step asks.
+    """The tensors and KeyedJaggedTensors of a batch, by path.
 
-    Example: of ({"a": t, "b": u, "k": 3}, v) they are "0.a": t, "0.b": u, "1": v.
+    The walk also enters dataclasses, `Streamable` batches and other objects, which torch's pytree takes for leaves.
+
+    Example: for ({"a": t, "b": u, "k": 3}, v) they are "0.a": t, "0.b": u, "1": v.
     """
 
     def __init__(self, batch: Any) -> None:
         super().__init__()
         self.batch = batch
         self.constants: list[Constant] = []
-        """all other parts: numbers, text, arrays and the like, and the types of lists, dictionaries and objects"""
+        """all other parts, such as numbers, text and arrays; of a list, dictionary or object its type"""
         self._find(batch, "", "", "")
         self.ids = [leaf for leaf in self.values() if isinstance(leaf, KeyedJaggedTensor)]
 
@@ -57,23 +59,23 @@ class BatchTensors(dict[str, Any]):
 
     @property
     def forms(self) -> "dict[str, Form]":
-        """The forms of the tensors by their places."""
-        return {place: Form.of(leaf) for place, leaf in self.items() if isinstance(leaf, torch.Tensor)}
+        """The forms of the tensors, by path."""
+        return {path: Form.of(leaf) for path, leaf in self.items() if isinstance(leaf, torch.Tensor)}
 
-    def kept(self) -> "BatchTensors":
-        """Return the same batch with lists and dictionaries of its own, which a caller may fill for its next batch."""
+    def snapshot(self) -> "BatchTensors":
+        """Return the same tensors in copied lists and dictionaries: a caller may reuse its own for the next batch."""
         return BatchTensors(replace_leaves(self.batch, lambda leaf: leaf))
 
 
 _LEAVES = torch.Tensor, KeyedJaggedTensor
-# Types, modules and enumerations are shared by all batches.
+# Types, modules and enumerations are the same objects in all batches.
 _WITHOUT_LEAVES = type(None), int, float, complex, str, bytes, type, ModuleType, Enum
-# No model computes with these, and each batch has its own.
+# Differ in each batch, but no model computes with them.
 _UNREAD = Lease, torch.Event, torch.cuda.Event, torch.Stream
 
 
 def _parts(value: Any) -> Collection[tuple[Any, Any]]:
-    """Return the members of a batch, or of a part of it, by index, key or attribute."""
+    """Return the members of a batch or of a part of it, by index, key or attribute."""
     if isinstance(value, list | tuple):
         return list(enumerate(value))
     if isinstance(value, dict):
@@ -83,33 +85,33 @@ def _parts(value: Any) -> Collection[tuple[Any, Any]]:
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
-class Unlike(NamedTuple):
-    """Why a batch is not copied into a static one."""
+class Mismatch(NamedTuple):
+    """Why a batch cannot be copied to a static one."""
 
     path: str
-    """of the part that differs"""
+    """path of the part that differs"""
     reason: str
-    needs_word: bool
-    """whether the user should know: a captured step would otherwise take such batches"""
+    should_warn: bool
+    """True if the user can change the batch so that its step is captured"""
 
 
 def why_not_static(batch: Any) -> str | None:
-    """Return why memory at fixed addresses cannot hold such a batch, or None if it can."""
-    for place, leaf in BatchTensors(batch).items():
+    """Return why memory at fixed addresses cannot hold such a batch; None if it can."""
+    for path, leaf in BatchTensors(batch).items():
         if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
             kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
-            return f"a batch has {kind} at {place}"
+            return f"a batch has {kind} at {path}"
     return None
 
 
 class StaticBatch:
     """A batch like `example`, whose tensors keep their addresses.
 
-    They are an object's attributes, or in tuples, lists and dictionaries. Its other parts are those of `example`: a
-    batch with other ones is not taken.
+    They are an object's attributes, or in tuples, lists and dictionaries. All other parts are the example's: a batch
+    whose other parts differ is a mismatch.
     """
 
-    def __init__(self, example: Any, device: torch.device, bound: BatchCapacity) -> None:
+    def __init__(self, example: Any, device: torch.device, capacity: BatchCapacity) -> None:
         leaves = BatchTensors(example)
         if not leaves:
             raise InputError(
@@ -119,13 +121,13 @@ class StaticBatch:
             )
         self._constants, self._forms = frozen(leaves.constants), leaves.forms
         self._leaves = {
-            place: StaticKeyedJaggedTensor(leaf, device, bound)
+            path: StaticKeyedJaggedTensor(leaf, device, capacity)
             if isinstance(leaf, KeyedJaggedTensor)
             else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-            for place, leaf in leaves.items()
+            for path, leaf in leaves.items()
         }
-        self.ids = {place: leaf for place, leaf in self._leaves.items() if isinstance(leaf, StaticKeyedJaggedTensor)}
-        """the leaves that are ids, by place"""
+        self.ids = {path: leaf for path, leaf in self._leaves.items() if isinstance(leaf, StaticKeyedJaggedTensor)}
+        """the ids, by path"""
         each = [
             leaf.changing if isinstance(leaf, StaticKeyedJaggedTensor) else [leaf] for leaf in self._leaves.values()
         ]
@@ -133,85 +135,85 @@ class StaticBatch:
         self._example = example
         self.renew()
         if isinstance(getattr(self.batch, "lease", None), Lease):
-            object.__setattr__(self.batch, "lease", None)  # which is the example's, and keeps its memory
-        self._example = self.batch  # whose tensors stay, while the example's are somebody else's
+            object.__setattr__(self.batch, "lease", None)  # would keep the example's memory from the loader
+        self._example = self.batch  # drops the given example and its tensors
         self.renew()
 
     def renew(self) -> None:
-        """Make the batch anew for its next step: of the same tensors, and of ids that remember nothing of the last."""
+        """Make the batch of the next step: the same tensors, and ids without the cached lengths of the last step."""
         for leaf in self.ids.values():
             leaf.renew()
         tensors = iter(
             [leaf.tensor if isinstance(leaf, StaticKeyedJaggedTensor) else leaf for leaf in self._leaves.values()]
         )
         self.batch = replace_leaves(self._example, lambda _: next(tensors))
-        """a batch of the same class, of the static tensors"""
+        """the static tensors as a batch of the example's class"""
 
-    def why_not(self, leaves: BatchTensors) -> Unlike | None:
-        """Return why a batch is not taken: it differs from the first one in samples, shapes, types or other parts.
+    def mismatch(self, leaves: BatchTensors) -> Mismatch | None:
+        """Return how a batch differs from the first one in samples, shapes, types or other parts; None if it does not.
 
         Raises:
-            InputError: if ids have another place than in the first batch; or see `StaticKeyedJaggedTensor.why_not`.
+            InputError: if ids have another path than in the first batch, or see `StaticKeyedJaggedTensor.mismatch`.
         """
         if leaves.keys() != self._leaves.keys():
-            if [place for place, leaf in leaves.items() if isinstance(leaf, KeyedJaggedTensor)] == list(self.ids):
-                # Such as offsets that a JaggedTensor remembers or does not.
-                places = " and ".join(sorted(set(leaves) ^ set(self._leaves)))
-                return Unlike(places, f"tensors at {places} are in one batch and not in another", True)
+            if [path for path, leaf in leaves.items() if isinstance(leaf, KeyedJaggedTensor)] == list(self.ids):
+                # Such as offsets, which a JaggedTensor may have cached or not.
+                paths = " and ".join(sorted(set(leaves) ^ set(self._leaves)))
+                return Mismatch(paths, f"tensors at {paths} are in one batch and not in another", True)
             raise InputError(
                 f"GraphTrainPipeline: a batch of tensors {', '.join(leaves)}, but the first batch has "
                 f"{', '.join(self._leaves)}; give each batch its ids in the same places"
             )
-        found = [self._why_not(place, leaf) for place, leaf in leaves.items()]
+        found = [self._mismatch_at(path, leaf) for path, leaf in leaves.items()]
         if changed := difference(leaves.constants, self._constants):
             path, reason = changed
-            found.append(Unlike(path, f"{reason}; give it as a tensor to have such steps captured", True))
+            found.append(Mismatch(path, f"{reason}; give it as a tensor to have such steps captured", True))
         return next((each for each in found if each is not None), None)
 
-    def _why_not(self, place: str, leaf: Any) -> Unlike | None:
-        static = self._leaves[place]
+    def _mismatch_at(self, path: str, leaf: Any) -> Mismatch | None:
+        static = self._leaves[path]
         if isinstance(static, StaticKeyedJaggedTensor):
-            reason = static.why_not(leaf)
-            return Unlike(place, f"ids {place}: {reason}", reason != _SAMPLES) if reason else None
-        ours, first = Form.of(leaf), self._forms[place]
+            reason = static.mismatch(leaf)
+            return Mismatch(path, f"ids {path}: {reason}", reason != _SAMPLES) if reason else None
+        ours, first = Form.of(leaf), self._forms[path]
         if ours == first and not ours.requires_grad and ours.layout == torch.strided:
             return None
-        return Unlike(place, f"tensor {place} is {ours}, and was {first} in the first batch", ours.shape == first.shape)
+        return Mismatch(path, f"tensor {path} is {ours}, and was {first} in the first batch", ours.shape == first.shape)
 
     def fill(self, leaves: BatchTensors) -> None:
-        """Copy a batch that `takes` accepts, from the host or from the device, on the current stream."""
-        for place, leaf in leaves.items():
-            static = self._leaves[place]
+        """Copy a batch without a mismatch, from the host or the device, on the current stream."""
+        for path, leaf in leaves.items():
+            static = self._leaves[path]
             if isinstance(static, StaticKeyedJaggedTensor):
                 static.fill(leaf)
             else:
                 static.copy_(leaf, non_blocking=True)
         lease = getattr(leaves.batch, "lease", None)
-        if isinstance(lease, Lease):  # of lent memory, which is free once copied
+        if isinstance(lease, Lease):  # the loader reuses the batch's memory once it is copied
             lease.copying()
 
-    def take_over(self, other: "StaticBatch") -> None:
-        """Copy the content of `other`, which is like this one and on the same device, and make the batch anew."""
-        # By a kernel, which has its stream's priority in a CUDA graph: a copy has the lowest, and would wait until all
-        # programs of the lookup have begun.
+    def copy_from(self, other: "StaticBatch") -> None:
+        """Copy the content of `other`, which was made of the same example on the same device, and call `renew`."""
+        # By a kernel: in a CUDA graph it has its stream's priority, while a copy has the lowest, and would wait until
+        # all programs of the lookup have begun.
         torch.bitwise_or(other._memory, 0, out=self._memory)
         self.renew()
 
     def exact(self) -> Any:
-        """Return the batch with ids that have no room behind them; reads their numbers from the device."""
+        """Return the batch with unpadded ids, whose number is read from the device."""
         tensors = iter(
             [leaf.exact() if isinstance(leaf, StaticKeyedJaggedTensor) else leaf for leaf in self._leaves.values()]
         )
         return replace_leaves(self._example, lambda _: next(tensors))
 
-    def find(self, features: KeyedJaggedTensor) -> str | None:
-        """Return the place of `features` in the batch or in its `exact` form, or None if it is none of the leaves."""
+    def path_of(self, features: KeyedJaggedTensor) -> str | None:
+        """Return the path of ids of this batch or of its `exact` form; None if they are other ids."""
         given = with_room(features)
-        return next((place for place, leaf in self.ids.items() if leaf.tensor is given), None)
+        return next((path for path, leaf in self.ids.items() if leaf.tensor is given), None)
 
 
 class Form(NamedTuple):
-    """What a model may ask of a tensor besides its elements."""
+    """All that a model may ask of a tensor except its elements."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -220,7 +222,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Form":
-        """Return the form of a tensor."""
+        """Return a tensor's form."""
         return cls(tensor.shape, tensor.dtype, tensor.layout, tensor.requires_grad)
 
     def __str__(self) -> str:
@@ -230,27 +232,28 @@ class Form(NamedTuple):
 
 
 def _moved_together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Move tensors into one memory, in which each begins at a multiple of 16 bytes; return it, int64."""
+    """Move tensors into one allocation, each at a multiple of 16 bytes, and return it as int64."""
     begins = list(accumulate((2 * -(-tensor.nbytes // 16) for tensor in tensors), initial=0))
     memory = torch.zeros(begins[-1], dtype=torch.int64, device=tensors[0].device)
     for tensor, begin, end in zip(tensors, begins, begins[1:], strict=False):
-        place = memory[begin:end].view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
-        tensor.data = place.copy_(tensor)
+        part = memory[begin:end].view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+        tensor.data = part.copy_(tensor)
     return memory
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch on `device`, by its own `to` if it has one."""
+    """Return a batch on `device`, moved by its own `to` if it has one."""
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=True)
     return replace_leaves(batch, lambda leaf: leaf.to(device, non_blocking=True))
 
 
 def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> BatchTensors:
-    """Return a batch whose ids have a bag a sample for each feature, see `own_batches`; mostly the same one.
+    """Return a batch whose ids have one bag per sample and feature, see `variable_batch`; the same one if it has.
 
     Args:
-        unpooled: features of tables that are not pooled: ids that have one of them get each sample's own bags.
+        batch: of any class.
+        unpooled: features of unpooled tables. Where ids have one of them, bags are repeated for each of their samples.
     """
     leaves = BatchTensors(batch)
     if not any(ids.variable_stride_per_key() for ids in leaves.ids):
@@ -265,9 +268,9 @@ def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> BatchTen
 
 
 def replace_leaves(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return a copy of `value` with `replace(leaf)` in place of each leaf, in the order of `BatchTensors`.
+    """Return a copy of `value` with each leaf replaced by `replace(leaf)`, in the order of `BatchTensors`.
 
-    Of objects without leaves, those that no one can hash are copied, such as arrays; the others are shared.
+    Objects without leaves are copied if they are not hashable, such as arrays; the others are shared.
     """
     if isinstance(value, _LEAVES):
         return replace(value)
@@ -277,7 +280,7 @@ def replace_leaves(value: Any, replace: Callable[[Any], Any]) -> Any:
         return copy_of(value)
     replaced = {key: replace_leaves(each, replace) for key, each in _parts(value)}
     if isinstance(value, dict):
-        copied = copy.copy(value)  # of its own class
+        copied = copy.copy(value)  # keeps its class
         copied.update(replaced)
         attributes = getattr(copied, "__dict__", {})
         attributes.update({key: each for key, each in replaced.items() if key in attributes})
@@ -287,68 +290,69 @@ def replace_leaves(value: Any, replace: Callable[[Any], Any]) -> Any:
         return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
     copied = copy.copy(value)
     for name, each in replaced.items():
-        object.__setattr__(copied, name, each)  # a frozen class has no other way
+        object.__setattr__(copied, name, each)  # also works for a frozen dataclass
     return copied
 
 
 class StaticKeyedJaggedTensor:
-    """Memory for the most ids that a batch may have, and the KeyedJaggedTensor of it that the next step reads."""
+    """Memory for as many ids as the capacity allows, as a KeyedJaggedTensor for the next step."""
 
-    def __init__(self, example: KeyedJaggedTensor, device: torch.device, bound: BatchCapacity) -> None:
-        self._known, self._samples, self.keys = bound.known_lengths, example.stride(), example.keys()
+    def __init__(self, example: KeyedJaggedTensor, device: torch.device, capacity: BatchCapacity) -> None:
+        self._known, self._samples, self.keys = capacity.known_lengths, example.stride(), example.keys()
         self._weighted = weights_of(example) is not None
-        # Known lengths leave no room behind the ids of a batch, which may have fewer samples than the bound.
-        self._capacities = (replace(bound, samples=max(1, self._samples)) if self._known else bound).capacity(self.keys)
-        self._room = sum(self._capacities)
-        self._values = torch.zeros(self._room, dtype=example.values().dtype, device=device)
+        if self._known:  # no padding, also if the batch has fewer samples than the capacity
+            capacity = replace(capacity, samples=max(1, self._samples))
+        self._capacities = capacity.capacity(self.keys)
+        self._size = sum(self._capacities)
+        self._values = torch.zeros(self._size, dtype=example.values().dtype, device=device)
         weights = example.weights_or_none()
-        self._weights = None if weights is None else torch.zeros(self._room, dtype=weights.dtype, device=device)
+        self._weights = None if weights is None else torch.zeros(self._size, dtype=weights.dtype, device=device)
         self._lengths = torch.zeros(example.lengths().numel(), dtype=example.lengths().dtype, device=device)
         if self._known:
-            sizes = torch.tensor([bound.bag_sizes[key][1] for key in self.keys], device=device)
+            sizes = torch.tensor([capacity.bag_sizes[key][1] for key in self.keys], device=device)
             self._lengths.copy_(sizes.repeat_interleave(self._samples))
-        self.count = torch.full((1,), self._room, dtype=torch.int32, device=device)
-        """[1] int32: ids of the batch, where lengths are known beforehand"""
-        self._count = self._room if self._known else 0  # of ids that are in the memory
+        self.count = torch.full((1,), self._size, dtype=torch.int32, device=device)
+        """[1] int32: ids of the batch, if all lengths are known beforehand"""
+        self._count = self._size if self._known else 0
         self._inverse: InverseIndices | None = None
         if (inverse := example.inverse_indices_or_none()) is not None:
             self._inverse = inverse[0], torch.zeros(inverse[1].shape, dtype=inverse[1].dtype, device=device)
         inverses = self._inverse and self._inverse[1]
         changing = self._values, self._weights, inverses, self.count if self._known else self._lengths
         self.changing = [tensor for tensor in changing if tensor is not None]
-        """all that differs from batch to batch"""
+        """tensors that differ from batch to batch"""
         self.renew()
 
     def renew(self) -> None:
-        """Make the KeyedJaggedTensor anew: it remembers offsets and lengths, which are those of one batch."""
+        """Make another KeyedJaggedTensor of the same memory, without the lengths that the last one cached."""
         about = self._samples, self._capacities, self._known, self._inverse
         self.tensor = PaddedKeyedJaggedTensor(self.keys, self._values, self._weights, self._lengths, *about)
 
     def exact(self) -> KeyedJaggedTensor:
-        """Return these ids without room behind them, as TorchRec has them; reads their number from the device."""
+        """Return the ids without padding, whose number is read from the device."""
         if self._known:
             return self.tensor
         counts = self._lengths.view(len(self.keys), self._samples).sum(1).tolist()
-        if (total := sum(counts)) > self._room:
-            return self.tensor  # of a batch that has changed since it was counted: whoever sends it finds that
+        if (total := sum(counts)) > self._size:
+            return self.tensor  # the batch has changed since it was counted, which is found when its ids are sent
         weights = None if self._weights is None else self._weights[:total]
         tensors = self._values[:total], weights, self._lengths
         found = PaddedKeyedJaggedTensor(self.keys, *tensors, self._samples, counts, True, self._inverse)
         found.with_room, found.is_exact = self.tensor, True
         return found
 
-    def why_not(self, ids: KeyedJaggedTensor) -> str:
-        """Return why ids are not taken, empty if they are: in samples or types they differ from the first batch's.
+    def mismatch(self, ids: KeyedJaggedTensor) -> str:
+        """Return how ids differ from the first batch's in samples or types; empty if they do not.
 
         Raises:
-            InputError: if they have other features, or weights where those have none or the other way round.
+            InputError: if they have other features, or only one of the two has weights.
         """
         weighted = weights_of(ids) is not None
         if ids.keys() != self.keys or weighted != self._weighted:
             raise InputError(
                 f"GraphTrainPipeline: ids of features {_described(ids.keys(), weighted)}, but those of the first batch "
-                f"are {_described(self.keys, self._weighted)}, and captured steps are all alike; give each batch the "
-                f"same, in the same order"
+                f"are {_described(self.keys, self._weighted)}, and all captured steps have the same; give each batch "
+                f"the same features, in the same order"
             )
         if ids.stride() != self._samples or _form(ids.inverse_indices_or_none()) != _form(self._inverse):
             return _SAMPLES
@@ -360,19 +364,19 @@ class StaticKeyedJaggedTensor:
         return ""
 
     def fill(self, ids: KeyedJaggedTensor) -> None:
-        """Copy ids that `takes` accepts; too many are found, on every rank, where they are published."""
+        """Copy ids without a mismatch. Ids beyond the capacity raise an error on every rank when they are sent."""
         values = ids.values()
-        count, here = values.numel(), min(values.numel(), self._room)
-        self._values[:here].copy_(values[:here], non_blocking=True)
+        count, copied = values.numel(), min(values.numel(), self._size)
+        self._values[:copied].copy_(values[:copied], non_blocking=True)
         if self._weights is not None:
-            self._weights[:here].copy_(ids.weights()[:here], non_blocking=True)
+            self._weights[:copied].copy_(ids.weights()[:copied], non_blocking=True)
         if self._inverse is not None:
             self._inverse[1].copy_(ids.inverse_indices()[1], non_blocking=True)
         if not self._known:
             self._lengths.copy_(ids.lengths(), non_blocking=True)
-            if here < self._count:  # where ids of the batch before are
-                self._values[here : self._count].zero_()
-            self._count = here
+            if copied < self._count:  # the last batch had more ids
+                self._values[copied : self._count].zero_()
+            self._count = copied
         elif count != self._count:
             self.count.fill_(count)
             self._count = count
@@ -390,7 +394,7 @@ def _type_of(weights: torch.Tensor | None) -> torch.dtype | None:
 
 
 def _holds(memory: torch.dtype, ids: torch.dtype) -> bool:
-    """Return whether memory of one type holds all ids of another: a wider integer type does."""
+    """Return whether one type can represent all ids of another: the same one, or a wider integer."""
     integers = torch.int8, torch.int16, torch.int32, torch.int64
     return memory == ids or (memory in integers and ids in integers[: integers.index(memory)])
 
@@ -399,28 +403,28 @@ def _described(keys: Sequence[str], weighted: bool) -> str:
     return f"{', '.join(keys)} {'with' if weighted else 'without'} weights"
 
 
-@uncompiled  # for a compiled model makes the tensor in every step
+@uncompiled  # a compiled model would make the tensor in every step
 @cache
 def _on_device(indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return indices of features, [n] int32, which a capture cannot copy to the device: the steps before it have."""
+    """Return indices [n] int32 on the device, cached by an eager step, since a capture cannot copy from the host."""
     return torch.tensor(indices, dtype=torch.int32, device=device)
 
 
 class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
-    """Ids of one step in memory that has room for the most that a batch may have.
+    """Ids of one step, padded with 0 to the capacity.
 
-    After a batch's ids, `values` is 0. TorchRec's class reads numbers of ids from the device; here `split`, `permute`,
-    `[]` and `to_dict` return features with room for the most ids of each. A method that must return the numbers
-    themselves is refused, unless all lengths are known beforehand.
+    TorchRec's class reads numbers of ids from the device. Here `split`, `permute`, `[]` and `to_dict` return features
+    that are padded to their capacities. Methods that return numbers of ids raise an error, unless all lengths are known
+    beforehand.
 
-    Example: 2 samples, f of at most 1 and g of at most 2 ids a bag. f: [5] [], g: [7, 7] [1] has values 5 7 7 1 0 0 and
+    Example: 2 samples, f has up to 1 and g up to 2 ids a bag. f: [5] [], g: [7, 7] [1] has values 5 7 7 1 0 0 and
     lengths 1 0 2 1; `["g"]` has values 7 7 1 0 and lengths 2 1.
     """
 
     with_room: KeyedJaggedTensor | None = None
-    """of ids without room, which eager steps read: those with room, which are sent to the owners of the rows"""
+    """for unpadded ids, which eager steps read: the padded ones, which are sent to the owners of the rows"""
     is_exact = False
-    """whether there is no room behind the ids, nor in what is cut from them"""
+    """True if neither these ids nor features split from them are padded"""
 
     def __init__(
         self,
@@ -436,11 +440,14 @@ class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
         """Take T features of `samples` bags.
 
         Args:
-            values: [sum of capacities], as `weights`.
+            keys: [T] names of the features.
+            values: [sum of capacities] ids.
+            weights: [sum of capacities], or None.
             lengths: [T * samples].
-            capacities: the most ids of each feature.
-            known: whether each feature has as many.
-            inverse: which of a feature's bags is each sample's, where features have batches of their own.
+            samples: bags of each feature.
+            capacities: [T] largest number of ids of each feature.
+            known: True if each feature has that number of ids.
+            inverse: for a variable batch, which of a feature's bags is each sample's.
         """
         self.capacities, self._known = list(capacities), known
         super().__init__(list(keys), values, weights, lengths=lengths, stride=samples, inverse_indices=inverse)
@@ -452,12 +459,12 @@ class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
         raise InputError(
             "GraphTrainPipeline: the model asks for the number of ids of each feature, which a captured step cannot "
             "read back from the device; leave out length_per_key, offset_per_key and concat (split, permute, to_dict "
-            "and [] are done on the device), or give every bag of a feature the same number in the bound"
+            "and [] are done on the device), or give every bag of a feature the same number in the capacity"
         )
 
     @_length_per_key.setter
     def _length_per_key(self, lengths: list[int] | None) -> None:
-        """Forget the lengths that TorchRec's class has found: they are of one batch."""
+        """Ignore the lengths that TorchRec's class caches: they are those of one batch."""
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
         """Return the features in groups of `segments`, see `KeyedJaggedTensor.split`."""
@@ -475,17 +482,17 @@ class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
             weights = weights if weights is None else weights[:0]
         else:
             index, counts = _on_device(tuple(indices), self.device()), self.lengths().view(len(keys), samples)
-            # The lengths stay as they are, so that a batch beyond its bound is found where its ids are published.
-            lengths, room = counts.index_select(0, index).flatten(), sum(capacities)
-            # Of such a batch no id is read: there may be none where its lengths say, nor room for it.
-            safe = counts * ((counts.sum() <= sum(self.capacities)) & (lengths.sum() <= room))
+            # The lengths are kept, so that a batch beyond the capacity raises an error when its ids are sent.
+            lengths, size = counts.index_select(0, index).flatten(), sum(capacities)
+            # No id of such a batch is read, since its lengths may lead beyond the memory.
+            safe = counts * ((counts.sum() <= sum(self.capacities)) & (lengths.sum() <= size))
             cut, given = partial(torch.ops.fbgemm.permute_2D_sparse_data, index, safe), self.weights_or_none()
-            has_id = torch.arange(room, device=index.device) < safe.index_select(0, index).sum()
-            # FBGEMM takes weights of these types alone, and others where it takes ids.
+            has_id = torch.arange(size, device=index.device) < safe.index_select(0, index).sum()
+            # FBGEMM takes weights of these types only; others are permuted as ids are.
             is_weight = given is not None and given.dtype in (torch.float32, torch.float64)
-            _, values, weights = cut(self.values(), given if is_weight else None, room)
+            _, values, weights = cut(self.values(), given if is_weight else None, size)
             if given is not None and not is_weight:
-                _, weights, _ = cut(given, None, room)
+                _, weights, _ = cut(given, None, size)
             values, weights = values.where(has_id, 0), weights if weights is None else weights.where(has_id, 0)
         taken = [keys[i] for i in indices]
         inverse = self.inverse_indices_or_none()
@@ -494,7 +501,7 @@ class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
         return cut
 
     def to(self, device: torch.device, *args: Any, **kwargs: Any) -> KeyedJaggedTensor:
-        """Return these ids where they are on `device`, else see `KeyedJaggedTensor.to`."""
+        """Return these ids if they are on `device`, else see `KeyedJaggedTensor.to`."""
         return self if torch.device(device) == self.device() else super().to(device, *args, **kwargs)
 
     def __getitem__(self, key: str) -> JaggedTensor:

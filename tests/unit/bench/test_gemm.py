@@ -20,5 +20,5 @@ def test_what_is_left_of_the_communication_is_that_behind_the_product() -> None:
 
 @pytest.mark.parametrize("text", ["4096x4096", "4096x64x66"])
 def test_shapes_that_ranks_cannot_share_are_refused(text: str) -> None:
-    with pytest.raises(InputError, match=f"--shapes {text}: not M x K x N with M and N that 4 ranks divide"):
+    with pytest.raises(InputError, match=f"--shapes {text}: not M x K x N with M and N divisible by 4 ranks"):
         gemm._shape(text, 4)

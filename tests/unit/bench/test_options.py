@@ -70,7 +70,7 @@ def test_a_sweep_has_all_values_of_its_axes_and_the_configurations_where_there_i
     assert found == [(8, [8], "0..2"), (8, [8], "0..8"), (32, [32], "0..2"), (32, [32], "0..8")]
     assert {(each.data.tables.count, each.train.samples_per_rank(4)) for each in points} == {(8, 16)}
     criteo = configuration("--data.kind", "criteo_npy", "--data.path", "x")
-    with pytest.raises(InputError, match=r"data\.kind: criteo_npy, but bench sweep takes shapes that no file has"):
+    with pytest.raises(InputError, match=r"data\.kind: criteo_npy, but bench sweep changes the shape of the data"):
         shapes_of(values_of("sweep", "--dims", "8"), criteo, 4)
 
 

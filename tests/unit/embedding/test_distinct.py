@@ -38,7 +38,7 @@ def _check(batch: KeyedJaggedTensor, distinct: Distinct, rooms: list[int], block
     ids_by_key = {key: each.tolist() for key, each in zip(batch.keys(), parts, strict=True)}
     begin, named = 0, dict[int, list[int]]()
     for sequence, room in zip(SEQUENCES, rooms, strict=True):
-        places = distinct.places[begin : begin + room].tolist()
+        places = distinct.slots[begin : begin + room].tolist()
         ids = ids_by_key[sequence.feature]
         for position, id in enumerate(ids):
             bag, feature = divmod(places[position], features)
@@ -69,21 +69,21 @@ BATCHES: dict[str, Any] = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_each_id_has_its_slot(name: str) -> None:
     batch, finder = _batch(**BATCHES[name]), _finder()
-    rooms = finder.rooms_of(batch)
+    rooms = finder.capacities_of(batch)
     found = finder.sort(batch, rooms)
     most = max(1, int(found.first_run.diff().max()))
     counts = found.first_run.diff().tolist()
     halves = SlotBlocks(-(-most // 2), (2, 2))
     for blocks in (SlotBlocks(most, (1, 1)), SlotBlocks(most + 3, (1, 1)), halves, SlotBlocks.of(counts)):
-        _check(batch, finder.place(found, blocks), rooms, blocks)
+        _check(batch, finder.assign_slots(found, blocks), rooms, blocks)
     assert found.counts.tolist() == counts
 
 
 def test_ids_in_memory_with_room_behind_them() -> None:
     batch, finder = _batch(**BATCHES["ends of the range"]), _finder()
-    exact, rooms = finder.rooms_of(batch), [6, 3, 6, 5]
+    exact, rooms = finder.capacities_of(batch), [6, 3, 6, 5]
     found = finder.sort(batch, rooms)
-    _check(batch, finder.place(found, SlotBlocks(20, (1, 1))), rooms, SlotBlocks(20, (1, 1)))
+    _check(batch, finder.assign_slots(found, SlotBlocks(20, (1, 1))), rooms, SlotBlocks(20, (1, 1)))
     assert finder.padded(batch, rooms).tolist() == [9, 0, 9, 0, 0, 0, 9, 5, 5, 9, 0, 9, 0, 0, 0, 0, 2**31 - 2, 0, 0, 0]
     assert exact == [4, 3, 4, 3]
 
@@ -91,14 +91,14 @@ def test_ids_in_memory_with_room_behind_them() -> None:
 def test_ids_beyond_their_room_or_slots_are_told_by_lengths() -> None:
     """What is published then has more ids than any bound, and no place is outside the window."""
     batch, finder = _batch(**BATCHES["ends of the range"]), _finder()
-    few = finder.place(finder.sort(batch, [4, 3, 4, 3]), SlotBlocks(2, (1, 1)))
+    few = finder.assign_slots(finder.sort(batch, [4, 3, 4, 3]), SlotBlocks(2, (1, 1)))
     assert few.lengths.view(2, 2).sum(1).tolist() == [3, 3]
-    no_room = finder.place(finder.sort(batch, [3, 3, 4, 3]), SlotBlocks(8, (1, 1)))
+    no_room = finder.assign_slots(finder.sort(batch, [3, 3, 4, 3]), SlotBlocks(8, (1, 1)))
     told = no_room.lengths.view(2, 8).sum(1).tolist()
     assert told[0] > 13
     assert told[1] == 3
     for each, slots in ((few, 2), (no_room, 8)):
-        assert int(each.places.max()) < 2 * slots
+        assert int(each.slots.max()) < 2 * slots
         assert int(each.runs.rows.min()) >= 0
 
 
@@ -106,12 +106,12 @@ def test_ranges_of_rows_have_slots_of_their_own() -> None:
     """As between nodes; ids outside the table are in its last range."""
     finder = DistinctIds(SEQUENCES, ROWS, torch.device("cpu"), [[0, 4, 6], [0]])
     batch = _batch(f=[[9, 0, 3], [0, 12]], g=[[4], [5, 5]], h=[[7], []])
-    rooms = finder.rooms_of(batch)
-    distinct = finder.place(finder.sort(batch, rooms), SlotBlocks(6, (1, 1, 1, 1)))
+    rooms = finder.capacities_of(batch)
+    distinct = finder.assign_slots(finder.sort(batch, rooms), SlotBlocks(6, (1, 1, 1, 1)))
     counts = distinct.lengths.view(4, 6).sum(1).tolist()
     values = [each.tolist() for each in distinct.values[: sum(counts)].split(counts)]
     assert values == [[0, 3], [4, 5], [9, 12], [0, 3, 7, 9, 12]]
-    assert (distinct.places % 4).tolist() == [2, 0, 0, 0, 2, 1, 1, 1, 3, 3, 3, 3, 3, 3], "of each id the range"
+    assert (distinct.slots % 4).tolist() == [2, 0, 0, 0, 2, 1, 1, 1, 3, 3, 3, 3, 3, 3], "of each id the range"
     assert finder.sort(batch, rooms).counts.tolist() == [2, 2, 2, 5]
     beyond = finder.sort(batch, [4, *rooms[1:]]).counts
     assert int(beyond[0]) > len(batch.values()), "no range has room"
@@ -120,10 +120,10 @@ def test_ranges_of_rows_have_slots_of_their_own() -> None:
 def test_ids_outside_their_table_share_a_slot() -> None:
     """So that their owner finds one of them, and no other table's ids are mixed up with them."""
     batch, finder = _batch(f=[[10, -1], [3]], g=[[], [3]], h=[[-5, 0], [10]]), _finder()
-    distinct = finder.place(finder.sort(batch, finder.rooms_of(batch)), SlotBlocks(6, (1, 1)))
+    distinct = finder.assign_slots(finder.sort(batch, finder.capacities_of(batch)), SlotBlocks(6, (1, 1)))
     assert distinct.values[:2].tolist() == [3, 10]
-    assert distinct.places[:4].tolist() == [2, 2, 0, 0]
-    assert finder.sort(batch, finder.rooms_of(batch)).counts.tolist() == [2, 4]
+    assert distinct.slots[:4].tolist() == [2, 2, 0, 0]
+    assert finder.sort(batch, finder.capacities_of(batch)).counts.tolist() == [2, 4]
 
 
 @pytest.mark.parametrize("most", [[1000, 90], [5], [0, 0], [100] * 26, [1_000_000] + [100] * 10, [70, 3, 1]])

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from dlrm_overlap.embedding import layout as layouts
-from dlrm_overlap.embedding.layout import GradientLayout, Layout
+from dlrm_overlap.embedding import gradient_layout
+from dlrm_overlap.embedding.gradient_layout import GradientLayout
+from dlrm_overlap.embedding.layout import Layout
 from tests.unit.embedding.shards import make_shard
 
 # Rank 0 holds two lookups, in each a table of two features and one of one; rank 1 nothing; rank 2 two tables, of which
@@ -24,8 +25,8 @@ LAYOUT = Layout(SHARDS, ["g", "f", "e", "d", "c", "b", "a"], world_size=3)
 
 def _in_parts(patch: pytest.MonkeyPatch, parts: int, layout: Layout = LAYOUT) -> GradientLayout:
     window_bytes = max(layout.owner_dims) * 5 * layout.world_size * 4
-    patch.setattr(layouts, "_MOST_PARTS", parts)
-    patch.setattr(layouts, "_PART_BYTES", window_bytes // parts)
+    patch.setattr(gradient_layout, "_MAX_PARTS", parts)
+    patch.setattr(gradient_layout, "_PART_BYTES", window_bytes // parts)
     made = GradientLayout(layout, 5, torch.float32)
     assert made.parts == parts
     return made
@@ -55,19 +56,19 @@ def test_parts_go_by_columns_the_first_half_as_long(monkeypatch: pytest.MonkeyPa
 
 def test_only_large_windows_are_cut() -> None:
     assert GradientLayout(LAYOUT, 5, torch.float32).parts == 1
-    columns, enough = max(LAYOUT.owner_dims) * 3, 2 * layouts._PART_BYTES
+    columns, enough = max(LAYOUT.owner_dims) * 3, 2 * gradient_layout._PART_BYTES
     samples = -(-enough // (4 * columns))
     assert GradientLayout(LAYOUT, samples, torch.float32).parts == 2
     assert GradientLayout(LAYOUT, samples, torch.bfloat16).parts == 1, "half the bytes"
-    assert GradientLayout(LAYOUT, 1000 * samples, torch.float32).parts == layouts._MOST_PARTS
+    assert GradientLayout(LAYOUT, 1000 * samples, torch.float32).parts == gradient_layout._MAX_PARTS
 
 
 def _weighted(patch: pytest.MonkeyPatch, parts: int, bag_ids: dict[str, float]) -> GradientLayout:
     """Return the layout of five tables of one size on rank 0, and one on rank 1, cut in parts."""
     shards = [make_shard(name, 0, 4, feature=i, table=i) for i, name in enumerate("abcde")]
     layout = Layout([*shards, make_shard("f", 1, 4)], list("abcdef"), world_size=2)
-    patch.setattr(layouts, "_MOST_PARTS", parts)
-    patch.setattr(layouts, "_PART_BYTES", 1)
+    patch.setattr(gradient_layout, "_MAX_PARTS", parts)
+    patch.setattr(gradient_layout, "_PART_BYTES", 1)
     return GradientLayout(layout, 5, torch.float32, bag_ids)
 
 

@@ -36,10 +36,10 @@ def test_known_ids_are_counted_of_the_features_that_a_batch_has() -> None:
 @pytest.mark.parametrize(
     ("samples", "sizes", "told"),
     [
-        (0, (1, 1), "BatchCapacity: 0 samples, but a batch has at least 1; give those of a rank's batch"),
-        (3, (2, 1), r"BatchCapacity: \(2, 1\) ids a bag of f is no range; give \(least, most\)"),
-        (3, (-1, 1), r"BatchCapacity: \(-1, 1\) ids a bag of f is no range"),
-        (3, 4, r"BatchCapacity: 4 ids a bag of f is no range; give \(least, most\)"),
+        (0, (1, 1), "BatchCapacity: 0 samples, but a batch has at least 1; give the samples of a rank's batch"),
+        (3, (2, 1), r"BatchCapacity: \(2, 1\) ids a bag of f is not a range; give \(least, most\)"),
+        (3, (-1, 1), r"BatchCapacity: \(-1, 1\) ids a bag of f is not a range"),
+        (3, 4, r"BatchCapacity: 4 ids a bag of f is not a range; give \(least, most\)"),
     ],
 )
 def test_what_is_no_bound(samples: int, sizes: tuple[int, int], told: str) -> None:
@@ -48,5 +48,5 @@ def test_what_is_no_bound(samples: int, sizes: tuple[int, int], told: str) -> No
 
 
 def test_a_feature_without_a_bound() -> None:
-    with pytest.raises(InputError, match="no bound for the ids of feature h; name it in bag_sizes"):
+    with pytest.raises(InputError, match="feature h has no bag size; add it to bag_sizes"):
         BatchCapacity(3, KNOWN).capacity(["f", "h"])

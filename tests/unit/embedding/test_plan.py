@@ -13,8 +13,8 @@ from torchrec.distributed.types import ShardingPlan
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.embedding import plan
 from dlrm_overlap.embedding.balance import Balance, TableLoad
+from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.plan import build_topology, cached_tables, make_plan
-from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.train.model import build_model
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding import cache as cache_module
-from dlrm_overlap.embedding.cache import HomeTable, RowCache, activate, make_caches
+from dlrm_overlap.embedding.cache import CachedTable, RowCache, activate, make_caches
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels import swap_rows as swapping
 from dlrm_overlap.kernels.arguments import STATES, CacheState, OptimizerParams, Swaps
@@ -176,11 +176,11 @@ def test_tables_side_by_side_share_a_cache() -> None:
     weights, state = torch.rand(30 * DIM), torch.rand(30)
     bounds = (0, 10), (10, 16), (20, 30)  # the last one does not follow
     homes = {
-        number: HomeTable([weights[first * DIM : end * DIM].view(-1, DIM), state[first:end]], 0.2, 1)
+        number: CachedTable([weights[first * DIM : end * DIM].view(-1, DIM), state[first:end]], 0.2, 1)
         for number, (first, end) in enumerate(bounds)
     }
     (shared, firsts), (alone, own) = make_caches(homes, CPU)
     assert (firsts, own) == ({0: 0, 1: 10}, {2: 0})
     assert (shared.slots, alone.slots) == (4, 2)
-    assert torch.equal(shared.homes[0], weights[: 16 * DIM].view(-1, DIM))
-    assert alone.homes[1].data_ptr() == state[20:].data_ptr()
+    assert torch.equal(shared.host_rows[0], weights[: 16 * DIM].view(-1, DIM))
+    assert alone.host_rows[1].data_ptr() == state[20:].data_ptr()

@@ -77,7 +77,7 @@ def test_a_bound_that_is_given_grows(world_of_one: dist.ProcessGroup, batch: Any
 
 def test_a_batch_unlike_the_first_and_the_end_are_not_captured(world_of_one: dist.ProcessGroup) -> None:
     learnt = _learnt(world_of_one, first := _batch([1, 0], [2, 1]))
-    unlike, end = learnt.ask(learnt.describe(first), unlike=True).wait(), learnt.ask(None).wait()
+    unlike, end = learnt.ask(learnt.describe(first), is_mismatch=True).wait(), learnt.ask(None).wait()
     assert not learnt.are_captured(unlike)
     assert not learnt.are_beyond(unlike)
     assert (ended(end), ended(unlike)) == (True, False)

@@ -127,7 +127,7 @@ def test_a_model_of_either_sharder_has_the_reasons_of_its_plan(
     ("fused_params", "twice", "why_not"),
     [
         ({"gradient_clipping": True}, False, None),
-        ({}, True, "a table that is not pooled names a feature twice"),
+        ({}, True, "an unpooled table lists a feature twice"),
         ({"optimizer": EmbOptimType.LARS_SGD}, False, "optimizer lars_sgd"),
     ],
     ids=["clipped", "twice", "optimizer"],

@@ -89,9 +89,9 @@ def test_objects_dictionaries_lists_and_tuples() -> None:
     assert_same(made.by_name["inner"].sparse.lengths(), FIRST.lengths(), "of an object in a dictionary")
     assert_same(made.pair.ids.lengths(), SECOND.lengths(), "a tuple's ids")
     assert len(BatchTensors(made)) == len(BatchTensors(_nested(0.0))) == 7
-    assert static.find(made.pair.ids) == "pair.0"
-    assert static.find(made.by_name["inner"].sparse) == "by_name.inner.sparse"
-    assert static.find(FIRST) is None
+    assert static.path_of(made.pair.ids) == "pair.0"
+    assert static.path_of(made.by_name["inner"].sparse) == "by_name.inner.sparse"
+    assert static.path_of(FIRST) is None
     assert static.ids["by_name.inner.sparse"].tensor is made.by_name["inner"].sparse
 
 
@@ -178,7 +178,7 @@ def test_ids_beyond_the_room_are_left_out_and_told_of() -> None:
 def test_one_static_batch_is_copied_from_another(bound: BatchCapacity) -> None:
     source, to = StaticBatch(_nested(0.0), CPU, bound), StaticBatch(_nested(0.0), CPU, bound)
     source.fill(BatchTensors(_nested(1.0)))
-    to.take_over(source)
+    to.copy_from(source)
     assert_same(to.batch.pair.dense, torch.ones(4), "dense")
     for place in ("pair.0", "by_name.inner.sparse"):
         ids, expected = to.ids[place], source.ids[place]
@@ -199,14 +199,14 @@ def test_one_static_batch_is_copied_from_another(bound: BatchCapacity) -> None:
 )
 def test_batches_unlike_the_first_one_are_not_taken(other: Any) -> None:
     static = StaticBatch(_batch(FIRST), CPU, RANGES)
-    assert static.why_not(BatchTensors(_batch(FIRST))) is None
-    assert static.why_not(BatchTensors(other)) is not None
+    assert static.mismatch(BatchTensors(_batch(FIRST))) is None
+    assert static.mismatch(BatchTensors(other)) is not None
 
 
 def test_tensors_of_another_type_are_not_cast() -> None:
     first = {"y": torch.tensor([0, 1]), "ids": _weighted(FIRST)}
     static = StaticBatch(first, CPU, RANGES)
-    assert static.why_not(BatchTensors(first)) is None
+    assert static.mismatch(BatchTensors(first)) is None
     float64 = _weighted(FIRST, torch.ones(5).double())
     for changed, reason in (
         ({"y": torch.tensor([0.5, 0.25])}, "tensor y is [2] torch.float32, and was [2] torch.int64 in the first batch"),
@@ -214,19 +214,19 @@ def test_tensors_of_another_type_are_not_cast() -> None:
         ({"y": torch.tensor([0, 1]).to_sparse()}, "tensor y is [2] torch.int64 torch.sparse_coo, and was"),
         ({"ids": float64}, "ids ids: weights are torch.float64, and were torch.float32 in the first batch"),
     ):
-        unlike = static.why_not(BatchTensors(first | changed))
+        unlike = static.mismatch(BatchTensors(first | changed))
         assert unlike is not None
-        assert unlike.needs_word
+        assert unlike.should_warn
         assert unlike.reason.startswith(reason)
     trained = {"y": torch.zeros(2, requires_grad=True)}
-    assert StaticBatch(trained, CPU, RANGES).why_not(BatchTensors(trained)) is not None, "nobody would get its gradient"
+    assert StaticBatch(trained, CPU, RANGES).mismatch(BatchTensors(trained)) is not None, "its gradient would be lost"
 
 
 def test_ids_of_a_smaller_type_keep_their_values() -> None:
     static = StaticBatch(_batch(_ids([1, 1, 0, 0], [7, 8], torch.int64)), CPU, RANGES)
     for dtype, is_taken in ((torch.int32, True), (torch.int64, True), (torch.float32, False)):
         ids = _ids([1, 1, 0, 0], [7, 8], dtype)
-        assert (static.why_not(BatchTensors(_batch(ids))) is None) == is_taken
+        assert (static.mismatch(BatchTensors(_batch(ids))) is None) == is_taken
 
 
 class Kind(Enum):
@@ -287,18 +287,18 @@ def _tagged(tag: str) -> Tagged:
 def test_a_batch_with_other_constants_is_not_taken(make: Callable[[], Any], other: Callable[[], Any]) -> None:
     """Each value is made anew, as by whoever reads a batch."""
     static = StaticBatch({"x": torch.zeros(1), "part": make()}, CPU, RANGES)
-    assert static.why_not(BatchTensors({"x": torch.ones(1), "part": make()})) is None
-    unlike = static.why_not(BatchTensors({"x": torch.ones(1), "part": other()}))
+    assert static.mismatch(BatchTensors({"x": torch.ones(1), "part": make()})) is None
+    unlike = static.mismatch(BatchTensors({"x": torch.ones(1), "part": other()}))
     assert unlike is not None
-    assert unlike.needs_word
+    assert unlike.should_warn
     assert "part" in unlike.reason
-    assert static.why_not(BatchTensors({"x": torch.ones(1), "part": make()})) is None
+    assert static.mismatch(BatchTensors({"x": torch.ones(1), "part": make()})) is None
 
 
 def test_a_value_that_nobody_can_compare_is_taken_for_a_changed_one() -> None:
     static = StaticBatch({"x": torch.zeros(1), "part": (one := object())}, CPU, RANGES)
-    assert static.why_not(BatchTensors({"x": torch.zeros(1), "part": one})) is None
-    assert static.why_not(BatchTensors({"x": torch.zeros(1), "part": object()})) is not None
+    assert static.mismatch(BatchTensors({"x": torch.zeros(1), "part": one})) is None
+    assert static.mismatch(BatchTensors({"x": torch.zeros(1), "part": object()})) is not None
 
 
 class Stubborn(set[int]):
@@ -310,18 +310,18 @@ class Stubborn(set[int]):
 
 def test_a_value_that_can_change_without_a_copy_is_taken_for_a_changed_one() -> None:
     batch = {"x": torch.zeros(1), "part": Stubborn()}
-    assert StaticBatch(batch, CPU, RANGES).why_not(BatchTensors(batch)) is not None
+    assert StaticBatch(batch, CPU, RANGES).mismatch(BatchTensors(batch)) is not None
 
 
 def test_events_and_leases_of_a_batch_do_not_count() -> None:
     first, second = ({"x": torch.zeros(1), "event": torch.Event("cpu")} for _ in range(2))
-    assert StaticBatch(first, CPU, RANGES).why_not(BatchTensors(second)) is None
+    assert StaticBatch(first, CPU, RANGES).mismatch(BatchTensors(second)) is None
     returned: deque[Lease] = deque()
     first, second, third = (
         replace(_batch(FIRST), lease=lease) for lease in (Lease(0, returned), Lease(1, returned), None)
     )
     for batch in (second, third):
-        assert StaticBatch(first, CPU, RANGES).why_not(BatchTensors(batch)) is None
+        assert StaticBatch(first, CPU, RANGES).mismatch(BatchTensors(batch)) is None
 
 
 @pytest.mark.parametrize("change", ["array", "list", "set", "dict"])
@@ -329,8 +329,8 @@ def test_values_that_are_changed_in_place_are_seen(change: str) -> None:
     parts: dict[str, Any] = {"array": np.zeros(2), "list": [1], "set": {1}, "dict": {"a": [1]}}
     batch = {"x": torch.zeros(1), "parts": parts}
     static = StaticBatch(batch, CPU, RANGES)
-    held = BatchTensors(batch).kept()
-    assert static.why_not(BatchTensors(batch)) is None
+    held = BatchTensors(batch).snapshot()
+    assert static.mismatch(BatchTensors(batch)) is None
     changes: dict[str, Callable[[Any], Any]] = {
         "array": lambda array: array.fill(1.0),
         "list": lambda numbers: numbers.append(2),
@@ -338,9 +338,9 @@ def test_values_that_are_changed_in_place_are_seen(change: str) -> None:
         "dict": lambda lists: lists["a"].append(2),
     }
     changes[change](parts[change])
-    assert static.why_not(BatchTensors(batch)) is not None
-    assert static.why_not(held) is None, "a batch that waits for its step"
-    assert static.why_not(BatchTensors(static.batch)) is None, "what eager steps read"
+    assert static.mismatch(BatchTensors(batch)) is not None
+    assert static.mismatch(held) is None, "a batch that waits for its step"
+    assert static.mismatch(BatchTensors(static.batch)) is None, "what eager steps read"
 
 
 def _weighted(ids: KeyedJaggedTensor, weights: torch.Tensor | None = None) -> KeyedJaggedTensor:
@@ -353,7 +353,7 @@ def test_weights_are_copied_and_cut_with_their_ids(dtype: torch.dtype) -> None:
     static = StaticBatch(_batch(_weighted(FIRST, torch.ones(5).to(dtype))), CPU, RANGES)
     for weights in (torch.arange(5).to(dtype), torch.arange(5).to(dtype) + 7):
         batch = _weighted(FIRST, weights)
-        assert static.why_not(BatchTensors(_batch(batch))) is None
+        assert static.mismatch(BatchTensors(_batch(batch))) is None
         static.fill(BatchTensors(_batch(batch)))
         static.renew()
         ours = static.batch.sparse
@@ -376,7 +376,7 @@ def test_ids_that_no_step_could_take_are_refused(
     static = StaticBatch(_batch(first), CPU, RANGES)
     for batch in _batch(ids), replace(_batch(ids), dense=torch.zeros(1, 3)):
         with pytest.raises(InputError, match=f"GraphTrainPipeline: .*{refused}"):
-            static.why_not(BatchTensors(batch))
+            static.mismatch(BatchTensors(batch))
 
 
 def test_ids_with_other_inverse_indices_are_none_like_the_first() -> None:
@@ -386,7 +386,7 @@ def test_ids_with_other_inverse_indices_are_none_like_the_first() -> None:
 
     static = StaticBatch(ids(torch.zeros(2, 2).long()), CPU, RANGES)
     inverses = [torch.ones(2, 2).long(), torch.zeros(2, 3).long(), None]
-    assert [static.why_not(BatchTensors(ids(each))) is None for each in inverses] == [True, False, False]
+    assert [static.mismatch(BatchTensors(ids(each))) is None for each in inverses] == [True, False, False]
     static.fill(BatchTensors(ids(inverses[0])))
     assert_same(BatchTensors(static.batch)["sparse"].inverse_indices()[1], inverses[0], "inverse indices")
 
@@ -395,7 +395,7 @@ def test_tensors_are_told_apart_by_their_names() -> None:
     static = StaticBatch({"a": torch.zeros(2), "b": torch.ones(2)}, CPU, RANGES)
     static.fill(BatchTensors({"b": torch.full((2,), 4.0), "a": torch.full((2,), 3.0)}))
     assert (static.batch["a"].tolist(), static.batch["b"].tolist()) == ([3.0, 3.0], [4.0, 4.0])
-    unlike = static.why_not(BatchTensors({"a": torch.zeros(2), "c": torch.zeros(2)}))
+    unlike = static.mismatch(BatchTensors({"a": torch.zeros(2), "c": torch.zeros(2)}))
     assert unlike is not None
     assert unlike.reason == "tensors at b and c are in one batch and not in another"
 
@@ -406,7 +406,7 @@ def test_what_has_no_method_of_its_own_is_brought_to_the_device() -> None:
 
 
 def test_a_feature_without_a_bound_is_refused() -> None:
-    with pytest.raises(InputError, match="no bound for the ids of feature g"):
+    with pytest.raises(InputError, match="feature g has no bag size"):
         StaticBatch(_batch(FIRST), CPU, BatchCapacity(2, {"f": (1, 1)}))
 
 

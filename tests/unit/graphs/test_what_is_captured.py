@@ -28,7 +28,7 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-from dlrm_overlap.bench.harness.timing import greatest
+from dlrm_overlap.bench.harness.timing import max_over_ranks
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.embedding.replicated import ReplicatedTables
@@ -258,7 +258,7 @@ def test_a_collective_of_the_model_is_found(
 def test_our_collectives_and_compiled_functions_are_as_without(world_of_one: dist.ProcessGroup) -> None:
     compiled = torch.compile(lambda x: x.sin() + 1, fullgraph=True, backend="eager")
     with ModelCollectives() as collectives:
-        assert greatest([2.0], CPU) == [2.0]
+        assert max_over_ranks([2.0], CPU) == [2.0]
         assert_same(compiled(torch.zeros(3)), torch.ones(3), "compiled")
     assert collectives.called == ""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dlrm_overlap.observe.agreement import Losses, find_fault, loss_bound
+from dlrm_overlap.observe.agreement import Losses, find_fault, loss_tolerance
 from tests.unit.observe.drift import CALM, CHAOTIC, FAULTS, Regime, train_copies
 
 REFERENCE = {20: 0.5, 40: 0.4, 60: 0.2}
@@ -48,10 +48,10 @@ def test_a_reference_that_is_not_finite_agrees_with_nothing(references: int) -> 
 
 def test_the_bound_follows_the_noise_and_more_runs_narrow_it() -> None:
     first, *again = _runs(0.0, -1e-4, 2e-4)
-    one, two = (loss_bound(first, again[:runs], RTOL) for runs in (1, 2))
+    one, two = (loss_tolerance(first, again[:runs], RTOL) for runs in (1, 2))
     assert (one[40], two[40]) == pytest.approx((25 * 1e-4, 10 * 2e-4))
     assert two[1] == pytest.approx(two[40] / 10, rel=0.2)
-    assert loss_bound(first, [first], RTOL) == dict.fromkeys(range(1, 41), RTOL)
+    assert loss_tolerance(first, [first], RTOL) == dict.fromkeys(range(1, 41), RTOL)
 
 
 def _refused(runs: Sequence[Losses], references: Sequence[Sequence[Losses]]) -> float:

@@ -193,7 +193,7 @@ def test_damaged_lines_are_left_out_with_one_warning(tmp_path: Path, caplog: pyt
     path.write_bytes("\n".join([whole[0], *lines, "", *whole[1:]]).encode() + b"\n\xff\xfe\n")
     assert [record["step"] for record in read_records(path)] == [1, 2, 3]
     (line,) = caplog.messages
-    assert line.startswith(f"{path}: {len(lines) + 1} of {len(lines) + 4} lines are damaged and left out (line 2: ")
+    assert line.startswith(f"{path}: {len(lines) + 1} of {len(lines) + 4} lines are damaged and skipped (line 2: ")
     MetricsFile(path, 2).close()
     assert path.read_text() == f"{whole[0]}\n{whole[1]}\n"
     path.unlink()

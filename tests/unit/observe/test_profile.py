@@ -46,7 +46,7 @@ def test_the_report_has_the_lines_of_the_page_and_estimates_a_captured_step() ->
     profile = Profile("made-up GPU", 2, [step_parts(events, steps=2, step_ms=2.5) for events in (STEPS, late)])
     assert profile.captured_ms == pytest.approx((1.55, 1.95))
     report = str(profile)
-    shown = Path("docs/torchrec.md").read_text().partition("of a made-up trace:\n\n")[2].partition("\n\n")[0]
+    shown = Path("docs/torchrec.md").read_text().partition("An example of its report:\n\n")[2].partition("\n\n")[0]
     assert shown
     assert set(dedent(shown).splitlines()) <= set(report.splitlines()), report
 

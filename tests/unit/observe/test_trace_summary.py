@@ -57,8 +57,8 @@ def test_each_kind_of_work_is_listed_with_what_runs_alone(tmp_path: Path, name: 
         ["products", "0.125", "0.025"],
     ]
     assert exposed == (
-        "exposed communication: 0.050 ms a step, 10.0%; at most 0.150 ms, 30.0%, if kernels that look up and put do "
-        "nothing but put"
+        "exposed communication: 0.050 ms a step, 10.0%; at most 0.150 ms, 30.0%, if kernels that look up and store "
+        "count as communication"
     )
 
 
@@ -130,9 +130,9 @@ def test_a_window_is_shared_among_computing_exposed_communication_copies_and_not
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (None, "No such file or directory; give a file that log.trace_steps has written"),
-        (b"{", "not a whole Chrome trace"),
-        (b"[]", "not a whole Chrome trace"),
+        (None, "No such file or directory; give a file that log.trace_steps wrote"),
+        (b"{", "not a complete Chrome trace"),
+        (b"[]", "not a complete Chrome trace"),
         (json.dumps({"traceEvents": [STEPS[2]]}).encode(), "nothing in it ran on a GPU"),
     ],
 )
@@ -168,7 +168,7 @@ def test_wrong_values_in_a_trace_are_refused_in_one_line(tmp_path: Path) -> None
     _summarise_or_refuse(path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(InputError, match="not a whole Chrome trace"):
+    with pytest.raises(InputError, match="it is a pipe, not a file"):
         summarise(path)
 
 

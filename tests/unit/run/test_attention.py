@@ -64,10 +64,10 @@ def test_no_history_at_all(attention: TargetAttention) -> None:
 
 
 def test_pages_of_a_small_example() -> None:
-    found = pages_of(torch.tensor([4, 1]), rows=6, positions=3, places=2)
+    found = pages_of(torch.tensor([4, 1]), rows=6, positions=3, page_size=2)
     assert found.rows.tolist() == [[0, 1], [2, 0], [4, 0], [0, 0], [0, 0], [0, 0]]
     assert found.page.tolist() == [[0, 1, 5], [2, 5, 5]]
-    assert found.place.tolist() == [0, 1, 2, 11, 4, 11]
+    assert found.entry.tolist() == [0, 1, 2, 11, 4, 11]
     assert found.is_empty.int().tolist() == [[[0, 0, 0, 1, 1, 1]], [[0, 1, 1, 1, 1, 1]]]
 
 

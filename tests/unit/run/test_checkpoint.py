@@ -91,7 +91,7 @@ def test_all_that_differs_is_reported(checkpoint: Path, caplog: pytest.LogCaptur
     with pytest.raises(InputError) as error:
         _find(checkpoint, *options)
     assert all(change in str(error.value) for change in CHANGES.values())
-    assert "; set what it had, take the change by --checkpoint.allow_config_mismatch true" in str(error.value)
+    assert "; restore these values, accept the change with --checkpoint.allow_config_mismatch true" in str(error.value)
     with caplog.at_level("INFO", "dlrm_overlap"):
         assert _find(checkpoint, *options, changed=True) == checkpoint
     (line,) = caplog.messages
@@ -117,7 +117,7 @@ def test_another_number_of_ranks_shares_the_global_batch(checkpoint: Path, optio
 def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path, resume: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text("{}")
-    with pytest.raises(InputError, match=r"log\.name: .*run holds .* move them aside by --log\.overwrite true, or"):
+    with pytest.raises(InputError, match=r"log\.name: .*run has .* move them aside with --log\.overwrite true, or"):
         check_folder(_run(tmp_path, "--checkpoint.resume", resume))
 
 
@@ -231,15 +231,15 @@ def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogC
     with caplog.at_level("WARNING", "dlrm_overlap"):
         assert _find(checkpoint) == checkpoint
     (text,) = caplog.messages
-    assert f"{checkpoint.with_name('step_6') / MANIFEST} is not what was written" in text
-    assert text.endswith(f"going on from {checkpoint}, the newest that is whole")
+    assert f"{checkpoint.with_name('step_6') / MANIFEST} is damaged" in text
+    assert text.endswith(f"resuming from {checkpoint}, the newest complete one")
     with pytest.raises(InputError, match=rf"resume: {newer}/__0_0.distcp cannot be read \(No such file"):
         _checkpointer(checkpoint.parent, _config(), 2).resume(str(newer), False, _path_of)
     _describe(checkpoint, replace(manifest, files=files))
     with pytest.raises(
-        InputError, match="and no checkpoint before it is whole; name another checkpoint, or start anew"
+        InputError, match="and no earlier checkpoint is complete; name another checkpoint, or start over"
     ):
         _find(checkpoint)
     _describe(newer, replace(manifest, format=2))
-    with pytest.raises(InputError, match=f"{newer}/{MANIFEST} has format 2, and this program knows 4"):
+    with pytest.raises(InputError, match=f"{newer}/{MANIFEST} has format 2, but this version reads 4"):
         _checkpointer(checkpoint.parent, _config(), 2).resume(str(newer), False, _path_of)

@@ -168,8 +168,8 @@ def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     ("gpus", "device", "nproc", "message"),
     [
         (0, "auto", 2, "--nproc auto: 2 processes on the CPU\n"),
-        (1, "auto", 1, "--nproc auto: 1 process, one a GPU\n"),
-        (3, "auto", 3, "--nproc auto: 3 processes, one a GPU\n"),
+        (1, "auto", 1, "--nproc auto: 1 process, one per GPU\n"),
+        (3, "auto", 3, "--nproc auto: 3 processes, one per GPU\n"),
         (3, "cpu", 2, "--nproc auto: 2 processes on the CPU\n"),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Pa
         ("--checkpoint {run}/nowhere", "neither a checkpoint nor the folder of a run"),
         ("--checkpoint {newer}", "embedding.colour is not a key"),
         ("--checkpoint {wrong}", "train.steps: abc is not a whole number from 1"),
-        ("--checkpoint {tmp_path}", "step_12/checkpoint.json is not what was written"),
+        ("--checkpoint {tmp_path}", "step_12/checkpoint.json is damaged"),
     ],
 )
 def test_mistakes_are_one_line(

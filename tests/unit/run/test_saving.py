@@ -80,7 +80,7 @@ def test_a_save_that_finds_no_room_ends_the_run_by_name(tmp_path: Path) -> None:
 def test_no_room_for_copies_is_reported_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *BESIDE, "--checkpoint.every", "1"))
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
-    with pytest.raises(InputError, match=r"asynchronous: copies of the state take \S+ GB of this host's memory"):
+    with pytest.raises(InputError, match=r"asynchronous: copies of the state need \S+ GB of this node's memory"):
         trainer.fit()
     on_a_gpu = [SimpleNamespace(tensor=SimpleNamespace(nbytes=600, is_cuda=True))]
     monkeypatch.setattr("dlrm_overlap.checkpoint.saving.extents_to_store", lambda *_: on_a_gpu)
@@ -91,7 +91,7 @@ def test_no_room_for_copies_is_reported_before_the_first_step(tmp_path: Path, mo
 @pytest.mark.slow
 def test_a_failed_save_is_raised_at_the_next_log_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only at the next save, which may be hours away."""
-    failing = property(lambda self: self._beside is not None and self._beside.exception() is not None)
+    failing = property(lambda self: self._background is not None and self._background.exception() is not None)
     monkeypatch.setattr(Saves, "failed", failing)  # waits, so that the step is certain
     trainer = make_trainer(
         quickstart(tmp_path, "run", *SMALL, *BESIDE, "--checkpoint.every", "2", "--train.steps", "9")

@@ -21,8 +21,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.observe.run_log import RunLog
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.trainer import PreemptedError, Trainer
@@ -86,7 +86,7 @@ def test_a_step_is_saved_once_and_only_if_asked(
 def test_a_run_that_was_asked_to_end_says_how_it_goes_on(tmp_path: Path, options: str, same: str) -> None:
     trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *SAVES, "--log.every", "1", *options.split()))
     trainer._end.asked = True
-    with pytest.raises(PreemptedError, match=rf"step 3 is saved, and the same command{same} goes on"):
+    with pytest.raises(PreemptedError, match=rf"step 3 is saved, and the same command{same} resumes"):
         trainer.fit()
     assert checkpoints(tmp_path) == ["step_3"]
 
@@ -99,7 +99,7 @@ def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
 
     trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *SAVES))
     monkeypatch.setattr("dlrm_overlap.checkpoint.checkpoint.gathered", with_a_blind_rank)
-    with pytest.raises(InputError, match=r"log\.dir: .*run/checkpoints is not seen by all ranks \(not by rank 1\)"):
+    with pytest.raises(InputError, match=r"log\.dir: rank 1 does not see \S+run/checkpoints"):
         trainer.fit()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -217,7 +217,7 @@ def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCapt
     assert _contents(tmp_path) == before
     more = ["--train.steps", "6", "--log.trace_first", "4", "--log.trace_steps", "1"]
     assert _fit(tmp_path, *SAVES, *more)["steps"] == 6, "more steps were asked for"
-    assert "log.trace_first: 4, but the run goes on behind it: no step is traced" in caplog.messages
+    assert "log.trace_first: 4, but the run resumes later: no step is traced" in caplog.messages
     assert list(read_metrics(tmp_path / "run", "train/loss")) == list(range(1, 7))
 
 
@@ -255,7 +255,7 @@ def test_damaged_results_of_a_finished_run_are_written_again(
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [line.partition(" (")[0] for line in warnings if str(run) in line] == [
         f"{run}/summary.json is damaged",
-        f"{run}/metrics.jsonl: 3 of {len(lines) + 3} lines are damaged and left out",
+        f"{run}/metrics.jsonl: 3 of {len(lines) + 3} lines are damaged and skipped",
     ]
     assert _fit(tmp_path, *SAVES) == again, "finished, and read from the file"
     assert list(read_metrics(run, "train/loss")) == [1, 2, 3, 4]
@@ -283,7 +283,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path:
 def test_an_earlier_run_is_moved_aside_when_asked_and_can_go_on_there(tmp_path: Path) -> None:
     _fit(tmp_path, *SAVES)
     before = _contents(tmp_path / "run")
-    with pytest.raises(InputError, match=r"resume: .*step_4 lies in .*run, which log.overwrite moves aside; leave "):
+    with pytest.raises(InputError, match=r"resume: .*step_4 is in .*run, which log.overwrite moves aside; leave "):
         _fit(tmp_path, "--log.overwrite", "true", "--checkpoint.resume", str(tmp_path / "run/checkpoints/step_4"))
     for seed in ("1", "2"):
         _fit(tmp_path, *SAVES, "--train.seed", seed, "--log.overwrite", "true")
@@ -411,7 +411,7 @@ class _Exchange:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> _Exchange:
     exchange = _Exchange()
-    monkeypatch.setattr(Trainer, "_sharers", lambda self: [exchange])
+    monkeypatch.setattr(Trainer, "_peer_memory_owners", lambda self: [exchange])
     return exchange
 
 

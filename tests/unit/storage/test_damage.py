@@ -109,12 +109,12 @@ def test_a_run_goes_on_from_the_checkpoint_before_with_one_warning(
     assert _resume(tmp_path) == before
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert warning.startswith(f"checkpoint.resume: {newest / file} ")
-    assert warning.endswith(f"going on from {before}, the newest that is whole")
+    assert warning.endswith(f"resuming from {before}, the newest complete one")
     assert "Traceback" not in "".join(capfd.readouterr())
     with pytest.raises(InputError, match=rf"resume: {newest / file} .*; name another checkpoint"):
         _resume(tmp_path, str(newest))
     DAMAGE[damage](before / file)
-    with pytest.raises(InputError, match="and no checkpoint before it is whole"):
+    with pytest.raises(InputError, match="and no earlier checkpoint is complete"):
         _resume(tmp_path)
 
 
@@ -164,7 +164,7 @@ def test_a_checkpoint_of_the_format_before_loads_with_a_warning(
     load_extents(path, local_extents(*found))
     for expected, loaded in zip(local_extents(*state), local_extents(*found), strict=True):
         assert torch.equal(expected.tensor, loaded.tensor)
-    text = f"{path} is of an earlier version and has no checksums, so changed bits in its tensors go unnoticed"
+    text = f"{path} was saved by an earlier version without checksums, so damage to its tensors is not detected"
     assert _resume(tmp_path) == path
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [f"checkpoint: {text}"]
     assert main(["checkpoint", "verify", str(path)]) == 0
@@ -357,7 +357,7 @@ def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path) -> None:
     manifest = read_manifest(path)
     for name in ("../step_4/__0_0.distcp", "/dev/zero", "..", "", "a\0b", MANIFEST):
         write_manifest(path, replace(manifest, files=manifest.files | {name: manifest.files[DATA]}))
-        with pytest.raises(DamagedError, match="files has a value of another type"):
+        with pytest.raises(DamagedError, match="files has the wrong type"):
             read_manifest(path)
 
 
@@ -365,7 +365,7 @@ def test_a_manifest_lists_no_piece_without_its_checksum(tmp_path: Path) -> None:
     path = write_table(tmp_path, [0, 4])
     manifest = read_manifest(path)
     write_manifest(path, replace(manifest, files=manifest.files | {DATA: [Piece(manifest.size_of(DATA), "")]}))
-    with pytest.raises(DamagedError, match="pieces has a value of another type"):
+    with pytest.raises(DamagedError, match="pieces has the wrong type"):
         read_manifest(path)
 
 

@@ -172,7 +172,7 @@ def test_a_save_that_finds_no_room_leaves_what_there_is(tmp_path: Path, size: in
     before = path.stat().st_mtime_ns
     with (
         file_limit(100_000),
-        pytest.raises(InputError, match=r"step_3 cannot be written \(File too large\); the checkpoints before it"),
+        pytest.raises(InputError, match=r"step_3 cannot be written \(File too large\); earlier checkpoints are"),
     ):
         write_new(tmp_path, local_extents({"bias": torch.rand(size)}, {"state": {}}))
     assert os.listdir(tmp_path) == ["step_3"]

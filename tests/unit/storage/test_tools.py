@@ -30,7 +30,7 @@ def test_says_whether_it_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[
     for text in ("{}", "[]", "null", "{", json.dumps({"format": 3, "colour": 1})):
         (path / "checkpoint.json").write_text(text)
         assert main(["checkpoint", "verify", str(path)]) == 1
-        assert "checkpoint.json is not what was written" in capsys.readouterr().err
+        assert "checkpoint.json is damaged" in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(tmp_path)]) == 2
 
 
@@ -49,7 +49,7 @@ def test_an_export_that_finds_no_room_leaves_no_file(tmp_path: Path, capsys: pyt
         ("export {path}", "OUT is for export"),
         ("show {path} x.pt", "OUT is for export"),
         ("export {path} {path}/nowhere/x.pt", "cannot be written"),
-        ("export {path} {path}/checkpoint.json", "is there already"),
+        ("export {path} {path}/checkpoint.json", "checkpoint.json exists"),
         ("show {path}/..", "has no checkpoint.json; give a folder"),
     ],
 )

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from dlrm_overlap.comm.arena import HostArena
-from dlrm_overlap.embedding import layout as layouts
+from dlrm_overlap.embedding import gradient_layout
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_all_near, assert_same
@@ -145,7 +145,10 @@ def _check_parts(place: Place) -> None:
     ends = []
     for parts in (1, 8):
         training = Training(place, tables, "adagrad", _OPTIONS)
-        with patch.multiple(layouts, _PART_BYTES=_PART_BYTES, _MOST_PARTS=parts), _parts_far_apart(place, chance):
+        with (
+            patch.multiple(gradient_layout, _PART_BYTES=_PART_BYTES, _MAX_PARTS=parts),
+            _parts_far_apart(place, chance),
+        ):
             for seed, batch in enumerate(batches):
                 training.step(batch, seed, pause=partial(_pause, training, chance))
                 _poison(training.exchange)
@@ -213,7 +216,7 @@ def _check_silent_peer(place: Place, parts_sent: int) -> None:
     stage.fill(integers=True)
     batch = Batch(place, tables, [40] * place.world_size, seed=0)
     exchange = stage.exchange(ExchangeOptions(wait_timeout_s=TIMEOUT_S))
-    with patch.object(layouts, "_PART_BYTES", _PART_BYTES):
+    with patch.object(gradient_layout, "_PART_BYTES", _PART_BYTES):
         for _ in range(GOOD_STEPS):
             exchange.start(stage.inputs(batch), batch.sizes).wait().sum().backward()
     place.meet()

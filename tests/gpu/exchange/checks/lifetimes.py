@@ -180,7 +180,7 @@ def _check_closed(place: Place) -> None:
         train_steps(place, trainer, 12, 13)
     except InputError as error:
         told = str(error)
-    assert ("were moved or given back since" in told) == place.on_gpu, told or "a graph was launched"
+    assert ("were moved or freed since" in told) == place.on_gpu, told or "a graph was launched"
     place.meet()
     trainer.close()
 

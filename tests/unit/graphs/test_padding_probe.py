@@ -1,4 +1,4 @@
-"""Models that read the room behind ids are found, by runs that leave no trace, and no others."""
+"""Models that read the padding of ids are found, and no others, by runs that leave no trace."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from dlrm_overlap.embedding.distinct import NamedSequence
 from dlrm_overlap.embedding.exchanging_module import Deferred
 from dlrm_overlap.embedding.id_layout import BatchCapacity
-from dlrm_overlap.train.graphs.room_probe import RoomProbe
+from dlrm_overlap.train.graphs.padding_probe import PaddingProbe
 from dlrm_overlap.train.graphs.static_batch import BatchTensors, StaticBatch
 from tests.agreement import assert_same
 
@@ -29,7 +29,7 @@ class Rows(nn.Module):
         super().__init__()
         sequences = [NamedSequence(name, name, 0) for name in ("f", "g")]
         distinct = type("Distinct", (), {"sequences": sequences})
-        self.exchange, self.calls = type("Exchange", (), {"distinct": distinct}), 0
+        self.sender, self.calls = type("Sender", (), {"distinct": distinct}), 0
 
     def forward(self, ids: KeyedJaggedTensor) -> Any:
         self.calls += 1
@@ -65,10 +65,10 @@ def _why(model: Model) -> str:
     static.fill(BatchTensors({"x": torch.rand(3, 2), "ids": IDS}))
     static.renew()
     modules: Any = [model.rows]
-    probe = RoomProbe(model, modules, BOUND, batch := static.exact())
+    probe = PaddingProbe(model, modules, BOUND, batch := static.exact())
     with probe.recording():
         model(batch)
-    return probe.why_reads_room(model, lambda here: here)
+    return probe.why_padding_is_read(model, lambda here: here)
 
 
 def _padded(rows: JaggedTensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_a_model_that_cuts_by_lengths_is_captured(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_model_that_reads_the_room_is_found(name: str) -> None:
+def test_a_model_that_reads_the_padding_is_found(name: str) -> None:
     function, reason = READS[name]
     assert reason in _why(Model(function))
 
@@ -120,11 +120,11 @@ def test_it_leaves_no_trace() -> None:
     torch.manual_seed(1)
     x = torch.rand(3, 2)
     modules: Any = [model.rows]
-    probe = RoomProbe(model, modules, BOUND, batch := {"x": x, "ids": IDS})
+    probe = PaddingProbe(model, modules, BOUND, batch := {"x": x, "ids": IDS})
     with probe.recording():
         model(batch)
     generator, last = torch.get_rng_state(), model.last
-    assert probe.why_reads_room(model, lambda here: here) == ""
+    assert probe.why_padding_is_read(model, lambda here: here) == ""
     for name, tensor in expected.state_dict().items():
         assert_same(model.state_dict()[name], tensor, name)
     assert_same(torch.get_rng_state(), generator, "the generator's state")
@@ -137,18 +137,18 @@ def test_a_rank_takes_the_word_of_another() -> None:
     static = StaticBatch({"x": torch.rand(3, 2), "ids": IDS}, CPU, BOUND)
     model = Model(IGNORES["nothing"])
     modules: Any = [model.rows]
-    probe = RoomProbe(model, modules, BOUND, batch := static.exact())
+    probe = PaddingProbe(model, modules, BOUND, batch := static.exact())
     with probe.recording():
         model(batch)
-    assert probe.why_reads_room(model, lambda here: True) == "another rank has found out"
+    assert probe.why_padding_is_read(model, lambda here: True) == "another rank has found out"
 
 
-def test_pooled_embeddings_keep_the_room_in_front_of_them() -> None:
+def test_pooled_embeddings_keep_their_leading_columns() -> None:
     """A model joins its dense features there, see `JoinInPlace`."""
     module: Any = nn.Module()
     module.leading_columns = 2
     values = torch.arange(12.0).view(2, 6)[:, 2:]
-    probe = RoomProbe(nn.Module(), [module], BOUND, {"x": torch.zeros(1)})
+    probe = PaddingProbe(nn.Module(), [module], BOUND, {"x": torch.zeros(1)})
     copied = probe._result(module, KeyedTensor(["t"], [4], values), None).values()
     assert_same(copied.detach(), values, "values")
     assert (copied.stride(), copied.storage_offset()) == ((6, 1), 2)

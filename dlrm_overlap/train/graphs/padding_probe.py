@@ -1,12 +1,12 @@
-"""Finds out whether a model reads the room that captured steps have behind ids and rows.
+"""Finds out whether a model reads the padding of captured steps.
 
-Sizes in a CUDA graph are fixed, so `values()` of ids, and of rows of unpooled tables, has room for the most ids, and is
-0 after those of the batch. Most models cut values by `lengths()` or `offsets()`, and never see the room. For a model
-that does see it, as by a mean over `values()`, a captured step would be wrong.
+Sizes in a CUDA graph are fixed, so `values()` of ids, and of rows of unpooled tables, is padded to the capacity. Most
+models split values by `lengths()` or `offsets()`, and never read the padding. A model that does, as by a mean over
+`values()`, would compute another loss in a captured step.
 
-So a model is run again on the batch of an eager step: without room, with room for twice as many ids, and with NaN in
-the room. If loss or output differ, the model reads the room. The runs have no collective and no trace: the embedding
-modules return what they returned in the step, and buffers, parameters and random generators are as before.
+So the model is run again on the batch of an eager step: without padding, padded with zeros, and padded with NaN. If
+loss or output differ, the model reads the padding. These runs call no collective and leave no trace: the embedding
+modules return what they returned in the step, and parameters, buffers and random generators are restored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,31 +24,33 @@ from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.train.graphs.constants import difference
 from dlrm_overlap.train.graphs.static_batch import BatchTensors, PaddedKeyedJaggedTensor, replace_leaves
 
-_MORE = 8  # ids for which there is room beyond twice those of a feature
-_TOLERANCE, _TOLERANCE_16 = 1e-3, 2e-2  # of sums in another order, relative to a tensor's greatest element
+_EXTRA = 8  # ids of padding, in addition to the ids of a feature
+# Of sums in another order, relative to the largest element of a tensor; the second for 16-bit types.
+_TOLERANCE, _TOLERANCE_16 = 1e-3, 2e-2
 
 
-class RoomProbe:
+class PaddingProbe:
     """Runs a model again on the batch of one step.
 
     Example:
-        probe = RoomProbe(model, modules, bound, batch)
+        probe = PaddingProbe(model, modules, capacity, batch)
         with probe.recording():
             step(batch)
-        reason = probe.why_reads_room(model, agreement.any_is)
+        reason = probe.why_padding_is_read(model, consensus.any_is)
     """
 
     def __init__(
-        self, model: nn.Module, modules: Sequence[ExchangingModule[Any]], bound: BatchCapacity, batch: Any
+        self, model: nn.Module, modules: Sequence[ExchangingModule[Any]], capacity: BatchCapacity, batch: Any
     ) -> None:
-        """Copy a batch that has no room behind its ids, before its step, which may change it.
+        """Copy a batch before its step, which may change it.
 
         Args:
-            model: whose embedding modules are `modules`.
-            bound: by which captured steps have room.
-            batch: on the device.
+            model: to run.
+            modules: its embedding modules.
+            capacity: of captured steps.
+            batch: on the device, without padding.
         """
-        self._modules, self._capacity = modules, bound
+        self._modules, self._capacity = modules, capacity
         self._batch = replace_leaves(batch, partial(self._copy, fill=None))
         self._results: dict[nn.Module, Any] = {}
         exchanged = {inner for module in modules for inner in module.modules()}
@@ -56,7 +58,7 @@ class RoomProbe:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return a context for the step, in which each embedding module is called once."""
+        """Return a context for the step, which calls each embedding module once."""
 
         def record(module: nn.Module, _: Any, output: Any) -> None:
             output.callbacks.append(partial(self._keep, module))
@@ -73,15 +75,15 @@ class RoomProbe:
             self._results[module] = self._result(module, result, None)
         return result
 
-    def why_reads_room(self, forward: Callable[[Any], Any], any_is: Callable[[bool], bool]) -> str:
-        """Return why the model's steps cannot be captured, empty if they can; a collective.
+    def why_padding_is_read(self, forward: Callable[[Any], Any], any_is: Callable[[bool], bool]) -> str:
+        """Return how padding changes loss or output, empty if it does not; a collective.
 
         Args:
             forward: returns loss and output of a batch.
             any_is: returns whether something is true on any rank.
         """
         exact = self._run(forward, None)
-        # Zeros come first: kernels that check their input, as binary cross-entropy's does, end the process at NaN.
+        # Zeros come first: kernels that check their input, such as binary cross-entropy's, end the process at NaN.
         for fill in (0.0, torch.nan):
             reason = _difference(exact, self._run(forward, fill))
             if any_is(bool(reason)):
@@ -89,56 +91,56 @@ class RoomProbe:
         return ""
 
     def _run(self, forward: Callable[[Any], Any], fill: float | None) -> BatchTensors | Exception:
-        """Return the loss and the output with `fill` in the room, or without room, or the error that was raised."""
+        """Return loss and output, padded with `fill` or not padded if it is None, or the error that was raised."""
         device = next((p.device for module in self._dense for p in module.parameters(recurse=False)), None)
         devices = [device.index] if device is not None and device.type == "cuda" else []
         with torch.random.fork_rng(devices), self._state_kept(), self._replaying(fill):
             try:
                 loss, output = forward(replace_leaves(self._batch, partial(self._copy, fill=fill)))
                 return BatchTensors((loss, output))
-            except Exception as error:  # whatever a user's model raises
+            except Exception as error:  # of any type: the model is the user's
                 return error
 
-    def _room(self, feature: str, count: int) -> int:
-        """Return the room for `count` ids of a feature: none more where captured steps have none either."""
+    def _padded_count(self, feature: str, count: int) -> int:
+        """Return the size of `count` ids of a feature with padding, if captured steps pad it."""
         least, most = self._capacity.bag_sizes.get(feature, (0, 1))
         is_full = least == most and self._capacity.capacity([feature]) == [count]
-        return count if is_full else 2 * count + _MORE
+        return count if is_full else 2 * count + _EXTRA
 
     def _copy(self, leaf: Any, fill: float | None) -> Any:
         if not isinstance(leaf, PaddedKeyedJaggedTensor):
             return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
         counts, keys = leaf.capacities, leaf.keys()
-        rooms = counts if fill is None else list(map(self._room, keys, counts))
-        more = sum(rooms) - sum(counts)
+        sizes = counts if fill is None else list(map(self._padded_count, keys, counts))
+        padding = sum(sizes) - sum(counts)
         weights = leaf.weights_or_none()
-        weights = None if weights is None else _with_more(weights, more, fill)
-        tensors = _with_more(leaf.values(), more, 0), weights, leaf.lengths().clone()
+        weights = None if weights is None else _pad(weights, padding, fill)
+        tensors = _pad(leaf.values(), padding, 0), weights, leaf.lengths().clone()
         return PaddedKeyedJaggedTensor(
-            keys, *tensors, leaf.stride(), rooms, rooms == counts, leaf.inverse_indices_or_none()
+            keys, *tensors, leaf.stride(), sizes, sizes == counts, leaf.inverse_indices_or_none()
         )
 
     def _result(self, module: Any, result: Any, fill: float | None) -> Any:
-        """Return a copy of what an embedding module has returned, with room behind the rows of unpooled tables."""
+        """Return a copy of what an embedding module has returned, with padded rows of unpooled tables."""
         if isinstance(result, KeyedTensor):
             values, front = result.values(), getattr(module, "leading_columns", 0)
             whole = values.new_zeros(values.shape[0], front + values.shape[1])
             copied = whole[:, front:].copy_(values).requires_grad_()
             return KeyedTensor(result.keys(), result.length_per_key(), copied)
-        features = {sequence.name: sequence.feature for sequence in module.exchange.distinct.sequences}
+        features = {sequence.name: sequence.feature for sequence in module.sender.distinct.sequences}
         found = {}
         for name, rows in result.items():
             count = rows.values().shape[0]
-            more = 0 if fill is None else self._room(features[name], count) - count
+            padding = 0 if fill is None else self._padded_count(features[name], count) - count
             ids = rows.weights_or_none()
-            ids = None if ids is None else _with_more(ids, more, 0)
-            values = _with_more(rows.values().detach(), more, fill).requires_grad_()
+            ids = None if ids is None else _pad(ids, padding, 0)
+            values = _pad(rows.values().detach(), padding, fill).requires_grad_()
             found[name] = JaggedTensor(values, ids, lengths=rows.lengths().clone())
         return found
 
     @contextmanager
     def _replaying(self, fill: float | None) -> Iterator[None]:
-        """Have the embedding modules return what they returned in the step."""
+        """Return a context in which the embedding modules return what they returned in the step."""
 
         def result_of(module: nn.Module) -> Any:
             with torch.no_grad():
@@ -157,7 +159,10 @@ class RoomProbe:
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
-        """Leave parameters, buffers and attributes as they are, and keep dropout from depending on sizes."""
+        """Return a context that restores parameters, buffers and attributes, and disables dropout.
+
+        Dropout of padded tensors would draw other random numbers.
+        """
         attributes = [dict(vars(module)) for module in self._dense]
         dropping = [module for module in self._dense if isinstance(module, _DropoutNd) and module.training]
         held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
@@ -180,20 +185,20 @@ class RoomProbe:
                     tensor.copy_(before)
 
 
-def _with_more(tensor: torch.Tensor, more: int, fill: float | None) -> torch.Tensor:
-    """Return a copy of a tensor with so many more rows of `fill`, or of 0 where it cannot be NaN."""
+def _pad(tensor: torch.Tensor, rows: int, fill: float | None) -> torch.Tensor:
+    """Return a copy with `rows` more rows of `fill`, or of 0 if the tensor is of integers."""
     value = fill if fill is not None and tensor.is_floating_point() else 0
-    return torch.cat([tensor, tensor.new_full((more, *tensor.shape[1:]), value)])
+    return torch.cat([tensor, tensor.new_full((rows, *tensor.shape[1:]), value)])
 
 
 def _difference(exact: BatchTensors | Exception, found: BatchTensors | Exception) -> str:
-    """Return how loss or output differ between two runs, empty if they do not."""
+    """Return how loss or output of the padded run differ, empty if they do not."""
     if isinstance(exact, Exception):
         return f"it cannot be run twice on a batch ({_described(exact)})"
     if isinstance(found, Exception):
-        return f"with room behind its ids it fails ({_described(found)})"
+        return f"with padded ids it fails ({_described(found)})"
     if exact.keys() != found.keys() or difference(exact.constants, found.constants):
-        return "its output has other parts with room behind its ids"
+        return "its output has other parts with padded ids"
     for path, tensor in exact.items():
         if reason := _why_not_near(tensor, found[path]):
             return f"{'the loss' if path.partition('.')[0] == '0' else 'an output'} {reason}"
@@ -208,12 +213,12 @@ def _why_not_near(exact: Any, found: Any) -> str:
     if isinstance(exact, KeyedJaggedTensor):
         exact, found = exact.values(), found.values()
     if exact.shape != found.shape:
-        return "has another size with room behind the ids"
+        return "has another size with padded ids"
     if not exact.is_floating_point():
-        return "" if torch.equal(exact, found) else "differs with room behind the ids"
+        return "" if torch.equal(exact, found) else "differs with padded ids"
     if (found.isnan() & ~exact.isnan()).any():
-        return "becomes NaN with NaN in the room behind the ids"
+        return "becomes NaN if ids are padded with NaN"
     ours, theirs = (each.detach().double().nan_to_num() for each in (found, exact))
     tolerance = _TOLERANCE if exact.dtype.itemsize > 2 else _TOLERANCE_16
     scale = theirs.abs().max() if theirs.numel() else 0.0
-    return "" if ((ours - theirs).abs() <= tolerance * scale).all() else "differs with room behind the ids"
+    return "" if ((ours - theirs).abs() <= tolerance * scale).all() else "differs with padded ids"

@@ -1,0 +1,144 @@
+"""Sends the ids of this rank's samples to the owners of their rows, instead of TorchRec's input_dist."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.comm.every_rank import gathered
+from dlrm_overlap.comm.order import uncompiled
+from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.backends.ids import ArrivedIds
+from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable, poison_on_error
+from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
+from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.replicated import ReplicatedTables
+from dlrm_overlap.embedding.steps import Step, with_room
+
+
+class SentIds(NamedTuple):
+    """Ids that wait for their step."""
+
+    features: KeyedJaggedTensor
+    """argument of `IdSender.send`"""
+    arrived: ArrivedIds
+
+
+class IdSender:
+    """Sends ids at most one step ahead, and starts the steps of an exchange with the ids that have arrived.
+
+    Example: `sender.send(batch_1)` in step 0; `pooled = sender.start(batch_1)` in step 1.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        keys: Sequence[str],
+        capacity: BatchCapacity,
+        layout: Layout | None = None,
+        replicated: ReplicatedTables | None = None,
+        weighted: bool = False,
+    ) -> None:
+        """Make the windows of an exchange, with those of the ids; a collective.
+
+        Args:
+            exchange: from now on, looks up only ids that this sender sends.
+            keys: features in the order in which every batch has them, the same on all ranks.
+            capacity: largest batch of a rank.
+            layout: includes the tables that every rank holds, if the exchange looks them up; None keeps the exchange's.
+            replicated: those tables; their gradients are added to those of their parameters.
+            weighted: True if the ids of every batch have weights, the same on all ranks.
+
+        Raises:
+            InputError: if a feature has no capacity, or there is no memory for the windows.
+        """
+        self.exchange = exchange
+        self._keys, self._replicated, self._weighted = list(keys), replicated, weighted
+        self._layout = joined(layout or exchange.layout)
+        self._sent: deque[SentIds] = deque()
+        self.is_steady = False
+        """True while every step has the same batch size on each rank. Otherwise the ranks exchange their batch sizes in
+        each step, for which the host waits"""
+        self._steady_samples: int | None = None
+        self.set_capacity(capacity)
+
+    def set_capacity(self, capacity: BatchCapacity) -> None:
+        """Make the windows again for batches of another capacity; a collective, while no rank is in a step."""
+        self.capacity = capacity
+        self.exchange.receive_ids(self._id_layout(capacity), self._replicated, self._sent)
+
+    def _id_layout(self, capacity: BatchCapacity) -> IdLayout:
+        return IdLayout(self._layout, self._keys, capacity, self._weighted)
+
+    def begin_steady(self) -> None:
+        """Let the next steady step find out the largest batch size of all ranks, for itself and later ones."""
+        self._steady_samples = None
+
+    @property
+    def failure(self) -> str | None:
+        """The exchange's first failure, if there was one."""
+        return self.exchange.failure
+
+    @failure.setter
+    def failure(self, failure: str) -> None:
+        self.exchange.failure = failure
+
+    def send(self, features: KeyedJaggedTensor, count: torch.Tensor | None = None) -> None:
+        """Send the ids of a step, on the current stream; see `IdExchange.send`."""
+        self._sent.append(SentIds(features, self._send(features, count)))
+
+    def forget(self) -> None:
+        """Forget ids that were sent for steps that will not be taken."""
+        self._sent.clear()
+
+    @uncompiled
+    def start(self, features: KeyedJaggedTensor) -> PooledAwaitable:
+        """Start the step of `features`, the first ids that were sent; if none wait, send them now.
+
+        Returns:
+            As `Exchange.start`.
+
+        Raises:
+            InputError: if other ids were sent before, whose step a peer may wait for; nothing has begun.
+        """
+        sent = self._first(features)
+        if sent.features is not with_room(features):
+            raise InputError(
+                "exchange: a forward, but ids of another batch are under way to the owners of their rows, and must be "
+                "looked up first; evaluate by the pipeline's progress, or call its reset before"
+            )
+        self._sent.popleft()
+        arrived = sent.arrived
+        step = Step([arrived.ids], arrived.batch)
+        step.replicated, step.own_offsets = arrived.replicated, arrived.own_offsets
+        awaitable = self.exchange.start_step(step)
+        awaitable.samples = sent.features.stride()
+        return awaitable
+
+    def _first(self, features: KeyedJaggedTensor) -> SentIds:
+        if not self._sent:
+            self.send(with_room(features))
+        return self._sent[0]
+
+    @poison_on_error
+    def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
+        ids = self.exchange.id_exchange
+        arrived = ids.send(features, self._most_samples(features.stride(), ids.group), count)
+        if self.exchange.tables.fractions:
+            self.exchange.tables.activate(arrived.ids)
+        return arrived
+
+    def _most_samples(self, samples: int, group: dist.ProcessGroup) -> int:
+        """Return the largest number of samples of a rank, at least 1, to which all batches are padded; a collective.
+
+        Owners compute from it where ids are in the windows of all ranks.
+        """
+        if self.is_steady and self._steady_samples is not None:
+            return self._steady_samples
+        agreed = max(1, *gathered(samples, group))
+        if self.is_steady:
+            self._steady_samples = agreed
+        return agreed

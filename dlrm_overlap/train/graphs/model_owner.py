@@ -1,0 +1,45 @@
+"""Which pipeline trains a model, where several pipelines share one."""
+
+import weakref
+from typing import Any, Protocol
+
+from dlrm_overlap.train.graphs.static_batch import BatchTensors
+
+
+class ModelOwner(Protocol):
+    """A pipeline that holds the CUDA graphs of a model and averages its dense gradients."""
+
+    def release_model(self) -> None:
+        """Leave the model to another pipeline; no rank may be in a step."""
+        ...
+
+    def prepare_evaluation(self, batch: BatchTensors) -> None:
+        """Allow a forward on this batch, by whichever pipeline; a collective."""
+        ...
+
+
+class _Owned:
+    """The owner, for as long as the model lives; a copy of the model has none."""
+
+    def __init__(self, model: Any, owner: ModelOwner | None) -> None:
+        self.model, self.owner = weakref.ref(model), owner
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:  # for copy.deepcopy and pickle
+        return type(None), ()
+
+
+_ATTRIBUTE = "_dlrm_overlap_owner"
+
+
+def owner_of(model: Any) -> ModelOwner | None:
+    """Return the pipeline that trains a model, compiled or not; None if none does."""
+    owned = getattr(model, _ATTRIBUTE, None)
+    if owned is None or (owned.model() is not model and owned.model() is not getattr(model, "_orig_mod", None)):
+        return None
+    return owned.owner
+
+
+def set_owner(model: Any, owner: ModelOwner | None) -> None:
+    """Set the pipeline that trains a model, compiled or not."""
+    model = getattr(model, "_orig_mod", model)
+    setattr(model, _ATTRIBUTE, _Owned(model, owner))
