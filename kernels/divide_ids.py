@@ -1,12 +1,12 @@
-"""Ids divided into shares where they are published: of a table that is cut by rows, each owner reads those of its rows.
+"""Divides published ids into shares, so that each owner of a row-wise sharded table reads only the ids of its rows.
 
-A window (see `pull_ids`) has the ids of T features and then, from word `values_at` on, the ids of S shares, share after
-share, bag after bag, each less the share's first id. From word `offsets_at` on are the offsets of the features' bags,
-[T * b]; then b words of no interest, of which the first is the end of the last feature's ids; then the offsets of the
-shares' bags, [S * b + 1]. So a share is read as a feature is, as number T + 1 and up.
+A window (see `pull_ids`) holds the ids of T features and then, from word `values_at` on, those of S shares, share after
+share, bag after bag, each minus the share's first id. The offsets begin at word `offsets_at`: of the features' bags
+[T * b]; then b words, the first of which ends the features' ids; then of the shares' bags [S * b + 1]. So share s is
+read like a feature, number T + 1 + s.
 
-Example: T = 1, b = 2, bags [5, 1] [7, 4]; shares of the ids 0 .. 3 and 4 .. 7. The ids of the first share are 1, of its
-bags [1] []; those of the second are 1 3 0, of [1] [3, 0].
+Example: T = 1, b = 2, bags [5, 1] [7, 4], shares of the ids 0 .. 3 and 4 .. 7. The first share has the bags [1] [], the
+second [1] [3, 0].
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.compiled import CompiledKernel, specialised
 
-_BAGS = 128  # of a program, a lane each
+_BAGS = 128  # bags of a program, one a lane
 _NUM_WARPS = 4
 
 # Columns of the table of shares [S, 3] int64.
@@ -31,38 +31,46 @@ class Shares(NamedTuple):
     """The shares, and where they are in the window."""
 
     entries: torch.Tensor
-    """[S, 3] int64: the feature, the first id, and the id after the last; a negative id counts as 2^32 more"""
+    """[S, 3] int64: feature, first id, and the id after the last one; ids are unsigned, a negative id is 2^32 + id"""
     room: int
-    """words of the window for the ids of the features"""
+    """words of the window for the features' ids"""
     values_at: int
-    """first word of the ids of the shares"""
+    """word where the shares' ids begin"""
     values: int
-    """the most ids of all shares"""
+    """words of the window for the shares' ids"""
     offsets_at: int
-    """first word of the offsets"""
+    """word where the offsets begin"""
     features: int
     """T"""
     weights_at: int = 0
-    """words from an id to its weight; 0: ids have none"""
+    """words from an id to its weight; 0 if ids have no weights"""
 
 
 @triton.jit(do_not_specialize=["samples", "blocks", "room", "offsets_at", "features", "values_end", "weights_at"])
 def _divide_ids(
-    window, shares, counts,
-    samples, blocks, room, offsets_at, features, values_end, weights_at,
-    FILL: tl.constexpr, WEIGHTED: tl.constexpr, BAGS: tl.constexpr,
-):  # fmt: skip
-    """Count the ids of BAGS bags of one share, or with FILL store them; a lane takes a bag.
+    window,  # int32
+    shares,  # [S, 3] int64
+    counts,  # [1 + S * samples] int32: after the first element, ids of each bag
+    samples,
+    blocks,  # blocks of BAGS bags in a share
+    room,  # words of the features' ids
+    offsets_at,
+    features,
+    values_end,
+    weights_at,
+    FILL: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BAGS: tl.constexpr,
+):
+    """Count the ids of BAGS bags of one share or, with FILL, store them in the bag's order; a lane takes a bag.
 
-    Memory: the program reads the offsets and ids of its bags in the window. Without FILL it stores [BAGS] to `counts`
-    [1 + S * b] int32, from the share's bags' place on, after the first word. With FILL it reads the offsets of the
-    share's bags, and stores their ids in the order in which they are in the bag, each less the share's first, and
-    WEIGHTED their weights. A batch beyond its bound, which is found later, stores nothing outside the words up to
-    `values_end`.
+    Memory: without FILL, stores to `counts`. With FILL, stores the share's ids, each minus its first id, and with
+    WEIGHTED their weights; nothing from word `values_end` on, so that a batch that exceeds its capacity overwrites
+    nothing.
 
-    Order: the fill follows the sum of the counts on the stream, the flag that reports the ids follows the fill.
+    Order: the fill runs after the cumulative sum of the counts, and before the flag that publishes the ids.
 
-    Source: ours. TorchRec does so by FBGEMM's `block_bucketize_sparse_features` before its All-to-All.
+    Source: ours. TorchRec uses FBGEMM's `block_bucketize_sparse_features` before its All-to-All.
     """
     number = tl.program_id(0) // blocks
     sample = (tl.program_id(0) % blocks) * BAGS + tl.arange(0, BAGS)
@@ -71,15 +79,17 @@ def _divide_ids(
     first_id = tl.load(share + FIRST)
     end_id = tl.load(share + END)
     bag = window + offsets_at + tl.load(share + FEATURE) * samples + sample
-    begin = tl.minimum(tl.maximum(tl.load(bag, mask=live, other=0), 0), room)
-    end = tl.minimum(tl.load(bag + 1, mask=live, other=0), room)
+    # Offsets of a wrong batch may be anything: keep within the ids' words.
+    begin = tl.minimum(tl.maximum(tl.load(bag, mask=live, other=0), 0), room)  # [BAGS]
+    end = tl.minimum(tl.load(bag + 1, mask=live, other=0), room)  # [BAGS]
     length = tl.where(live, end - begin, 0)
     found = tl.zeros((BAGS,), tl.int32)
     into = tl.zeros((BAGS,), tl.int32)
     if FILL:
         into = tl.load(window + offsets_at + (features + 1 + number) * samples + sample, mask=live, other=0)
+    # Turn k looks at the k-th id of every bag.
     for at in range(tl.max(length, 0)):
-        value = tl.load(window + begin + at, mask=at < length, other=0)
+        value = tl.load(window + begin + at, mask=at < length, other=0)  # [BAGS]
         index = value.to(tl.uint32, bitcast=True).to(tl.int64)
         inside = (at < length) & (index >= first_id) & (index < end_id)
         if FILL:
@@ -98,12 +108,11 @@ def _compiled(fill: bool, weighted: bool = False) -> CompiledKernel:
 
 
 def divide_ids(window: torch.Tensor, shares: Shares, samples: int, counts: torch.Tensor) -> None:
-    """Publish the ids of the shares in a window that has those of the features, on the current stream.
+    """Write the shares' ids and offsets to a window that holds the features' ids, on the current stream.
 
     Args:
-        window: int32, see above; the shares' ids and offsets are overwritten.
-        samples: of a feature, b.
-        counts: [1 + S * b or more] int32 that is overwritten but for the first element, which is `values_at`.
+        samples: samples of a feature, b.
+        counts: [1 + S * b or more] int32, scratch; its first element is `values_at` and stays.
     """
     number = shares.entries.shape[0]
     blocks = -(-samples // _BAGS)

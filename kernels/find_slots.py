@@ -1,20 +1,17 @@
-"""The slots of a step's rows in a cache of rows: found, or taken from rows that neither this step nor the last names.
+"""Finds the slots of a step's rows in a cache, and gives slots to those that have none, by CLOCK replacement.
 
-Five kernels and a sum take each id, each slot, and a bit for each row of the tables in turn:
+    _look_up   ids of cached rows become their slots; a bit is set for every other row
+    _count     the bits of each block, and the slots of each block that may be taken
+    (cumsum)   where the entries of each block begin
+    _list      the rows that enter, ascending, and the slots that they take, in the hand's order
+    _take      these slots change rows
+    _replace   the other ids become their rows' new slots
 
-    _look_up   ids of rows that have a slot -> the slot; of all others, the rows' bits are set
-    _count     how many bits are set in each block of them; how many slots may be taken in each block
-    (a sum)    the blocks' counts -> where their entries begin
-    _list      the rows that enter, ascending, and the slots that they take, in the order of the hand
-    _take      each of these slots leaves its row for the one that enters
-    _replace   ids of rows that had no slot -> the one that they have now
+Bits need no sort, give rows in ascending order, in which host memory is faster, and the same result every time.
 
-However many ids name a row, it has one bit. So no sort finds the distinct rows, they come in their order, in which the
-host's memory moves faster, and nothing depends on which program comes first.
-
-Example: 4 slots have rows 7 3 9 5, none of which was used again, and 9 and 5 came in the last step; the hand is at slot
-0. A step names rows 8 8 2. The bits of 2 and 8 are set, slots 0 and 1 may be taken. Row 2 enters slot 0, which row 7
-leaves, row 8 slot 1, which row 3 leaves; the ids become 1 1 0, and the hand is at slot 2.
+Example: 4 slots hold rows 7 3 9 5. None was used again; 9 and 5 came in the last step; the hand is at slot 0. A step
+names rows 8 8 2. Their bits are set, and slots 0 and 1 may be taken. Row 2 replaces row 7 in slot 0, row 8 replaces row
+3 in slot 1, the ids become 1 1 0, and the hand moves to slot 2.
 """
 
 from functools import partial
@@ -28,13 +25,14 @@ from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import MOST_USES, CacheState, Swaps
 from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 
-_PROGRAMS = 2 if INTERPRETED else 128  # of _take
+_TAKE_PROGRAMS = 2 if INTERPRETED else 128
 _NUM_WARPS = 4
 
 
 @triton.jit
 def _first_row(offsets, first_rows, position, mask, samples, features, HALVINGS: tl.constexpr):
-    """Return, for each id's `position` [N], the element of `first_rows` of the feature that has it in its bags."""
+    """Return [N], the element of `first_rows` of the feature whose bags hold the id at `position` [N]."""
+    # Binary search of the feature: the first one whose bags end after the position.
     low = tl.zeros_like(position)
     high = low + features
     for _ in range(HALVINGS):
@@ -48,24 +46,35 @@ def _first_row(offsets, first_rows, position, mask, samples, features, HALVINGS:
 
 @triton.jit(do_not_specialize=["ids_count", "samples", "features"], do_not_specialize_on_alignment=["offsets"])
 def _look_up(
-    ids, offsets, first_rows, slot_of, used_at, named, clock, ids_count, samples, features,
-    HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Replace BLOCK ids by their rows' slots, and note that this step uses these; set the bits of rows without a slot.
+    ids,  # [ids_count] int32
+    offsets,  # [features * samples + 1], of the bags
+    first_rows,  # [features + 1 or more] int64
+    slot_of,  # [rows] int32
+    used_at,  # [slots] int32
+    named,  # [words] int32, a bit for each row
+    clock,  # [3] int64: step, hand, next hand
+    ids_count,
+    samples,
+    features,
+    HALVINGS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Replace BLOCK ids by their rows' slots and mark these as used; set the bits of rows that have no slot.
 
-    Memory: an id of such a row becomes -1 less the id, by which `_replace` finds it. Programs store the same value, the
-    step's number, to `used_at` of a slot; bits are set by atomics, since 32 rows share a word.
+    Memory: the id of a row without a slot becomes -1 - id. Programs that mark the same slot store the same step.
+
+    Order: bits are set by relaxed atomics, since 32 rows share a word.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < ids_count
-    first = _first_row(offsets, first_rows, i, live, samples, features, HALVINGS)
+    first = _first_row(offsets, first_rows, i, live, samples, features, HALVINGS)  # [BLOCK]
     live = live & (first >= 0)
     step = tl.load(clock).to(tl.int32)
-    value = tl.load(ids + i, mask=live, other=0)
+    value = tl.load(ids + i, mask=live, other=0)  # [BLOCK]
     row = first + value
-    slot = tl.load(slot_of + row, mask=live, other=-1)
+    slot = tl.load(slot_of + row, mask=live, other=-1)  # [BLOCK]
     found = live & (slot >= 0)
-    # Thousands of ids name the same few rows: not all of them store.
+    # Thousands of ids may name one row: store only where the step is not noted yet.
     stale = tl.load(used_at + slot, mask=found, other=0) != step
     tl.store(used_at + slot, tl.zeros_like(slot) + step, mask=found & stale)
     bit = tl.full((BLOCK,), 1, tl.int32) << (row % 32).to(tl.int32)
@@ -74,7 +83,7 @@ def _look_up(
 
 
 @triton.jit
-def _ones(word):
+def _count_ones(word):
     """Return the number of bits that are set in each uint32."""
     pairs = word - ((word >> 1) & 0x55555555)
     fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
@@ -82,17 +91,16 @@ def _ones(word):
 
 
 @triton.jit
-def _words_of(named, words, block, WORDS: tl.constexpr):
-    """Return [WORDS] int64, the numbers of a block's words of bits, and these as uint32."""
+def _load_words(named, words, block, WORDS: tl.constexpr):
+    """Return the numbers [WORDS] int64 and the values [WORDS] uint32 of a block's words of bits."""
     number = block.to(tl.int64) * WORDS + tl.arange(0, WORDS)
     return number, tl.load(named + number, mask=number < words, other=0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _slots_in_order(used_at, uses, clock, slots, block, SLOTS: tl.constexpr):
-    """Return, of a block of slots in the hand's order: a mask of those there are, the slots, the last step that used
-    each, its uses, and whether it may be taken.
-    """
+def _load_slots(used_at, uses, clock, slots, block, SLOTS: tl.constexpr):
+    """Return a block of slots in the hand's order, [SLOTS] each: mask, slot, last step, uses, may be taken."""
+    # A slot is free if neither this step nor the last one used it.
     at = block * SLOTS + tl.arange(0, SLOTS)
     mask = at < slots
     slot = at + tl.load(clock + 1).to(tl.int32)
@@ -104,22 +112,32 @@ def _slots_in_order(used_at, uses, clock, slots, block, SLOTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["words", "slots", "word_blocks", "slot_blocks"])
 def _count(
-    named, used_at, uses, clock, counts,
-    words: tl.int64, slots, word_blocks, slot_blocks,
-    MOST: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Count the bits that are set in one block, or the slots of one block that may be taken.
+    named,  # [words] int32
+    used_at,  # [slots] int32
+    uses,  # [slots] int32
+    clock,  # [3] int64
+    counts,  # [word_blocks + 2 * slot_blocks] int32: bits, free slots without uses, free slots with uses
+    words: tl.int64,
+    slots,
+    word_blocks,
+    slot_blocks,
+    MAX_USES: tl.constexpr,
+    WORDS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Count the bits of one block, or the slots of one block that may be taken.
 
-    Memory: `counts` int32 has the numbers of the blocks of bits; then, block by block, how many slots may be taken that
-    have no use left; then how many that have some. A slot that this step names has one use more from now on.
+    Memory: a slot that this step names gains a use, up to MAX_USES.
+
+    Order: no two programs share an element.
     """
     program = tl.program_id(0)
     if program < word_blocks:
-        _, word = _words_of(named, words, program, WORDS)
-        tl.store(counts + program, tl.sum(_ones(word), 0))
+        _, word = _load_words(named, words, program, WORDS)
+        tl.store(counts + program, tl.sum(_count_ones(word), 0))
     else:
-        mask, slot, used, left, free = _slots_in_order(used_at, uses, clock, slots, program - word_blocks, SLOTS)
-        tl.store(uses + slot, tl.minimum(left + 1, MOST), mask=mask & (used == tl.load(clock)))
+        mask, slot, used, left, free = _load_slots(used_at, uses, clock, slots, program - word_blocks, SLOTS)
+        tl.store(uses + slot, tl.minimum(left + 1, MAX_USES), mask=mask & (used == tl.load(clock)))
         tl.store(counts + program, tl.sum((free & (left == 0)).to(tl.int32), 0))
         tl.store(counts + program + slot_blocks, tl.sum((free & (left > 0)).to(tl.int32), 0))
 
@@ -127,12 +145,13 @@ def _count(
 @triton.jit
 def _list_rows(named, entering, words, block, begin, WORDS: tl.constexpr):
     """Store the rows of one block's bits to `entering`, from element `begin` on, and clear the bits."""
-    number, word = _words_of(named, words, block, WORDS)
-    inside = _ones(word)
+    number, word = _load_words(named, words, block, WORDS)
+    inside = _count_ones(word)
     into = entering + begin + tl.cumsum(inside, 0) - inside
-    for _ in range(0, tl.max(inside, 0)):  # the lowest bit of each word
+    # Each turn lists and clears the lowest bit of every word.
+    for _ in range(0, tl.max(inside, 0)):
         others = word & (word - 1)
-        row = number * 32 + _ones((word ^ others) - 1)
+        row = number * 32 + _count_ones((word ^ others) - 1)
         tl.store(into, row, mask=word != 0)
         into += 1
         word = others
@@ -141,19 +160,30 @@ def _list_rows(named, entering, words, block, begin, WORDS: tl.constexpr):
 
 @triton.jit
 def _list_slots(
-    used_at, uses, clock, taken, slots, block, first_idle, first_other, idles, entries, SLOTS: tl.constexpr
+    used_at,
+    uses,
+    clock,
+    taken,
+    slots,
+    block,
+    first_idle,
+    first_other,
+    idles,
+    entries,
+    SLOTS: tl.constexpr,
 ):
-    """Store the slots of one block that are taken to `taken`, and let the hand pass.
+    """Store the slots of one block that are taken to `taken`, and move the hand past them.
 
-    Slots without a use go first: there are `idles`, of which this block's begin with number `first_idle`. The others'
-    begin with `first_other`.
+    The block's free slots without uses begin at number `first_idle` of all `idles`, the others at `first_other`.
     """
-    mask, slot, _, left, free = _slots_in_order(used_at, uses, clock, slots, block, SLOTS)
+    mask, slot, _, left, free = _load_slots(used_at, uses, clock, slots, block, SLOTS)
+    # Number the block's slots: those without uses come first.
     idle = (free & (left == 0)).to(tl.int32)
     other = (free & (left > 0)).to(tl.int32)
     before = first_idle + tl.cumsum(idle, 0) - idle
     number = tl.where(idle > 0, before, first_other + tl.cumsum(other, 0) - other)
     tl.store(taken + number, slot.to(tl.int64), mask=free & (number < entries))
+    # The hand passes all slots up to the last one without uses that is taken: they lose a use.
     idles_taken = tl.minimum(entries, idles)
     tl.store(uses + slot, left - 1, mask=mask & (before < idles_taken) & (left > 0))
     following = tl.where(slot + 1 < slots, slot + 1, 0).to(tl.int64)
@@ -162,15 +192,26 @@ def _list_slots(
 
 @triton.jit(do_not_specialize=["words", "slots", "word_blocks", "slot_blocks"])
 def _list(
-    named, used_at, uses, clock, counts, ends, taken, entering,
-    words: tl.int64, slots, word_blocks, slot_blocks,
-    WORDS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """List one block's rows that enter, or its slots that they take.
+    named,
+    used_at,
+    uses,
+    clock,
+    counts,  # of `_count`
+    ends,  # inclusive sum of `counts`
+    taken,  # [entries] int64
+    entering,  # [entries] int64
+    words: tl.int64,
+    slots,
+    word_blocks,
+    slot_blocks,
+    WORDS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """List the rows of one block that enter, or the slots of one block: row entering[i] takes slot taken[i].
 
-    Memory: `ends` is the sum of `counts` up to each. Row `entering[i]` is to have slot `taken[i]`. Slots up to the last
-    one without a use that is taken are passed by the hand: they lose a use. The hand, in `clock[1]`, is then to point
-    to the next slot; `clock[2]` says so, since other programs may still read the former.
+    Memory: the hand's next slot is stored to `clock[2]`, since other programs still read `clock[1]`.
+
+    Order: no two programs share an element.
     """
     program = tl.program_id(0)
     entries = tl.load(ends + word_blocks - 1)
@@ -182,33 +223,56 @@ def _list(
         first_other = tl.load(ends + other) - tl.load(counts + other) - entries
         idles = tl.load(ends + word_blocks + slot_blocks - 1) - entries
         _list_slots(
-            used_at, uses, clock, taken, slots, program - word_blocks, begin - entries, first_other, idles, entries,
+            used_at,
+            uses,
+            clock,
+            taken,
+            slots,
+            program - word_blocks,
+            begin - entries,
+            first_other,
+            idles,
+            entries,
             SLOTS,
-        )  # fmt: skip
+        )
 
 
 @triton.jit(do_not_specialize=["word_blocks"])
 def _take(
-    slot_of, row_in, used_at, uses, clock, ends, taken, leaving, entering, count, word_blocks, BLOCK: tl.constexpr
+    slot_of,  # [rows] int32
+    row_in,  # [slots] int64
+    used_at,
+    uses,
+    clock,
+    ends,
+    taken,
+    leaving,  # [entries] int64
+    entering,
+    count,  # [1] int64
+    word_blocks,
+    BLOCK: tl.constexpr,
 ):
-    """Give the slots of BLOCK entries at a time to the rows that enter, as program p of P.
+    """Assign slots to the rows that enter, as program p of P the blocks p, p + P, .. of BLOCK.
 
-    Memory: the rows that leave are stored to `leaving`, and the number of entries to `count` [1].
+    Memory: stores the slots' former rows to `leaving`, and the number of entries to `count`.
+
+    Order: no two programs share an element.
     """
     entries = tl.load(ends + word_blocks - 1)
     step = tl.load(clock).to(tl.int32)
     for first in range(tl.program_id(0) * BLOCK, entries, tl.num_programs(0) * BLOCK):
         i = first + tl.arange(0, BLOCK)
         mask = i < entries
-        slot = tl.load(taken + i, mask=mask, other=0)
-        row = tl.load(entering + i, mask=mask, other=0)
-        old = tl.load(row_in + slot, mask=mask, other=-1)
+        slot = tl.load(taken + i, mask=mask, other=0)  # [BLOCK]
+        row = tl.load(entering + i, mask=mask, other=0)  # [BLOCK]
+        old = tl.load(row_in + slot, mask=mask, other=-1)  # [BLOCK]
         tl.store(leaving + i, old, mask=mask)
         tl.store(slot_of + old, tl.full((BLOCK,), -1, tl.int32), mask=mask & (old >= 0))
         tl.store(slot_of + row, slot.to(tl.int32), mask=mask)
         tl.store(row_in + slot, row, mask=mask)
         tl.store(used_at + slot, tl.zeros_like(i) + step, mask=mask)
         tl.store(uses + slot, tl.zeros_like(i), mask=mask)
+    # No program reads the hand here, so it may move now.
     if tl.program_id(0) == 0:
         tl.store(clock + 1, tl.load(clock + 2))
         tl.store(count, entries.to(tl.int64))
@@ -216,12 +280,20 @@ def _take(
 
 @triton.jit(do_not_specialize=["ids_count", "samples", "features"], do_not_specialize_on_alignment=["offsets"])
 def _replace(
-    ids, offsets, first_rows, slot_of, clock, ids_count, samples, features,
-    HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Replace those of BLOCK ids that `_look_up` has found no slot for; program 0 counts the step."""
+    ids,  # [ids_count] int32
+    offsets,  # [features * samples + 1], of the bags
+    first_rows,  # [features + 1 or more] int64
+    slot_of,  # [rows] int32
+    clock,
+    ids_count,
+    samples,
+    features,
+    HALVINGS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Replace those of BLOCK ids that `_look_up` found no slot for; program 0 counts the step."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(ids + i, mask=i < ids_count, other=0)
+    value = tl.load(ids + i, mask=i < ids_count, other=0)  # [BLOCK], -1 - id where there was no slot
     live = (i < ids_count) & (value < 0)
     if tl.max(live.to(tl.int32), 0) > 0:
         first = _first_row(offsets, first_rows, i, live, samples, features, HALVINGS)
@@ -233,7 +305,7 @@ def _replace(
 
 
 class Blocks(NamedTuple):
-    """Sizes of what one program takes, powers of two."""
+    """What one program takes: powers of two."""
 
     ids: int = 1024
     words: int = 1024
@@ -252,45 +324,44 @@ def find_slots(
     first_rows: torch.Tensor,
     blocks: Blocks = _BLOCKS,
 ) -> Swaps:
-    """Find slots for the rows that a step names, and replace its ids by them; on the current stream.
+    """Find slots for the rows that a step names, and replace its ids by the slots, on the current stream.
 
-    There are slots enough for the rows of this step and of the last.
+    There must be enough slots for the rows of this step and the last one together.
 
     Args:
-        state: rewritten.
-        ids: [n] int32, feature after feature, within their tables; rewritten.
-        offsets: [F * B + 1] int, of the bags of F features; ids after the last bag are of feature F.
+        state: updated in place.
+        ids: [n] int32, ids within their tables, feature after feature; updated in place.
+        offsets: [F * B + 1] int32 or int64, of the bags of F features; later ids belong to feature F.
         samples: B.
-        first_rows: [F + 1 or more] int64: the number of the first row of each feature's table, as the cache counts
-            rows; below 0 leaves the feature's ids as they are.
-        blocks: what one program takes.
+        first_rows: [F + 1 or more] int64: first row of each feature's table in the cache; ids stay if it is negative.
 
     Returns:
-        Where rows that leave and enter are to be swapped, the latter ascending.
+        The rows that leave and enter, the latter in ascending order.
     """
     if not (ids.is_cuda or INTERPRETED):
         return reference.find_slots(state, ids, offsets, samples, first_rows)
     slot_of, row_in, used_at, uses, named, clock = state
-    most, features = min(ids.numel(), row_in.numel()), (offsets.numel() - 1) // samples
+    # At most one row enters for each id, and for each slot.
+    max_entries, features = min(ids.numel(), row_in.numel()), (offsets.numel() - 1) // samples
     words, slots = named.numel(), row_in.numel()
     word_blocks, slot_blocks = -(-words // blocks.words), -(-slots // blocks.slots)
     counts = torch.empty(word_blocks + 2 * slot_blocks, dtype=torch.int32, device=ids.device)
-    taken, leaving, entering = (torch.empty(most, dtype=torch.int64, device=ids.device) for _ in range(3))
+    taken, leaving, entering = (torch.empty(max_entries, dtype=torch.int64, device=ids.device) for _ in range(3))
     count = torch.empty(1, dtype=torch.int64, device=ids.device)
     make, bags = partial(specialised, num_warps=_NUM_WARPS), (ids, offsets, first_rows)
-    sizes, by_id = (words, slots, word_blocks, slot_blocks), -(-ids.numel() // blocks.ids)
-    types, bounds = (offsets.dtype,), (ids.numel(), samples, features)
+    block_sizes, id_blocks = (words, slots, word_blocks, slot_blocks), -(-ids.numel() // blocks.ids)
+    types, bag_sizes = (offsets.dtype,), (ids.numel(), samples, features)
     look_up = make(_look_up, HALVINGS=features.bit_length(), BLOCK=blocks.ids)
-    look_up(by_id, types, *bags, slot_of, used_at, named, clock, *bounds)
-    counting = make(_count, MOST=MOST_USES, WORDS=blocks.words, SLOTS=blocks.slots)
-    counting(word_blocks + slot_blocks, (), named, used_at, uses, clock, counts, *sizes)
+    look_up(id_blocks, types, *bags, slot_of, used_at, named, clock, *bag_sizes)
+    counting = make(_count, MAX_USES=MOST_USES, WORDS=blocks.words, SLOTS=blocks.slots)
+    counting(word_blocks + slot_blocks, (), named, used_at, uses, clock, counts, *block_sizes)
     ends = counts.cumsum(0, dtype=torch.int32)
-    changed = (named, used_at, uses, clock)
     listing = make(_list, WORDS=blocks.words, SLOTS=blocks.slots)
-    listing(word_blocks + slot_blocks, (), *changed, counts, ends, taken, entering, *sizes)
-    by_row = (slot_of, row_in, used_at, uses, clock)
+    listing(
+        word_blocks + slot_blocks, (), named, used_at, uses, clock, counts, ends, taken, entering, *block_sizes
+    )  # fmt: skip
     take = make(_take, BLOCK=blocks.entries)
-    take(_PROGRAMS, (), *by_row, ends, taken, leaving, entering, count, word_blocks)
+    take(_TAKE_PROGRAMS, (), slot_of, row_in, used_at, uses, clock, ends, taken, leaving, entering, count, word_blocks)
     replace = make(_replace, HALVINGS=features.bit_length(), BLOCK=blocks.ids)
-    replace(by_id, types, *bags, slot_of, clock, *bounds)
+    replace(id_blocks, types, *bags, slot_of, clock, *bag_sizes)
     return Swaps(taken, leaving, entering, count)

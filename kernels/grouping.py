@@ -1,16 +1,15 @@
-"""The groups in which a message from a rank to another node leaves, alike at both ends.
+"""The groups of rows in which a message is sent to another node; sender and receiver compute the same ones.
 
-A put costs a network card some hundred ns, whatever its bytes. So a message is cut into groups of equal numbers of
-rows, each of at least `aggregate_bytes`, the last one excepted. A group leaves as one put when its last row is
-finished. Its offset in the message is fixed, and so are the bytes that arrive.
+A put costs a network card some hundred ns, whatever its size. So a message is cut into groups of equally many rows,
+each of at least `aggregate_bytes` except the last one, and a group is sent by one put when its last row is finished.
 
-Source: the aggregator that Chen et al. 2024 propose for several nodes. Theirs also sends what has waited for long: in
-the simulation of 16 nodes no bound of the wait changes a step's time.
+Source: the aggregator of Chen et al. 2024, which also sends a group that has waited too long; in the simulation of 16
+nodes such a limit does not change a step's time.
 """
 
 
 def group_rows(row_bytes: int, aggregate_bytes: int, least_rows: int = 1) -> int:
-    """Return the rows of a group: the least multiple of `least_rows` that has so many bytes, of rows of `row_bytes`.
+    """Return the rows of a group: the smallest multiple of `least_rows` that has `aggregate_bytes` bytes.
 
     Example: 512 bytes a row, 64 KB a group: 128 rows.
     """

@@ -1,9 +1,8 @@
-"""Messages between nodes in groups: each group is put into the peer's heap when it is ready, and awaited by itself.
+"""Messages between nodes in groups of rows: each group is put into the peer's heap, with a signal, when it is complete.
 
-A message is made of rows, in *runs*, each the samples of one rank of the receiving node. Each run is cut into groups of
-the same number of rows, but for its last (`grouping`), so none holds rows of two runs. Each group has a signal of its
-own, which its put sets to the epoch after its data. Nothing is ever reset. Puts may overtake each other, since none
-covers another's data.
+A message has a *run* of rows for each rank of the receiving node. Runs are cut into groups of the same number of rows,
+except the last (`grouping`). The put of a group sets its own signal to the epoch after the data has arrived. Nothing is
+reset, and puts may overtake each other.
 """
 
 from typing import NamedTuple
@@ -17,74 +16,85 @@ from dlrm_overlap.kernels.grouping import group_rows
 from dlrm_overlap.kernels.network import AT_LEAST, Network, put_signal, signal_wait
 from dlrm_overlap.kernels.primitives import EXPIRED, poll, record, stop
 
-_LEAST_ROWS = 8  # of a group: a task of pooling, which has as many at most, lies in one group
-_LANES = 128  # groups that a program awaits at a time, a thread each
+_MIN_ROWS = 8  # of a group: so the rows of a pooling task, 8 at most, are in one group
+_LANES = 128  # groups that a program waits for at a time, a thread each
 
 
 class Groups(NamedTuple):
-    """How a message is cut, alike at both ends, which derive it from the sizes that both know."""
+    """How a message is cut; sender and receiver derive it from sizes that both know."""
 
     rows: int
-    """of a group, a multiple of 8; less at the end of a run"""
+    """rows of a group, a multiple of 8; the last group of a run may have fewer"""
     each: int
-    """groups of the longest run; group i of run r is number r * each + i of the message"""
+    """groups of the longest run; group i of run r has number r * each + i"""
 
     @staticmethod
     def of(longest: int, row_bytes: int, aggregate_bytes: int) -> "Groups":
-        """Return how a message of rows of `row_bytes` is cut whose longest run has `longest` rows.
-
-        Example: runs of up to 3000 rows of 1000 bytes, 256 KiB a group: groups of 264 rows, up to 12 a run.
-        """
-        rows = group_rows(row_bytes, aggregate_bytes, _LEAST_ROWS)
+        """Return how to cut a message whose longest run has `longest` rows of `row_bytes`."""
+        rows = group_rows(row_bytes, aggregate_bytes, _MIN_ROWS)
         return Groups(rows, max(1, -(-longest // rows)))
 
 
 class Outgoing(NamedTuple):
-    """A message in this rank's heap, and where it goes: places in a peer's heap, as addresses in this rank's."""
+    """A message in this rank's heap and its destination in a peer's, both as addresses in this rank's heap."""
 
     shift_bytes: int
-    """from where kernels stage it to its place at the peer"""
+    """bytes from where kernels stage the message to where it arrives"""
     signals: int
     """address of the signal of its first group"""
     peer: int
 
 
 class Waiting(NamedTuple):
-    """How a wait for a signal is bounded, and where one that expires is recorded."""
+    """How long a wait for a signal may take, and where one that expires is recorded."""
 
     timeout: int
-    """in ns; in turns under the interpreter"""
+    """ns; turns under the interpreter"""
     status: torch.Tensor
-    """[1 + kinds] int64 on the device, see `Record.status`"""
+    """[1 + kinds] int64 on the device, see `primitives.record`"""
 
 
 @triton.jit(do_not_specialize=["rank", "peer", "signal", "epoch"])
-def _send_signal(heaps, clock_word, rank, peer, signal: tl.int64, epoch: tl.int64, FORM: tl.constexpr):
-    """Set a signal in the heap of `peer` to `epoch` + `clock_word` [1] int64, by one program; see `put_signal`."""
+def _send_signal(
+    heaps,  # [W] int64, addresses
+    clock_word,  # [1] int64
+    rank,
+    peer,
+    signal: tl.int64,
+    epoch: tl.int64,
+    FORM: tl.constexpr,
+):
+    """Set a signal in the heap of `peer` to `epoch` + `clock_word`, by one program; see `put_signal`."""
     nothing = tl.zeros((), tl.int64)
     put_signal(heaps, rank, peer, signal, signal, nothing, signal, epoch + tl.load(clock_word), FORM)
 
 
 @triton.jit(do_not_specialize=["rank", "source", "group_rows", "each", "signals", "epoch", "timeout"])
-def _await_message(
-    clock_word, status, first_sample, rank, source, group_rows, each,
-    signals: tl.int64, epoch: tl.int64, timeout: tl.int64,
-    LANES: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Await the groups of run p of a message as program p.
+def _wait_message(
+    clock_word,  # [1] int64
+    status,
+    first_sample,  # [runs + 1] int32: run r has rows [first_sample[r], first_sample[r + 1])
+    rank,
+    source,  # the rank that sends
+    group_rows,
+    each,  # groups of the longest run
+    signals: tl.int64,  # address of the first group's signal
+    epoch: tl.int64,
+    timeout: tl.int64,  # ns; turns under the interpreter
+    LANES: tl.constexpr,
+    FORM: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Wait for the groups of run p of a message, as program p; a lane takes a group.
 
-    A lane takes a group, so that signals are looked at side by side: a look takes about a microsecond. When `timeout`
-    ns have passed (turns, under the interpreter), the program records which signal is missing and stops the kernel, as
-    `primitives.wait_for_flags` does for a flag.
+    A wait that exceeds `timeout` is recorded and stops the kernel, as in `primitives.wait_for_flags`.
 
-    Memory: the program reads the signals of the run's groups, from number p * `each` on; the run has as many rows as
-    `first_sample` [runs + 1] int32 says. Signals of a later epoch do not come before this one's are awaited no more.
+    Memory: reads the signals from number p * `each` on. No signal is set to a later epoch before this wait has ended.
 
-    Order: signals are read relaxed until they have come. Then they are acquired at system scope, of NVSHMEM by its own
-    wait, which makes the bytes visible that a network card has written. A barrier follows, so that no thread reads a
-    group before the threads that acquired. The kernels that follow on the stream see the sender's bytes.
+    Order: signals are read relaxed until all have reached the epoch, then acquired at system scope (with NVSHMEM by its
+    own wait, which makes bytes visible that a network card has written). A barrier follows.
 
-    Example: a run of 20 rows, groups of 16 rows: signals 0 and 1 are awaited.
+    Example: a run of 20 rows, groups of 16 rows: the program waits for signals 0 and 1.
     """
     run = tl.program_id(0)
     groups = tl.cdiv(tl.load(first_sample + run + 1) - tl.load(first_sample + run), group_rows)
@@ -94,39 +104,38 @@ def _await_message(
         at = begin + tl.arange(0, LANES)
         waiting = at < groups
         flags = words + tl.where(waiting, at, 0)
+        # Read relaxed, all lanes at once: one read takes about a microsecond.
         if poll(flags, waiting, epoch, timeout, INTERPRETED) < epoch:
-            seen = tl.load(flags, mask=waiting, other=epoch, volatile=True)
+            # The wait has expired: record the signal that is furthest behind.
+            seen = tl.load(flags, mask=waiting, other=epoch, volatile=True)  # [LANES]
             missing = run * each + begin + tl.argmin(seen, 0)
             record(status, EXPIRED, rank, source, missing, epoch, tl.min(seen, 0))
             if not INTERPRETED:
-                tl.debug_barrier()  # no warp stops the kernel before the one that writes the record
+                tl.debug_barrier()  # no warp stops the kernel before the record is written
                 stop(rank)
         elif FORM == "nvshmem":
-            value = tl.where(waiting, epoch, 0)  # a lane that awaits nothing is through at once
+            # NVSHMEM's wait acquires the signal; lanes without a group wait for 0 and return at once.
+            value = tl.where(waiting, epoch, 0)
             signal_wait(flags.to(tl.int64), tl.zeros_like(at) + AT_LEAST, value)
         else:
             tl.atomic_add(flags, tl.zeros((LANES,), tl.int64), mask=waiting, sem="acquire", scope="sys")
-    tl.debug_barrier()
+    tl.debug_barrier()  # no thread reads a group before the threads that acquired its signal
 
 
-def _awaiting(heap: Network) -> CompiledKernel:
+def _wait_kernel(heap: Network) -> CompiledKernel:
     return specialised(
-        _await_message, num_warps=_LANES // 32, **heap.options(),
+        _wait_message, num_warps=_LANES // 32, **heap.options(),
         LANES=_LANES, FORM=heap.form, INTERPRETED=INTERPRETED,
     )  # fmt: skip
 
 
 def send_signal(heap: Network, message: Outgoing, clock: torch.Tensor, epoch: int) -> None:
-    """Send the signal of a message's first group alone, where there are no rows.
-
-    Args:
-        clock: [1] int64; the signal is set to `epoch` + `clock`.
-    """
+    """Set the signal of a message's first group to `epoch` + `clock` [1] int64, for a message without rows."""
     kernel = specialised(_send_signal, num_warps=1, **heap.options(), FORM=heap.form)
     kernel(1, (), heap.heaps, clock, heap.rank, message.peer, message.signals, epoch)
 
 
-def await_message(
+def wait_message(
     heap: Network,
     source: int,
     signals: int,
@@ -136,17 +145,17 @@ def await_message(
     epoch: int,
     first_sample: torch.Tensor,
 ) -> None:
-    """Make the current stream wait for a message, by one program a run.
+    """Make the current stream wait for a message; one program waits for each run.
 
     A wait that lasts longer than `waiting.timeout` is recorded and stops the GPU's work.
 
     Args:
-        source: the rank that sends it.
-        signals: address of the signal of its first group.
-        clock: [1] int64; signals are awaited until they have reached `epoch` + `clock`.
-        first_sample: [runs + 1] int32: run r has the rows of the samples [first_sample[r], first_sample[r + 1]).
+        source: rank that sends the message.
+        signals: address of its first group's signal.
+        clock: [1] int64; signals must reach `epoch` + `clock`.
+        first_sample: [runs + 1] int32: run r has the rows of samples [first_sample[r], first_sample[r + 1]).
     """
-    _awaiting(heap)(
+    _wait_kernel(heap)(
         first_sample.numel() - 1, (),
         clock, waiting.status, first_sample, heap.rank, source, groups.rows, groups.each,
         signals, epoch, waiting.timeout,

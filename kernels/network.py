@@ -1,18 +1,13 @@
-"""Device building blocks of puts to ranks of other nodes: bytes into a peer's memory, then a signal, from in a kernel.
+"""Device functions that put bytes into the memory of a rank of another node and then signal it, from within a kernel.
 
-A *heap* is memory that every rank has, alike in size and layout. An address in this rank's heap stands for
-the same place in the heap of any rank. A *put* copies bytes from this rank's heap to a place in a peer's, and then
-stores a number at a *signal*, a word of the peer's heap: whoever there sees the number sees the bytes.
+A *heap* is memory that every rank has in the same size and layout; an address in this rank's heap also names the same
+position in any other rank's. A *put* copies bytes to a peer's heap and then stores a number at a *signal*, a word of
+that heap: a peer that sees the number sees the bytes. A kernel is compiled for one of two forms, `FORM`:
 
-A kernel is compiled for one of two forms, `FORM`, with the same arguments and the same order:
+- `nvshmem`: NVSHMEM's device functions; between nodes a network card or a proxy thread of the host sends the bytes. -
+`stores`: stores into the peer's heap, under the interpreter or between GPUs that reach each other.
 
-- `nvshmem`: NVSHMEM's device functions. Bytes for a rank of another node are given to the network card, or to a thread
-  of the host where the card takes no orders from a GPU; those for a rank of the same node are stored. `heaps` is read
-  at this rank alone.
-- `stores`: the program stores into the peer's heap, whose address is in `heaps`. So the whole way is run by the
-  interpreter, and by GPUs that do reach each other.
-
-Every wait is bounded: NVSHMEM's own wait is called when the signal has come, for its work after the wait.
+NVSHMEM's own, unbounded wait is called only after the signal has arrived, for what it does after a wait.
 
 Source: the puts of arXiv 2305.06942, section 3.2, and of Chen et al. 2024, both between nodes by NVSHMEM.
 """
@@ -27,9 +22,9 @@ from triton.language import core
 
 from dlrm_overlap.kernels.primitives import signal_flag
 
-_SET = tl.constexpr(9)  # NVSHMEM_SIGNAL_SET; with 10 a put would add
+_SET = tl.constexpr(9)  # NVSHMEM_SIGNAL_SET
 AT_LEAST = tl.constexpr(5)  # NVSHMEM_CMP_GE
-_WORDS = tl.constexpr(512)  # of 8 bytes, that a program stores at a time
+_WORDS = tl.constexpr(512)  # words of 8 bytes that a program stores at a time
 
 
 class Network(NamedTuple):
@@ -38,16 +33,15 @@ class Network(NamedTuple):
     form: str
     """nvshmem | stores"""
     heaps: torch.Tensor
-    """[W] int64: the address of each rank's heap, a multiple of 16; under nvshmem only this rank's is read"""
+    """[W] int64: address of each rank's heap, a multiple of 16; under nvshmem only this rank's is read"""
     rank: int
-    """of the caller"""
     library: str | None = None
-    """nvshmem: the file libnvshmem_device.bc, which kernels are linked with"""
+    """nvshmem: path of libnvshmem_device.bc, which kernels are linked with"""
     prepare: Callable[[int], None] | None = None
-    """nvshmem: makes a loaded module, given by its handle, know this rank's heap; before its first launch"""
+    """nvshmem: called with a loaded module's handle before its first launch, to register this rank's heap"""
 
     def options(self) -> dict[str, Any]:
-        """Return the options of `CompiledKernel`, by name, for a kernel that uses these functions."""
+        """Return the options of a `CompiledKernel` that uses these functions."""
         if self.library is None:
             return {}
         return {"libraries": (("libnvshmem_device", self.library),), "prepare": self.prepare}
@@ -55,7 +49,7 @@ class Network(NamedTuple):
 
 @core.extern
 def _put_signal_block(target, source, size_bytes, signal, value, op, peer, _semantic=None):  # type: ignore[no-untyped-def]
-    """Call NVSHMEM's put with signal by all threads of the program, which does not wait for the bytes to leave."""
+    """Call NVSHMEM's put with signal by all threads of the program; it does not wait."""
     kinds = ("int64", "int64", "int64", "int64", "int64", "int32", "int32")
     return core.extern_elementwise(
         "",
@@ -85,24 +79,23 @@ def signal_wait(signal, comparison, value, _semantic=None):  # type: ignore[no-u
 def put_signal(heaps, rank, peer, source, target, size_bytes, signal, value, FORM: tl.constexpr):
     """Put bytes from this rank's heap into the heap of `peer`, and then store `value` at a signal there.
 
-    `source`, `target` and `signal` are int64 addresses in this rank's heap; `source` is read here, the other two are
-    places in the heap of `peer`. `source` and `target` are multiples of 16, `size_bytes` int64 is one of 8; with 0
-    only the signal is stored. All threads of the program take part.
+    `source`, `target` and `signal` are int64 addresses in this rank's heap; the latter two name positions in the
+    peer's. `source` and `target` are multiples of 16, `size_bytes` int64 of 8; 0 stores only the signal. All threads
+    take part.
 
-    Memory: `source` is read, and may be for as long as `peer` has not seen the signal: a put does not wait. `heaps` [W]
-    int64 is read.
+    Memory: `source` must not change before `peer` has seen the signal, since a put does not wait. `heaps` is [W] int64.
 
-    Order: a barrier comes first, so the put takes what all threads of the program have stored, and what the program has
-    acquired. The signal is stored after the bytes: who acquires it, by `messages.await_message`, sees them.
+    Order: a barrier comes first, so the put covers all that the program's threads have stored or acquired. The signal
+    is stored after the bytes: a rank that acquires it in `messages.wait_message` sees them.
 
     Example: heaps at 0 on rank 0 and at 1000 on rank 1. Rank 0 puts 64 bytes, source 128, target 512, signal 8, value
     3: bytes 128 .. 191 of its memory go to 1512 .. 1575 of rank 1's, then 3 is stored at 1008.
     """
     if FORM == "nvshmem":
-        # NVSHMEM begins and ends a put of a block with a barrier of its own.
+        # NVSHMEM's put of a block begins and ends with a barrier.
         _put_signal_block(target, source, size_bytes, signal, value, _SET, peer)
     else:
-        tl.debug_barrier()
+        tl.debug_barrier()  # the put comes after the stores of all threads
         away = tl.load(heaps + peer) - tl.load(heaps + rank)
         words = size_bytes // 8
         into = (target + away).to(tl.pointer_type(tl.int64))
@@ -110,4 +103,5 @@ def put_signal(heaps, rank, peer, source, target, size_bytes, signal, value, FOR
         for first in range(0, words, _WORDS):
             at = first + tl.arange(0, _WORDS).to(tl.int64)
             tl.store(into + at, tl.load(out_of + at, mask=at < words, other=0), mask=at < words)
+        # A barrier, then a release at system scope: the signal comes after the bytes.
         signal_flag((signal + away).to(tl.pointer_type(tl.int64)), value)

@@ -1,4 +1,4 @@
-"""Rows of any bytes, stored where they belong in the ranks' memory by a kernel that then raises a flag at each."""
+"""Stores rows of any type into the memory of other ranks by a kernel, which then signals each rank."""
 
 from math import gcd
 from typing import NamedTuple
@@ -12,73 +12,82 @@ from dlrm_overlap.kernels.compiled import CompiledKernel, specialised
 from dlrm_overlap.kernels.primitives import count_and_raise
 
 PROGRAMS = 64
-"""of 16 warps: fewer, 16 or 32, are up to a tenth slower alone on H200, and faster only beside products, where copy
-engines are faster still (docs/results/collectives.md)"""
+"""of 16 warps. 16 or 32 programs are up to 10% slower alone on H200 (docs/results/collectives.md)"""
 _NUM_WARPS = 16
-_LANE_BYTES = 64  # in flight
+_LANE_BYTES = 64  # bytes in flight a lane
 WORDS = {1: (tl.int8, 1), 2: (tl.int16, 1), 4: (tl.int32, 1), 8: (tl.int32, 2), 16: (tl.int32, 4)}
-"""bytes that divide every address and size -> the type of the elements that are moved, and how many a lane at a time"""
+"""bytes that divide every address and size -> type of elements, elements a lane moves at a time"""
 
 
 class Rows(NamedTuple):
     """The rows that one rank sends: one to each of the other ranks, and to itself if `own`.
 
     Example: rank 1 of 3 with stride 100, row_bytes 100, offset 4100: bytes 200 .. 299 of the source go to bytes 4100 ..
-    of rank 2's memory, 0 .. 99 to those of rank 0's.
+    of rank 2's memory, 0 .. 99 to bytes 4100 .. of rank 0's.
     """
 
     source: torch.Tensor
-    """of any type, contiguous: the rows, one after the other, or the one row that goes to all"""
+    """contiguous: the rows one after the other, or the one row that goes to all ranks"""
     stride: int
     """bytes between the rows; 0 if one row goes to all"""
     row_bytes: int
-    """of a row; where it is 0, the flags alone are raised"""
+    """bytes of a row; 0: only the flags are set"""
     targets: torch.Tensor
     """[W] int64: address of each rank's memory, a multiple of 16"""
     offset: int
-    """bytes: where in the memory this rank's row begins"""
+    """byte of the memory where this rank's row begins"""
     own: bool
     """whether this rank's own row is stored, too"""
 
     @property
     def word(self) -> int:
-        """Bytes, a power of two up to 16, that divide every address and size."""
+        """Largest power of two, up to 16, that divides every address and size in bytes."""
         return gcd(16, self.source.data_ptr(), self.stride, self.row_bytes, self.offset)
 
 
 class RowFlags(NamedTuple):
-    """The flag that the last program of a launch raises at every rank."""
+    """The flag that the last program of a launch sets at every rank."""
 
     addresses: torch.Tensor
-    """[W] int64: of each rank's flags, [W, 1] int64, whose row w rank w raises"""
+    """[W] int64: address of each rank's flags, [W, 1] int64; row w belongs to rank w"""
     counted: torch.Tensor
-    """[1] int32: programs of the running kernel that are through; 0 before and after. Kernels that share it run one
-    after the other"""
+    """[1] int32: programs that have finished; 0 before and after. Kernels that share it must not overlap"""
     clock: torch.Tensor
-    """[1] int64: the epoch to which the flag is raised"""
+    """[1] int64: epoch that the flag is set to"""
 
 
 @triton.jit(do_not_specialize=["source", "rank", "world_size", "destinations", "stride", "words", "offset"])
 def _store_rows(
-    targets, peers_ready, counted, clock,
-    source: tl.int64, rank, world_size, destinations, stride: tl.int64, words: tl.int64, offset: tl.int64,
-    PEERS: tl.constexpr, TYPE: tl.constexpr, VECTOR: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    targets,  # [W] int64: address of each rank's memory
+    peers_ready,  # [W] int64: address of each rank's flags [W, 1]
+    counted,  # [1] int32, 0 before and after
+    clock,  # [1] int64
+    source: tl.int64,  # address of the row for rank 0
+    rank,
+    world_size,
+    destinations,
+    stride: tl.int64,  # bytes from one rank's row to the next
+    words: tl.int64,  # of WORD bytes, in a row
+    offset: tl.int64,  # byte of each target where this rank's row goes
+    PEERS: tl.constexpr,
+    TYPE: tl.constexpr,
+    VECTOR: tl.constexpr,  # elements of TYPE in a word
+    WORD: tl.constexpr,  # bytes; divides all addresses
+    BLOCK: tl.constexpr,
+):
     """Store a row to each of the `destinations` next ranks, as program p of P the tasks p, p + P, ..
 
-    A task is a block of BLOCK elements of one row; ranks take turns, from the next one on, so that no two ranks send to
-    one peer alone, and this rank's own memory, W-th in turn, is busy beside the links.
+    A task is a block of BLOCK elements of one row. Tasks alternate between the ranks, from the next one on, so that no
+    two ranks send to the same peer, and local stores overlap with those over links.
 
-    Memory: the row for rank w is at the address `source` + w * `stride`, `words` words of WORD bytes, which are VECTOR
-    elements of TYPE. It goes to `targets`[w] + `offset`. WORD divides all of these, so a lane moves WORD bytes at a
-    time, several times a block.
+    Memory: a lane moves WORD bytes at a time.
 
-    Order: no two programs store to one place. The program that ends last raises element `rank` of every rank's flags
-    [W, 1], whose addresses are in `peers_ready`, to `clock` [1]: a release at system scope, which covers what all have
-    stored. Whoever has acquired it reads the row. `counted` [1] is 0 before and after.
+    Order: no two programs share an element. The program that ends last sets element `rank` of every rank's flags to
+    `clock`: a release at system scope that covers the stores of all programs. A rank that has acquired it may read the
+    row.
 
-    Example: rank 1 of 3, two blocks a row, destinations 3: 2a 0a 1a 2b 0b 1b, where 2a is the first block of the row
-    that goes to rank 2.
+    Example: rank 1 of 3, two blocks a row, destinations 3: 2a 0a 1a 2b 0b 1b, where 2a is the first block of rank 2's
+    row.
     """
     elements = words * VECTOR
     for task in range(tl.program_id(0), destinations * tl.cdiv(elements, BLOCK), tl.num_programs(0)):
@@ -87,11 +96,12 @@ def _store_rows(
         mask = at < elements
         row = tl.multiple_of((source + peer * stride).to(tl.pointer_type(TYPE)), WORD)
         target = tl.multiple_of((tl.load(targets + peer) + offset).to(tl.pointer_type(TYPE)), WORD)
-        tl.store(target + at, tl.load(row + at, mask=mask), mask=mask)
+        tl.store(target + at, tl.load(row + at, mask=mask), mask=mask)  # [BLOCK]
+    # Count this program (acquire and release, GPU scope); the last one sets the flags, a release at system scope.
     count_and_raise(counted, peers_ready, rank, world_size, tl.load(clock), PEERS)
 
 
-def _storing(world_size: int, word: int) -> CompiledKernel:
+def _compiled(world_size: int, word: int) -> CompiledKernel:
     kind, vector = WORDS[word]
     lane_elements = min(_LANE_BYTES, 8 * word) * vector // word
     return specialised(
@@ -101,15 +111,14 @@ def _storing(world_size: int, word: int) -> CompiledKernel:
 
 
 def store_rows(rows: Rows, flags: RowFlags, rank: int, programs: int = PROGRAMS) -> None:
-    """Store this rank's rows at the other ranks, then raise its flag at every rank, all on the current stream.
+    """Store this rank's rows at the other ranks, then set its flag at every rank, all on the current stream.
 
     Args:
-        rows: each with its destination; alike on all ranks but for the source.
-        flags: raised to `flags.clock`, after all that is before on the stream, too.
-        rank: of the caller.
-        programs: at most; of small rows there are fewer, one at least.
+        rows: the same on all ranks except the source.
+        flags: set to `flags.clock`, also after all earlier work of the stream.
+        programs: upper limit; small rows take fewer.
     """
-    world_size, kernel = rows.targets.numel(), _storing(rows.targets.numel(), rows.word)
+    world_size, kernel = rows.targets.numel(), _compiled(rows.targets.numel(), rows.word)
     elements = rows.row_bytes // rows.word * kernel.constants["VECTOR"]
     tasks = (world_size - 1 + rows.own) * -(-elements // kernel.constants["BLOCK"])
     kernel(

@@ -1,7 +1,5 @@
-"""The kernels' maths in plain PyTorch: the standard of the kernels' tests, and the arithmetic of CPUs.
-
-All twins but those of the products (`kernels.gemm.reference`) are here: of ids and pooling, of the rows' update, and of
-the dense parameters.
+"""The kernels' maths in plain PyTorch, which tests compare kernels with and CPUs run; `gemm.reference` has the
+products'.
 """
 
 from collections.abc import Sequence
@@ -22,20 +20,14 @@ def pool(
     mean: bool = False,
     id_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the sum or mean of the rows of each bag of one table; an empty bag gives zeros.
+    """Return the sum or mean of the rows of each bag of one table, [n, D] float32; an empty bag gives zeros.
 
     Args:
         weight: [rows, D], any float type.
         lengths: [n] int, ids of each bag.
-        values: [sum of lengths] int, row ids, bag after bag.
+        values: [sum of lengths] int, row ids, bag after bag; rows are added up in this order, in float32.
         mean: divide the sum by the number of ids.
-        id_weights: [sum of lengths] float32, by which each id's row is multiplied; None: ids have none.
-
-    Returns:
-        [n, D] float32. The rows are added up in the order of `values`, in float32.
-
-    Example:
-        lengths [1, 0, 2], values [5, 7, 7]: row 5; zeros; row 7 twice.
+        id_weights: [sum of lengths] float32, factor of each id's row; None: all are 1.
     """
     bag = torch.repeat_interleave(lengths.long())
     pooled = torch.zeros(lengths.numel(), weight.shape[1], dtype=torch.float32, device=weight.device)
@@ -49,15 +41,13 @@ def pool(
 def divide_ids(
     values: torch.Tensor, offsets: torch.Tensor, shares: Sequence[tuple[int, int, int]], samples: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the ids of each share, less its first one, where each is in `values`, and the lengths of the bags.
-
-    The lengths are [shares * samples].
+    """Return the ids of each share minus its first id, their positions in `values`, and the lengths [shares * samples].
 
     Args:
         values: [n] int32, ids, bag after bag.
         offsets: [features * samples + 1] int32, of the bags.
-        shares: feature, first id and end of each; a negative id counts as 2^32 more.
-        samples: of a feature.
+        shares: feature, first id and end of each; ids are unsigned, a negative id is 2^32 + id.
+        samples: samples of a feature.
     """
     lengths, ids, positions = [], [], []
     for feature, first, end in shares:
@@ -74,10 +64,8 @@ def divide_ids(
 def add_partials(window: torch.Tensor, sums: Sequence[Partials], offsets: torch.Tensor | None = None) -> None:
     """Add up the partial sums in a window [b, columns], in float32, in the order of the row shards; in place.
 
-    Args:
-        sums: where they are.
-        offsets: [shares * b + 1] int32, of the bags of each share; the partial sum of an empty bag has not arrived and
-            is not read. None: all have arrived.
+    With `offsets` [shards * b + 1] int32, of the bags of each share, the partial sums of empty bags have not arrived
+    and are not read.
     """
     for sum in sums:
         total = torch.zeros(window.shape[0], sum.dim, dtype=torch.float32, device=window.device)
@@ -91,7 +79,7 @@ def add_partials(window: torch.Tensor, sums: Sequence[Partials], offsets: torch.
 
 
 def have_ids(offsets: torch.Tensor, feature: int, samples: int) -> torch.Tensor:
-    """Return [samples] bool: which of a feature's bags have ids, by the offsets [features * samples + 1] of all."""
+    """Return [samples] bool: whether each bag of a feature has ids, from `offsets` [features * samples + 1]."""
     return offsets[feature * samples : (feature + 1) * samples + 1].diff() > 0
 
 
@@ -101,16 +89,12 @@ def pull_ids(
     """Return the ids of the features `requested`, each with the bags of the first rank's samples first.
 
     Args:
-        published: of each rank, the ids of all features, bag after bag, and the offsets [features * samples + 1] of the
-            bags, both int.
-        requested: index of each feature that is asked for.
-        samples: of a rank, b.
+        published: for each rank the ids of all features, bag after bag, and the offsets [features * samples + 1], both
+            int.
+        samples: samples of a rank, b.
 
     Returns:
         values [n] and offsets [len(requested) * W * b + 1], of the types in which they are published.
-
-    Example:
-        Two ranks of 1 sample publish f: [5], g: [7, 7] and f: [], g: [2]. Of g arrive the values 7 7 2, offsets 0 2 3.
     """
     values, lengths = [published[0][0][:0]], [published[0][1][:0]]
     for feature in requested:
@@ -123,52 +107,41 @@ def pull_ids(
 
 
 def count_bags(lengths: torch.Tensor) -> torch.Tensor:
-    """Return the ids of each feature, the most ids of a bag, and the least with a minus.
+    """Return [3, T]: the ids of each feature, of its largest bag, and minus those of its smallest bag.
 
-    Without samples there are no ids, and the others are -2^31: less than those of any bag.
-
-    Args:
-        lengths: [T, b] int: the ids of each bag; those of a feature add up to a number of this type.
-
-    Returns:
-        [3, T] of the type of `lengths`.
-
-    Example:
-        bags f: [5] [], g: [7, 7] [1] are lengths [1, 0], [2, 1], and give [1, 3], [1, 2], [0, -1].
+    Without samples these are 0, -2^31 and -2^31. `lengths` [T, b] int and the result have one type, which the sums must
+    fit.
     """
     if not lengths.shape[1]:
         none = lengths.new_full((len(lengths),), -(2**31))
         return torch.stack([torch.zeros_like(none), none, none])
-    least = lengths.neg().amax(dim=1)  # in a tenth of the time of `amin`
-    ids = lengths.sum(dim=1, dtype=lengths.dtype)  # of int32 in a quarter of the time of a sum in int64
-    return torch.stack([ids, lengths.amax(dim=1), least])
+    smallest = lengths.neg().amax(dim=1)  # ten times as fast as `amin`
+    ids = lengths.sum(dim=1, dtype=lengths.dtype)  # for int32 four times as fast as a sum in int64
+    return torch.stack([ids, lengths.amax(dim=1), smallest])
 
 
-def expand_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return [m, D]: the row of `rows` [n, D] that each of `places` [m] names, or zeros where it is negative."""
-    return rows[places.clamp(min=0).long()].masked_fill((places < 0)[:, None], 0.0)
+def expand_rows(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return [m, D]: the row of `rows` [n, D] at each of `positions` [m], or zeros if it is negative."""
+    return rows[positions.clamp(min=0).long()].masked_fill((positions < 0)[:, None], 0.0)
 
 
-def sum_rows(gradient: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return [rows, D] float32: the sum of the gradients [n, D] of each place, in their order; of negative ones none.
+def sum_rows(gradient: torch.Tensor, positions: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return [rows, D] float32: the sum of the gradients [n, D] of each position, in their order.
 
     Args:
-        places: [n] int, the row of each gradient.
+        positions: [n] int, the row of each gradient; negative for none.
     """
-    named = (places >= 0).nonzero().flatten()
+    named = (positions >= 0).nonzero().flatten()
     sums = torch.zeros(rows, gradient.shape[1], device=gradient.device)
-    return sums.index_add_(0, places[named].long(), gradient[named].float())
+    return sums.index_add_(0, positions[named].long(), gradient[named].float())
 
 
 def unpack(records: torch.Tensor, fields: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the numbers of records, [words * b] int32: of field after field, all of sample 0, of sample 1, and so on.
+    """Return the numbers of records, [words * b] int32: field after field, in each sample after sample.
 
     Args:
         records: [b, record_bytes] uint8.
-        fields: each of offset, width, count, kind, modulus, start: `kernels/unpack.py` says what they are.
-
-    Example:
-        One field of two numbers of 2 bytes, records 7 0 8 0 and 9 0 0 1: 7, 8, 9, 256.
+        fields: offset, width, count, kind, modulus and start of each, as `kernels/unpack.py` describes them.
     """
     found = []
     for offset, width, count, kind, modulus, _ in fields:
@@ -196,13 +169,10 @@ def update_rows(
 
     Args:
         weight: [rows, D], any float type.
-        states: of the optimizer, each [rows, D] or [rows], as its update has them below; of gradient's type.
+        states: the optimizer's states, each [rows, D] or [rows], of the gradient's type.
         ids: [n] int64, row ids, in any order.
-        gradient: [n, D] float32 or float64, in which all is computed, of the bag that holds each id.
-        optimizer: by FBGEMM's name, see `_UPDATES`.
-
-    Example:
-        ids [4, 9, 4] under sgd with lr 1: row 4 loses gradient[0] + gradient[2], row 9 loses gradient[1].
+        gradient: [n, D] float32 or float64, the type of all arithmetic; the gradient of each id's bag.
+        optimizer: FBGEMM's name, a key of `_UPDATES`.
     """
     rows, which = ids.unique(return_inverse=True)
     total = gradient.new_zeros(rows.numel(), weight.shape[1])
@@ -219,31 +189,34 @@ def _sgd(row: Rows, states: States, gradient: Rows, numbers: OptimizerParams) ->
 
 
 def _adagrad(row: Rows, states: States, gradient: Rows, numbers: OptimizerParams) -> tuple[Rows, States]:
-    """Of one state [rows, D], the sum of squares."""
+    """State: sum of squares [rows, D]."""
     squares = states[0] + gradient.square()
     return gradient * (numbers.lr / (squares.sqrt() + numbers.eps)), [squares]
 
 
 def _rowwise_adagrad(row: Rows, states: States, gradient: Rows, numbers: OptimizerParams) -> tuple[Rows, States]:
-    """Of one state [rows], the sum of mean squares; the row decays, and its norm is bounded."""
+    """State: sum of mean squares [rows]."""
     gradient = gradient + numbers.l2 * row
     squares = states[0] + gradient.square().mean(1)
     step = gradient * (numbers.lr / (squares.sqrt() + numbers.eps))[:, None] + numbers.lr * numbers.decoupled * row
+    # Limit the norm of the updated row.
     after = row - step
-    bounded = after * (numbers.max_norm / after.norm(dim=1, keepdim=True)).clamp(max=1)
-    return torch.where(bounded == after, step, row - bounded), [squares]
+    clipped = after * (numbers.max_norm / after.norm(dim=1, keepdim=True)).clamp(max=1)
+    return torch.where(clipped == after, step, row - clipped), [squares]
 
 
 def _rowwise_adagrad_with_counter(
     row: Rows, states: States, gradient: Rows, numbers: OptimizerParams
 ) -> tuple[Rows, States]:
-    """Of three states [rows]: the sum of mean squares, the count of the row's last step, and its counter."""
+    """States [rows] each: sum of mean squares, step of the row's last update, the row's counter."""
     lr, halflife, decay = numbers.lr, numbers.halflife, numbers.decoupled
+    # The counter of each row, which decays with the steps since its last update.
     past = torch.where(states[1] == 0, 1.0, numbers.count - states[1])
     if halflife == 0:
         counter = torch.ones_like(past)
     else:
         counter = 1 + (0.5 ** (past / halflife) if halflife > 0 else 1.0) * states[2]
+    # Learning rate and weight decay depend on the counter once `decay_after` steps are done.
     squares = states[0] + (gradient + numbers.l2 * row).square().mean(1)
     root, rate, kept = squares.sqrt() + numbers.eps, torch.full_like(past, lr), torch.ones_like(past)
     if numbers.count > numbers.decay_after and numbers.lazy:
@@ -260,7 +233,7 @@ def _rowwise_adagrad_with_counter(
 
 
 def _adam(row: Rows, states: States, gradient: Rows, numbers: OptimizerParams) -> tuple[Rows, States]:
-    """Of two states: the moving means of gradients, [rows, D], and of squares, [rows, D] or a row's mean [rows]."""
+    """States: moving means of gradients [rows, D], and of squares, [rows, D] or the row's mean [rows]."""
     squares = gradient.square() if states[1].dim() == 2 else gradient.square().mean(1)
     means = [
         beta * state + (1 - beta) * x
@@ -272,7 +245,7 @@ def _adam(row: Rows, states: States, gradient: Rows, numbers: OptimizerParams) -
 
 
 def _lamb(row: Rows, states: States, gradient: Rows, numbers: OptimizerParams) -> tuple[Rows, States]:
-    """As Adam, with a step of the norm of lr times the row."""
+    """Adam's step, scaled to the norm of lr * row."""
     step, means = _adam(row, states, gradient, numbers)
     return step * (numbers.lr * row.norm(dim=1) / step.norm(dim=1))[:, None], means
 
@@ -293,7 +266,8 @@ _UPDATES = {
 def find_slots(
     state: CacheState, ids: torch.Tensor, offsets: torch.Tensor, samples: int, first_rows: torch.Tensor
 ) -> Swaps:
-    """Find slots for the rows that a step names, and replace its ids by them; see the kernels of this name."""
+    """Find slots for the rows that a step names, and replace its ids by them."""
+    # Find the rows of the ids, and which of them have slots.
     step, hand, _ = state.clock.tolist()
     slots = state.row_in.numel()
     ends = offsets[samples::samples].contiguous()
@@ -304,10 +278,12 @@ def find_slots(
     named = rows.unique()
     found = state.slot_of[named].long()
     hits, entering = found[found >= 0], named[found < 0]
+    # Mark the slots that the step uses; then slots may be taken that neither this step nor the last one used.
     state.used_at[hits] = step
     state.uses[hits] = (state.uses[hits] + 1).clamp(max=MOST_USES)
     order = torch.arange(slots, device=ids.device).roll(-hand)
     free = order[state.used_at[order] < step - 1]
+    # Take slots without uses first, in the hand's order; slots that the hand passes lose a use.
     is_idle = state.uses[free] == 0
     idle = free[is_idle][: entering.numel()]
     taken = torch.cat([idle, free[~is_idle]])[: entering.numel()]
@@ -316,6 +292,7 @@ def find_slots(
         passed = order[: (last - hand) % slots + 1]
         state.uses[passed] = (state.uses[passed] - 1).clamp(min=0)
         state.clock[1:] = (last + 1) % slots
+    # Assign the slots to the rows that enter.
     leaving = state.row_in[taken]
     state.slot_of[leaving[leaving >= 0]] = -1
     state.slot_of[entering] = taken.int()
@@ -326,7 +303,7 @@ def find_slots(
 
 
 def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:
-    """Store rows of a cache to their table, and rows of the table in their stead; see the kernel of this name."""
+    """Copy rows of a cache to their table, and other rows of the table to their slots."""
     slots, leaving, entering = (each[: int(swaps.count)] for each in swaps[:3])
     leaves, enters = leaving >= 0, entering >= 0
     home[leaving[leaves]] = cached[slots[leaves]]
@@ -334,17 +311,12 @@ def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:
 
 
 def begin_update(update: FlatUpdate) -> None:
-    """Count an update, before its first range: Adam's corrections depend on the number."""
+    """Count an update before its first range; Adam's bias correction needs the count."""
     update.step.add_(1)
 
 
 def update_range(update: FlatUpdate, begin: int, end: int) -> None:
-    """Update the flat weights [begin, end), once the update is counted, by the operators that torch.optim uses.
-
-    Their order is torch.optim's, too, so that the bits are the same.
-
-    Example: adagrad with learning rate 1, sum 9 and gradient 4. The sum becomes 9 + 16 = 25, the weight loses 4 / 5.
-    """
+    """Update the flat weights [begin, end) of a counted update by torch.optim's operators, bit for bit."""
     rows, lines = torch.unique_consecutive(update.rows[begin // LINE : end // LINE], return_counts=True)
     ends = (begin + lines.cumsum(0) * LINE).tolist()
     for row, first, last in zip(rows.tolist(), [begin, *ends], ends, strict=False):
@@ -355,7 +327,6 @@ def update_range(update: FlatUpdate, begin: int, end: int) -> None:
 
 
 def _update_row(update: FlatUpdate, row: int, part: slice) -> None:
-    """Update a part of the flat weights by one row of the numbers."""
     weights, gradients = update.weights[part], update.gradients[part]
     states = [state[part] for state in update.states]
     lr, eps, first, second, nesterov, l2, decoupled = update.numbers[row].tolist()
@@ -380,28 +351,28 @@ def _update_row(update: FlatUpdate, row: int, part: slice) -> None:
 
 
 def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-    """Write out = x0 * (w + bias) + x, calculated in float32; see the kernel of this name."""
+    """Write out = x0 * (w + bias) + x, computed in float32."""
     out.copy_(x0.float() * (w.float() + bias) + x.float())
 
 
 def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
-    """Write du and its sums, for layer 0 also dx, calculated in float32; see the kernel of this name."""
-    reaching, through = tensors.gradient.float(), torch.zeros_like(tensors.x0, dtype=torch.float32)
+    """Write du and its sums, and for layer 0 dx, computed in float32."""
+    gradient, dx0 = tensors.gradient.float(), torch.zeros_like(tensors.x0, dtype=torch.float32)
     for k in range(layers - 1, layer - 1, -1):
         if k < layers - 1:
-            reaching = reaching + tensors.later[k].float()  # p_{k+1}
+            gradient = gradient + tensors.later[k].float()  # p_{k+1}
         if layer == 0:
-            through += reaching * (tensors.w[k].float() + tensors.bias[k])
-    change = reaching * tensors.x0.float()
-    tensors.du.copy_(change)
-    for group, part in enumerate(change.split(GROUP)):
+            dx0 += gradient * (tensors.w[k].float() + tensors.bias[k])
+    du = gradient * tensors.x0.float()
+    tensors.du.copy_(du)
+    for group, part in enumerate(du.split(GROUP)):
         tensors.sums[group] = part.sum(0)
     if layer == 0:
-        tensors.dx.copy_(through + reaching)
+        tensors.dx.copy_(dx0 + gradient)
 
 
 def interact(embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:
-    """Write each sample's first embedding, its pairs' products in float32, and zeros; see the kernel of this name."""
+    """Write each sample's first embedding, the products of its pairs in float32, and zeros."""
     each = embeddings.float().unflatten(1, (features, -1))
     rows, columns = torch.triu_indices(features, features, offset=1)
     dim = each.shape[2]
@@ -411,7 +382,7 @@ def interact(embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None
 
 
 def gradient_of_interaction(gradient: torch.Tensor, embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:
-    """Write the gradient of `embeddings`, calculated in float32; see the kernel of this name."""
+    """Write the gradient of `embeddings`, computed in float32."""
     each = embeddings.float().unflatten(1, (features, -1))
     rows, columns = torch.triu_indices(features, features, offset=1)
     dim = each.shape[2]
@@ -423,22 +394,22 @@ def gradient_of_interaction(gradient: torch.Tensor, embeddings: torch.Tensor, fe
 
 
 def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:
-    """Write the gradient where `output` is positive, and its sums in float32; see the kernel of this name."""
+    """Write the gradient where `output` is positive, and its sums in float32."""
     out.copy_(gradient.where(output > 0, 0))
     for group, part in enumerate(out.float().split(GROUP)):
         sums[group] = part.sum(0)
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-    """Write out = x @ weight + bias, calculated in float32; see the kernel of this name."""
+    """Write out = x @ weight + bias, computed in float32."""
     out.copy_((x.float() * weight.float()).sum(1) + bias.float())
 
 
 def gradient_of_logits(
     gradient: torch.Tensor, output: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, sums: torch.Tensor
 ) -> None:
-    """Write the gradient before ReLU, and sums in float32; see the kernel of this name."""
-    reaching, width = gradient.float()[:, None], output.shape[1]
-    mask_and_sum(reaching * weight.float(), output, out, sums[:, :width])
-    for group, part in enumerate(torch.cat((reaching * output.float(), reaching), dim=1).split(GROUP)):
+    """Write the gradient of ReLU's input, and sums in float32."""
+    each, width = gradient.float()[:, None], output.shape[1]
+    mask_and_sum(each * weight.float(), output, out, sums[:, :width])
+    for group, part in enumerate(torch.cat((each * output.float(), each), dim=1).split(GROUP)):
         sums[group, width:] = part.sum(0)

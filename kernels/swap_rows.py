@@ -1,7 +1,7 @@
-"""Rows that change places between a cache in GPU memory and their table, in memory that the GPU reaches by its link.
+"""Swaps rows between a cache in GPU memory and their table in host memory that the GPU can access.
 
-The kernel reads and writes the host's memory itself, so a captured step needs neither the CPU nor a copy
-engine, and the number of rows is read on the device. Rows travel both ways at once, as the link does.
+The kernel itself accesses host memory and reads the number of rows on the device, so a captured step needs neither the
+CPU nor a copy engine. Rows are sent in both directions at once.
 """
 
 from math import gcd
@@ -14,55 +14,64 @@ from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import Swaps, power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
 
-# Products of the step find no room on a multiprocessor beside a program, so few rows have few. Each has 32 KB under way
-# each way while it stores 16.
-_PROGRAMS = 2 if INTERPRETED else 16  # at most
-_FEWEST = 1 if INTERPRETED else 4
-_SHARE_WORDS = 4 << 20  # of 4 bytes, that a program swaps before there is another one
+# The step's matrix products cannot share a multiprocessor with a program of this kernel, so few rows get few programs.
+# Each program has 32 KB in flight in each direction while it stores 16 KB.
+_MAX_PROGRAMS = 2 if INTERPRETED else 16
+_MIN_PROGRAMS = 1 if INTERPRETED else 4
+_SHARE_WORDS = 4 << 20  # words of 4 bytes for which one more program is used
 _NUM_WARPS = 8
-_BLOCK_WORDS, _BLOCK_ROWS = 4096, 512  # at most, that a program stores at a time
-_STAGES = 4  # of a block: its numbers are read, then its rows, which are under way for two turns, and stored
+_BLOCK_WORDS, _BLOCK_ROWS = 4096, 512  # upper limits of what a program stores at a time
+_STAGES = 4  # of the pipelined loop: indices are loaded, then rows, which are in flight for two turns, then stored
 
 
 @triton.jit(do_not_specialize=["address"], do_not_specialize_on_alignment=["count"])
 def _swap_rows(
-    cached, address: tl.int64, slots, leaving, entering, count,
-    WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr,
-    FEWEST: tl.constexpr, SHARE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Move the rows of entries 0 .. count - 1, ROWS of them at a time, as program p of P.
+    cached,  # [slots, WORDS] int32
+    address: tl.int64,  # of `home` [rows, WORDS] int32, a multiple of ALIGNMENT
+    slots,  # [entries] int64
+    leaving,  # [entries] int64, negative: no row leaves
+    entering,  # [entries] int64, negative: no row enters
+    count,  # [1] int64
+    WORDS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    MIN_PROGRAMS: tl.constexpr,
+    SHARE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Swap the rows of entries 0 .. count - 1, as program p of P the blocks p, p + P, .. of ROWS entries.
 
-    P is one for every SHARE words, at least FEWEST, and at most as many as are launched; the others return at once.
+    P is one for every SHARE words, but at least MIN_PROGRAMS and at most what is launched; other programs return at
+    once.
 
-    Memory: rows are WORDS words of 4 bytes; `home` begins at `address`, a multiple of ALIGNMENT. Entry i stores row
-    slots[i] of `cached` to row leaving[i] of `home`, unless that is below 0, and then row entering[i] of `home` to row
-    slots[i] of `cached`, unless that is below 0. All three are int64, and no row of either memory is named twice. So
-    the rows of STAGES - 2 blocks are on their way to shared memory while those of the block before are stored.
+    Memory: entry i copies row slots[i] of `cached` to row leaving[i] of `home`, then row entering[i] of `home` to row
+    slots[i] of `cached`. No row is named twice, so STAGES - 2 blocks are loaded ahead.
 
-    Order: the thread that stores a word to a slot is the one that has read it before, since all blocks of rows have one
-    layout, which `tests/kernels/vectors.py` checks; a barrier would keep Triton from reading ahead. The kernel's end
-    orders all for those that follow on the stream.
+    Order: the thread that stores a word of a slot has loaded it before, since all blocks have the same layout, which
+    `tests/kernels/vectors.py` checks; a barrier would keep Triton from pipelining the loop.
 
-    Example: slots 2 0, leaving 7 -1, entering 5 9. Slot 2 goes to row 7, row 5 comes to slot 2, and row 9 to slot 0.
+    Example: slots 2 0, leaving 7 -1, entering 5 9: slot 2 is copied to row 7, row 5 to slot 2, and row 9 to slot 0.
     """
     home = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGNMENT)
     rows = tl.load(count)
     column = tl.arange(0, BLOCK_WORDS)[None, :]
-    programs = tl.minimum(tl.num_programs(0), tl.maximum(FEWEST, tl.cdiv(rows * WORDS, SHARE)))
+    programs = tl.minimum(tl.num_programs(0), tl.maximum(MIN_PROGRAMS, tl.cdiv(rows * WORDS, SHARE)))
     end = tl.where(tl.program_id(0) < programs, rows, 0)
     for first in tl.range(tl.program_id(0) * ROWS, end, programs * ROWS, num_stages=STAGES):
         i = first + tl.arange(0, ROWS)
         live = i < rows
-        slot = tl.load(slots + i, mask=live, other=0)
-        old = tl.load(leaving + i, mask=live, other=-1)
-        new = tl.load(entering + i, mask=live, other=-1)
+        slot = tl.load(slots + i, mask=live, other=0)  # [ROWS]
+        old = tl.load(leaving + i, mask=live, other=-1)  # [ROWS]
+        new = tl.load(entering + i, mask=live, other=-1)  # [ROWS]
         leaves = (old >= 0)[:, None] & (column < WORDS)
         enters = (new >= 0)[:, None] & (column < WORDS)
-        place = slot[:, None] * WORDS + column
-        came = tl.load(home + new[:, None] * WORDS + column, mask=enters, other=0)
-        left = tl.load(cached + place, mask=leaves, other=0)
-        tl.store(home + old[:, None] * WORDS + column, left, mask=leaves)
-        tl.store(cached + place, came, mask=enters)
+        at = slot[:, None] * WORDS + column
+        # Both loads come before both stores, and each thread stores the words of a slot that it loaded.
+        new_rows = tl.load(home + new[:, None] * WORDS + column, mask=enters, other=0)  # [ROWS, BLOCK_WORDS]
+        old_rows = tl.load(cached + at, mask=leaves, other=0)  # [ROWS, BLOCK_WORDS]
+        tl.store(home + old[:, None] * WORDS + column, old_rows, mask=leaves)
+        tl.store(cached + at, new_rows, mask=enters)
 
 
 def _compiled(words: int, alignment: int) -> CompiledKernel:
@@ -70,21 +79,19 @@ def _compiled(words: int, alignment: int) -> CompiledKernel:
     return specialised(
         _swap_rows, num_warps=_NUM_WARPS,
         WORDS=words, BLOCK_WORDS=block, ROWS=max(1, min(_BLOCK_WORDS // block, _BLOCK_ROWS)), ALIGNMENT=alignment,
-        FEWEST=_FEWEST, SHARE=_SHARE_WORDS, STAGES=_STAGES,
+        MIN_PROGRAMS=_MIN_PROGRAMS, SHARE=_SHARE_WORDS, STAGES=_STAGES,
     )  # fmt: skip
 
 
 def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:
-    """Store rows of a cache to their table, and rows of the table to the cache in their stead.
+    """Copy rows of a cache to their table, and other rows of the table to their slots, on the current stream.
 
-    Args:
-        home: [R, D] or [R], contiguous, of rows of a multiple of 4 bytes: the table, in memory that the device reaches.
-        cached: [S, D] or [S] of the same type.
-        swaps: which rows.
+    `home` [R, D] or [R] is the table: contiguous, rows of a multiple of 4 bytes, in memory that the device can access.
+    `cached` [S, D] or [S] has the same type.
     """
     if not (home.is_cuda or INTERPRETED):
         reference.swap_rows(home, cached, swaps)
         return
     words = home.stride(0) * home.itemsize // 4
     alignment = gcd(16, home.data_ptr(), words * 4)
-    _compiled(words, alignment)(_PROGRAMS, (), cached.view(torch.int32), home.data_ptr(), *swaps)
+    _compiled(words, alignment)(_MAX_PROGRAMS, (), cached.view(torch.int32), home.data_ptr(), *swaps)

@@ -1,9 +1,9 @@
 """Makes synthetic samples from a counter-based random stream: dense features, bag sizes, ids and labels.
 
-A stream is Philox 4x64-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011) as numpy has it: a
-counter value gives a block of four 64-bit draws. A sample has a fixed number of blocks, so its draws are addressed by
-the sample's position alone: draw 0 is its label's, then come its dense features, its bag sizes, and table after table
-its ids, as many as the largest bag holds. `data/synthetic.py` makes the same samples on a CPU, bit for bit.
+The stream is numpy's Philox 4x64-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011): a counter
+value gives a block of four 64-bit draws. A sample has a fixed number of blocks: draw 0 is for the label, then come
+dense features, bag sizes, and, table after table, ids, as many as the largest bag holds. `data/synthetic.py` makes
+bit-identical samples on a CPU.
 """
 
 from typing import NamedTuple
@@ -16,65 +16,61 @@ from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 
 # Columns of the table of tables, [T, 10] int64.
 CELLS = tl.constexpr(0)  # first word of the table's cells
-BITS = tl.constexpr(1)  # high bits of a draw that choose the cell
+BITS = tl.constexpr(1)  # number of high bits of a draw that choose the cell
 ROWS = tl.constexpr(2)
-MULTIPLIER = tl.constexpr(3)  # the row of a rank is (rank * multiplier + offset) mod rows
+MULTIPLIER = tl.constexpr(3)  # the row of popularity rank r is (r * multiplier + offset) mod rows
 OFFSET = tl.constexpr(4)
 KEY = tl.constexpr(5)  # of the hash that scores the table's rows
-COLUMN = tl.constexpr(6)  # the first of a sample's draws that is for an id of the table
-MOST = tl.constexpr(7)  # ids of the table's largest bag
-START = tl.constexpr(8)  # most ids of a sample in all tables before
-WEIGHTS = tl.constexpr(9)  # first word of the weights of the table's scores, by position in a bag; -1 where all are 1
+COLUMN = tl.constexpr(6)  # first of a sample's draws that is for an id of the table
+MAX_IDS = tl.constexpr(7)  # ids of the table's largest bag
+START = tl.constexpr(8)  # upper limit of a sample's ids in all tables before
+WEIGHTS = tl.constexpr(9)  # first word of the weights of the table's scores, by position in a bag; -1: all are 1
 TABLE_COLUMNS = tl.constexpr(10)
 
-# Words of a cell, int64: a threshold, then its first item from word 1 and its second from word 5.
+# Words of a cell, int64: word 0 is the threshold, the first item begins at word 1, the second at word 5.
 CELL_WORDS = tl.constexpr(8)
 
-BLOCK = 32 if INTERPRETED else 128  # samples of a program, one a thread; the interpreter works through all of them
+BLOCK = 32 if INTERPRETED else 128  # samples of a program, one a thread
 
 
 class Source(NamedTuple):
-    """Tensors, and numbers, of which the samples of a split are made."""
+    """The tensors and numbers that the samples of a split are made from."""
 
     key: torch.Tensor
-    """[2] int64, the bits of Philox's key"""
+    """[2] int64: bits of Philox's key"""
     bag_sizes: torch.Tensor
-    """[T, 2] int64, of each table the least size of a bag and the number of sizes"""
+    """[T, 2] int64: smallest bag and number of sizes of each table"""
     columns: torch.Tensor
-    """[4 * blocks] int32: the table that each of a sample's draws is for, -1 for draws that are for no id"""
+    """[4 * blocks] int32: table that each of a sample's draws belongs to; -1 if it is not for an id"""
     tables: torch.Tensor
-    """[T, 10] int64, see the constants above for the columns"""
+    """[T, 10] int64; the constants above are the columns"""
     cells: torch.Tensor
-    """[words] int64: of each popularity (`data/zipf.py`) its cells: threshold, and of each of two items the first rank,
-    and the bits of the float64 slope and curve; of each table whose ids count by their position, the weights"""
+    """[words] int64: for each popularity (`data/zipf.py`) its cells, each a threshold and, for each of two items, the
+    first rank and the bits of the float64 slope and curve; for each table whose ids count by position, the weights"""
     signals: torch.Tensor
-    """[S, 2] int64, a row a table that has a signal: the table, and the element of `factors` for a bag of no ids, which
-    may lie before the first one of the table"""
+    """[S, 2] int64, a row for each table with a signal: table, and element of `factors` for an empty bag, which may be
+    before the table's first element"""
     weights: torch.Tensor
-    """[S, 3] float64: the weights of a table's signal alone, with a dense feature, and with the signal before"""
+    """[S, 3] float64: weights of a table's signal, of signal * dense feature, and of signal * previous signal"""
     dense_weights: torch.Tensor
     """[F] float64"""
     factors: torch.Tensor
-    """[sizes, 2] float64, table after table: the mean score of a bag of this size, and the factor that standardises the
-    score"""
+    """[sizes, 2] float64, table after table: mean score of a bag of this size, and factor that standardises it"""
     curve: torch.Tensor
-    """[pieces + 1] float64: the probability of a click at evenly spaced logits from -end to end"""
+    """[pieces + 1] float64: probability of a click at evenly spaced logits from -end to end"""
     end: float
     bias: float
-    """of the logit"""
+    """added to the logit"""
     scale: float
-    """of a dense feature, which is a sum of four 16-bit fields, less its mean, times the scale"""
+    """a dense feature is the sum of four 16-bit fields, minus its mean, times this"""
     ids: int | None
-    """of a sample; None where bags of a table differ in size"""
+    """ids of a sample; None if the bags of a table differ in size"""
 
 
 @triton.jit
 def draw_block(key, sample, block, blocks):
-    """Return the four draws, uint64, of `block` of each of `sample` (int64).
-
-    Example: blocks 64. Block 3 of sample 2 is the stream's block 2 * 64 + 3, whose counter value is one more: numpy
-    steps the counter before it draws.
-    """
+    """Return the four draws, uint64, of `block` of each of `sample` (int64)."""
+    # numpy advances the counter before it draws, hence the 1.
     counter = (sample * blocks + block + 1).to(tl.uint64)
     rest = tl.zeros_like(counter)
     first_word = tl.load(key).to(tl.uint64, bitcast=True)
@@ -84,80 +80,99 @@ def draw_block(key, sample, block, blocks):
 
 @triton.jit(do_not_specialize=["first", "blocks", "count", "features", "tables"])
 def _draw_features(
-    dense, lengths, sums, key, bag_sizes, first: tl.int64, blocks: tl.int64, count: tl.int64, features, tables,
-    SCALE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Draw dense features and bag sizes: a program makes a block of four draws for each of BLOCK samples.
+    dense,  # [count, features] float32
+    lengths,  # [tables, count] int32
+    sums,  # [tables, count] int32, set to 0
+    key,  # [2] int64
+    bag_sizes,  # [tables, 2] int64: smallest size, number of sizes
+    first: tl.int64,  # number of the first sample
+    blocks: tl.int64,  # blocks of draws of a sample
+    count: tl.int64,
+    features,
+    tables,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Draw dense features and bag sizes: a program makes one block of four draws for each of BLOCK samples.
 
-    Memory: the program writes, of its samples, up to four of `dense` [count, features] float32 and of `lengths`
-    [tables, count] int32; where it writes a length, it clears the bag's element of `sums`, of the same shape and type.
-    Of `bag_sizes` [tables, 2] int64 it reads the least size and the number of sizes.
+    Memory: stores, for its samples, up to four columns of `dense` and rows of `lengths`, with those of `sums`.
 
-    Order: no two programs share an element; the kernel's end orders all for those that follow on the stream.
+    Order: no two programs share an element.
 
-    Example: 2 features and 3 tables. Draw 0 is the label's, 1 and 2 are features, 3 is the bag size of table 0: these
-    are block 0. Block 1 has the bag sizes of tables 1 and 2, and two draws for ids, which `_draw_ids` makes again.
-    A size of 2..5 from a draw whose upper half is 2**31 is 2 + (2**31 * 4 >> 32) = 4.
+    Example: 2 features and 3 tables. Block 0 has the draws of the label, of both features, and of the bag size of table
+    0; block 1 those of the bag sizes of tables 1 and 2, and two for ids, which `_draw_ids` makes again. A draw whose
+    upper half is 2**31 gives the size 2 + (2**31 * 4 >> 32) = 4 of 2..5.
     """
     groups = tl.cdiv(count, BLOCK)
     block = tl.program_id(0) // groups
     i = tl.program_id(0) % groups * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
-    draws = draw_block(key, first + i, block, blocks)
+    draws = draw_block(key, first + i, block, blocks)  # 4 of [BLOCK]
     for n in tl.static_range(4):
         draw, column = draws[n], block * 4 + n
+        # A dense feature: the sum of the draw's four 16-bit fields.
         if (column > 0) & (column <= features):
             fields = (draw & 0xFFFF) + ((draw >> 16) & 0xFFFF) + ((draw >> 32) & 0xFFFF) + (draw >> 48)
             value = (fields.to(tl.int32) - 2 * 65535).to(tl.float32) * SCALE
             tl.store(dense + i * features + (column - 1), value, mask=mask)
+        # A bag size: smallest + floor(upper half of the draw * sizes / 2**32).
         t = column - 1 - features
         if (t >= 0) & (t < tables):
-            low = tl.load(bag_sizes + 2 * t)
+            smallest = tl.load(bag_sizes + 2 * t)
             sizes = tl.load(bag_sizes + 2 * t + 1).to(tl.uint64)
-            length = low + (((draw >> 32) * sizes) >> 32).to(tl.int64)
+            length = smallest + (((draw >> 32) * sizes) >> 32).to(tl.int64)
             tl.store(lengths + t * count + i, length.to(tl.int32), mask=mask)
             tl.store(sums + t * count + i, tl.zeros_like(i).to(tl.int32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["first", "blocks", "count", "first_block"])
 def _draw_ids(
-    values, lengths, offsets, sums, key, columns, tables, cells,
-    first: tl.int64, blocks: tl.int64, count: tl.int64, first_block,
-    RANGES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Draw ids, and add up the scores of each bag's: a program makes a block of four draws for BLOCK samples.
+    values,  # int32: all bags of table 0, then of table 1, ..
+    lengths,  # [tables, count] int32
+    offsets,  # [tables * count + 1] int64, with RANGES
+    sums,  # [tables, count] int32: of scores, modulo 2**32
+    key,  # [2] int64
+    columns,  # [4 * blocks] int32
+    tables,  # [tables, 10] int64
+    cells,  # int64
+    first: tl.int64,
+    blocks: tl.int64,
+    count: tl.int64,
+    first_block,
+    RANGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Draw ids and sum the scores of each bag: a program makes one block of four draws for each of BLOCK samples.
 
-    Memory: the program writes up to four ids of each of its samples to `values` int32, which holds all bags of table 0,
-    then those of table 1, and so forth. With RANGES, it reads the place of a bag from `offsets` [T * count + 1] int64,
-    and its size from `lengths` [T, count] int32; without, all bags of a table have MOST ids. It reads the cells that
-    its draws choose, and adds each id's weighted score to the bag's element of `sums` [T, count] int32, which wraps at
-    2**32.
+    Memory: with RANGES, bags have `lengths`, otherwise all bags of a table have MAX_IDS ids.
 
-    Order: no two programs share an element of `values`; the additions are atomic and, as those of integers, give one
-    sum in any order. The kernel's end orders all for those that follow on the stream.
+    Order: no two programs share an element of `values`; sums are relaxed atomics of integers, whose order does not
+    matter.
 
-    Example: 100 samples, table 0 with 3 ids a bag, table 1 with 2. The second id of sample 7 in table 1 is at
-    3 * 100 + 7 * 2 + 1. Of a table of 2 cells, a draw of 0.75 * 2**64 is halfway into cell 1, 2**62 of 2**63. Beyond a
-    threshold of 2**61, it is 2**61 into the cell's second item, of 2**63 - 2**61: a third of it.
+    Example: 100 samples, table 0 with 3 ids a bag, table 1 with 2. The second id of sample 7 in table 1 is at 3 * 100 +
+    7 * 2 + 1. With 2 cells, a draw of 0.75 * 2**64 is at 2**62 of 2**63 in cell 1; past a threshold of 2**61, that is a
+    third of the cell's second item.
     """
     groups = tl.cdiv(count, BLOCK)
     block = first_block + tl.program_id(0) // groups
     i = tl.program_id(0) % groups * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
-    draws = draw_block(key, first + i, block, blocks)
+    draws = draw_block(key, first + i, block, blocks)  # 4 of [BLOCK]
     for n in tl.static_range(4):
         draw, column = draws[n], block * 4 + n
         t = tl.load(columns + column)
         if t >= 0:
+            # Where the id is in its bag, and in `values`.
             entry = tables + t * TABLE_COLUMNS
-            place = column - tl.load(entry + COLUMN)
+            position = column - tl.load(entry + COLUMN)
             kept = mask
             if RANGES:
-                kept = mask & (place < tl.load(lengths + t * count + i, mask=mask, other=0))
-                at = tl.load(offsets + t * count + i, mask=kept, other=0) + place
+                kept = mask & (position < tl.load(lengths + t * count + i, mask=mask, other=0))
+                at = tl.load(offsets + t * count + i, mask=kept, other=0) + position
             else:
-                at = tl.load(entry + START) * count + i * tl.load(entry + MOST) + place
+                at = tl.load(entry + START) * count + i * tl.load(entry + MAX_IDS) + position
 
+            # The draw chooses a cell, then one of its two items, then a popularity rank in the item.
             bits = tl.load(entry + BITS).to(tl.uint64)
             cell = cells + tl.load(entry + CELLS) + (draw >> (64 - bits)).to(tl.int64) * CELL_WORDS
             within = ((draw << bits) >> 1).to(tl.int64)
@@ -171,6 +186,7 @@ def _draw_ids(
             row = (rank * tl.load(entry + MULTIPLIER) + tl.load(entry + OFFSET)) % tl.load(entry + ROWS)
             tl.store(values + at, row.to(tl.int32), mask=kept)
 
+            # The row's score is a hash, weighted by the position.
             score = row.to(tl.uint32) ^ tl.load(entry + KEY).to(tl.uint32)
             score = score * 0x9E3779B1
             score = score ^ (score >> 15)
@@ -179,36 +195,49 @@ def _draw_ids(
             score = (score * 0xC2B2AE3D) >> 16
             weights = tl.load(entry + WEIGHTS)
             if weights >= 0:
-                score = score * tl.load(cells + weights + place).to(tl.uint32)
+                score = score * tl.load(cells + weights + position).to(tl.uint32)
             tl.atomic_add(sums + t * count + i, score.to(tl.int32), mask=kept, sem="relaxed", scope="gpu")
 
 
 @triton.jit(do_not_specialize=["first", "blocks", "count", "features", "signals"])
 def _draw_labels(
-    labels, dense, lengths, sums, key, signal_tables, weights, dense_weights, factors, curve,
-    first: tl.int64, blocks: tl.int64, count: tl.int64, features, signals,
-    BIAS: tl.constexpr, END: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Draw the labels of BLOCK samples a program.
+    labels,  # [count] float32
+    dense,  # [count, features] float32
+    lengths,  # [tables, count] int32
+    sums,  # [tables, count] int32: of scores, modulo 2**32
+    key,  # [2] int64
+    signal_tables,  # [signals, 2] int64
+    weights,  # [signals, 3] float64
+    dense_weights,  # [features] float64
+    factors,  # [sizes, 2] float64
+    curve,  # [PIECES + 1] float64
+    first: tl.int64,
+    blocks: tl.int64,
+    count: tl.int64,
+    features,
+    signals,
+    BIAS: tl.constexpr,
+    END: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Draw the labels of BLOCK samples.
 
-    Memory: of its samples, the program reads all of `dense` [count, features] float32 and, as [tables, count] int32,
-    `lengths` and the bags' `sums` of scores, which are unsigned. It writes `labels` [count] float32.
+    Order: no two programs share an element. The terms of a logit are added in a fixed order, and every product and sum
+    is rounded, as on a CPU.
 
-    Order: no two programs share an element; the sums come from kernels before it on the stream. The terms of a logit
-    are added in a fixed order, each product and each sum rounded by itself, as on a CPU.
-
-    Example: bias -1, no dense weights, one signal of weight 2; a bag of 3 ids has the mean 300 and the factor 0.01. One
-    with the sum 350 has the signal (350 - 300) * 0.01 = 0.5 and the logit -1 + 2 * 0.5 = 0. With END 16 and 2048
-    pieces, that is the beginning of piece (0 + 16) * 64 = 1024, where the curve is 0.5; the label is 1 if the uniform
-    draw is below.
+    Example: bias -1, no dense weights, one signal of weight 2. A bag of 3 ids has the mean 300 and the factor 0.01, so
+    one with the sum 350 has the signal (350 - 300) * 0.01 = 0.5 and the logit -1 + 2 * 0.5 = 0. With END 16 and 2048
+    pieces, that is where piece (0 + 16) * 64 = 1024 begins.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
+    # The logit: bias, dense features, and the signals of tables.
     logit = tl.full((BLOCK,), BIAS, tl.float64)
     for f in range(features):
         x = tl.load(dense + i * features + f, mask=mask, other=0.0).to(tl.float64)
         logit += tl.load(dense_weights + f) * x
-    before = tl.zeros((BLOCK,), tl.float64)
+    previous = tl.zeros((BLOCK,), tl.float64)
     for n in range(signals):
         t = tl.load(signal_tables + 2 * n)
         length = tl.load(lengths + t * count + i, mask=mask, other=0)
@@ -219,8 +248,9 @@ def _draw_labels(
         x = tl.load(dense + i * features + n, mask=mask & (n < features), other=0.0).to(tl.float64)
         logit += tl.load(weights + 3 * n) * signal
         logit += tl.load(weights + 3 * n + 1) * x * signal
-        logit += tl.load(weights + 3 * n + 2) * before * signal
-        before = signal
+        logit += tl.load(weights + 3 * n + 2) * previous * signal
+        previous = signal
+    # The probability, interpolated on the curve, and the label.
     position = (tl.minimum(tl.maximum(logit, -END), END) + END) * (PIECES / (2 * END))
     piece = tl.minimum(position.to(tl.int64), PIECES - 1)
     begin = tl.load(curve + piece)
@@ -235,8 +265,8 @@ def draw_samples(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the samples [first, first + count): dense features [b, F], lengths [T * b] and ids int32, labels [b].
 
-    Kernels on the current stream make them. The CPU does not wait for these, unless bags of a table differ in size:
-    then it waits for the number of ids, which the stream computes first. Ids are all bags of table 0, then of table 1..
+    Lengths and ids are table after table. All come from kernels on the current stream; the host waits only for the
+    number of ids, if the bags of a table differ in size.
     """
     key, device, features, tables = source.key, source.key.device, len(source.dense_weights), len(source.bag_sizes)
     blocks, groups, first_draw = len(source.columns) // 4, -(-count // BLOCK), 1 + features + tables

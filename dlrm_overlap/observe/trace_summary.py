@@ -26,7 +26,7 @@ _KINDS = {
     r"|PtoP|_begin_call",
     "update": r"split_embedding\w*_backward|_update_rows",
     "all-reduce": r"AllReduce|_average_share",
-    "ids": r"_pull_ids|_place_ids|permute_\dD|bucketize|bounds_check|cumsum",
+    "ids": r"_pull_ids|_locate_ids|permute_\dD|bucketize|bounds_check|cumsum",
     "sort": r"[Rr]adix|RunLength|ReduceByKey|DeviceScan|DeviceCompact|linearize"
     r"|_place_gradients|_cut_runs",
     "samples": r"_draw_\w+",

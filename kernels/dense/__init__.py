@@ -1,1 +1,1 @@
-"""Kernels of the dense part, the cross network's and the parameters' update, and their twins."""
+"""Kernels of the dense part: layers, all-reduce of gradients, update of parameters."""

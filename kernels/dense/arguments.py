@@ -1,4 +1,4 @@
-"""What the dense kernels are given, by kernel and twin alike."""
+"""The arguments of the dense kernels and their twins."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,11 @@ import torch
 from dlrm_overlap.kernels.arguments import power_of_2
 
 BLOCK = 1024
-"""elements a program updates; flat tensors have a multiple of it, so that the kernel needs no mask"""
+"""elements that a program updates; the size of a flat tensor is a multiple of it, so the kernel needs no mask"""
 
 LINE = 64
-"""elements in whose multiples flat tensors are cut and parameters placed: 256 bytes of float32, what cuBLAS and NCCL
-like best, and 16 bytes a lane for every type"""
+"""elements in whose multiples flat tensors are cut and parameters aligned: 256 bytes of float32, as cuBLAS and NCCL
+prefer"""
 
 STATES: dict[str, tuple[str, ...]] = {
     "sgd": (),
@@ -19,25 +19,25 @@ STATES: dict[str, tuple[str, ...]] = {
     "adagrad": ("sum",),
     "adam": ("exp_avg", "exp_avg_sq"),
 }
-"""kind -> the names that torch.optim has for the optimizer's state"""
+"""kind -> names of the optimizer's states in torch.optim"""
 
 LR, EPS, FIRST, SECOND, NESTEROV, L2, DECOUPLED = range(7)
-"""columns of `FlatUpdate.numbers`. FIRST: beta1, momentum, or the decay of Adagrad's learning rate; SECOND: beta2, or
-dampening; NESTEROV: 0 or 1; L2 and DECOUPLED: weight decay, added to the gradient or shrinking the weight"""
+"""columns of `FlatUpdate.numbers`. FIRST: beta1, momentum, or Adagrad's lr_decay; SECOND: beta2, or dampening; L2,
+DECOUPLED: weight decay that is added to the gradient, or shrinks the weight"""
 
 FACTORS = 8
-"""columns of `FlatUpdate.factors`"""
+"""number of columns of `FlatUpdate.factors`"""
 
 
 class FlatUpdate(NamedTuple):
-    """The tensors of an update, all on one device. n is a multiple of `BLOCK`; flat tensors are of one layout.
+    """The tensors of an update of flat tensors of the same layout; n is a multiple of `BLOCK`.
 
-    Every number that may change between updates is read from a tensor, so a CUDA graph that holds the update follows
-    it. An update writes weights, states, shadow, step and factors. Each of R parameters has a row of numbers.
+    Everything that may change between updates is in tensors, so a CUDA graph can hold the update. Each of R parameters
+    has a row of numbers. An update writes weights, states, shadow, step and factors.
     """
 
     kind: str
-    """one of `STATES`: sgd | momentum, which is SGD with it | adagrad | adam"""
+    """a key of `STATES`: sgd | momentum (SGD with momentum) | adagrad | adam"""
     decays: bool
     """whether some L2 or DECOUPLED is not 0"""
     weights: torch.Tensor
@@ -45,39 +45,38 @@ class FlatUpdate(NamedTuple):
     gradients: torch.Tensor
     """[n] float32"""
     states: tuple[torch.Tensor, ...]
-    """[n] float32 each, those of `STATES` in their order"""
+    """[n] float32 each, in the order of `STATES`"""
     shadow: torch.Tensor | None
-    """[n] float16 or bfloat16, which takes the updated weights, rounded to the nearest; None without one"""
+    """[n] float16 or bfloat16, receives the updated weights, rounded to nearest; or None"""
     rows: torch.Tensor
-    """[n / LINE] int32, the row of the numbers for each line of elements, -1 for those that are left as they are"""
+    """[n / LINE] int32: row of the numbers for each line of elements; -1: the line is not updated"""
     step: torch.Tensor
-    """[R] float32, the number of updates so far"""
+    """[R] float32: number of updates so far"""
     numbers: torch.Tensor
-    """[R, 7] float64, in columns `LR` .. `DECOUPLED`; float64 as in torch.optim, whose numbers are Python's"""
+    """[R, 7] float64, as in torch.optim; columns `LR` .. `DECOUPLED`"""
     factors: torch.Tensor
-    """[R, FACTORS] float32, scratch of the kernel, which the twin leaves alone"""
+    """[R, FACTORS] float32, scratch of the kernel; the twin does not use it"""
 
 
 GROUP = 64
 """rows whose sums `gradient_of_layer` writes together"""
 
 STACKED = 64
-"""elements; a layer of a stack of activations begins at a multiple of it, so that it can be read 16 bytes at a time"""
+"""elements: a layer of a stack begins at a multiple of it, so that it can be read 16 bytes at a time"""
 
 
 class CrossGradient(NamedTuple):
-    """What a layer's gradient in a cross network is computed from, and where it is written.
+    """The inputs and outputs of the gradient of one layer of a cross network of L layers, b samples, width N.
 
-    b samples of width N; all tensors are on one device and, but for `bias` and `sums`, of one type. All are contiguous,
-    and so is each layer of a stack, which begins at a multiple of `STACKED` elements (`stack`).
+    All tensors are contiguous and have one type except `bias` and `sums`.
     """
 
     gradient: torch.Tensor
-    """[b, N], of the network's output: g_L"""
+    """[b, N]: g_L, the gradient of the network's output"""
     later: torch.Tensor
-    """stack [L - 1, b, N]: p_1 .. p_{L-1}, of which the layer reads those of later layers than itself"""
+    """stack [L - 1, b, N]: p_1 .. p_{L-1}; a layer reads those of later layers"""
     x0: torch.Tensor
-    """[b, N], the network's input"""
+    """[b, N]: the network's input"""
     w: torch.Tensor
     """stack [L, b, N]: the products of all layers; read for layer 0"""
     bias: torch.Tensor
@@ -87,18 +86,19 @@ class CrossGradient(NamedTuple):
     dx: torch.Tensor
     """[b, N], written for layer 0: the gradient of x_0 without p_0"""
     sums: torch.Tensor
-    """[ceil(b / GROUP), N] float32, written: du summed, before it is rounded, over each `GROUP` rows"""
+    """[ceil(b / GROUP), N] float32, written: sum of du, before it is rounded, over each `GROUP` rows"""
 
 
 def product_block(size: int) -> int:
-    """Return the rows or columns of the block that has `size` of them in a program's product: 16 are the fewest."""
+    """Return the rows or columns of the block that holds `size` of them in a program's product; at least 16."""
     return max(16, power_of_2(size))
 
 
 def stack(layers: int, like: torch.Tensor) -> torch.Tensor:
-    """Return a stack [layers, *shape], uninitialised: tensors of the shape and type of `like`, each contiguous.
+    """Return an uninitialised stack [layers, *shape] of contiguous tensors, of the shape and type of `like`.
 
-    Example: two layers like [3, 50] begin at the elements 0 and 192 of 384.
+    Each begins at a multiple of `STACKED` elements. Example: two layers like [3, 50] begin at elements 0 and 192 of
+    384.
     """
     apart = -(-like.numel() // STACKED) * STACKED
     flat = like.new_empty(max(1, layers) * apart)

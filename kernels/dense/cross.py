@@ -3,13 +3,12 @@
 Layer l of L computes x_{l+1} = x_0 * (w_l + b_l) + x_l, where w_l = (x_l V_l^T) W_l^T (Wang et al., DCN V2,
 arXiv 2008.13535, sections 3.2 and 3.3). Its gradients, from g_L = dL/dx_L down to layer 0:
 
-    du_l = g_{l+1} * x_0                        gradient of w_l; its sum over the samples is that of b_l
-    p_l  = (du_l W_l) V_l                       what reaches x_l through the products
+    du_l = g_{l+1} * x_0                        gradient of w_l; its sum over the samples is the gradient of b_l
+    p_l  = (du_l W_l) V_l                       gradient that reaches x_l through the products
     g_l  = g_{l+1} + p_l
     dx_0 = sum over l of g_{l+1} * (w_l + b_l), plus g_0
 
-All activations are [b, N] bfloat16 or another float type, b samples of width N; arithmetic is float32 and rounds once,
-where it stores.
+All activations are [b, N] of one float type; arithmetic is float32 and rounds once, where it stores.
 """
 
 import torch
@@ -21,14 +20,14 @@ from dlrm_overlap.kernels.dense.arguments import STACKED, CrossGradient
 
 _COLUMNS, _NUM_WARPS = 128, 4
 _FORWARD, _BACKWARD, _BACKWARD_FIRST = (16, 2), (32, 2), (16, 4)
-"""rows that a program reads at once, and how many times; layer 0 reads more tensors at once backward"""
+"""rows that a program reads at a time, and how many times; layer 0 reads more tensors backward"""
 
 
 @triton.jit
 def _program(WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return this program's number among those of its columns, and its columns [COLUMNS].
+    """Return this program's group of rows, and its columns [COLUMNS].
 
-    Neighbours have the same rows, so that programs that run at a time read whole rows.
+    Consecutive programs have the same rows, so that programs that run at the same time read whole rows.
     """
     across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     return tl.program_id(0) // across, tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
@@ -36,15 +35,23 @@ def _program(WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_layer(
-    x0, x, w, bias, out, rows,
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Compute x_{l+1} = x_0 * (w_l + b_l) + x_l; FIRST for l = 0, where x_l is x_0 and read once.
+    x0,  # [rows, WIDTH]
+    x,  # [rows, WIDTH]
+    w,  # [rows, WIDTH]
+    bias,  # [WIDTH] float32
+    out,  # [rows, WIDTH]
+    rows,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TURNS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute x_{l+1} = x_0 * (w_l + b_l) + x_l; FIRST for l = 0, where x_l is x_0.
 
-    Memory: a program has ROWS * TURNS rows of COLUMNS columns. It reads x0, x and w [rows, WIDTH] and bias [WIDTH]
-    float32, and writes out [rows, WIDTH], 16 bytes a lane where WIDTH allows.
+    Memory: a program has ROWS * TURNS rows of COLUMNS columns, 16 bytes a lane if WIDTH allows.
 
-    Order: the end of the kernel orders `out` for what comes next on the stream; no two programs share an element.
+    Order: no two programs share an element.
 
     Example: x_0 = 2, w = 3, b = 1 and x_l = 5 give 2 * (3 + 1) + 5 = 13.
     """
@@ -53,39 +60,47 @@ def _add_layer(
     begin = first.to(tl.int64) * WIDTH
     x0, x, w, out = x0 + begin, x + begin, w + begin, out + begin
     within = column < WIDTH
-    shift = tl.load(bias + column, mask=within, other=0)[None, :]
+    shift = tl.load(bias + column, mask=within, other=0)[None, :]  # [1, COLUMNS]
     for turn in range(TURNS):
         row = turn * ROWS + tl.arange(0, ROWS)
         mask = (first + row < rows)[:, None] & within[None, :]
         at = row[:, None] * WIDTH + column[None, :]
-        factor = tl.load(x0 + at, mask=mask, other=0).to(tl.float32)
-        before = factor if FIRST else tl.load(x + at, mask=mask, other=0).to(tl.float32)
+        factor = tl.load(x0 + at, mask=mask, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        given = factor if FIRST else tl.load(x + at, mask=mask, other=0).to(tl.float32)
         product = tl.load(w + at, mask=mask, other=0).to(tl.float32)
-        tl.store(out + at, (factor * (product + shift) + before).to(out.dtype.element_ty), mask=mask)
+        tl.store(out + at, (factor * (product + shift) + given).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["sums"])
 def _gradient_of_layer(
-    gradient, later, x0, w, bias, du, dx, sums, rows,
-    LAYERS: tl.constexpr, LAYER: tl.constexpr, STACKED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    TURNS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    gradient,  # [rows, WIDTH]: g_L
+    later,  # stack [LAYERS - 1, rows, WIDTH]: p_k is layer k - 1
+    x0,  # [rows, WIDTH]
+    w,  # stack [LAYERS, rows, WIDTH], for l = 0
+    bias,  # [LAYERS, WIDTH] float32, for l = 0
+    du,  # [rows, WIDTH]
+    dx,  # [rows, WIDTH], for l = 0
+    sums,  # [groups, WIDTH] float32
+    rows,
+    LAYERS: tl.constexpr,
+    LAYER: tl.constexpr,
+    STACKED: tl.constexpr,  # elements: layers of a stack begin at multiples
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TURNS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Compute du = g_{l+1} * x_0 and its sums over the program's rows; for l = 0 also dx = dx_0 - p_0.
 
-    g_{l+1} = g_L + p_{L-1} + .. + p_{l+1} is added up anew for each layer, since to write and read it costs more than
-    to read up to two p. For l = 0 all g are at hand, so dx_0 is added up in the same pass; the product that computes
-    p_0 adds it to dx.
+    g_{l+1} = g_L + p_{L-1} + .. + p_{l+1} is computed from its terms: reading up to two p costs less than storing and
+    reading g. Layer 0 computes all g, so it sums dx_0 in the same pass; the product that computes p_0 adds it to dx.
 
-    Memory: a program has ROWS * TURNS rows of COLUMNS columns of [rows, WIDTH]. It reads gradient, which is g_L, x0,
-    and of the stack `later` the p of the layers behind this one, p_k being its layer k - 1; for l = 0 also the stack w
-    of all layers and bias [LAYERS, WIDTH] float32. A layer of a stack begins at a multiple of STACKED elements. It
-    writes du, for l = 0 dx, and row `group` of sums [groups, WIDTH] float32. w, bias and dx are not touched for l > 0.
+    Memory: a program has ROWS * TURNS rows of COLUMNS columns; its sums are row `group` of `sums`.
 
-    Order: the end of the kernel orders what it writes for what comes next on the stream; no two programs share an
-    element, and a program's sums have a fixed order.
+    Order: no two programs share an element, and a program adds up in a fixed order.
 
-    Example: L = 2, g_2 = 1, p_1 = 2, x_0 = 3, w = (10, 20), b = (0, 1). Layer 1: du = 1 * 3. Layer 0: g_1 = 1 + 2, du
-    = 3 * 3, and dx = 1 * (20 + 1) + 3 * (10 + 0) + 3 = 54, to which p_0 is to be added.
+    Example: L = 2, g_2 = 1, p_1 = 2, x_0 = 3, w = (10, 20), b = (0, 1). Layer 1: du = 1 * 3. Layer 0: g_1 = 1 + 2, du =
+    3 * 3, and dx = 1 * (20 + 1) + 3 * (10 + 0) + 3 = 54, to which p_0 is to be added.
     """
     group, column = _program(WIDTH, COLUMNS)  # type: ignore[misc]
     first = group * (ROWS * TURNS)
@@ -94,7 +109,8 @@ def _gradient_of_layer(
     gradient, later, x0, w = gradient + begin, later + begin, x0 + begin, w + begin
     du, dx = du + begin, dx + begin
     within = column < WIDTH
-    shifts = ()  # loaded once: their way into the layout of the rest is through shared memory
+    # Load the biases once: they reach the layout of the other tensors through shared memory.
+    shifts = ()
     if LAYER == 0:
         for k in tl.static_range(LAYERS):
             shifts += (tl.load(bias + k * WIDTH + column, mask=within, other=0)[None, :],)
@@ -103,21 +119,23 @@ def _gradient_of_layer(
         row = turn * ROWS + tl.arange(0, ROWS)
         mask = (first + row < rows)[:, None] & within[None, :]
         at = row[:, None] * WIDTH + column[None, :]
-        reaching = tl.load(gradient + at, mask=mask, other=0).to(tl.float32)
+        # g_{l+1}, from g_L down; for layer 0 also dx_0.
+        g = tl.load(gradient + at, mask=mask, other=0).to(tl.float32)  # [ROWS, COLUMNS]
         factor = tl.load(x0 + at, mask=mask, other=0).to(tl.float32)
         if LAYER == 0:
             product = tl.load(w + (LAYERS - 1) * stride + at, mask=mask, other=0).to(tl.float32)
-            through = reaching * (product + shifts[LAYERS - 1])
+            dx0 = g * (product + shifts[LAYERS - 1])
         for k in tl.static_range(LAYERS - 1, LAYER, -1):
-            reaching += tl.load(later + (k - 1) * stride + at, mask=mask, other=0).to(tl.float32)
+            g += tl.load(later + (k - 1) * stride + at, mask=mask, other=0).to(tl.float32)
             if LAYER == 0:
                 product = tl.load(w + (k - 1) * stride + at, mask=mask, other=0).to(tl.float32)
-                through += reaching * (product + shifts[k - 1])
-        change = reaching * factor
+                dx0 += g * (product + shifts[k - 1])
+        # Store du and add it up; for layer 0 store dx.
+        change = g * factor
         tl.store(du + at, change.to(du.dtype.element_ty), mask=mask)
         total += change
         if LAYER == 0:
-            tl.store(dx + at, (through + reaching).to(dx.dtype.element_ty), mask=mask)
+            tl.store(dx + at, (dx0 + g).to(dx.dtype.element_ty), mask=mask)
     tl.store(sums + group.to(tl.int64) * WIDTH + column, tl.sum(total, 0), mask=within)
 
 
@@ -128,7 +146,7 @@ def _programs(rows: int, width: int, tile: tuple[int, int]) -> int:
 def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
     """Write out = x0 * (w + bias) + x on the current stream: [b, N] contiguous, of one type; bias is [N] float32.
 
-    `x` is the layer's input, in the first layer x0 itself, `w` the layer's product.
+    `x` is the layer's input, which is x0 itself in the first layer, and `w` its product.
     """
     rows, width = x0.shape
     at_once, turns = _FORWARD
@@ -139,7 +157,7 @@ def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Te
 
 
 def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
-    """Write what `CrossGradient` says of layer `layer`, from 0, of all `layers`, on the current stream."""
+    """Write the outputs of `CrossGradient` for layer `layer`, from 0, of `layers`, on the current stream."""
     tile = _BACKWARD if layer > 0 else _BACKWARD_FIRST
     (rows, width), (at_once, turns) = tensors.x0.shape, tile
     kernel = specialised(

@@ -1,10 +1,9 @@
 """The dot products of all pairs of a sample's embeddings, forward and backward, one kernel each.
 
-The interaction of DLRM (Naumov et al., arXiv 1906.00091, section 2.1): of F embeddings [D] of a sample, of which the
-bottom MLP's output is the first, the output has the first embedding and then the dot products e_i . e_j of i < j, row
-by row of the upper triangle. PyTorch computes all F * F products in a batched product of tiny matrices, whose kernels
-reach a tenth of the memory's rate, and picks the pairs out of it. Here a program keeps a sample's embeddings in
-registers, multiplies them by tensor cores, and stores the pairs.
+The interaction of DLRM (Naumov et al., arXiv 1906.00091, section 2.1): of F embeddings [D] of a sample, the first being
+the bottom MLP's output, the output has the first embedding and then the dot products e_i . e_j of i < j, row by row of
+the upper triangle. A program keeps a sample's embeddings in registers and multiplies them on tensor cores; PyTorch's
+batched product computes all F * F products at a tenth of the memory's rate.
 """
 
 from typing import Any
@@ -28,24 +27,27 @@ def _pair(i, j, FEATURES: tl.constexpr):
 
 @triton.jit
 def _dot(left, right, INTERPRETED: tl.constexpr):
-    if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
+    if INTERPRETED:  # the interpreter would multiply the bits of bfloat16 as integers
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")
 
 
 @triton.jit
 def _interact(
-    embeddings, out,
-    FEATURES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
+    embeddings,  # [b, FEATURES * DIM]
+    out,  # [b, WIDTH]
+    FEATURES: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Compute the interaction of one sample.
+):
+    """Compute the interaction of one sample: the first embedding, FEATURES * (FEATURES - 1) / 2 products, and zeros.
 
-    Memory: the program reads its row of embeddings [b, FEATURES * DIM] once, and writes its row of out [b, WIDTH]: DIM
-    numbers of the first embedding, FEATURES * (FEATURES - 1) / 2 products, and zeros up to WIDTH. A product is added
-    up in float32 and rounded once.
+    Memory: reads a row of `embeddings` once. Products are added up in float32 and rounded once.
 
-    Order: the end of the kernel orders `out` for what comes next on the stream; no two programs share an element.
+    Order: no two programs share an element.
 
     Example: FEATURES 3, DIM 2, WIDTH 6; embeddings (1, 2), (3, 4), (5, 6) give 1 2 11 17 39 0.
     """
@@ -53,9 +55,9 @@ def _interact(
     embeddings, out = embeddings + sample * (FEATURES * DIM), out + sample * WIDTH
     i, column = tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_D)
     inside = (i < FEATURES)[:, None] & (column < DIM)[None, :]
-    each = tl.load(embeddings + i[:, None] * DIM + column[None, :], mask=inside, other=0)
+    each = tl.load(embeddings + i[:, None] * DIM + column[None, :], mask=inside, other=0)  # [BLOCK_F, BLOCK_D]
     tl.store(out + i[:, None] * WIDTH + column[None, :], each, mask=inside & (i == 0)[:, None])
-    products = _dot(each, tl.trans(each), INTERPRETED)
+    products = _dot(each, tl.trans(each), INTERPRETED)  # [BLOCK_F, BLOCK_F]
     row, j = i[:, None], i[None, :]
     is_pair = (row < j) & (j < FEATURES)
     tl.store(out + DIM + _pair(row, j, FEATURES), products.to(out.dtype.element_ty), mask=is_pair)
@@ -65,17 +67,22 @@ def _interact(
 
 @triton.jit
 def _gradient_of_interaction(
-    gradient, embeddings, out,
-    FEATURES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
+    gradient,  # [b, WIDTH]
+    embeddings,  # [b, FEATURES * DIM]
+    out,  # [b, FEATURES * DIM]
+    FEATURES: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradient of one sample's embeddings: S @ embeddings, S being symmetric and of the pairs' gradients.
+):
+    """Compute the gradient of one sample's embeddings: S @ embeddings, S being the symmetric matrix of pairs'
+    gradients.
 
-    Memory: the program reads its rows of gradient [b, WIDTH] and embeddings [b, FEATURES * DIM], and writes its row of
-    out [b, FEATURES * DIM]. Sums are in float32 and rounded once. Columns of the gradient beyond the pairs are not
-    read.
+    Memory: the columns of `gradient` after the pairs are not read. Sums are float32 and rounded once.
 
-    Order: the end of the kernel orders `out` for what comes next on the stream; no two programs share an element.
+    Order: no two programs share an element.
 
     Example: FEATURES 2, DIM 2; embeddings (1, 2), (3, 4), gradient 10 20 5 give (10 + 15, 20 + 20), (5, 10).
     """
@@ -85,12 +92,14 @@ def _gradient_of_interaction(
     i, column = tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_D)
     inside = (i < FEATURES)[:, None] & (column < DIM)[None, :]
     at = i[:, None] * DIM + column[None, :]
-    each = tl.load(embeddings + at, mask=inside, other=0)
+    each = tl.load(embeddings + at, mask=inside, other=0)  # [BLOCK_F, BLOCK_D]
+    # The pairs' gradients as a symmetric matrix with a zero diagonal.
     low, high = tl.minimum(i[:, None], i[None, :]), tl.maximum(i[:, None], i[None, :])
     is_pair = (low < high) & (high < FEATURES)
-    pairs = tl.load(gradient + DIM + _pair(low, high, FEATURES), mask=is_pair, other=0)
-    own = tl.load(gradient + at, mask=inside & (i == 0)[:, None], other=0).to(tl.float32)  # of the first embedding
-    result = _dot(pairs, each, INTERPRETED) + own
+    pairs = tl.load(gradient + DIM + _pair(low, high, FEATURES), mask=is_pair, other=0)  # [BLOCK_F, BLOCK_F]
+    # The first embedding is also in the output itself.
+    first = tl.load(gradient + at, mask=inside & (i == 0)[:, None], other=0).to(tl.float32)
+    result = _dot(pairs, each, INTERPRETED) + first  # [BLOCK_F, BLOCK_D]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -103,10 +112,9 @@ def _compiled(kernel: Any, features: int, dim: int, width: int) -> CompiledKerne
 
 
 def interact(embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:
-    """Write the first embedding of each sample, the products of all pairs, and zeros, on the current stream.
+    """Write each sample's first embedding, the products of all pairs, and zeros, on the current stream.
 
-    `embeddings` [b, F * D] and `out` [b, N] are contiguous and of one type; N is at least D + F * (F - 1) / 2 and at
-    most 16 more.
+    `embeddings` [b, F * D] and `out` [b, N] are contiguous and of one type; N exceeds D + F * (F - 1) / 2 by 0 to 16.
     """
     kernel = _compiled(_interact, features, embeddings.shape[1] // features, out.shape[1])
     kernel(len(embeddings), (embeddings.dtype,), embeddings, out)

@@ -1,7 +1,7 @@
-"""What stands between the products of layers with ReLU, in one pass each.
+"""Single passes between the products of layers with ReLU.
 
-They are the backward of ReLU and of the bias before it, and a last layer of one output, forward and backward: for a
-product of one column cuBLAS takes several kernels, and none of them masks the gradient for the layer before.
+These are the backward of ReLU and bias, and a last layer of one output, forward and backward: for a product of one
+column cuBLAS launches several kernels, none of which masks the gradient for the previous layer.
 """
 
 from typing import Any
@@ -16,21 +16,27 @@ from dlrm_overlap.kernels.dense.arguments import GROUP
 
 _ROWS, _COLUMNS = 16, 128
 _ELEMENTS = 4096
-"""that a program of `_logits` reads at once"""
+"""that a program of `_logits` reads at a time"""
 
 
 @triton.jit(do_not_specialize=["rows", "stride"], do_not_specialize_on_alignment=["sums"])
 def _mask_and_sum(
-    gradient, output, out, sums, rows, stride, WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    gradient,  # [rows, WIDTH]
+    output,  # [rows, WIDTH]
+    out,  # [rows, WIDTH]
+    sums,  # [groups, WIDTH] float32
+    rows,
+    stride,  # elements between rows of `sums`
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """Compute out = gradient where output > 0, else 0, and its sums over the program's rows.
 
-    Memory: a program has GROUP rows of COLUMNS columns of [rows, WIDTH]. It reads gradient and output, and writes out
-    and row `group` of sums [groups, WIDTH] float32, whose rows are `stride` apart.
+    Memory: a program has GROUP rows of COLUMNS columns; its sums are row `group` of `sums`.
 
-    Order: the end of the kernel orders what it writes for what comes next on the stream; no two programs share an
-    element, and a program's sums have a fixed order.
+    Order: no two programs share an element, and a program adds up in a fixed order.
 
     Example: gradient 5 6 7 and output 1 0 2 give 5 0 7.
     """
@@ -45,46 +51,60 @@ def _mask_and_sum(
         row = turn * ROWS + tl.arange(0, ROWS)
         mask = (first + row < rows)[:, None] & within[None, :]
         at = row[:, None] * WIDTH + column[None, :]
-        reaching = tl.load(gradient + at, mask=mask, other=0)
+        grad = tl.load(gradient + at, mask=mask, other=0)  # [ROWS, COLUMNS]
         passes = tl.load(output + at, mask=mask, other=0).to(tl.float32) > 0
-        reaching = tl.where(passes, reaching, tl.zeros_like(reaching))
-        tl.store(out + at, reaching, mask=mask)
-        total += reaching.to(tl.float32)
+        grad = tl.where(passes, grad, tl.zeros_like(grad))
+        tl.store(out + at, grad, mask=mask)
+        total += grad.to(tl.float32)
     tl.store(sums + group.to(tl.int64) * stride + column, tl.sum(total, 0), mask=within)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _logits(x, weight, bias, out, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out = x @ weight + bias of ROWS rows.
+def _logits(
+    x,  # [rows, WIDTH]
+    weight,  # [WIDTH]
+    bias,  # [1]
+    out,  # [rows]
+    rows,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute out = x @ weight + bias for ROWS rows, added up in float32 and rounded once.
 
-    Memory: the program reads ROWS rows of x [rows, WIDTH], weight [WIDTH] and bias [1], and writes ROWS elements of out
-    [rows], added up in float32 and rounded once.
-
-    Order: the end of the kernel orders `out` for what comes next on the stream; no two programs share an element.
+    Order: no two programs share an element.
 
     Example: x 1 2, weight 3 4, bias 5 give 16.
     """
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    # [ROWS, BLOCK]
     each = tl.load(x + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0).to(tl.float32)
-    factor = tl.load(weight + column, mask=column < WIDTH, other=0).to(tl.float32)
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0).to(tl.float32)  # [BLOCK]
     total = tl.sum(each * factor[None, :], 1) + tl.load(bias).to(tl.float32)
     tl.store(out + row, total.to(out.dtype.element_ty), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "stride"], do_not_specialize_on_alignment=["sums"])
 def _gradient_of_logits(
-    gradient, output, weight, out, sums, rows, stride, WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    gradient,  # [rows]
+    output,  # [rows, WIDTH]
+    weight,  # [WIDTH]
+    out,  # [rows, WIDTH]
+    sums,  # [groups, 2 * WIDTH + 1] float32
+    rows,
+    stride,  # elements between rows of `sums`
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Compute out = gradient * weight where output > 0, else 0, and the sums of it, of gradient * output, and gradient.
+):
+    """Compute out = gradient * weight where output > 0, else 0, and sums of out, gradient * output and gradient.
 
-    Memory: a program has GROUP rows of COLUMNS columns. It reads gradient [rows], output [rows, WIDTH] and weight
-    [WIDTH], and writes out [rows, WIDTH] and row `group` of sums [groups, 2 * WIDTH + 1] float32, whose rows are
-    `stride` apart: WIDTH sums of out, WIDTH of gradient * output, and that of gradient.
+    Memory: a program has GROUP rows of COLUMNS columns; row `group` of `sums` has WIDTH sums of out, WIDTH of gradient
+    * output, and the sum of gradient.
 
-    Order: the end of the kernel orders what it writes for what comes next on the stream; no two programs share an
-    element, and a program's sums have a fixed order.
+    Order: no two programs share an element, and a program adds up in a fixed order.
 
     Example: one row, gradient 2, output 3 0, weight 5 7 give out 10 0 and sums 10 0 6 0 2.
     """
@@ -94,7 +114,7 @@ def _gradient_of_logits(
     begin = first.to(tl.int64) * WIDTH
     gradient, output, out, sums = gradient + first, output + begin, out + begin, sums + group.to(tl.int64) * stride
     within = column < WIDTH
-    factor = tl.load(weight + column, mask=within, other=0).to(tl.float32)[None, :]
+    factor = tl.load(weight + column, mask=within, other=0).to(tl.float32)[None, :]  # [1, COLUMNS]
     total, products = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     gradients = tl.zeros((ROWS,), tl.float32)
     for turn in range(GROUP // ROWS):
@@ -102,13 +122,14 @@ def _gradient_of_logits(
         here = first + row < rows
         mask = here[:, None] & within[None, :]
         at = row[:, None] * WIDTH + column[None, :]
-        reaching = tl.load(gradient + row, mask=here, other=0).to(tl.float32)
-        each = tl.load(output + at, mask=mask, other=0).to(tl.float32)
-        through = tl.where(each > 0, reaching[:, None] * factor, 0.0).to(out.dtype.element_ty)
-        tl.store(out + at, through, mask=mask)
-        total += through.to(tl.float32)
-        products += reaching[:, None] * each
-        gradients += reaching
+        grad = tl.load(gradient + row, mask=here, other=0).to(tl.float32)  # [ROWS]
+        each = tl.load(output + at, mask=mask, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        masked = tl.where(each > 0, grad[:, None] * factor, 0.0).to(out.dtype.element_ty)
+        tl.store(out + at, masked, mask=mask)
+        total += masked.to(tl.float32)
+        products += grad[:, None] * each
+        gradients += grad
+    # Only the programs of the first columns store the sum of gradients.
     tl.store(sums + column, tl.sum(total, 0), mask=within)
     tl.store(sums + WIDTH + column, tl.sum(products, 0), mask=within)
     if tl.program_id(0) % across == 0:
@@ -120,10 +141,10 @@ def _compiled(kernel: Any, width: int) -> CompiledKernel:
 
 
 def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:
-    """Write the gradient of what ReLU was given, and its sums, on the current stream.
+    """Write the gradient of ReLU's input to `out`, and its sums, on the current stream.
 
-    `gradient`, `output`, both of ReLU's output, and `out` are [b, N], contiguous and of one type. `sums`
-    [ceil(b / GROUP), N] float32, over each `GROUP` rows, are columns of a contiguous tensor.
+    `gradient`, ReLU's `output` and `out` are [b, N], contiguous and of one type. `sums` [ceil(b / GROUP), N] float32
+    are columns of a contiguous tensor.
     """
     rows, width = output.shape
     programs = len(sums) * -(-width // _COLUMNS)
@@ -142,11 +163,11 @@ def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch
 def gradient_of_logits(
     gradient: torch.Tensor, output: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, sums: torch.Tensor
 ) -> None:
-    """Write the gradient of what ReLU before a layer of one output was given, and sums, on the current stream.
+    """Write the gradient of the input of a ReLU that a layer of one output follows, and sums, on the current stream.
 
-    `gradient` [b] of the layer's output, ReLU's `output` [b, N], the layer's `weight` [1, N] and `out` [b, N] are
-    contiguous and of one type. `sums` [ceil(b / GROUP), 2 N + 1] float32, over each `GROUP` rows, of `out`, of
-    gradient * output, and of gradient, are columns of a contiguous tensor.
+    `gradient` [b], ReLU's `output` [b, N], the layer's `weight` [1, N] and `out` [b, N] are contiguous and of one type.
+    `sums` [ceil(b / GROUP), 2 N + 1] float32, of `out`, gradient * output and gradient, are columns of a contiguous
+    tensor.
     """
     rows, width = output.shape
     programs = len(sums) * -(-width // _COLUMNS)

@@ -1,1 +1,1 @@
-"""Kernels of products with their communication inside."""
+"""Kernels of matrix products with communication inside."""

@@ -1,7 +1,6 @@
-"""How a call between ranks begins, when windows may be written to, and how a reduce-scatter ends, with sums.
+"""How a call between ranks begins, and how a reduce-scatter ends, with sums.
 
-A call is an epoch, which lies in one word of the device's memory, the clock. A rank that has waited for DONE e - 1 of
-every peer may store to any rank's memory in call e, see `dense.gemm.windows`.
+The epoch of a call is a word in device memory, the clock; `dense.gemm.windows` describes the protocol.
 """
 
 from typing import NamedTuple
@@ -16,19 +15,25 @@ from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.primitives import count_and_raise, wait_for_flags
 
-_SUM_PROGRAMS, _SUM_WARPS = 1056, 8  # at most: eight programs a multiprocessor, whose registers hold as many
+_MAX_SUM_PROGRAMS, _SUM_WARPS = 1056, 8  # eight programs a multiprocessor, as many as its registers hold
 
 
 @triton.jit(do_not_specialize=["rank", "world_size", "timeout"])
 def _begin_call(
-    done, counts, clock, status, rank, world_size, timeout: tl.int64, PEERS: tl.constexpr, INTERPRETED: tl.constexpr
+    done,  # [W, 1] int64, this rank's flags
+    counts,  # [W] int32: 1 for each peer
+    clock,  # [1] int64
+    status,
+    rank,
+    world_size,
+    timeout: tl.int64,
+    PEERS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """Wait for the flags DONE of the epoch that `clock` has, then raise the clock by one; the grid is one program.
+    """Wait until the flags DONE have reached `clock`, then increase the clock by one; the grid is one program.
 
-    Memory: `done` [W, 1] int64 are this rank's flags, which wait for row w if counts[w]. `clock` [1] int64.
-
-    Order: the flags are acquired at system scope, so later work of the stream comes after all reads of the peers in
-    the call before. The end of the kernel orders those that read the clock.
+    Order: acquires the flags at system scope, so later work of the stream comes after all reads of the peers' last
+    call.
 
     Example: clock 6. Once the peers' flags have reached 6, the clock is 7.
     """
@@ -38,21 +43,21 @@ def _begin_call(
 
 
 def begin_call(done: Flags, rank: int) -> None:
-    """Make the current stream wait until all peers are through with the call before, and raise the clock by one."""
+    """Make the current stream wait until all peers have finished the previous call, and begin the next epoch."""
     world_size = done.local.shape[0]
     kernel = specialised(_begin_call, num_warps=1, PEERS=power_of_2(world_size), INTERPRETED=INTERPRETED)
     kernel(1, (), done.local, done.counts, done.clock, done.status, rank, world_size, done.timeout)
 
 
 class Parts(NamedTuple):
-    """The partial products, and their sums."""
+    """The partial products, and where their sums go."""
 
     window: torch.Tensor
     """[W * lines * LINE] float16 or bfloat16: rank w's partial products begin at element w * lines * LINE"""
     lines: int
-    """of `LINE` elements, between the beginnings of two ranks' partial products"""
+    """lines of `LINE` elements from one rank's partial products to the next rank's"""
     out: torch.Tensor
-    """[lines * LINE] of the window's type, of which the first rows * columns are the sums"""
+    """[lines * LINE] of the window's type; the first rows * columns elements are the sums"""
     columns: int
     bias: torch.Tensor | None
     """[columns] of the window's type"""
@@ -61,21 +66,33 @@ class Parts(NamedTuple):
 
 @triton.jit(do_not_specialize=["rank", "lines", "begin", "end", "columns"], do_not_specialize_on_alignment=["bias"])
 def _sum_parts(
-    window, out, bias, peers_done, counted, clock,
-    rank, lines: tl.int64, begin: tl.int64, end: tl.int64, columns,
-    LAST: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, WORLD_SIZE: tl.constexpr, PEERS: tl.constexpr,
-    LINE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    window,  # [W, lines * LINE]: partial products of each rank
+    out,  # [lines * LINE]
+    bias,  # [columns]
+    peers_done,  # [W] int64: address of each rank's flags [W, 1]
+    counted,  # [1] int32, 0 before and after
+    clock,  # [1] int64
+    rank,
+    lines: tl.int64,
+    begin: tl.int64,  # first element / 8
+    end: tl.int64,  # end of the elements / 8
+    columns,
+    LAST: tl.constexpr,
+    BIAS: tl.constexpr,
+    RELU: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    PEERS: tl.constexpr,
+    LINE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Store the sums of the elements [8 * begin, 8 * end) to `out`, as program p of P the blocks p, p + P, ..
 
-    Memory: element i of rank w is `window`[w * lines * LINE + i]. The program reads its blocks of all ranks, 16 bytes a
-    lane, adds them up in float32 in the order of the ranks, adds `bias`[i % columns] if BIAS, takes the greater of that
-    and 0 if RELU, and stores element i of `out`.
+    Memory: reads 16 bytes a lane from each rank's part, adds them up in float32 in the order of the ranks, then adds
+    `bias`[i % columns] if BIAS, and applies relu if RELU.
 
-    Order: the stream has waited for the flags of the partial products before; the end of that kernel orders them.
-    If LAST, the program that ends last raises element `rank` of every rank's flags DONE, whose addresses are in
-    `peers_done`, to `clock` [1]: a release at system scope, after all reads here and in earlier kernels of the
-    stream. Who has acquired it may overwrite the window. `counted` [1] is 0 before and after.
+    Order: an earlier kernel of the stream has waited for the flags of the partial products. If LAST, the program that
+    ends last sets element `rank` of every rank's flags DONE to `clock`: a release at system scope, after all reads here
+    and in earlier kernels of the stream. A rank that has acquired it may overwrite the window.
 
     Example: begin 0, end 1, columns 4, window 1 2 3 4 5 6 7 8 of rank 0, ones of rank 1, bias 1 0 0 0: 3 3 4 5 7 7 8 9.
     """
@@ -83,24 +100,26 @@ def _sum_parts(
         base, lane = begin * 8 + block * BLOCK, tl.arange(0, BLOCK)
         at = base + lane
         mask = at < end * 8
-        total = tl.load(window + at, mask=mask, other=0.0).to(tl.float32)
+        # Add up the ranks' partial products in the order of the ranks.
+        total = tl.load(window + at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK]
         for peer in tl.static_range(1, WORLD_SIZE):
             total += tl.load(window + peer * lines * LINE + at, mask=mask, other=0.0).to(tl.float32)
         if BIAS:
-            column = ((base % columns).to(tl.int32) + lane) % columns  # one division of 64 bits, not one a lane
+            column = ((base % columns).to(tl.int32) + lane) % columns  # one 64-bit division a block
             total += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
         if RELU:
             total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+    # Count this program (acquire and release, GPU scope); the last one sets the flags, a release at system scope.
     if LAST:
         count_and_raise(counted, peers_done, rank, WORLD_SIZE, tl.load(clock), PEERS)
 
 
 def sum_parts(parts: Parts, done: Flags, counted: torch.Tensor, rank: int, rows: tuple[int, int], last: bool) -> None:
-    """Write the rows [begin, end) of `parts.out`, on the current stream; the beginning is a multiple of 8.
+    """Write the rows [begin, end) of `parts.out`, on the current stream; `begin` is a multiple of 8.
 
-    `counted` [1] int32 are the programs of the running kernel that are through, 0 before and after. Where `last` says
-    that no other rows follow, the flag `done` of `rank`, that it has read its window, is raised at every rank.
+    After the `last` rows this rank's flag `done` is set at every rank: it has read its window. `counted` [1] int32 is 0
+    before and after.
     """
     world_size, block = done.local.shape[0], _SUM_WARPS * 32 * 8
     kernel = specialised(
@@ -109,7 +128,7 @@ def sum_parts(parts: Parts, done: Flags, counted: torch.Tensor, rank: int, rows:
     )  # fmt: skip
     assert rows[0] % 8 == 0, "16 bytes a lane"
     begin, end = rows[0] * parts.columns // 8, -(-rows[1] * parts.columns // 8)
-    programs = max(1, min(_SUM_PROGRAMS, -(-(end - begin) * 8 // block)))
+    programs = max(1, min(_MAX_SUM_PROGRAMS, -(-(end - begin) * 8 // block)))
     kernel(
         programs, (parts.out.dtype,),
         parts.window, parts.out, parts.out if parts.bias is None else parts.bias, done.addresses, counted, done.clock,

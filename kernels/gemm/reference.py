@@ -1,13 +1,10 @@
-"""The sum of partial products, in plain PyTorch, as CPUs run it and tests compare the kernel with."""
+"""The sum of partial products in plain PyTorch: what tests compare the kernel with, and what CPUs run."""
 
 import torch
 
 
 def sum_parts(parts: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> torch.Tensor:
-    """Return the sum over the ranks of `parts` [W, rows, columns], added up in float32 in their order, of its type.
-
-    Example: parts [[[1, 2]], [[3, -9]]], bias [1, 1], relu: [[5, 0]].
-    """
+    """Return the sum of `parts` [W, rows, columns] over the ranks in their order, in float32, rounded to their type."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()

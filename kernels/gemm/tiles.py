@@ -1,4 +1,6 @@
-"""The kernel of products with communication inside, which computes tiles in an order and waits or signals for each."""
+"""The kernel of products with communication inside: it orders its tiles, and each tile waits or signals."""
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -6,168 +8,253 @@ import triton.language as tl
 from dlrm_overlap.kernels.primitives import await_few
 
 
+class TileOptions(NamedTuple):
+    """The compile-time options of `tile_product`; the blocks are those of `Tiling`."""
+
+    gather: bool
+    scatter: bool
+    by_k: bool
+    """whether the weight is [N, K], not [K, N]"""
+    bias: bool
+    activation: str
+    """none | relu"""
+    dtype: tl.dtype
+    """of both matrices and the result"""
+    order: str
+    """own_first | remote_first | balanced, see `tile_at`"""
+    block_m: int
+    block_n: int
+    block_k: int
+    group: int
+    interpreted: bool
+
+
 @triton.jit
-def tile_at(tile, blocks, columns, owners, world_size, GROUP: tl.constexpr, ORDER: tl.constexpr):
+def tile_at(tile, blocks, columns, owners, world_size, OPTIONS: tl.constexpr):
     """Return (owner, block, column) of the tile at a position in the order of the tiles.
 
-    The shards have `blocks` blocks of rows each, and are visited as `owners` [W] int32 names them:
+    Each shard has `blocks` blocks of rows. `owners` [W] int32 is the order of the shards:
 
         own_first     one after the other, as shards arrive; the first one is the rank's own
-        remote_first  one after the other; the last one is the rank's own, during which nothing is left to send
+        remote_first  one after the other; the last one is the rank's own, while nothing is left to send
         balanced      block 0 of all, then block 1 of all, ..: links and multiprocessors are busy all the time
 
-    GROUP blocks that follow each other in this order are computed together, column after column, so that they share
-    blocks in L2; but the rank's own blocks share a group with those of peers in the balanced order alone.
+    A group of consecutive blocks is computed column after column, so that its tiles share blocks in L2. Only in the
+    balanced order does a group mix the rank's own blocks with those of peers.
 
-    Example: owners 1 0, 2 blocks each, 3 columns, GROUP 2, own_first: owner, block, column are 1 0 0, 1 1 0, 1 0 1,
-    1 1 1, 1 0 2, 1 1 2, then 0 0 0, 0 1 0 and so forth.
+    Example: owners 1 0, 2 blocks each, 3 columns, groups of 2, own_first: owner, block, column are 1 0 0, 1 1 0, 1 0 1,
+    1 1 1, 1 0 2, 1 1 2, then 0 0 0, 0 1 0 and so on.
     """
+    # The blocks [first, first + rows) that the groups are cut from.
     first, rows = 0, blocks * world_size
-    if ORDER == "own_first":
+    if OPTIONS.order == "own_first":
         first = tl.where(tile < blocks * columns, 0, blocks)
         rows = tl.where(tile < blocks * columns, blocks, rows)
-    elif ORDER == "remote_first":
+    elif OPTIONS.order == "remote_first":
         remote = blocks * (world_size - 1)
         first = tl.where(tile < remote * columns, 0, remote)
         rows = tl.where(tile < remote * columns, remote, rows)
+    # The tile's group, then its block and column in the group.
     within = tile - first * columns
-    first += within // (GROUP * columns) * GROUP
-    height = tl.minimum(GROUP, rows - first)
-    within = within % (GROUP * columns)
+    first += within // (OPTIONS.group * columns) * OPTIONS.group
+    height = tl.minimum(OPTIONS.group, rows - first)
+    within = within % (OPTIONS.group * columns)
     position = first + within % height
     turn, block = position // blocks, position % blocks
-    if ORDER == "balanced":
+    if OPTIONS.order == "balanced":
         turn, block = position % world_size, position // world_size
     return tl.load(owners + turn), block, within // height
 
 
 @triton.jit
-def _multiply(left, weight, begin, k, accumulator, BY_K: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return `accumulator` + left @ right, where right is the block of `weight` at column `begin` and from `k` on."""
-    right = weight.load([begin, k]).T if BY_K else weight.load([k, begin])
-    if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
+def _multiply(left, weight, begin, k, accumulator, OPTIONS: tl.constexpr):
+    """Return `accumulator` + left @ right, where right is the block of `weight` at column `begin` and row `k`."""
+    right = weight.load([begin, k]).T if OPTIONS.by_k else weight.load([k, begin])  # [block_k, block_n]
+    if OPTIONS.interpreted:  # the interpreter would multiply the bits of bfloat16 as integers
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, accumulator)
 
 
 @triton.jit
-def _await_rows(
-    ready, owner, first, rank, shard_rows, slot_rows, slots, epoch, timeout, status,
-    BLOCK_M: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Wait until the owner's rows [first, first + BLOCK_M) are there, unless they are the rank's own; return 0."""
+def _wait_for_rows(
+    ready,
+    owner,
+    first,
+    rank,
+    shard_rows,
+    slot_rows,
+    slots,
+    epoch,
+    timeout,
+    status,
+    OPTIONS: tl.constexpr,
+):
+    """Wait until the owner's rows [first, first + block_m) have arrived, unless they are the rank's own; return 0."""
+    # The rows are in one slot or two.
     slot = first // slot_rows
-    count = (tl.minimum(first + BLOCK_M, shard_rows) - 1) // slot_rows - slot + 1
+    count = (tl.minimum(first + OPTIONS.block_m, shard_rows) - 1) // slot_rows - slot + 1
     count = tl.where(owner == rank, 0, count)
-    return await_few(ready, slots, owner * slots + slot, 1, count, rank, epoch, timeout, status, 2, INTERPRETED)
+    return await_few(ready, slots, owner * slots + slot, 1, count, rank, epoch, timeout, status, 2, OPTIONS.interpreted)
 
 
 @triton.jit
 def _store_tile(
-    accumulator, out, bias, targets, owner, first, begin, shard_rows, n,
-    SCATTER: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Store a tile of the owner's rows from `first` on, columns from `begin` on; see `tile_product`.
-
-    Its columns go through shared memory in two halves.
-    """
-    if SCATTER:
-        target = tl.multiple_of(tl.load(targets + owner).to(tl.pointer_type(TYPE)), 16) + first.to(tl.int64) * n
+    accumulator,
+    out,
+    bias,
+    targets,
+    owner,
+    first,
+    begin,
+    shard_rows,
+    n,
+    OPTIONS: tl.constexpr,
+):
+    """Store the tile of the owner's rows from `first` on, columns from `begin` on; see `tile_product`."""
+    if OPTIONS.scatter:
+        target = tl.multiple_of(tl.load(targets + owner).to(tl.pointer_type(OPTIONS.dtype)), 16)
+        target += first.to(tl.int64) * n
     else:
         target = out + (owner * shard_rows + first).to(tl.int64) * n
-    down = tl.arange(0, BLOCK_M)
-    width: tl.constexpr = BLOCK_N // 2
-    parts = accumulator.reshape(BLOCK_M, 2, width).permute(0, 2, 1).split()
+    down = tl.arange(0, OPTIONS.block_m)
+    # The columns go through shared memory in two parts.
+    width: tl.constexpr = OPTIONS.block_n // 2
+    parts = accumulator.reshape(OPTIONS.block_m, 2, width).permute(0, 2, 1).split()
     for part in tl.static_range(2):
         across = begin + part * width + tl.arange(0, width)
-        total = parts[part]
-        if BIAS:
+        total = parts[part]  # [block_m, width]
+        if OPTIONS.bias:
             total += tl.load(bias + across, mask=across < n, other=0).to(tl.float32)[None, :]
-        if ACTIVATION == "relu":
+        if OPTIONS.activation == "relu":
             total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)
         inside = (first + down < shard_rows)[:, None] & (across < n)[None, :]
-        tl.store(target + down[:, None] * n + across[None, :], total.to(TYPE), mask=inside)
+        tl.store(target + down[:, None] * n + across[None, :], total.to(OPTIONS.dtype), mask=inside)
 
 
 @triton.jit
 def _count_tile(
-    done, peers_ready, owner, first, rank, shard_rows, columns, slot_rows, slots, epoch,
-    BLOCK_M: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Count a tile that all threads have stored; raise its region's flag at the owner if it is the last."""
+    done,
+    peers_ready,
+    owner,
+    first,
+    rank,
+    shard_rows,
+    columns,
+    slot_rows,
+    slots,
+    epoch,
+    OPTIONS: tl.constexpr,
+):
+    """Count a tile that has been stored; the program that counts a region's last tile sets its flag at the owner."""
     region = first // slot_rows
     rows = tl.minimum(slot_rows, shard_rows - region * slot_rows)
     counter = done + owner * tl.cdiv(shard_rows, slot_rows) + region
     tl.debug_barrier()  # all threads have stored before one of them counts the tile
-    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.cdiv(rows, BLOCK_M) * columns - 1:
-        tl.store(counter, 0)  # as the next launch must find it
+    # Releases this program's stores, and acquires those of all programs that counted before.
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.cdiv(rows, OPTIONS.block_m) * columns - 1:
+        tl.store(counter, 0)  # for the next launch
         flags = tl.load(peers_ready + owner).to(tl.pointer_type(tl.int64))
-        # By the thread that has counted, so without another barrier.
+        # Releases all these stores to the owner. The thread that counted sets the flag, so no barrier is needed.
         tl.atomic_xchg(flags + rank * slots + region, epoch, sem="release", scope="sys")
 
 
 @triton.jit(
-    do_not_specialize=[
-        "rank", "world_size", "shard_rows", "n_eighths", "k_eighths", "slot_rows", "slots", "timeout",
-    ],
+    do_not_specialize=["rank", "world_size", "shard_rows", "n_eighths", "k_eighths", "slot_rows", "slots", "timeout"],
     do_not_specialize_on_alignment=["bias"],
-)  # fmt: skip
+)
 def tile_product(
-    out, bias, targets, owners, peers_ready, ready, done, clock, status, x, weight,
-    rank, world_size, shard_rows, n_eighths, k_eighths, slot_rows, slots,
+    out,  # [W * shard_rows, N], if gathered
+    bias,  # [N]
+    targets,  # [W] int64: address of [shard_rows, N] at each owner, if scattered
+    owners,  # [W] int32
+    peers_ready,  # [W] int64: address of each rank's flags [W, slots]
+    ready,  # [W, slots] int64, this rank's flags
+    done,  # [W, regions] int32, 0 before and after
+    clock,  # [1] int64
+    status,
+    x,  # descriptor of [W * shard_rows, K]; rank w owns the rows from w * shard_rows on
+    weight,  # descriptor of [N, K], or [K, N]
+    rank,
+    world_size,
+    shard_rows,
+    n_eighths,  # N / 8
+    k_eighths,  # K / 8
+    slot_rows,  # rows of a shard that have one flag: block_m or more, and a multiple of it if scattered
+    slots,
     timeout: tl.int64,
-    GATHER: tl.constexpr, SCATTER: tl.constexpr, BY_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    TYPE: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Compute activation(x @ weight^T + bias) in the tiles p, p + P, .. of program p of P, in the order of `tile_at`.
+    OPTIONS: tl.constexpr,
+):
+    """Compute activation(x @ weight^T + bias), as program p of P the tiles p, p + P, .. in the order of `tile_at`.
 
-    Memory: `x` describes [W * shard_rows, K], of which rank w owns the rows from w * shard_rows on, and `weight` [N,
-    K], or [K, N] where not BY_K; both of TYPE, read by TMA, which reads 0 after their ends. N and K are `n_eighths`
-    and `k_eighths` times 8. Products are summed up in float32, along K, by one program. `bias` [N] is read if BIAS.
-    The result is rounded once, to TYPE, and stored 16 bytes a lane: to `out` [W * shard_rows, N]; or, if SCATTER, to
-    [shard_rows, N] in the owner's memory, whose address is in `targets` [W].
+    Memory: TMA reads both matrices, and 0 after their ends. A program adds up a tile in float32, along K, rounds it
+    once, and stores it 16 bytes a lane: to `out` or, in a scattered product, to the memory of the rows' owner.
 
-    A slot of flags stands for `slot_rows` rows of a shard: at least BLOCK_M, and a multiple of that if SCATTER.
+    Order: a gathered product waits, before a tile of a peer's rows, until the flags (owner, i) of its one or two slots
+    have reached `clock`, and acquires them at system scope; a fence makes the acquired stores visible to TMA. A
+    scattered product counts a stored tile in its region, the rows of a slot (acquire and release, GPU scope). The
+    program that completes a region sets element (rank, i) of the owner's flags to `clock`: a release at system scope
+    that covers all stores of the region. The rank's own regions have flags, too.
 
-    Order: if GATHER, the program waits, unless the rows are the rank's own, for the flags of the one or two slots that
-    a tile's rows are in, element (owner, i) of `ready` [W, slots], until they have reached `clock` [1]. It acquires
-    them at system scope. A fence lets TMA, which is another proxy, see the acquired stores; the tile's coordinates are
-    computed from the flags' values, too, so no load is moved before. If SCATTER, the program stores a tile, passes a
-    barrier, and counts the tile in `done` [W, regions], a region being a slot's rows (acquire and release, GPU scope).
-    Whoever completes a region sets the count back to 0 and raises element (rank, i) of the owner's flags, whose address
-    is in `peers_ready` [W], to `clock`: a release at system scope, which covers the stores of all that have counted.
-    The own region has a flag, too.
-
-    Example: SCATTER, rank 0 of 2, shards of 512 rows, tiles of 128 rows, N of 2 tiles, slots of 256 rows. The tiles of
-    rows 512 .. 767, 2 * 2 of them, go to rows 0 .. 255 in rank 1's memory; the fourth that is counted raises element
+    Example: scattered, rank 0 of 2, shards of 512 rows, tiles of 128 rows, N of 2 tiles, slots of 256 rows. The tiles
+    of rows 512 .. 767, 2 * 2 of them, go to rows 0 .. 255 in rank 1's memory; the fourth that is counted sets element
     (0, 0) of rank 1's flags.
     """
+    BLOCK_M: tl.constexpr = OPTIONS.block_m
+    BLOCK_N: tl.constexpr = OPTIONS.block_n
+    BLOCK_K: tl.constexpr = OPTIONS.block_k
     n, turns = n_eighths * 8, tl.cdiv(k_eighths * 8, BLOCK_K)
     blocks = tl.cdiv(shard_rows, BLOCK_M)
     columns = tl.cdiv(n, BLOCK_N)
-    epoch = tl.load(clock) if GATHER or SCATTER else 0
+    epoch = tl.load(clock) if OPTIONS.gather or OPTIONS.scatter else 0
     for tile in range(tl.program_id(0), blocks * world_size * columns, tl.num_programs(0)):
-        owner, first, begin = tile_at(tile, blocks, columns, owners, world_size, GROUP, ORDER)
+        owner, first, begin = tile_at(tile, blocks, columns, owners, world_size, OPTIONS)
         first *= BLOCK_M
         begin *= BLOCK_N
         row = owner * shard_rows + first
-        if GATHER:
-            row += _await_rows(
-                ready, owner, first, rank, shard_rows, slot_rows, slots, epoch, timeout, status,
-                BLOCK_M, INTERPRETED,
-            )  # fmt: skip
+        # Wait for the rows. The 0 is computed from the flags' values, so no load moves before the wait.
+        if OPTIONS.gather:
+            row += _wait_for_rows(
+                ready,
+                owner,
+                first,
+                rank,
+                shard_rows,
+                slot_rows,
+                slots,
+                epoch,
+                timeout,
+                status,
+                OPTIONS,
+            )
+        # Multiply.
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for turn in range(turns):
-            left = x.load([row, turn * BLOCK_K])
-            accumulator = _multiply(left, weight, begin, turn * BLOCK_K, accumulator, BY_K, INTERPRETED)
+            left = x.load([row, turn * BLOCK_K])  # [BLOCK_M, BLOCK_K]
+            accumulator = _multiply(left, weight, begin, turn * BLOCK_K, accumulator, OPTIONS)
+        # Store the tile, and signal its region.
         _store_tile(
-            accumulator, out, bias, targets, owner, first, begin, shard_rows, n,
-            SCATTER, BIAS, ACTIVATION, TYPE, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-        if SCATTER:
+            accumulator,
+            out,
+            bias,
+            targets,
+            owner,
+            first,
+            begin,
+            shard_rows,
+            n,
+            OPTIONS,
+        )
+        if OPTIONS.scatter:
             _count_tile(
-                done, peers_ready, owner, first, rank, shard_rows, columns, slot_rows, slots, epoch,
-                BLOCK_M, INTERPRETED,
-            )  # fmt: skip
+                done,
+                peers_ready,
+                owner,
+                first,
+                rank,
+                shard_rows,
+                columns,
+                slot_rows,
+                slots,
+                epoch,
+                OPTIONS,
+            )

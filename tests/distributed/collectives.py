@@ -21,7 +21,7 @@ STEPS = 2
 
 
 def check_rows(way: str, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
-    """Calls of every size in turns, by ranks that are late at random. On GPUs, too."""
+    """Calls of all sizes alternate, by ranks that are late at random. On GPUs, too."""
     late = random.Random(group.rank())
     memory = PeerMemory(group, device, group.size() * max(PARTS))
     payloads = [Payload(part, group, device) for part in PARTS]

@@ -1,4 +1,4 @@
-"""Cases of `test_collectives`: products with their communication inside, forward and gradients, against float64."""
+"""Cases of `test_collectives`: products with their communication inside, forward and backward, against float64."""
 
 import contextlib
 import random
@@ -36,7 +36,7 @@ def _products() -> ParallelProducts:
 
 
 def check_serial() -> None:
-    """Every case by the serial way, which auto takes on a CPU."""
+    """Every case serially, which auto chooses on a CPU."""
     for case in CASES:
         place = dist.get_rank(), dist.get_world_size()
         check_operators(case, place, torch.device("cpu"), products=_products())
@@ -56,7 +56,7 @@ def check_autocast() -> None:
 
 
 def check_kept() -> None:
-    """Gathered rows are kept where a backward may ask for them, not in an evaluation."""
+    """Gathered rows are kept if a backward may need them, not in an evaluation."""
     products, kept = _products(), list[bool]()
     gather = products.all_gather_matmul
 
@@ -76,7 +76,7 @@ def check_kept() -> None:
 
 
 def check_compiled() -> None:
-    """A function that is compiled leaves the operators as they are, and the code around them is compiled."""
+    """torch.compile leaves the operators as they are, and compiles the code around them."""
     x, weight = torch.ones(2, 3), torch.full((4, 3), 2.0, requires_grad=True)
     graphs, products = [], _products()
 
@@ -111,7 +111,7 @@ HALVES = [
 
 @contextlib.contextmanager
 def _between_gpus(timeout_s: float = 60.0) -> Iterator[ParallelProducts]:
-    """Products that a GPU runs, their kernels interpreted and their copies the node's."""
+    """Run products as between GPUs: kernels by the interpreter, copies by the CPU."""
     from dlrm_overlap.comm.copy_engine import CopyEngine
     from dlrm_overlap.dense.gemm.windows import ProductWindows
     from dlrm_overlap.kernels.gemm.product import Tiling
@@ -128,11 +128,11 @@ def _between_gpus(timeout_s: float = 60.0) -> Iterator[ParallelProducts]:
 
 
 def check_copies() -> None:
-    """The ways of copy engines and cuBLAS, with ranks that are late at random."""
+    """Copy engines and cuBLAS, with ranks that are late at random."""
     device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
     late = random.Random(place[0])
     with _between_gpus() as products:
-        with torch.inference_mode():  # memory that it makes has to serve training, too
+        with torch.inference_mode():  # training must be able to use memory that it allocates
             all_gather_matmul(torch.ones(19, 3).half(), torch.ones(7, 3).half(), products=products, way="copies")
         for case in HALVES:
             time.sleep(late.choice([0, 2e-3]))
@@ -148,7 +148,7 @@ TILED = [
 
 
 def check_tiles() -> None:
-    """The ways of one kernel that holds the communication, in windows that copies use, too."""
+    """One kernel that holds the communication, in windows that copies use, too."""
     device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
     with _between_gpus() as products:
         for case in TILED:

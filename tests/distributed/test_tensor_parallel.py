@@ -1,4 +1,4 @@
-"""A top MLP that is divided over the ranks trains as one that each rank has whole, and goes on where that left off."""
+"""A top MLP that is divided over the ranks trains like a replicated one, and resumes from its checkpoint."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def _go_on_alone(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders of runs whose names end in their number of ranks; the layers of one rank are whole."""
+    """The folders of runs; names end in the number of ranks; the layers of one rank are whole."""
     folder = tmp_path_factory.mktemp("runs")
     works = (_train_on_one, 1), (_train_on_two, 2), (_train_on_four, 4), (_go_on_undivided, 2)
     for work, ranks in (*works, (_go_on_divided_again, 3), (_go_on_alone, 1)):

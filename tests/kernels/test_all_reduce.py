@@ -1,4 +1,4 @@
-"""The kernel of the dense gradients' all-reduce under Triton's interpreter, several ranks in one process."""
+"""The all-reduce of dense gradients under Triton's interpreter, several ranks in one process."""
 
 import pytest
 import torch
@@ -13,12 +13,12 @@ from tests.kernels.emulation import CLOCK, interpreted, to_wire
 SLOTS, SLOT, EPOCH = 3, 1, 5
 TYPES = [torch.float32, torch.bfloat16]
 every_type = pytest.mark.parametrize("dtype", TYPES)
-# Ranks, and lines of a range that begins behind one line: fewer than there are ranks, of unequal shares, of two blocks.
+# Ranks, and lines of a range that begins after one line: fewer than ranks, unequal shares, two blocks.
 CASES = [(1, 3), (2, 1), (2, 301), (3, 4), (4, 143), (5, 7)]
 
 
 class Ranks:
-    """Ranks with random gradients of a line, a range, and a line, and what they raise."""
+    """Ranks with random gradients of a line, a range, and a line, and their flags."""
 
     def __init__(self, world_size: int, lines: int) -> None:
         generator = torch.Generator().manual_seed(lines)
@@ -34,12 +34,12 @@ class Ranks:
         return Flags(addresses, CLOCK, self.flags[0], unused, timeout=3, status=unused)
 
     def check_flags(self, rank: int) -> None:
-        """Check that `rank` has raised its flag at every rank, and no other, and put it back."""
+        """Check that `rank` has set its flag at every rank, and no other, and reset it."""
         assert not self.counted.any(), "the count is ready for the next kernel"
         for peer, flags in enumerate(self.flags):
             assert flags[rank, SLOT] == EPOCH, f"flag of rank {rank} at rank {peer}"
             flags[rank, SLOT] = 0
-            assert not flags.any(), "no other flag is raised"
+            assert not flags.any(), "no other flag is set"
 
     def share(self, rank: int) -> slice:
         first = self.piece.first(rank)

@@ -1,4 +1,4 @@
-"""The numbers of features' bags under Triton's interpreter, against their twin."""
+"""Counts of ids and bag sizes under Triton's interpreter, against the twin."""
 
 import pytest
 import torch

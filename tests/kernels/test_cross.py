@@ -31,7 +31,7 @@ def test_a_layer_agrees_with_its_twin(width: int, first: bool) -> None:
 
 
 def _gradient(width: int, written: torch.dtype) -> CrossGradient:
-    """Return the tensors of a gradient, what is written poisoned and of type `written`."""
+    """Return the tensors of a gradient; outputs hold NaN and have the type `written`."""
     x0 = _random(0, ROWS, width)
     later, w = stack(LAYERS - 1, x0), stack(LAYERS, x0)
     for seed, each in enumerate((*later, *w)):

@@ -1,4 +1,4 @@
-"""Ids divided into shares, under Triton's interpreter: every id and offset against the reference."""
+"""Ids divided into shares under Triton's interpreter, against the reference."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ GUARD = -7
 
 @pytest.mark.parametrize("samples", [1, 5, 130])
 def test_shares_of_three_features(samples: int) -> None:
-    """Two features are cut, one of them in two ways; ids outside a table are in the share of its last rows."""
+    """Two features are cut, one of them in two ways; ids outside a table are in its last share."""
     shares = [
         (0, 0, 4),
         (0, 4, EVERY_ID),
@@ -62,8 +62,8 @@ def test_the_reference() -> None:
     assert lengths.tolist() == [1, 0, 1, 2]
 
 
-def test_a_batch_beyond_its_bound_stays_in_its_place() -> None:
-    """What the offsets say is not believed beyond the window's room for ids."""
+def test_a_batch_beyond_its_capacity_stays_in_its_words() -> None:
+    """Wrong offsets must not lead outside the words for ids."""
     samples, room, shared = 2, 4, 4
     window = torch.full((8 + 6 * samples + 1,), GUARD, dtype=torch.int32)
     window[:4] = torch.tensor([0, 1, 2, 3])

@@ -1,4 +1,4 @@
-"""The kernels of products with communication inside under Triton's interpreter, several ranks in one process."""
+"""Products with communication inside under Triton's interpreter, several ranks in one process."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ NEAR = {torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
 class Case(NamedTuple):
-    """Sizes that are no multiples of the tiles', and the end of a tile's work."""
+    """Sizes that are not multiples of the tiles', and options."""
 
     world_size: int
     shard_rows: int
@@ -56,7 +56,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, acti
 
 
 class Ranks:
-    """Ranks with random matrices, the rows of x in shards, the parts of the sum over K apart; and their flags."""
+    """Ranks with random matrices, x sharded by rows, or x and weight by K; and their flags."""
 
     def __init__(self, case: Case) -> None:
         generator = torch.Generator().manual_seed(case.shard_rows)
@@ -83,7 +83,7 @@ class Ranks:
         return Signals(flags, self.case.slot_rows)
 
     def owners(self, rank: int, own_first: bool) -> torch.Tensor:
-        """Return the ranks in turn, `rank` the first or the last."""
+        """Return the ranks in order, `rank` first or last."""
         turns = staggered_peers(rank, self.case.world_size)
         return torch.tensor([rank, *turns] if own_first else [*turns, rank], dtype=torch.int32)
 
@@ -96,7 +96,7 @@ class Ranks:
 def test_a_gathered_product_awaits_its_rows(case: Case) -> None:
     ranks = Ranks(case)
     x, weight, rank = ranks.x[0], ranks.weight[0], case.world_size - 1
-    ranks.ready[rank][:rank, : ranks.regions] = EPOCH  # the own rows are there
+    ranks.ready[rank][:rank, : ranks.regions] = EPOCH  # its own rows and earlier ones have arrived
     out = torch.full((ranks.m, case.n), torch.nan, dtype=case.dtype)
     owners, signals = ranks.owners(rank, own_first=True), ranks.signals(rank)
     product(x, weight, out, rank, owners, signals, ranks.bias, case.activation, case.tiling)

@@ -1,4 +1,4 @@
-"""The kernels of products with communication inside, under Triton's interpreter, several ranks in one process."""
+"""The kernels around products with communication inside, under Triton's interpreter, several ranks in one process."""
 
 from dataclasses import replace
 
@@ -17,13 +17,13 @@ pytestmark = interpreted
 
 
 class Ranks:
-    """Flags DONE of all ranks, and the clock of one, which stands at call 6."""
+    """The flags DONE of all ranks, and the clock of one, at call 6."""
 
     def __init__(self, world_size: int, rank: int) -> None:
         self.rank, self.records = rank, DeviceErrorRecord(CPU)
         self.at = [torch.full((world_size, 1), 6) for _ in range(world_size)]
         self.clock, self.counted = torch.tensor([6, 0])[:1], torch.zeros(1, dtype=torch.int32)
-        self.at[rank][rank] = 0  # its own are not awaited
+        self.at[rank][rank] = 0  # it does not wait for its own
         addresses = torch.tensor([flags.data_ptr() for flags in self.at])
         counts = torch.tensor([int(each != rank) for each in range(world_size)]).int()
         self.done = Flags(addresses, self.clock, self.at[rank], counts, timeout=3, status=self.records.status)
@@ -56,8 +56,8 @@ def test_parts_are_summed_in_the_order_of_the_ranks(
     middle = min(8, rows)
     for begin, end in ((0, middle), (middle, rows)) if middle < rows else ((0, rows),):
         sum_parts(summed, done, ranks.counted, ranks.rank, (begin, end), last=end == rows)
-        raised = [flags[ranks.rank, 0].item() for flags in ranks.at]
-        assert raised == [9] * world_size if end == rows else 9 not in raised
+        signalled = [flags[ranks.rank, 0].item() for flags in ranks.at]
+        assert signalled == [9] * world_size if end == rows else 9 not in signalled
     expected = reference.sum_parts(parts.float(), added, relu)
     assert_same(out[: rows * columns].view(rows, columns), to_wire(expected, dtype), "sums")
     assert not ranks.counted.any()

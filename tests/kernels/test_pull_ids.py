@@ -1,4 +1,4 @@
-"""Ids to their owners under Triton's interpreter, all ranks' windows in one process."""
+"""Ids sent to the owners of their rows, under Triton's interpreter, all ranks' windows in one process."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch
 
 from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.pull_ids import Arrivals, Published, place_ids, pull_ids, pull_tasks
+from dlrm_overlap.kernels.pull_ids import Arrivals, Published, locate_ids, pull_ids, pull_tasks
 from tests.agreement import assert_same
 from tests.kernels.emulation import CPU, interpreted
 
@@ -18,7 +18,7 @@ _BLOCK = 4
 
 
 class Ranks:
-    """The windows of W ranks of b samples, and what a rank that asks for some features is to receive."""
+    """The windows of W ranks of b samples, and what a rank that requests some features should receive."""
 
     def __init__(self, bag_sizes: Sequence[tuple[int, int]], world_size: int = 3, samples: int = 5) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -59,7 +59,7 @@ class Ranks:
         check: bool = True,
         weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return values and offsets as they arrive, each with a guard behind it, and the padding among them."""
+        """Return values and offsets as they arrive, padding included, each followed by a guard."""
         pairs, batch = len(requested) * self.world_size, self.world_size * self.samples
         capacity = self.world_size * sum(self.capacities[feature] for feature in requested)
         values = torch.full((capacity + 1,), GUARD, dtype=torch.int32)
@@ -67,7 +67,7 @@ class Ranks:
         arrivals = known or Arrivals(*(torch.full((pairs + (i == 2),), GUARD, dtype=torch.int32) for i in range(3)))
         published, lengths = self.ask(requested, rows), known is None
         total = self.published[0][0].numel()
-        place_ids(published, arrivals, self.record.status, self.samples, lengths, total)
+        locate_ids(published, arrivals, self.record.status, self.samples, lengths, total)
         here = [self.capacities[feature] for feature in requested]
         tasks = pull_tasks(here, self.world_size, self.samples, capacity * lengths, _BLOCK)
         pull_ids(
@@ -146,7 +146,7 @@ def test_another_number_of_ids_than_is_known_is_recorded() -> None:
     assert (record[0], record[2], record[3]) == (1, 14, 15)
 
 
-@pytest.mark.parametrize("requested", [[0], [1], []])  # every rank finds it, whatever it asks for
+@pytest.mark.parametrize("requested", [[0], [1], []])  # every rank finds it, whatever it requests
 def test_a_batch_beyond_its_capacity_is_recorded(requested: list[int]) -> None:
     ranks = Ranks([(1, 2), (3, 3)])
     ranks.capacities[1] = 14
@@ -155,7 +155,7 @@ def test_a_batch_beyond_its_capacity_is_recorded(requested: list[int]) -> None:
         window[ranks.offsets_at + 10 : ranks.offsets_at + offsets.numel()] -= 1  # 14 ids of feature 1, the last 9 bags
         assert rank < 2
     arrivals = Arrivals(*(torch.zeros(20, dtype=torch.int32) for _ in range(3)))
-    place_ids(ranks.ask(requested), arrivals, ranks.record.status, ranks.samples, lengths=True, total=0)
+    locate_ids(ranks.ask(requested), arrivals, ranks.record.status, ranks.samples, lengths=True, total=0)
     assert ranks.record.overflow() == [2, 1, 15, 14]
 
 
@@ -178,8 +178,8 @@ def test_an_id_outside_its_table_is_recorded_and_row_0_taken(wrong: int, check: 
     expected, _ = reference.pull_ids(ranks.published, [1, 0], ranks.samples)
     ranks.windows[1][3] = wrong  # of feature 0, the 4th id of rank 1
     values, _ = ranks.pull([1, 0], rows=rows, check=check)
-    place = expected.numel() - 2 * 10 + 3
-    expected[place] = 0 if check else wrong
+    position = expected.numel() - 2 * 10 + 3
+    expected[position] = 0 if check else wrong
     assert_same(values[: expected.numel()], expected, "values")
     assert ranks.record.bad_arrival() == ([1, 1, 3, wrong, 100] if check and rows > 0 else None)
 

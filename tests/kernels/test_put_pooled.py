@@ -9,7 +9,7 @@ from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
-from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, await_message, send_signal
+from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, send_signal, wait_message
 from dlrm_overlap.kernels.network import Network
 from tests.agreement import assert_same
 from tests.kernels.emulation import CLOCK, CPU, GUARD, Case, World, interpreted
@@ -64,7 +64,7 @@ def test_groups_of_a_message_are_pooled_put_and_taken(groups: Groups, puts: Sequ
             heaps[2].data_ptr() + _SIGNALS,
             Waiting(9, record.status),
         )
-        await_message(network, 0, signals, groups, waiting, CLOCK, 2, node)
+        wait_message(network, 0, signals, groups, waiting, CLOCK, 2, node)
         places = PutColumns.of([(4, 4), (4, 12)], 20, 4, CPU)
         addressed = torch.tensor([window.data_ptr() for window in windows])
         put_columns(arrived, places, addressed, node, 20, 9, here=1)

@@ -1,4 +1,4 @@
-"""The reference's pooling, which kernels and CPU ranks are held against, against torch's own operator."""
+"""The reference's pooling, which kernels are compared with, against torch's own operator."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every task once, destinations in the promised order."""
+"""Every task runs once, destinations in the order of the schedule."""
 
 from collections import Counter
 from itertools import product
@@ -8,7 +8,7 @@ import pytest
 from dlrm_overlap.kernels.schedule import SCHEDULES
 from tests.kernels.tasks import Task, TaskGrid
 
-# Odd sizes: batches below a task, not a multiple of it, one rank, one feature, none.
+# Unusual sizes: batches smaller than a task, not a multiple of it, one rank, one feature, none.
 GRIDS = [
     TaskGrid(rank, world_size, features, samples, task_bags)
     for world_size, features, samples, task_bags in product((1, 2, 3, 5, 8), (0, 1, 3), (1, 2, 7, 32, 33), (1, 4))
@@ -39,7 +39,7 @@ def test_order_of_the_destinations() -> None:
         assert order["linear"] == [rank for rank in range(grid.world_size) for _ in range(each)], grid
         assert order["remote_first"] == [rank for rank in ring for _ in range(each)], grid
         assert order["balanced"] == ring * each, grid
-        for tasks in map(list, map(grid.order, SCHEDULES)):  # so a slice is whole before the next one begins
+        for tasks in map(list, map(grid.order, SCHEDULES)):  # so a slice is complete before the next one begins
             assert sorted(tasks, key=lambda task: task.destination) == sorted(tasks), grid
 
 

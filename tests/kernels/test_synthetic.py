@@ -1,4 +1,4 @@
-"""Samples that the kernels make are those that numpy makes, bit for bit."""
+"""The kernels' samples are bit-identical to numpy's."""
 
 from typing import Any, Literal
 
@@ -53,7 +53,7 @@ def test_equal_tables_share_their_cells() -> None:
 
 
 def test_kernels_fuse_no_product_with_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fused one rounds once where numpy rounds twice. The interpreter cannot show it, so hold the option itself."""
+    """A fused one rounds once, numpy twice. The interpreter cannot show it, so check the option."""
     made: list[CompiledKernel] = []
 
     def recorded(kernel: Any, **options: Any) -> CompiledKernel:
@@ -67,7 +67,7 @@ def test_kernels_fuse_no_product_with_a_sum(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_draws_are_those_of_numpy() -> None:
-    """The label's and the first dense feature's draw of a sample: the stream's own test, beside the samples'."""
+    """Checks the stream itself: the draws of the label and of the first dense feature."""
     made = DeviceSynthetic(FEW_DENSE, "train", CPU)
     sample = 3
     raw = np.random.Philox(key=made._key, counter=sample * made._blocks_per_sample).random_raw(2)

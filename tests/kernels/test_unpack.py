@@ -1,4 +1,4 @@
-"""Records that the kernel unpacks are those that plain PyTorch unpacks, and what was packed."""
+"""The kernel unpacks what plain PyTorch unpacks, and what was packed."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -26,11 +26,11 @@ from tests.agreement import assert_near, assert_same
 from tests.kernels.emulation import interpreted, to_wire
 
 RATE, EPS, BETAS, DECAY = 0.3, 1e-3, (0.8, 0.95), 0.1
-_ROUNDING = 1e-6  # of one that fuses products and sums against one that does not
+_ROUNDING = 1e-6  # with and without fused products and sums
 
 
 class Form(NamedTuple):
-    """An optimizer of torch.optim, and how an update has its settings."""
+    """An optimizer of torch.optim, and its settings in an update."""
 
     kind: str
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -65,7 +65,7 @@ every_form = pytest.mark.parametrize("form", FORMS)
 
 
 def _random(seed: int, elements: int) -> torch.Tensor:
-    """Return numbers of many magnitudes, with zeros among them."""
+    """Return numbers of many magnitudes, and zeros."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(elements, generator=generator)
     return numbers.pow(3) * (torch.rand(elements, generator=generator) > 0.1)
@@ -115,7 +115,7 @@ def test_the_twin_has_the_bits_of_torch_optim(form: str) -> None:
 @every_form
 @pytest.mark.parametrize("kernels", [update, reference], ids=["kernel", "twin"])
 def test_each_line_is_updated_by_its_row(form: str, kernels: ModuleType) -> None:
-    """Rows differ in all numbers and counts, and lines of row -1 stay as they are, with their state."""
+    """Rows differ in all numbers and counts; lines of row -1 and their states stay as they are."""
     rows = torch.tensor([1] * 5 + [0] * 20 + [-1] * 3 + [1] * 4 + [0] * 16).int()
     ours, theirs = (_make(form, torch.bfloat16, rows=rows) for _ in range(2))
     before = ours.weights.clone()
@@ -157,8 +157,8 @@ def test_bias_corrections_have_all_their_digits(steps: int) -> None:
     adam.gradients.zero_()
     _update_all(update, adam)
     beta1, beta2 = adam.numbers[0, [FIRST, SECOND]].tolist()
-    assert adam.factors[0, update.RATE].item() == pytest.approx(RATE / (1 - beta1**steps), rel=1e-7)
-    assert adam.factors[0, update.ROOT].item() == pytest.approx((1 - beta2**steps) ** 0.5, rel=1e-7)
+    assert adam.factors[0, update.RATE.value].item() == pytest.approx(RATE / (1 - beta1**steps), rel=1e-7)
+    assert adam.factors[0, update.ROOT.value].item() == pytest.approx((1 - beta2**steps) ** 0.5, rel=1e-7)
 
 
 def test_a_flat_tensor_that_is_not_padded_is_refused() -> None:

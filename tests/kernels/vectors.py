@@ -1,8 +1,7 @@
 """The command: `python -m tests.kernels.vectors`, without TRITON_INTERPRET; needs no GPU.
 
 Compiles kernels of the dense part, of collectives, of caches and of products with communication inside for an H200, and
-checks the instructions that they are made of: words of 16 bytes a lane where rows allow them, no lesser ones, and
-tensor cores.
+checks their instructions: 16 bytes a lane where rows allow it, and tensor cores.
 """
 
 import re
@@ -38,7 +37,7 @@ _ORDERS = {"gather": "own_first", "scatter": "balanced"}
 def check_peer_copy() -> None:
     """Rows are stored in whole words."""
     for word, instruction in _INSTRUCTIONS.items():
-        made = peer_copy._storing(4, word)
+        made = peer_copy._compiled(4, word)
         text, constants = compile_for_h200(made, _COPY)["ptx"], made.constants
         turns = constants["BLOCK"] // constants["VECTOR"] // (peer_copy._NUM_WARPS * 32)
         assert text.count(f"st.global.{instruction}") == turns + (word == 4), f"word {word}\n{text}"  # one sets a count
@@ -46,7 +45,7 @@ def check_peer_copy() -> None:
 
 
 def check_swap_rows() -> None:
-    """Rows that are swapped are read ahead, in whole words, and the threads that have read a slot store to it."""
+    """Rows are loaded ahead, in whole words, and the threads that have loaded a slot store to it."""
     for words, alignment in ((128, 16), (12, 16), (10, 8), (1, 4)):
         stages = compile_for_h200(swap_rows._compiled(words, alignment), _SWAPS)
         text, layouts = stages["ptx"], _ROWS.findall(stages["ttgir"])
@@ -59,20 +58,19 @@ def check_swap_rows() -> None:
 
 
 def check_all_reduce() -> None:
-    """The dense gradients' all-reduce."""
     for dtype, world_size in product((torch.float32, torch.bfloat16), (2, 3, 4, 8)):
         vectors = world_size * all_reduce.lane_elements(world_size, dtype) * dtype.itemsize // 16
-        text = compile_for_h200(all_reduce._averaging(world_size, dtype), _SHARES)["ptx"]
+        text = compile_for_h200(all_reduce._compiled(world_size, dtype), _SHARES)["ptx"]
         assert text.count("ld.global.v4.b32") == vectors, text
         assert text.count("st.global.v4.b32") == vectors, text
         assert text.count("st.global") == vectors + 1, f"besides, the count alone is set back\n{text}"
 
 
 def check_update() -> None:
-    """The update of the dense parameters, under each optimizer and with bf16 shadows."""
+    """Under each optimizer, with bf16 shadows."""
     lanes = 128
     for kind, states in STATES.items():
-        change = update._updating(kind, False, torch.bfloat16)
+        change = update._compiled_update(kind, False, torch.bfloat16)
         text, turns = compile_for_h200(change, _UPDATE)["ptx"], BLOCK // (lanes * 4)
         assert text.count("ld.global.v4.b32") == turns * (2 + len(states)), f"{kind}\n{text}"
         shadows = BLOCK // (lanes * 8)
@@ -81,10 +79,10 @@ def check_update() -> None:
 
 
 def compile_product(mode: str, by_k: bool) -> str:
-    """Return the PTX of a product that is gathered, with a bias and relu, or scattered."""
+    """Return the PTX of a gathered product, with bias and relu, or of a scattered one."""
     gather = mode == "gather"
-    kind = {"GATHER": gather, "SCATTER": not gather, "BY_K": by_k, "BIAS": gather}
-    kind |= {"ACTIVATION": "relu" if gather else "none", "TYPE": TYPES[torch.bfloat16], "ORDER": _ORDERS[mode]}
+    kind = {"gather": gather, "scatter": not gather, "by_k": by_k, "bias": gather}
+    kind |= {"activation": "relu" if gather else "none", "dtype": TYPES[torch.bfloat16], "order": _ORDERS[mode]}
     tiling, blocks = TILING, {"x": [TILING.block_m, TILING.block_k]}
     blocks["weight"] = [tiling.block_n, tiling.block_k] if by_k else [tiling.block_k, tiling.block_n]
     types = _PRODUCT | {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}

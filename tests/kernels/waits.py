@@ -75,15 +75,15 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     features, windows = FeatureTable(_NONE, 1024, torch.bfloat16, 16, 16), Windows(torch.empty(4), 2048, torch.bfloat16)
     unread: Any = None
     put = SlicedPut(unread, features, windows, unread, unread, options, Slices(8, 0, in_place=True))
-    kind = {"GATHER": True, "SCATTER": False, "BY_K": True, "BIAS": False}
-    kind |= {"ACTIVATION": "none", "TYPE": TYPES[torch.bfloat16], "ORDER": "own_first"}
+    kind = {"gather": True, "scatter": False, "by_k": True, "bias": False}
+    kind |= {"activation": "none", "dtype": TYPES[torch.bfloat16], "order": "own_first"}
     tiling = Tiling()
     blocks = {"x": [tiling.block_m, tiling.block_k], "weight": [tiling.block_n, tiling.block_k]}
     tiles = {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
     return {
         "wait_for_flags": (flags._awaiting(1024), {}),
         "put_slices": (put._kernel(), _OF_SLICES),
-        "await_message": (messages._awaiting(Network("stores", _NONE, 0)), _OF_MESSAGE),
+        "wait_message": (messages._wait_kernel(Network("stores", _NONE, 0)), _OF_MESSAGE),
         "gathered_product": (product._compiled(tiling, **kind), _OF_PRODUCT | tiles),
     }
 

@@ -1,1 +1,1 @@
-"""Products of matrices with their communication inside: all-gather before a product, reduce-scatter after one."""
+"""Matrix products with communication inside: all-gather before a product, reduce-scatter after one."""

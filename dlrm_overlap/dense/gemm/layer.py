@@ -9,15 +9,15 @@ from torch.nn import functional
 Activation = Literal["none", "relu"]
 
 Finish = Callable[[], torch.Tensor]
-"""makes the current stream wait for a reduce-scatter that has begun, and returns its output; called once, on the stream
-on which it began"""
+"""makes the current stream wait for a reduce-scatter and returns its output; called once, on the stream on which the
+reduce-scatter began"""
 
 
 class ProductLayer(NamedTuple):
     """Maps rows x [m, k] to activation(x @ weight^T + bias) [m, n]; all of one type and on one device."""
 
     weight: torch.Tensor
-    """[n, k], of any strides that a product takes, such as those of a transpose"""
+    """[n, k], of any strides that a product supports, such as a transpose's"""
     bias: torch.Tensor | None = None
     """[n], contiguous"""
     activation: Activation = "none"
@@ -26,29 +26,28 @@ class ProductLayer(NamedTuple):
 def linear_into(out: torch.Tensor, x: torch.Tensor, layer: ProductLayer) -> None:
     """Write the layer's output for the rows `x` [m, k] to `out` [m, n], contiguous, on the current stream.
 
-    On GPUs bias and relu are cuBLAS's own epilogue: one kernel, which rounds once. A relu without a bias has no such
-    function in torch; there it is a second pass, in place.
+    On GPUs bias and relu are cuBLAS's epilogue, which rounds once; torch has none for relu without a bias, so that relu
+    is a second pass, in place.
     """
     weight, bias, activation = layer
-    turned = weight.t()
+    transposed = weight.t()
     if bias is None:
-        torch.mm(x, turned, out=out)
+        torch.mm(x, transposed, out=out)
     elif activation == "relu":
-        torch.ops.aten._addmm_activation.out(bias, x, turned, out=out)
+        torch.ops.aten._addmm_activation.out(bias, x, transposed, out=out)
         return
     else:
-        torch.addmm(bias, x, turned, out=out)
+        torch.addmm(bias, x, transposed, out=out)
     if activation == "relu":
         functional.relu_(out)
 
 
 def cut(rows: int, parts: int, small_first: bool = False) -> list[tuple[int, int]]:
-    """Cut the rows of a rank into one range, or into four, of a half, a quarter and two eighths.
+    """Cut a rank's rows into one range, or into four: a half, a quarter and two eighths.
 
-    Each range costs a copy and a product of its own, so only the rows of the peers at both ends of a call are cut. The
-    product of a range ends before the next range is there, if it takes less than half as long; so only the product of
-    the last, small range is seen. The first ranges that are sent are small: each is multiplied while the one before is
-    sent. Ranges begin at multiples of 256, of cuBLAS's tiles, or of 8, which are whole 16 bytes.
+    A range costs a copy and a product, so only the rows of the first and the last peer are cut. The last ranges are
+    small, to leave little to multiply when the last one arrives; with `small_first` the first ones, so that sending
+    begins early. Ranges begin at multiples of 256, cuBLAS's tiles, or of 8, which are 16 bytes.
 
     Example: 8192 rows: 0 .. 4096, 4096 .. 6144, 6144 .. 7168, 7168 .. 8192.
     """

@@ -1,23 +1,18 @@
 """Products of a tensor-parallel layer with their communication inside, as differentiable operators.
 
-A layer whose weight is cut by rows of the output takes activations that are sharded by sample, and gathers them first;
-the next one, cut by columns of the input, gives them back sharded by sample:
+A layer whose weight is sharded by rows gathers activations that are sharded by sample; the next one, whose weight is
+sharded by columns, returns activations that are sharded by sample:
 
     y = all_gather_matmul(x_shard, rows_of_W1, bias1, "relu")          # [M / W, K] -> [M, N1 / W]
     z_shard = matmul_reduce_scatter(y, columns_of_W2, bias2, "relu")   # [M, N1 / W] -> [M / W, N2]
 
-The backward of one is the other. Gradients of a weight, and of `all_gather_matmul`'s bias, are this rank's own shard's
-over all M rows, so no reduction between ranks follows: they are the sum over the losses of all ranks. The bias of
-`matmul_reduce_scatter`, which every rank has whole, gets the sum over this rank's M / W rows alone, as any parameter
-that data parallelism reduces.
+The backward of one is the other. The gradient of a weight, and of `all_gather_matmul`'s bias, is complete for this
+rank's shard: the sum over all M rows. The bias of `matmul_reduce_scatter` is replicated: its gradient, over this rank's
+M / W rows, is to be reduced like that of any data-parallel parameter.
 
-**Rows that the forward keeps.** A weight's gradient needs the gathered rows. `all_gather_matmul` keeps those of the
-forward, [M, K], if the weight needs a gradient: to gather again would put M x K elements on links that the backward's
-reduce-scatter fills at that time. `matmul_reduce_scatter` keeps its input, which is not gathered. Under `no_grad` and
-in `inference_mode` nothing is kept.
-
-**Limits.** Gradients cannot be differentiated again. `torch.compile` leaves both operators as they are and compiles the
-code around them; with `fullgraph=True` it refuses.
+If the weight needs a gradient, `all_gather_matmul` keeps the gathered rows [M, K]: gathering them again would compete
+for links with the backward's reduce-scatter. Gradients cannot be differentiated again, and `torch.compile` leaves the
+operators uncompiled, so it refuses them with `fullgraph=True`.
 
 Source: Flux (Chang et al.), and tensor parallelism by columns and rows (Shoeybi et al., Megatron-LM, arXiv 1909.08053).
 """
@@ -42,33 +37,33 @@ def all_gather_matmul(
     products: ParallelProducts,
     way: str = "auto",
 ) -> torch.Tensor:
-    """Return activation(x @ weight^T + bias), x being all ranks' rows, those of rank r from r * M / W on.
+    """Return activation(x @ weight^T + bias), where x are all ranks' rows, rank r's from row r * M / W on.
 
-    All ranks of the group call this alike and in the same order. The first call of its kind makes memory, for which the
-    host waits, so it may not be within a capture; later ones may.
+    A collective: all ranks call it in the same order. The first call of a size allocates memory, for which the host
+    waits, so it may not be captured.
 
     Args:
-        x_shard: [M / W, K] of this rank; float16 or bfloat16; by the serial way float32, too. Under autocast
-            all three are cast as `torch.nn.functional.linear` casts.
-        weight: [N, K], this rank's own.
-        bias: [N], this rank's own, or None.
+        x_shard: [M / W, K] of this rank, float16 or bfloat16; serially also float32. Under autocast all tensors are
+            cast as `torch.nn.functional.linear` casts them.
+        weight: [N, K], this rank's shard.
+        bias: [N], this rank's shard, or None.
         activation: none | relu.
-        products: run it between the W ranks of their group, in their memory.
+        products: runs it between the W ranks of its group.
         way: auto | serial | copies | tiles | triggered, see `products`.
 
     Returns:
-        [M, N], of the type of `x_shard`; the sums are float32, but where cuBLAS splits K it adds the splits up in that
-        type, unless `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is off.
+        [M, N], of the type of `x_shard`; sums are float32, but if cuBLAS splits K it adds up the splits in that type,
+        unless `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is off.
 
     Raises:
-        InputError: on every rank, if there is no room for windows, or, unless the way is auto, if the ranks do not
-            reach each other's memory.
+        InputError: on every rank, if there is no memory for windows or, unless `way` is auto, if the ranks cannot
+            access each other's memory.
 
     Example:
         W = 2, rank 0 has x_shard [[1, 2]], rank 1 [[3, 4]]. weight [[1, 1]] on rank 0 gives [[3], [7]] there, and
         [[1, -1]] on rank 1 gives [[-1], [-1]] there.
     """
-    keep = torch.is_grad_enabled() and weight.requires_grad  # within a `Function` autograd never records
+    keep = torch.is_grad_enabled() and weight.requires_grad  # in a `Function` gradients are always off
     return _AllGatherMatmul.apply(*_cast(x_shard, weight, bias), activation, products, way, keep)
 
 
@@ -84,13 +79,12 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:
     """Return rank r's rows, [r * M / W, (r + 1) * M / W), of activation(sum over the ranks of x @ weight^T + bias).
 
-    The partial products are rounded to their type, as they travel, and added up in float32 in the order of the ranks;
-    then come bias and activation, once. (By the serial way on GPUs it is NCCL that adds up.) Calls are as for
-    `all_gather_matmul`.
+    Partial products are rounded to their type and added up in float32 in the order of the ranks (serially on GPUs, by
+    NCCL); then come bias and activation. A collective, like `all_gather_matmul`.
 
     Args:
-        x: [M, K] of this rank, W divides M.
-        weight: [N, K], this rank's own.
+        x: [M, K] of this rank, M a multiple of W.
+        weight: [N, K], this rank's shard.
         bias: [N], the same on all ranks, or None.
         activation: none | relu.
         products, way: as for `all_gather_matmul`.
@@ -108,7 +102,6 @@ def matmul_reduce_scatter(
 
 
 def _cast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors in autocast's type where that is on; autograd casts the gradients back."""
     if not torch.is_autocast_enabled(x.device.type):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -118,8 +111,8 @@ def _cast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
 Gradients = tuple[torch.Tensor | None, ...]
 
 
-def _through(gradient: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Return the gradient before the activation, whose output is `out` where it is a relu, else None."""
+def _before_activation(gradient: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Return the gradient of the activation's input; `out` is the output of a relu, or None."""
     return gradient if out is None else torch.ops.aten.threshold_backward(gradient, out, 0)
 
 
@@ -145,12 +138,13 @@ class _AllGatherMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         x, weight, out = ctx.saved_tensors
-        dz = _through(gradient.contiguous(), out)
+        dz = _before_activation(gradient.contiguous(), out)
         finish, dx, dw, db = None, None, None, None
         with ctx.products.order:
             if ctx.needs_input_grad[0]:
                 finish = ctx.products.begin_reduce_scatter(dz, ProductLayer(weight.t()), ctx.way)
-            if x is not None:  # beside the rows that travel
+            # Computed while the partial products are sent.
+            if x is not None:
                 dw = dz.t() @ x
             if ctx.needs_input_grad[2]:
                 db = dz.sum(0)
@@ -180,7 +174,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         x, weight, out = ctx.saved_tensors
-        dz = _through(gradient.contiguous(), out)
+        dz = _before_activation(gradient.contiguous(), out)
         dx, dw = None, None
         if ctx.needs_input_grad[0] or x is not None:
             with ctx.products.order:

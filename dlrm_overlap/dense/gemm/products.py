@@ -1,12 +1,12 @@
-"""The ways to run a product with its communication inside; one object of an owner runs them.
+"""Runs products with communication inside, in one of several ways.
 
     serial     the collective, then the product, or the other way round: NCCL's, or gloo's on CPUs
     copies     products of cuBLAS, part by part; copy engines send rows, or partial products
-    tiles      one kernel of our own, whose tiles wait for their rows or go to their owner
+    tiles      one kernel of our own, whose tiles wait for their rows or are stored at their owner
     triggered  as tiles, but copy engines send the partial products that the kernel has counted as complete
-    auto       copies, or serial where few bytes travel or copies cannot run, see `rule`
+    auto       copies; serial if few bytes are sent or copies cannot run, see `rule`
 
-All but the first are between GPUs, of float16 or bfloat16; tiles and triggered take N and K that are multiples of 8.
+All but serial run between GPUs, in float16 or bfloat16; tiles and triggered need N and K that are multiples of 8.
 """
 
 import logging
@@ -25,49 +25,43 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dlrm_overlap")
 
-# Of an H200 over NVLink, bfloat16: cuBLAS, and copies of 64 MB to each of three peers.
+# Measured on H200 over NVLink, bfloat16: cuBLAS, and copies of 64 MB to each of three peers.
 _FLOP_PER_US, _SENT_BYTES_PER_US = 800e6, 394e3
 _FEW_BYTES = 8e6
 
 
 def rule(gathers: bool, rows: int, columns: int, inner: int, world_size: int) -> tuple[str, int]:
-    """Return the way that `auto` takes where copies can run, and into how many parts any way cuts a rank's rows.
+    """Return the way that `auto` takes if copies can run, and the number of parts that any way cuts a rank's rows into.
 
-    Flags, copies and the kernels that wait for them take some 20 us however little there is to send, so few bytes
-    travel serially. One part suits a call whose product takes longer than its links, since all copies but the first or
-    the last are hidden. Held against the rows of docs/results/gemm.md.
+    Flags, copies and waits take about 20 us, so few bytes are sent serially. One part suffices if the product takes
+    longer than the links: then only one copy is not hidden (docs/results/gemm.md).
 
     Args:
-        gathers: whether the product follows an all-gather, or comes before a reduce-scatter.
-        rows: of the product, those of all ranks, M.
-        columns: of the product on this rank, N.
-        inner: over which the product sums on this rank, K.
-        world_size: W.
-
-    Example: 2 ranks, an all-gather of 32768 rows of K 4096 in bfloat16. Each rank sends 134 MB in 341 us. With N 2048
-    the product takes 687 us: copies, 1 part. With N 512 it takes 172: copies, 4 parts.
+        gathers: whether the product follows an all-gather; otherwise it precedes a reduce-scatter.
+        rows: rows of the product on all ranks, M.
+        columns: columns of the product on this rank, N.
+        inner: what the product sums over on this rank, K.
     """
+    # Of 2-byte elements: what this rank sends, and whether its links take less time than the product.
     sent_bytes = (world_size - 1) * rows // world_size * (inner if gathers else columns) * 2
     is_hidden = 2 * rows * columns * inner / _FLOP_PER_US >= sent_bytes / _SENT_BYTES_PER_US
     return "serial" if sent_bytes < _FEW_BYTES else "copies", 1 if is_hidden else 4
 
 
 class ParallelProducts:
-    """Both operators on the tensors of one device between the ranks of one group, without autograd.
+    """Both operators, without autograd, on tensors of one device between the ranks of one group.
 
-    All ranks make the same calls in the same order, on one stream or on streams that are ordered one after the other.
-    The first call of a size makes its memory, for which ranks wait for each other, so it may not be within a capture. A
-    copy of layers shares it; another model's windows outlive this one's.
+    All ranks make the same calls in the same order, on one stream or on ordered streams. The first call of a size
+    allocates memory, a collective, so it may not be captured. A deep copy of a layer shares this object.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, wait_timeout_s: float = 600.0) -> None:
-        """Take the bound of a wait for a peer."""
         self.group, self.device, self.wait_timeout_s = group, device, wait_timeout_s
         self.rank, self.world_size = group.rank(), group.size()
         self.order: AbstractContextManager[object] = nullcontext()
         """entered around all communication, to order it within a captured step"""
         self.windows: ProductWindows | None = None
-        """made at the first call between GPUs that is not serial"""
+        """made by the first call between GPUs that is not serial"""
         self._reaches_peers = device.type == "cuda" and self.world_size > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelProducts":
@@ -77,49 +71,47 @@ class ParallelProducts:
         self, x_shard: torch.Tensor, layer: ProductLayer, way: str, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output of `operators.all_gather_matmul` and, if `keep`, the gathered rows [M, K]."""
-        x_shard = _at_16_bytes(x_shard)
+        x_shard = _aligned(x_shard)
         way, parts = self._choose(True, len(x_shard) * self.world_size, x_shard, layer, way)
         if way == "serial":
             return serial.gather(self.group, x_shard, layer, keep)
-        from dlrm_overlap.dense.gemm import gathers  # needs Triton, which a CPU does not
+        from dlrm_overlap.dense.gemm import gathers  # imports Triton, which CPUs do not need
 
         gather = gathers.copied if way == "copies" else gathers.tiled
-        return gather(self._opened(), x_shard, layer, parts, keep)
+        return gather(self._open_windows(), x_shard, layer, parts, keep)
 
     def begin_reduce_scatter(self, x: torch.Tensor, layer: ProductLayer, way: str) -> Finish:
-        """Begin `operators.matmul_reduce_scatter`; the function that is returned, called once, returns its output.
+        """Begin `operators.matmul_reduce_scatter`; calling the returned function, once, returns its output.
 
-        Work that is issued in between runs beside the communication.
+        Work that is issued in between overlaps with the communication.
         """
-        x = _at_16_bytes(x)
+        x = _aligned(x)
         way, parts = self._choose(False, len(x), x, layer, way)
         if way == "serial":
             return serial.scatter(self.group, x, layer)
-        from dlrm_overlap.dense.gemm import scatters  # needs Triton, which a CPU does not
+        from dlrm_overlap.dense.gemm import scatters  # imports Triton, which CPUs do not need
 
         scatter = {"copies": scatters.copied, "tiles": scatters.tiled, "triggered": scatters.triggered}[way]
-        return scatter(self._opened(), x, layer, parts)
+        return scatter(self._open_windows(), x, layer, parts)
 
     def _choose(self, gathers: bool, rows: int, x: torch.Tensor, layer: ProductLayer, way: str) -> tuple[str, int]:
-        """Return the way of a call, and into how many parts it cuts a rank's rows."""
+        """Return the way of a call, and the number of parts that it cuts a rank's rows into."""
         columns, inner = layer.weight.shape
         ruled, parts = rule(gathers, rows, columns, inner, self.world_size)
         if way != "auto":
             return way, parts
-        halves = x.dtype in (torch.float16, torch.bfloat16)
-        if ruled == "copies" and halves and self._reaches_peers and self.windows is None:
+        is_half = x.dtype in (torch.float16, torch.bfloat16)
+        if ruled == "copies" and is_half and self._reaches_peers and self.windows is None:
             try:
-                self._opened()
+                self._open_windows()
             except InputError as error:  # on every rank
                 log.warning("products of divided layers run serially, since %s", error)
                 self._reaches_peers = False
-        return ruled if halves and self._reaches_peers else "serial", parts
+        return ruled if is_half and self._reaches_peers else "serial", parts
 
-    def _opened(self) -> "ProductWindows":
-        """Return the windows, made at the first call; a collective.
-
-        Raises:
-            InputError: on every rank, if there is no room, or the ranks do not reach each other's memory.
+    def _open_windows(self) -> "ProductWindows":
+        """Return the windows, which the first call makes: a collective that raises `InputError` as `ProductWindows`
+        does.
         """
         if self.windows is None:
             from dlrm_overlap.dense.gemm.windows import ProductWindows
@@ -128,22 +120,20 @@ class ParallelProducts:
         return self.windows
 
     def check(self) -> None:
-        """Raise the error that a wait on the GPU has recorded; waits for nothing.
-
-        Raises:
-            ExchangeTimeoutError: if a peer has not come in time, naming both ranks.
+        """Raise the `ExchangeTimeoutError` of an expired wait for a peer, if the GPU has recorded one; waits for
+        nothing.
         """
         if self.windows is not None:
             self.windows.check()
 
     def close(self) -> None:
-        """Give all memory back, once all that was issued is done. All ranks call this; the next call begins anew."""
+        """Wait for all issued work, then free all memory; a collective. The next call allocates again."""
         if self.windows is not None:
             self.windows.close()
         self.windows = None
 
 
-def _at_16_bytes(x: torch.Tensor) -> torch.Tensor:
-    """Return the rows contiguous, from a multiple of 16 bytes on, as TMA reads them."""
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return the rows contiguous and 16-byte aligned, as TMA reads them."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x

@@ -1,9 +1,8 @@
-"""Products with their reduce-scatter inside: partial products go to the ranks that own their rows, who add them up.
+"""Products with their reduce-scatter inside: partial products go to the ranks that own their rows, which add them up.
 
-Each function runs one way: it takes the windows of its owner, this rank's x [M, K], the layer, and a number of parts;
-the function that it returns, called once, returns the sums [M / W, N]. A rank multiplies the rows that peers own first,
-and its own last. Owners add up in float32, in the order of the ranks, with bias and activation in the same pass, part
-by part as they arrive. So results repeat their bits.
+Each function takes the owner's windows, this rank's x [M, K], the layer, and a number of parts, and returns a function
+that, called once, returns the sums [M / W, N]. A rank multiplies the rows of its peers first. Owners add up in float32,
+in the order of the ranks, with bias and activation, part by part as they arrive: the same bits in every call.
 """
 
 import functools
@@ -16,14 +15,14 @@ from dlrm_overlap.dense.gemm.windows import ProductWindows
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags, wait_flags
 from dlrm_overlap.kernels.gemm.calls import Parts, begin_call, sum_parts
-from dlrm_overlap.kernels.gemm.product import Destinations, Signals, laid_out, product
+from dlrm_overlap.kernels.gemm.product import Destinations, Signals, for_tma, product
 
 
 class _Partials:
-    """The partial products of one call, in windows: rank w's lie in every owner's window from line w * lines on.
+    """The partial products of one call: rank w's begin at line w * lines of every owner's window.
 
-    When this is made, the current stream waits until all windows may be written to. Peers wait for the end of the call
-    from then on, so who makes it has taken all other memory of the call before.
+    When it is made, the current stream waits until all windows may be overwritten. From then on peers wait for the end
+    of the call, so all its other memory must be allocated before.
     """
 
     def __init__(self, windows: ProductWindows, x: torch.Tensor, layer: ProductLayer) -> None:
@@ -43,20 +42,20 @@ class _Partials:
         return self.windows.rank * self._lines * LINE * self._dtype.itemsize
 
     def target(self, owner: int) -> torch.Tensor:
-        """Return where this rank's partial products lie at `owner`, [M / W, N]."""
+        """Return this rank's partial products in the window of `owner`, [M / W, N]."""
         first = self.windows.rank * self._lines * LINE
         memory = self.window.view("memory", owner).view(self._dtype)
         return memory[first : first + self.rows * self.columns].view(self.rows, self.columns)
 
     def add_up(self, arrived: Flags, begin: int, end: int) -> None:
-        """Wait for some flags, and add up the rows [begin, end) of all ranks; the last row is in the last call."""
+        """Wait for flags, then add up the rows [begin, end) of all ranks; the last call has the last row."""
         windows, is_last = self.windows, end == self.rows
         wait_flags(arrived, windows.rank, 0)
         sum_parts(self._parts, windows.done, windows.counted, windows.rank, (begin, end), is_last)
 
     def sums(self) -> torch.Tensor:
         """Return the sums [M / W, N], once all rows have been added up."""
-        return self._out.resize_(self.rows, self.columns)  # no view, which autograd would let nobody change in place
+        return self._out.resize_(self.rows, self.columns)  # not a view: autograd refuses in-place changes of those
 
 
 def _finish_sent(
@@ -64,9 +63,9 @@ def _finish_sent(
 ) -> torch.Tensor:
     """Add up the pieces as they arrive; the engine reads `partial` until it has been joined."""
     windows = partials.windows
-    windows.under_way = False
+    windows.in_progress = False
     for event, arrived, rows in zip(sent, windows.arrived, pieces, strict=False):
-        # After this rank's own sending of it: a graph that runs its branches one by one must not wait first.
+        # Wait after this rank's own sending: if a graph runs its branches one by one, waiting first would deadlock.
         torch.cuda.current_stream(partial.device).wait_event(event)
         partials.add_up(arrived, *rows)
     windows.engine.join()
@@ -75,58 +74,61 @@ def _finish_sent(
 
 
 def copied(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, parts: int) -> Finish:
-    """Each part of the peers' rows is a product of cuBLAS; a copy engine sends it to its owner, with a flag after it.
+    """Each part of the peers' rows is a product of cuBLAS; a copy engine sends it to its owner, then sets a flag.
 
         current stream | wait for DONE | rows of r+1 | rows of r+2 | own rows | wait, add up a part | .. | DONE
         copy engine    |                             | send to r+1, flag | send to r+2, flag
 
     Source: T3 (Pati et al., ASPLOS 2024): chunks in an order that is staggered by rank, moved by DMA when they are
-    complete; here each chunk is a product of its own, so the stream shows when it is.
+    complete; here each chunk is a product of its own.
     """
     current, partial = torch.cuda.current_stream(windows.device), x.new_empty(x.shape[0], len(layer.weight))
     partials = _Partials(windows, x, layer)
     rows, without_bias, engine = partials.rows, ProductLayer(layer.weight), windows.engine
-    first, *_, last = *windows.turns, windows.turns[-1]
+    # Cut the rows of the first and of the last peer.
+    first, *_, last = *windows.send_order, windows.send_order[-1]
     pieces = cut(rows, parts)
     cuts = {first: cut(rows, parts, small_first=True), last: pieces}
-    turns = [(peer, *piece) for peer in windows.turns for piece in cuts.get(peer, [(0, rows)])]
+    order = [(peer, *piece) for peer in windows.send_order for piece in cuts.get(peer, [(0, rows)])]
     sent = windows.events[-len(pieces) :]
-    for (peer, begin, end), event in zip(turns, windows.events, strict=False):
+    # Multiply piece after piece, and send each when it is complete.
+    for (peer, begin, end), event in zip(order, windows.events, strict=False):
         some = slice(peer * rows + begin, peer * rows + end)
         linear_into(partial[some], x[some], without_bias)
         event.record(current)
         engine.stream.wait_event(event)
         engine.copy(partials.target(peer)[begin:end], partial[some])
-        # A peer waits for all of an early sender's rows with the first part of its last sender's.
+        # An owner waits for all rows of its earlier senders together with the first part of its last sender.
         slot = pieces.index((begin, end)) if peer == last else 0
         if peer == last or end == rows:
             engine.write_flag(windows.ready_at[peer][slot : slot + 1], windows.word)
         if peer == last:
             sent[slot].record(engine.stream)
+    # This rank's own rows go straight to its window.
     own = slice(windows.rank * rows, (windows.rank + 1) * rows)
     linear_into(partials.target(windows.rank), x[own], without_bias)
-    windows.under_way = True
+    windows.in_progress = True
     return functools.partial(_finish_sent, partials, pieces, sent, partial)
 
 
 def tiled(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, parts: int) -> Finish:
     """One kernel multiplies all rows, and stores each tile in the window of the rank that owns its rows.
 
-    So links are busy as long as the product runs, and no partial product is read again here:
+    So links are busy while the product runs, and no partial product is read again here:
 
         current stream | wait for DONE | tiles of all ranks in turn, flags after each part | wait, add up a part | ..
 
     Source: Flux (Chang et al., arXiv 2406.06858).
     """
-    weight, partials = laid_out(layer.weight), _Partials(windows, x, layer)
+    weight, partials = for_tma(layer.weight), _Partials(windows, x, layer)
     rows, slot_rows = partials.rows, windows.tiling.slot_rows(partials.rows, parts)
     targets = partials.window.addresses("memory") + partials.offset_bytes
     signals, destinations = Signals(windows.ready[0], slot_rows), Destinations(targets, windows.tiles)
     product(x, weight, destinations, windows.rank, windows.own_last, signals, tiling=windows.tiling)
-    windows.under_way = True
+    windows.in_progress = True
 
     def finish() -> torch.Tensor:
-        windows.under_way = False
+        windows.in_progress = False
         for arrived, begin in zip(windows.ready, range(0, rows, slot_rows), strict=False):
             partials.add_up(arrived, begin, min(begin + slot_rows, rows))
         return partials.sums()
@@ -137,23 +139,23 @@ def tiled(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, parts: 
 def triggered(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, parts: int) -> Finish:
     """One kernel multiplies all rows; copy engines send each part as soon as the kernel has counted all its tiles.
 
-    The kernel goes through the rows of one peer after the other and stores them in this GPU's memory, so that no store
-    waits for a link. The program that completes a part writes a word, for which the copy engine waits:
+    The kernel computes one peer's rows after the other and stores them in this GPU's memory, so no store waits for a
+    link. The program that completes a part sets a word, for which the copy engine waits:
 
         current stream | wait for DONE | tiles of r+1, of r+2, of r+3, own ones        | wait, add up a part | .. | DONE
         copy engine    |                     | send r+1, flag | send r+2, flag | send r+3, flag
 
-    So a part costs a word, not a product. Copies and kernel have to run side by side, also in a CUDA graph, as in
-    `gathers.tiled`; here the copies wait, and they have no bound of their own.
+    So a part costs a word, not a product. As in `gathers.tiled`, copies must run concurrently with the kernel; here the
+    copies wait, without a timeout.
 
-    Source: T3 (Pati et al., ASPLOS 2024): the tracker counts the tiles of a region, and triggers its DMA; regions are
-    staggered by rank.
+    Source: T3 (Pati et al., ASPLOS 2024): the tracker counts the tiles of a region, and triggers its DMA.
     """
-    partial, weight = x.new_empty(x.shape[0], len(layer.weight)), laid_out(layer.weight)
+    partial, weight = x.new_empty(x.shape[0], len(layer.weight)), for_tma(layer.weight)
     partials, words = _Partials(windows, x, layer), windows.words
     rows, engine = partials.rows, windows.engine
     slot_rows = windows.tiling.slot_rows(rows, parts)
     pieces = [(begin, min(begin + slot_rows, rows)) for begin in range(0, rows, slot_rows)]
+    # The kernel sets words in this GPU's memory instead of flags at the owners.
     words.zero_()
     engine.follow()
     stored_at = windows.ranks * (rows * len(weight) * partial.itemsize) + partial.data_ptr()
@@ -161,17 +163,18 @@ def triggered(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, par
     destinations = Destinations(stored_at, windows.tiles, "remote_first")
     product(x, weight, destinations, windows.rank, windows.own_last, signals, tiling=windows.tiling)
     sent = windows.events[-len(pieces) :]
-    for peer in windows.turns:
+    # Queue the copies: each waits for its word.
+    for peer in windows.send_order:
         target, first = partials.target(peer), peer * rows
         for part, (begin, end) in enumerate(pieces):
             engine.wait_counter(words[peer, part : part + 1], 1)
             engine.copy(target[begin:end], partial[first + begin : first + end])
-            if peer == windows.turns[-1]:
+            if peer == windows.send_order[-1]:
                 engine.write_flag(windows.ready_at[peer][part : part + 1], windows.word)
                 sent[part].record(engine.stream)
-            elif end == rows:  # its owner waits for it with the first part of the last sender's
+            elif end == rows:  # the owner waits for it together with the first part of its last sender
                 engine.write_flag(windows.ready_at[peer][:1], windows.word)
     own = slice(windows.rank * rows, (windows.rank + 1) * rows)
     partials.target(windows.rank).copy_(partial[own])
-    windows.under_way = True
+    windows.in_progress = True
     return functools.partial(_finish_sent, partials, pieces, sent, partial)

@@ -1,7 +1,7 @@
-"""The collective of the process group, then the product; or the product, then the collective.
+"""The collective of the process group before or after the product: the only way on CPUs, and in float32.
 
-The only way on CPUs, and the only one in float32. On GPUs NCCL adds the partial products up, in the products' type and
-in an order of its own, the same every time; on CPUs they are added up in float32 in the order of the ranks.
+On GPUs NCCL adds up the partial products in their type, in the same order in every call; on CPUs they are added up in
+float32 in the order of the ranks.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch.nn import functional
 from dlrm_overlap.dense.gemm.layer import Finish, ProductLayer
 from dlrm_overlap.kernels.gemm.reference import sum_parts
 
-# Names since torch 2.13, and before.
+# torch 2.13 renamed these.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -21,7 +21,7 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 def gather(
     group: dist.ProcessGroup, x_shard: torch.Tensor, layer: ProductLayer, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gather, then multiply; return the layer's output for all rows [M, N], and the rows [M, K] if `keep`."""
+    """Gather, then multiply; return the output for all rows [M, N] and, if `keep`, these rows [M, K]."""
     x = x_shard.new_empty(group.size() * x_shard.shape[0], x_shard.shape[1])
     all_gather(x, x_shard, group=group)
     out = functional.linear(x, layer.weight, layer.bias)
@@ -29,7 +29,7 @@ def gather(
 
 
 def scatter(group: dist.ProcessGroup, x: torch.Tensor, layer: ProductLayer) -> Finish:
-    """Multiply and begin to reduce. gloo cannot add up in a fixed order, so on CPUs partial products are exchanged."""
+    """Multiply, and begin to reduce. On CPUs partial products are exchanged, since gloo has no fixed order of sums."""
     partial, ranks, is_relu = functional.linear(x, layer.weight), group.size(), layer.activation == "relu"
     if x.device.type == "cpu":
         received = torch.empty_like(partial)

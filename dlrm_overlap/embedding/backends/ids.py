@@ -22,7 +22,7 @@ from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each, skip_epoch
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
-from dlrm_overlap.kernels.pull_ids import BLOCK_IDS, Arrivals, Published, place_ids, pull_ids, pull_tasks
+from dlrm_overlap.kernels.pull_ids import BLOCK_IDS, Arrivals, Published, locate_ids, pull_ids, pull_tasks
 
 Bags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """ids, bag after bag, the offsets of the bags, and the ids' weights, if they have some"""
@@ -90,7 +90,7 @@ class IdPull:
         """Read the ids that the ranks have published in the windows of `buffer_index`."""
         found = self._prepared.get(samples, self._prepare, samples)
         published, status = self._published[buffer_index], self.status
-        place_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
+        locate_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
         bags, lengths = found.arrived[buffer_index], not self._known
         pull_ids(published, found.arrivals, found.tasks, *bags, status, samples, lengths=lengths, check=self._looks)
         return bags

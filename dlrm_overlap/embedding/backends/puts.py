@@ -26,7 +26,7 @@ from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows, put_tuning_for
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
-from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, await_message, send_signal
+from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, send_signal, wait_message
 
 _ALIGNMENT_BYTES = 256
 
@@ -144,7 +144,7 @@ class PooledByPuts:
         network, counter = self._heap.network, self._windows.counter
         signals = self._signals[self._parity, slot].data_ptr()
         word, epoch = counter.word, counter.argument
-        await_message(network, message.peer, signals, groups, self._waiting, word, epoch, first_sample)
+        wait_message(network, message.peer, signals, groups, self._waiting, word, epoch, first_sample)
 
     def _wait_for_signal(self, slot: int, message: Message) -> None:
         self._wait(slot, message, Groups(1, 1), self._one_row)

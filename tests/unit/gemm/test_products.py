@@ -26,7 +26,7 @@ def test_auto_runs_serially_where_ranks_do_not_reach_each_other(
 
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     products, layer, tries = ParallelProducts(group, torch.device("cuda")), ProductLayer(LARGE), list[int]()
-    monkeypatch.setattr(products, "_opened", out_of_reach)
+    monkeypatch.setattr(products, "_open_windows", out_of_reach)
     assert products._choose(False, 8, LARGE, layer, "auto") == ("serial", 4), "few bytes"
     assert products._choose(False, 8192, LARGE.float(), layer, "auto") == ("serial", 4)
     assert not tries

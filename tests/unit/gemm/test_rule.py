@@ -1,4 +1,4 @@
-"""Which way `auto` takes, held against the rows of docs/results, and how rows are cut."""
+"""Which way `auto` takes, compared with the rows of docs/results, and how rows are cut."""
 
 import math
 from collections.abc import Iterator

@@ -44,7 +44,7 @@ _products_of = cache(ParallelProducts)
 def _poison(place: Place, products: ParallelProducts) -> None:
     """Fill all windows with NaN while nobody is in a call."""
     place.meet()
-    for window in products.windows.each if products.windows else ():
+    for window in products.windows.arenas if products.windows else ():
         window.local("memory").fill_(255)
     place.meet()
 

@@ -14,7 +14,7 @@ import torch
 from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.comm.network import NvshmemHeap, start_puts
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, await_message, send_signal
+from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, send_signal, wait_message
 from tests.agreement import LOSS_TOLERANCE, assert_all_near
 from tests.gpu.exchange.checks.backward import DIMS, FEW_DIMS, Training, tables_of_all_kinds, uneven_batches
 from tests.gpu.exchange.checks.graphs import graph_config, train_in_segments
@@ -81,7 +81,7 @@ def _check_signals(place: Place) -> None:
     )
     for epoch in (1, 2, 3):
         send_signal(network, out, clock, epoch)
-        await_message(network, source, own, Groups(1, 1), waiting, clock, epoch, one_row)
+        wait_message(network, source, own, Groups(1, 1), waiting, clock, epoch, one_row)
         assert heap.local.view(torch.int64)[:2].tolist() == [epoch, 0]
         place.meet()
     heap.close()
