@@ -9,7 +9,7 @@ import numpy as np
 
 from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.embedding.balance import TableLoad, balance
-from dlrm_overlap.kernels.arguments import looks_at_rows
+from dlrm_overlap.kernels.optimizer_params import looks_at_rows
 
 _GPU_BYTES = 140 * 10**9  # an H200's memory
 _CAPACITY_BYTES = _GPU_BYTES * 4 // 5  # for a rank's tables: `embedding.plan` reserves a fifth

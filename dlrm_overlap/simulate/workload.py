@@ -8,7 +8,7 @@ import numpy as np
 from dlrm_overlap.config import CRITEO_TABLES, parse_multi_hot
 from dlrm_overlap.embedding.balance import TableLoad
 from dlrm_overlap.embedding.traffic import ShardTraffic, pooling_bytes, update_bytes
-from dlrm_overlap.kernels.arguments import state_bytes
+from dlrm_overlap.kernels.optimizer_params import state_bytes
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.shares import SimulatedShares, plan_tables, shares_of
 
