@@ -75,7 +75,7 @@ def test_the_device_has_the_order_of_the_host(schedule: str, world_size: int) ->
         assert_same(tasks, expected, f"tasks of {grid}")
 
 
-def test_the_order_of_a_small_grid() -> None:
+def test_a_small_grid_has_the_order_by_hand() -> None:
     grid = TaskGrid(rank=1, world_size=3, features=1, samples=2, task_bags=1)
     a, b = ({rank: Task(rank, 0, block) for rank in range(3)} for block in (0, 1))
     assert list(grid.order("linear")) == [a[0], b[0], a[1], b[1], a[2], b[2]]

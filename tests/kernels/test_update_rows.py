@@ -122,7 +122,7 @@ def test_runs_can_be_cut_anywhere() -> None:
 
 
 @pytest.mark.slow
-def test_more_runs_than_a_program_cuts() -> None:
+def test_more_runs_than_a_program_cuts_are_updated() -> None:
     counts = torch.ones(2200, dtype=torch.int64)
     counts[[3, 1023, 1024, 2199]] = torch.tensor([7, 20, 5, 300])
     model = Model(Case((Rows((tuple(counts.tolist()),), dim=4),), samples=200))

@@ -18,7 +18,7 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
-def test_a_full_disk_is_told_in_one_line() -> None:
+def test_a_full_disk_is_reported_in_one_line() -> None:
     with refuses(r"--output: /dev/full cannot be written \(No space left on device\)"):
         append_rows(Path("/dev/full"), [{"steps": 4}])
 

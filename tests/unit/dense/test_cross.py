@@ -115,7 +115,7 @@ def test_weights_gradients_are_two_products_where_the_flat_gradient_has_them(mon
     assert products == [2, 1, 3], "of v, the first layer's apart from the others, and of w"
 
 
-def test_gradients_may_be_anywhere() -> None:
+def test_gradients_may_be_written_to_separate_tensors() -> None:
     inputs = _network(3)
     single, together = _ours(*inputs, torch.float32, "single"), _ours(*inputs, torch.float32)
     for name, tensor in together.items():

@@ -51,7 +51,7 @@ def test_parts_are_small_where_the_links_are_the_limit(problem: tuple[bool, int,
     assert rule(*problem)[1] == parts
 
 
-def test_parts_are_small_at_one_end() -> None:
+def test_rows_are_cut_into_parts_that_are_small_at_one_end() -> None:
     assert cut(8192, 4, small_first=True) == [(0, 1024), (1024, 2048), (2048, 4096), (4096, 8192)]
     assert cut(8192, 4) == [(0, 4096), (4096, 6144), (6144, 7168), (7168, 8192)]
     assert cut(19, 4) == [(0, 16), (16, 19)]

@@ -58,7 +58,7 @@ def test_empty_histories_give_the_output_of_the_last_position() -> None:
     assert attention(candidates[:0], torch.zeros(0, D), torch.zeros(0, dtype=torch.int64)).shape == (0, D)
 
 
-def test_pages_of_a_small_example() -> None:
+def test_the_pages_of_a_small_example_are_those_by_hand() -> None:
     found = pages_of(torch.tensor([4, 1]), rows=6, positions=3, page_size=2)
     assert found.rows.tolist() == [[0, 1], [2, 0], [4, 0], [0, 0], [0, 0], [0, 0]]
     assert found.page.tolist() == [[0, 1, 5], [2, 5, 5]]

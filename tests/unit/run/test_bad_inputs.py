@@ -154,7 +154,7 @@ PATHS = [
 
 @pytest.mark.parametrize("command", PATHS)
 @pytest.mark.parametrize("path", ["x" * 256, "x" * 5000, "x/" * 2500, "a\0b", "a\udcff"], ids=range(5))
-def test_a_path_that_no_file_can_have(command: str, path: str, tmp_path: Path, refusal: Refusal) -> None:
+def test_a_path_that_no_file_can_have_is_refused(command: str, path: str, tmp_path: Path, refusal: Refusal) -> None:
     line = refusal([word.format(tmp=tmp_path, path=path) for word in command.split()])
     assert "give a" in line or "is not a path" in line or "is not the name of one folder" in line, line
     assert not list(tmp_path.iterdir())

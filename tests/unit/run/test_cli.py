@@ -183,7 +183,7 @@ def test_nproc_auto_is_a_process_per_gpu_or_two_on_the_cpu(
         (0, PeerError("rank 1 has failed"), 3),
     ],
 )
-def test_one_rank_reports_an_error(
+def test_only_one_rank_reports_an_error(
     rank: int | None, error: Exception, held_back: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = [0.0]

@@ -35,7 +35,7 @@ def _compared(folder: Path, losses: dict[str, dict[int, float | None]], noise_ru
     return compare_runs({name: _run(folder / name, each) for name, each in losses.items()}, 1e-4, noise_runs)
 
 
-def test_comparison_of_runs_that_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_agree_get_their_speedup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow = _run(tmp_path / "torchrec", {**REFERENCE}, 10.0)
     fast = _run(tmp_path / "pgas", {**REFERENCE, 60: 0.2 * (1 + 5e-5)}, 4.0)
     assert report({"torchrec": slow, "pgas": fast}, 1e-4, tmp_path / "comparison.json") == []

@@ -33,7 +33,7 @@ def test_a_name_is_a_file_of_the_package_unless_such_a_file_is_there(
 
 
 @pytest.mark.parametrize(("spec", "bounds"), [(3, (3, 3)), ("3", (3, 3)), ("0..8", (0, 8)), ("2..2", (2, 2))])
-def test_multi_hot(spec: int | str, bounds: tuple[int, int]) -> None:
+def test_multi_hot_is_a_number_or_a_range(spec: int | str, bounds: tuple[int, int]) -> None:
     assert parse_multi_hot(spec) == bounds
 
 
@@ -43,7 +43,7 @@ def test_multi_hot_refuses_anything_else(spec: int | str) -> None:
         parse_multi_hot(spec)
 
 
-def test_number_of_tables() -> None:
+def test_the_number_of_tables_is_given_or_that_of_a_list() -> None:
     assert TablesConfig(count=4, rows=10).number() == 4
     assert TablesConfig(rows=[1, 2, 3]).number() == 3
     assert TablesConfig(multi_hot=[1, "0..2"], rows=5).number() == 2

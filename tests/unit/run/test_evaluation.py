@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Pa
         ("--checkpoint {tmp_path}", "step_12/checkpoint.json is damaged"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_mistakes_of_eval_are_refused_in_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, reason: str
 ) -> None:
     manifests = {"newer": {"embedding": {"colour": "red"}}, "wrong": {"train": {"steps": "abc"}}}

@@ -84,7 +84,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", NO_FILES)
-def test_what_is_no_file_is_not_opened(tmp_path: Path, kind: str) -> None:
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
     NO_FILES[kind](tmp_path / "it")
     with pytest.raises(OSError, match=f"it is {kind}, not a file"):
         open_file(tmp_path / "it")

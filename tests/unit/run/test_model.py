@@ -13,7 +13,7 @@ from dlrm_overlap.train.model import DotInteraction, JoinInPlace, build_model, j
 from tests.agreement import assert_same
 
 
-def test_dot_interaction_pairs() -> None:
+def test_the_dot_interaction_is_the_product_of_each_pair() -> None:
     torch.manual_seed(0)
     each = torch.randn(5, 4, 8)
     out = DotInteraction(4, 8)(each.flatten(1))
