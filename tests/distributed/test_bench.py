@@ -20,7 +20,7 @@ def _bench(
     argv = ["bench", kind, "--config", f"configs/{config}.yaml", "--nproc", str(nproc), "--train.device", "cpu"]
     result = run_cli(*argv, *options, "--output", str(output), timeout_s=timeout_s)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count(f"bench {kind}: a rehearsal, since times on CPUs say nothing of GPUs") == 1
+    assert result.stderr.count(f"bench {kind}: a rehearsal, since times on CPUs say nothing about GPUs") == 1
     return read_rows(output), result
 
 
