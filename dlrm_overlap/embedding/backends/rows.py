@@ -30,9 +30,9 @@ class UpdateRange(NamedTuple):
 class InputRows:
     """The rows of one input's tables: their keys, by which ids are sorted, and the ranges in which they are updated.
 
-    A row's key is its number among the rows of all tables of the input. Example: with tables of 10 and 20 rows, row 3
-    of the second has key 13. Sorted by key, the ids of a table, and of a range, are contiguous. Tables of a part that
-    share a cache share the keys of its slots, of which they use different ones, and are updated by one call.
+    A row's key is its number among the rows of all tables of the input, so the sorted ids of a table, and of a range,
+    are contiguous. Example: with tables of 10 and 20 rows, row 3 of the second has key 13. Tables of a part that share
+    a cache share the keys of its slots, of which they use different ones, and are updated by one call.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class InputRows:
         return self._device_keys[features]
 
     def sort(self, ids: KeyedJaggedTensor, samples: int, row_units: int = 0) -> PreparedRuns | None:
-        """Sort the ids of `samples` samples by key, and prepare the update of their rows; None without ids.
+        """Sort ids by key, and prepare the update of their rows; None without ids.
 
         For gradients [samples, D_total], not in a window, `row_units` is the length of a row, see `Preparation`.
         """
@@ -151,8 +151,8 @@ def in_readable_rows(gradient: torch.Tensor) -> torch.Tensor:
 class DeviceRules:
     """The numbers of each fused lookup's optimizer in device memory, see `Rule`.
 
-    A captured step reads the same memory in every replay, so the numbers are overwritten before each launch. An eager
-    step overwrites them on the update stream, after the previous step's updates.
+    Replays read the same memory, so the numbers are overwritten before each launch; an eager step overwrites them on
+    the update stream, after the previous step's updates.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,8 +1,7 @@
 """Adds up partial sums for samples of other nodes within the owners' node, so that only the sums are sent.
 
-If several ranks of a node own rows of a table, a message to another node has one sum for each bag, not a partial sum
-from each owner. The rank that serves a rank of another node (`InternodeLayout.served`) gathers the partial sums for its
-samples in a window:
+The rank that serves a rank of another node (`InternodeLayout.served`) gathers the partial sums for its samples in a
+window:
 
     owners            | pool into the windows of the ranks that gather, empty bags too | signal |
     ranks that gather                                                                  | wait | add up in order | send
@@ -45,7 +44,7 @@ class NodeSums:
         column: ColumnOf,
         bad_ids: BadIds,
     ) -> None:
-        """Make windows in the arena of `windows`, the output's; `outputs` are those of this node's ranks."""
+        """`windows` are the output's, and `outputs` those of this node's ranks."""
         spec, reach, wire = layout.sum_windows(context.samples_per_rank), layout.reach, context.options.wire_dtype
         assert spec is not None, "a layout without such sums"
         self._pair = WindowPair(spec, windows.arena, windows.counter)
@@ -71,7 +70,7 @@ class NodeSums:
         self._carrier = PackedByCollective(context, layout.sums)
         self._columns_of: dict[int, PutColumns] = {}
         self._outputs: dict[int, list[torch.Tensor]] = {}
-        """by the rank that sends sums, the output windows of the ranks that it serves, of even and of odd epochs"""
+        """by sender, the output windows of the ranks that it serves, of even and of odd epochs"""
         for source in reach.sources:
             shards = [(each[0].dim, column(each[0])) for each in layout.sums_on[reach.node_of(source)]]
             self._columns_of[source] = PutColumns.of(shards, outputs[0].stride, wire.itemsize, self._device)
@@ -99,7 +98,6 @@ class NodeSums:
             self._flags.signal()
 
     def _pack(self, step: Step, message: Message, sent: torch.Tensor) -> None:
-        """Copy the sums for the ranks that this rank serves into the message to their node."""
         rows, sources, end = self._rows(), self._layout.reach.sources, 0
         for rank in self._layout.served(self._rank, message.node):
             first, samples = sources.index(rank) * self._most, step.batch.per_rank[rank]
@@ -133,5 +131,4 @@ class NodeSums:
         return torch.tensor(firsts, dtype=torch.int32, device=self._device)
 
     def check(self) -> None:
-        """Raise what kernels have recorded."""
         self.lookup.check()
