@@ -51,7 +51,7 @@ def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
 
 
 def compile_loss(task: TrainTask) -> None:
-    """Let torch.compile fuse the loss, some fifteen kernels, into one kernel each for forward and backward."""
+    """Compile the loss, some fifteen kernels, into one kernel each for forward and backward."""
     task.loss.in_training = _compiled(task.loss.compute)
 
 
@@ -91,9 +91,8 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
 
     A divided head stays eager: its communication would have no fixed order among TorchRec's collectives.
 
-    Returns:
-        The nodes that accumulate gradients. DDP waits for only one of the streams that fill a bucket, so all nodes are
-        created on the current stream, before warm-up or capture would create them on others.
+    Returns the nodes that accumulate gradients. DDP waits for only one of the streams that fill a bucket, so all nodes
+    are created on the current stream, before warm-up or capture would create them on others.
     """
     capture = torch.cuda.graph
     parts = _without_divided(task)

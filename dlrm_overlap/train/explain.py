@@ -62,7 +62,6 @@ class Explanation:
     """why the dense optimizer steps after the graphs; empty if captured, None if not given"""
 
     def __str__(self) -> str:
-        """Return the text table."""
         lines = [("module", "table", "sharding", "ranks", "shard", "memory", "exchanged", "captured", "why not")]
         for each in self.tables:
             shard = f"{each.rows} x {each.columns}" if each.rows else "whole"
@@ -78,10 +77,10 @@ class Explanation:
 class _Collection(NamedTuple):
     path: str
     params: Mapping[str, ParameterSharding]
-    """table -> its sharding"""
+    """by table"""
     why_not: Mapping[str, str | None]
     uncaptured: str | None
-    """why it prevents the capture of steps, or None"""
+    """why it prevents the capture of steps"""
     cached: Collection[str] = ()
     """tables whose rows the exchange caches, or would"""
 

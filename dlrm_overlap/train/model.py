@@ -50,12 +50,10 @@ class Part(nn.Module):
     """replaces `compute` in training; set by `train.dense_part`"""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Map the inputs of `compute` to its output."""
         trains = self.training and self.in_training is not None
         return self.in_training(*inputs) if trains else self.compute(*inputs)  # type: ignore[misc]
 
     def compute(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Compute the module eagerly."""
         raise NotImplementedError
 
 
@@ -144,7 +142,7 @@ class DLRM(nn.Module):
 
     @property
     def front_columns(self) -> int:
-        """Columns in front of the pooled embeddings: outputs of the bottom MLP and of attention, if there is one."""
+        """Columns of the outputs of the bottom MLP and, with histories, of attention."""
         return self.dim if self.history_key is None else 2 * self.dim
 
     @property
@@ -198,7 +196,6 @@ class JoinInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, front: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Return [b, (n + T) * D]."""
         ctx.dim = front.shape[1]
         shape, first = (pooled.shape[0], ctx.dim + pooled.shape[1]), pooled.storage_offset() - ctx.dim
         embeddings = pooled.new_empty(0).set_(pooled.untyped_storage(), first, shape, pooled.stride())
@@ -207,14 +204,11 @@ class JoinInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of `front` and `pooled`, as views."""
         (gradient,) = gradients
         return gradient[:, : ctx.dim], gradient[:, ctx.dim :]
 
 
 class TrainTask(nn.Module):
-    """A DLRM with its loss over this rank's samples of a batch."""
-
     def __init__(self, dlrm: DLRM, device_type: str, bf16: bool, label_weights: Sequence[float] = (1.0,)) -> None:
         super().__init__()
         self.dlrm = dlrm

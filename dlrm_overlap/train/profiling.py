@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, and how long a captured step would take; for any PyTorch program.
+"""Measures where the time of a training step goes, and estimates that of a captured step; for any PyTorch program.
 
 A step's length is measured without the profiler, which slows the CPU; times of kernels come from a trace.
 """
@@ -31,11 +31,10 @@ class Profile:
     ranks: Sequence[dict[str, float]]
     """each rank's parts of a step in ms (`step_parts`)"""
     tables: str | None = None
-    """`explain` of a given model"""
 
     @property
     def captured_ms(self) -> tuple[float, float] | None:
-        """Estimated time of a captured step of the same kernels, (lower, upper) limit; None without GPU times.
+        """Estimated (lower, upper) limit of the time of a captured step of the same kernels; None without GPU times.
 
         The GPU never waits for the CPU; communication is fully hidden (lower limit), or exposed as now (upper limit).
         Collectives count on the rank where they are shortest, since they include the wait for later ranks.
@@ -49,7 +48,6 @@ class Profile:
         )
 
     def __str__(self) -> str:
-        """Return the report: mean and maximum over ranks of each part, and the estimate."""
         lines = [["ms a step", "mean", "max", "on rank"]]
         for name in self.ranks[0]:
             ms = [parts.get(name, 0.0) for parts in self.ranks]
@@ -102,8 +100,6 @@ def profile_steps(
     Args:
         step: takes one training step; given on every rank.
         model: sharded; the report explains its tables, or raises an InputError.
-        steps: number of steps to time, and to trace.
-        after: number of steps to skip first.
 
     Example:
         print(profile_steps(lambda: pipeline.progress(batches), model))

@@ -1,7 +1,4 @@
-"""Runs a command on all ranks: parses options, starts or detects ranks, and calls the command's work.
-
-Does not import torch, so that mistakes are reported before any rank starts.
-"""
+"""Runs a command on all ranks. Does not import torch, so that mistakes are reported before any rank starts."""
 
 import contextlib
 import logging
@@ -202,7 +199,6 @@ def check_start(config: Config, device: "torch.device") -> None:
 
 
 def _count_processes(nproc: int | str, config: Config) -> int:
-    """Return the number of processes for `--nproc`; print it for `auto`."""
     if nproc != "auto":
         return int(nproc)
     gpus = process_group.visible_gpus(config.train.device)

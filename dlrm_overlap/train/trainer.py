@@ -1,7 +1,4 @@
-"""A training run: `Trainer.fit` trains, evaluates, saves and resumes.
-
-docs/architecture.md follows one step, `StepRunner.step`, file by file.
-"""
+"""A training run; docs/architecture.md follows one step file by file."""
 
 import logging
 import math
@@ -31,7 +28,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 class PreemptedError(Exception):
-    """The run ended before its last step because it was asked to; every rank raises it after the same step."""
+    """A run was asked to end before its last step; every rank raises this after the same step."""
 
 
 class _Segment(Iterator[Batch]):
@@ -54,7 +51,7 @@ class Trainer(StepRunner):
     """A `StepRunner` that also evaluates on a schedule, logs, saves and resumes."""
 
     def __init__(self, *args: Any, end: EndRequest | None = None, **options: Any) -> None:
-        """Build the model from the arguments of `StepRunner`; `end` asks `fit` to end early."""
+        """Take the arguments of `StepRunner`; `end` asks `fit` to end early."""
         super().__init__(*args, **options)
         config, train = self.config, self.train_data
         self._end, self.folder, self.start = end or EndRequest(), config.folder, 0
@@ -172,9 +169,7 @@ class Trainer(StepRunner):
         )
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:
-        """Take the steps [first, last), fewer if the run is to end; return the last step. No batch is in flight
-        afterwards.
-        """
+        """Take the steps [first, last), fewer if the run is to end; return the last. No batch is left in flight."""
         segment = _Segment(batches, last - first)
         self.pipeline.reset()
         timer = StepTimer(self.device)
@@ -210,7 +205,6 @@ class Trainer(StepRunner):
         return values
 
     def save(self, step: int, metrics: dict[str, float] | None = None, background: bool = False) -> None:
-        """Save a checkpoint after `step`; see `Saves.save`."""
         self.checkpointer.about["trained_metrics"] = self.running.state()
         self.saves.save(step, metrics, background)
 

@@ -1,7 +1,6 @@
 """Sizes of batches over all ranks, and the capacity of captured steps that is learned from them.
 
-Each rank counts the samples of a batch and, by feature, the ids of the batch and of its largest and smallest bag. A
-max-reduce of these numbers runs during earlier steps. So all ranks agree whether the batch is captured, exceeds the
+A max-reduce of a batch's sizes runs during earlier steps. So all ranks agree whether the batch is captured, exceeds the
 capacity, or is missing on a rank, which ends the training.
 """
 
@@ -32,17 +31,16 @@ _CHECK_INTERVAL = timedelta(seconds=1)  # between checks for errors of kernels, 
 class PendingResult:
     """The elementwise maximum of some numbers over the ranks, computed while steps run.
 
-    For a batch on a GPU, a kernel writes the numbers. The reduction starts when they are ready, at the latest before
-    the next one, so the CPU never waits for a step that it has just issued.
+    If kernels write the numbers, the reduction starts once they are ready, at the latest before the next one, so the
+    CPU never waits for a step that it has just issued.
     """
 
     def __init__(self, consensus: "RankConsensus", numbers: torch.Tensor, written: torch.Event | None) -> None:
-        """Take numbers, [n] int64 on the CPU, which are ready after `written`."""
+        """`numbers` are [n] int64 on the CPU, ready after `written`."""
         self._consensus, self._numbers, self._written = consensus, numbers, written
         self._work: Work | None = None
 
     def begin(self) -> None:
-        """Start the reduction."""
         if self._written is not None:
             self._written.synchronize()
         if (maxima := self._consensus.maxima) is not None:
@@ -71,7 +69,7 @@ class RankConsensus:
     """Asynchronous max-reductions over the CPUs of a group, in the same order on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None], device: torch.device = _CPU) -> None:
-        """Take `check`, which raises errors of kernels while a result is late; a collective."""
+        """`check` raises errors of kernels while a result is late; a collective."""
         on_gpu = device.type == "cuda"
         self._current = CurrentStream(torch.cuda.current_stream(device).device) if on_gpu else None
         self.check, self.is_first = check, group.rank() == 0
@@ -80,11 +78,9 @@ class RankConsensus:
         """the result whose reduction has not started"""
 
     def ask(self, numbers: torch.Tensor, are_pending: bool = False) -> PendingResult:
-        """Return the greatest of each number over the ranks.
+        """Return the elementwise maximum of [n] int64 on the CPU over the ranks.
 
-        Args:
-            numbers: [n] int64 on the CPU.
-            are_pending: True if kernels on the current stream have yet to write some of them.
+        With `are_pending`, kernels on the current stream have yet to write some of the numbers.
         """
         self.ask_last()
         written = self._current().record_event() if self._current is not None and are_pending else None
@@ -132,7 +128,7 @@ class CapacityTracker:
         modules: Sequence[Any] = (),
         device: torch.device = _CPU,
     ) -> None:
-        """Take a capacity, None to learn it, and the modules that may have unpooled tables."""
+        """A `capacity` of None is learned; `modules` may have unpooled tables."""
         self._capacity, self.consensus, self._device = capacity, consensus, device
         counted = [module.counted() for module in modules if hasattr(module, "counted")]
         self._collections = [(tables, distinct) for tables, distinct in counted if tables]
@@ -143,7 +139,6 @@ class CapacityTracker:
 
     @property
     def capacity(self) -> BatchCapacity:
-        """The capacity that was given or learned."""
         assert self._capacity is not None, "the capacity is learned from the first batch"
         return self._capacity
 
@@ -226,15 +221,15 @@ class CapacityTracker:
         return not described.are_pending and not (described.numbers.numpy()[known] > self._limits[known]).any()
 
     def are_captured(self, sizes: np.ndarray) -> bool:
-        """Return whether batches of these greatest sizes are captured."""
+        """Return whether batches with these greatest sizes are captured."""
         return not (sizes > self._limits).any()
 
     def are_beyond(self, sizes: np.ndarray) -> bool:
-        """Return whether a batch of these greatest sizes exceeds the capacity."""
+        """Return whether a batch with these greatest sizes exceeds the capacity."""
         return bool((sizes > self._limits)[_SAMPLES:].any())
 
     def grow(self, numbers: np.ndarray) -> None:
-        """Grow to batches of these greatest sizes: to a quarter more, and to twice what is exceeded."""
+        """Grow to batches with these greatest sizes: to a quarter more, and to twice what is exceeded."""
         old = self._capacity or BatchCapacity(max(1, int(numbers[_SAMPLES])), {})
         sizes, ids, distinct = dict(old.bag_sizes), dict(old.ids), dict(old.distinct)
         columns = numbers[_HEADER : self._distinct_from].reshape(3, len(self._features)).tolist()

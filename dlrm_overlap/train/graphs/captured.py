@@ -16,11 +16,7 @@ from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges
 
 
 class CapturedStep:
-    """A step as a CUDA graph. Its first kernel advances the counters that the others read.
-
-    Example: steps 1 to 3 are eager. Step 4 is counted by its capture and taken by `launch`, step 5 is another
-    `CapturedStep` for the other windows, and step 6 is `replay` of the first one.
-    """
+    """A step as a CUDA graph. Its first kernel advances the counters that the others read."""
 
     def __init__(
         self,
@@ -30,11 +26,10 @@ class CapturedStep:
         pool: Any,
         stream: torch.cuda.Stream,
     ) -> None:
-        """Capture `step`, in which each counter rises by one.
+        """Capture `step`, which issues the step and returns its output, and must advance each counter by one.
 
         Args:
             step: issues the step and returns its output.
-            order: order of the communication.
             counters: all that count this step.
             pool: memory pool of the graph that is replayed in turn with this one, or None.
             stream: the current stream.
@@ -67,11 +62,10 @@ class CapturedStep:
 
     @property
     def values(self) -> list[list[int]]:
-        """The current values of the counters."""
         return [[counter.value for counter in each.each] for each in self._counters]
 
     def launch(self) -> Any:
-        """Launch a step that was counted, and return its output."""
+        """Launch a step that was counted, as by its capture, and return its output."""
         self._graph.replay()
         return self._output
 
@@ -83,9 +77,10 @@ class CapturedStep:
 
 
 class GraphPair:
-    """The captured steps of a pipeline, one for each window of a pair.
+    """The captured steps of a pipeline, one for each window of a pair; released with this object.
 
-    Graphs keep no memory alive, and are released with the pair.
+    Example: steps 1 to 3 are eager. Step 4 is counted by its capture and taken by `launch`, step 5 is captured for the
+    other windows, and step 6 is `replay` of step 4's graph.
     """
 
     def __init__(
@@ -98,13 +93,12 @@ class GraphPair:
         """Take the embedding modules, whose exchanges count steps, and the counters of dense gradients."""
         self._modules, self._dense_counters, self._order, self._device = modules, dense_counters, order, device
         self.each: list[CapturedStep | None] = [None, None]
-        """captured steps by buffer_index"""
+        """by buffer_index"""
         self._captured_addresses: list[Any] = []
         weakref.finalize(self, _release, self.each, device)
 
     @property
     def are_captured(self) -> bool:
-        """True if both steps are captured."""
         return None not in self.each
 
     def capture(self, buffer_index: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
@@ -130,11 +124,7 @@ class GraphPair:
         return [(exchange, exchange.addresses) for exchange in self._exchanges]
 
     def check_addresses(self) -> None:
-        """Check that rows and windows were not moved since the capture.
-
-        Raises:
-            InputError: if they were moved or freed.
-        """
+        """Raise an InputError if rows or windows were moved or freed since the capture."""
         if any(self.each) and self._addresses != self._captured_addresses:
             raise InputError(
                 "GraphTrainPipeline: rows or windows that captured steps use were moved or freed since the capture, as "

@@ -48,11 +48,8 @@ class DenseStep:
         """Copy rank 0's dense parameters to all ranks, except shards of them; a collective.
 
         Args:
-            model: a sharded model.
             optimizer: of all parameters, tables included.
             casts: casts the weights for the model, if it uses them in bfloat16.
-            group: the model's ranks.
-            order: of all communication in a captured step.
             gradient_dtype: type in which gradients are sent, float32 or bfloat16.
             stores: options of the reduction by stores; None reduces by the group's collective.
         """
@@ -87,14 +84,13 @@ class DenseStep:
                     dist.broadcast(parameter.data, group=group, group_src=0)
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self.buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
-        """reduces the gradients"""
         if casts is not None:
             casts.on_complete(self.buckets.complete)
 
     def clear(self) -> None:
-        """Clear the gradients before a step, unless an optimizer that steps after the graph keeps them.
+        """Clear the gradients before a step, except those that an optimizer which steps after the graph keeps.
 
-        As under TorchRec's pipelines, the backward adds to gradients that its `zero_grad` keeps.
+        As with TorchRec's pipelines, the backward adds to gradients that its `zero_grad` keeps.
         """
         if not self._after:
             return
@@ -145,12 +141,11 @@ class DenseStep:
             steps.refresh()
 
     def close(self) -> None:
-        """Remove the hooks, and free memory that peers reach."""
         self.buckets.close()
 
 
 def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> str | None:
-    """Return why an optimizer's step cannot be captured, given the dense parameters by name; None if it can."""
+    """Return why an optimizer's step cannot be captured, None if it can; `trained` has the dense parameters."""
     held = {id(parameter) for parameter in trained.values()}
     group_of: dict[int, int] = {}  # id of a parameter, or of a lookup of data-parallel tables -> id of its group
     for each in _all_of(optimizer):
@@ -205,7 +200,7 @@ class _NoStep:
 
 
 def step_alone(wrapper: Any) -> None:
-    """Call `step` of a wrapper without that of the optimizer inside it."""
+    """Call `step` of a wrapper, but not of the optimizer inside it."""
     held, wrapper._optimizer = wrapper._optimizer, _NoStep()
     try:
         with torch.no_grad():
@@ -215,7 +210,7 @@ def step_alone(wrapper: Any) -> None:
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a sharded model, by name, that require a gradient and that no fused lookup updates.
+    """Return the parameters of a sharded model that require a gradient and that no fused lookup updates, by name.
 
     They include data-parallel tables, see `FlatParameters`.
     """

@@ -17,14 +17,14 @@ log = logging.getLogger("dlrm_overlap")
 
 
 class StepKind(Enum):
-    """What happens next, the same on all ranks."""
+    """Kind of the next step, the same on all ranks."""
 
     CAPTURED = "captured"
-    """a step on batches that a CUDA graph can take, although warm-up steps are issued kernel by kernel"""
+    """on batches that a CUDA graph can take; warm-up steps are issued kernel by kernel"""
     EAGER = "eager"
-    """a step on a batch that is uncapturable on some rank"""
+    """on a batch that is uncapturable on some rank"""
     END = "end"
-    """no step, since a rank has no batch left"""
+    """none, since a rank has no batch left"""
 
 
 class PlannedStep(NamedTuple):
@@ -46,16 +46,13 @@ class PlannedStep(NamedTuple):
 
     @property
     def active(self) -> StaticBatch:
-        """The buffer that a captured step reads."""
         assert self.active_buffer is not None
         return self.active_buffer
 
     def batch(self, device: torch.device, exact: bool = True) -> Any:
         """Return the batch on the device.
 
-        Args:
-            device: of the pipeline.
-            exact: return unpadded ids, as eager steps read them; otherwise, if captured, tensors at fixed addresses.
+        With `exact`, ids are unpadded, as eager steps read them; otherwise, if captured, tensors have fixed addresses.
         """
         if self.kind is StepKind.CAPTURED:
             return self.active.exact() if exact else self.active.batch
@@ -73,11 +70,11 @@ class PrefetchedBatch(NamedTuple):
     """A batch whose step is not planned yet."""
 
     read: BatchTensors | None
-    """see `PlannedStep`; None also if this rank has no batch left"""
+    """None if it was copied to `staging`, or if this rank has no batch left"""
     staging: StaticBatch | None
-    """buffer for a captured step; None if this rank has no batch left"""
+    """None if this rank has no batch left"""
     sizes: PendingResult
-    """sizes of the batch over all ranks"""
+    """over all ranks"""
 
 
 class InputPrefetcher:
@@ -204,9 +201,9 @@ class InputPrefetcher:
         return True
 
     def drop_buffers(self) -> None:
-        """Let the next batch that is read be the first of others like it; a collective.
+        """Make new buffers for the next batch that is read; steps of earlier batches become eager.
 
-        Steps of batches that were read before become eager.
+        All ranks call it after the same step.
         """
         for index in range(2):
             if (step := self._plan(index)).kind is not StepKind.END:

@@ -1,4 +1,4 @@
-"""The ids that a model's embedding modules look up: where they are in a batch, and which were sent ahead."""
+"""The ids that a model's embedding modules look up."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,6 @@ class ModelIds:
 
     @property
     def senders(self) -> list[IdSender]:
-        """The senders of all modules."""
         return [module.sender for module in self._modules if module.sender is not None]
 
     @contextmanager

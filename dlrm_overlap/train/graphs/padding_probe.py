@@ -1,8 +1,7 @@
 """Finds out whether a model reads the padding of captured steps.
 
-Sizes in a CUDA graph are fixed, so `values()` of ids, and of rows of unpooled tables, is padded to the capacity. Most
-models split values by `lengths()` or `offsets()`, and never read the padding. A model that does, as by a mean over
-`values()`, would compute another loss in a captured step.
+`values()` of ids, and of rows of unpooled tables, is padded to the capacity in a captured step. A model that reads the
+padding, as by a mean over `values()`, would compute another loss.
 
 So the model is run again on the batch of an eager step: without padding, padded with zeros, and padded with NaN. If
 loss or output differ, the model reads the padding. These runs call no collective and leave no trace: the embedding
@@ -42,14 +41,7 @@ class PaddingProbe:
     def __init__(
         self, model: nn.Module, modules: Sequence[ExchangingModule[Any]], capacity: BatchCapacity, batch: Any
     ) -> None:
-        """Copy a batch before its step, which may change it.
-
-        Args:
-            model: to run.
-            modules: its embedding modules.
-            capacity: of captured steps.
-            batch: on the device, without padding.
-        """
+        """Copy a batch on the device, without padding, before its step, which may change it."""
         self._modules, self._capacity = modules, capacity
         self._batch = replace_leaves(batch, partial(self._copy, fill=None))
         self._results: dict[nn.Module, Any] = {}

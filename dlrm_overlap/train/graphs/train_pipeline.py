@@ -1,16 +1,6 @@
 """A train pipeline whose steps are CUDA graphs: the CPU only copies batches and launches one graph a step.
 
-No number is read back from the device: all that changes between steps is in device memory, see `comm.counters`. A step
-is captured twice, once for each window of a pair, and the two graphs are replayed in turn:
-
-    copy stream     copy batch i + 2 from the CPU --------------------------------------------
-    ids' stream     send the ids of batch i + 1 ----
-    lookup stream   look up batch i ---
-    main stream     bottom MLP | wait | head, loss | backward | dense optimizer | wait for rows
-    update stream   sort ids i ----                       | rows, as gradients arrive ------
-
-Communication is issued in one order, see `comm.order`. Before the capture, and on CPUs, steps are issued one kernel at
-a time.
+docs/architecture/step.md explains the captured step, and why there are two graphs.
 """
 
 import logging
@@ -67,7 +57,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     pipelines share a model, only the one that is training holds CUDA graphs. A model that cannot be captured is trained
     by `TrainPipelineSparseDist`.
 
-    A graph is valid for batches like the first one, within `capacity`. Other batches are trained eagerly, and the
+    Graphs are valid for batches like the first one, within `capacity`. Other batches are trained eagerly, and the
     capacity grows if a batch exceeds it.
 
     Example:
@@ -93,13 +83,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     ) -> None:
         """Take the arguments of `TrainPipelineSparseDist`, by position or name, and those of captured steps.
 
-        TorchRec's `custom_model_fwd` and `dmp_collection_sync_interval_batches` keep their meaning. Its options about
-        how a step is issued, such as `apply_jit`, apply only when this pipeline falls back to TorchRec's, e.g. with
-        `execute_all_batches=False`.
+        TorchRec's options about how a step is issued, such as `apply_jit`, apply only when this pipeline falls back to
+        TorchRec's, e.g. with `execute_all_batches=False`.
 
         Args:
             capacity: sizes of the largest batch, for which memory is allocated; None learns them from the first batch.
-            group: the model's ranks; None is the default group.
             casts: casts all trained dense parameters to bfloat16 for the model; None if it uses them in float32.
             gradient_dtype: type in which dense gradients are sent, float32 or bfloat16.
             dense_reduce: how dense gradients are averaged: collective (`dense.gradients`), stores (`dense.stores`), or
@@ -196,7 +184,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         set_owner(self._model, self)
 
     def release_model(self) -> None:
-        """Release the graphs and the hooks of dense gradients; no rank may be in a step."""
         self._graphs.release()
         self._ids.forget()
         self._dense.close()
@@ -248,10 +235,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def close(self) -> None:
         """Free the graphs and the windows, once all ranks have finished their steps; a collective.
 
-        Call it before the process group is destroyed.
-
-        Raises:
-            RuntimeError: if a kernel has recorded an error.
+        Call it before the process group is destroyed. Raises a RuntimeError if a kernel has recorded an error.
         """
         try:
             if self._fallback is None and all(exchange.failure is None for exchange in exchanges_of(self._modules)):
@@ -290,10 +274,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def prepare_evaluation(self, batch: BatchTensors) -> None:
-        """See `ModelOwner`. Grows the capacity if the batch exceeds it.
-
-        Ids that were sent ahead are forgotten, and sent again in their step.
-        """
+        """Grow the capacity if the batch exceeds it; ids that were sent ahead are sent again in their step."""
         if self._ids.are_sent:
             self._ids.forget()
         if self._steps and self._capacity.describes(batch):
@@ -366,7 +347,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._ids.send(following.active)
 
     def _first_step(self, step: PlannedStep, following: PlannedStep) -> Any:
-        """Take the first step, and find out which ids the model looks up and whether it calls collectives."""
+        """Take the first step; find out which ids the model looks up, and whether it calls collectives."""
         with self._ids.finding(step.active, self._capacity.capacity), ModelCollectives() as collectives:
             loss, output = self._forward(step.batch(self._device))
             loss.backward()
@@ -378,7 +359,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def _probe_step(self, step: PlannedStep, following: PlannedStep) -> Any:
-        """Take an eager step, and find out whether the model reads the padding of captured ones."""
+        """Take an eager step; find out whether the model reads the padding of captured ones."""
         batch = step.batch(self._device)
         probe = PaddingProbe(self._model, self._modules, self._capacity.capacity, batch)
         with probe.recording():
@@ -434,11 +415,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def _step(self, step: PlannedStep, following: PlannedStep, exact: bool = True, batch: Any = None) -> Any:
-        """Issue a step and, alongside it, send the ids of the following one.
+        """Issue a step and, concurrently, send the ids of the following one.
 
-        Args:
-            exact: see `PlannedStep.batch`.
-            batch: the step's batch on the device, if there is one.
+        `exact` is as in `PlannedStep.batch`; `batch` is the step's batch on the device, if there is one.
         """
         batch = step.batch(self._device, exact) if batch is None else batch
         self._streams.fork_ids()
