@@ -57,7 +57,6 @@ class LearningRate:
         return 1.0
 
     def set(self, step: int) -> None:
-        """Set the learning rates of `step`, counted from 0."""
         factor = self.factor(step)
         if factor != self.current:
             for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
@@ -165,7 +164,6 @@ def takes_graph(config: Config, model: DistributedModelParallel, device: torch.d
 
 
 def build_optimizer(model: DistributedModelParallel, config: TrainConfig) -> CombinedOptimizer:
-    """Return one optimizer for dense parameters and tables, whose updates are fused into their backward."""
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "sgd": torch.optim.SGD,
         "adagrad": partial(torch.optim.Adagrad, eps=config.eps),

@@ -151,7 +151,6 @@ def _with_casts(part: nn.Module, casts: CastWeights, compiled: bool) -> Callable
 
 
 def _relu_layers(mlp: nn.Module) -> list[nn.Linear] | None:
-    """Return the layers of an MLP if ReLU follows each of them, else None."""
     each = list(mlp._mlp) if isinstance(mlp, MLP) else []  # type: ignore[arg-type]
     if not each or not all(isinstance(layer, Perceptron) and layer._activation_fn is torch.relu for layer in each):
         return None

@@ -17,7 +17,6 @@ _OPTION = "--checkpoint"
 
 
 def run(argv: list[str], description: str) -> int:
-    """Evaluate the checkpoint that `argv` names on all ranks, and return the exit code."""
     named = _named(argv)
     takes_stored = named is not None and not any(option.partition("=")[0] == "--config" for option in argv)
     defaults = stored_config(named) if named is not None and takes_stored else None

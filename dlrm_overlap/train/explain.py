@@ -35,7 +35,6 @@ class PlannedTable(NamedTuple):
     """A table of a sharded or planned model; a data-parallel one has no shards, and all ranks."""
 
     module: str
-    """path of the module that has the table"""
     table: str
     sharding: str
     """TorchRec's sharding type"""
@@ -48,7 +47,6 @@ class PlannedTable(NamedTuple):
     memory: str
     """device, host or cached (by FBGEMM if it is not exchanged)"""
     captured: bool
-    """whether its lookup is captured"""
     why_not: str | None
     """why it is not exchanged or, if it is, not captured"""
 
@@ -82,7 +80,6 @@ class _Collection(NamedTuple):
     uncaptured: str | None
     """why it prevents the capture of steps"""
     cached: Collection[str] = ()
-    """tables whose rows the exchange caches, or would"""
 
 
 def explain(
@@ -124,7 +121,6 @@ _WHY_EAGER = "_graph_why_eager"  # attribute of a model
 
 
 def note_why_eager(model: nn.Module, reason: str) -> None:
-    """Record why the steps of a model could not be captured, for `explain`."""
     setattr(model, _WHY_EAGER, reason)
 
 

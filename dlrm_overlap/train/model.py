@@ -76,8 +76,6 @@ class Loss(Part, nn.BCEWithLogitsLoss):
 
 
 class Head(Part):
-    """Interaction, top MLP and logit."""
-
     def __init__(self, config: ModelConfig, tables: int) -> None:
         super().__init__()
         features = tables + 1

@@ -25,7 +25,6 @@ class Profile:
     """Where the time of a step goes on each rank; `str` formats a report."""
 
     device: str
-    """name of the GPU, or cpu"""
     steps: int
     """number of steps timed, and of steps traced"""
     ranks: Sequence[dict[str, float]]
@@ -34,7 +33,7 @@ class Profile:
 
     @property
     def captured_ms(self) -> tuple[float, float] | None:
-        """Estimated (lower, upper) limit of the time of a captured step of the same kernels; None without GPU times.
+        """Estimated (lower, upper) limit in ms of a captured step of the same kernels; None without GPU times.
 
         The GPU never waits for the CPU; communication is fully hidden (lower limit), or exposed as now (upper limit).
         Collectives count on the rank where they are shortest, since they include the wait for later ranks.
@@ -93,13 +92,10 @@ def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> 
 def profile_steps(
     step: Callable[[], object], model: nn.Module | None = None, *, steps: int = 10, after: int = 10
 ) -> Profile:
-    """Take training steps and return where their time goes, on all ranks; a collective.
+    """Time and trace training steps on all ranks; a collective.
 
-    `after` steps are skipped, `steps` are timed, one is skipped, and `steps` are traced.
-
-    Args:
-        step: takes one training step; given on every rank.
-        model: sharded; the report explains its tables, or raises an InputError.
+    `after` steps are skipped, `steps` are timed, one is skipped, and `steps` are traced. The report explains the tables
+    of `model`, which must be sharded.
 
     Example:
         print(profile_steps(lambda: pipeline.progress(batches), model))

@@ -35,8 +35,6 @@ _NOT_COMPARED = ("config", "nproc")  # the resolved configuration is compared in
 
 @dataclass(frozen=True)
 class Ranks:
-    """A command's options, and this rank."""
-
     config: Config
     values: Any
     """all parsed options, including the command's own"""
@@ -155,7 +153,6 @@ def run_on_ranks(
 
 
 def check_data(data: DataConfig) -> None:
-    """Raise an InputError unless the files in `data` exist."""
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
         if data.kind != "synthetic" and path is not None and not os.path.exists(path):
             raise InputError(f"{key}: {path}: no such file or folder on this machine; give one that is there")
@@ -174,7 +171,6 @@ def check_writable(folder: Path, key: str) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Raise an InputError unless the file `path` can be written."""
     if path.is_dir():
         raise InputError(f"--output: {path} is a folder; name a file in it")
     check_writable(path.parent, "--output")

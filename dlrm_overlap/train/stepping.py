@@ -153,7 +153,6 @@ class StepRunner:
         )
 
     def _peer_memory_owners(self) -> "list[GraphTrainPipeline | ParallelProducts | Exchange]":
-        """Return the objects with memory that peers access, in the order of release."""
         pipelines = [self.pipeline] if isinstance(self.pipeline, GraphTrainPipeline) else []
         return [*pipelines, *products_of(self.model), *exchanges(self.model)]
 

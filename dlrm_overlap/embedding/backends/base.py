@@ -38,7 +38,7 @@ class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract me
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec | None:
-        """Return the windows that every rank's arena needs, the same on every rank."""
+        """Return the windows that every rank's arena needs; the same on every rank."""
         return None
 
     def skip(self) -> None:
@@ -53,7 +53,7 @@ class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract me
 
 
 class Forward(ExchangeDirection, Generic[State]):
-    """Pools and sends, by `start`, then `finish`, in each step. Subclasses are also given a `Platform`."""
+    """Pools and sends. Subclasses are also given a `Platform`."""
 
     leading = 0
     """columns in front of the arriving pooled embeddings"""
@@ -109,10 +109,10 @@ class Forward(ExchangeDirection, Generic[State]):
         return partial_table(self._partials, gcd(16, *divisible), self.device)
 
     def join_stream(self) -> None:
-        """Make the current stream wait for the stream of the last `start` or `finish`, if that was another one.
+        """Make the current stream wait for the stream of the last `start` or `finish`, if it is another one.
 
-        So `finish` comes after the kernels of `start`, and `start`, after which peers may overwrite the previous step's
-        window, comes after what has read that window.
+        So `finish` follows the kernels of `start`; and `start`, after which peers may overwrite the previous step's
+        window, follows what has read that window.
         """
         if not self._on_gpu:
             return
@@ -124,9 +124,9 @@ class Forward(ExchangeDirection, Generic[State]):
 
 
 class Backward(ExchangeDirection, Generic[State]):
-    """Sends gradients and updates rows, by `note_forward`, `start`, then `finish`, in each step.
+    """Sends gradients and updates rows, in the order of the starts.
 
-    Rows are updated in the order of the starts. A step may be started before the previous one is finished.
+    Call `note_forward`, `start`, then `finish`. A step may be started before the previous one is finished.
     """
 
     @property
@@ -158,10 +158,7 @@ class Backward(ExchangeDirection, Generic[State]):
 
     @abstractmethod
     def start(self, pending: PendingBackward, gradient: torch.Tensor) -> State:
-        """Start to send the gradient [b, D_total], of the output's dtype and any strides.
-
-        On GPUs this also issues the update of the rows, on another stream.
-        """
+        """Start to send the gradient [b, D_total], of the output's dtype and any strides."""
 
     @abstractmethod
     def finish(self, state: State) -> Sequence[torch.Tensor]:
@@ -203,7 +200,6 @@ class WindowBackward(Backward[WindowState]):
         self._transport = GradientTransport(context, context.internode) if context.internode is not None else None
 
     def _make_stores(self, context: ExchangeContext) -> None:
-        """Set `own` and `passed_on`, at the end of a subclass's constructor."""
         self.own, self.passed_on = self._store_by(self.rank, self.layout.output_column, context.ids), {}
         if (internode := context.internode) is not None:
             column = internode.gradient_columns[internode.reach.here].__getitem__

@@ -21,13 +21,11 @@ from dlrm_overlap.kernels import reference
 
 
 def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lengths of the bags [first, end) and a view of their ids."""
     offsets = ids.offsets()
     return ids.lengths()[first:end], ids.values()[int(offsets[first]) : int(offsets[end])]
 
 
 def weights_between(ids: KeyedJaggedTensor, first: int, end: int) -> torch.Tensor | None:
-    """Return a view of the weights of the ids in the bags [first, end); None if ids have none."""
     weights, offsets = ids.weights_or_none(), ids.offsets()
     return None if weights is None else weights[int(offsets[first]) : int(offsets[end])]
 
@@ -64,10 +62,10 @@ def zero_weights_gradients(pending: PendingBackward) -> list[torch.Tensor]:
 def train_weights(
     backward: Backward, step: Step, gradients: Mapping[FeatureShard, torch.Tensor], found: Sequence[torch.Tensor]
 ) -> None:
-    """Add the gradients of the weights of some shards' ids to `found`, before their rows are updated; on any device.
+    """Add the gradients of the ids' weights to `found`, before the rows are updated; on any device.
 
-    A weight's gradient is the dot product of its bag's gradient and its row. As in TorchRec, the mean of the dense
-    gradients divides it by the number of ranks. Captured steps have no such weights. `gradients` [B, D] are as sent.
+    A weight's gradient is the dot product of its row and its bag's gradient, one of `gradients` [B, D] as sent. As in
+    TorchRec, the mean of the dense gradients divides it by the number of ranks. Captured steps have no such weights.
     """
     weights = [ids.weights_or_none() for ids in step.inputs]
     trained = [number for number, each in enumerate(weights) if each is not None and each.requires_grad]

@@ -38,8 +38,6 @@ class _Prepared(NamedTuple):
 
 
 class IdPull(ABC):
-    """Reads the ids of some shards from the windows of some ranks."""
-
     status: torch.Tensor | None = None
 
     def __init__(self, exchange: "IdExchange", shards: Sequence[FeatureShard], sources: range) -> None:
@@ -52,7 +50,7 @@ class IdPull(ABC):
 
     @abstractmethod
     def __call__(self, samples: int, buffer_index: int) -> Bags:
-        """Return the published ids in the windows of `buffer_index`."""
+        """Return the published ids."""
 
     def check(self) -> None:  # noqa: B027  optional
         """See `IdExchange.check`."""
@@ -255,7 +253,6 @@ class IdExchange:
             offsets[:1].fill_(values.numel())
 
     def divide(self, window: torch.Tensor, samples: int) -> None:
-        """Publish the ids of each share, taken from the features' ids in `window`."""
         divide_ids(window, self._shares, samples, self._counts)
 
     def _fetch(self, samples: int) -> ArrivedIds:
@@ -284,7 +281,7 @@ class IdExchange:
         return self._replicated_tables.weight(shard).shape[0]
 
     def report(self, shard: FeatureShard, source: int, index: int, value: int, rows: int) -> None:
-        """Report an id outside its table, see `BadIds`; `value` is relative to the first row of the shard."""
+        """Report an id outside its table; `value` is relative to the first row of the shard."""
         name = shard.feature_name
         first, end = shard.rows
         value, rows = value + first, end or rows
@@ -370,7 +367,6 @@ class CpuIdPull(IdPull):
         return window, offsets
 
     def _check_rows(self, values: torch.Tensor, bounds: Sequence[int]) -> None:
-        """Replace ids outside their table by 0, or raise if the bounds check says so."""
         shards = zip(self._shards, self._rows, strict=True)
         arrived = [(*each, source) for each in shards for source in self._sources]
         for (shard, rows, source), (begin, end) in zip(arrived, pairwise(bounds), strict=True):

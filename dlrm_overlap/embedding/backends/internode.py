@@ -70,7 +70,6 @@ class PooledTransport(Generic[Rows]):
         self._lookup.first_samples(step.batch, self._here)  # on this stream
 
     def send(self, step: Step, signals: Signals) -> None:
-        """Pool for other nodes, and start to send, to receive and to pass on messages."""
         if self._sums is not None:
             self._sums.store(step)
         self._carrier.send(step)
@@ -84,7 +83,6 @@ class PooledTransport(Generic[Rows]):
             self._pass_on(step, signals)
 
     def _passing(self) -> AbstractContextManager[Any]:
-        """Return a context on the stream that passes messages on, which waits for the current one."""
         if self._pass_stream is None:
             return nullcontext()
         self._pass_stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -117,8 +115,6 @@ class PooledTransport(Generic[Rows]):
 
 
 class GradientTransport:
-    """Sends this rank's gradients to other nodes, and receives theirs."""
-
     def __init__(self, context: ExchangeContext, layout: InternodeLayout) -> None:
         self._layout = layout
         self._carrier = PackedByCollective(context, layout.gradients)

@@ -28,10 +28,10 @@ class LocalState(NamedTuple):
 
 
 class LocalLookup(ExchangeDirection, Generic[Rows]):
-    """Looks up replicated tables, by `pool` and, in training, `start_backward` and `finish_backward` in each step.
+    """Looks up replicated tables, into columns of this rank's output window that no peer stores into.
 
-    Rows are pooled into columns of this rank's output window that no peer stores into. The backward adds to the
-    gradients of the dense lookups' parameters, without autograd; the trainer zeroes them before each step.
+    The backward adds to the gradients of the dense lookups' parameters, without autograd; the trainer zeroes them
+    before each step.
     """
 
     lookup_type: type[Lookup[Rows]]
@@ -88,11 +88,7 @@ class CpuLocalLookup(LocalLookup[list[torch.Tensor]]):
 
 
 class DeviceLocalLookup(LocalLookup[Windows]):
-    """`LocalLookup` on a GPU.
-
-    The backward has its own stream, since only the reduction of dense gradients needs its result. It sorts the ids,
-    then adds the gradients while those of sharded tables are sent.
-    """
+    """`LocalLookup` on a GPU; the backward has its own stream, since only the reduction of dense gradients needs it."""
 
     lookup_type = DeviceLookup
 
@@ -107,7 +103,6 @@ class DeviceLocalLookup(LocalLookup[Windows]):
         self._rule = Rule(numbers, context.counters.steps.word)
 
     def _input_rows(self) -> InputRows:
-        """Return the gradients as `InputRows`, made again when they have moved."""
         if (storage := self.gradients.storage()) != self._storage or self._rows is None:
             self._rows = InputRows(
                 self.layout.replicated, self.gradients, self.columns, dict.fromkeys(self.layout.replicated, 0)

@@ -64,7 +64,7 @@ class Lookup(ABC, Generic[Rows]):
     def unpack(self, columns: Mapping[FeatureShard, int], stride: int) -> Unpack[Rows]:
         """Return a function that copies messages to windows with rows of `stride` elements.
 
-        `columns` has the shards of a message in its order, and the first column of each in a row of a window.
+        `columns` has the shards in a message's order, each with its first column in a row of a window.
         """
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Platform(NamedTuple, Generic[Rows]):
     lookup: type[Lookup[Rows]]
     signals: type[Signals]
     adds_sums: bool
-    """True if nodes add up their partial sums before they send them, see `InternodeLayout`"""
+    """see `InternodeLayout`"""
 
 
 class DeviceLookup(Lookup[Windows]):
@@ -189,7 +189,7 @@ class DeviceLookup(Lookup[Windows]):
         ranks: range | None,
         short: bool,
     ) -> Launch:
-        """Return the launch that pools the features of `table`; call it with ids like `tensors`."""
+        """Return the launch for the features of `table`; call it with ids like `tensors`."""
         options = self.pooling_options(tuning_for(table.dim, table.weight_dtype.itemsize, short=short))
         return prepare_store_pooled(self.bags(tensors, batch, ranks), table, windows, self.record.status, options)
 

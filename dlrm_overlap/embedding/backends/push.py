@@ -65,7 +65,7 @@ class DeviceGradientStore:
         end: int,
         row_elements: int,
     ) -> list[Launch]:
-        """Return the launches of `store`, for a gradient with rows `row_elements` apart, and maybe offsets."""
+        """Return the launches for a gradient with rows `row_elements` apart, and maybe offsets."""
         return prepare_push_gradients(
             tensors[0],
             self.tables,
@@ -145,7 +145,6 @@ class Push(WindowBackward):
         )
 
     def _input_rows(self) -> list[InputRows]:
-        """Return the rows of each of this rank's inputs, made again when they have moved."""
         if (storage := self.tables.storage()) != self._storage:
             starts, parts = self.gradients.starts, self.gradients.part_of
             by_input = groupby(self.layout.by_owner[self.rank], key=lambda shard: shard.input)
@@ -173,7 +172,6 @@ class Push(WindowBackward):
         return pending._replace(runs=self.sort(pending))
 
     def sort(self, pending: PendingBackward) -> list[PreparedRuns | None]:
-        """Sort the ids of each input, on the update's stream."""
         inputs, samples = pending.step.inputs, pending.step.batch.total
         assert pending.ids_ready is not None
         self._update_stream.wait_event(pending.ids_ready)

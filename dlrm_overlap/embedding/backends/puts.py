@@ -92,7 +92,7 @@ class PooledByPuts:
         return Outgoing(shift_bytes, self._signals[buffer_index, slot].data_ptr(), message.peer)
 
     def send(self, step: Step) -> None:
-        """Pool for the other nodes, the next one first, and put each group when it is complete."""
+        """Put each group when it is complete, to the next node first."""
         counter, lookup, network = self._windows.counter, self._lookup, self._heap.network
         lookup.first_samples(step.batch, self._reach.here)  # for `arrived`, copied on this stream
         sent = self._layout.pooled(step.batch).sent
@@ -155,7 +155,6 @@ class PooledByPuts:
         self._wait(slot, message, Groups(1, 1), self._one_row)
 
     def skip(self) -> None:
-        """Take an epoch in which only signals are sent."""
         pair, world_size = self._windows, self._windows.arena.world_size
         everyone = one_flag_each(range(world_size), world_size)
         flags = DeviceSignals(pair, everyone, self._options.wait_timeout_s, self._record.status)

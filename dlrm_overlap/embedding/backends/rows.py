@@ -42,9 +42,8 @@ class InputRows:
         starts: Mapping[FeatureShard, int],
         part_of: Mapping[FeatureShard, int],
     ) -> None:
-        """Take the shards of one input in the order of their features, so that those of a table are contiguous.
-
-        `starts` and `part_of` are those of `GradientLayout`.
+        """`shards` are those of one input in the order of their features; `starts` and `part_of` are of
+        `GradientLayout`.
         """
         self.input = shards[0].input
         self._tables, self._part_of = tables, part_of

@@ -91,7 +91,6 @@ class NodeSums:
         return self._pair.local[: rows * self._pitch].view(rows, self._pitch)
 
     def store(self, step: Step) -> None:
-        """Pool into the windows of the ranks that gather, and signal them."""
         for node in self._layout.reach.others:
             self.lookup.store(self._gathering[node][self._pair.epoch % 2], step, node)
         with self._order:
@@ -112,11 +111,9 @@ class NodeSums:
         self._carrier.send(step, partial(self._pack, step))
 
     def receive(self, step: Step) -> None:
-        """Wait for the messages of other nodes, on the current stream."""
         self._carrier.receive(step)
 
     def put(self, step: Step, slot: int) -> None:
-        """Copy the message in `slot` to the output windows of this node's ranks."""
         message = self._layout.sums(step.batch).received[slot]
         rows, source = self._carrier.arrived(step, slot), message.peer
         if message.elements:

@@ -29,7 +29,7 @@ _CHECK_INTERVAL = timedelta(seconds=1)  # between checks for errors of kernels, 
 
 
 class PendingResult:
-    """The elementwise maximum of some numbers over the ranks, computed while steps run.
+    """The elementwise maximum of some numbers over the ranks.
 
     If kernels write the numbers, the reduction starts once they are ready, at the latest before the next one, so the
     CPU never waits for a step that it has just issued.
@@ -90,7 +90,6 @@ class RankConsensus:
         return result
 
     def ask_last(self) -> None:
-        """Start the last reduction, if it has not started."""
         if self.last is not None:
             last, self.last = self.last, None
             last.begin()
@@ -101,10 +100,8 @@ class RankConsensus:
 
 
 class Description(NamedTuple):
-    """The sizes of a batch, see `CapacityTracker`."""
-
     numbers: torch.Tensor
-    """[3 + 3 * T + tables] int64 on the CPU"""
+    """[3 + 3 * T + tables] int64 on the CPU, see `CapacityTracker`"""
     are_pending: bool
     """True if the current stream has yet to write some of them"""
 
@@ -128,7 +125,6 @@ class CapacityTracker:
         modules: Sequence[Any] = (),
         device: torch.device = _CPU,
     ) -> None:
-        """A `capacity` of None is learned; `modules` may have unpooled tables."""
         self._capacity, self.consensus, self._device = capacity, consensus, device
         counted = [module.counted() for module in modules if hasattr(module, "counted")]
         self._collections = [(tables, distinct) for tables, distinct in counted if tables]
@@ -212,7 +208,6 @@ class CapacityTracker:
         return torch.stack([counts.get(table, none) for table in self._tables])
 
     def describes(self, batch: BatchTensors) -> bool:
-        """Return whether a batch has the features of the capacity."""
         return bool(self._features) and _features(batch) == self._features
 
     def is_within(self, described: Description) -> bool:
@@ -221,11 +216,9 @@ class CapacityTracker:
         return not described.are_pending and not (described.numbers.numpy()[known] > self._limits[known]).any()
 
     def are_captured(self, sizes: np.ndarray) -> bool:
-        """Return whether batches with these greatest sizes are captured."""
         return not (sizes > self._limits).any()
 
     def are_beyond(self, sizes: np.ndarray) -> bool:
-        """Return whether a batch with these greatest sizes exceeds the capacity."""
         return bool((sizes > self._limits)[_SAMPLES:].any())
 
     def grow(self, numbers: np.ndarray) -> None:
@@ -267,7 +260,6 @@ def _grown(capacity: int, count: int) -> int:
 
 
 def ended(sizes: np.ndarray) -> bool:
-    """Return whether a rank has no batch."""
     return bool(sizes[_ENDED])
 
 

@@ -1,4 +1,4 @@
-"""Captured steps: one, and the pair that is replayed in turn."""
+"""Steps captured in CUDA graphs."""
 
 import gc
 import weakref
@@ -26,13 +26,11 @@ class CapturedStep:
         pool: Any,
         stream: torch.cuda.Stream,
     ) -> None:
-        """Capture `step`, which issues the step and returns its output, and must advance each counter by one.
+        """Capture `step`, which issues the step and returns its output.
 
         Args:
-            step: issues the step and returns its output.
             counters: all that count this step.
             pool: memory pool of the graph that is replayed in turn with this one, or None.
-            stream: the current stream.
 
         Raises:
             InputError: if `step` does not advance each counter by one.
@@ -90,7 +88,6 @@ class GraphPair:
         order: CommunicationOrder,
         device: torch.device,
     ) -> None:
-        """Take the embedding modules, whose exchanges count steps, and the counters of dense gradients."""
         self._modules, self._dense_counters, self._order, self._device = modules, dense_counters, order, device
         self.each: list[CapturedStep | None] = [None, None]
         """by buffer_index"""

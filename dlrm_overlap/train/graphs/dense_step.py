@@ -1,7 +1,4 @@
-"""The dense part of a step: gradients, their mean over the ranks, and the update of the parameters.
-
-Optimizers may be inside TorchRec's wrappers. Those that clip gradients or warm up can be captured.
-"""
+"""The dense part of a step; optimizers may be inside TorchRec's wrappers."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,9 +27,9 @@ _BUCKET_BYTES = 16 << 20  # smallest bucket of gradients
 
 
 class DenseStep:
-    """The dense parameters in each step: `begin`, forward and backward, `update`, all of which may be captured.
+    """Clears, reduces and applies the dense gradients.
 
-    `update_after` follows each step, outside of the graph.
+    `begin`, forward and backward, `update` may be captured; `update_after` follows each step, outside of the graph.
     """
 
     def __init__(
@@ -181,7 +178,6 @@ def dense_optimizers(optimizer: Any) -> list[Any]:
 
 
 def fused_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers that are fused into lookups, inside any wrappers."""
     return [each for each in _all_of(optimizer) if isinstance(each, FusedOptimizer)]
 
 

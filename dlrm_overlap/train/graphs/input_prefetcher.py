@@ -38,7 +38,7 @@ class PlannedStep(NamedTuple):
     read: BatchTensors | None = None
     """the batch as it was read; None if it was copied to `staging`"""
     staging: StaticBatch | None = None
-    """buffer that the batch is copied to from the host, if captured steps can take it"""
+    """buffer that the batch is copied to, if captured steps can take it"""
     active_buffer: StaticBatch | None = None
     """buffer that captured steps read, to which `InputPrefetcher.activate` copies `staging`"""
     sizes: np.ndarray = np.empty(0, np.int64)
@@ -67,8 +67,6 @@ _END = PlannedStep(StepKind.END, 0), PlannedStep(StepKind.END, 1)
 
 
 class PrefetchedBatch(NamedTuple):
-    """A batch whose step is not planned yet."""
-
     read: BatchTensors | None
     """None if it was copied to `staging`, or if this rank has no batch left"""
     staging: StaticBatch | None
@@ -91,7 +89,6 @@ class InputPrefetcher:
         self._staging: list[StaticBatch] = []
         self._active: list[StaticBatch] = []
         self._index = 0
-        """buffer of the next step"""
         self._reported: set[str] = set()
         """paths of mismatches that were logged"""
         self.reset()

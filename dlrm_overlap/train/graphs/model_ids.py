@@ -55,24 +55,21 @@ class ModelIds:
             sender.is_steady = is_steady
 
     def send(self, batch: StaticBatch) -> None:
-        """Send the ids of the next step's batch."""
         for sender, path in self.sent_ahead:
             ids = batch.ids[path]
             sender.send(ids.tensor, ids.count)
         self.are_sent = True
 
     def forget(self) -> None:
-        """Forget ids that were sent ahead."""
         for sender in self.senders:
             sender.forget()
         self.are_sent = False
 
     def torchrec_tables(self, batch: StaticBatch) -> list[tuple[TorchRecTables, KeyedJaggedTensor]]:
-        """Return the tables that stay with TorchRec, with their ids in a batch."""
+        """Return the tables that stay with TorchRec, with their ids in `batch`."""
         return [(tables, batch.ids[path].tensor) for tables, path in self._torchrec]
 
     def forget_memory(self) -> None:
-        """Drop the buffers of tables that stay with TorchRec."""
         for tables, _ in self._torchrec:
             tables.forget_memory()
 

@@ -50,8 +50,6 @@ class PaddingProbe:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return a context for the step."""
-
         def record(module: nn.Module, _: Any, output: Any) -> None:
             output.callbacks.append(partial(self._keep, module))
 
@@ -131,8 +129,6 @@ class PaddingProbe:
 
     @contextmanager
     def _replaying(self, fill: float | None) -> Iterator[None]:
-        """Let the embedding modules return what they returned in the step."""
-
         def result_of(module: nn.Module) -> Any:
             with torch.no_grad():
                 return self._result(module, self._results[module], fill)

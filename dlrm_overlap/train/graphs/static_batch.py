@@ -71,7 +71,6 @@ _UNREAD = Lease, torch.Event, torch.cuda.Event, torch.Stream
 
 
 def _parts(value: Any) -> Collection[tuple[Any, Any]]:
-    """Return the members of a part of a batch by index, key or attribute."""
     if isinstance(value, list | tuple):
         return list(enumerate(value))
     if isinstance(value, dict):
@@ -137,7 +136,6 @@ class StaticBatch:
             [leaf.tensor if isinstance(leaf, StaticKeyedJaggedTensor) else leaf for leaf in self._leaves.values()]
         )
         self.batch = replace_leaves(self._example, lambda _: next(tensors))
-        """the static tensors as a batch of the example's class"""
 
     def mismatch(self, leaves: BatchTensors) -> Mismatch | None:
         """Return how a batch differs from the first one; None if it can be copied.

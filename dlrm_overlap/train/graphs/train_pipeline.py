@@ -1,7 +1,4 @@
-"""A train pipeline whose steps are CUDA graphs: the CPU only copies batches and launches one graph a step.
-
-docs/architecture/step.md explains the captured step, and why there are two graphs.
-"""
+"""A train pipeline whose steps are CUDA graphs, as docs/architecture/step.md explains."""
 
 import logging
 import warnings
@@ -190,7 +187,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         set_owner(self._model, None)
 
     def reset(self) -> None:
-        """Forget batches that were read ahead."""
         (self._fallback or self._prefetcher).reset()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
@@ -332,7 +328,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return self._step(step, following, exact=not captures)  # padded before a capture, which has the same sizes
 
     def _send_late(self, step: PlannedStep) -> None:
-        """Send the ids of a step that the step before has not sent."""
         self._prefetcher.activate(step)
         if self._has_stepped:
             self._graphs.skip_epochs(step.buffer_index, [sender.exchange for sender, _ in self._ids.sent_ahead])
@@ -341,7 +336,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._graphs.set_arguments(step.buffer_index)
 
     def _activate(self, following: PlannedStep) -> None:
-        """Send the ids of the following step, if captured steps take it."""
         if following.kind is StepKind.CAPTURED:
             self._prefetcher.activate(following)
             self._ids.send(following.active)
