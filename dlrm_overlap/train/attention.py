@@ -15,9 +15,9 @@ _MAX_PAGE = 128  # entries; larger pages waste memory on a history's last one, s
 class TargetAttention(nn.Module):
     """Multi-head attention of a sample's candidate over the rows and positions of its history.
 
-    As in the Deep Interest Network (Zhou et al., KDD 2018, arXiv 1706.06978, section 4.3), with scaled dot products.
-    Keys and values are rows plus a learnt vector per position, without layers of their own, which the query's and the
-    output's can absorb. One more position has no row and is never masked, for empty histories.
+    As in the Deep Interest Network (arXiv 1706.06978, section 4.3), with scaled dot products. Keys and values are rows
+    plus a learnt vector per position, without layers of their own, which the query's and the output's can absorb. One
+    more position has no row and is never masked, for empty histories.
     """
 
     def __init__(self, config: SequenceConfig, dim: int) -> None:

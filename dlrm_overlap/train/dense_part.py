@@ -27,7 +27,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def divide_head(head: Head, products: ParallelProducts) -> None:
-    """Divide pairs of layers of the top MLP over ranks, before it is compiled or gets an optimizer."""
+    """Divide pairs of layers of the top MLP over ranks; call this before it is compiled or gets an optimizer."""
     pairs = divide_pairs(head.top, products) if products.world_size > 1 else []
     if products.rank == 0:
         layers = " and ".join(f"{first + 1}, {second + 1}" for first, second in pairs) or "none"
@@ -37,8 +37,8 @@ def divide_head(head: Head, products: ParallelProducts) -> None:
 def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
     """Compile the bottom MLP and the head for batches of `samples`, by calling each once.
 
-    Call this before DDP wraps the model, inside which torch.compile would split its graphs at DDP's buckets. A divided
-    head is not compiled, since torch.compile cannot trace its communication.
+    Call this before DDP wraps the model, inside which torch.compile would split its graphs at DDP's buckets.
+    torch.compile cannot trace the communication of a divided head.
     """
     parts = _without_divided(task)
     for part in parts:

@@ -168,7 +168,7 @@ def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
 def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
     """Wait for the exchange and concatenate `front` and the pooled embeddings by columns.
 
-    `front` is written in place if the output has room, which it lacks if TorchRec exchanged it or it was copied.
+    `front` is written in place unless TorchRec has exchanged the output, or it was copied.
     """
     values, dim = in_order(pooled, keys), front.shape[1]
     width = dim + values.shape[1]
@@ -179,7 +179,7 @@ def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.T
 
 
 def concatenated(front: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-    """Concatenate `front` [b, D or 2 D] and pooled embeddings [b, T * D] by columns, in the dtype of `front`."""
+    """Concatenate [b, D or 2 D] and pooled embeddings [b, T * D] by columns, in the dtype of `front`."""
     return torch.cat((front, pooled.to(front.dtype)), dim=1)
 
 

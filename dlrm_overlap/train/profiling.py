@@ -1,4 +1,4 @@
-"""Measures where the time of a training step goes, and estimates that of a captured step; for any PyTorch program.
+"""Measures where the time of a training step goes, for any PyTorch program.
 
 A step's length is measured without the profiler, which slows the CPU; times of kernels come from a trace.
 """
@@ -70,7 +70,7 @@ class Profile:
 def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> dict[str, float]:
     """Return the parts of a step in ms from the complete `events` of a trace; `step_ms` is a step without the profiler.
 
-    Example: in a step of 10 ms, a product runs from 0 to 4 and NCCL's all-to-all from 3 to 6. The GPU is busy for 6: it
+    Example: in a step of 10 ms, a product runs from 0 to 4 and an all-to-all from 3 to 6. The GPU is busy for 6: it
     computes for 4, and 2 are exposed communication. It waits for the CPU for 4; collectives take 3.
     """
     work = gpu_work(issued_work(events))

@@ -115,7 +115,6 @@ def run_on_ranks(
 
     Args:
         command: its words, such as ["bench", "input"]; `argv` has the options after them.
-        add_options: adds the command's own options.
         check: raises an InputError before any rank starts.
         defaults: replace the keys' defaults, nested as in a file.
     """

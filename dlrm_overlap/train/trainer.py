@@ -93,7 +93,7 @@ class Trainer(StepRunner):
         Raises:
             InputError: if this run cannot resume from the folder's checkpoint, or another run holds the lock.
             NotFiniteError: if a loss or a weight is not finite.
-            PreemptedError: if a rank was asked to end. The state is saved, if this run saves at all.
+            PreemptedError: if a rank was asked to end; the state is saved, if this run saves at all.
         """
         with hold_run_folder(self.folder):
             try:

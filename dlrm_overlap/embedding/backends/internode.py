@@ -4,9 +4,7 @@
     NCCL's stream                              | messages out and in ...... |
     passing stream                                                         | unpack into windows, signal as the sender |
 
-    or by puts:
-    current stream  | pool and put by groups   | pool for this node | signal |   bottom MLP ..   | wait for all | output
-    passing stream                             | wait for groups | unpack into windows, signal as the sender |
+By puts, the kernel that pools sends groups of rows, for which the passing stream waits.
 
 The receiver of a message copies it to the windows of its node's ranks, and signals each as the sender would. It does so
 for step e after it has begun step e, hence after the flags of step e - 1 of all ranks of its node: so it overwrites no

@@ -1,7 +1,7 @@
 """Sizes of batches over all ranks, and the capacity of captured steps that is learned from them.
 
-A max-reduce of a batch's sizes runs during earlier steps. So all ranks agree whether the batch is captured, exceeds the
-capacity, or is missing on a rank, which ends the training.
+From the greatest sizes all ranks know whether the batch is captured, exceeds the capacity, or is missing on a rank,
+which ends the training.
 """
 
 import logging
@@ -178,10 +178,8 @@ class CapacityTracker:
     ) -> PendingResult:
         """Return the greatest sizes over all ranks.
 
-        Args:
-            described: sizes of this rank's batch; None if it has none.
-            ids: all ids of the batch, or copies on the device, whose distinct ids are counted.
-            is_mismatch: True if the batch does not match the first one.
+        `described` is None if this rank has no batch. `ids` are all ids of the batch, or copies on the device, whose
+        distinct ids are counted.
         """
         if described is None:
             numbers, are_pending = torch.zeros(len(self._limits), dtype=torch.int64, device="cpu"), False

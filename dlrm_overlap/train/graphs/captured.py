@@ -75,11 +75,7 @@ class CapturedStep:
 
 
 class GraphPair:
-    """The captured steps of a pipeline, one for each window of a pair; released with this object.
-
-    Example: steps 1 to 3 are eager. Step 4 is counted by its capture and taken by `launch`, step 5 is captured for the
-    other windows, and step 6 is `replay` of step 4's graph.
-    """
+    """The captured steps of a pipeline, one for each window of a pair; released with this object."""
 
     def __init__(
         self,
@@ -134,9 +130,7 @@ class GraphPair:
         return [*(exchange.counters for exchange in self._exchanges), *self._dense_counters]
 
     def skip_epochs(self, buffer_index: int, sending: Collection[Exchange]) -> None:
-        """Skip an epoch where the step of `buffer_index` would use another window than it was captured with.
-
-        Even and odd epochs use different windows, and eager steps since the capture have advanced the epochs.
+        """Skip an epoch where eager steps since the capture have advanced the epochs to the other window.
 
         Args:
             buffer_index: of the next step, which may not be captured yet if the other one is.

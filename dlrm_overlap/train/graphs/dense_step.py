@@ -46,9 +46,9 @@ class DenseStep:
 
         Args:
             optimizer: of all parameters, tables included.
-            casts: casts the weights for the model, if it uses them in bfloat16.
+            casts: for a model that uses the weights in bfloat16.
             gradient_dtype: type in which gradients are sent, float32 or bfloat16.
-            stores: options of the reduction by stores; None reduces by the group's collective.
+            stores: options of the reduction by stores; None reduces by a collective.
         """
         trained, divided = dense_parameters(model), shards_of(model)
         self._flat = flat = casts.flat if casts is not None else FlatParameters(trained, divided)

@@ -1,11 +1,8 @@
-"""Finds out whether a model reads the padding of captured steps.
+"""Finds out whether a model reads the padding of captured steps, such as by a mean over `values()` of ids.
 
-`values()` of ids, and of rows of unpooled tables, is padded to the capacity in a captured step. A model that reads the
-padding, as by a mean over `values()`, would compute another loss.
-
-So the model is run again on the batch of an eager step: without padding, padded with zeros, and padded with NaN. If
-loss or output differ, the model reads the padding. These runs call no collective and leave no trace: the embedding
-modules return what they returned in the step, and parameters, buffers and random generators are restored.
+The model is run again on the batch of an eager step: without padding, padded with zeros, and padded with NaN. If loss
+or output differ, the model reads the padding. These runs call no collective and leave no trace: the embedding modules
+return what they returned in the step, and parameters, buffers and random generators are restored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,14 +26,7 @@ _TOLERANCE, _TOLERANCE_16 = 1e-3, 2e-2
 
 
 class PaddingProbe:
-    """Runs a model again on the batch of one step.
-
-    Example:
-        probe = PaddingProbe(model, modules, capacity, batch)
-        with probe.recording():
-            step(batch)
-        reason = probe.why_padding_is_read(model, consensus.any_is)
-    """
+    """Runs a model again on the batch of one step, which is taken in the context `recording`."""
 
     def __init__(
         self, model: nn.Module, modules: Sequence[ExchangingModule[Any]], capacity: BatchCapacity, batch: Any
@@ -68,9 +58,7 @@ class PaddingProbe:
     def why_padding_is_read(self, forward: Callable[[Any], Any], any_is: Callable[[bool], bool]) -> str:
         """Return how padding changes loss or output, empty if it does not; a collective.
 
-        Args:
-            forward: returns loss and output of a batch.
-            any_is: returns whether something is true on any rank.
+        `forward` returns loss and output of a batch; `any_is` returns whether something is true on any rank.
         """
         exact = self._run(forward, None)
         # Zeros come first: kernels that check their input, such as binary cross-entropy's, end the process at NaN.

@@ -421,11 +421,9 @@ class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
         """Take T features of `samples` bags.
 
         Args:
-            values: [sum of capacities] ids.
-            weights: [sum of capacities], or None.
+            values: [sum of capacities] ids; `weights` likewise.
             lengths: [T * samples].
-            capacities: [T] largest number of ids of each feature.
-            known: True if each feature has that number of ids.
+            capacities: [T] largest number of ids of each feature, or with `known` their number.
             inverse: for a variable batch, the index of each sample's bag, for each feature.
         """
         self.capacities, self._known = list(capacities), known

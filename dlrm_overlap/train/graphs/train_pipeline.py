@@ -56,11 +56,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     Graphs are valid for batches like the first one, within `capacity`. Other batches are trained eagerly, and the
     capacity grows if a batch exceeds it.
-
-    Example:
-        pipeline = GraphTrainPipeline(model, optimizer, device)
-        for _ in range(steps):
-            output = pipeline.progress(batches)
     """
 
     def __init__(
