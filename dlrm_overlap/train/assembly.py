@@ -47,7 +47,7 @@ class LearningRate:
         self.current: float | None = None
 
     def factor(self, step: int) -> float:
-        """Return the factor of the configured learning rates at `step`, counted from 0."""
+        """Return the factor of the learning rates at `step`, counted from 0."""
         config = self.config
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps

@@ -20,7 +20,7 @@ log = logging.getLogger("dlrm_overlap")
 def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) -> dict[str, Config]:
     """Return run -> its configuration, trained from the first step and without checkpoints.
 
-    Runs are named after their backends, and `noise_runs` repeats of the first torchrec_again, torchrec_again_2, ..
+    Runs have the names of their backends; repeats of the first one are torchrec_again, torchrec_again_2, ..
     """
     checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0, last=False)
     configs = {}

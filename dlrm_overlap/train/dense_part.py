@@ -111,8 +111,7 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
 def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool) -> CastWeights:
     """Let the dense part train with the shadow of its parameters, which is cast once a step.
 
-    Biases of the cross network are not cast, because autocast also computes its sums in float32. With `compiled`,
-    torch.compile compiles all but the top MLP of a divided head, and `cross` or `interact` computes the interaction.
+    Biases of the cross network are not cast, because autocast also computes its sums in float32.
     """
     bottom, head = task.dlrm.bottom, task.dlrm.head
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
@@ -183,7 +182,6 @@ def _top_with_casts(head: Head, casts: CastWeights, compiled: bool) -> Callable[
 
 
 def _layers_with_casts(layers: Sequence[nn.Linear], casts: CastWeights) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes layers by `relu_layers`, with the first one's columns padded."""
     each = [tuple(layer.parameters()) for layer in layers]  # weight, bias
     first = casts.shadow(each[0][0])
     known, width = first.shape[1], _aligned(first.shape[1])

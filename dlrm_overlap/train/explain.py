@@ -95,7 +95,7 @@ def explain(
         model: sharded, or with a plan. For tables sharded by TorchRec, the answer assumes our sharder's defaults.
         plan: of a model that is not sharded; needs no process group.
         fused_params: for the sharder, with a plan.
-        optimizer: for a `GraphTrainPipeline`; sets `why_after`.
+        optimizer: sets `why_after`.
 
     Raises:
         InputError: if no module is sharded and there is no plan.

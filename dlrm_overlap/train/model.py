@@ -97,8 +97,8 @@ class Head(Part):
 class DLRM(nn.Module):
     """The Deep Learning Recommendation Model (arXiv 1906.00091), or MLPerf's variant with DCNv2.
 
-    Tables are on the meta device until they are sharded. `TargetAttention` reduces a history table (`model.sequence`)
-    to one more input of the interaction, after the bottom MLP's output.
+    Tables are on the meta device until they are sharded. `TargetAttention` reduces a history table to one more input of
+    the interaction, after the bottom MLP's output.
     """
 
     def __init__(self, config: ModelConfig, rows: Sequence[int], dense_features: int, weight_dtype: str) -> None:
@@ -145,7 +145,7 @@ class DLRM(nn.Module):
 
     @property
     def joins_in_place(self) -> bool:
-        """Whether the embedding leaves room for those columns in front of its output."""
+        """True if the embedding leaves room for those columns in front of its output."""
         return getattr(self.embedding, "leading_columns", 0) == self.front_columns
 
 

@@ -213,7 +213,7 @@ class Trainer(StepRunner):
         return self.checkpointer.resume(config.resume, config.allow_config_mismatch, self._resume_from)
 
     def _resume_from(self, checkpoint: Path, manifest: Manifest) -> dict[str, Any] | None:
-        """Load `checkpoint`, or return the folder's summary if its run is finished."""
+        """Load `checkpoint`, unless its run is finished: then return the folder's summary."""
         config = self.config
         summary, target = from_rank_0(lambda: read_summary(self.folder)), config.train.target_auroc
         if summary is not None and (config.checkpoint.resume == "auto" or manifest.step >= summary["steps"]):

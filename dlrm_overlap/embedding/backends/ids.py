@@ -144,7 +144,7 @@ class ArrivedIds(NamedTuple):
 
 
 class IdExchange:
-    """The exchange of ids on one rank; on GPUs nothing is read back."""
+    """Sends ids on GPUs, without reading anything back."""
 
     pull_type: type[IdPull] = DeviceIdPull
     signals_type: type[Signals] = DeviceSignals
@@ -185,8 +185,8 @@ class IdExchange:
             count: [1] int32 on the device, the number of ids if `features` is padded; read if lengths are known.
 
         Raises:
-            InputError: if the keys or the presence of weights changes, weights require a gradient, or there are more
-                samples than the capacity; nothing has begun.
+            InputError: if keys or the presence of weights change, weights require a gradient, or there are too many
+                samples; nothing has begun.
         """
         self._check(features, samples)
         if features.stride() < samples:
@@ -337,8 +337,6 @@ def _input(bags: Bags, samples: int) -> KeyedJaggedTensor:
 
 
 class CpuIdPull(IdPull):
-    """Reads by the reference, and raises errors at once."""
-
     def __call__(self, samples: int, buffer_index: int) -> Bags:
         ids = self._ids
         published = [

@@ -37,7 +37,6 @@ class LocalLookup(ExchangeDirection, Generic[Rows]):
     lookup_type: type[Lookup[Rows]]
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
-        """`windows` are the outputs'."""
         super().__init__(context, windows)
         assert context.replicated is not None, "a layout with replicated features comes with their tables"
         self.windows, self.replicated = windows, context.replicated

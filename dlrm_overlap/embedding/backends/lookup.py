@@ -69,7 +69,7 @@ class Lookup(ABC, Generic[Rows]):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Find out where the tables are now; to be called before each `store`, before the step has begun."""
+        """Find out where the tables are now; call it before each `store`, before the step has begun."""
 
     @abstractmethod
     def store(self, windows: Rows, step: Step, ranks: range | None = None) -> None:

@@ -122,7 +122,6 @@ class Push(WindowBackward):
         return DeviceGradientStore(rank, tables, ids is not None, self._flags, self.windows, self._peers, *how)
 
     def _shard_table(self, dim: int, column: ColumnOf, ids: IdLayout | None) -> ShardTable:
-        """Return where the shards of one dim are in a gradient, and in the windows of the owners reached."""
         starts, reached = self.gradients.starts, self.windows.arena.reached
 
         def present(shard: FeatureShard) -> int:
@@ -237,7 +236,7 @@ class Push(WindowBackward):
     def update_range(
         self, pending: PendingBackward, updated: UpdateRange, runs: PreparedRuns, window: torch.Tensor
     ) -> None:
-        """Update the rows of one range, whose gradients have arrived in `window`, unless they are frozen."""
+        """Update the rows of one range, whose gradients have arrived in `window`."""
         if pending.rules[updated.lookup].frozen:
             return
         numbers, since = self._rules.numbers(updated.lookup), self._steps.on_device

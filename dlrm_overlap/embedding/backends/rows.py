@@ -19,7 +19,7 @@ from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 
 
 class UpdateRange(NamedTuple):
-    """Rows that one kernel call updates: those of one part, of consecutive features of an input."""
+    """Rows of one part and of consecutive features of an input, which one kernel call updates."""
 
     part: int
     lookup: int
@@ -42,9 +42,7 @@ class InputRows:
         starts: Mapping[FeatureShard, int],
         part_of: Mapping[FeatureShard, int],
     ) -> None:
-        """`shards` are those of one input in the order of their features; `starts` and `part_of` are of
-        `GradientLayout`.
-        """
+        """`shards` are in the order of their features; `starts` and `part_of` are those of `GradientLayout`."""
         self.input = shards[0].input
         self._tables, self._part_of = tables, part_of
 
@@ -89,7 +87,7 @@ class InputRows:
         )
 
     def _shared(self, shard: FeatureShard, first_key: int) -> tuple[int, int, int, int, tuple[int, ...]]:
-        """Return what the shards of a range share: part, lookup, allocation, offsets of the row and states of key 0."""
+        """Return what the shards of a range share: part, lookup, allocation, offsets of row and states of key 0."""
         stored, states = self._tables.stored(shard), self._tables.states(shard)
         weight_at = _offset(self._tables.weight(shard), stored.weights, first_key)
         state_at = [_offset(state, held, first_key) for state, held in zip(states, stored.states, strict=True)]

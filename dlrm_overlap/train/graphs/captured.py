@@ -63,7 +63,7 @@ class CapturedStep:
         return [[counter.value for counter in each.each] for each in self._counters]
 
     def launch(self) -> Any:
-        """Launch a step that was counted, as by its capture, and return its output."""
+        """Launch a step that is counted already."""
         self._graph.replay()
         return self._output
 
@@ -95,7 +95,6 @@ class GraphPair:
         return None not in self.each
 
     def capture(self, buffer_index: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
-        """Capture and launch the step of `buffer_index`, and return its output."""
         for exchange in self._exchanges:
             exchange.follow_rules(capture=True)
         other = self.each[1 - buffer_index]

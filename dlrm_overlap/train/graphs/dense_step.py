@@ -106,7 +106,6 @@ class DenseStep:
             self._flat.drop_gradients()
 
     def update(self) -> None:
-        """Reduce gradients that are not reduced yet, and update the parameters."""
         if self._casts is not None:
             self._casts.finish()
         if self._clippings:

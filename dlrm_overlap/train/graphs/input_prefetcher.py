@@ -42,7 +42,7 @@ class PlannedStep(NamedTuple):
     active_buffer: StaticBatch | None = None
     """buffer that captured steps read, to which `InputPrefetcher.activate` copies `staging`"""
     sizes: np.ndarray = np.empty(0, np.int64)
-    """greatest sizes of the batch over all ranks, see `CapacityTracker`"""
+    """of the batch over all ranks, see `CapacityTracker`"""
 
     @property
     def active(self) -> StaticBatch:
@@ -94,7 +94,6 @@ class InputPrefetcher:
         self.reset()
 
     def reset(self) -> None:
-        """Forget batches that were read ahead, and their ids."""
         self._steps: list[PrefetchedBatch | PlannedStep] = [*_END]
         self._is_exhausted = False
         """True if this rank has read its last batch"""
@@ -187,7 +186,7 @@ class InputPrefetcher:
                 log.warning("train pipeline: the step of such a batch is eager: %s", mismatch.reason)
 
     def _make_buffers(self, example: BatchTensors | None) -> bool:
-        """Make buffers for batches like `example`, unless a rank has none; return whether they were made."""
+        """Make buffers, unless a rank has no batch; return whether they were made."""
         if not self._capacity.learn(example) or example is None:
             return False
         self._make_windows()

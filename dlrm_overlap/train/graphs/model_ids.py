@@ -23,7 +23,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 class ModelIds:
-    """Sends the ids of a static batch to the owners of their rows, for all embedding modules of a model."""
+    """Sends the ids of a static batch to the owners of their rows, for all modules of a model."""
 
     def __init__(self, modules: Sequence[ExchangingModule[Any]], order: CommunicationOrder) -> None:
         self._modules, self._order, self._is_steady = modules, order, False
@@ -66,7 +66,6 @@ class ModelIds:
         self.are_sent = False
 
     def torchrec_tables(self, batch: StaticBatch) -> list[tuple[TorchRecTables, KeyedJaggedTensor]]:
-        """Return the tables that stay with TorchRec, with their ids in `batch`."""
         return [(tables, batch.ids[path].tensor) for tables, path in self._torchrec]
 
     def forget_memory(self) -> None:

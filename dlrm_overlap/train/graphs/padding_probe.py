@@ -98,7 +98,7 @@ class PaddingProbe:
         )
 
     def _result(self, module: Any, result: Any, fill: float | None) -> Any:
-        """Return a copy of what an embedding module has returned; rows of unpooled tables are padded."""
+        """Return a copy of an embedding module's result; rows of unpooled tables are padded."""
         if isinstance(result, KeyedTensor):
             values, front = result.values(), getattr(module, "leading_columns", 0)
             whole = values.new_zeros(values.shape[0], front + values.shape[1])

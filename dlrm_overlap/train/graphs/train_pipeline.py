@@ -75,8 +75,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     ) -> None:
         """Take the arguments of `TrainPipelineSparseDist`, by position or name, and those of captured steps.
 
-        TorchRec's options about how a step is issued, such as `apply_jit`, apply only when this pipeline falls back to
-        TorchRec's, e.g. with `execute_all_batches=False`.
+        TorchRec's `custom_model_fwd` and `dmp_collection_sync_interval_batches` keep their meaning. Its options about
+        how a step is issued, such as `apply_jit`, apply only when this pipeline falls back to TorchRec's, e.g. with
+        `execute_all_batches=False`.
 
         Args:
             capacity: sizes of the largest batch, for which memory is allocated; None learns them from the first batch.
@@ -103,12 +104,13 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._model, self._device, self._optimizer = model, device, optimizer
         self._modules = [each for each in model.modules() if isinstance(each, ExchangingModule)]
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
-        if self._modules and dist.get_rank(group) == 0 and log.isEnabledFor(logging.INFO):
+        self._is_first = dist.get_rank(group) == 0
+        if self._modules and self._is_first and log.isEnabledFor(logging.INFO):
             log.info("tables:\n%s", explain(model, optimizer=optimizer))
         reason = capture_blockers(model)
         if reason is None and not given.arguments["execute_all_batches"]:
             reason = "execute_all_batches is False"
-        self._given, self._is_first = given, dist.get_rank(group) == 0
+        self._given = given
         if reason is not None:
             self._fall_back(reason)
             return
@@ -167,7 +169,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
         self._opened, about = self._optimizer, (self._casts, group, self._order, self._gradient_dtype, stores)
         self._dense = DenseStep(self._model, self._opened, *about)
-        if self._captures and self._dense.why_after and group.rank() == 0:
+        if self._captures and self._dense.why_after and self._is_first:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
         self._graphs = GraphPair(self._modules, self._dense.buckets.counters, self._order, self._device)
         self._warmup_steps = self._uncapturable_steps = self._replays = 0
@@ -336,7 +338,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._ids.send(following.active)
 
     def _first_step(self, step: PlannedStep, following: PlannedStep) -> Any:
-        """Take the first step; find out which ids the model looks up, and whether it calls collectives."""
         with self._ids.finding(step.active, self._capacity.capacity), ModelCollectives() as collectives:
             loss, output = self._forward(step.batch(self._device))
             loss.backward()
@@ -348,7 +349,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def _probe_step(self, step: PlannedStep, following: PlannedStep) -> Any:
-        """Take an eager step; find out whether the model reads the padding of captured ones."""
         batch = step.batch(self._device)
         probe = PaddingProbe(self._model, self._modules, self._capacity.capacity, batch)
         with probe.recording():
@@ -361,18 +361,17 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def _stay_eager(self, reason: str) -> None:
         self._captures = False
         note_why_eager(self._model, reason)
-        if self._consensus.is_first:
+        if self._is_first:
             log.warning("train pipeline: steps are eager: %s", reason)
 
     def _eager_step(self, step: PlannedStep) -> Any:
-        """Take the step of an uncapturable batch, whose ids its forward sends."""
         self._ids.forget()
         self._uncapturable_steps += 1
         if not self._grow(step.sizes) and self._uncapturable_steps == self._patience:
             self._patience = _UNCAPTURABLE_STEPS if self._replays >= _WORTHWHILE_REPLAYS else 2 * self._patience
             self._release_graphs()
             self._prefetcher.drop_buffers()
-        if self._consensus.is_first and self._uncapturable_steps <= 1:
+        if self._is_first and self._uncapturable_steps <= 1:
             log.info("train pipeline: step %d is eager, since a batch is unlike those of captured steps", self._steps)
         loss, output = self._forward(step.batch(self._device))
         self._backward(loss)
