@@ -17,7 +17,7 @@ class TargetAttention(nn.Module):
 
     As in the Deep Interest Network (arXiv 1706.06978, section 4.3), with scaled dot products. Keys and values are rows
     plus a learnt vector per position, without layers of their own, which the query's and the output's can absorb. One
-    more position has no row and is never masked, for empty histories.
+    more position has no row and is never masked, for empty histories. Nothing is read back from the device.
     """
 
     def __init__(self, config: SequenceConfig, dim: int) -> None:

@@ -30,7 +30,7 @@ class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract me
     """The forward or the backward of an exchange on one rank."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
-        """`windows` are those that `window_spec` asks for."""
+        """`windows` are as `window_spec` asks for."""
         self.layout, self.tables, self.options = context.layout, context.tables, context.options
         self.group, self.device = context.group, context.device
         self.rank, self.world_size = context.group.rank(), context.group.size()
@@ -53,7 +53,7 @@ class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract me
 
 
 class Forward(ExchangeDirection, Generic[State]):
-    """Pools and sends. Subclasses are also given a `Platform`."""
+    """Pools rows, and sends the pooled embeddings. Subclasses are also given a `Platform`."""
 
     leading = 0
     """columns in front of the arriving pooled embeddings"""

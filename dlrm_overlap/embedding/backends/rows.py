@@ -31,8 +31,8 @@ class InputRows:
     """The rows of one input's tables: their keys, by which ids are sorted, and the ranges in which they are updated.
 
     A row's key is its number among the rows of all tables of the input, so the sorted ids of a table, and of a range,
-    are contiguous. Example: with tables of 10 and 20 rows, row 3 of the second has key 13. Tables of a part that share
-    a cache share the keys of its slots, of which they use different ones, and are updated by one call.
+    are contiguous. Example: with tables of 10 and 20 rows, row 3 of the second has key 13. Tables of a part
+    that share a cache are updated by one call; they share the keys of its slots, and each uses other slots.
     """
 
     def __init__(
