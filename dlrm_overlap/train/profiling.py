@@ -68,11 +68,7 @@ class Profile:
 
 
 def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> dict[str, float]:
-    """Return the parts of a step in ms from the complete `events` of a trace; `step_ms` is a step without the profiler.
-
-    Example: in a step of 10 ms, a product runs from 0 to 4 and an all-to-all from 3 to 6. The GPU is busy for 6: it
-    computes for 4, and 2 are exposed communication. It waits for the CPU for 4; collectives take 3.
-    """
+    """Return the parts of a step in ms from a trace's complete `events`; `step_ms` is a step without the profiler."""
     work = gpu_work(issued_work(events))
     if not work:
         return {"step": step_ms}
@@ -96,9 +92,6 @@ def profile_steps(
 
     `after` steps are skipped, `steps` are timed, one is skipped, and `steps` are traced. The report explains the tables
     of `model`, which must be sharded.
-
-    Example:
-        print(profile_steps(lambda: pipeline.progress(batches), model))
     """
     tables = None if model is None else str(explain(model))
     for _ in range(after):

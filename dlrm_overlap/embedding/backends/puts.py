@@ -8,10 +8,10 @@ Each rank has a heap of the same layout (`comm.network`), with two of each of th
 
 Step e may overwrite a message of step e - 2 when its receiver has read it. Suppose rank S sends to R of another node,
 and Q receives R's message to the node of S. S begins step e after all flags of e - 1, including R's, which Q has set
-after the arrival of R's message of e - 1. R has put that message after its own step e - 2, which ends when R has read
-all messages of e - 2, including the one of S. So S knows that R has read its message of e - 2, and therefore that the
-put has read the staged memory. This requires that each rank sends to each other node in every epoch: without rows or
-columns, and in an epoch that is skipped, it sends only the signal of group 0.
+after R's message of e - 1 arrived. R put that message after its own step e - 2, which ends when R has read all messages
+of e - 2, including the one of S. So R has read S's message of e - 2, and the put has read its staged memory. This
+requires that each rank sends to each other node in every epoch: without rows or columns, and in an epoch that is
+skipped, it sends only the signal of group 0.
 """
 
 import torch

@@ -6,11 +6,11 @@ window:
     owners            | pool into the windows of the ranks that gather, empty bags too | signal |
     ranks that gather                                                                  | wait | add up in order | send
 
-The windows have flags of their own, and the epochs of the output's windows. They may be overwritten since a rank has
-added up step e - 2 before it sets its output flags of step e - 1, for which the ranks of its node wait before they
-begin step e. All ranks of a node set their flags before any of them waits.
+The windows have flags of their own, and the epochs of the output's windows. They may be overwritten: a rank adds up
+step e - 2 before it sets its output flags of step e - 1, for which the ranks of its node wait before they begin step e.
+All ranks of a node set their flags before any of them waits.
 
-Source: the intra-node reduce-scatter before TorchRec's table-row-wise All-to-All; here stores make the sums.
+Source: the reduce-scatter before TorchRec's table-row-wise All-to-All; here stores make the sums.
 """
 
 from functools import partial
@@ -122,7 +122,7 @@ class NodeSums:
             put_columns(rows, self._columns_of[source], windows, first, self._stride, step.batch.most, 0)
 
     def _firsts_of(self, batch: BatchSizes, source: int) -> torch.Tensor:
-        """Return [ranks + 1] int32, the first row of each rank that `source` serves in its message, and the end."""
+        """Return [ranks + 1] int32: the first row in the message of each rank that `source` serves, and the end."""
         served = self._layout.served(source, self._here)
         firsts = [0, *accumulate(batch.per_rank[rank] for rank in served)]
         return torch.tensor(firsts, dtype=torch.int32, device=self._device)

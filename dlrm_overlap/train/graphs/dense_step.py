@@ -87,7 +87,7 @@ class DenseStep:
     def clear(self) -> None:
         """Clear the gradients before a step, except those that an optimizer which steps after the graph keeps.
 
-        As with TorchRec's pipelines, the backward adds to gradients that its `zero_grad` keeps.
+        As with TorchRec's pipelines, the backward adds to these.
         """
         if not self._after:
             return

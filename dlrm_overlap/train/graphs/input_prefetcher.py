@@ -157,7 +157,6 @@ class InputPrefetcher:
         self._stage(batches, index)
 
     def _stage(self, batches: Iterator[Any], index: int) -> None:
-        """Copy the next batch to a staging buffer, and start to compare its sizes with all ranks."""
         with self._streams.copies(index):
             given = None if self._is_exhausted else next(batches, None)
             self._is_exhausted = given is None

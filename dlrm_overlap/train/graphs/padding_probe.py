@@ -26,12 +26,12 @@ _TOLERANCE, _TOLERANCE_16 = 1e-3, 2e-2
 
 
 class PaddingProbe:
-    """Runs a model again on the batch of one step, which is taken in the context `recording`."""
-
     def __init__(
         self, model: nn.Module, modules: Sequence[ExchangingModule[Any]], capacity: BatchCapacity, batch: Any
     ) -> None:
-        """Copy a batch on the device, without padding, before its step, which may change it."""
+        """Copy a batch on the device, without padding, before its step, which may change it and is taken in
+        `recording`.
+        """
         self._modules, self._capacity = modules, capacity
         self._batch = replace_leaves(batch, partial(self._copy, fill=None))
         self._results: dict[nn.Module, Any] = {}

@@ -81,8 +81,6 @@ def _parts(value: Any) -> Collection[tuple[Any, Any]]:
 
 
 class Mismatch(NamedTuple):
-    """Why a batch cannot be copied to a static one."""
-
     path: str
     reason: str
     should_warn: bool
