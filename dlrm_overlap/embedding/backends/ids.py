@@ -38,6 +38,8 @@ class _Prepared(NamedTuple):
 
 
 class IdPull(ABC):
+    """Reads the ids of some shards from the windows of the ranks `sources`."""
+
     status: torch.Tensor | None = None
 
     def __init__(self, exchange: "IdExchange", shards: Sequence[FeatureShard], sources: range) -> None:
@@ -50,7 +52,7 @@ class IdPull(ABC):
 
     @abstractmethod
     def __call__(self, samples: int, buffer_index: int) -> Bags:
-        """Return the published ids."""
+        """Return the ids in the windows of `buffer_index`."""
 
     def check(self) -> None:  # noqa: B027  optional
         """See `IdExchange.check`."""
@@ -144,7 +146,7 @@ class ArrivedIds(NamedTuple):
 
 
 class IdExchange:
-    """Sends ids on GPUs, without reading anything back."""
+    """Sends ids to the owners; on GPUs, nothing is read back."""
 
     pull_type: type[IdPull] = DeviceIdPull
     signals_type: type[Signals] = DeviceSignals
