@@ -110,13 +110,7 @@ class Run:
             self.process = warm.Command(argv, ROOT, environ, streams, mark, rank_main)
             return
         with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environ,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-            )
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=errors)
 
     def processes(self) -> list[int]:
         """Return the ids of the run's processes that are alive, the launcher's among them."""

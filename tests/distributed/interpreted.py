@@ -35,11 +35,7 @@ class SharedHeap:
 
 
 def interpreted_halves(
-    stage: Stage,
-    group: dist.ProcessGroup,
-    options: ExchangeOptions,
-    samples: int,
-    reach: Reach | None = None,
+    stage: Stage, group: dist.ProcessGroup, options: ExchangeOptions, samples: int, reach: Reach | None = None
 ) -> ExchangeParts:
     """Return the GPU's halves of an exchange; with a backward of their own to be made and used in `without_streams`.
 

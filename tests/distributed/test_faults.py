@@ -74,10 +74,7 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "how", "told"),
-    [
-        (0, "kill_reader", r"ended by SIGKILL, and step \d+ has no batch"),
-        (1, "stop_reader", r"in 8 s"),
-    ],
+    [(0, "kill_reader", r"ended by SIGKILL, and step \d+ has no batch"), (1, "stop_reader", r"in 8 s")],
 )
 def test_a_loader_process_that_died_or_stopped_ends_the_run_in_one_line(
     tmp_path: Path, rank: int, how: str, told: str

@@ -79,12 +79,7 @@ def _shard(sharder: Any) -> CpuCollection:
     model = Model(TABLES, {"other": (25, 8, ["f1"], SUM)})
     plan = make_plan(model, SHARDS, {"other": [0]}, sharder, world_size=GROUP)
     return CpuCollection(
-        module=model,
-        plan=plan,
-        world_size=RANKS,
-        sharding_group_size=GROUP,
-        global_pg=world(),
-        sharders=[sharder],
+        module=model, plan=plan, world_size=RANKS, sharding_group_size=GROUP, global_pg=world(), sharders=[sharder]
     )
 
 

@@ -57,11 +57,7 @@ def drawn_sequences(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
     # The stand-in for CUDA graphs takes thirty times as long.
     pipelines = [*["graph"] * 3, *["captured"] * happens(draw, 0.3)]
     ways = [
-        Way(
-            draw.choice(["pgas", "fused"]),
-            draw.choice(pipelines),
-            draw.choice([1, distinct_ids._LEAST_BLOCK]),
-        )
+        Way(draw.choice(["pgas", "fused"]), draw.choice(pipelines), draw.choice([1, distinct_ids._LEAST_BLOCK]))
         for _ in range(2)
     ]
     captured = any(way.pipeline == "captured" for way in ways)
