@@ -46,13 +46,14 @@ from tests.distributed.models import (
     SUM,
     Model,
     Tables,
+    draw_ids,
     local_tensors,
     make_plan,
     table_configs,
     train,
     world,
 )
-from tests.distributed.workers import logged_messages, run_ranks
+from tests.distributed.workers import logged_messages, ran_on_ranks, run_ranks
 
 STEPS = 3
 # Two tables share a feature, and one of them has another of its own.
@@ -147,15 +148,9 @@ def _batches(case: Case) -> Iterator[Batch]:
     samples = case.batch_sizes[dist.get_rank()]
     for _ in range(STEPS):
         lengths = torch.randint(0, 4, (len(ROWS), samples), generator=generator)
-        values = [
-            torch.randint(0, rows, (int(bags.sum()),), generator=generator)
-            for rows, bags in zip(ROWS.values(), lengths, strict=True)
-        ]
-        ids = torch.cat(values).to(case.ids)
         # Products with powers of two are exact: FBGEMM may round a product and a sum at once.
-        powers = torch.tensor([-2.0, -0.5, 0.0, 0.25, 1.0])
-        weights = powers[torch.randint(5, ids.shape, generator=generator)] if case.weighted else None
-        sparse = KeyedJaggedTensor(list(ROWS), ids, weights=weights, lengths=lengths.flatten().to(case.ids))
+        weights = torch.tensor([-2.0, -0.5, 0.0, 0.25, 1.0]) if case.weighted else None
+        sparse = draw_ids(generator, ROWS, list(lengths), case.ids, weights)
         yield Batch(torch.rand(samples, 1, generator=generator), sparse, torch.empty(0))
 
 
@@ -180,11 +175,7 @@ def _train_all(folder: Path) -> None:
         torch.save(saved, folder / f"{name}_{dist.get_rank()}.pt")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sharder")
-    run_ranks(_train_all, 2, folder)
-    return folder
+folder = ran_on_ranks(2, _train_all)
 
 
 @pytest.mark.parametrize("backend", EXCHANGED)

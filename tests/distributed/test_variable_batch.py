@@ -94,7 +94,7 @@ def _train(sharder: Any, pipeline: str, batches: list[Batch], bound: BatchCapaci
             evaluated.append(open_pipeline(pipeline, sharded, optimizer, bound, CPU).progress(iter(batches[:1])))
         sharded.train()
 
-    given = train(model, plan, sharder, batches, pipeline, before=evaluate, bound=bound)
+    given = train(model, plan, sharder, batches, pipeline, before=evaluate, capacity=bound)
     return given | {"outputs": evaluated + given["outputs"]}
 
 
