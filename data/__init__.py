@@ -1,1 +1,1 @@
-"""Samples, synthetic or Criteo's, and the loader that reads them ahead of the training loop."""
+"""Samples, synthetic or from files, and the loader that reads them ahead of the training loop."""

@@ -1,4 +1,4 @@
-"""A batch of samples, and what every data set has."""
+"""A batch of samples, and the interface of data sets."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,9 @@ def table_keys(tables: int) -> list[str]:
 
 
 class Lease:
-    """A batch's right to a slot of lent memory, until the batch is dropped and its copies to a GPU are done.
+    """Keeps a slot of shared memory for a batch until the batch is dropped and its copies to a GPU are done.
 
-    A lease that is dropped appends itself to `returned`, from which the slot's owner takes it.
+    A lease that is dropped appends itself to `returned`, for the slot's owner to take.
     """
 
     def __init__(self, slot: int, returned: deque["Lease"]) -> None:
@@ -29,12 +29,12 @@ class Lease:
         self._copied: torch.cuda.Event | None = None
 
     def copying(self) -> None:
-        """Record that copies from the memory have been enqueued on the current stream."""
+        """Record that copies from the slot have been enqueued on the current stream."""
         self._copied = torch.cuda.Event()
         self._copied.record()
 
     def is_copied(self) -> bool:
-        """Return whether the copies recorded last are done."""
+        """Return whether these copies are done."""
         return self._copied is None or self._copied.query()
 
     def __del__(self) -> None:
@@ -48,29 +48,28 @@ class Batch(Pipelineable):
     dense: torch.Tensor
     """[b, F] float32"""
     sparse: KeyedJaggedTensor
-    """T keys of b bags each, lengths int32, values int32 or int64, table after table: all of a table's bags, sample by
-    sample, then the next table's"""
+    """T keys of b bags each, in table order; lengths int32, values int32 or int64"""
     labels: torch.Tensor
-    """[b] float32, or [b, L] where a sample has several, each 0 or 1"""
+    """[b] float32, or [b, L] with several labels per sample, each 0 or 1"""
     lease: Lease | None = None
-    """keeps lent memory for this batch"""
+    """of the slot that holds the tensors, if they are views of a loader's memory"""
 
     @classmethod
     def from_tensors(
         cls, dense: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, labels: torch.Tensor
     ) -> "Batch":
-        """Build a batch from dense [b, F], lengths [T*b] and values [sum of lengths] in table order, labels [b, ..]."""
+        """Build a batch from dense [b, F], lengths [T*b], values [sum of lengths], labels [b] or [b, L]."""
         keys = table_keys(lengths.numel() // len(labels))
         return cls(dense, KeyedJaggedTensor(keys, values=values, lengths=lengths), labels)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Those that `from_tensors` takes."""
+        """The arguments of `from_tensors`."""
         return self.dense, self.sparse.lengths(), self.sparse.values(), self.labels
 
     @classmethod
     def join(cls, batches: Sequence["Batch"]) -> "Batch":
-        """Return one batch that holds the samples of all `batches`, in their order."""
+        """Concatenate batches."""
         lengths = [batch.sparse.lengths().view(len(batch.sparse.keys()), -1) for batch in batches]
         tables = [
             batch.sparse.values().split(bags.sum(dim=1).tolist()) for batch, bags in zip(batches, lengths, strict=True)
@@ -94,17 +93,17 @@ class Batch(Pipelineable):
         return moved
 
     def clone(self) -> "Batch":
-        """Return a copy in memory of its own."""
+        """Return a copy."""
         return Batch.from_tensors(*(tensor.clone() for tensor in self.tensors))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Have the allocator keep the tensors' memory until `stream` has used it."""
+        """Record `stream` as a user of the tensors' memory."""
         self.dense.record_stream(stream)
         self.sparse.record_stream(stream)  # type: ignore[arg-type]
         self.labels.record_stream(stream)
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in page-locked memory; one on a GPU stays there."""
+        """Return the batch in page-locked memory; a batch on a GPU is returned as is."""
         if self.dense.is_cuda:
             return self
         return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
@@ -113,48 +112,43 @@ class Batch(Pipelineable):
 class Dataset:
     """A stream of samples in a fixed order, read by position.
 
-    The global batch of a step is the samples [step * B, (step + 1) * B), whatever the number of ranks W: rank r reads
-    the r-th of W equal shares.
+    A step's global batch is the samples [step * B, (step + 1) * B), of which each rank reads an equal share.
     """
 
     rows: Sequence[int]
     """rows of each table"""
     pooling: Sequence[float]
-    """mean number of ids in a bag, per table"""
+    """mean number of ids per bag, of each table"""
     bag_sizes: Sequence[tuple[int, int]]
-    """least and most ids of a bag, per table"""
+    """minimum and maximum number of ids per bag, of each table"""
     dense_features: int
-    """dense features of a sample, F"""
+    """number of dense features, F"""
     num_samples: int | None
-    """number of samples; None for an endless stream"""
+    """None for an endless stream"""
     labels: Mapping[str, float] = MappingProxyType({"label": 1.0})
-    """name of each label of a sample, L -> factor of its loss in the loss that is trained"""
+    """name of each of L labels -> weight of its loss"""
     packed: Any = None
-    """where `records` has all of a sample: its `Layout`"""
+    """the `RecordLayout` of `records`, if samples are stored as records"""
     on_gpu: bool = False
-    """samples are made on a GPU, by kernels on the stream that is current in `read`, rather than read on the CPU"""
+    """whether `read` makes the samples on a GPU, on the current stream"""
 
     @property
     def max_ids(self) -> int:
-        """Most ids of one sample, over all tables."""
+        """Maximum number of ids of one sample, over all tables."""
         return sum(most for _, most in self.bag_sizes)
 
     def fingerprint(self) -> str:
-        """Return a text that two data sets share only if their samples are most likely the same.
-
-        It is empty where the configuration alone decides the samples.
-        """
+        """Return a text that identifies the samples; empty if the configuration determines them."""
         return ""
 
     def records(self, first: int, count: int) -> torch.Tensor:
-        """Return the samples of `read` as records [count, record_bytes] uint8; only where `packed` is not None."""
+        """Return records [count, record_bytes] uint8, if `packed`."""
         raise NotImplementedError
 
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), on the CPU unless `on_gpu`.
 
         Raises:
-            InputError: naming the value, if a label is not 0 or 1, a dense feature not finite or an id not a row of
-                its table.
+            InputError: if a label is not 0 or 1, a dense feature is not finite or an id is not in its table.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Checksums of the blocks of a file, computed while it is written and compared when a block is first read."""
+"""Checksums of a file's blocks, computed when the file is written and compared when a block is first read."""
 
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,14 +12,14 @@ BLOCK_BYTES = 1 << 18
 
 
 class ChecksumWriter:
-    """Writes arrays to a file, one after the other, and computes the XXH3 checksum of each block of the file."""
+    """Writes arrays to a file and computes the XXH3 checksum of each block of the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._block, self._filled = file, xxhash.xxh3_64(), 0
         self._checksums: list[int] = []
 
     def write(self, array: np.ndarray) -> None:
-        """Append the bytes of `array`."""
+        """Append an array."""
         rest = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._file.write(rest.data)
         while len(rest):
@@ -30,7 +30,7 @@ class ChecksumWriter:
                 self._end_block()
 
     def finish(self) -> np.ndarray:
-        """Return the checksums of all blocks, [ceil(bytes / BLOCK_BYTES)] uint64; nothing is written afterwards."""
+        """End the writing and return the checksums of all blocks, [blocks] uint64."""
         if self._filled:
             self._end_block()
         return np.array(self._checksums, "<u8")
@@ -42,29 +42,26 @@ class ChecksumWriter:
 
 
 class CheckedArray:
-    """An array mapped from a file. The blocks that hold the requested rows are compared with their checksums.
-
-    A process compares each block once. Forked processes also know the blocks that were compared before the fork.
-    """
+    """An array mapped from a file, which checks each block when a process first reads rows of it."""
 
     def __init__(self, file: Path, array: np.ndarray, checksums: np.ndarray) -> None:
-        """Take the array [n, ..], which is all of `file`, and the checksums of the file's blocks."""
+        """Take the array [n, ..], which is the whole `file`, and the checksums of its blocks."""
         self._file, self._array, self._checksums = file, array, checksums
         self._bytes = array.reshape(-1).view(np.uint8)
         self._row_bytes = array[:1].nbytes
-        self._compared = bytearray(len(checksums))  # 1 for each block that was found unchanged
+        self._compared = bytearray(len(checksums))  # 1 for each block that is unchanged
         self._last: tuple[slice | np.ndarray | None, np.ndarray] = None, array
 
     def __len__(self) -> int:
         return len(self._array)
 
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
-        """Return the rows of a slice without a step, or those at the positions `rows`, which must not change later.
+        """Return the rows of a slice without a step or of an array of positions, which must not be modified later.
 
         Raises:
-            InputError: if a block that holds one of them has changed.
+            InputError: if a block of these rows has changed.
         """
-        # All fields of a batch's records are taken by one object.
+        # All fields of a batch are unpacked from the same `rows` object.
         if self._last[0] is not rows:
             self._check(rows)
             self._last = rows, self._array[rows]
@@ -77,7 +74,7 @@ class CheckedArray:
             while first < last and (block := self._compared.find(0, block, end)) >= 0:
                 self._compare(block)
         elif rows.size:
-            # Bytes of a row, at least one in each of its blocks.
+            # Offsets within a row, at least one in each block of the row.
             within = np.r_[0 : self._row_bytes : BLOCK_BYTES, self._row_bytes - 1]
             blocks = (rows[:, None] * self._row_bytes + within) // BLOCK_BYTES
             for block in np.unique(blocks[np.frombuffer(self._compared, np.uint8)[blocks] == 0]).tolist():
@@ -95,7 +92,7 @@ class CheckedArray:
 
 
 def digest_of(*parts: Any) -> str:
-    """Return the XXH3 checksum of the bytes of `parts` in hexadecimal digits."""
+    """Return the XXH3 checksum of the bytes of `parts` in hexadecimal."""
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part)

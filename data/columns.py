@@ -1,8 +1,7 @@
-"""The cells of a table's columns: numbers, keys of categorical values, or missing.
+"""Reads cells of a table's columns as numbers or as keys of categorical values.
 
-A cell means the same in every file format. It is missing if it is null or NaN, or if it equals an entry of the schema's
-`missing`, as text or as a number. Where a number is needed, text is read as one, and true and false are 1 and 0. Where
-text is needed, a number is known by the text that Python writes for it.
+A cell means the same in every file format. It is missing if it is null, NaN, or an entry of the schema's `missing`, as
+text or as a number. Text converts to numbers, true and false to 1 and 0, and numbers to Python's text for them.
 """
 
 import hashlib
@@ -17,7 +16,7 @@ from pyarrow import compute
 
 from dlrm_overlap.config import InputError
 
-pc: Any = compute  # whose functions are made when it is imported
+pc: Any = compute  # pyarrow creates its functions at import
 types: Any = pa.types
 
 _FLOAT = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,9})?|[+-]?(inf|infinity)", re.IGNORECASE)
@@ -32,11 +31,11 @@ def _float(text: str) -> float | None:
 
 
 def _whole(text: str) -> int | None:
-    """Return the key of a whole number, such as 7, 007, 7.0, 7e0 or 0x7."""
+    """Return the key of 7, 007, 7.0, 7e0 or 0x7."""
     if text[:2].lower() == "0x":
         return _hexadecimal(text)
     if found := _WHOLE.fullmatch(text):
-        return _key(int(found[1]))  # exact where a float is not
+        return _key(int(found[1]))  # exact, unlike a float
     number = _float(text)
     return _key(int(number)) if number is not None and number.is_integer() else None
 
@@ -47,7 +46,7 @@ def _hexadecimal(text: str) -> int | None:
 
 
 def _key(number: int) -> int | None:
-    """Return a number from -2^63 to 2^64 - 1 modulo 2^64, as a signed integer; None for any other."""
+    """Return a number from -2^63 to 2^64 - 1 as the int64 of the same bits, None for any other number."""
     if not -(1 << 63) <= number < 1 << 64:
         return None
     return number - (1 << 64) if number >= 1 << 63 else number
@@ -57,9 +56,9 @@ class _Kind(NamedTuple):
     rule: str
     """in messages: a cell is not .."""
     read: Callable[[str], Any]
-    """returns the number that a text stands for, or None"""
+    """parses a text; None if it is no such number"""
     fast: Sequence[pa.DataType]
-    """Arrow's types to try for all cells at once, before `read` is called for each distinct cell"""
+    """Arrow types to try for all cells at once, before `read`"""
     dtype: type
 
 
@@ -72,7 +71,7 @@ _KINDS = {
 
 
 class Missing:
-    """What stands for a missing value: the entries of a schema's `missing`, as text and as numbers."""
+    """The entries of a schema's `missing`, as text and as numbers."""
 
     def __init__(self, entries: Sequence[str]) -> None:
         self.words = frozenset(entries)
@@ -84,22 +83,25 @@ class Missing:
 
 
 class Column:
-    """A column in a block of rows. Of a column of lists, the cells are the elements of all lists."""
+    """A column in a block of rows. The cells of a column of lists are the elements of all lists."""
 
     def __init__(
         self, block: pa.RecordBatch, name: str, row: int, missing: Missing, separator: bool | str = False
     ) -> None:
-        """Take the column `name` of `block`.
+        """Read the column `name` of `block`.
 
         Args:
-            row: number of the block's first row in its file, for messages.
-            separator: False for single values, True for lists, a text for lists or text that it divides.
+            block: rows of the table.
+            name: of the column.
+            row: the block's first row in its file, for messages.
+            missing: the schema's entries.
+            separator: False for single values, True for lists, a text for lists or for text to split.
 
         Raises:
             InputError: if the column's type does not fit `separator`.
         """
         self._name, self._row, self._missing = name, row, missing
-        self._ends: np.ndarray | None = None  # [n] int64, where each row's list ends in the cells
+        self._ends: np.ndarray | None = None  # [n] int64, end of each row's list in the cells
         with self._named():
             cells = block.column(name)
             if separator and types.is_null(cells.type):
@@ -133,7 +135,7 @@ class Column:
         return np.where(missing, np.nan, numbers)
 
     def keys(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return the keys [m] int64 of string, int or hex values, where they are missing [m] bool, and the lists' ends.
+        """Return keys [m] int64, where they are missing [m] bool, and the lists' ends [n] int64, or None without lists.
 
         Missing elements of lists are left out.
         """
@@ -143,11 +145,7 @@ class Column:
         return keys[~missing], missing[~missing], np.append(0, (~missing).cumsum())[self._ends]
 
     def _require(self, good: np.ndarray, rule: str) -> None:
-        """Check that all cells are `good` [m] bool.
-
-        Raises:
-            InputError: naming the row, the column and the value of the first that is not.
-        """
+        """Raise an InputError that names the first cell that is not `good` [m] bool."""
         if not good.all():
             bad = int(good.argmin())
             row = self._row + (bad if self._ends is None else int(self._ends.searchsorted(bad, "right")))
@@ -163,7 +161,7 @@ class Column:
             raise InputError(f"row {self._row}, column {self._name}: {error}") from None
 
     def _texts(self) -> Any:
-        """Return the cells as text, binary [m], null where missing."""
+        """Return binary text [m], null where missing."""
         cells = self._cells
         with self._named():
             if types.is_floating(cells.type) or types.is_boolean(cells.type):
@@ -184,7 +182,7 @@ class Column:
         return np.frombuffer(hashes, "<i8")[codes], texts.is_null().to_numpy(zero_copy_only=False)
 
     def _read(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the cells as numbers [m], any number where missing, and where they are missing [m] bool."""
+        """Return numbers [m], and where they are missing [m] bool."""
         is_text = types.is_binary(self._cells.type)
         kind = "int" if kind == "hex" and not is_text else kind
         cells = self._texts() if is_text else self._cells
@@ -194,13 +192,13 @@ class Column:
         if is_float:
             missing = missing | np.isnan(numbers)
         if entries := self._missing.numbers[kind]:
-            dtype = np.float32 if is_float else np.int64  # a file may store the number in either size of float
+            dtype = np.float32 if is_float else np.int64  # a file may store floats in either size
             with np.errstate(over="ignore"):
                 missing = missing | np.isin(numbers.astype(dtype), np.array(entries, dtype))
         return numbers, missing
 
     def _read_fast(self, cells: Any, kind: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return what `_read_each` does, if Arrow can read all cells."""
+        """Return what `_read_each` does, or None if Arrow cannot convert all cells."""
         cells = pc.binary_replace_slice(cells, 0, 0, b"0x") if kind == "hex" else cells
         for of_arrow in _KINDS[kind].fast:
             try:
@@ -223,7 +221,7 @@ class Column:
 
 
 def _plain(array: Any) -> Any:
-    """Return `array` with values for codes of a dictionary, null for NaN, and text and dates as binary."""
+    """Decode dictionaries, and return NaN as null, text and dates as binary."""
     if types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if types.is_floating(array.type):

@@ -1,4 +1,4 @@
-"""TorchRec's arrays of Criteo's samples, and MLPerf's multi-hot ones, mapped from disk."""
+"""Criteo's samples as TorchRec's arrays, or as MLPerf's multi-hot arrays, mapped from disk."""
 
 import io
 import math
@@ -14,15 +14,15 @@ from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, InputError, TablesC
 from dlrm_overlap.data.days import Day, Days, require_successive
 from dlrm_overlap.launching.files import open_file
 
-_ZIP_HEADER_BYTES = 30  # in front of a member's name, extra field and data
-_NPY_HEADER_BYTES = 1 << 16  # numpy itself writes 128 for an array of numbers
+_ZIP_HEADER_BYTES = 30  # before a member's name, extra field and data
+_NPY_HEADER_BYTES = 1 << 16  # limit; numpy writes 128 for an array of numbers
 
 
 class Criteo(Days):
     """Days mapped from disk: day_i_dense.npy, float32 [n, 13]; day_i_labels.npy, int32 [n] or [n, 1]; and the ids.
 
-    TorchRec's ids are day_i_sparse.npy, int32 [n, 26]. MLPerf's multi-hot ones are day_i_sparse_multi_hot.npz, which
-    holds 0.npy .. 25.npy, one for each table, int32 [n, ids a bag].
+    TorchRec's ids are in day_i_sparse.npy, int32 [n, 26]. MLPerf's multi-hot ids are in day_i_sparse_multi_hot.npz,
+    which has 0.npy .. 25.npy, one for each table, int32 [n, ids a bag].
     """
 
     id_cure = "correct the file, or set data.tables.rows to the rows that the ids of all days were made for"
@@ -31,8 +31,8 @@ class Criteo(Days):
         """Map the days of the folder `path`.
 
         Raises:
-            InputError: if `tables` has no rows, if a day is missing between others, or if a file is missing, breaks the
-                format, is compressed or differs in length from the others of its day.
+            InputError: if `tables` has no rows, if a day is missing, or if a file is missing, malformed, compressed or
+                of another length than its day's others.
         """
         if tables.rows is None:
             raise InputError("data.tables.rows: null, but Criteo's arrays name no rows; set data.tables.rows")
@@ -40,7 +40,7 @@ class Criteo(Days):
         names = [re.match(r"day_(\d+)_", file.name) for file in Path(path).glob("day_*.np[yz]")]
         days = sorted({int(name[1]) for name in names if name})
         if not days:
-            raise InputError(f"{path}: holds no day_0_dense.npy nor its like; set data.path, or data.eval_path, anew")
+            raise InputError(f"{path}: holds no file such as day_0_dense.npy; correct data.path or data.eval_path")
         require_successive(Path(path), days)
         super().__init__([_open_day(f"{path}/day_{day}", multi_hot) for day in days], rows, tables.max_rows)
 
@@ -60,13 +60,13 @@ def _open_day(name: str, multi_hot: bool) -> Day:
 
 
 def _map_npy(file: Path, dtype: type, columns: int) -> np.ndarray:
-    """Map the [n, columns] array (or [n], for one column) of an npy file."""
+    """Map an npy file of [n, columns], or of [n] for one column."""
     with _named(file):
         return _map(file, 0, dtype, columns)
 
 
 def _map_member(file: Path, info: zipfile.ZipInfo) -> np.ndarray:
-    """Map a member of an npz file, int32 [n, ids a bag], where it lies in the file."""
+    """Map a member of an npz file, int32 [n, ids a bag]."""
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError("compressed, so it cannot be mapped; write it by numpy.savez")
     with file.open("rb") as stream:
@@ -77,9 +77,9 @@ def _map_member(file: Path, info: zipfile.ZipInfo) -> np.ndarray:
 
 
 def _map(file: Path, offset: int, dtype: type, columns: int | None) -> np.ndarray:
-    """Map the array that begins with its npy header at `offset`, as [n, columns]; None allows any columns but 0.
+    """Map the array whose npy header is at `offset`, as [n, columns], or with any columns if None.
 
-    The header is compared with the type, the shape and the file's size before anything of its size is made.
+    Type, shape and size are checked before anything of the array's size is allocated.
     """
     with file.open("rb") as stream:
         stream.seek(offset)
@@ -97,7 +97,7 @@ def _map(file: Path, offset: int, dtype: type, columns: int | None) -> np.ndarra
     first, size = offset + header.tell(), math.prod(shape) * found.itemsize
     if (rest := file.stat().st_size - first) < size:
         raise ValueError(f"{rest} bytes after its header, which names {size}")
-    # The map may be unaligned, but `read` only copies from it, which is as fast as from an aligned one.
+    # The map may be unaligned, but `read` only copies from it, which alignment does not speed up.
     order = "F" if fortran_order else "C"
     array = np.memmap(file, found, "r", first, shape, order=order) if size else np.empty(shape, found)
     return np.asarray(array[:, None] if is_column else array)  # a plain array slices faster than np.memmap
@@ -105,10 +105,7 @@ def _map(file: Path, offset: int, dtype: type, columns: int | None) -> np.ndarra
 
 @contextmanager
 def _named(file: Path) -> Iterator[None]:
-    """Raise whatever numpy and zipfile raise for a file that is none of theirs as an InputError.
-
-    numpy reads the header as a literal, so nothing is executed.
-    """
+    """Turn any error of numpy and zipfile into an InputError; numpy parses headers as literals, so executes nothing."""
     try:
         open_file(file).close()  # refuses a pipe, at which numpy would wait
         yield

@@ -1,7 +1,6 @@
 """Days of samples as arrays, in memory or mapped from disk, read one after the other.
 
-Samples keep the order of the files, unless they are shuffled. Positions count on from day to day; beyond the last
-sample comes the first one again. Every value is checked when it is read.
+Positions continue from day to day and wrap around at the end. Every value is checked when it is read.
 """
 
 import copy
@@ -19,9 +18,9 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.checksums import CheckedArray
 
-_FINGERPRINTED = 64  # samples, a page or two of a file each
+_FINGERPRINTED = 64  # samples; each costs a page or two of a file
 
-Samples = slice | np.ndarray  # some of a day, by their numbers
+Samples = slice | np.ndarray  # numbers of samples in a day
 
 
 @dataclass(frozen=True)
@@ -31,26 +30,26 @@ class Ragged:
     values: np.ndarray | CheckedArray
     """[m] int32, bag after bag"""
     ends: np.ndarray
-    """[n] int64, where each bag ends in `values`"""
+    """[n] int64, end of each bag in `values`"""
 
 
 @dataclass(frozen=True)
 class Day:
-    """The samples of one day, as arrays or as `records.Packed`, which unpacks the part that is taken."""
+    """The samples of one day, as arrays or as `records.Packed`, which unpacks records on access."""
 
     name: str
-    """path of the files without their last part, such as folder/day_0"""
+    """common part of the files' paths, such as folder/day_0"""
     labels: np.ndarray
     """[n, L], any number type"""
     dense: np.ndarray
     """[n, F] float32"""
     ids: Sequence[np.ndarray | Ragged]
-    """of each table: [n, pooling factor] int32, or ragged"""
+    """per table: [n, pooling factor] int32, or ragged"""
     records: np.ndarray | CheckedArray | None = None
-    """[n, bytes] uint8, which the others are unpacked from, if they are"""
+    """[n, record_bytes] uint8 if the other fields are unpacked from records"""
 
     def bags(self, table: int, samples: Samples) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids [m] int32 of some samples, and the sizes [samples] of their bags."""
+        """Return the ids [m] int32 of `samples`, and the sizes [samples] of their bags."""
         ids = self.ids[table]
         if not isinstance(ids, Ragged):
             taken = ids[samples]
@@ -64,7 +63,7 @@ class Day:
         return ids.values[np.repeat(ends - sizes, sizes) + within].reshape(-1), sizes
 
     def bag_sizes(self, table: int) -> tuple[int, int, int]:
-        """Return the least and the most ids of a bag, and the number of all ids; the day must not be empty."""
+        """Return the minimum and maximum bag size and the number of ids, of a day that is not empty."""
         ids = self.ids[table]
         if isinstance(ids, Ragged):
             sizes = np.diff(ids.ends, prepend=0)
@@ -77,13 +76,12 @@ class Days(Dataset):
     """Days, read one after the other."""
 
     held_out: int | None = None
-    """how many of the samples, the last ones, are to evaluate on; None leaves it to data.eval_fraction"""
+    """number of last samples to evaluate on; None leaves it to data.eval_fraction"""
     cure = "correct the file"
-    """in messages: what to do about a wrong value"""
     id_cure = cure
 
     def __init__(self, days: Sequence[Day], rows: Sequence[int], max_rows: int | None):
-        """`rows` are those that each table's ids were made for; above `max_rows` ids are folded by modulo."""
+        """Take the days, the rows that each table's ids were made for, and the cap that folds ids by modulo."""
         self.made_for: list[int] = list(rows)
         self.rows: list[int] = [min(table_rows, max_rows or table_rows) for table_rows in rows]
         self._moduli = [kept if kept < made else 0 for kept, made in zip(self.rows, rows, strict=True)]
@@ -96,14 +94,14 @@ class Days(Dataset):
         sizes = [[day.bag_sizes(t) for t in range(len(self.rows))] for day in days if len(day.labels)]
         least, most, total = np.array(sizes).transpose(2, 0, 1)
         self.pooling: list[float] = (total.sum(0) / self.num_samples).tolist()
-        """mean number of ids in a bag, of each table"""
+        """mean number of ids per bag, of each table"""
         self.bag_sizes = list(zip(least.min(0).tolist(), most.max(0).clip(1).tolist(), strict=True))
         self.dense_features: int = days[0].dense.shape[1]
 
     def part(self, start: int, num_samples: int, shuffle: int = 0, seed: int = 0) -> "Days":
-        """Return the samples [start, start + num_samples) as a data set, whose positions wrap at its own end.
+        """Return the samples [start, start + num_samples) as a data set whose positions wrap at its own end.
 
-        With `shuffle`, so many successive samples are in an order drawn from `seed`, another one in each pass.
+        With `shuffle`, each window of that many successive samples is permuted by `seed`, differently in each pass.
         """
         part = copy.copy(self)
         part._start, part.num_samples = start, num_samples
@@ -111,7 +109,7 @@ class Days(Dataset):
         return part
 
     def fingerprint(self) -> str:
-        """Return the number of samples, and a digest of some that lie evenly spread, those of other parts too."""
+        """Return the number of samples and a digest of evenly spaced ones, of all days and not just this part."""
         positions = np.linspace(0, self._ends[-1] - 1, _FINGERPRINTED).astype(np.int64)
         digest = hashlib.sha256()
         for tensor in self._gather(positions).tensors:
@@ -119,11 +117,11 @@ class Days(Dataset):
         return f"{self._ends[-1]} samples, {digest.hexdigest()[:12]}"
 
     def read(self, first: int, count: int) -> Batch:
-        """Return the samples [first, first + count), modulo the number of samples, as `Dataset.read` does."""
+        """Return the samples [first, first + count), modulo the number of samples."""
         return self._gather(self._positions(np.arange(first, first + count)))
 
     def records(self, first: int, count: int) -> torch.Tensor:
-        """Return the samples of `read` as records, if `packed`: a view of the file where they follow each other."""
+        """Return the same samples as records, as a view of the file if they are successive."""
         found = []
         for day, samples in self._stretches(self._positions(np.arange(first, first + count))):
             assert day.records is not None, "packed days have records"
@@ -131,10 +129,10 @@ class Days(Dataset):
         return torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found))
 
     def _positions(self, positions: np.ndarray) -> np.ndarray:
-        """Return the positions in all days of samples at `positions`, which go on beyond the end.
+        """Return the positions in all days of this part's `positions`, which wrap around at the end.
 
-        Example: 6 samples, shuffled by 4. Positions 0 to 3 are samples 0 to 3 in some order, 4 and 5 are 4 and 5; 6 to
-        9 are samples 0 to 3 again, in another order.
+        Example: 6 samples in windows of 4. Positions 0 to 3 are samples 0 to 3 in some order, positions 4 and 5 are
+        samples 4 and 5 in some order, and positions 6 to 9 are samples 0 to 3 in another order.
         """
         if not self._shuffle:
             return self._start + positions % self.num_samples
@@ -148,7 +146,7 @@ class Days(Dataset):
         return found
 
     def _stretches(self, positions: np.ndarray) -> list[tuple[Day, Samples]]:
-        """Return the samples at `positions` [count] in all days, day by day; successive ones as a slice, not copied."""
+        """Return the samples at `positions` [count] day by day, successive ones as a slice."""
         found, numbers = [], np.searchsorted(self._ends, positions, "right")
         for part in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(numbers)) + 1):
             day = self._days[i := int(numbers[part[0]])]
@@ -159,7 +157,7 @@ class Days(Dataset):
         return found
 
     def _gather(self, positions: np.ndarray) -> Batch:
-        """Return the samples at `positions` in all days in a batch, and check them."""
+        """Return the samples at `positions` as a batch, checked."""
         stretches = self._stretches(positions)
         dense = np.concatenate([day.dense[samples] for day, samples in stretches], dtype=np.float32)
         labels = np.concatenate([day.labels[samples] for day, samples in stretches], dtype=np.float32)
@@ -170,23 +168,23 @@ class Days(Dataset):
             if not good.all():
                 sample, column = divmod(int(good.argmin()), good.shape[1])
                 raise InputError(
-                    f"{_place(stretches, sample)}: {name} {column} is {found[sample, column]}, not {rule}; {self.cure}"
+                    f"{_where(stretches, sample)}: {name} {column} is {found[sample, column]}, not {rule}; {self.cure}"
                 )
         bags = [[day.bags(t, samples) for day, samples in stretches] for t in range(len(self.rows))]
         values = np.concatenate([ids for table in bags for ids, _ in table], dtype=np.int32)
         lengths = np.stack([np.concatenate([sizes for _, sizes in table], dtype=np.int32) for table in bags])
         tables = np.split(values, lengths.sum(axis=1).cumsum()[:-1])
         for t, (ids, rows, modulus) in enumerate(zip(tables, self.rows, self._moduli, strict=True)):
-            # The least and the greatest id show whether all are valid, and cost a fraction of a mask.
+            # Minimum and maximum show whether all ids are valid, for a fraction of a mask's time.
             if len(ids) and (ids.min() < 0 or (ids.max() >= rows and not modulus)):
                 bad = int(((ids < 0) | ((ids >= rows) & (not modulus))).argmax())
                 sample = int(lengths[t].cumsum().searchsorted(bad, "right"))
                 raise InputError(
-                    f"{_place(stretches, sample)}: id of table {t} is {ids[bad]}, not from 0 to {rows - 1}, a row of "
+                    f"{_where(stretches, sample)}: id of table {t} is {ids[bad]}, not from 0 to {rows - 1}, a row of "
                     f"its table; {self.id_cure}"
                 )
             if modulus:
-                ids -= ids // modulus * modulus  # numpy vectorises the division by a scalar, but not `%`
+                ids -= ids // modulus * modulus  # numpy vectorises division by a scalar, but not `%`
         labels = labels[:, 0] if labels.shape[1] == 1 else labels
         return Batch.from_tensors(*map(torch.from_numpy, (dense, lengths.reshape(-1), values, labels)))
 
@@ -197,11 +195,7 @@ def _order(seed: int, epoch: int, window: int, size: int) -> np.ndarray:
 
 
 def require_successive(folder: Path, days: Iterable[int]) -> None:
-    """Check that the numbers of the files day_0, day_1, .. of `folder` have no gap; the first may be any.
-
-    Raises:
-        InputError: naming the first one that is missing.
-    """
+    """Raise an InputError if the numbers of day_i, from any first one on, have a gap."""
     for day, following in pairwise(sorted(days)):
         if following > day + 1:
             raise InputError(
@@ -210,8 +204,7 @@ def require_successive(folder: Path, days: Iterable[int]) -> None:
             )
 
 
-def _place(stretches: Sequence[tuple[Day, Samples]], position: int) -> str:
-    """Return the day, and the sample's number in it, of the sample at `position` in all `stretches`."""
+def _where(stretches: Sequence[tuple[Day, Samples]], position: int) -> str:
     for day, samples in stretches:
         numbers = np.arange(samples.start, samples.stop) if isinstance(samples, slice) else samples
         if position < len(numbers):

@@ -1,9 +1,7 @@
-"""Makes samples of a table's columns: rows of categorical values, and transformed dense features.
+"""Converts a table's columns to samples: rows of categorical values, and transformed dense features.
 
-A schema says what a value is, not how a file stores it, so every format gives the same samples. A categorical value is
-known by its key, an integer of 64 bits: the value itself, or the BLAKE2b hash of a text's bytes. A vocabulary has row 0
-for a missing value, row 1 for all values that are seen too seldom, and the rows from 2 on for the others, in ascending
-order of their keys.
+The key of a categorical value is a 64-bit integer: the value itself, or the BLAKE2b hash of a text. A vocabulary has
+row 0 for missing values, row 1 for all rare values, and rows from 2 on for the others in ascending order of keys.
 """
 
 import numpy as np
@@ -18,17 +16,17 @@ _LEAST_PENDING = 1 << 18
 
 
 class _Vocabulary:
-    """The keys of a column, counted and then, if they are frequent, numbered."""
+    """Counts a column's keys, then numbers the frequent ones."""
 
     def __init__(self, min_count: int) -> None:
         self.keys = self.counts = np.empty(0, np.int64)
-        """[k] int64, keys in ascending order, and how often each was seen"""
+        """[k] int64, keys in ascending order, and their counts"""
         self._min_count = min_count
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []
 
     def count(self, keys: np.ndarray) -> None:
         self._pending.append(np.unique(keys, return_counts=True))
-        # By merging only when as many values are pending as are known, the work for each value stays constant.
+        # Merging only when as many values are pending as are known keeps the work per value constant.
         if sum(len(each) for each, _ in self._pending) > max(_LEAST_PENDING, len(self.keys)):
             self._merge()
 
@@ -40,7 +38,6 @@ class _Vocabulary:
         self._pending = []
 
     def number(self) -> None:
-        """Keep the frequent keys, once all are counted."""
         self._merge()
         frequent = self.counts >= self._min_count
         self.keys, self.counts = self.keys[frequent], self.counts[frequent]
@@ -53,7 +50,7 @@ class _Vocabulary:
 
 
 class Encoder:
-    """Makes samples of a table's columns, after it has learnt their vocabularies."""
+    """Converts blocks of a table to samples, after it has learnt the vocabularies."""
 
     def __init__(self, schema: Schema) -> None:
         self._schema, self._missing = schema, Missing(schema.missing)
@@ -61,7 +58,7 @@ class Encoder:
             name: _Vocabulary(column.min_count) for name, column in schema.categorical.items() if column.min_count
         }
         self.learns = bool(self._vocabularies)
-        """whether `learn` must have all blocks, and `finish` be called, before `encode` has one"""
+        """whether `learn` needs all blocks, followed by `finish`, before the first `encode`"""
 
     def learn(self, row: int, block: pa.RecordBatch) -> None:
         """Count the values of a block."""
@@ -70,7 +67,7 @@ class Encoder:
             vocabulary.count(keys[~missing])
 
     def finish(self) -> dict[str, np.ndarray]:
-        """Return what was learnt of each column NAME: NAME.keys [k] int64, ascending, and NAME.counts [k] int64."""
+        """Return each column's vocabulary: NAME.keys [k] int64, ascending, and NAME.counts [k] int64."""
         learnt = {}
         for name, vocabulary in self._vocabularies.items():
             vocabulary.number()
@@ -84,10 +81,7 @@ class Encoder:
         return [column.rows or _FIRST_KNOWN + len(self._vocabularies[name].keys) for name, column in columns]
 
     def encode(self, row: int, block: pa.RecordBatch) -> Day:
-        """Return the samples of a block, whose first row has the number `row` in its file.
-
-        Without dense columns, they have one dense feature of ones.
-        """
+        """Return the samples of a block that begins at `row` of its file; without dense columns one feature is 1."""
         labels = [Column(block, name, row, self._missing).labels() for name in self._schema.labels]
         dense = [self._dense(row, block, name) for name in self._schema.dense] or [np.ones(block.num_rows)]
         ids = [self._ids(row, block, name) for name in self._schema.categorical]
@@ -112,7 +106,7 @@ class Encoder:
 
 
 def hashed_rows(keys: np.ndarray, rows: int) -> np.ndarray:
-    """Return the rows [d] int32 of keys [d] int64, 1 + mix(key) % (rows - 1); 0 is for missing values."""
+    """Return the rows [d] int32 of keys [d] int64: 1 + mix(key) % (rows - 1), since row 0 is for missing values."""
     mixed = keys.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
     mixed ^= mixed >> np.uint64(32)
     return (mixed % np.uint64(max(rows - 1, 1))).astype(np.int32) + np.int32(rows > 1)

@@ -1,4 +1,4 @@
-"""Opens the two data sets of a run, and reads their batches ahead of the training loop."""
+"""Opens a run's two data sets and reads their batches ahead of the training loop."""
 
 import math
 import time
@@ -23,19 +23,18 @@ PREPARE_TOGETHER = (
     "its ids were made by another vocabulary or hash, so no key makes them fit; prepare both in one `dlrm-overlap "
     "prepare` command, or, to prepare them apart, hash every column into the same rows in both"
 )
-"""in messages, why samples with other rows are refused, and the cure"""
+"""in messages: why samples with other rows are refused, and the cure"""
 
 
 def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Dataset, Dataset]:
-    """Open the samples to train on and those to evaluate on, and return both in this order.
+    """Return the data sets to train on and to evaluate on.
 
     Raises:
-        InputError: if files are missing or malformed, if no sample would be held out, or if the two differ in their
-            tables' rows.
+        InputError: if files are missing or malformed, no sample is held out, or the two sets have different rows.
     """
     if config.kind == "synthetic":
         if device.type == "cuda":
-            from dlrm_overlap.data.synthetic_device import DeviceSynthetic  # loads Triton, which a CPU may lack
+            from dlrm_overlap.data.synthetic_device import DeviceSynthetic  # needs Triton
 
             return DeviceSynthetic(config, "train", device), DeviceSynthetic(config, "eval", device)
         return Synthetic(config, "train"), Synthetic(config, "eval")
@@ -56,7 +55,7 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
 
 
 def other_ids(rows: Sequence[int], expected: Sequence[int]) -> str:
-    """Return how tables of `rows` differ from those of `expected` rows, in words; empty if they do not."""
+    """Return in words how tables of `rows` differ from `expected` ones; empty if they do not."""
     if len(rows) != len(expected):
         return f"{len(rows)} tables, not {len(expected)} as"
     pairs = enumerate(zip(rows, expected, strict=True))
@@ -65,10 +64,10 @@ def other_ids(rows: Sequence[int], expected: Sequence[int]) -> str:
 
 
 def open_files(config: DataConfig, path: str | None) -> Days:
-    """Open the samples at `path` (config.path or config.eval_path) in the format that config.kind names.
+    """Open the samples at `path` in the format of config.kind.
 
     Raises:
-        InputError: if they do not exist, are empty or break their format.
+        InputError: if they are missing, empty or malformed.
     """
     assert path is not None, "DataConfig.require_source asks for the path of a file kind"
     if config.kind == "prepared":
@@ -77,13 +76,13 @@ def open_files(config: DataConfig, path: str | None) -> Days:
 
 
 class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
-    """The batches of one rank in some steps, read ahead of the training loop, for a single pass.
+    """Iterates once over one rank's batches of some steps, read ahead of the training loop.
 
-    The batch of step s holds the samples [s W b + rank b, s W b + rank b + b) of the data set, with b samples a rank on
-    W ranks. A data set on the GPU makes them when `next` asks for them, on the current stream, without workers.
+    The batch of step s has the samples [s W b + rank b, s W b + rank b + b), for b samples per rank on W ranks. A data
+    set on the GPU makes them in `next`, on the current stream, without workers.
 
-    Reading starts at the first `next`. The processes that read end after the last batch, when a read fails, when the
-    loader is dropped, and before that by `close` or at the end of a `with` block.
+    Reading starts at the first `next`. The readers end after the last batch, when a read fails, or when the loader is
+    dropped, closed, or leaves its `with` block.
     """
 
     def __init__(
@@ -98,19 +97,19 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         pin_memory: bool,
         timeout_s: float = math.inf,
     ) -> None:
-        """Take the samples, b (`batch_size`), the number of this rank and of all, the steps, and how they are read.
+        """Prepare to read; no process starts yet.
 
         Args:
-            workers: processes that read in turn; they end with the thread that asks for the first batch. They are
-                forked, so data sets must not touch CUDA. With 0, `next` reads.
+            workers: reader processes, forked (so data sets must not touch CUDA); they end with the thread that asks
+                for the first batch. With 0, `next` reads.
             prefetch: batches that each worker reads ahead.
-            pin_memory: give the batches in page-locked memory, for runs on a GPU. A batch that a worker has read is
-                then lent: once it is dropped, and the copies that `Batch.to` started are done, its memory is used
-                again. Keep a `clone` instead. Records are unpacked on the GPU, on the current stream, in `next`.
-            timeout_s: seconds after which a batch that a worker has not read ends the reading.
+            pin_memory: return page-locked batches, for runs on a GPU. A worker's memory is reused once its batch is
+                dropped and the copies that `Batch.to` started are done; keep a `clone` instead. `next` unpacks records
+                on the GPU, on the current stream.
+            timeout_s: seconds to wait for a worker's batch.
         """
         is_packed = dataset.packed is not None and pin_memory and workers > 0
-        slots = prefetch + math.ceil(HELD_BATCHES / max(workers, 1))  # of each worker
+        slots = prefetch + math.ceil(HELD_BATCHES / max(workers, 1))  # per worker
 
         def read(step: int) -> Sequence[torch.Tensor]:
             first = (step * world_size + rank) * batch_size
@@ -123,19 +122,19 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
 
         def read_by_processes() -> Generator[Batch, None, None]:
             ring = Ring(read, steps, _form_of(dataset, batch_size, is_packed), workers, slots, pin_memory, timeout_s)
-            with closing(ring):  # before the GPU is used here, which forked processes must not do
+            with closing(ring):  # forks before the GPU is used here
                 unpack = Unpacker(dataset.packed, _gpu()) if is_packed else None
-                yield from map(partial(_batch_of, unpack), ring)  # so that nothing here holds a batch
+                yield from map(partial(_batch_of, unpack), ring)  # keeps no reference to a batch
 
         reads_here = dataset.on_gpu or not workers
         self._source = read_here() if reads_here else read_by_processes()
         self.read_ahead = 0 if reads_here else workers * slots
-        """greatest number of batches that are read before `next` asks for them"""
+        """maximum number of batches read before `next` asks for them"""
         self.wait_s = 0.0
-        """seconds that the CPU has spent in `next` so far, waiting for a batch"""
+        """seconds spent in `next` so far"""
 
     def __next__(self) -> Batch:
-        """Return the next batch, on the CPU or, where the data set makes its samples there, ready for this stream."""
+        """Return the next batch, ready for the current stream if it is on a GPU."""
         start = time.perf_counter()
         try:
             return next(self._source)
@@ -146,7 +145,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self.close()
 
     def close(self) -> None:
-        """End the reading. After this, `next` gives no batch."""
+        """End the reading; `next` returns no batch afterwards."""
         self._source.close()
 
 

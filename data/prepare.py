@@ -16,24 +16,22 @@ from dlrm_overlap.data.records import RecordLayout
 from dlrm_overlap.data.schema import Schema
 
 _T = TypeVar("_T")
-_BATCH = 8192  # samples that are packed at once
-_BLOCK_BYTES = 1 << 21  # of text; small enough that a block's arrays stay near the caches
+_BATCH = 8192  # samples packed at once
+_BLOCK_BYTES = 1 << 21  # of text, so that a block's arrays stay near the caches
 
 
 def prepare_files(source: Path, target: Path, schema: Schema, block_bytes: int = _BLOCK_BYTES) -> RecordLayout:
-    """Turn the files at `source` into the folder `target`, and return the content of its meta.json.
+    """Convert the files at `source` to the folder `target`, and return the content of its meta.json.
 
-    A schema says how ids are made: by a hash of the value, or from a vocabulary, which is learnt of all files first and
-    kept in vocabulary.npz. It takes some ten times `block_bytes` of memory; to learn vocabularies, also 16 bytes for
-    each distinct value of every table, and about five times those of one table while it merges them. Standard error
-    names each file as it is read.
+    Vocabularies are learnt from all files first and stored in vocabulary.npz. Memory: about ten times `block_bytes`,
+    plus 16 bytes per distinct value of vocabularies, and about five times one table's while it is merged. Standard
+    error names each file as it is read.
 
     Raises:
-        InputError: if there are no files, if one cannot be read, lacks a column or has a bad row, or if `target` is
-            there or cannot be written to.
+        InputError: if a file is missing or malformed, or if `target` exists or cannot be written.
         ModuleNotFoundError: without pyarrow.
     """
-    from dlrm_overlap.data.encoder import Encoder  # loads pyarrow, which only files of samples need
+    from dlrm_overlap.data.encoder import Encoder  # needs pyarrow
     from dlrm_overlap.data.table_files import READ_ERRORS, read_blocks, table_files
 
     files, encoder = table_files(source), Encoder(schema)
@@ -62,12 +60,12 @@ def prepare_files(source: Path, target: Path, schema: Schema, block_bytes: int =
 
 
 def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> RecordLayout:
-    """Pack the samples of `config`, of any kind, into the folder `target`; return the content of its meta.json.
+    """Pack the first `samples` samples to train on (None: all), then those to evaluate on, into the folder `target`.
 
-    Of those to train on the first `samples` are taken, None takes all. Those to evaluate on follow them.
+    Return the content of its meta.json.
 
     Raises:
-        InputError: if samples are endless or bad, or if `target` is there or cannot be written to.
+        InputError: if samples are endless or bad, or if `target` exists or cannot be written.
     """
     train, evaluated = open_datasets(config)
     if samples is None and train.num_samples is None:
@@ -88,7 +86,6 @@ def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> Re
 
 
 def _read(dataset: Dataset, end: int, workers: int) -> Iterator[Day]:
-    """Yield the samples [0, end)."""
     with Loader(dataset, _BATCH, 0, 1, range(end // _BATCH), workers, 2, False) as loader:
         for batch in loader:
             yield _day_of(batch)

@@ -1,12 +1,12 @@
-"""A folder of prepared samples: files of bytes, and meta.json, which says what they hold.
+"""A folder of prepared samples: binary files, and meta.json, which describes them.
 
-    records     uint8 [n, bytes of a record], see `records`
-    ends_t      int64 [n], of each table t whose bags differ in size, where each sample's bag ends in
-    list_t      int32 [m], the ids of these bags, of which no record has any
+    records     uint8 [n, record_bytes], see `records`
+    ends_t      int64 [n], for each table t whose bags differ in size: end of each sample's bag in list_t
+    list_t      int32 [m], the ids of these bags, which are not in records
     checksums   uint64, of each block of these files, in this order; see `checksums`
 
-The last samples are those to evaluate on, if `prepare` knew which these are. meta.json is written when all else is on
-disk, so a folder has it or is refused. Its `digest` is a checksum of its other values and of the file `checksums`.
+meta.json is written last, and a folder without it is refused. Its `digest` is a checksum of its other values and of the
+file `checksums`.
 """
 
 import json
@@ -29,23 +29,21 @@ from dlrm_overlap.data.records import Packed, RecordLayout
 from dlrm_overlap.launching.files import open_file, write_json
 
 _META, _CHECKSUMS = "meta.json", "checksums"
-_CURE = "copy the folder again, or run `dlrm-overlap prepare` anew"
+_CURE = "copy the folder again, or run `dlrm-overlap prepare` again"
 
 
 class Prepared(Days):
-    """The samples of a folder that `dlrm-overlap prepare` has written, mapped, as one day."""
+    """The samples of a folder that `dlrm-overlap prepare` wrote, mapped as one day."""
 
     cure = id_cure = "prepare the samples again"
 
     def __init__(self, path: str | Path, tables: TablesConfig):
         """Map the folder `path`.
 
-        Reading samples raises InputError, too, for a block of a file that has changed.
-
         Raises:
-            InputError: if there is no meta.json of this version, or a value in it is wrong; if `tables` has other rows
-                than the ids were made for, and does not fold both to the same; or if a file is missing, has another
-                size, or is not the one that was written.
+            InputError: if meta.json is missing or wrong, if `tables` has other rows than the ids were made for (unless
+                both fold to the same), or if a file is missing or has changed; for changed blocks of samples, reading
+                raises it.
         """
         folder = Path(path)
         layout, digest = _read_meta(folder / _META)
@@ -77,11 +75,6 @@ class Prepared(Days):
 
 
 def _read_meta(file: Path) -> tuple[RecordLayout, str]:
-    """Return the layout and the digest in meta.json.
-
-    Raises:
-        InputError: if it cannot be read, has other keys, or has a value that is not of its type and range.
-    """
     try:
         with open_file(file) as stream:
             content = json.load(stream)
@@ -131,7 +124,7 @@ def _digest_of(layout: RecordLayout, checksums: np.ndarray) -> str:
 
 
 class _Files:
-    """The files of a prepared folder, which are mapped in the order that `checksums` has."""
+    """Maps the files of a prepared folder in the order of their `checksums`."""
 
     def __init__(self, folder: Path, checksums: np.ndarray) -> None:
         self._folder, self._checksums = folder, checksums
@@ -146,7 +139,6 @@ class _Files:
 
 
 def _map(file: Path, dtype: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-    """Map a file of `shape`, or, without one, of one dimension and any size."""
     try:
         found = file.stat().st_size if file.is_file() else -1
         item = np.dtype(dtype).itemsize
@@ -154,7 +146,7 @@ def _map(file: Path, dtype: str, shape: tuple[int, ...] | None = None) -> np.nda
         if found != size:
             what = f"{size} bytes that {_META} names" if shape else f"file of numbers of {item} bytes that was written"
             raise InputError(f"{file}: not the {what}; {_CURE}")
-        # Torch warns of memory that is read-only, and a plain array slices faster than np.memmap.
+        # Mode "c", since torch warns of read-only memory. A plain array slices faster than np.memmap.
         return np.asarray(np.memmap(file, dtype, "c", shape=shape)) if size else np.empty(shape or 0, dtype)
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}); make it readable") from None
@@ -162,10 +154,10 @@ def _map(file: Path, dtype: str, shape: tuple[int, ...] | None = None) -> np.nda
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[None]:
-    """Make the folder `target`, which the block fills, and delete it again if the block fails.
+    """Create the folder `target`, and delete it if the block fails.
 
     Raises:
-        InputError: if it is there, or cannot be written to.
+        InputError: if it exists or cannot be written.
     """
     try:
         target.mkdir(parents=True)
@@ -179,7 +171,7 @@ def new_folder(target: Path) -> Iterator[None]:
 
 
 def write_samples(target: Path, layout: RecordLayout, blocks: Iterable[Day]) -> RecordLayout:
-    """Write samples to `target`, and return `layout` with their number."""
+    """Write samples to `target`, and return `layout` with the number of samples."""
     samples = 0
     ids = dict.fromkeys(layout.lists, 0)
     with ExitStack() as stack:

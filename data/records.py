@@ -1,8 +1,7 @@
-"""Samples as records of bytes, and the batch that a GPU makes of them.
+"""Samples as records of bytes, and their unpacking on a GPU.
 
-A record has, in this order, F dense features (float32), L labels (a byte each), and the ids of all tables whose bags
-have one size, in their order. An id takes the bytes that the greatest row of its table needs. Numbers are
-little-endian. All records are of one size, so a range of samples is one range of bytes.
+A record has F dense features (float32), L labels (a byte each), and the ids of each table with bags of a fixed size, in
+this order. An id takes the bytes that its table's greatest row needs. Numbers are little-endian.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,16 +17,15 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.days import Day
 from dlrm_overlap.kernels import reference
 
-_ID, _LABEL, _FLOAT = 0, 1, 2  # kinds of a field, as `kernels/unpack.py` has them
+_ID, _LABEL, _FLOAT = 0, 1, 2  # kinds of a field, as in `kernels/unpack.py`
 
 
 def _bytes_below(end: int) -> int:
-    """Return how many bytes hold each of the numbers 0 .. end - 1."""
     return max(1, -(-(end - 1).bit_length() // 8))
 
 
 class Field(NamedTuple):
-    """Numbers of one kind in a record; see `kernels/unpack.py` for the columns."""
+    """Numbers of one kind in a record; `kernels/unpack.py` describes the columns."""
 
     offset: int
     width: int
@@ -39,21 +37,21 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """What records hold, and how many there are: the content of a prepared folder's meta.json."""
+    """Layout and number of records: the content of a prepared folder's meta.json."""
 
     labels: Mapping[str, float]
-    """name -> factor of its loss in the loss that is trained"""
+    """name -> weight of its loss"""
     dense: int
-    """F"""
+    """number of dense features, F"""
     rows: Sequence[int]
-    """of each table, for which the ids were made"""
+    """rows that each table's ids were made for"""
     sizes: Sequence[int | None]
-    """of each table, ids of a bag; None where bags differ in size, whose ids are in no record"""
+    """ids per bag of each table; None if bags differ in size, in which case their ids are not in records"""
     samples: int = 0
     held_out: int | None = None
-    """of these samples, how many are to evaluate on, the last ones; None leaves it to data.eval_fraction"""
+    """number of last samples to evaluate on; None leaves it to data.eval_fraction"""
     moduli: Sequence[int] = ()
-    """of each table, the number of which its ids are taken the remainder where they are unpacked; 0 leaves them"""
+    """per table, the modulus that folds ids when they are unpacked; 0 for none"""
 
     @property
     def lists(self) -> list[int]:
@@ -61,7 +59,7 @@ class RecordLayout:
         return [t for t, size in enumerate(self.sizes) if size is None]
 
     def fields(self) -> list[Field]:
-        """Return the fields: dense features, labels, then tables."""
+        """Return the fields of a record."""
         tables = zip(self.rows, self.sizes, self.moduli or [0] * len(self.rows), strict=True)
         shapes = [(4, self.dense, _FLOAT, 0), (1, len(self.labels), _LABEL, 0)]
         shapes += [(_bytes_below(rows), size, _ID, modulus) for rows, size, modulus in tables if size]
@@ -71,7 +69,7 @@ class RecordLayout:
 
     @cached_property
     def record_bytes(self) -> int:
-        """Bytes of a record."""
+        """Size of a record."""
         last = self.fields()[-1]
         return last.offset + last.width * last.count
 
@@ -88,12 +86,11 @@ class RecordLayout:
 
 
 def _low_bytes(numbers: np.ndarray, width: int) -> np.ndarray:
-    """Return the lowest bytes of little-endian numbers, [m, width] uint8."""
     return np.ascontiguousarray(numbers).reshape(-1, 1).view(np.uint8)[:, :width]
 
 
 class Packed:
-    """A field of records as an array of numbers [n, count], which are unpacked where they are taken."""
+    """A field of records as an array of numbers [n, count], unpacked on access."""
 
     def __init__(self, records: np.ndarray, field: Field) -> None:
         """Take records [n, record_bytes] uint8."""
@@ -104,13 +101,13 @@ class Packed:
         return len(self._records)
 
     def __getitem__(self, samples: slice | np.ndarray) -> np.ndarray:
-        """Return the numbers [samples, count] of some records: ids int32, others float32."""
+        """Return numbers [samples, count]: ids as int32, others as float32."""
         words = reference.unpack(torch.from_numpy(self._records[samples]), [self._field]).view(-1, self._field.count)
         return (words if self._field.kind == _ID else words.view(torch.float32)).numpy()
 
 
 class Unpacker:
-    """Makes batches on a GPU of records."""
+    """Unpacks records on a GPU."""
 
     def __init__(self, layout: RecordLayout, device: torch.device) -> None:
         fields = layout.fields()
@@ -122,8 +119,8 @@ class Unpacker:
         self._lengths: dict[int, torch.Tensor] = {}
 
     def __call__(self, records: torch.Tensor) -> Batch:
-        """Return the batch of records [b, record_bytes] uint8 on the device, which a kernel makes."""
-        from dlrm_overlap.kernels.unpack import unpack  # loads Triton, which a CPU may lack
+        """Return the batch of records [b, record_bytes] uint8 on the device."""
+        from dlrm_overlap.kernels.unpack import unpack  # needs Triton
 
         samples, features, labels = len(records), self._layout.dense, len(self._layout.labels)
         if samples not in self._lengths:

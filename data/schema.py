@@ -1,7 +1,6 @@
-"""The columns of a table of samples: which are labels, dense or categorical features; a YAML file.
+"""A schema: a YAML file that says which columns of a table are labels, dense features and categorical features.
 
-docs/configuration.md has an example.
-Features are taken in the order of the file, which is that of the tables `t_00`, `t_01`, ..
+The categorical features are the tables `t_00`, `t_01`, .. in the file's order. docs/configuration.md has an example.
 """
 
 from collections.abc import Mapping
@@ -28,48 +27,47 @@ Delimiter = Annotated[str, ValueRule("one ASCII character", lambda value: len(va
 
 @dataclass(frozen=True)
 class Label:
-    """A column of labels, each 0 or 1 and a task of the model."""
+    """A column of labels 0 and 1, a task of the model."""
 
     weight: NonNegativeFloat = 1.0
-    """factor of its loss in the sum over all labels"""
+    """weight of its loss in the sum over all labels"""
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A column of numbers. A missing one is 0, after the transform."""
+    """A column of numbers. A missing number becomes 0 after the transform."""
 
     transform: Literal["none", "log1p"] = "none"
-    """log1p: log(1 + x), of negative numbers 0, as for Criteo"""
+    """log1p: log(1 + max(x, 0)), as for Criteo"""
 
 
 @dataclass(frozen=True)
 class Categorical:
-    """A column of values, or of lists of them: a feature with a table of its own."""
+    """A column of values or of lists of values: a feature with its own table."""
 
     type: Literal["string", "int", "hex"] = "string"
-    """string: known by the 64-bit BLAKE2b hash of its bytes; int and hex: whole numbers of 64 bits, or text of decimal
-    or hexadecimal ones"""
+    """int and hex: 64-bit integers, or decimal or hexadecimal text"""
     rows: PositiveInt | None = None
-    """hash values into so many rows, of which row 0 is for missing ones"""
+    """hash values into this number of rows, of which row 0 is for missing values"""
     min_count: PositiveInt | None = None
-    """instead: learn a vocabulary by `prepare`, with a row for each value that is seen so often"""
+    """or learn a vocabulary with a row for each value that occurs this often"""
     list: bool | Separator = False
-    """a list of values; in text, what separates them"""
+    """whether cells are lists; for text, the separator"""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns of a table, and how files hold them."""
+    """The columns of a table and their format in files."""
 
     labels: Mapping[str, Label] = field(default_factory=dict)
     dense: Mapping[str, Dense] = field(default_factory=dict)
     categorical: Mapping[str, Categorical] = field(default_factory=dict)
     delimiter: Delimiter = ","
-    """text: what separates fields"""
+    """text: the separator of fields"""
     columns: list[str] | None = None
     """text without a header: the names of all columns"""
     missing: list[str] = field(default_factory=lambda: [""])
-    """texts and numbers that stand for a missing value, as null and NaN do"""
+    """texts and numbers that mean a missing value, in addition to null and NaN"""
 
     def __post_init__(self) -> None:
         for name, column in self.categorical.items():
@@ -91,12 +89,12 @@ class Schema:
 
     @property
     def names(self) -> list[str]:
-        """The columns that are read."""
+        """Names of the columns that are read."""
         return [*self.labels, *self.dense, *self.categorical]
 
 
 def read_schema(path: Path) -> Schema:
-    """Return the schema that the YAML file `path` describes.
+    """Return the schema in the YAML file `path`.
 
     Raises:
         InputError: naming the file, the key and the rule that it breaks.
@@ -116,10 +114,7 @@ def read_schema(path: Path) -> Schema:
 
 
 def criteo_schema(rows: int | None, min_count: int | None = None) -> Schema:
-    """Return the schema of Criteo's click logs as text: a label, 13 counts and 26 hexadecimal numbers between tabs.
-
-    Values are hashed into `rows` of each table; without it, vocabularies are learnt with `min_count`.
-    """
+    """Return the schema of Criteo's click logs: a label, 13 counts and 26 hexadecimal numbers between tabs."""
     dense, tables = [f"I{i + 1}" for i in range(CRITEO_DENSE)], [f"C{t + 1}" for t in range(CRITEO_TABLES)]
     return Schema(
         delimiter="\t",

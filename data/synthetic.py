@@ -1,9 +1,8 @@
-"""Endless synthetic click logs: Zipf-distributed ids, and labels that a hidden teacher draws.
+"""Endless synthetic click logs: Zipf-distributed ids, and labels from a hidden teacher model.
 
-Sample i is a function of (seed, split, i) alone: it is drawn from its own fixed stretch of a counter-based random
-stream (Philox, Salmon et al., SC 2011). So any rank jumps straight to its samples, and however the ranks share a batch,
-its bits are the same. They are the same on a GPU (`synthetic_device.py`): ids and lengths are made of integers, and
-floating-point numbers round alike everywhere.
+Sample i is a function of (seed, split, i) only, drawn from a fixed range of a counter-based random stream (Philox,
+Salmon et al., SC 2011). It has the same bits on any rank, on CPUs and GPUs (`synthetic_device.py`): ids and lengths
+come from integers, and floating-point operations round identically everywhere.
 """
 
 import math
@@ -19,16 +18,15 @@ from dlrm_overlap.data.zipf import ZipfRanks, ZipfTable
 
 _T = TypeVar("_T")
 DRAWS_PER_BLOCK = 4  # 64-bit draws of one Philox counter value
-_BLOCK_SAMPLES = 1024  # made at once; more would not fit in a core's cache, and many readers share the memory
-NORMAL_SCALE = math.sqrt(3 / (2.0**32 - 1))  # gives the sum of four 16-bit fields, less its mean, the variance 1
+_BLOCK_SAMPLES = 1024  # made at once, so that they fit in a core's cache
+NORMAL_SCALE = math.sqrt(3 / (2.0**32 - 1))  # scales the centered sum of four 16-bit fields to variance 1
 
 
 class Synthetic(Dataset):
     """Synthetic samples: near-normal dense features in (-3.5, 3.5), Zipf-distributed ids, a teacher's labels.
 
-    The bags of a table hold a fixed number of ids, or one drawn uniformly from a range; a range from 0 on gives empty
-    bags too. The two splits are different streams with the same tables and teacher. Reading beyond `num_samples` gives
-    more samples of the stream. data.tables.max_rows makes a larger table smaller here, and folds no ids.
+    The splits are different streams with the same tables and teacher. Reading beyond `num_samples` continues the
+    stream. data.tables.max_rows makes tables smaller instead of folding ids.
     """
 
     def __init__(self, config: DataConfig, split: Literal["train", "eval"]):
@@ -40,7 +38,7 @@ class Synthetic(Dataset):
         self.num_samples: int | None = None if split == "train" else config.eval_samples
         self.bag_sizes: list[tuple[int, int]] = [parse_multi_hot(spec) for spec in _per_table(tables.multi_hot, number)]
         self.pooling: list[float] = [(low + high) / 2 for low, high in self.bag_sizes]
-        """mean ids a bag, of each table"""
+        """mean number of ids per bag, of each table"""
 
         rng = np.random.default_rng((config.seed, 2))
         shapes = list(zip(self.rows, _per_table(tables.zipf_alpha, number), strict=True))
@@ -50,12 +48,12 @@ class Synthetic(Dataset):
         self._teacher = Teacher(self._tables, self.bag_sizes, config.dense_features, rng, half_lives)
         self._key = np.random.SeedSequence((config.seed, int(split == "eval"))).generate_state(2, np.uint64)
         self.dense_features = config.dense_features
-        # A sample's draws: its label, its dense features, the bag size of each table, then each table's ids.
+        # A sample's draws: label, dense features, bag size of each table, ids of each table.
         self._first_id = 1 + config.dense_features + number
         self._blocks_per_sample = math.ceil((self._first_id + self.max_ids) / DRAWS_PER_BLOCK)
 
     def read(self, first: int, count: int) -> Batch:
-        """Return the samples [first, first + count), count >= 1: dense [count, F] float32, int32 lengths and values."""
+        """Return the samples [first, first + count), count >= 1."""
         if count > _BLOCK_SAMPLES:
             blocks = range(first, first + count, _BLOCK_SAMPLES)
             return Batch.join([self.read(block, min(_BLOCK_SAMPLES, first + count - block)) for block in blocks])

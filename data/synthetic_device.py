@@ -1,4 +1,4 @@
-"""Synthetic samples made on the GPU: bit for bit those of `synthetic.py`, in a small part of a training step's time."""
+"""Synthetic samples made on a GPU, with the same bits as those of `synthetic.py`."""
 
 from typing import Literal
 
@@ -19,7 +19,7 @@ class DeviceSynthetic(Synthetic):
     on_gpu = True
 
     def __init__(self, config: DataConfig, split: Literal["train", "eval"], device: torch.device):
-        """Build the stream of `split` for `config`, and copy its tables to `device`."""
+        """Build the stream of `split`, and copy its tables to `device`."""
         super().__init__(config, split)
         teacher, (least, most) = self._teacher, np.array(self.bag_sizes).T
         arrays = (
@@ -37,7 +37,7 @@ class DeviceSynthetic(Synthetic):
         self._source = Source(*tensors, end=CURVE_END, bias=teacher.bias, scale=NORMAL_SCALE, ids=ids)
 
     def read(self, first: int, count: int) -> Batch:
-        """Return the samples [first, first + count), count >= 1, made by kernels on the current stream."""
+        """Make the samples [first, first + count), count >= 1, on the current stream."""
         return Batch.from_tensors(*draw_samples(self._source, first, count))
 
     def _tables_of_ids(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -62,7 +62,7 @@ class DeviceSynthetic(Synthetic):
 
 
 def _cells(ranks: ZipfRanks) -> np.ndarray:
-    """Return the cells of a popularity as the kernel reads them, [cells * 8] int64."""
+    """Return the cells of `ranks` in the kernel's layout, [cells * 8] int64."""
     cells = np.zeros((len(ranks.thresholds), 8), dtype=np.int64)
     cells[:, 0] = ranks.thresholds.view(np.int64)
     for word, part in enumerate((ranks.first_ranks, ranks.slopes.view(np.int64), ranks.curves.view(np.int64))):

@@ -1,4 +1,4 @@
-"""Reads files of samples as a schema describes them: text (CSV, TSV, plain or .gz), Parquet and Arrow's IPC files."""
+"""Reads files of samples by a schema: text (CSV, TSV, plain or compressed), Parquet and Arrow IPC files."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from dlrm_overlap.data.schema import Schema
 
 READ_ERRORS = (ValueError, OSError, pa.ArrowException)  # an InputError is a ValueError
 _BLOCK_ROWS = 1 << 16
-_FORMATS = {  # by suffix, in any case; all other files are text
+_FORMATS = {  # by suffix, case-insensitive; all other files are text
     ".parquet": dataset.ParquetFileFormat,
     ".arrow": dataset.IpcFileFormat,
     ".feather": dataset.IpcFileFormat,
@@ -24,13 +24,12 @@ _DAY = re.compile(r"day_(\d{1,3})(?!\d)")  # longer numbers are dates
 
 
 def table_files(path: Path) -> list[Path]:
-    """Return `path` if it is a file, or else the files of that folder in natural order: day_2 comes before day_10.
+    """Return the file `path`, or the files of the folder `path` in natural order: day_2 before day_10.
 
-    Names that begin with `.` or `_`, and folders within it, are left out.
+    Names that begin with `.` or `_` and subfolders are left out.
 
     Raises:
-        InputError: if there is no such file, if a file is there both plain and packed, or if one of day_0, day_1, ..
-            is missing between others.
+        InputError: if there is no file, a file both plain and compressed, or a gap in day_0, day_1, ..
     """
     if path.is_file():
         return [path]
@@ -45,13 +44,10 @@ def table_files(path: Path) -> list[Path]:
 
 
 def read_blocks(file: Path, schema: Schema, block_bytes: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield the columns of `schema` in blocks of rows, each after the number of its first row.
-
-    The line of a header counts as a row, a blank line does not. The cells of text are binary. A file of 0 bytes has no
-    rows.
+    """Yield the number of each block's first row, where a header counts and blank lines do not, and the block.
 
     Raises:
-        InputError: if the file lacks a column, or has it twice.
+        InputError: if a column is missing or appears twice.
     """
     row = 1
     if not file.stat().st_size:
@@ -60,7 +56,7 @@ def read_blocks(file: Path, schema: Schema, block_bytes: int) -> Iterator[tuple[
         fragment = kind().make_fragment(str(file), fs.LocalFileSystem())
         _require_columns(schema.names, fragment.physical_schema.names)
         blocks = fragment.to_batches(columns=schema.names, batch_size=_BLOCK_ROWS)
-    elif not _text(file).read(1):  # packed
+    elif not _text(file).read(1):  # compressed, and empty
         return
     else:
         if schema.columns is None:
@@ -77,7 +73,6 @@ def _text(file: Path) -> pa.NativeFile:
 
 
 def _open_csv(file: Path, schema: Schema, block_bytes: int, columns: Sequence[str] = ()) -> Any:
-    """Return a reader of `columns`, of all without any, as binary."""
     return csv.open_csv(
         _text(file),
         csv.ReadOptions(column_names=schema.columns, block_size=block_bytes, use_threads=False),  # errors name rows

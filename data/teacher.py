@@ -10,8 +10,8 @@ from dlrm_overlap.data.zipf import ZipfTable
 
 _BIAS, _STD = -1.0, 2.6
 _VARIANCE_SHARES = (0.2, 0.5, 0.15, 0.15)  # dense, signals, dense x signal, signal x signal
-CURVE_END = 16.0  # the curve of clicks spans logits in [-16, 16]
-CURVE_STEPS = 64  # straight pieces of the curve for each 1 of the logit
+CURVE_END = 16.0  # the curve covers logits in [-16, 16]
+CURVE_STEPS = 64  # linear pieces of the curve per unit of the logit
 
 
 def click_curve() -> np.ndarray:
@@ -20,18 +20,15 @@ def click_curve() -> np.ndarray:
 
 
 class Teacher:
-    """The labels' model: click ~ Bernoulli(sigmoid(logit)).
+    """The model that draws labels: click ~ Bernoulli(sigmoid(logit)).
 
-    A row's score is a hash of its id, so nothing is stored. A table's signal for a bag is the sum of its rows' scores,
-    standardised to mean 0 and variance 1 whatever the size of the bag. Where a table has a half-life, scores count by
-    their ids' position in the bag, the first in full, so the order of the ids matters. The logit is the sum, with
-    hidden weights, of the dense features, the signals, products of a dense feature and a signal, and products of two
-    tables' signals; a model without an interaction layer misses the products. The spread of the logit puts the best
-    possible AUROC near 0.9 and the click rate near 0.37.
+    A row's score is a hash of its id. A bag's signal is the sum of its rows' scores, standardised to mean 0 and
+    variance 1 for every bag size; with a half-life, later ids of the bag have less weight. The logit is a weighted sum
+    of dense features, signals, and products of a signal with a dense feature or another signal, which only a model with
+    an interaction layer can learn. The best possible AUROC is near 0.9, the click rate near 0.37.
 
-    The bits of a label do not depend on who computes it. Bags' sums are integers; all else is single float64 sums and
-    products in a fixed order. The sigmoid, whose last bit would depend on the processor, is a curve of straight pieces
-    between exact values, within 3e-6 of it.
+    Labels have the same bits on every processor: bags' sums are integers, the rest is float64 sums and products in a
+    fixed order, and linear interpolation between exact values replaces the sigmoid, within 3e-6.
     """
 
     bias = _BIAS
@@ -45,9 +42,9 @@ class Teacher:
         half_lives: Sequence[int],
     ):
         self.keys = rng.integers(2**32, size=len(tables), dtype=np.uint32)
-        """[T] uint32: of each table's hash"""
+        """[T] uint32, key of each table's hash"""
         self.weights: dict[int, np.ndarray] = {}
-        """table with a half-life -> [largest bag] uint32: 256ths for which an id counts, by its position in the bag"""
+        """table with a half-life -> [largest bag] uint32, weight of an id by its position in the bag, in 256ths"""
         means, factors, starts, start = [], [], [], 0
         for t, (table, key, (low, high)) in enumerate(zip(tables, self.keys, bag_sizes, strict=True)):
             mean, std = _score_moments(table, key)
@@ -56,21 +53,20 @@ class Teacher:
                 weights = np.rint(256 * 0.5 ** (np.arange(high) / half_lives[t])).astype(np.uint32)
                 self.weights[t] = weights
             total, squares = (np.append(0, np.cumsum(each, dtype=np.int64))[low:] for each in (weights, weights**2))
-            # Where bags may be empty, some signals are 0; a gain on the others keeps the variance at 1.
+            # The signals of empty bags are 0; a gain on the others keeps the variance at 1.
             gain = math.sqrt((high - low + 1) / (high - max(low, 1) + 1))
             means.append(total * mean)
             factors.append(gain / (std * np.sqrt(np.maximum(squares, 1))))
             starts.append(start - low)
             start += high - low + 1
         self.means = np.concatenate(means)
-        """float64, table after table: the mean score of a bag, by its size"""
+        """float64, table after table: mean score of a bag, by its size"""
         self.factors = np.concatenate(factors)
-        """float64, table after table: what standardises the score of a bag, by its size"""
+        """float64, table after table: factor that standardises a bag's score, by its size"""
         self.factor_starts = np.array(starts, dtype=np.int64)
-        """[T] int64: the element of `means` and `factors` for a bag of no ids, which may lie before the first one of
-        the table"""
+        """[T] int64, index into `means` and `factors` of bags of 0 ids"""
         self.signals = [t for t, table in enumerate(tables) if table.rows > 1]
-        """the tables whose signals count: those of more rows than one"""
+        """tables of more than one row, whose signals count"""
         bags, dense = len(self.signals), dense_features
         groups = [dense, bags, min(dense, bags), len(list(pairwise(range(bags))))]
         present = sum(share for share, size in zip(_VARIANCE_SHARES, groups, strict=True) if size)
@@ -81,17 +77,16 @@ class Teacher:
         self.dense_weights = drawn[0]
         """[F] float64"""
         self.signal_weights = np.zeros((bags, 3))
-        """[signals, 3] float64: of the n-th signal alone, with dense feature n, and with the signal before; 0 where
-        there is no such feature or signal"""
+        """[signals, 3] float64, weights of signal n and of its products with dense feature n and signal n - 1"""
         self.signal_weights[:, 0] = drawn[1]
         self.signal_weights[: groups[2], 1] = drawn[2]
         self.signal_weights[1:, 2] = drawn[3]
         self._curve = click_curve()
 
     def logit(self, dense: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return the logits [b], float64, of dense [b, F], lengths [T, b] and values [sum of lengths]."""
+        """Return the logits [b] float64 of dense [b, F], lengths [T, b] and values [sum of lengths]."""
         features, signals = dense.T.astype(np.float64), self._signals(lengths, values)
-        # Term by term: the rounding of a matrix product would depend on the number of samples.
+        # Term by term, since the rounding of a matrix product depends on the number of samples.
         logit = np.full(len(dense), self.bias)
         for weight, feature in zip(self.dense_weights, features, strict=True):
             logit += weight * feature
@@ -106,7 +101,7 @@ class Teacher:
         return logit
 
     def click_probability(self, dense: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return the probabilities of a click [b], float64; the arguments are those of `logit`."""
+        """Return the click probabilities [b] float64."""
         position = self.logit(dense, lengths, values)
         np.clip(position, -CURVE_END, CURVE_END, out=position)
         position += CURVE_END
@@ -116,8 +111,8 @@ class Teacher:
         return begin + (self._curve[piece + 1] - begin) * (position - piece)
 
     def _signals(self, lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return each table's signal for each of its bags, [T, b] float64."""
-        # A bag's sum is a difference of running sums, which wrap at 2**32: exact for up to 65,536 scores of 16 bits.
+
+        # A bag's sum is a difference of running sums modulo 2**32, which is exact for up to 65,536 scores of 16 bits.
         running = np.zeros(values.size + 1, dtype=np.uint32)
         ids = lengths.sum(axis=1)
         counted, ends = scores(values, np.repeat(self.keys, ids)), ids.cumsum()
@@ -131,10 +126,7 @@ class Teacher:
 
 
 def scores(ids: np.ndarray, keys: np.ndarray | np.uint32) -> np.ndarray:
-    """Return one score, uint32 and uniform in [0, 65536), for each of ids (int32): a multiply-and-shift hash.
-
-    `keys` is the key of the ids' table, or one for each id.
-    """
+    """Return scores uint32, uniform in [0, 65536), of `ids` int32, hashed with one key or one key per id."""
     bits = ids.view(np.uint32) ^ keys
     for multiplier in (0x9E3779B1, 0x85EBCA77):
         bits *= np.uint32(multiplier)
@@ -145,15 +137,12 @@ def scores(ids: np.ndarray, keys: np.ndarray | np.uint32) -> np.ndarray:
 
 
 def _score_moments(table: ZipfTable, key: np.uint32) -> tuple[float, float]:
-    """Return mean and standard deviation of a drawn id's score.
-
-    The most popular 4096 rows, which matter most, count with their own scores, the others as uniform ones.
-    """
+    """Return mean and standard deviation of a drawn id's score, exactly for the 4096 most popular rows."""
     ranks = np.arange(min(table.rows, 4096))
     own = scores(table.row_ids(ranks), key).astype(np.float64)
     probability = table.ranks.probability(ranks)
     rest = max(0.0, 1.0 - float(probability.sum()))
     mean = float(probability @ own) + rest * 2.0**15
     variance = float(probability @ (own - mean) ** 2) + rest * (2.0**32 / 12 + (2.0**15 - mean) ** 2)
-    # The floor keeps the standardised scores of a very skewed table's rare rows from reaching hundreds.
+    # Without the floor, standardised scores of a very skewed table's rare rows would reach hundreds.
     return mean, math.sqrt(max(variance, 0.02 * 2.0**32 / 12))

@@ -7,14 +7,15 @@ _PACKAGE = "dlrm_overlap.embedding.backends"
 
 
 class Implementation(NamedTuple):
-    """Where a forward's or backward's class is, by device type: MODULE:CLASS in `embedding/backends`."""
+    """Where the class of a forward or of a backward is: MODULE:CLASS in `embedding/backends`."""
 
-    cpu: str
-    cuda: str
+    name: str
+    cpu: str | None = None
+    """another class for CPUs"""
 
     def load(self, device_type: str) -> Any:
         """Import and return the class for `device_type`, cpu or cuda."""
-        module, _, name = getattr(self, device_type).partition(":")
+        module, _, name = (self.cpu if self.cpu and device_type == "cpu" else self.name).partition(":")
         return getattr(import_module(f"{_PACKAGE}.{module}"), name)
 
 
@@ -31,41 +32,34 @@ class Backend(NamedTuple):
     """whether it stores into peers' memory within a node, which `GraphTrainPipeline` needs"""
     has_slices: bool = False
     """whether its kernel is persistent, so that `embedding.put`, `slice_bags` and `programs_per_sm` apply"""
-    forward_internode: Implementation | None = None
-    """the forward if ranks are on several nodes; None: the same"""
 
 
 BACKENDS = {
     "torchrec": Backend("FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU)", None, None),
     "nccl": Backend(
         "this project's lookup, then the same All-to-All",
-        Implementation(cpu="collective:CpuCollectiveForward", cuda="collective:CollectiveForward"),
+        Implementation("collective:CollectiveForward"),
         "collective",
     ),
     "pgas": Backend(
         "pooled rows stored straight into the peers' memory",
-        Implementation(cpu="cpu:CpuZeroCopyForward", cuda="pgas:ZeroCopyForward"),
+        Implementation("pgas:ZeroCopyForward"),
         "push",
         stores_to_peers=True,
-        forward_internode=Implementation(cpu="internode:CpuZeroCopyAcross", cuda="internode:ZeroCopyAcross"),
     ),
     "fused": Backend(
         "one persistent kernel that stores pooled rows directly, or copies slices when they are done",
-        Implementation(cpu="cpu:CpuZeroCopyForward", cuda="fused:SlicedForward"),
+        Implementation("fused:SlicedForward", cpu="pgas:ZeroCopyForward"),
         "push",
         stores_to_peers=True,
         has_slices=True,
-        forward_internode=Implementation(cpu="internode:CpuZeroCopyAcross", cuda="internode:SlicedAcross"),
     ),
 }
 
 BACKWARDS = {
-    "collective": Implementation(cpu="collective:CollectiveBackward", cuda="collective:CollectiveBackward"),
-    "push": Implementation(cpu="cpu:CpuPush", cuda="push:Push"),
+    "collective": Implementation("collective:CollectiveBackward"),
+    "push": Implementation("push:Push", cpu="cpu:CpuPush"),
 }
-
-BACKWARDS_INTERNODE = BACKWARDS | {"push": Implementation(cpu="internode:CpuPushAcross", cuda="internode:PushAcross")}
-"""The backwards if ranks are on several nodes."""
 
 EXCHANGED = tuple(name for name, backend in BACKENDS.items() if backend.forward is not None)
 """Backends whose exchange is this project's."""

@@ -489,6 +489,8 @@ class Config:
 RENAMED_KEYS = {
     "embedding.hosts": "embedding.nodes",
     "embedding.between_hosts": "embedding.internode",
+    "network.hosts": "network.nodes",
+    "network.gpus_per_host": "network.gpus_per_node",
     "log.replace": "log.overwrite",
     "checkpoint.resume_changed": "checkpoint.allow_config_mismatch",
 }

@@ -16,19 +16,14 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 class CompiledKernel:
     """A `@triton.jit` kernel with its compile-time arguments fixed, launched by position.
 
-    Triton's own launch inspects every argument to find the binary for its type and alignment, which takes the
-    host longer than a small kernel takes the GPU. This class inspects the arguments of the first launch only, and hands
-    those of later launches to the GPU as they come. So a kernel and its caller keep to four rules:
+    Triton's own launch inspects every argument, which takes longer than a small kernel. This class inspects those of
+    the first launch only, so kernels and callers follow four rules. `check` asserts them at the first launch, and at
+    every launch under Triton's interpreter.
 
-    - Order. Launches pass the run-time arguments in the order of the kernel's parameters.
-    - Integers. The kernel names them in `do_not_specialize`, since compiled kernels are found by the types in `dtypes`
-      alone; those that may need 64 bits it annotates as `tl.int64`.
-    - Alignment. Every tensor begins at a multiple of 16 bytes, but those that the kernel names in
-      `do_not_specialize_on_alignment`: Triton compiles for the divisors of the addresses of the first launch.
-    - Types. `dtypes` has those of all tensors whose type the constants leave open.
-
-    `check` asserts the number of arguments, the integers and the alignment: at the first launch and, so that tests find
-    a mistake, at every launch under Triton's interpreter.
+    - Order: launches pass the run-time arguments in the order of the kernel's parameters.
+    - Integers: the kernel names them in `do_not_specialize`; those of 64 bits are annotated as `tl.int64`.
+    - Alignment: tensors begin at multiples of 16 bytes, except those named in `do_not_specialize_on_alignment`.
+    - Types: `dtypes` has those of all tensors whose type the constants leave open.
 
     Example:
         # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
@@ -51,16 +46,18 @@ class CompiledKernel:
         """Fix the constants.
 
         Args:
-            kernel: whose `tl.constexpr` parameters come last.
-            num_warps: warps a program.
-            num_stages: reads of a pipelined loop that are under way at once; None takes Triton's default.
-            fuse_sums: let a product and a sum become one instruction, which rounds once. Without, every result has the
-                bits that a CPU computes.
-            registers: the most that a thread may have; other values are kept in memory. None: as many as it likes.
-            libraries: of device functions, name and file of each, that the kernel is linked with.
-            prepare: is called with the module's handle before the first launch; None calls nothing.
-            constants: values of the `tl.constexpr` parameters by name, in the order of the parameters.
+            kernel: its `tl.constexpr` parameters come last.
+            num_warps: warps per program.
+            num_stages: loads of a pipelined loop in flight at once; None takes Triton's default.
+            fuse_sums: let a product and a sum become one instruction, which rounds once. Without, results have a CPU's
+                bits.
+            registers: limit of a thread's registers.
+            libraries: name and file of each library of device functions.
+            prepare: called with the module's handle before the first launch.
+            constants: values of the `tl.constexpr` parameters, in their order. The fields of a named tuple are
+                constants, too; they must not be functions, whose changes Triton's cache on disk would not see there.
         """
+        constants = {name: _with_constant_fields(value) for name, value in constants.items()}
         names = tuple(inspect.signature(kernel.fn).parameters)
         self.arguments = names[: len(names) - len(constants)]
         """names of the run-time arguments"""
@@ -73,11 +70,9 @@ class CompiledKernel:
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
 
     def __call__(self, programs: int, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> None:
-        """Launch `programs` programs on the current stream; of 0 programs nothing is launched.
+        """Launch `programs` programs on the current stream; 0 launches nothing.
 
-        Args:
-            dtypes: of the tensors whose type the constants leave open.
-            arguments: the kernel's run-time arguments, in the order of its parameters; the first is a tensor.
+        `dtypes` are the types of the tensors whose type the constants leave open. The first of `arguments` is a tensor.
         """
         if programs == 0:
             return
@@ -96,7 +91,7 @@ class CompiledKernel:
         return self._kernel.__name__
 
     def compiled(self, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> Any:
-        """Return the compiled kernel that launches with such arguments run, which is compiled the first time."""
+        """Return the compiled kernel for such arguments, compiled at the first call."""
         key = arguments[0].device.index, dtypes
         if key not in self._compiled:
             self._compiled[key] = self.compile(*arguments)
@@ -112,7 +107,7 @@ class CompiledKernel:
         return compiled
 
     def check(self, *arguments: Any) -> None:
-        """Assert that these arguments keep to the class's rules, as far as their values show it."""
+        """Assert that these arguments follow the rules of the class, as far as their values show it."""
         kernel = self._kernel
         assert len(arguments) == len(self.arguments), (
             f"{kernel.__name__}: {len(arguments)} arguments are passed; pass {', '.join(self.arguments)}"
@@ -126,10 +121,15 @@ class CompiledKernel:
                 )
             elif isinstance(argument, torch.Tensor) and name not in unaligned:
                 assert argument.data_ptr() % 16 == 0, (
-                    f"{kernel.__name__}: {name} begins {argument.data_ptr() % 16} bytes behind a multiple of 16; pass "
-                    f"one that does not, or name it in the kernel's do_not_specialize_on_alignment"
+                    f"{kernel.__name__}: {name} begins {argument.data_ptr() % 16} bytes after a multiple of 16; pass "
+                    f"an aligned one, or name it in the kernel's do_not_specialize_on_alignment"
                 )
 
 
+def _with_constant_fields(value: Any) -> Any:
+    """Return a named tuple whose fields are constants to Triton, or the value itself."""
+    return value._make(map(tl.constexpr, value)) if hasattr(value, "_fields") else value
+
+
 specialised = lru_cache(maxsize=None, typed=True)(CompiledKernel)
-"""returns the kernel with compile-time arguments, which are hashable; it is made once"""
+"""`CompiledKernel`, made once for each kernel and constants"""

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.arguments import MOST_USES, CacheState, Swaps
 from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
+from dlrm_overlap.kernels.row_cache import MOST_USES, CacheState, Swaps
 
 _TAKE_PROGRAMS = 2 if INTERPRETED else 128
 _NUM_WARPS = 4

@@ -1,19 +1,112 @@
-"""Launches that are repeated with most arguments unchanged: packed once, then issued in two microseconds.
+"""Launches that are prepared once, then issued in two microseconds each, and the cache that finds them again.
 
-Triton's launcher asks the driver about every tensor that it is given, and a launch of ours has a dozen. Here the
-arguments lie in a buffer as the kernel reads them; a launch overwrites those that have changed and calls the driver.
+Triton's launcher asks the driver about every tensor argument. A `Launch` keeps the arguments in a buffer, laid out as
+the kernel reads them; a call overwrites those that have changed (what it saves: docs/lab.md).
 """
 
 import ctypes
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, wraps
+from operator import attrgetter
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import torch
+from torch.cuda import is_current_stream_capturing, is_initialized
 
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 
-# The driver's array of pointers: arguments come in one buffer, at this address, of this size.
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+Arguments = TypeVarTuple("Arguments")
+
+_MOST = 64  # values that no capture has used: batch sizes and learning rates rarely change
+_NONE: Any = object()
+
+
+class StepCache(Generic[Key, Value]):
+    """Values by keys such as the sizes of a batch: all that captures have used, and the 64 others used last.
+
+    A CUDA graph holds the addresses of its kernels' tensors, and no references. If one of them is freed, a replay reads
+    and writes other owners' memory. So a value that is used during a capture is held as long as the cache. Others may
+    be dropped: kernels that read them are issued before the next owner of their memory uses it. A value must hold the
+    tensors that it is made from.
+
+    Example: a step is captured, then batches of 100 other sizes are evaluated, then the graph is launched. The value of
+    the captured step is still there, with those of the last 64 sizes.
+    """
+
+    def __init__(self) -> None:
+        self._captured: dict[Key, Value] = {}
+        self._others: dict[Key, Value] = {}
+        """the value used longest ago first"""
+        self._replaced: list[Value] = []
+        """captured values that `get` does not return any more"""
+
+    def __len__(self) -> int:
+        """Return the number of keys that have a value."""
+        return len(self._captured) + len(self._others)
+
+    def get(self, key: Key, make: Callable[[*Arguments], Value], *arguments: *Arguments) -> Value:
+        """Return the value of `key`, or of `make(*arguments)`, which may call `forget`, but not `get`."""
+        value = self._others.pop(key, _NONE)  # taken out and put back last, which is cheap: a step asks often
+        if value is _NONE:
+            if key in self._captured:
+                return self._captured[key]
+            value = make(*arguments)
+            if len(self._others) >= _MOST:
+                del self._others[next(iter(self._others))]
+        if is_initialized() and is_current_stream_capturing():
+            self._captured[key] = value
+        else:
+            self._others[key] = value
+        return value
+
+    def forget(self) -> None:
+        """Let all values be made again, since their sources have changed; values that captures have used are held."""
+        self._replaced += self._captured.values()
+        self._captured, self._others = {}, {}
+
+
+_TYPE, _DEVICE = attrgetter("dtype"), torch.Tensor.get_device
+
+Owner = TypeVar("Owner")
+Prepared = TypeVar("Prepared")
+
+
+def prepared(
+    make: Callable[[Owner, Sequence[torch.Tensor], *Arguments], Prepared],
+) -> Callable[[Owner, Sequence[torch.Tensor], *Arguments], Prepared]:
+    """Make a method that prepares launches return those of an earlier call with the same key.
+
+    The method takes the tensors that each call of a launch gives, and everything else that the launch is made from,
+    which is hashable. The key is the types and devices of the tensors, and the rest. See `launches_of` for the cache.
+
+    Example:
+        @prepared
+        def _scaling(self, tensors, factor) -> Launch:
+            return prepare_scale(*tensors, factor)
+
+        self._scaling((values,), 0.5)(values)
+    """
+
+    @wraps(make)
+    def find(owner: Owner, tensors: Sequence[torch.Tensor], *arguments: *Arguments) -> Prepared:
+        key = make, arguments, *map(_TYPE, tensors), *map(_DEVICE, tensors)
+        try:
+            launches = owner._prepared_launches  # type: ignore[attr-defined]
+        except AttributeError:
+            launches = launches_of(owner)
+        return launches.get(key, make, owner, tensors, *arguments)
+
+    return find
+
+
+def launches_of(owner: Any) -> StepCache[tuple[Any, ...], Any]:
+    """Return what `prepared` methods of an object have made; `forget` it if the object's tensors move."""
+    return vars(owner).setdefault("_prepared_launches", StepCache())
+
+
+# The driver's array of pointers: arguments are in one buffer, at this address, of this size.
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 
 _NUMBERS = int, float
@@ -34,17 +127,17 @@ class _Config(ctypes.Structure):
 
 
 class Launch:
-    """A kernel with its arguments, of which some are given anew by each call.
+    """A kernel with its arguments; each call gives some of them again.
 
-    It belongs to one caller, whose calls follow each other: two threads must not call one at the same time. Its
-    arguments must stay true: the tensors that stay are held, those that are given anew are of the type and on the
-    device of the first. Nothing looks at that but Triton's interpreter, at the types.
+    It has one caller: two threads must not call it at the same time. It holds the tensors that stay. The tensors of a
+    call have the type and the device of the first ones; nothing checks that except Triton's interpreter, which checks
+    types.
 
     Example:
         # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
         launch = Launch(scale, programs, (values.dtype,), (values, values.numel(), 0.5), changing=("values",))
         launch(values)
-        launch(others)  # as many, of the same type
+        launch(others)  # of the same number and type
     """
 
     def __init__(
@@ -58,10 +151,11 @@ class Launch:
         """Compile the kernel, if need be, and pack the arguments.
 
         Args:
-            programs: of each launch; of 0 nothing is launched. None: each call says how many.
-            dtypes: as `CompiledKernel` takes them.
-            arguments: all run-time arguments, in the order of the names; the first is a tensor.
-            changing: names of those that each call gives anew, in the order in which it does.
+            kernel: the kernel.
+            programs: number of programs; 0 launches nothing. None: each call gives the number.
+            dtypes: see `CompiledKernel`.
+            arguments: all run-time arguments; the first is a tensor.
+            changing: names of the arguments that each call gives, in its order.
         """
         self._kernel, self._programs, self._dtypes = kernel, programs, dtypes
         self._arguments = list(arguments)
@@ -70,31 +164,35 @@ class Launch:
         self._interpreted, self._types = INTERPRETED, [_type_of(arguments[index]) for index in self._changing]
         if not INTERPRETED and programs != 0:
             self._pack(kernel.compiled(dtypes, *arguments))
-        for index in self._changing:  # else those of the first call would be held
+        for index in self._changing:  # do not hold the tensors of the first call
             self._arguments[index] = None
 
     def _pack(self, compiled: Any) -> None:
         """Lay the arguments out as the kernel's function has its parameters, and prepare the driver's call."""
+        # Check what the driver's call assumes.
         driver, metadata = _driver(), compiled.metadata
         devices = {argument.device for argument in self._arguments if isinstance(argument, torch.Tensor)}
         assert len(devices) == 1, f"{self._kernel.name}: tensors on {' and '.join(sorted(map(str, devices)))}"
-        assert metadata.global_scratch_size == metadata.profile_scratch_size == 0, "a kernel that is given no scratch"
+        assert metadata.global_scratch_size == metadata.profile_scratch_size == 0, "a kernel without scratch memory"
         assert metadata.num_ctas == 1, "a launch without clusters"
         assert not metadata.launch_cooperative_grid, "a launch that is not cooperative"
         assert not metadata.launch_pdl, "a launch that waits for the one before"
         self._function = ctypes.c_void_p(compiled.function)
-        places = _parameters(driver, self._function)
-        # After the arguments come Triton's own, for scratch memory: of a kernel that has none, null pointers.
-        assert len(places) >= len(self._arguments), f"{len(self._arguments)} arguments for {len(places)} parameters"
-        assert all(size == 8 for _, size in places[len(self._arguments) :]), "parameters that are no arguments"
-        self._size = ctypes.c_size_t(sum(places[-1]))
+        # Fill the buffer. Triton's own parameters follow: pointers to scratch memory, null without any.
+        parameters = _parameters(driver, self._function)
+        assert len(parameters) >= len(self._arguments), (
+            f"{len(self._arguments)} arguments for {len(parameters)} parameters"
+        )
+        assert all(size == 8 for _, size in parameters[len(self._arguments) :]), "parameters that are no arguments"
+        self._size = ctypes.c_size_t(sum(parameters[-1]))
         self._buffer = ctypes.create_string_buffer(self._size.value)
         fields = []
-        for argument, (offset, size) in zip(self._arguments, places, strict=False):
+        for argument, (offset, size) in zip(self._arguments, parameters, strict=False):
             fields.append(_stored(argument, size).from_buffer(self._buffer, offset))
             fields[-1].value = value = argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
             assert isinstance(value, float) or fields[-1].value == value, f"{value} in a parameter of {size} bytes"
         self._fields = [fields[index] for index in self._changing]
+        # Describe the launch.
         self._config = _Config(0, (1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared)
         extra = _BUFFER_POINTER, ctypes.addressof(self._buffer), _BUFFER_SIZE, ctypes.addressof(self._size), _END
         self._extra = (ctypes.c_void_p * len(extra))(*extra)
@@ -105,12 +203,7 @@ class Launch:
         self._call = driver.cuLaunchKernelEx
 
     def __call__(self, *changed: Any, programs: int | None = None) -> None:
-        """Launch on the current stream, with `changed` in place of the arguments that change.
-
-        Args:
-            changed: the arguments, in the order of `changing`: tensors, int and float.
-            programs: of this launch, where those of each are not the same.
-        """
+        """Launch on the current stream with `changed`, in the order of `changing`: tensors, int, float."""
         if programs is None:
             programs = self._programs
             assert programs is not None, f"{self._kernel.name}: of how many programs?"
@@ -133,12 +226,11 @@ class Launch:
 
 
 def _type_of(argument: Any) -> Any:
-    """Return the type of a number, or of a tensor's elements."""
     return argument.dtype if isinstance(argument, torch.Tensor) else type(argument)
 
 
 def _stored(argument: Any, size: int) -> Any:
-    """Return how an argument is stored in a parameter of `size` bytes."""
+    """Return the C type of an argument in a parameter of `size` bytes."""
     kinds = {torch.Tensor: "pointer", int: "integer", float: "float"}
     kind = next(kind for known, kind in kinds.items() if isinstance(argument, known))
     known = {
@@ -153,7 +245,7 @@ def _stored(argument: Any, size: int) -> Any:
 
 @lru_cache
 def _driver() -> ctypes.CDLL:
-    # Its calls let other threads of Python run: one that waits for room in the stream's queue may wait for long.
+    # A CDLL's calls release the GIL: a launch may wait long for room in the stream's queue.
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -168,7 +260,6 @@ def _parameters(driver: ctypes.CDLL, function: ctypes.c_void_p) -> list[tuple[in
 
 
 def _error(status: int) -> str:
-    """Return the driver's text for a status."""
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(status, ctypes.byref(text))
     return f"CUDA error {status}: {(text.value or b'?').decode()}"

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import CompiledKernel, specialised
-from dlrm_overlap.kernels.primitives import count_and_raise
+from dlrm_overlap.kernels.primitives import count_and_signal
+from dlrm_overlap.kernels.tuning import power_of_2
 
 PROGRAMS = 64
 """of 16 warps. 16 or 32 programs are up to 10% slower alone on H200 (docs/results/collectives.md)"""
@@ -98,7 +98,7 @@ def _store_rows(
         target = tl.multiple_of((tl.load(targets + peer) + offset).to(tl.pointer_type(TYPE)), WORD)
         tl.store(target + at, tl.load(row + at, mask=mask), mask=mask)  # [BLOCK]
     # Count this program (acquire and release, GPU scope); the last one sets the flags, a release at system scope.
-    count_and_raise(counted, peers_ready, rank, world_size, tl.load(clock), PEERS)
+    count_and_signal(counted, peers_ready, rank, world_size, tl.load(clock), PEERS)
 
 
 def _compiled(world_size: int, word: int) -> CompiledKernel:

@@ -1,42 +1,38 @@
 """Device building blocks: the task order, flags with bounded waits, and records that the host reads.
 
-Memory order, the same in every kernel. The producer: all threads of a program store; a barrier, `tl.debug_barrier()`,
-orders their stores before the next work of one thread; that thread releases a flag or a count. The consumer: one thread
-acquires the flag or count; a barrier; then all threads load. Between ranks both use system scope, between programs of
-one GPU they use GPU scope. The chain is cumulative: a release also covers all that its thread has acquired before.
+Memory order, the same in every kernel. Producer: all threads store; a barrier, `tl.debug_barrier()`; one thread
+releases a flag or a count. Consumer: one thread acquires it; a barrier; all threads load. Ranks use system scope,
+programs of one GPU use GPU scope, also for stores into a peer's memory: a scope has to include the two threads that
+synchronise, and no others (PTX ISA, sections 8.7 and 8.9.4). Such pairs extend base causality order, which is
+transitive (8.9.5): a release also covers everything that its thread has acquired.
 
-This holds wherever the stores go, a peer's memory included. A scope has to include the two threads that synchronise,
-and no others (PTX ISA, sections 8.7 and 8.9.4). Each such pair extends base causality order, which is transitive
-(8.9.5, whose note calls this cumulativity).
-
-Example: a thread of program A stores into a peer's window. A barrier, whose scope is A, orders that before A's count, a
-release at GPU scope. Program B, which counts last, acquires the count at GPU scope and raises the peer's flag, a
-release at system scope. The peer acquires the flag. Each pair is within its scope, so the store precedes the peer's
-loads. Were it otherwise, no thread could release what the other threads of its program stored before a barrier, either.
+Example: a thread of program A stores into a peer's window. A barrier orders that before A's count, a release at GPU
+scope. Program B counts last, acquires the count, and signals the peer by a release at system scope. The peer acquires
+the flag, so the store precedes its loads.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-# Kinds of status records. Each has a lock, and a row of its own in the host's [kinds, 8] int64, whose word 0 is written
-# last.
+# Kinds of records. Each has a lock in `status`, and a row in the host's [kinds, 8] int64, whose word 0 is written last.
 RECORD_WORDS = tl.constexpr(8)
 EXPIRED = tl.constexpr(1)  # words 1 ..: waiting rank, peer, slot, expected epoch, seen epoch
 BAD_ID = tl.constexpr(2)  # words 1 ..: index of the feature in its input, sample, rows of its table
-OVERFLOW = tl.constexpr(3)  # words 1 ..: rank that brings too many ids, the feature, their number, the capacity
-BAD_ARRIVAL = tl.constexpr(4)  # words 1 ..: shard, source rank, place among its ids there, id, rows of its table
+OVERFLOW = tl.constexpr(3)  # words 1 ..: rank that has too many ids, the feature, their number, the capacity
+BAD_ARRIVAL = tl.constexpr(4)  # words 1 ..: shard, source rank, index among its ids there, id, rows of its table
 
 
 @triton.jit
-def task_at(position, rank, world_size, features, blocks, SCHEDULE: tl.constexpr):
-    """Return (destination, feature, block) of the task at `position` in the order of the schedule.
-
-    See `schedule`; `position` may be a scalar or a tensor.
-
-    Example: rank 1 of 3, one feature, two blocks, balanced: position 0 is block 0 for rank 2, position 3 block 1 for
-    rank 2, position 4 block 1 for rank 0.
-    """
+def task_at(
+    position,
+    rank,
+    world_size,
+    features,
+    blocks,
+    SCHEDULE: tl.constexpr,
+):
+    """Return (destination, feature, block) of the task at `position`, scalar or tensor, in the order of `schedule`."""
     each = features * blocks
     if SCHEDULE == "balanced":
         turn = position % world_size
@@ -50,18 +46,13 @@ def task_at(position, rank, world_size, features, blocks, SCHEDULE: tl.constexpr
 
 @triton.jit
 def record(status, KIND: tl.constexpr, a, b, c, d, e):
-    """Write the status record of KIND, unless there is one already: words 1 .. 5, then word 0.
+    """Write the record of KIND for the host, unless there is one already.
 
-    The host polls the records in its own memory. `status` [1 + kinds] int64 is in device memory, since not every bus
-    has atomics on host memory; it holds the address of the records, then a lock for each kind. Records of one kind
-    leave the others alone: a wait that expires is recorded also after a bad id that did not stop the run.
+    Memory: `status` [1 + kinds] int64 holds the address of the records in the host's memory, then a lock for each kind;
+    not every bus supports atomics on host memory.
 
-    Order: words 1 .. 5 are stored; an atomic on the lock, acquire and release at system scope, comes before the store
-    of word 0, so the host that sees word 0 sees the rest. Another one follows: word 0 has arrived in the host's memory
-    when the thread goes on. A kernel that is stopped loses values on their way, and any of its warps may stop it.
-
-    Example: BAD_ID of (3, 9, 50), the first of its kind, takes status[2] from 0 to 1, writes words 9 .. 13, takes it to
-    2, writes word 8 and takes it to 3. Another BAD_ID takes it to 4 and writes nothing.
+    Order: words 1 .. 5, then word 0, by which the host knows the record. A kernel that is stopped loses stores in
+    flight.
     """
     lock = status + KIND
     if tl.atomic_add(lock, 1) == 0:
@@ -71,49 +62,44 @@ def record(status, KIND: tl.constexpr, a, b, c, d, e):
         tl.store(words + 3, c.to(tl.int64))
         tl.store(words + 4, d)
         tl.store(words + 5, e)
-        tl.atomic_add(lock, 1, sem="acq_rel", scope="sys")  # the host must not see word 0 before the rest
+        # Acquire and release: a host that sees word 0 sees the rest.
+        tl.atomic_add(lock, 1, sem="acq_rel", scope="sys")
         tl.store(words, KIND)
-        tl.atomic_add(lock, 1, sem="acq_rel", scope="sys")  # word 0 must be there before a warp stops the kernel
+        # Word 0 has arrived in the host's memory before a warp stops the kernel.
+        tl.atomic_add(lock, 1, sem="acq_rel", scope="sys")
 
 
 @triton.jit
 def clock(turn, INTERPRETED: tl.constexpr):
-    """Return the GPU's time in ns; under the interpreter, which has no clock, `turn`."""
+    """Return the GPU's time in ns, or `turn` under the interpreter."""
     return tl.full((), 0, tl.int64) + turn if INTERPRETED else cuda.globaltimer()
 
 
 @triton.jit
 def signal_flag(flag, epoch):
-    """Store `epoch` at `flag`, in this GPU's memory or a peer's, after all that this program has stored or acquired.
-
-    Order: a barrier, then a release at system scope by one thread.
-    """
-    tl.debug_barrier()
+    """Store `epoch` to `flag`, here or at a peer, after everything that this program has stored or acquired."""
+    tl.debug_barrier()  # all threads have stored before one of them releases
     tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
 
 
 @triton.jit
 def signal_flags(peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
-    """Store `epoch` to element `slot` of every rank's flags, after all that this program has stored or acquired.
-
-    `peers_ready` [W] int64 holds the address of each rank's flags. Order: a barrier, then one release at system scope
-    for each rank, each by a lane of its own.
-    """
+    """Store `epoch` to element `slot` of every rank's flags, at addresses `peers_ready` [W], as `signal_flag` does."""
     peer = tl.arange(0, PEERS)
     mask = peer < world_size
+    # [PEERS]
     flags = tl.load(peers_ready + peer, mask=mask, other=0).to(tl.pointer_type(tl.int64))
-    tl.debug_barrier()
+    tl.debug_barrier()  # all threads have stored before a lane releases each flag
     tl.atomic_xchg(flags + slot, tl.zeros((PEERS,), tl.int64) + epoch, mask=mask, sem="release", scope="sys")
 
 
 @triton.jit
-def count_and_raise(counted, peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
-    """Let the program that ends last raise element `slot` of every rank's flags; `counted` [1] int32 is 0 before.
+def count_and_signal(counted, peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
+    """Count this program in `counted` [1] int32, 0 before and after; the last one signals `slot` at every rank.
 
-    Order: the program's stores, a barrier, its count (acquire and release, GPU scope); whoever counts last has so
-    acquired all that the others have released, and releases all of it with the flags, at system scope.
+    Order: the count acquires what all others have released, and the signal, at system scope, releases it.
     """
-    tl.debug_barrier()
+    tl.debug_barrier()  # all threads have stored before one of them counts the program
     if tl.atomic_add(counted, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(counted, 0)  # for the next kernel on the stream
         signal_flags(peers_ready, slot, world_size, epoch, PEERS)
@@ -121,22 +107,18 @@ def count_and_raise(counted, peers_ready, slot, world_size, epoch, PEERS: tl.con
 
 @triton.jit
 def oldest_epoch(flags, mask, epoch, SEM: tl.constexpr):
-    """Return the least epoch at `flags` [N] where `mask`, or `epoch` if that is less; read with order SEM.
-
-    Flags are read at system scope, since peers raise them.
-    """
-    # An atomic, since the compiler takes a load out of the loop, volatile or not.
+    """Return the least of `epoch` and the epochs at `flags` [N] where `mask`, read with SEM at system scope."""
+    # An atomic, since the compiler moves a load out of the loop, even a volatile one.
     seen = tl.atomic_add(flags, tl.zeros_like(flags.to(tl.int64)), mask=mask, sem=SEM, scope="sys")
     return tl.min(tl.where(mask, seen, epoch), 0)
 
 
 @triton.jit
 def time_since(began, turn, INTERPRETED: tl.constexpr, ALONE: tl.constexpr):
-    """Return the ns since the time `began` of `clock`, the same to all threads; `turn` less it, under the interpreter.
+    """Return the ns since `began`, a result of `clock`, the same in all threads; turns, under the interpreter.
 
-    A time is another in every warp. Warps that decide by their own leave a loop at different turns: some record nothing
-    then, since word of the first thread comes too late for them, and stop the kernel before the first one does.
-    So the time is the first thread's. A warp that is ALONE, while others of the program do something else, has its own.
+    Each warp reads another time, and one that decides alone could stop the kernel before the record is written. So all
+    use the first thread's time, unless the warp is ALONE: other warps do something else.
     """
     waited = clock(turn, INTERPRETED) - began
     if not (INTERPRETED or ALONE) and cuda.num_warps() > 1:
@@ -146,10 +128,9 @@ def time_since(began, turn, INTERPRETED: tl.constexpr, ALONE: tl.constexpr):
 
 @triton.jit
 def poll(flags, mask, epoch, timeout, INTERPRETED: tl.constexpr):
-    """Return the least epoch at `flags` [N] where `mask`, or `epoch` once all have reached it.
+    """Return `epoch` once `flags` [N] have reached it where `mask`, or the least of them after `timeout`.
 
-    Less than `epoch` is returned when `timeout` ns have passed; turns, under the interpreter. All threads of a program
-    take part, and go on alike. Order: none, the flags are read relaxed; whoever goes on acquires them.
+    All threads of a program take part. Order: none, the caller acquires the flags.
     """
     began = clock(0, INTERPRETED)
     turn = 0
@@ -176,16 +157,14 @@ def wait_for_flags(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Wait until the flags [first, first + BLOCK) of `ready` [W, slots] have reached `epoch`.
+    """Wait until those of the flags [first, first + BLOCK) of `ready` [W, slots] that are in use have reached `epoch`.
 
-    Of the flags that rank w raises, row w, only the first counts[w] are in use and awaited. When `timeout` ns have
-    passed (turns, under the interpreter), the program records which flag is missing and stops the kernel: to go on
-    would be to train on the window's old values.
+    The first counts[w] flags of row w, which rank w signals, are in use. After `timeout` ns (turns, under the
+    interpreter) the program records the missing flag and stops the kernel: to go on would be to train on old values.
 
-    Order: the flags are read relaxed until all have reached `epoch`, then acquired once, at system scope; a barrier
-    follows, so that no thread of the program reads a window earlier.
+    Order: acquired once all have reached `epoch`, at system scope; then a barrier.
 
-    Example: slots 3, counts [2, 0], first 0, BLOCK 4: elements 0 and 1 are awaited; 2 and 3 are not in use.
+    Example: slots 3, counts [2, 0], first 0, BLOCK 4: the program waits for elements 0 and 1.
     """
     index = first + tl.arange(0, BLOCK)
     source = index // slots
@@ -200,13 +179,13 @@ def wait_for_flags(
         if not INTERPRETED:
             tl.debug_barrier()  # no warp stops the kernel before the one that writes the record
             stop(rank)
-    # Acquired once, at the end: each acquire empties the multiprocessor's L1, where other programs still pool.
+    # Once, at the end: each acquire empties L1, while other programs of the multiprocessor still pool.
     oldest_epoch(flags, mask, epoch, "acquire")
     tl.debug_barrier()  # no thread reads the windows before the threads that acquired
 
 
 @triton.jit
-def await_few(
+def wait_for_few(
     ready,
     slots,
     first,
@@ -219,17 +198,10 @@ def await_few(
     LANES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Wait until `count` flags of `ready` [W, slots], at most LANES, have reached `epoch`.
+    """Wait, as `wait_for_flags` does, for `count` flags of `ready` [W, slots], at most LANES: first, first + apart, ..
 
-    These are the elements `first`, `first` + `apart`, and so forth. When `timeout` has passed, the program records
-    which flag is missing and stops the kernel, as `wait_for_flags` does.
-
-    Order: as in `wait_for_flags`. A proxy fence follows, so that the program's reads by TMA come after, too.
-
-    Returns:
-        0, computed from the flags seen: code that is to come after the wait can be made to depend on it.
-
-    Example: slot 2 of 4 of all of 3 ranks: first 2, apart 4, count 3 are the elements 2, 6 and 10.
+    A proxy fence follows, so that reads by TMA also come after. The result is 0, computed from the flags: code that
+    must come after the wait can be made to depend on it.
     """
     lane = tl.arange(0, LANES)
     mask = lane < count
@@ -249,7 +221,7 @@ def await_few(
 
 @triton.jit
 def fence_proxy(value):
-    """Return `value`, once all that this thread has acquired is visible to its reads of global memory by TMA, too."""
+    """Return `value`, after a fence: the thread's reads by TMA also see what it has acquired."""
     return tl.inline_asm_elementwise(
         "{ fence.proxy.async.global; mov.u32 $0, $1; }", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
     )

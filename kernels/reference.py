@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from dlrm_overlap.kernels.arguments import EVERY_BAG, MOST_USES, CacheState, OptimizerParams, Partials, Swaps
+from dlrm_overlap.kernels.bags import EVERY_BAG, Partials
 from dlrm_overlap.kernels.dense.arguments import GROUP, LINE, CrossGradient, FlatUpdate
+from dlrm_overlap.kernels.optimizer_params import OptimizerParams
+from dlrm_overlap.kernels.row_cache import MOST_USES, CacheState, Swaps
 
 Rows = torch.Tensor
 States = list[torch.Tensor]

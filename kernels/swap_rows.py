@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.arguments import Swaps, power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
+from dlrm_overlap.kernels.row_cache import Swaps
+from dlrm_overlap.kernels.tuning import power_of_2
 
 # The step's matrix products cannot share a multiprocessor with a program of this kernel, so few rows get few programs.
 # Each program has 32 KB in flight in each direction while it stores 16 KB.

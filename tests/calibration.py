@@ -1,8 +1,8 @@
-"""Rates of a GPU from rows that `bench` has measured on one and two GPUs, and what they predict of other rows.
+"""Fits the simulator's rates of a GPU to rows that `bench` measured on one and two GPUs, and predicts other rows.
 
-`python -m tests.calibration` prints the section `gpu` of `configs/simulate/h200.yaml`, and every prediction. Four
-numbers describe a lookup: rates of the memory and of the cache, a time a bag and one on top. Every other shape of
-`sweep.csv`, and the shape of `weak_two_gpus.csv`, give them. The exchange's rates come from rows on two GPUs.
+`python -m tests.calibration` prints the section `gpu` of `configs/simulate/h200.yaml`, and every prediction. A lookup
+has four numbers: rates of the memory and of the cache, a time per bag and a fixed time. They are fitted to every other
+shape of `sweep.csv` and to `weak_two_gpus.csv`. The exchange's rates come from rows on two GPUs.
 """
 
 import ast
@@ -24,13 +24,13 @@ from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import SimulatedWorkload, build_workload
 
 Row = Mapping[str, str]
-"""column -> value, of a measured row"""
+"""column -> value"""
 
 _LOOKUPS = ("baseline", "pgas", "fused")
 BACKENDS = {"baseline": "torchrec", "torchrec": "torchrec", "pgas": "pgas", "fused": "fused"}
-_LINKED = 0.7  # part of a time that the links need, above which it shows nothing of a lookup
-_FREE = 1e9  # GB/s: what takes no time
-_MEMORY_GB_PER_S, _CACHE_GB_PER_S = np.geomspace(2800, 5200, 25), np.geomspace(3500, 16000, 40)  # that are tried
+_LINKED = 0.7  # if the links need more than this part of a time, it says nothing about the lookup
+_FREE = 1e9  # GB/s, for work that takes no time
+_MEMORY_GB_PER_S, _CACHE_GB_PER_S = np.geomspace(2800, 5200, 25), np.geomspace(3500, 16000, 40)  # candidates
 
 
 class Prediction(NamedTuple):
@@ -42,30 +42,29 @@ class Prediction(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The simulated time over the measured one, less 1."""
+        """Simulated over measured time, minus 1."""
         return self.simulated_ms / self.measured_ms - 1
 
 
 class Measured(NamedTuple):
-    """A simulation and the time that was measured of it."""
+    """A simulation and its measured time."""
 
     config: SimulateConfig
     ms: float
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file of `bench`."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def fit(rows: Sequence[Row], lookups: Sequence[Row], base: GpuConfig) -> GpuConfig:
-    """Return `base` with the rates that rows of the stage on two GPUs give; other rows are not looked at.
+    """Return `base` with rates fitted to rows of the stage.
 
     Args:
-        rows: of weak and strong scaling, which give the rates of links and of the collective library.
-        lookups: rows of the stage with the lookups of today.
-        base: the rates that these rows do not give.
+        rows: of weak and strong scaling; those on two GPUs give the rates of links and of the collective library.
+        lookups: with today's lookups.
+        base: all other rates.
     """
     two = [row for row in rows if row["world_size"] == "2"]
     assert two, "there are rows on two GPUs"
@@ -86,32 +85,27 @@ def fit(rows: Sequence[Row], lookups: Sequence[Row], base: GpuConfig) -> GpuConf
 
 
 def split_sweep(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Return the rows of the shapes that lookups are fitted to, and those that are held out.
-
-    They take turns like the fields of a chessboard, whose sides are the sweep's dims, bags and batches.
-    """
+    """Return the rows that lookups are fitted to, and those that are held out: a chessboard of dims, bags, batches."""
     keys = ("dim", "pooling_factor", "global_batch")
-    places = {key: sorted({float(row[key]) for row in rows}) for key in keys}
-    fields: tuple[list[Row], list[Row]] = [], []
+    values = {key: sorted({float(row[key]) for row in rows}) for key in keys}
+    colors: tuple[list[Row], list[Row]] = [], []
     for row in rows:
-        fields[sum(places[key].index(float(row[key])) for key in keys) % 2].append(row)
-    return fields
+        colors[sum(values[key].index(float(row[key])) for key in keys) % 2].append(row)
+    return colors
 
 
 def round_rate(value: float) -> float:
-    """Return four digits of a rate or a time."""
     return float(f"{value:.4g}")
 
 
 class _Lookup(NamedTuple):
-    """A measured lookup with its exchange, in seconds."""
-
     work: SimulatedWorkload
     seconds: float
+    """measured, of lookup and exchange"""
     links_s: float
-    """that stores to peers need beside the lookup"""
+    """that stores to peers take during the lookup"""
     exchange_s: float
-    """that the exchange takes besides"""
+    """that the exchange takes after the lookup"""
 
 
 def _lookup_of(row: Row, gpu: GpuConfig) -> _Lookup:
@@ -126,9 +120,9 @@ def _lookup_of(row: Row, gpu: GpuConfig) -> _Lookup:
 
 
 def _fit_lookup(rows: Sequence[Row], gpu: GpuConfig) -> LookupConfig:
-    """Return the lookup of one contender with the least squares of relative errors, of rates in steps of 3 and 4%.
+    """Return the rates of one contender's lookup with the least squares of relative errors.
 
-    Where the links take most of the time, it shows the time on top alone.
+    A time that is mostly the links' fits the fixed time only.
     """
     best = np.inf, LookupConfig()
     lookups = [_lookup_of(row, gpu) for row in rows]
@@ -154,12 +148,12 @@ def _fit_lookup(rows: Sequence[Row], gpu: GpuConfig) -> LookupConfig:
 
 
 def measured_ms(row: Row) -> float:
-    """Return the GPU's time alone, where a row has it."""
+    """Return the GPU's own time if the row has it, else the median by the clock."""
     return float(row.get("gpu_ms") or row["median_ms"])
 
 
 def line_through(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Return slope and constant, which is not below 0, of the line that is nearest to some points."""
+    """Return slope and constant, at least 0, of the least-squares line through points."""
     slope, constant = np.polyfit(x, y, 1)
     return float(slope), max(float(constant), 0.0)
 
@@ -169,12 +163,10 @@ def _pooled_bytes(row: Row) -> float:
 
 
 def _value(text: str) -> Any:
-    """Return a number or a list of a row's column, or the text where it is neither, as of a range of ids."""
     return ast.literal_eval(text) if text[0] == "[" or text.isdigit() else text
 
 
 def _config(row: Row, what: Any, gpu: GpuConfig, model: ModelConfig, embedding: EmbeddingConfig) -> SimulateConfig:
-    """Return the simulation of the tables, the batch and the GPUs of a row."""
     keys = {name: _value(row[name]) for name in ("rows", "multi_hot")}
     return SimulateConfig(
         model,
@@ -182,13 +174,13 @@ def _config(row: Row, what: Any, gpu: GpuConfig, model: ModelConfig, embedding: 
         embedding,
         TrainConfig(global_batch_size=int(row["global_batch"])),
         what=what,
-        network=NetworkConfig(gpus_per_host=int(row["world_size"])),
+        network=NetworkConfig(gpus_per_node=int(row["world_size"])),
         gpu=gpu,
     )
 
 
 def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
-    """Return the simulation of what a row of the embedding stage has measured, over the links of its machine."""
+    """Return the simulation of a measured row of the embedding stage, over the links of its machine."""
     dim = int(row["dim"])
     link = float(row["link_gb_per_s"]) or gpu.link_gb_per_s  # 0 on one GPU
     gpu, model = replace(gpu, link_gb_per_s=link), ModelConfig(dim=dim, bottom_mlp=[dim])
@@ -196,30 +188,30 @@ def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
 
 
 def stage_ms(row: Row, gpu: GpuConfig) -> float:
-    """Return the simulated time of what a row has measured."""
+    """Return the simulated time of a measured row of the embedding stage."""
     work, ms, _ = simulate(stage_config(row, gpu))
-    if row["contender"] == "baseline" and work.world_size > 1:  # its output is sent as is, not copied as TorchRec's
+    if row["contender"] == "baseline" and work.world_size > 1:  # sends its output without TorchRec's copy
         ms -= 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e6
     return ms
 
 
 def fit_step(gpu: GpuConfig, quickstart: Measured, head: Measured) -> GpuConfig:
-    """Return `gpu` with what a step takes beside its bytes and its operations, from two times on one GPU.
+    """Return `gpu` with the overhead of kernels and the rate of the dense part, from two times on one GPU.
 
-    The quickstart's products are so small that its step is a chain of kernels, which share what else is left of its
-    time. The head alone gives the rate of the dense part, less its kernels.
+    The quickstart's products are so small that the overhead of its kernels accounts for the rest of its time. The
+    head, without the overhead of its kernels, gives the rate of the dense part.
 
     Args:
         gpu: from `fit`.
         quickstart: a captured step on one GPU.
-        head: a step on one GPU, and the time of its head with loss, forward and backward, alone.
+        head: a step on one GPU, with the time of its head, forward, loss and backward, alone.
     """
 
     def chain_ms(us: float) -> float:
         return simulate(replace(quickstart.config, gpu=replace(gpu, kernel_us=us))).ms
 
     us = 0.0
-    for _ in range(4):  # branches side by side may change places as kernels get longer
+    for _ in range(4):  # the longest of concurrent branches may change as kernels get longer
         ms = chain_ms(us)
         us += (quickstart.ms - ms) / (chain_ms(us + 1.0) - ms)
     gpu = replace(gpu, kernel_us=round_rate(us))
@@ -234,15 +226,15 @@ def fit_step(gpu: GpuConfig, quickstart: Measured, head: Measured) -> GpuConfig:
 
 
 def backward_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
-    """Return the simulation of what a row of `bench backward` has measured, of the contenders baseline and push."""
+    """Return the simulation of a measured row of `bench backward`, contender baseline or push."""
     found = stage_config({**row, "contender": "baseline" if row["contender"] == "baseline" else "pgas"}, gpu)
     return replace(found, what="backward", embedding=replace(found.embedding, optimizer=row["optimizer"]))
 
 
 def fit_sort(rows: Sequence[Row]) -> float:
-    """Return the ns that an id takes to be sorted: the slope of push's `prepare_ms` over the number of ids.
+    """Return the ns per id of a sort: the slope of push's `prepare_ms` over the number of ids.
 
-    What a sort takes on top is the host's, which issues its kernels one by one; not so in a captured step.
+    The constant is dropped: it is the host's time to issue the kernels, which a captured step does not have.
     """
     push = [row for row in rows if row["contender"] == "push"]
     slope, _ = line_through([float(row["ids"]) for row in push], [float(row["prepare_ms"]) for row in push])
@@ -250,7 +242,7 @@ def fit_sort(rows: Sequence[Row]) -> float:
 
 
 def predict_backward(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
-    """Return what the simulator says to rows of `bench backward` without skew, of contenders that it knows."""
+    """Return the predictions of rows of `bench backward` without skew, of simulated contenders."""
     found = []
     for row in rows:
         if row["contender"] in ("baseline", "push") and not float(row["zipf_alpha"]):
@@ -260,20 +252,19 @@ def predict_backward(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
 
 
 def fit_traced_updates(traced: Sequence[Measured]) -> UpdateConfig:
-    """Return the rate of updates in a step, from traced ones: the bytes of all of them over the time of their kernels.
+    """Return the rate of updates in steps: their bytes over the time of their kernels.
 
-    It is that beside what else runs then, with the skew of the ids, and one for all bytes. Other optimizers of rows
-    than those of the traced steps have it as well.
+    It includes the effect of other work on the GPU and of the ids' skew, and is used for every optimizer of rows.
 
     Args:
-        traced: steps on two GPUs, and the mean time of the ranks' kernels that update rows.
+        traced: steps on two GPUs, with the mean time of the ranks' kernels that update rows.
     """
     nbytes = sum(build_workload(each.config).update_bytes for each in traced)
     return UpdateConfig(round_rate(nbytes / sum(each.ms for each in traced) / 1e6))
 
 
 def fit_traced_sorts(traced: Sequence[Measured]) -> tuple[float, float]:
-    """Return the ns that a traced sort takes an id, and the us on top: the line of its time over a rank's ids."""
+    """Return the ns per id and the fixed us of traced sorts: the line of their time over a rank's ids."""
     works = [build_workload(each.config) for each in traced]
     ids = [work.ids * float(work.shares.ids.mean()) for work in works]
     slope, constant_ms = line_through(ids, [each.ms for each in traced])
@@ -281,14 +272,13 @@ def fit_traced_sorts(traced: Sequence[Measured]) -> tuple[float, float]:
 
 
 def fit_shared_updates(traced: Sequence[Measured], gpu: GpuConfig) -> UpdateConfig:
-    """Return the same, and a time on top, for an update that shares the GPU with what is simulated beside it.
+    """Return the rate and the fixed time of an update that runs alone, from traced ones that share the GPU.
 
-    Simulated updates take about as long as the traced ones, by least squares of their differences. What shares the
-    memory and the multiprocessors with them is simulated, too; the rate and the time are what the update has alone.
+    Least squares of the differences between simulated and traced updates; the simulation includes the other work.
 
     Args:
         traced: as above, of steps of several sizes whose backward is push.
-        gpu: all other rates; those of its update are where the search begins.
+        gpu: all other rates, and the initial rates of its update.
     """
     update, nbytes = gpu.update, [build_workload(each.config).update_bytes for each in traced]
     for _ in range(12):
@@ -301,15 +291,15 @@ def fit_shared_updates(traced: Sequence[Measured], gpu: GpuConfig) -> UpdateConf
     return replace(update, gb_per_s=round_rate(update.gb_per_s), us=round_rate(update.us))
 
 
-# The rows of `bench step` lack them: of configs/bench/step_mlperf.yaml and step_dot.yaml, and of the quickstart.
+# Layers, which rows of `bench step` do not have, of configs/bench/step_mlperf.yaml and step_dot.yaml, and quickstart.
 _LAYERS = {128: ([512, 256, 128], [1024, 1024, 512, 256, 1]), 16: ([64, 16], [64, 32, 1])}
-_HOST = 0.75  # part of a simulated time above which the host's is what was measured
+_HOST = 0.75  # if the host's time exceeds this part of the simulated time, the host limits the measured one
 _CONTENDERS = {"torchrec_strongest": "torchrec", "pgas_graph": "pgas", "fused_graph": "fused"}
 _HEAD_MS = 1.848  # of MLPerf's step, 8192 samples, alone on one H200: `python -m tests.gpu.cross`, docs/results/step.md
 
 
 def step_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
-    """Return the simulation of what a row of `bench step` has measured."""
+    """Return the simulation of a measured row of `bench step`."""
     dim = int(row["dim"])
     model = ModelConfig(row["arch"], dim, *_LAYERS[dim])  # pyright: ignore[reportArgumentType]
     wire: Any = "bf16" if row["precision"] == "bf16" else "fp32"
@@ -319,7 +309,7 @@ def step_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
 
 
 def calibrate(folder: Path) -> GpuConfig:
-    """Return the rates that rows on one and two GPUs give; `folder` is docs/results."""
+    """Return the rates fitted to rows on one and two GPUs; `folder` is docs/results."""
     own = folder / "calibration"
     lookups = [*split_sweep(read_rows(folder / "sweep.csv"))[0], *read_rows(own / "weak_two_gpus.csv")]
     gpu = fit(read_rows(own / "weak.csv") + read_rows(own / "strong.csv"), lookups, GpuConfig())
@@ -335,17 +325,15 @@ def calibrate(folder: Path) -> GpuConfig:
         row for row in read_rows(folder / "step.csv") if row["world_size"] == "1" and row["contender"] == "pgas_graph"
     )
     shape = step_config(next(row for row in traced if row["arch"] == "dcn"), gpu)
-    alone = replace(shape, network=NetworkConfig(gpus_per_host=1), train=TrainConfig(global_batch_size=8192))
+    alone = replace(shape, network=NetworkConfig(gpus_per_node=1), train=TrainConfig(global_batch_size=8192))
     gpu = fit_step(
-        gpu,
-        Measured(step_config(quickstart, gpu), float(quickstart["median_ms"])),
-        Measured(alone, _HEAD_MS),
+        gpu, Measured(step_config(quickstart, gpu), float(quickstart["median_ms"])), Measured(alone, _HEAD_MS)
     )
     return replace(gpu, update=fit_shared_updates(pgas, gpu))
 
 
 def _traced_updates(rows: Sequence[Row], contender: str, kind: str) -> list[Measured]:
-    """Return the traced steps of `contender`, and the mean time of the ranks' kernels of `kind`."""
+    """Return the traced steps of `contender` with the mean time of the ranks' kernels of `kind`."""
     chosen = [row for row in rows if row["contender"] == contender]
     steps = {(row["arch"], row["global_batch"]): row for row in chosen}
     traced = []
@@ -357,10 +345,10 @@ def _traced_updates(rows: Sequence[Row], contender: str, kind: str) -> list[Meas
 
 
 def predict_four(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
-    """Return the predictions of rows on four GPUs, of the stage, the step and the backward.
+    """Return the predictions of rows on four GPUs: stage, step and backward.
 
-    Rows that the host bounds are left out, and of a captured step the GPU's own time is predicted. The rows of the
-    backward have ids without skew, and `gpu` has the rates of MLPerf's.
+    Rows that the host limits are left out, and captured steps are compared by the GPU's own time. Backward rows have
+    ids without skew, although the rates are fitted to MLPerf's skew.
     """
     rows = folder / "four_h200"
     stage, step, backward = [], [], []
@@ -368,9 +356,9 @@ def predict_four(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
         if row["contender"] in BACKENDS:
             name = f"{row['kind']} {row['contender']}, {row['multi_hot']} x {row['dim']}"
             prediction = Prediction(name, measured_ms(row), stage_ms(row, gpu))
-            stage += [] if _host_bounds(row, prediction) else [prediction]
+            stage += [] if _is_host_bound(row, prediction) else [prediction]
     for model in ("mlperf", "dot"):
-        row = read_rows(rows / f"step_{model}.csv")[-1]  # of pgas_graph
+        row = read_rows(rows / f"step_{model}.csv")[-1]  # pgas_graph
         name = f"step {row['contender']} {row['arch']}, {int(row['global_batch']) // 4} samples"
         step.append(Prediction(name, float(row["busy_ms"]), simulate(step_config(row, gpu)).ms))
     for file in sorted(rows.glob("backward_*.csv")):
@@ -378,16 +366,12 @@ def predict_four(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
     return {"four GPUs: stage": stage, "four GPUs: step": step, "four GPUs: backward": backward}
 
 
-def _host_bounds(row: Row, prediction: Prediction) -> bool:
-    """Return whether the host's time, to issue the kernels, is what was measured."""
+def _is_host_bound(row: Row, prediction: Prediction) -> bool:
     return float(row["host_ms"]) >= _HOST * prediction.simulated_ms
 
 
 def predict_held_out(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
-    """Return the predictions of rows on one and two GPUs that nothing was fitted to, by file and contender.
-
-    The GPU's time alone is predicted where the rows have it. Of the sweep they are the shapes that were held out.
-    """
+    """Return the predictions of held-out rows on one and two GPUs, by file and contender."""
     found: dict[str, list[Prediction]] = {}
     for file in ("sweep", "grid", "strong_two_gpus", "calibration/cached", "calibration/skewed"):
         rows: Sequence[Row] = read_rows(folder / f"{file}.csv")
@@ -402,12 +386,12 @@ def predict_held_out(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]
 
 
 def predict_parts(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
-    """Return the measured and the simulated time of captured steps on two GPUs, whole and with a part left out.
+    """Return the predictions of captured steps on two GPUs, whole and with a part left out.
 
     Args:
-        rows: of the variants of `python -m tests.gpu.step_parts`, or traced, whose steps are whole; where
-            they are a row a rank, the slowest counts.
-        gpu: what does the work; these rows have not been looked at for it.
+        rows: of the variants of `python -m tests.gpu.step_parts`, or of traced whole steps; of a row per rank the
+            slowest counts.
+        gpu: rates, not fitted to these rows.
     """
     gpus = {
         "whole": gpu,
@@ -428,7 +412,7 @@ def predict_parts(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
 
 
 def predictions(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
-    """Return all predictions, by the rows that they are of."""
+    """Return all predictions, by the name of their rows."""
     found = predict_held_out(folder, gpu) | predict_four(folder, gpu)
     for name in ("cut", "parts", "clock"):
         rows = read_rows(folder / "calibration" / f"{name}.csv")

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.config import Config
+from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
 from tests import warm
 
@@ -107,6 +107,14 @@ def listening_on(pid: int | None = None) -> list[tuple[str, int]]:
 def configuration(*argv: str) -> Config:
     """Return what a command line of keys makes of the configuration."""
     return parse_config(Config, "test", "", argv)[0]
+
+
+@contextmanager
+def refuses(rule: str | None = None) -> Iterator[pytest.ExceptionInfo[InputError]]:
+    """Check that an InputError is raised whose message is one line, and matches `rule`."""
+    with pytest.raises(InputError, match=rule) as error:
+        yield error
+    assert "\n" not in str(error.value)
 
 
 @contextmanager

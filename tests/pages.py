@@ -100,9 +100,13 @@ def origin(name: str) -> str:
 
 def _number(found: re.Match[str]) -> str:
     """Return a number, or the least and the greatest, with as many decimals as the text has."""
-    _, files, (expression, *_) = _parse(found[4])
-    expression, _, unit = expression.partition("@")
-    result = [value for rows in files for value in values(rows, rows, expression)]
+    if found[4].startswith("simulated "):
+        expression, _, unit = found[4].removeprefix("simulated ").partition("@")
+        result = simulated_pages.NUMBERS[expression]()
+    else:
+        _, files, (expression, *_) = _parse(found[4])
+        expression, _, unit = expression.partition("@")
+        result = [value for rows in files for value in values(rows, rows, expression)]
     decimals, factor = len(found[1].partition(".")[2]), UNITS[unit][0] if unit else 1
     ends = [min(result), max(result)] if found[2] else [min(result)]
     return " to ".join(f"{factor * value:.{decimals}f}" for value in ends) + found[3]

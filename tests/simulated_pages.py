@@ -1,6 +1,6 @@
-"""The tables and numbers of `docs/simulator.md`; `tests.pages` writes them there.
+"""The tables and numbers of `docs/simulator.md`, which `tests.pages` writes.
 
-Numbers are shown as the simulated rows have them. The simulator's own errors come from `tests.calibration`.
+Simulated rows are shown as they are. The simulator's errors come from `tests.calibration`.
 """
 
 import re
@@ -13,7 +13,7 @@ from tests.calibration import Prediction, Row, read_rows
 
 FOLDER = Path("docs/results")
 Lines = Iterable[Sequence[str]]
-"""cells, those of the head first"""
+"""rows of cells, the head first"""
 PAGE = "docs/simulator.md"
 
 
@@ -23,7 +23,7 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def table_of_errors() -> Lines:
-    """Return a line for the rows of each name; of files of few shapes all contenders have one."""
+    """Return one line per name of predictions; files of few shapes have one line for all contenders."""
     lines: dict[str, list[Prediction]] = {}
     for name, rows in predictions().items():
         file = name.partition(", ")[0]
@@ -49,8 +49,8 @@ def within(rows: Sequence[Prediction]) -> int:
     return sum(abs(each.error) <= 0.1 for each in rows)
 
 
-def table_of_hosts(name: str) -> Lines:
-    """Return MLPerf's step by the number of GPUs, by our plan and by that of TorchRec's planner."""
+def table_of_nodes(name: str) -> Lines:
+    """Return MLPerf's step by the number of GPUs, under our plan and under TorchRec's planner's."""
     plan = ["fullest", "`torchrec`", "fused"]
     yield ["GPUs", f"ours: {plan[0]}", *plan[1:], f"TorchRec's: {plan[0]}", *plan[1:], "best over best"]
     rows = read(name)
@@ -66,7 +66,7 @@ def _fullest(row: Row) -> str:
 
 
 def _pairs(name: str) -> Iterator[tuple[Row, Row]]:
-    """Return the rows of torchrec's exchange, each with the row of fused that has all else in common."""
+    """Return each row of torchrec with the row of fused that differs in nothing else."""
     rows = read(name)
     torchrec, fused = ([row for row in rows if row["backend"] == each] for each in ("torchrec", "fused"))
     return zip(torchrec, fused, strict=True)
@@ -77,7 +77,7 @@ def _off(torchrec: Row, fused: Row) -> float:
 
 
 def table_of_grid(name: str, down: str, across: str, shown: str = "ms") -> Lines:
-    """Return a column, of numbers in ms if not named, by the values of two others."""
+    """Return the column `shown` by the values of two others."""
     rows = read(name)
     columns = sorted({float(row[across]) for row in rows})
     yield [f"{shown}, by {down} and {across}", *(f"{each:g}" for each in columns)]
@@ -86,28 +86,36 @@ def table_of_grid(name: str, down: str, across: str, shown: str = "ms") -> Lines
         yield [f"{value:g}", *(cells[each] for each in columns)]
 
 
-TABLES: dict[str, Callable[..., Lines]] = {
-    "errors": table_of_errors,
-    "hosts": table_of_hosts,
-    "grid": table_of_grid,
+TABLES: dict[str, Callable[..., Lines]] = {"errors": table_of_errors, "nodes": table_of_nodes, "grid": table_of_grid}
+
+
+def _held_out() -> list[Prediction]:
+    """Return the predictions of today's kernels whose rows no rate was fitted to."""
+    kept = [name for name in predictions() if name.startswith("held out") and "calibration" not in name]
+    return [each for name in kept for each in predictions()[name]]
+
+
+def _aggregated(size: str) -> list[float]:
+    return [float(row["ms"]) for row in read("simulated_aggregator.csv") if row["aggregate_bytes"] == size]
+
+
+def _speedups(nodes: str, nic_gbit_per_s: str) -> list[float]:
+    """Return torchrec's time over fused's on each shape of a network."""
+    pairs = _pairs("simulated_pays.csv")
+    network = [pair for pair in pairs if (pair[0]["nodes"], pair[0]["nic_gbit_per_s"]) == (nodes, nic_gbit_per_s)]
+    return [float(torchrec["ms"]) / float(fused["ms"]) for torchrec, fused in network]
+
+
+NUMBERS: dict[str, Callable[[], list[float]]] = {
+    "held_out": lambda: [len(_held_out())],
+    "within_10%": lambda: [within(_held_out())],
+    "within_10%_share": lambda: [within(_held_out()) / len(_held_out())],
+    "puts_one_by_one": lambda: _aggregated("0"),
+    "puts_of_64_KB": lambda: _aggregated("65536"),
+    "p1_saves_percent": lambda: [_off(*pair) for pair in _pairs("simulated_p1_ids.csv")],
+    "pays_within_node": lambda: [max(_speedups("1", "400.0"))],
+    "pays_1600": lambda: [max(_speedups("16", "1600.0"))],
+    "pays_400": lambda: [max(_speedups("16", "400.0"))],
+    "costs_1600": lambda: [1 / _speedups("16", "1600.0")[0] - 1],
 }
-
-
-def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
-    """Yield the numbers of the page's sentences, as `tests.pages.sentences` does."""
-    found = predictions()
-    today = [rows for name, rows in found.items() if name.startswith("held out") and "calibration" not in name]
-    number, near = sum(map(len, today)), sum(map(within, today))
-    yield PAGE, "{} of {} rows of today's kernels, {:.0f}%, are within 10%", [near, number, 100 * near / number]
-    gathered = {int(row["aggregate_bytes"]): float(row["ms"]) for row in read("simulated_aggregator.csv")}
-    yield PAGE, "from {} to {} ms", [gathered[0], gathered[1 << 16]]
-    off = [_off(*pair) for pair in _pairs("simulated_p1_ids.csv")]
-    yield PAGE, "lies between {:.1f}% and {:.0f}%, by assumptions that it does not state", [min(off), max(off)]
-    pays: dict[tuple[str, str], list[float]] = {}
-    for torchrec, fused in _pairs("simulated_pays.csv"):
-        pays.setdefault((torchrec["hosts"], torchrec["nic_gbit_per_s"]), []).append(
-            float(torchrec["ms"]) / float(fused["ms"])
-        )
-    most = [max(pays[key]) for key in (("1", "400.0"), ("16", "1600.0"), ("16", "400.0"))]
-    yield PAGE, "{:.1f} times as fast within a host, {:.1f} and {:.1f} times between hosts", most
-    yield PAGE, "with one id a bag over 1600 Gb/s it costs {:.0f}%", [100 / pays["16", "1600.0"][0] - 100]
+"""numbers in the page's sentences"""

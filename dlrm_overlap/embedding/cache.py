@@ -28,8 +28,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.kernels.arguments import CacheState, Swaps
 from dlrm_overlap.kernels.find_slots import find_slots
+from dlrm_overlap.kernels.row_cache import CacheState, Swaps
 from dlrm_overlap.kernels.swap_rows import swap_rows
 
 log = logging.getLogger("dlrm_overlap")

@@ -15,8 +15,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.layout import SLOTS_FROM
-from dlrm_overlap.embedding.steps import Key, StepCache, Value
 from dlrm_overlap.kernels.backward.sum_rows import Runs
+from dlrm_overlap.kernels.launches import Key, StepCache, Value
 
 
 class NamedSequence(NamedTuple):

@@ -29,18 +29,21 @@ from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.base import gradient_scale
 from dlrm_overlap.embedding.backends.ids import IdExchange
+from dlrm_overlap.embedding.backends.local import LocalState
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.opening import ExchangeParts, build_exchange, reach_of
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.replicated import ReplicatedTables
-from dlrm_overlap.embedding.steps import BatchSizes, Step
+from dlrm_overlap.embedding.steps import BatchSizes, PendingBackward, Step
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.windows import BufferInUseError
 
 log = logging.getLogger("dlrm_overlap")
 
 Part = TypeVar("Part", bound=Callable[..., Any])
+
+_EAGER = nullcontext()  # made once: to make one takes a microsecond
 
 
 def poison_on_error(part: Part) -> Part:
@@ -108,13 +111,13 @@ class Exchange:
         self._copies = options.copy_output and options.output_dtype == options.wire_dtype  # else the cast is a copy
         self._counts_epochs = device.type == "cuda" and BACKENDS[options.backend].stores_to_peers
         self._clips = True  # gradients before they are sent
-        self._pending: Step | None = None
+        self._pending: RunningStep | None = None
         self.failure: str | None = None
         self._ids: IdLayout | None = None
         self._sent: deque[Any] = deque()
         # Lowest priority: the small kernels of a bottom MLP should not wait for the many programs of a lookup.
         self._lookup_stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
-        self._unfinished: list[Step] = []
+        self._unfinished: list[RunningStep] = []
 
     @cached_property
     def reach(self) -> Reach:
@@ -183,18 +186,19 @@ class Exchange:
                 f"backend {self.options.backend}: a forward within a CUDA graph's capture, which would replay this "
                 f"step's epoch for ever; leave the embedding stage out of the graph"
             )
+        running = RunningStep(step)
         if torch.is_grad_enabled():
             trained = [w for ids in step.inputs if (w := ids.weights_or_none()) is not None and w.requires_grad]
-            step.trains_weights = bool(trained)
-            return PooledAwaitable(self, step, StartExchange.apply(self._anchor, self, step, *trained))
-        self.start_forward(step)
+            return PooledAwaitable(self, running, StartExchange.apply(self._anchor, self, running, *trained))
+        self.start_forward(running)
         if self.tables.count_evaluation():
             self.follow_rules()
-        return PooledAwaitable(self, step, None)
+        return PooledAwaitable(self, running, None)
 
     @poison_on_error
-    def start_forward(self, step: Step) -> None:
+    def start_forward(self, running: "RunningStep") -> None:
         """Start to pool and to send."""
+        step = running.step
         if (before := self._pending) is not None:  # its flags must be awaited now, and it may still be asked for
             before.set_aside = self.finish_forward(before, copy=True)
             if self.device.type == "cuda":
@@ -202,16 +206,16 @@ class Exchange:
         halves = self._require(step.batch.most)
         self.tables.read_again()
         if self._ids is not None and self.device.type == "cuda":  # ids that were checked when they arrived
-            step.ids_ready = torch.cuda.current_stream(self.device).record_event()
+            running.ids_ready = torch.cuda.current_stream(self.device).record_event()
         with self._beside():
-            halves.forward.start(step)
+            running.forward = halves.forward.start(step)
             if halves.local is not None:
-                halves.local.pool(step)
-        self._pending = step
+                running.local = halves.local.pool(step)
+        self._pending = running
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Return a context in which a captured step looks up, beside the computations of its model until it waits."""
-        return torch.cuda.stream(self._lookup_stream) if self.order.is_captured else nullcontext()
+        return torch.cuda.stream(self._lookup_stream) if self.order.is_captured else _EAGER
 
     def _require(self, samples: int) -> ExchangeParts:
         """Return the halves of an exchange that takes up to `samples` samples a rank; may be a collective."""
@@ -229,69 +233,79 @@ class Exchange:
         return self._halves
 
     @poison_on_error
-    def finish_forward(self, step: Step, copy: bool | None = None) -> torch.Tensor:
+    def finish_forward(self, running: "RunningStep", copy: bool | None = None) -> torch.Tensor:
         """Return the pooled embeddings [b, D_total] of a step, of the options' `output_dtype`, once.
 
         Args:
             copy: return a copy, not the window that they are in; None does as the options say.
         """
-        if step is self._pending:
+        if running is self._pending:
             self._pending = None
-            pooled = self._open().forward.finish(step, self._copies if copy is None else copy)
+            assert self._halves is not None
+            pooled = self._halves.forward.finish(running.forward, self._copies if copy is None else copy)
+            running.forward = None
             return pooled.to(self.options.output_dtype)
-        pooled, step.set_aside = step.set_aside, None
+        pooled, running.set_aside = running.set_aside, None
         if pooled is None:
             raise RuntimeError(
                 "pooled embeddings: asked for a second time, or after a close or a failure of the exchange; keep what "
                 "the first call returned"
             )
-        if step.set_aside_event is not None:
+        if running.set_aside_event is not None:
             stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(step.set_aside_event)
+            stream.wait_event(running.set_aside_event)
             pooled.record_stream(stream)
         return pooled
 
-    def expect_gradient(self, step: Step) -> None:
+    def expect_gradient(self, running: "RunningStep", trains_weights: bool = False) -> None:
         """Note that the step, whose forward has just been started, will have a backward."""
-        step.number = self.counters.steps.value
+        number, backward = self.counters.steps.value, self._open().backward
         with self._beside():
-            self._open().backward.note_forward(step)
+            running.pending = backward.note_forward(running.step, number, trains_weights, running.ids_ready)
         self.counters.steps.value += 1
 
     @poison_on_error
-    def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
+    def start_backward(self, running: "RunningStep", gradient: torch.Tensor) -> None:
         """Start to send the gradient [b, D_total] of the pooled embeddings to the rows' owners, from where it lies.
 
         If another lookup has begun since, whose rows autograd may want updated before this one's, `finish_backward`
         does so.
         """
-        step.gradient = gradient  # held while it is read, since autograd adds in place to tensors without other owners
-        step.sent = step.number == self.counters.steps.value - 1
-        if step.sent:
-            self._start_backward(step)
-        if (local := self._open().local) is not None:
-            local.start_backward(step, gradient)
+        running.gradient = gradient  # held while it is read: autograd adds in place to tensors without other owners
+        parts, pending = self._open(), running.pending
+        assert pending is not None, "a step that expects a gradient"
+        running.sent = pending.number == self.counters.steps.value - 1
+        if running.sent:
+            self._start_backward(parts, running)
+        if parts.local is not None and running.local is not None:
+            parts.local.start_backward(running.local, gradient)
 
     @poison_on_error
-    def finish_backward(self, step: Step) -> None:
-        """Make the current stream wait until this rank's rows are updated; in a captured step `finish_rows` does so."""
-        if not step.sent:
-            self._start_backward(step)
-        if (local := self._open().local) is not None:
-            local.finish_backward(step)
+    def finish_backward(self, running: "RunningStep") -> Sequence[torch.Tensor]:
+        """Make the current stream wait until this rank's rows are updated; in a captured step `finish_rows` does so.
+
+        Returns as `Backward.finish`.
+        """
+        parts = self._open()
+        if not running.sent:
+            self._start_backward(parts, running)
+        if parts.local is not None:
+            parts.local.finish_backward()
         if self.order.is_captured:  # while a step is captured, which ends with `finish_rows`
-            self._unfinished.append(step)
-        else:
-            self._finish(step)
+            self._unfinished.append(running)
+            return ()
+        return self._finish(parts, running)
 
     def finish_rows(self) -> None:
         """Make the current stream wait for the rows of a captured step; issue work that needs no rows before."""
         while self._unfinished:
-            self._finish(self._unfinished.pop(0))
+            self._finish(self._open(), self._unfinished.pop(0))
 
-    def _start_backward(self, step: Step) -> None:
-        assert step.gradient is not None
-        self._open().backward.start(step, self.clipped(step.gradient) if self._clips else step.gradient)
+    def _start_backward(self, parts: ExchangeParts, running: "RunningStep") -> None:
+        pending, gradient = running.pending, running.gradient
+        assert pending is not None
+        assert gradient is not None
+        running.backward = parts.backward.start(pending, self.clipped(gradient) if self._clips else gradient)
 
     def clipped(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient clipped as FBGEMM would clip it at the rows' owners."""
@@ -300,9 +314,10 @@ class Exchange:
         most /= gradient_scale(self.layout.world_size)
         return gradient.clamp(-most, most)
 
-    def _finish(self, step: Step) -> None:
-        self._open().backward.finish(step)
-        step.gradient = None
+    def _finish(self, parts: ExchangeParts, running: "RunningStep") -> Sequence[torch.Tensor]:
+        weights_gradients = parts.backward.finish(running.backward)
+        running.backward = running.gradient = None
+        return weights_gradients
 
     def _open(self) -> ExchangeParts:
         assert self._halves is not None, "a step begins with its forward"
@@ -352,6 +367,30 @@ class Exchange:
             raise stopped
 
 
+class RunningStep:
+    """A step under way. Only its `Exchange` writes the fields."""
+
+    forward: object = None
+    """the result of `Forward.start`, until the forward is finished"""
+    local: LocalState | None = None
+    set_aside: torch.Tensor | None = None
+    """a copy of the pooled embeddings, if the next step began before they were asked for"""
+    set_aside_event: torch.Event | None = None
+    """on GPUs, the event after which that copy may be read"""
+    ids_ready: torch.Event | None = None
+    """see `PendingBackward`; None if TorchRec has sent the ids"""
+    pending: PendingBackward | None = None
+    gradient: torch.Tensor | None = None
+    """gradient of the pooled embeddings, until the rows are updated"""
+    sent: bool = False
+    """whether the gradient is on its way to the owners of the rows"""
+    backward: object = None
+    """the result of `Backward.start`, until the backward is finished"""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+
 class StartExchange(torch.autograd.Function):
     """The first half of the forward and the last of the backward: work that is issued early and needed late.
 
@@ -360,47 +399,48 @@ class StartExchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, exchange: Exchange, step: Step, *trained: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, exchange: Exchange, running: RunningStep, *trained: torch.Tensor
+    ) -> torch.Tensor:
         """Start the step's forward; return a token of no elements, which `FinishExchange` takes.
 
         Args:
             trained: the weights of the step's ids that require a gradient, input by input.
         """
-        ctx.exchange, ctx.step = exchange, step
-        exchange.start_forward(step)
-        exchange.expect_gradient(step)
+        ctx.exchange, ctx.running = exchange, running
+        exchange.start_forward(running)
+        exchange.expect_gradient(running, bool(trained))
         return torch.empty_like(anchor)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Make the next work of autograd wait for the update of this rank's rows; return the weights' gradients."""
-        ctx.exchange.finish_backward(ctx.step)
-        return None, None, None, *ctx.step.weights_gradients
+        return None, None, None, *ctx.exchange.finish_backward(ctx.running)
 
 
 class FinishExchange(torch.autograd.Function):
     """The second half of the forward and the first of the backward."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, exchange: Exchange, step: Step) -> torch.Tensor:
+    def forward(ctx: Any, token: torch.Tensor, exchange: Exchange, running: RunningStep) -> torch.Tensor:
         """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
-        ctx.exchange, ctx.step, ctx.token = exchange, step, token.shape
-        return exchange.finish_forward(step)
+        ctx.exchange, ctx.running, ctx.token = exchange, running, token.shape
+        return exchange.finish_forward(running)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Start to send the gradient [b, D_total] of the pooled embeddings to the owners of the rows."""
         (gradient,) = gradients
-        ctx.exchange.start_backward(ctx.step, gradient)
+        ctx.exchange.start_backward(ctx.running, gradient)
         return gradient.new_empty(ctx.token, dtype=torch.float32), None, None
 
 
 class PooledAwaitable(Awaitable[torch.Tensor]):
     """The pooled embeddings of a step under way."""
 
-    def __init__(self, exchange: Exchange, step: Step, token: torch.Tensor | None) -> None:
+    def __init__(self, exchange: Exchange, running: RunningStep, token: torch.Tensor | None) -> None:
         super().__init__()
-        self._exchange, self._step, self._token = exchange, step, token
+        self._exchange, self._running, self._token = exchange, running, token
         self.samples: int | None = None
         """of this rank, where the exchange has added samples without ids to them"""
 
@@ -409,9 +449,9 @@ class PooledAwaitable(Awaitable[torch.Tensor]):
         """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
         # Without Awaitable's profiler range: TorchRec puts its own around all shardings.
         if self._token is None:  # no gradient will come: autograd's bookkeeping would only take time
-            pooled = self._exchange.finish_forward(self._step)
+            pooled = self._exchange.finish_forward(self._running)
         else:
-            pooled = FinishExchange.apply(self._token, self._exchange, self._step)
+            pooled = FinishExchange.apply(self._token, self._exchange, self._running)
         return pooled if self.samples in (None, pooled.shape[0]) else pooled[: self.samples]
 
     _wait_impl = wait

@@ -1,6 +1,6 @@
 """Where gradients of pooled embeddings arrive, and in which parts they are sent."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 
@@ -85,3 +85,13 @@ class GradientLayout:
             [[shard for shard in shards if self.part_of[shard] == part] for shards in self._layout.by_owner]
             for part in range(self.parts)
         ]
+
+    def views(
+        self, shards: Iterable[FeatureShard], window: torch.Tensor, samples: int
+    ) -> Mapping[FeatureShard, torch.Tensor]:
+        """Return the gradient [B, D] of each shard, as a view of their owner's `window`; `samples` is B."""
+        found: dict[FeatureShard, torch.Tensor] = {}
+        for shard in shards:
+            start = self.starts[shard] * samples
+            found[shard] = window[start : start + samples * shard.dim].view(samples, shard.dim)
+        return found

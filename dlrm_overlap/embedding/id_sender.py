@@ -112,8 +112,7 @@ class IdSender:
             )
         self._sent.popleft()
         arrived = sent.arrived
-        step = Step([arrived.ids], arrived.batch)
-        step.replicated, step.own_offsets = arrived.replicated, arrived.own_offsets
+        step = Step([arrived.ids], arrived.batch, arrived.replicated, arrived.own_offsets)
         awaitable = self.exchange.start_step(step)
         awaitable.samples = sent.features.stride()
         return awaitable

@@ -1,23 +1,23 @@
-"""The messages of a step that crosses from node to node, and the offsets of all values in them; both ends agree on it.
+"""The layout of the messages that a step sends between nodes, which sender and receiver both compute.
 
-A rank sends one message to each other node in the forward, and one in the backward: to the rank there that takes its
-messages, which passes them on to the ranks of that node by stores (`Reach.relay`). A message is made of rows, one a
-sample, that begin at multiples of 16 bytes.
+A rank sends one message to each other node in the forward, and one in the backward, to a fixed rank there
+(`Reach.relay`), which passes it on to the ranks of its node by stores. A message has a row for each sample; rows begin
+at multiples of 16 bytes.
 
-    forward     of rank w, to node H:  a row for each sample of H's ranks, with the columns of w's shards, in order
-    sums        of rank w, to node H:  a row for each sample of those of H's ranks that w serves, with the columns of
-                                       the sums that are made on w's node
-    backward    of rank r, to node H:  a row for each sample of r, with the columns of the shards of all ranks of H
+    forward     from rank w to node H:  a row for each sample of H's ranks, with the columns of w's shards, in order
+    sums        from rank w to node H:  a row for each sample of the ranks of H that w serves, with the columns of the
+                                        sums that w's node makes
+    backward    from rank r to node H:  a row for each sample of r, with the columns of the shards of all ranks of H
 
-Of a table that is cut by rows over several ranks of a node, only sums leave it on GPUs: each rank of another node is
-*served* by the rank to which its own messages go, which gathers its partial sums and adds them up. Its gradient is sent
-once, for all of these shards. Where the exchange sends ids, one more message brings the window in which a rank has
-published its ids, whole, since its size is known beforehand; the ranks of the node read it at the rank that takes it.
+If several ranks of a node own rows of a table, the node sends only their sums (on GPUs): the rank that receives the
+messages of a rank r of another node *serves* r, which means that it gathers and adds up the partial sums for r's
+samples. The gradient of the sum is sent once for all of these shards. If the exchange sends ids, one more message has
+the whole window in which a rank has published its ids; the ranks of the node read it at the rank that receives it.
 
-Example: nodes of ranks 0, 1 and 2, 3, of 5 samples each. Rank 1 owns shards of 12 columns, rank 2 of 4, rank 3 of 8.
-Forward, rank 1 sends rank 3 a message of 10 rows of 12: samples of rank 2, then of rank 3. Backward, it sends rank 3
-one of 5 rows of 12: the gradients of rank 2's 4 columns, then of rank 3's 8. Is a table of 4 columns cut by rows over
-ranks 2 and 3, then rank 3 gathers two partial sums for each sample of rank 1, and sends it a row of 4.
+Example: nodes of ranks 0, 1 and 2, 3, with 5 samples each. Rank 1 owns shards of 12 columns, rank 2 of 4, rank 3 of 8.
+In the forward rank 1 sends rank 3 a message of 10 rows of 12: samples of rank 2, then of rank 3. In the backward it
+sends rank 3 a message of 5 rows of 12: the gradients of rank 2's 4 columns, then of rank 3's 8. If ranks 2 and 3 each
+own rows of a table of 4 columns, rank 3 gathers two partial sums for each sample of rank 1, and sends it a row of 4.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,21 +33,21 @@ from dlrm_overlap.embedding.layout import FeatureShard, Layout, column_numbers
 from dlrm_overlap.embedding.steps import BatchSizes
 from dlrm_overlap.embedding.windows import WindowSpec
 
-_ROW_BYTES = 16  # divide every row, so that kernels read and write 16 bytes at a time
+_ROW_BYTES = 16  # rows are multiples of it, so that kernels read and write 16 bytes at a time
 
 
 class Message(NamedTuple):
-    """One message, and where it is in the buffer that holds all that are sent, or all that are received."""
+    """One message, in a flat buffer of all messages that are sent, or of all that are received."""
 
     peer: int
-    """the rank to which it goes, or from which it comes"""
+    """the rank that receives or sends it"""
     node: range
     """the ranks of the peer's node"""
     start: int
-    """its first element"""
+    """its first element in the buffer"""
     rows: int
     pitch: int
-    """elements from row to row"""
+    """elements of a row"""
 
     @property
     def elements(self) -> int:
@@ -55,41 +55,40 @@ class Message(NamedTuple):
         return self.rows * self.pitch
 
     def within(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the message [rows, pitch] in its buffer, which is flat."""
+        """Return the message as a view [rows, pitch] of its buffer."""
         return buffer[self.start : self.start + self.elements].view(self.rows, self.pitch)
 
 
 class Messages(NamedTuple):
-    """The messages of a forward or of a backward on one rank, in the order of their peers."""
+    """The messages of one way of a step on one rank, in the order of their peers."""
 
     sent: Sequence[Message]
     received: Sequence[Message]
 
 
-class Crossing:
-    """The messages between nodes on one rank, for any batch."""
+class InternodeLayout:
+    """The messages of one rank, for any batch."""
 
     def __init__(self, layout: Layout, reach: Reach, wire_dtype: torch.dtype, with_sums: bool = True) -> None:
-        """Lay messages out; `with_sums` says whether nodes make sums, else each partial sum travels as it is."""
+        """Lay messages out; unless `with_sums`, each partial sum is sent as it is."""
         self.reach, self._layout, self._wire_dtype = reach, layout, wire_dtype
         self._unit = _ROW_BYTES // wire_dtype.itemsize
-        kept = lru_cache(maxsize=64)
-        self.pooled, self.sums, self.gradients = kept(self._pooled), kept(self._sums), kept(self._gradients)
-        """the messages of a batch: of pooled embeddings, of sums, and of their gradients"""
+        cache = lru_cache(maxsize=64)
+        self.pooled, self.sums, self.gradients = cache(self._pooled), cache(self._sums), cache(self._gradients)
+        """functions of `BatchSizes`: the messages with pooled embeddings, with sums, and with their gradients"""
         sums = layout.partial_sums if with_sums else ()
         on_nodes = {node: [each.on(node) for each in sums] for node in reach.nodes}
         self.sums_on = {node: [shards for shards in found if len(shards) > 1] for node, found in on_nodes.items()}
-        """of each node the sums that are made there for samples of other nodes, each by its row shards"""
+        """by node, the row shards of each sum that it makes for samples of other nodes"""
         added = {shard for found in self.sums_on.values() for shards in found for shard in shards}
         self.has_sums = bool(added and reach.most_taken)
-        """whether there are such sums, and other nodes"""
         self.pooled_columns = [_side_by_side([s for s in shards if s not in added]) for shards in layout.by_owner]
-        """by rank, the first column of each of its shards in a row of what it pools for another node"""
+        """by rank, the first column of each of its shards in a row of a forward message"""
         self.sum_columns = {node: _sum_columns(found) for node, found in self.sums_on.items()}
-        """by node, the first column of each shard in a row of partial sums that are gathered there. Those of each sum's
-        first shard come first: there the sum is made, and a message has these columns alone."""
+        """by node, the first column of each shard in a row of partial sums that are gathered there. Columns of each
+        sum's first shard come first: the sum replaces them, and a message has only these columns"""
         self.gradient_columns = {node: self._gradient_columns(node) for node in reach.nodes}
-        """by node, the first column of each of its shards in a row of gradients, those of one sum at the same"""
+        """by node, the first column of each of its shards in a row of gradients; shards of one sum have the same"""
 
     def _gradient_columns(self, node: range) -> Mapping[FeatureShard, int]:
         shards = [shard for rank in node for shard in self._layout.by_owner[rank]]
@@ -98,14 +97,14 @@ class Crossing:
         return {shard: columns[first.get(shard, shard)] for shard in shards}
 
     def pitch(self, columns: Mapping[FeatureShard, int]) -> int:
-        """Return the elements from row to row of a message with these columns."""
+        """Return the elements of a row of a message with these columns."""
         return -(-max((column + shard.dim for shard, column in columns.items()), default=0) // self._unit) * self._unit
 
     def _sum_pitch(self, node: range) -> int:
         return self.pitch(_side_by_side([shards[0] for shards in self.sums_on[node]]))
 
     def output_columns(self, node: range) -> torch.Tensor:
-        """Return [pitch] int64: of each column of a row of gradients the output's; those after the last repeat it."""
+        """Return [pitch] int64, the output's column for each column of a row of gradients; padding repeats the last."""
         columns = self.gradient_columns[node]
         ranges = {column: (self._layout.output_column(shard), shard.dim) for shard, column in columns.items()}
         found = column_numbers(list(ranges.values()))
@@ -113,19 +112,16 @@ class Crossing:
         return torch.cat([found, found[-1:].repeat(padding)]) if padding else found
 
     def served(self, rank: int, node: range) -> Sequence[int]:
-        """Return the ranks of `node` for whose samples `rank`, of another node, gathers partial sums, in order."""
+        """Return the ranks of `node` that `rank`, of another node, serves, in order."""
         return [each for each in self.reach.taken_by(rank) if each in node]
 
     def gathered_at(self, rank: int) -> tuple[int, int]:
-        """Return which rank of this node gathers partial sums for `rank`, and where it does among those it serves."""
+        """Return which rank of this node serves `rank`, and the position of `rank` among those that it serves."""
         gatherer = self.reach.relay(rank, self.reach.here)
         return gatherer, self.reach.taken_by(gatherer).index(rank)
 
     def sum_windows(self, samples: int) -> WindowSpec | None:
-        """Return the windows in which partial sums are gathered, alike on all ranks; None if there is nothing to add.
-
-        A window has as many rows for each rank that its rank serves as a rank has samples at most.
-        """
+        """Return the windows that gather partial sums, with `samples` rows for each rank served; None without sums."""
         if not self.has_sums:
             return None
         widest = max(self.pitch(self.sum_columns[node]) for node in self.reach.nodes)
@@ -163,7 +159,7 @@ class Crossing:
         return batch.first_sample[node.stop] - batch.first_sample[node.start]
 
     def _messages(self, sent: Sequence[tuple[int, int]], received: Sequence[tuple[int, int]]) -> Messages:
-        """Return the messages whose rows and pitches these are."""
+        """Return the messages of these (rows, pitch)."""
         reach = self.reach
         to = [reach.relay(reach.rank, node) for node in self._other_nodes]
         return Messages(self._laid_out(to, sent), self._laid_out(reach.sources, received))
@@ -177,7 +173,7 @@ class Crossing:
 
 
 def _side_by_side(shards: Sequence[FeatureShard]) -> Mapping[FeatureShard, int]:
-    """Return the first column of each shard in a row that has the columns of all of them, in order."""
+    """Return the first column of each shard in a row that has the columns of all, in order."""
     starts = [0, *accumulate(shard.dim for shard in shards)]
     return dict(zip(shards, starts[:-1], strict=True))
 
@@ -187,7 +183,7 @@ def _sum_columns(sums: Sequence[Sequence[FeatureShard]]) -> Mapping[FeatureShard
 
 
 def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:
-    """Return the regions in which windows of other nodes' ranks arrive, alike on all ranks: one for either window."""
+    """Return the regions in which windows of other nodes' ranks arrive, one for each of the two; same on every rank."""
     if reach.whole:
         return {}
     window = Region((max(1, reach.most_taken), *spec.window.shape), spec.window.dtype)
@@ -195,7 +191,7 @@ def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:
 
 
 def published_window(arena: Arena, name: str, rank: int) -> torch.Tensor:
-    """Return window `name` of `rank` as it is seen here: its own or, of another node's, the copy that has arrived."""
+    """Return window `name` of `rank`, or, for a rank of another node, the copy that has arrived on this node."""
     reach = arena.reach
     if rank in reach.here:
         return arena.view(name, rank)
@@ -204,7 +200,7 @@ def published_window(arena: Arena, name: str, rank: int) -> torch.Tensor:
 
 
 def arriving_windows(arena: Arena, name: str) -> torch.Tensor:
-    """Return the windows `name` that arrive at this rank, flat, in the order of their ranks."""
+    """Return the windows `name` that arrive at this rank, flat, in rank order."""
     return arena.local(_arrivals(name))[: len(arena.reach.sources)].flatten()
 
 

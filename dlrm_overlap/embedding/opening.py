@@ -1,36 +1,35 @@
-"""The opening of an exchange, before its first step: who is reached how, its windows, and its parts."""
+"""Makes the parts of an exchange and their windows, before the first step."""
 
 import logging
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.backends import BACKENDS, BACKWARDS, BACKWARDS_INTERNODE
+from dlrm_overlap.backends import BACKENDS, BACKWARDS
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.comm.network import start_puts
 from dlrm_overlap.comm.reach import Reach, find_reach
 from dlrm_overlap.embedding.backends.base import Backward, Forward
+from dlrm_overlap.embedding.backends.cpu import CpuLookup, CpuSignals
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, IdExchange
 from dlrm_overlap.embedding.backends.local import CpuLocalLookup, DeviceLocalLookup, LocalLookup
-from dlrm_overlap.embedding.internode import Crossing, arrival_regions
+from dlrm_overlap.embedding.backends.lookup import DeviceLookup, Platform
+from dlrm_overlap.embedding.internode import InternodeLayout, arrival_regions
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
-from dlrm_overlap.embedding.windows import WindowPair
+from dlrm_overlap.embedding.windows import DeviceSignals, WindowPair
 
 log = logging.getLogger("dlrm_overlap")
 
 
 def reach_of(options: ExchangeOptions, group: dist.ProcessGroup, device: torch.device) -> Reach:
-    """Return which ranks this one reaches by stores, the others being reached by messages; a collective.
+    """Return which ranks this one reaches by stores, and which by messages; a collective.
 
-    Where there are others, rank 0's log says so, and kernels can put to them from now on, if the options ask for that.
-
-    Raises:
-        InputError: if some rank cannot put.
+    Between nodes it also starts NVSHMEM if the options ask for puts, and raises an InputError if that fails on a rank.
     """
     if not BACKENDS[options.backend].stores_to_peers:
-        return Reach.of_one_node(group)  # a collective reaches all alike, and needs no look
+        return Reach.of_one_node(group)  # collectives reach all ranks
     reach, puts = find_reach(group, device, options.nodes), options.internode == "puts"
     if reach.whole:
         return reach
@@ -44,37 +43,41 @@ def reach_of(options: ExchangeOptions, group: dist.ProcessGroup, device: torch.d
 
 
 class ExchangeParts(NamedTuple):
-    """An open exchange."""
+    """The parts of an exchange on one rank."""
 
-    forward: Forward
-    backward: Backward
+    forward: Forward[Any]
+    backward: Backward[Any]
     ids: IdExchange | None
-    """brings ids to the owners of their rows, where that is not left to TorchRec"""
-    local: LocalLookup | None
-    """looks up the tables that every rank holds, where that is not left to TorchRec"""
+    """sends ids to the owners of their rows; None if TorchRec does"""
+    local: LocalLookup[Any] | None
+    """looks up the tables that every rank holds; None if TorchRec does"""
     arena: Arena | None
-    """memory of every rank's windows and flags; None where no part has windows"""
+    """memory of every rank's windows and flags; None if no part has windows"""
 
     def close(self) -> None:
-        """Give the memory back, with the last references. Every rank must be through with its steps."""
+        """Free the memory, with the last references to it. No rank may be in a step."""
         for part in (self.forward, self.backward, self.ids, self.arena):
             if part is not None:
                 part.close()
 
 
-def build_exchange(context: ExchangeContext) -> ExchangeParts:
-    """Make the parts that the options name, and their windows; a collective.
+ON_GPU = Platform(DeviceLookup, DeviceSignals, adds_sums=True)
+ON_CPU = Platform(CpuLookup, CpuSignals, adds_sums=False)
 
-    Raises:
-        InputError: if there is no room for the windows, or the ranks do not reach each other's memory.
-    """
+
+def build_exchange(context: ExchangeContext) -> ExchangeParts:
+    """Return the parts that the options name; a collective, which raises an InputError if it cannot make windows."""
     options, group, device = context.options, context.group, context.device
+    on_gpu = device.type == "cuda"
     reach = context.reach or reach_of(options, group, device)
-    context = replace(context, reach=reach)
-    backend = BACKENDS[options.backend]
-    forward = backend.forward if reach.whole else backend.forward_internode or backend.forward
+    platform, internode = ON_GPU if on_gpu else ON_CPU, None
+    if not reach.whole:
+        internode = InternodeLayout(context.layout, reach, options.wire_dtype, platform.adds_sums)
+    context = replace(context, reach=reach, internode=internode)
+
+    # The memory: windows of every part in one arena.
+    forward, backward = BACKENDS[options.backend].forward, BACKWARDS[options.resolved_backward]
     assert forward is not None, f"backend {options.backend} has no exchange of ours"
-    backward = (BACKWARDS if reach.whole else BACKWARDS_INTERNODE)[options.resolved_backward]
     make_forward, make_backward = forward.load(device.type), backward.load(device.type)
     specs = [make_forward.window_spec(context), make_backward.window_spec(context)]
     specs.append(context.ids.windows if context.ids is not None else None)
@@ -83,8 +86,7 @@ def build_exchange(context: ExchangeContext) -> ExchangeParts:
         regions |= spec.regions(group.size()) if spec else {}
     if context.ids is not None:
         regions |= arrival_regions(context.ids.windows, reach)
-    crossing = Crossing(context.layout, reach, options.wire_dtype, make_forward.with_sums)
-    if sums := crossing.sum_windows(context.samples_per_rank):
+    if internode is not None and (sums := internode.sum_windows(context.samples_per_rank)):
         regions |= sums.regions(group.size())
     arena = open_arena(regions, group, device, reach) if regions else None
     counters = context.counters.forward, context.counters.backward, context.counters.ids
@@ -92,13 +94,15 @@ def build_exchange(context: ExchangeContext) -> ExchangeParts:
         WindowPair(spec, arena, counter) if spec and arena else None
         for spec, counter in zip(specs, counters, strict=True)
     )
-    on_gpu = device.type == "cuda"
+
+    # The parts.
     id_exchange: IdExchange | None = None
     if context.ids is not None:
         assert ids is not None
         id_exchange = (IdExchange if on_gpu else CpuIdExchange)(context, context.ids, ids)
-    local: LocalLookup | None = None
+    local: LocalLookup[Any] | None = None
     if context.layout.replicated:
         assert outputs is not None
         local = (DeviceLocalLookup if on_gpu else CpuLocalLookup)(context, outputs)
-    return ExchangeParts(make_forward(context, outputs), make_backward(context, gradients), id_exchange, local, arena)
+    made = make_forward(context, outputs, platform), make_backward(context, gradients)
+    return ExchangeParts(*made, id_exchange, local, arena)

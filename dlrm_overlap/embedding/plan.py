@@ -28,7 +28,7 @@ from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.data.batch import table_keys
 from dlrm_overlap.embedding.balance import TableLoad, balance
-from dlrm_overlap.kernels.arguments import looks_at_rows, state_bytes
+from dlrm_overlap.kernels.optimizer_params import looks_at_rows, state_bytes
 
 log = logging.getLogger("dlrm_overlap")
 

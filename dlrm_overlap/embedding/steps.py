@@ -1,35 +1,35 @@
-"""One step through the embedding stage: its batch, the values that its parts hand on, and a cache from step to step."""
+"""What a step through the embedding stage is given."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Generic, NamedTuple, TypeVar, TypeVarTuple
+from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
-from torch.cuda import is_current_stream_capturing, is_initialized
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.kernels.arguments import OptimizerParams
+from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
+from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 
 _LAZY = 3  # FBGEMM's CounterWeightDecayMode.ADAGRADW
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """How many samples each rank has in a step. Example: 3 and 2 samples; `first_sample` (0, 3, 5), `total` 5."""
+    """The number of samples of each rank in a step."""
 
     per_rank: tuple[int, ...]
     """samples of each rank, b"""
     first_sample: tuple[int, ...] = field(compare=False)
-    """each rank's first sample in the global batch, and then B"""
+    """[W + 1] each rank's first sample in the global batch, and then B"""
     total: int = field(compare=False)
     """samples of all ranks, B"""
     most: int = field(compare=False)
-    """samples of the rank that has most"""
+    """the largest number of samples of a rank"""
 
-    def __hash__(self) -> int:  # steps look up values for their sizes by it, several times each
+    def __hash__(self) -> int:  # cheap, since a step looks up several values by its sizes
         return self.total
 
     @staticmethod
@@ -41,26 +41,26 @@ class BatchSizes:
 
 
 class UpdateRule(NamedTuple):
-    """The numbers by which a fused lookup's optimizer updates its rows."""
+    """How a fused lookup's optimizer updates its rows."""
 
     lr: float
     arguments: Any
     """FBGEMM's OptimizerArgs: eps, weight_decay, max_norm and others"""
     frozen: bool = False
-    """whether the rows stay as they are, and their state: no weights of the lookup require a gradient"""
+    """whether rows and states keep their values, because no weight of the lookup requires a gradient"""
     count: int = 0
-    """FBGEMM's iter: forwards of the lookup, this one included, where its optimizer counts them"""
+    """FBGEMM's iter, the forwards of the lookup including this one, if its optimizer counts them"""
     always_decays: bool = False
-    """whether `weight_decay_mode` has no say: Adam and LAMB take decay from the row"""
+    """whether rows decay whatever `weight_decay_mode` says, as Adam and LAMB have it"""
 
     @property
     def decays(self) -> bool:
-        """Whether rows decay, or have a bound of their norm, or counters."""
+        """Whether rows decay, have a maximum norm, or are counted."""
         return bool(self.arguments.weight_decay or self.arguments.max_norm or self.count)
 
     @property
     def numbers(self) -> OptimizerParams:
-        """The numbers as kernels and the reference take them."""
+        """The same, as kernels and the reference take it."""
         given, mode = self.arguments, self.arguments.weight_decay_mode
         return OptimizerParams(
             lr=self.lr,
@@ -78,61 +78,49 @@ class UpdateRule(NamedTuple):
         )
 
 
-class Step:
-    """One pass through the embedding stage: the values that its forward and its backward hand on."""
+class Step(NamedTuple):
+    """One pass through the embedding stage, as its forward and its backward are given it."""
 
-    work: Any = None
-    """the collective under way"""
-    received: torch.Tensor | None = None
-    """the tensor that the collective fills"""
-    set_aside: torch.Tensor | None = None
-    """a copy of the pooled embeddings, if the next step began before they were asked for"""
-    set_aside_event: Any = None
-    """on GPUs: the event after which that copy may be read"""
-    ids_ready: Any = None
-    """on GPUs: the event after which the backward may read the ids"""
-    number: int = 0
-    """number of the step among those that have a backward, counted from the run's first"""
-    rules: Sequence[UpdateRule] = ()
-    """how each of this rank's fused lookups updates its rows, as it was at the forward"""
-    runs: Sequence[Any] = ()
-    """the ids of each input, sorted and cut into chunks for the update of their rows"""
-    gradient: torch.Tensor | None = None
-    """gradient of the pooled embeddings, from when it is there until the rows are updated"""
-    sent: bool = False
-    """whether the gradient is on its way to the owners of the rows"""
+    inputs: Sequence[KeyedJaggedTensor]
+    """the ids of this rank's tables, one tensor an input of the layout, each with B bags a feature"""
+    batch: BatchSizes
     replicated: KeyedJaggedTensor | None = None
-    """of this rank's samples, the ids of tables that every rank holds, where this exchange looks those up"""
+    """the ids of this rank's samples of the tables that every rank holds, if this exchange looks those up"""
     own_offsets: torch.Tensor | None = None
-    """[published * b + 1] int32: of this rank's samples, the offsets of the bags of all features and shares, see
-    `IdLayout.published`, where this exchange sends the ids and tables are cut by rows, or bags are slots; the empty
-    ones of such shards have not arrived, and get no gradient"""
-    trains_weights: bool = False
-    """whether weights of some of this rank's ids require a gradient"""
-    weights_gradients: Sequence[torch.Tensor] = ()
-    """their gradients [n] float32, input by input"""
-    own_looked_up: Any = None
-    """on GPUs: the event after which the backward may read the ids of those tables"""
+    """[published * b + 1] int32: offsets of the bags of this rank's samples, in the order of `IdLayout.published`.
+    Empty bags of row shards and empty slots do not arrive, and get no gradient. None if all bags arrive"""
 
-    def __init__(self, inputs: Sequence[KeyedJaggedTensor], batch: BatchSizes) -> None:
-        """Take the ids of this rank's tables, one tensor an input, each with B bags a feature."""
-        self.inputs, self.batch = inputs, batch
+
+class PendingBackward(NamedTuple):
+    """A backward that is to come, as `Backward.note_forward` returns it."""
+
+    step: Step
+    number: int
+    """number of the step among those with a backward, from 0"""
+    rules: Sequence[UpdateRule]
+    """how each of this rank's fused lookups updates its rows, as of the forward"""
+    trains_weights: bool = False
+    """whether some ids' weights require a gradient"""
+    ids_ready: torch.Event | None = None
+    """on GPUs, the event after which the backward may read the ids"""
+    runs: Sequence[PreparedRuns | None] | None = None
+    """on GPUs, after `Backward.prepare`: each input's ids, sorted and cut into chunks"""
 
 
 def weights_of(ids: KeyedJaggedTensor) -> torch.Tensor | None:
-    """Return the weights [n] float32 of ids, or None if they have none; integers are none, as for FBGEMM."""
+    """Return the weights [n] float32 of ids, or None if they have none; as for FBGEMM, integers are no weights."""
     weights = ids.weights_or_none()
     return weights.float() if weights is not None and weights.is_floating_point() else None
 
 
 def with_room(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return ids as they are sent: those of a captured step's size, if an eager step reads them without their room."""
+    """Return ids as they are sent: padded to the capacity, if `ids` are an eager step's view without the padding."""
     given: Any = ids
     return ids if (sent := getattr(given, "with_room", None)) is None else sent
 
 
 def with_float_weights(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return ids whose weights are float32, or that have none; those that are so already are not copied."""
+    """Return ids with float32 weights, or without weights; without a copy if they are so already."""
     weights = ids.weights_or_none()
     if weights is None or weights.dtype == torch.float32:
         return ids
@@ -143,73 +131,3 @@ def tensors_of(ids: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor, torc
     """Return values, offsets and weights as kernels take them, see `Bags.tensors`."""
     values, weights = ids.values(), ids.weights_or_none()
     return values, ids.offsets(), values if weights is None else weights
-
-
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
-Arguments = TypeVarTuple("Arguments")
-
-_MOST = 64  # values that no capture has used: batch sizes and learning rates rarely change
-_NONE: Any = object()
-
-
-class StepCache(Generic[Key, Value]):
-    """Values by keys such as the sizes of a batch: those that were asked for last, and all that captures have used.
-
-    A CUDA graph holds the addresses of the tensors that its kernels were captured with, and no reference to them. If
-    such a tensor is given away, the next replay reads and writes other owners' memory. So a value that is asked
-    for while the current stream is being captured is held until `clear`, whoever owns the graph. Of all other values
-    the 64 asked for last are kept: kernels that read them are issued before the next owner of their memory uses it.
-
-    A value must hold the tensors that it is made of. A `Launch` does; an address, which is a number, does not.
-
-    Example: a step is captured, then 100 batches of 100 other sizes are evaluated, then the graph is launched. The
-    value of the captured step is still there, beside those of the last 64 sizes.
-    """
-
-    def __init__(self) -> None:
-        self._captured: dict[Key, Value] = {}
-        """values that captures have used"""
-        self._others: dict[Key, Value] = {}
-        """the rest, the one asked for longest ago first"""
-        self._replaced: list[Value] = []
-        """values that captures have used and `get` returns no more"""
-
-    def __len__(self) -> int:
-        """Return how many keys have a value."""
-        return len(self._captured) + len(self._others)
-
-    def get(self, key: Key, make: Callable[[*Arguments], Value], *arguments: *Arguments) -> Value:
-        """Return the value of `key`.
-
-        Args:
-            key: of all that the value depends on.
-            make: returns the value where there is none; it may call `forget`, but not `get`.
-            arguments: of `make`.
-        """
-        value = self._others.pop(key, _NONE)  # a step asks often: to take it out and to put it back last is cheap
-        if value is _NONE:
-            if key in self._captured:
-                return self._captured[key]
-            value = make(*arguments)
-            if len(self._others) >= _MOST:
-                del self._others[next(iter(self._others))]
-        if is_capturing():
-            self._captured[key] = value
-        else:
-            self._others[key] = value
-        return value
-
-    def forget(self) -> None:
-        """Let all values be made anew, since their sources have changed; those that captures have used are held."""
-        self._replaced += self._captured.values()
-        self._captured, self._others = {}, {}
-
-    def clear(self) -> None:
-        """Forget all, once no graph will be launched any more that has used some of it."""
-        self._captured, self._others, self._replaced = {}, {}, []
-
-
-def is_capturing() -> bool:
-    """Return whether the current stream is captured in a CUDA graph; False where CUDA is not."""
-    return is_initialized() and is_current_stream_capturing()

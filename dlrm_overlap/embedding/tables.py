@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.embedding.cache import CachedTable, RowCache, activate, make_caches
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.steps import UpdateRule
-from dlrm_overlap.kernels.arguments import STATES
+from dlrm_overlap.kernels.optimizer_params import STATES
 
 OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: "sgd",

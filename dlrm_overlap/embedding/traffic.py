@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dlrm_overlap.config import ModelConfig
-from dlrm_overlap.kernels.arguments import state_bytes
+from dlrm_overlap.kernels.optimizer_params import state_bytes
 
 _RUN_BYTES = 16  # locate the ids of a touched row
 _POSITION_BYTES = 4  # locate the gradient of an id

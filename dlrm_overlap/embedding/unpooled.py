@@ -88,15 +88,15 @@ class UnpooledIdSender(IdSender):
         most = self._most_slots(capacity)
         self._blocks = SlotBlocks.of(list(most.values()))
         features, ranges = self._blocks.by_feature(most), self.row_ranges
-        room = {name: count for name, (_, count) in features.items()}
-        self._keys = list(room)
-        ids, bags = sum(self._most(capacity)), len(room) * self._blocks.slots
-        # Ids, lengths, places; rows, starts, count and order of the runs.
+        counts = {name: count for name, (_, count) in features.items()}
+        self._keys = list(counts)
+        ids, bags = sum(self._most(capacity)), len(counts) * self._blocks.slots
+        # Ids, lengths, slots; rows, starts, count and order of the runs.
         sizes, device = (ids, bags, ids, ids, ids + 1, 1, ids), self.exchange.device
         self._kept = [[torch.zeros(size, dtype=torch.int32, device=device) for size in sizes] for _ in range(2)]
         """memory for `Distinct` of the ids that are sent in even epochs, and in odd ones"""
         layout = self.table_layout.with_features({name: ranges[of] for name, (of, _) in features.items()})
-        slots = BatchCapacity(self._blocks.slots, dict.fromkeys(room, (0, 1)), room)
+        slots = BatchCapacity(self._blocks.slots, dict.fromkeys(counts, (0, 1)), counts)
         return IdLayout(joined(layout), self._keys, slots)
 
     @property
@@ -110,8 +110,8 @@ class UnpooledIdSender(IdSender):
     def _most_slots(self, capacity: BatchCapacity) -> dict[str, int]:
         """Return the most slots that a batch fills, by name of `row_ranges`."""
         ids = dict.fromkeys(self.table_layout.names, 0)
-        for sequence, room in zip(self.distinct.sequences, self._most(capacity), strict=True):
-            ids[self.table_layout.names[sequence.table]] += room
+        for sequence, count in zip(self.distinct.sequences, self._most(capacity), strict=True):
+            ids[self.table_layout.names[sequence.table]] += count
         distinct = capacity.distinct if self._is_counted else {}
         return {
             name: min(most, distinct.get(name, distinct.get(of.table, most)))
@@ -124,7 +124,7 @@ class UnpooledIdSender(IdSender):
         return capacity.capacity([sequence.feature for sequence in self.distinct.sequences])
 
     def rooms_of(self, features: KeyedJaggedTensor) -> list[int]:
-        """Return the room for the ids of each sequence in a batch."""
+        """Return the size of each sequence's ids in a batch, with padding."""
         return self.distinct.capacities_of(features, self._most(self.capacity))
 
     def _keep(self, distinct: Distinct) -> Distinct:
@@ -136,8 +136,8 @@ class UnpooledIdSender(IdSender):
         memory = self._kept[(self.exchange.counters.ids.value + 1) % 2]
         kept = [each[: tensor.numel()] for each, tensor in zip(memory, flat, strict=True)]
         torch._foreach_copy_(kept, flat)  # pyright: ignore[reportPrivateImportUsage]  by one kernel
-        values, lengths, places, *runs = kept
-        return Distinct(values, lengths, places, type(distinct.runs)(*runs))
+        values, lengths, slots, *runs = kept
+        return Distinct(values, lengths, slots, type(distinct.runs)(*runs))
 
     def _most_samples(self, samples: int, group: dist.ProcessGroup) -> int:
         return samples  # slots, which are the same number on all ranks

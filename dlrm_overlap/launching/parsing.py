@@ -155,7 +155,7 @@ def new_value(key: str, value: Any) -> Any:
     return names[value]
 
 
-def _with_new_names(argv: Sequence[str]) -> list[str]:
+def with_new_names(argv: Sequence[str]) -> list[str]:
     """Return options with the names of this version."""
     renamed = list[str]()
     for word in argv:
@@ -349,7 +349,7 @@ def parse_config(
     for key in keys:
         text = _help_of(key) if asks_help else None
         parser.add_argument(f"--{key.name}", type=key.kind, default=SUPPRESS, metavar="VALUE", help=text)
-    options = parser.read(_with_new_names(argv))
+    options = parser.read(with_new_names(argv))
     values = read_tree(defaults, config, "defaults") if defaults else {}
     for file in options.config:
         values |= _read_file(find_config(file), config)

@@ -1,4 +1,4 @@
-"""`dlrm-overlap simulate`: simulate a stage or a step, or many that differ in some keys; print and write rows."""
+"""`dlrm-overlap simulate`: print and write simulated times, optionally of all combinations of some keys' values."""
 
 import csv
 import itertools
@@ -8,17 +8,17 @@ from typing import Any
 
 from dlrm_overlap.config import FullPath, InputError
 from dlrm_overlap.launching.environment import commit
-from dlrm_overlap.launching.parsing import Parser, keys_of, parse_config, suggest
+from dlrm_overlap.launching.parsing import Parser, keys_of, new_name, parse_config, suggest, with_new_names
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.step import simulate
 from dlrm_overlap.train.ranks import check_output
 
-_SHOWN = ("what", "backend", "world_size", "hosts", "samples", "ms", "samples_per_s")
+_SHOWN = ("what", "backend", "world_size", "nodes", "samples", "ms", "samples_per_s")
 
 
 def run(argv: Sequence[str], description: str) -> int:
-    """Simulate, print and write rows, and return the exit code 0.
+    """Simulate, print and write the rows, and return exit code 0.
 
     Raises:
         InputError: if a key, a value or a file is wrong.
@@ -27,6 +27,7 @@ def run(argv: Sequence[str], description: str) -> int:
     def parse(options: Sequence[str]) -> tuple[SimulateConfig, Any]:
         return parse_config(SimulateConfig, "dlrm-overlap simulate", description, options, _add_options)
 
+    argv = with_new_names(argv)
     own = parse(argv)[1]
     varied = _read_vary(own.vary, argv)
     if own.output:
@@ -49,22 +50,19 @@ def run(argv: Sequence[str], description: str) -> int:
 
 
 def _add_options(parser: Parser) -> None:
-    parser.add_argument("--output", type=FullPath, help="CSV file for the rows; one that exists is replaced")
-    text = "values of a key: --vary network.hosts=1,2,4; several of these are simulated in all combinations"
+    parser.add_argument("--output", type=FullPath, help="CSV file for the rows; an existing file is overwritten")
+    text = "values of a key: --vary network.nodes=1,2,4; may be repeated to simulate all combinations"
     parser.add_argument("--vary", action="append", default=[], metavar="KEY=A,B,..", help=text)
 
 
 def _read_vary(texts: Sequence[str], argv: Sequence[str]) -> dict[str, list[str]]:
-    """Return option -> values of each `--vary KEY=A,B,..` in `texts`, of a command line `argv`.
-
-    Raises:
-        InputError: if a key is unknown, or is given twice.
-    """
+    """Return option -> values, given the `texts` KEY=A,B,.. of all `--vary` and the whole command line `argv`."""
     known = ["config", *(key.name for key in keys_of(SimulateConfig))]
     given = {word.partition("=")[0] for word in argv}
     varied: dict[str, list[str]] = {}
     for text in texts:
-        key, _, values = text.partition("=")
+        name, _, values = text.partition("=")
+        key = new_name(name)
         option = f"--{key}"
         if key not in known:
             raise InputError(f"--vary: {key} is not a key; {suggest(key, known)}")
@@ -75,7 +73,7 @@ def _read_vary(texts: Sequence[str], argv: Sequence[str]) -> dict[str, list[str]
 
 
 def describe(config: SimulateConfig) -> dict[str, Any]:
-    """Simulate and return the row: the keys of the exchange and the network, the work, the time."""
+    """Simulate and return a row: keys of the exchange and the network, the work and the time."""
     work, ms, _ = simulate(config)
     embedding, network = config.embedding, config.network
     return {
@@ -84,8 +82,8 @@ def describe(config: SimulateConfig) -> dict[str, Any]:
         "backend": embedding.backend,
         "slice_bags": embedding.slice_bags,
         "aggregate_bytes": embedding.aggregate_bytes,
-        "hosts": network.hosts,
-        "gpus_per_host": network.gpus_per_host,
+        "nodes": network.nodes,
+        "gpus_per_node": network.gpus_per_node,
         "nic_gbit_per_s": network.nic_gbit_per_s,
         "world_size": work.world_size,
         "tables": work.tables,

@@ -1,4 +1,4 @@
-"""The configuration of a simulation: that of a run, and sections for the network and the GPUs."""
+"""The configuration of a simulation: a run's, plus sections for the network and the GPUs."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,101 +9,102 @@ from dlrm_overlap.config import Config, InputError, NonNegativeFloat, PositiveFl
 
 @dataclass(frozen=True)
 class LookupConfig:
-    """How fast a kernel pools: bytes from the memory at a rate, and a time for each bag."""
+    """Speed of a lookup kernel."""
 
     gb_per_s: PositiveFloat = 4225.0
-    """of rows that are not in the cache, ids, offsets and pooled embeddings together"""
+    """memory bandwidth, for rows that miss the cache, ids, offsets and pooled embeddings"""
     bag_ns: NonNegativeFloat = 0.0
-    """for each bag on top, over all programs: a million bags of 0.1 take 0.1 ms"""
+    """additional time per bag, over all programs: a million bags of 0.1 ns take 0.1 ms"""
     cached_gb_per_s: PositiveFloat = 1e9
-    """of all rows of a table, those in the cache included, where that takes longer"""
+    """cache bandwidth, for all rows of a table; the slower of cache and memory counts"""
     us: NonNegativeFloat = 0.0
-    """that a lookup takes whatever its bytes"""
+    """fixed time of a lookup"""
     few_bag_ns: NonNegativeFloat = 0.0
-    """for each bag on top where a rank has fewer than 131072 of more than one id: fused then has twice as many tasks"""
+    """additional time per bag where a rank has fewer than 131072 bags with more than one id each on average: fused
+    then has twice as many tasks"""
 
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """How fast rows are updated once their gradients are there."""
+    """Speed of the update of rows."""
 
     gb_per_s: PositiveFloat = 4225.0
-    """of all bytes of an update, as `embedding.traffic.update_bytes` counts them"""
+    """memory bandwidth, for all bytes of an update as `embedding.traffic.update_bytes` counts them"""
     us: NonNegativeFloat = 0.0
-    """that an update takes whatever its bytes"""
+    """fixed time of an update"""
     sort_ns: NonNegativeFloat = 0.0
-    """that an id takes to be sorted by row, in which nothing else has the multiprocessors: beside the head's forward
-    where the backward is push, else before the update"""
+    """time per id of the sort by row, which needs all multiprocessors; it overlaps the head's forward under the
+    backward push, and precedes the update otherwise"""
     sort_us: NonNegativeFloat = 0.0
-    """that a sort takes on top, however few the ids, and leaves to others: it is many small kernels"""
+    """fixed time of a sort, which is many small kernels; other work may use the multiprocessors meanwhile"""
 
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """Rates of one GPU and of its kernels. The defaults are an H200's, as configs/simulate/h200.yaml explains."""
+    """Rates of one GPU and its kernels. The defaults are an H200's; see configs/simulate/h200.yaml."""
 
     link_gb_per_s: PositiveFloat = 354.1
-    """out of a GPU to its peers in the host by stores or copies, and into it"""
+    """bandwidth between a GPU and its peers on the node, per direction, for stores and copies"""
     collective_gb_per_s: PositiveFloat = 292.0
-    """the same by the collective library"""
+    """the same for the collective library"""
     collective_us: NonNegativeFloat = 29.1
-    """that a collective takes on top of its bytes"""
+    """fixed time of a collective"""
     peer_us: NonNegativeFloat = 5.0
-    """from a store to a peer until who waits for its flag goes on"""
+    """latency from a store to a peer until the kernel that waits for its flag continues"""
     copy_gb_per_s: PositiveFloat = 3781.0
-    """of the passes that unpack a collective's output or pack its input, bytes read and written"""
+    """bandwidth of the passes that pack a collective's input or unpack its output, bytes read plus written"""
     tflop_per_s: PositiveFloat = 486.1
-    """of the dense part in bf16: of its products, its elementwise work included"""
+    """rate of the dense part's matrix products in bf16, including its elementwise work"""
     kernel_us: NonNegativeFloat = 3.648
-    """that each kernel of a captured step takes beside its work, where the next one waits for it"""
+    """overhead of each kernel of a captured step that the next kernel waits for"""
     pair_tflop_per_s: PositiveFloat = 6.46
-    """of the dot interaction's products, each pair counted once"""
+    """rate of the dot interaction's products, each pair counted once"""
     step_us: NonNegativeFloat = 15.2
-    """that a captured step takes around its kernels: its launch, counters, the wait for the next batch's ids"""
+    """overhead of a captured step around its kernels: launch, counters, the wait for the next batch's ids"""
     optimizer_gb_per_s: PositiveFloat = 4044.0
-    """of the dense optimizer's 26 bytes a parameter"""
+    """bandwidth of the dense optimizer, 26 bytes per parameter"""
     baseline: LookupConfig = field(default_factory=lambda: LookupConfig(3442.0, 0.2919, 4090.0, 6.632))
-    """FBGEMM's lookup, of the backend torchrec"""
+    """FBGEMM's lookup (backend torchrec)"""
     pgas: LookupConfig = field(default_factory=lambda: LookupConfig(4341.0, 0.06192, 6789.0, 18.98))
-    """the lookup of the backend pgas"""
+    """lookup of the backend pgas"""
     fused: LookupConfig = field(default_factory=lambda: LookupConfig(4341.0, 0.08768, 4970.0, 11.3, 0.2982))
-    """the lookup of the backend fused"""
+    """lookup of the backend fused"""
     update: UpdateConfig = field(default_factory=lambda: UpdateConfig(4878.0, us=42.02, sort_ns=0.05676))
-    """the update of rows of the backward push"""
+    """row update of the backward push"""
     baseline_update: UpdateConfig = field(default_factory=lambda: UpdateConfig(2680.0, sort_ns=0.05678, sort_us=79.97))
-    """FBGEMM's, of the backward collective"""
+    """FBGEMM's row update (backward collective)"""
 
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Hosts, joined by NICs, one a GPU, and switches that never fill: a fat tree without oversubscription."""
+    """Nodes with one NIC per GPU, connected by a fat tree without oversubscription."""
 
-    hosts: PositiveInt = 1
-    """number of hosts"""
-    gpus_per_host: PositiveInt = 8
-    """GPUs of a host, all joined by NVLink"""
+    nodes: PositiveInt = 1
+    """number of nodes"""
+    gpus_per_node: PositiveInt = 8
+    """GPUs per node, all connected by NVLink"""
     nic_gbit_per_s: PositiveFloat = 400.0
-    """of a GPU's NIC"""
+    """bandwidth of a GPU's NIC"""
     latency_ns: NonNegativeFloat = 2000.0
-    """of a message to another host"""
+    """latency of a message to another node"""
     message_ns: NonNegativeFloat = 500.0
-    """that a GPU's puts to other hosts take each, one after the other, whatever their size"""
+    """time that a GPU needs to issue one put to another node, whatever its size; puts are issued one at a time"""
 
     @property
     def world_size(self) -> int:
         """Number of GPUs."""
-        return self.hosts * self.gpus_per_host
+        return self.nodes * self.gpus_per_node
 
 
 @dataclass(frozen=True)
 class SimulateConfig(Config):
-    """One simulation: any run whose file has the tables' rows, and what it runs on."""
+    """One simulation: a run whose configuration has the tables' rows, and the machines that it runs on."""
 
     what: Literal["stage", "backward", "step"] = "step"
-    """stage: lookup and exchange, forward only; backward: from the embeddings' gradient to the updated rows, the ids
-    being sorted under push; step: a whole captured training step"""
+    """stage: lookup and exchange, forward only; backward: from the embeddings' gradient to the updated rows (push has
+    sorted the ids before); step: a whole captured training step"""
     tables_per_rank: bool = False
-    """data.tables are those of one rank, so that they grow with the number of ranks"""
+    """data.tables describes the tables of one rank, so their number grows with the number of ranks"""
     network: NetworkConfig = field(default_factory=NetworkConfig)
     gpu: GpuConfig = field(default_factory=GpuConfig)
 
@@ -115,20 +116,20 @@ class SimulateConfig(Config):
 
     @property
     def is_collective(self) -> bool:
-        """Whether pooled embeddings and gradients travel by a collective; else they are stored and put."""
+        """Whether a collective sends pooled embeddings and gradients; otherwise kernels store and put them."""
         return not BACKENDS[self.embedding.backend].stores_to_peers
 
     @property
     def update_rates(self) -> UpdateConfig:
-        """How fast the exchange's backward updates rows."""
+        """Rates of the row update in the exchange's backward."""
         return self.gpu.baseline_update if self.is_collective else self.gpu.update
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of an id and of an offset: a captured step's are narrow."""
+        """Bytes of an id and of an offset: a captured step's are int32."""
         return 4 if self.what == "step" else 8
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of an element of pooled embeddings and their gradients between ranks."""
+        """Bytes per element of pooled embeddings and their gradients as sent between ranks."""
         return 4 if self.embedding.resolved_wire_dtype(self.train.precision) == "fp32" else 2

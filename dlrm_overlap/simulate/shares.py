@@ -1,4 +1,4 @@
-"""How much of a step's work each rank has, by the plan of its tables: ours, or that of TorchRec's planner."""
+"""Each rank's share of a step's work under a sharding plan: ours, or TorchRec's planner's."""
 
 import logging
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ import numpy as np
 
 from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.embedding.balance import TableLoad, balance
-from dlrm_overlap.kernels.arguments import looks_at_rows
+from dlrm_overlap.kernels.optimizer_params import looks_at_rows
 
 _GPU_BYTES = 140 * 10**9  # an H200's memory
-_CAPACITY_BYTES = _GPU_BYTES * 4 // 5  # of a rank's tables: `embedding.plan` reserves a fifth
+_CAPACITY_BYTES = _GPU_BYTES * 4 // 5  # for a rank's tables: `embedding.plan` reserves a fifth
 
 
 class SimulatedShard(NamedTuple):
@@ -21,55 +21,55 @@ class SimulatedShard(NamedTuple):
     rank: int
     columns: int
     rows: float
-    """part of the table's rows"""
+    """fraction of the table's rows"""
 
 
 class SimulatedShares(NamedTuple):
-    """Of each rank, [W], its part of the work over the mean rank's, if no table were cut by rows."""
+    """Work of each rank, [W] each, relative to the mean rank's if no table were cut by rows."""
 
     memory: np.ndarray
-    """row elements that it reads"""
+    """row elements read"""
     links: np.ndarray
-    """columns that it pools for each sample"""
+    """columns pooled per sample"""
     ids: np.ndarray
-    """ids that it looks up and sorts: a table that is cut by columns has all its ids at each shard"""
+    """ids looked up and sorted; every shard of a table that is cut by columns counts all of its ids"""
     near: np.ndarray
-    """columns that it sends to a rank of its host for each of that one's samples, on average; their gradients return"""
+    """columns sent to another rank of the node per sample of that rank, on average; their gradients come back"""
     away: np.ndarray
-    """the same for a rank of another host"""
+    """the same for a rank of another node"""
     sums: np.ndarray
-    """of `away` those of sums, which leave when the host's partial sums are gathered"""
+    """the part of `away` that is sent once the node's partial sums are gathered and added up"""
 
 
 def shares_of(
     loads: Sequence[TableLoad],
     plan: Sequence[Sequence[SimulatedShard]],
     world_size: int,
-    gpus_per_host: int,
+    gpus_per_node: int,
     dense: bool,
 ) -> SimulatedShares:
-    """Return the ranks' shares where `plan` has the shards of each table.
+    """Return the ranks' shares of `loads` under `plan`, the shards of each table.
 
-    Of a table that is cut by rows, the exchange sends within a host the partial sums of bags that have ids of a shard.
-    For samples of other hosts it gathers all partial sums of a host, each of G ranks for one sample in G, adds them up
-    and sends the sums. A `dense` collective does so for its own host's samples, too: of table-row-wise shards, and of
-    others about, by rings.
+    For a table that is cut by rows, the exchange sends a shard's partial sums within the node only for bags that have
+    ids of the shard. For samples of other nodes, the G ranks of a node gather all its partial sums, each rank for one
+    sample in G, add them up and send the sums. A `dense` collective also does so for samples of its own node (exact
+    for table-row-wise shards, approximate for others).
 
-    Example: 2 ranks of a host, a table of 2 ids a bag, 64 columns, cut by rows. Each rank reads a row a sample, and of
-    memory, ids and all else but columns has 1. It pools 64 columns, where the mean of whole tables is 32: of `links` it
-    has 2, of `near` 3/4 of that, since a fourth of the bags have no id of a rank's rows; a `dense` one has 2.
+    Example: 2 ranks of a node share a table of 2 ids per bag and 64 columns by rows. Each rank reads one row per sample
+    and has 1 of `memory` and `ids`. It pools 64 columns, while the mean of whole tables is 32, so it has 2 of `links`.
+    It has 3/4 of that of `near`, since a fourth of the bags have no id of its rows; with `dense` it has 2.
     """
-    W, G = world_size, gpus_per_host
+    W, G = world_size, gpus_per_node
     found = np.zeros((6, W))
     for load, shards in zip(loads, plan, strict=True):
-        hosts = [shard.rank // G for shard in shards]
+        nodes = [shard.rank // G for shard in shards]
         for rank, columns, rows in shards:
             near, away, sums = float(columns), float(columns), 0.0
             if rows < 1 and dense:
                 near, away = columns * W / G, columns / G
             elif rows < 1:
-                near = columns * (1 - (1 - rows) ** load.pooling)  # of bags that have an id of these rows
-                if (here := hosts.count(rank // G)) > 1:
+                near = columns * (1 - (1 - rows) ** load.pooling)  # bags that have an id of these rows
+                if (here := nodes.count(rank // G)) > 1:
                     near += columns * (W - G) / G
                     away = sums = columns / here
             found[:, rank] += load.pooling * columns * rows, columns, load.pooling * rows, near, away, sums
@@ -80,19 +80,19 @@ def shares_of(
 
 @lru_cache(maxsize=32)
 def plan_tables(
-    loads: tuple[TableLoad, ...], plan: str, optimizer: Any, world_size: int, gpus_per_host: int, samples: int
+    loads: tuple[TableLoad, ...], plan: str, optimizer: Any, world_size: int, gpus_per_node: int, samples: int
 ) -> list[list[SimulatedShard]]:
-    """Return the shards of each table by a value of `embedding.plan`.
+    """Return the shards of each table under `plan`, a value of `embedding.plan`.
 
     Raises:
         InputError: if the tables do not fit.
     """
     if plan != "auto":
-        return _torchrecs(loads, plan, optimizer, world_size, gpus_per_host, samples)
-    if len(set(loads)) == 1 and len(loads) % world_size == 0:  # each rank gets as many
+        return _torchrecs(loads, plan, optimizer, world_size, gpus_per_node, samples)
+    if len(set(loads)) == 1 and len(loads) % world_size == 0:  # an equal number for each rank
         return [[SimulatedShard(number % world_size, load.dim, 1.0)] for number, load in enumerate(loads)]
     cut_columns = not looks_at_rows(optimizer)
-    placed = balance(loads, world_size, _CAPACITY_BYTES, cut_columns, gpus_per_host)
+    placed = balance(loads, world_size, _CAPACITY_BYTES, cut_columns, gpus_per_node)
     if placed is None:
         raise _no_room(loads, world_size, "they have no room")
     found = []
@@ -104,9 +104,9 @@ def plan_tables(
 
 
 def _torchrecs(
-    loads: Sequence[TableLoad], plan: str, optimizer: Any, world_size: int, gpus_per_host: int, samples: int
+    loads: Sequence[TableLoad], plan: str, optimizer: Any, world_size: int, gpus_per_node: int, samples: int
 ) -> list[list[SimulatedShard]]:
-    """Return the shards of each table by TorchRec's planner, which takes the fused lookup and knows the ids a bag."""
+    """Return the shards that TorchRec's planner chooses, given the ids per bag, for fused lookups."""
     import torch
     from torchrec.distributed.planner import ParameterConstraints, Topology
     from torchrec.distributed.planner.types import PlannerError
@@ -130,13 +130,13 @@ def _torchrecs(
     collection = EmbeddingBagCollection(configs, device=torch.device("meta"))
     types = [plan]
     if plan == "torchrec":
-        types = [each.value for each in ShardingType if each != ShardingType.DATA_PARALLEL]  # which has no fused lookup
+        types = [each.value for each in ShardingType if each != ShardingType.DATA_PARALLEL]  # has no fused lookup
     constraints = {
         config.name: ParameterConstraints(types, compute_kernels=["fused"], pooling_factors=[load.pooling])
         for config, load in zip(configs, loads, strict=True)
     }
-    logging.getLogger("torchrec").setLevel(logging.ERROR)  # it warns of the ways to describe hardware
-    topology = Topology(world_size, "cuda", hbm_cap=_GPU_BYTES, local_world_size=gpus_per_host)
+    logging.getLogger("torchrec").setLevel(logging.ERROR)  # the planner warns about how hardware is described
+    topology = Topology(world_size, "cuda", hbm_cap=_GPU_BYTES, local_world_size=gpus_per_node)
     planner = torchrecs_planner(topology, samples, constraints)
     sharders = build_sharders(EmbeddingConfig(backend="pgas", optimizer=optimizer))
     try:

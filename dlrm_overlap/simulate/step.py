@@ -1,18 +1,17 @@
-"""A training step in closed form: the graph of docs/architecture/step.md, and the baseline's.
+"""A training step in closed form: the graph of docs/architecture/step.md (pgas, fused), and TorchRec's step.
 
-    ids of the next batch     | over the links, beside the forward
-    lookup, exchange          | the bottom MLP's forward beside it
-    ids are sorted            | after the lookup, beside the head, which waits for their kernels
-    head, forward, backward   | when the embeddings and the bottom MLP's output are there
-    weights' gradients        | pgas, fused: of the cross network, after the backward
-    push of gradients         | after the first of these products, or after the head's backward
-    bottom MLP's backward     | beside the push
-    rows are updated          | part by part, when their gradients are there and the ids are sorted
-    all-reduce, optimizer     | after the products of all weights, and after the push
+    next batch's ids             | sent during the forward
+    lookup, exchange             | while the bottom MLP's forward runs
+    sort of the ids              | after the lookup, during the head, which waits for the sort's kernels
+    head's forward, backward     | once the embeddings and the bottom MLP's output are ready
+    cross network's weight grads | after the head's backward
+    push of gradients            | after the first of these products, or after the head's backward
+    bottom MLP's backward        | during the push
+    update of rows               | part by part, once the gradients have arrived and the ids are sorted
+    all-reduce, optimizer        | after all products and the push
 
-That is the step of pgas and fused. Under torchrec, all weights' gradients are part of the backward, gradients of
-embeddings are packed and sent by a collective, and dense gradients are summed in buckets, the first of them while the
-head's backward goes on.
+Under torchrec all weight gradients are part of the backward, a collective sends the packed gradients of embeddings, and
+dense gradients are summed in buckets, the first of them during the head's backward.
 """
 
 from itertools import pairwise
@@ -25,30 +24,30 @@ from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.stage import all_reduce_s, backward, forward, sort_s
 from dlrm_overlap.simulate.workload import SimulatedWorkload, build_workload
 
-_OPTIMIZER_BYTES = 26  # a parameter, read and written by an update under Adagrad with a bfloat16 shadow
-_BUCKETS = 4  # in which the collective backward sums dense gradients
-# Kernels that wait for one another, as compiled and captured, counted in traced steps: of a layer, of which a cross
-# layer is one, product and activation; in the backward two products, two that sum the bias' gradient, and the
-# activation's; in all, those of the loss and of casts.
+_OPTIMIZER_BYTES = 26  # read and written per parameter by Adagrad with a bfloat16 shadow
+_BUCKETS = 4  # of dense gradients under torchrec
+# Dependent kernels, counted in traced steps. A layer (or cross layer) has a product and an activation in the forward;
+# two products, two sums of the bias' gradient and the activation's gradient in the backward. A step has a number for
+# the loss and casts.
 _FORWARD, _BACKWARD, _LOSS = 2, 5, 9
 
 
 class DenseSeconds(NamedTuple):
-    """The dense part's times, in seconds, each with the kernels that it has one after the other."""
+    """Times of the dense part in seconds, including the overhead of dependent kernels."""
 
     bottom_forward: float
     head_forward: float
     gaps: float
-    """between the kernels of the head's forward, in which a sort beside it goes on"""
+    """the part of `head_forward` between its kernels, which a concurrent sort can use"""
     head_backward: float
     weights: float
-    """gradients of the cross network's weights, which pgas and fused take after the backward; else 0"""
+    """gradients of the cross network's weights, which pgas and fused compute after the backward; else 0"""
     bottom_backward: float
     parameters: int
 
 
 def dense_seconds(config: SimulateConfig, work: SimulatedWorkload) -> DenseSeconds:
-    """Return the dense part's times on one rank, from the operations that `traffic.count_dense` counts."""
+    """Return the dense part's times on one rank, from the operation counts of `traffic.count_dense`."""
     model, gpu, tables, dense_features = config.model, config.gpu, work.tables, config.data.dense_features
     counts = count_dense(model, tables, dense_features, work.samples)
     rate, kernel_s = gpu.tflop_per_s * 1e12, gpu.kernel_us / 1e6
@@ -69,20 +68,20 @@ def dense_seconds(config: SimulateConfig, work: SimulatedWorkload) -> DenseSecon
         head_forward=head / rate + pairs_s + gaps,
         gaps=gaps,
         head_backward=(2 * head - cross) / rate + 2 * pairs_s + _BACKWARD * of_head * kernel_s,
-        weights=cross / rate + 2 * kernel_s if cross else 0.0,  # of the first cross layer, and of the others
+        weights=cross / rate + 2 * kernel_s if cross else 0.0,  # the first layer's, then the others'
         bottom_backward=bottom_backward / rate + _BACKWARD * of_bottom * kernel_s,
         parameters=counts.parameters,
     )
 
 
 class Simulated(NamedTuple):
-    """One simulated stage, backward or step."""
+    """A simulated stage, backward or step."""
 
     work: SimulatedWorkload
     ms: float
-    """until the last rank has ended"""
+    """time until the last rank ends"""
     updates_ms: float = 0.0
-    """that the updates of the mean rank's rows run, with what is beside them"""
+    """how long the mean rank's row updates run, with whatever shares the GPU"""
 
 
 def simulate(config: SimulateConfig) -> Simulated:
@@ -109,13 +108,13 @@ def _step(config: SimulateConfig, work: SimulatedWorkload) -> Simulated:
     if config.is_collective:
         back = head + head_s
         found = backward(config, work, none + back, none, none)
-        # The last bucket is that of the layers whose gradients come last.
+        # A bucket is summed once its gradients are there; the last one has the bottom MLP's.
         ready = [back - dense.head_backward * (1 - bucket / _BUCKETS) for bucket in range(1, _BUCKETS)]
         summed = 0.0
         for each in [*ready, back + dense.bottom_backward]:
             summed = max(each, summed) + several * (gpu.collective_us / 1e6 + all_reduce_s(config, nbytes / _BUCKETS))
     else:
-        # The sort leaves the head half of the multiprocessors.
+        # The sort and the head each get half of the multiprocessors.
         busy_s = sort_s(gpu.update, work)
         shared = np.clip(embeddings + busy_s - head - dense.gaps, 0.0, head_s)
         back = head + head_s + shared
@@ -125,7 +124,7 @@ def _step(config: SimulateConfig, work: SimulatedWorkload) -> Simulated:
         summed = float(found.products_s.max())
         if several:
             summed = max(summed, found.arrived_s) + all_reduce_s(config, nbytes)
-    # Updates of rows and of dense parameters share the memory.
+    # The dense optimizer follows the update of rows, since both are limited by memory bandwidth.
     optimizer_s = _OPTIMIZER_BYTES * dense.parameters / gpu.optimizer_gb_per_s / 1e9
     seconds = max(summed + gpu.kernel_us / 1e6, float(found.updated_s.max())) + optimizer_s
     return Simulated(work, seconds * 1e3, float(found.updates_s.mean()) * 1e3)

@@ -1,6 +1,4 @@
-"""The work of ranks in a step, counted by `embedding.traffic` as the figures of `bench` count: the mean rank's
-work, and how much of it each rank has by the plan.
-"""
+"""Work per step: the mean rank's, counted by `embedding.traffic` as in `bench`, and each rank's share of it."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -10,47 +8,47 @@ import numpy as np
 from dlrm_overlap.config import CRITEO_TABLES, parse_multi_hot
 from dlrm_overlap.embedding.balance import TableLoad
 from dlrm_overlap.embedding.traffic import ShardTraffic, pooling_bytes, update_bytes
-from dlrm_overlap.kernels.arguments import state_bytes
+from dlrm_overlap.kernels.optimizer_params import state_bytes
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.shares import SimulatedShares, plan_tables, shares_of
 
-_EXACT_RANKS, _BIN = 4096, 1.01  # the first so many rows one by one, then rows together up to 1% more
-CACHE_BYTES = 25e6  # half of an H200's L2: either half keeps the rows that the multiprocessors beside it have read
+_EXACT_RANKS, _BIN = 4096, 1.01  # rows counted one by one; width of the bins of later rows
+CACHE_BYTES = 25e6  # half of an H200's L2: each half caches what its own multiprocessors read
 
 
 class SimulatedWorkload(NamedTuple):
-    """The mean rank's step of W, and the ranks' shares of it."""
+    """One step of the mean of W ranks, and the ranks' shares of it."""
 
     world_size: int
     samples: int
-    """of a rank, b"""
+    """samples per rank, b"""
     tables: int
-    """of all ranks"""
+    """tables of all ranks"""
     bags: int
-    """that a rank pools: those of its tables, all ranks' samples"""
+    """bags that a rank pools: its tables', for the samples of all ranks"""
     hbm_bytes: float
-    """of the forward, as `bench.harness.limits` counts"""
+    """memory traffic of the forward, as `bench.harness.limits` counts it"""
     read_bytes: np.ndarray
-    """[T] of them the rows of each table"""
+    """[T] the part of `hbm_bytes` that reads rows, per table"""
     missed_bytes: np.ndarray
-    """[T] of these the rows that are not in the cache"""
+    """[T] the part of `read_bytes` that misses the cache"""
     link_bytes: float
-    """out to peers in the forward, if no table is cut by rows"""
+    """bytes sent to peers in the forward, if no table is cut by rows"""
     pair_bytes: float
-    """of pooled embeddings from one rank to one other, if no table is cut by rows"""
+    """pooled embeddings sent from one rank to another, if no table is cut by rows"""
     pooled_bytes: float
-    """of a rank's samples, all tables, after the exchange"""
+    """a rank's pooled embeddings of all tables, after the exchange"""
     update_bytes: float
-    """of the backward, in a rank's memory"""
+    """memory traffic of the backward"""
     id_bytes: float
-    """of ids and offsets that a rank sends to others"""
+    """ids and offsets that a rank sends to others"""
     ids: float
-    """that a rank looks up"""
+    """ids that a rank looks up"""
     shares: SimulatedShares
 
 
 def build_workload(config: SimulateConfig) -> SimulatedWorkload:
-    """Return the work of the mean rank, and the ranks' shares of it by the plan.
+    """Return the mean rank's work, and each rank's share of it under the plan.
 
     Raises:
         InputError: if the tables do not fit, or the ranks cannot share the global batch evenly.
@@ -61,9 +59,8 @@ def build_workload(config: SimulateConfig) -> SimulatedWorkload:
     batch, element_bytes = samples * world_size, 2 if embedding.weight_dtype == "fp16" else 4
 
     def each(value: Any) -> list[Any]:
-        """Return a value of each table."""
-        of_rank = value if isinstance(value, list) else [value] * number
-        return of_rank * (world_size if config.tables_per_rank else 1)
+        per_table = value if isinstance(value, list) else [value] * number
+        return per_table * (world_size if config.tables_per_rank else 1)
 
     shards, loads, read, missed = [], [], [], []
     for rows, spec, alpha in zip(each(tables.rows), each(tables.multi_hot), each(tables.zipf_alpha), strict=True):
@@ -77,15 +74,15 @@ def build_workload(config: SimulateConfig) -> SimulatedWorkload:
         filled = batch * (1.0 if least else most / (most + 1))
         read.append(ids * row_bytes / world_size)
         missed.append(min(ids, missing) * row_bytes / world_size)
-        # The rank's part of a table counts as a shard of all its columns and of a part of its rows and bags.
+        # The mean rank has a shard with all columns of the table and 1/W of its rows and bags.
         shards.append(ShardTraffic(ids / world_size, touched / world_size, filled / world_size, dim, element_bytes))
     bags, own_ids = len(loads) * samples, sum(shard.ids for shard in shards)
     total_dim, wire = len(loads) * dim, config.wire_bytes
     sizes = batch, samples, total_dim, total_dim / world_size
     hbm, link = pooling_bytes(shards, *sizes, config.id_bytes, wire)
     update = update_bytes(shards, *sizes, wire, wire, embedding.optimizer)
-    place = world_size, config.network.gpus_per_host
-    plan = plan_tables(tuple(loads), embedding.plan, embedding.optimizer, *place, samples)
+    ranks = world_size, config.network.gpus_per_node
+    plan = plan_tables(tuple(loads), embedding.plan, embedding.optimizer, *ranks, samples)
     return SimulatedWorkload(
         world_size=world_size,
         samples=samples,
@@ -100,18 +97,18 @@ def build_workload(config: SimulateConfig) -> SimulatedWorkload:
         update_bytes=update.hbm,
         id_bytes=(own_ids + bags) * config.id_bytes * (world_size - 1) / world_size,
         ids=own_ids,
-        shares=shares_of(loads, plan, *place, config.is_collective),
+        shares=shares_of(loads, plan, *ranks, config.is_collective),
     )
 
 
 @cache
 def misses(rows: int, alpha: float, ids: float, cached_rows: float) -> float:
-    """Return how many of `ids` independent ids name a row that none of the last ids name that fill the cache.
+    """Return how many of `ids` independent ids miss an LRU cache of `cached_rows` rows.
 
-    So many ids as name `cached_rows` rows fill it. After these an id is missed as often as one more id names a row
-    that so many have not named (Denning & Schwartz 1972).
+    Misses are cold until the cache is full, after as many ids as name `cached_rows` distinct rows. From then on the
+    miss rate is the rate at which further ids would name new rows (Denning & Schwartz 1972).
 
-    Example: 1000 rows, all alike, 100 of which stay: 105 ids name 100, and 9 of 10 ids after these are missed.
+    Example: of 1000 equally likely rows 100 are cached. 105 ids fill the cache, and 9 of 10 later ids miss.
     """
     if expected_rows(rows, alpha, ids) <= cached_rows:
         return expected_rows(rows, alpha, ids)
@@ -126,7 +123,7 @@ def misses(rows: int, alpha: float, ids: float, cached_rows: float) -> float:
 
 @cache
 def expected_rows(rows: int, alpha: float, ids: float) -> float:
-    """Return how many distinct rows `ids` independent ids name on average, with P(k-th row) ~ 1 / k^alpha."""
+    """Return the expected number of distinct rows among `ids` independent ids, with P(k-th row) ~ 1 / k^alpha."""
     edges = np.arange(1, min(rows, _EXACT_RANKS) + 2, dtype=np.float64)
     if rows > _EXACT_RANKS:
         count = int(np.ceil(np.log((rows + 1) / edges[-1]) / np.log(_BIN)))

@@ -1,1 +1,1 @@
-"""Kernels of the backward: they send gradients to the owners of the rows, and update the rows."""
+"""Kernels of the backward: they send gradients to the ranks that hold the rows, and update the rows."""

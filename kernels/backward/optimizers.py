@@ -1,7 +1,7 @@
-"""The optimizers' arithmetic on whole rows, as FBGEMM has it, and the states that each keeps of a row.
+"""The optimizers' arithmetic on whole rows, the same as FBGEMM's.
 
-One more is a function that updates states and returns the step, lines in `OPTIMIZERS` and `STATES`, and a twin in
-`reference.py`.
+To add one: a device function that updates the states and returns the step, an entry in `OPTIMIZERS` and in `STATES`,
+and a twin in `reference.py`.
 """
 
 from typing import Any, NamedTuple
@@ -10,30 +10,30 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import STATES, OptimizerParams
 from dlrm_overlap.kernels.backward.rounding import rounded
+from dlrm_overlap.kernels.optimizer_params import STATES, OptimizerParams
 
-SEED_STEP = tl.constexpr(0x5EED)  # between the seeds of two steps
+SEED_STEP = tl.constexpr(0x5EED)  # difference between the seeds of two steps
 MOST_STATES = max(map(len, STATES.values()))
 # Indices of `Rule.numbers`.
-LR, EPS, L2, DECOUPLED, MOST_NORM, BETA1, BETA2, COUNT, HALFLIFE, DECAY_AFTER, MOST_RATE, LAZY = map(
+LR, EPS, L2, DECOUPLED, MAX_NORM, BETA1, BETA2, COUNT, HALFLIFE, DECAY_AFTER, MAX_RATE, LAZY = map(
     tl.constexpr, range(len(OptimizerParams._fields))
 )
 
 
 class OptimizerRows(NamedTuple):
-    """Rows that are updated alike: they have one dim, one type, one optimizer and one allocation."""
+    """Rows that are updated in the same way: they have one dim, one type, one optimizer and one allocation."""
 
     index: int
-    """of the range in `InputFeatures.boundaries`"""
+    """index of the range in `InputFeatures.boundaries`"""
     weights: torch.Tensor
-    """any shape, float32, float16 or bfloat16: the allocation that holds the rows, updated in place"""
+    """any shape, float32, float16 or bfloat16: allocation of the rows, updated in place"""
     states: tuple[torch.Tensor, ...]
-    """any shape, float32: of each state of the optimizer the allocation that holds it, updated in place"""
+    """any shape, float32: allocation of each state, updated in place"""
     weight_at: int
-    """in units of 4 elements, may be negative: the row of key k begins at unit weight_at + k * D / 4 of the weights"""
+    """may be negative: the row of key k begins at element 4 * weight_at + k * D"""
     state_at: tuple[int, ...]
-    """the same in each state; of a state of one number a row, that of key k is element state_at + k"""
+    """the same for each state; if a state has one number per row, key k has element state_at + k"""
     dim: int
     """D, a multiple of 4, at most 1024"""
     any_mean: bool
@@ -41,29 +41,41 @@ class OptimizerRows(NamedTuple):
     optimizer: str
     """a key of `OPTIMIZERS`"""
     stochastic_rounding: bool = False
-    """of rows that are not float32"""
+    """for rows that are not float32"""
 
 
 class Rule(NamedTuple):
-    """The optimizer's numbers at one step: the last parameters of `RowUpdate`'s kernel, in their order.
+    """The optimizer's numbers at one step: the last arguments of `RowUpdate`'s kernel.
 
-    They lie on the device, where a captured step finds those of the step in which it is replayed.
+    A captured step reads those of the step in which it is replayed.
     """
 
     numbers: torch.Tensor
-    """[12] float32, see `OptimizerParams`, whose `count` is that of step 0"""
+    """[12] float32, `OptimizerParams` on the device, with the `count` of step 0"""
     clock: torch.Tensor
-    """[1] int64: steps to add to `step`, see `comm/counters.py`"""
+    """[1] int64, added to `step`, see `comm/counters.py`"""
     step: int = 0
-    """the step's number less `clock`, may be negative"""
+    """number of the step minus `clock`, may be negative"""
     seed: int = 0
-    """of stochastic rounding at step 0, from 0 to 2^31 - 1"""
+    """seed of stochastic rounding at step 0, from 0 to 2^31 - 1"""
     factor: float = 1.0
-    """of the gradients' sums"""
+    """factor of the gradients' sums"""
+
+
+class RowKind(NamedTuple):
+    """The compile-time constants of rows that are updated in the same way."""
+
+    states: tuple[str | None, ...]
+    """MOST_STATES: `elements`, `number` or None, see `STATES`"""
+    dim: int
+    block_dim: int
+    """the next power of two"""
+    weight_type: tl.dtype
+    stochastic: bool
 
 
 class RowPointers(NamedTuple):
-    """Where a kernel finds the rows: the fields of `OptimizerRows`, with as many states as any optimizer has."""
+    """Where a kernel finds the rows, see `OptimizerRows`, with MOST_STATES states."""
 
     weights: Any
     states: Any
@@ -72,13 +84,13 @@ class RowPointers(NamedTuple):
 
 
 class StepRule(NamedTuple):
-    """The rule of one step in a kernel's registers, and the memory of the numbers that few optimizers read."""
+    """The rule of one step in a kernel's registers."""
 
     numbers: Any
     lr: Any
     eps: Any
     count: Any
-    """of the optimizer's steps, this one included, float32"""
+    """float32: steps of the optimizer, this one included"""
     seed: Any
     factor: Any
 
@@ -96,156 +108,137 @@ def rule_at(numbers, clock, step, seed, factor):
 
 
 @triton.jit
-def elements(first, key, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Return the offsets [N, BLOCK_DIM] of the elements of the rows of `key` [N]; that of key 0 begins at unit `first`.
+def elements(first, key, ROW: tl.constexpr):
+    """Return the offsets [N, block_dim] of the elements of the rows of `key` [N]; key 0 begins at unit `first`.
 
-    Example: DIM 8, first 3: the row of key 2 has the elements (3 + 2 * 2) * 4 = 28 .. 35.
+    Example: dim 8, first 3: the row of key 2 has the elements (3 + 2 * 2) * 4 = 28 .. 35.
     """
-    return (first + key * (DIM // 4))[:, None] * 4 + tl.arange(0, BLOCK_DIM)[None, :]
+    return (first + key * (ROW.dim // 4))[:, None] * 4 + tl.arange(0, ROW.block_dim)[None, :]
 
 
 @triton.jit
-def load_rows(stored, key, mask, STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Return the rows of `key` [N] int64 where `mask`, [N, BLOCK_DIM] float32, and the states of their optimizer.
-
-    A state is [N, BLOCK_DIM] or [N] float32, as STATES says; one that there is not is 0.
-    """
-    both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    at = elements(stored.weight_at, key, DIM, BLOCK_DIM)
+def load_rows(stored, key, mask, ROW: tl.constexpr):
+    """Return the rows of `key` [N] int64 where `mask`, [N, block_dim] float32, and their states, or 0 without one."""
+    both = mask[:, None] & (tl.arange(0, ROW.block_dim) < ROW.dim)[None, :]
+    at = elements(stored.weight_at, key, ROW)
     weight = tl.load(stored.weights + at, mask=both, other=0.0).to(tl.float32)
-    first = _load_state(stored, key, mask, 0, STATES, DIM, BLOCK_DIM)
-    second = _load_state(stored, key, mask, 1, STATES, DIM, BLOCK_DIM)
-    third = _load_state(stored, key, mask, 2, STATES, DIM, BLOCK_DIM)
+    first = _load_state(stored, key, mask, 0, ROW)
+    second = _load_state(stored, key, mask, 1, ROW)
+    third = _load_state(stored, key, mask, 2, ROW)
     return weight, (first, second, third)
 
 
 @triton.jit
-def _load_state(
-    stored, key, mask, INDEX: tl.constexpr, STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
-):
-    if STATES[INDEX] == "elements":
-        both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-        at = elements(stored.state_at[INDEX], key, DIM, BLOCK_DIM)
+def _load_state(stored, key, mask, INDEX: tl.constexpr, ROW: tl.constexpr):
+    if ROW.states[INDEX] == "elements":
+        both = mask[:, None] & (tl.arange(0, ROW.block_dim) < ROW.dim)[None, :]
+        at = elements(stored.state_at[INDEX], key, ROW)
         return tl.load(stored.states[INDEX] + at, mask=both, other=0.0)
-    elif STATES[INDEX] == "number":
+    elif ROW.states[INDEX] == "number":
         return tl.load(stored.states[INDEX] + stored.state_at[INDEX] + key, mask=mask, other=0.0)
     else:
         return 0.0
 
 
 @triton.jit
-def _store_state(
-    stored, key, mask, value, INDEX: tl.constexpr, STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
-):
-    if STATES[INDEX] == "elements":
-        both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-        tl.store(stored.states[INDEX] + elements(stored.state_at[INDEX], key, DIM, BLOCK_DIM), value, mask=both)
-    elif STATES[INDEX] == "number":
+def _store_state(stored, key, mask, value, INDEX: tl.constexpr, ROW: tl.constexpr):
+    if ROW.states[INDEX] == "elements":
+        both = mask[:, None] & (tl.arange(0, ROW.block_dim) < ROW.dim)[None, :]
+        tl.store(stored.states[INDEX] + elements(stored.state_at[INDEX], key, ROW), value, mask=both)
+    elif ROW.states[INDEX] == "number":
         tl.store(stored.states[INDEX] + stored.state_at[INDEX] + key, value, mask=mask)
 
 
 @triton.jit
 def store_updated_rows(
-    stored, key, mask, weight, state, total, rule,
-    UPDATE: tl.constexpr, STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip
-    """Update the result of `load_rows` by the gradients `total` [N, BLOCK_DIM] times the rule's factor, and store it.
-
-    UPDATE is an optimizer's function: it stores the rows' new states, and returns the step to take from the rows.
-    """
-    step = UPDATE(stored, key, mask, weight, state, total * rule.factor, rule, STATES, DIM, BLOCK_DIM)
-    at, both = elements(stored.weight_at, key, DIM, BLOCK_DIM), mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    tl.store(stored.weights + at, rounded(weight - step, at, rule.seed, WEIGHT, STOCHASTIC), mask=both)
+    stored,
+    key,
+    mask,
+    weight,
+    state,
+    total,
+    rule,
+    UPDATE: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    """Update the result of `load_rows` by `total` [N, block_dim] times the rule's factor, by an optimizer's UPDATE."""
+    step = UPDATE(stored, key, mask, weight, state, total * rule.factor, rule, ROW)
+    at, both = elements(stored.weight_at, key, ROW), mask[:, None] & (tl.arange(0, ROW.block_dim) < ROW.dim)[None, :]
+    value = rounded(weight - step, at, rule.seed, ROW.weight_type, ROW.stochastic)
+    tl.store(stored.weights + at, value, mask=both)
 
 
 @triton.jit
-def _sum_of_squares(x, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Return the sum [N] of the squares of the DIM columns of `x` [N, BLOCK_DIM]."""
-    return tl.sum(tl.where((tl.arange(0, BLOCK_DIM) < DIM)[None, :], x * x, 0.0), 1)
+def _sum_of_squares(x, ROW: tl.constexpr):
+    return tl.sum(tl.where((tl.arange(0, ROW.block_dim) < ROW.dim)[None, :], x * x, 0.0), 1)
 
 
 @triton.jit
 def _power(base, exponent):
-    """Return base ^ exponent, computed in float64: float32's logarithm has no digits left where `base` is near 1."""
+    """Return base ^ exponent in float64: float32's logarithm has no digits left where `base` is near 1."""
     return tl.exp(exponent.to(tl.float64) * tl.log(base.to(tl.float64)))
 
 
+# The optimizers: each stores the new states of the rows `key`, and returns the step [N, block_dim]. Their arguments are
+# pointers, key and mask [N], weight [N, block_dim], states, gradient [N, block_dim], `StepRule` and `RowKind`.
+
+
 @triton.jit
-def _sgd(
-    stored, key, mask, weight, state, gradient, rule,
-    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """Take lr * gradient."""
+def _sgd(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
     return rule.lr * gradient
 
 
 @triton.jit
-def _adagrad(
-    stored, key, mask, weight, state, gradient, rule,
-    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """Add the squares of the gradient to the state; take lr / (sqrt(state) + eps) * gradient."""
+def _adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
     squares = state[0] + gradient * gradient
-    _store_state(stored, key, mask, squares, 0, STATES, DIM, BLOCK_DIM)
+    _store_state(stored, key, mask, squares, 0, ROW)
     return rule.lr * gradient / (tl.sqrt_rn(squares) + rule.eps)
 
 
 @triton.jit
-def _rowwise_adagrad(
-    stored, key, mask, weight, state, gradient, rule,
-    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """As Adagrad, but add the mean of a row's squares to one number."""
-    squares = state[0] + _sum_of_squares(gradient, DIM, BLOCK_DIM) / DIM
-    _store_state(stored, key, mask, squares, 0, STATES, DIM, BLOCK_DIM)
+def _rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
+    """As Adagrad, with one number per row, to which the mean of the gradient's squares is added."""
+    squares = state[0] + _sum_of_squares(gradient, ROW) / ROW.dim
+    _store_state(stored, key, mask, squares, 0, ROW)
     return (rule.lr / (tl.sqrt_rn(squares) + rule.eps))[:, None] * gradient
 
 
 @triton.jit
-def _decaying_rowwise_adagrad(
-    stored, key, mask, weight, state, gradient, rule,
-    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """As row-wise Adagrad. Before, add the row times the L2 decay to the gradient; or shrink the row by lr times the
-    decoupled decay; and then to the most that its norm may be.
-    """
+def _decaying_rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
+    """As row-wise Adagrad, with L2 or decoupled decay, and a limit of the row's norm."""
     gradient += tl.load(rule.numbers + L2) * weight
-    step = _rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, STATES, DIM, BLOCK_DIM)
+    step = _rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW)
     step += rule.lr * tl.load(rule.numbers + DECOUPLED) * weight
-    norm = tl.sqrt_rn(_sum_of_squares(weight - step, DIM, BLOCK_DIM))
-    most = tl.load(rule.numbers + MOST_NORM)
-    return step + (weight - step) * (1 - most / tl.maximum(norm, most))[:, None]
+    # Scale the updated row down to the limit.
+    norm = tl.sqrt_rn(_sum_of_squares(weight - step, ROW))
+    limit = tl.load(rule.numbers + MAX_NORM)
+    return step + (weight - step) * (1 - limit / tl.maximum(norm, limit))[:, None]
 
 
 @triton.jit
-def _rowwise_adagrad_with_counter(
-    stored, key, mask, weight, state, gradient, rule,
-    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """As row-wise Adagrad, with a decay that depends on how often, and how long ago, ids have named the row.
+def _rowwise_adagrad_with_counter(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
+    """As row-wise Adagrad, with a decay that depends on how often and how recently the row was used.
 
-    States are the sum of squares, the count of the row's last step, 0 before its first, and the row's counter. A
-    halflife of 0 has the counter stay 1, a negative one has it count steps.
+    States: the sum of squares, the count of the row's last step (0 before its first), and the row's counter.
     """
     halflife, after = tl.load(rule.numbers + HALFLIFE), tl.load(rule.numbers + DECAY_AFTER)
     l2, decoupled = tl.load(rule.numbers + L2), rule.lr * tl.load(rule.numbers + DECOUPLED)
+    # Update the counter and the sum of squares.
     past = tl.where(state[1] == 0.0, 1.0, rule.count - state[1])
     kept = tl.where(halflife > 0.0, tl.exp(-0.6931471805599453 * past / tl.maximum(halflife, 1.0)), 1.0)
     counter = tl.where(halflife == 0.0, 1.0, 1.0 + kept * state[2])
-    squares = state[0] + _sum_of_squares(gradient + l2 * weight, DIM, BLOCK_DIM) / DIM
-    _store_state(stored, key, mask, squares, 0, STATES, DIM, BLOCK_DIM)
-    _store_state(stored, key, mask, tl.zeros_like(past) + rule.count, 1, STATES, DIM, BLOCK_DIM)
-    _store_state(stored, key, mask, counter, 2, STATES, DIM, BLOCK_DIM)
+    squares = state[0] + _sum_of_squares(gradient + l2 * weight, ROW) / ROW.dim
+    _store_state(stored, key, mask, squares, 0, ROW)
+    _store_state(stored, key, mask, tl.zeros_like(past) + rule.count, 1, ROW)
+    _store_state(stored, key, mask, counter, 2, ROW)
+    # Compute the learning rate and the decay of each row.
     root = tl.sqrt_rn(squares) + rule.eps
     rate, shrunk = tl.zeros_like(past) + rule.lr, (decoupled + l2 * rule.lr / root) * halflife / counter
-    if tl.load(rule.numbers + LAZY) != 0.0:  # AdagradW, which makes up for the steps that the row has missed
+    if tl.load(rule.numbers + LAZY) != 0.0:  # AdagradW, which also decays for the steps that the row has missed
         missed = tl.minimum(past, rule.count - after) - 1.0
         power = tl.where(missed == 0.0, 1.0, _power(1.0 - decoupled, missed).to(tl.float32))
         rate = tl.where(halflife == -1.0, rate * tl.sqrt_rn(counter), rate)
-        rate = (
-            tl.where(halflife == -2.0, tl.minimum(rule.lr * counter, tl.load(rule.numbers + MOST_RATE)), rate) * power
-        )
+        rate = tl.where(halflife == -2.0, tl.minimum(rule.lr * counter, tl.load(rule.numbers + MAX_RATE)), rate) * power
         shrunk = 1.0 - (1.0 - decoupled) * power
     decays = rule.count > after
     rate, shrunk = tl.where(decays, rate, rule.lr) / root, tl.where(decays, shrunk, 0.0)
@@ -254,55 +247,41 @@ def _rowwise_adagrad_with_counter(
 
 @triton.jit
 def _corrected(mean, rule, BETA: tl.constexpr):
-    """Return a moving mean that began at 0 as if it had not."""
+    """Return a moving mean that began at 0, corrected for that."""
     return mean / (1.0 - _power(tl.load(rule.numbers + BETA), rule.count)).to(tl.float32)
 
 
 @triton.jit
 def _moved(mean, x, rule, BETA: tl.constexpr):
-    """Return a moving mean after `x`."""
     beta = tl.load(rule.numbers + BETA)
     return beta * mean + (1.0 - beta) * x
 
 
 @triton.jit
-def _adams_direction(
-    stored, key, mask, weight, state, gradient, rule,
-    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """Return mean / (sqrt(mean of squares) + eps), both corrected, plus the row times the decay.
-
-    States are both means; that of the squares is an element's or, as one number, of the row's mean square.
-    """
+def _adams_direction(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
+    """Return mean / (sqrt(mean of squares) + eps), both corrected, plus the decay. States: the two means."""
     mean = _moved(state[0], gradient, rule, BETA1)
-    _store_state(stored, key, mask, mean, 0, STATES, DIM, BLOCK_DIM)
-    if STATES[1] == "elements":
+    _store_state(stored, key, mask, mean, 0, ROW)
+    if ROW.states[1] == "elements":
         squares = _moved(state[1], gradient * gradient, rule, BETA2)
         root = tl.sqrt_rn(_corrected(squares, rule, BETA2))
     else:
-        squares = _moved(state[1], _sum_of_squares(gradient, DIM, BLOCK_DIM) / DIM, rule, BETA2)
+        squares = _moved(state[1], _sum_of_squares(gradient, ROW) / ROW.dim, rule, BETA2)
         root = tl.sqrt_rn(_corrected(squares, rule, BETA2))[:, None]
-    _store_state(stored, key, mask, squares, 1, STATES, DIM, BLOCK_DIM)
+    _store_state(stored, key, mask, squares, 1, ROW)
     return _corrected(mean, rule, BETA1) / (root + rule.eps) + tl.load(rule.numbers + DECOUPLED) * weight
 
 
 @triton.jit
-def _adam(
-    stored, key, mask, weight, state, gradient, rule,
-    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """Take lr times Adam's direction."""
-    return rule.lr * _adams_direction(stored, key, mask, weight, state, gradient, rule, STATES, DIM, BLOCK_DIM)
+def _adam(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
+    return rule.lr * _adams_direction(stored, key, mask, weight, state, gradient, rule, ROW)
 
 
 @triton.jit
-def _lamb(
-    stored, key, mask, weight, state, gradient, rule,
-    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """As Adam, but with a step of the norm of lr times the row."""
-    step = _adams_direction(stored, key, mask, weight, state, gradient, rule, STATES, DIM, BLOCK_DIM)
-    norm = tl.sqrt_rn(_sum_of_squares(weight, DIM, BLOCK_DIM)) / tl.sqrt_rn(_sum_of_squares(step, DIM, BLOCK_DIM))
+def _lamb(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
+    """As Adam, with the step scaled to the norm of lr times the row."""
+    step = _adams_direction(stored, key, mask, weight, state, gradient, rule, ROW)
+    norm = tl.sqrt_rn(_sum_of_squares(weight, ROW)) / tl.sqrt_rn(_sum_of_squares(step, ROW))
     return (rule.lr * norm)[:, None] * step
 
 
@@ -317,4 +296,4 @@ OPTIMIZERS: dict[str, Any] = {
     "lamb": _lamb,
     "partial_rowwise_lamb": _lamb,
 }
-"""the update of each, by FBGEMM's name; `STATES` has what it keeps"""
+"""update of each optimizer, by FBGEMM's name"""

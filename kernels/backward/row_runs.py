@@ -1,9 +1,6 @@
-"""The part of the backward that needs the ids only, and so runs before any gradient has arrived: `Preparation` finds
-where the gradient of each id will be, and cuts the runs of rows that many bags name into chunks. `RowUpdate` uses both.
+"""The preparation of an update, from the ids alone: it runs before any gradient has arrived.
 
-The ids come sorted by row. A run is the ids of one row; a chunk is a part of a long run.
-
-Example: ids of rows  a b c c c c c c c d  make runs a, b, c and d. Cut at 3 ids, c has the chunks  c c c | c c c | c.
+The ids come sorted by row. A run is the ids of one row; a chunk is a piece of a long run.
 """
 
 from typing import NamedTuple
@@ -12,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import specialised
 from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels.tuning import power_of_2
 
 # Columns of the table of an input's features, [features + 1, 4] int64. A unit is 4 elements.
 START_AT = tl.constexpr(0)  # column of D_local where the feature's shard begins, in units
@@ -27,8 +24,8 @@ INPUT_FEATURE_COLUMNS = tl.constexpr(4)
 CHUNKS = tl.constexpr(0)  # number of chunks
 DONE = tl.constexpr(1)  # word DONE + c counts the finished chunks of the run whose first chunk is c
 
-CHUNK_IDS = 128  # longer runs are cut into chunks of so many ids; very long ones into larger chunks
-_PLACED_IDS = 1024  # that a program of _place_gradients takes
+CHUNK_IDS = 128  # longer runs are cut into chunks of this size, very long ones into larger chunks
+_PLACED_IDS = 1024  # per program of _place_gradients
 _CUT_RUNS = 128  # runs that a program of _cut_runs, one warp, looks at side by side
 
 
@@ -36,26 +33,34 @@ _CUT_RUNS = 128  # runs that a program of _cut_runs, one warp, looks at side by 
     do_not_specialize=["words", "ids", "batch", "bits", "row_units"], do_not_specialize_on_alignment=["offsets"]
 )
 def _place_gradients(
-    infos, offsets, input_features, scales, shared, words,
-    ids: tl.int64, batch: tl.int64, bits, row_units: tl.int64,
-    ANY_MEAN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Replace each id's info, which names its bag, by the offset of that bag's gradient; BLOCK ids a program. And zero
-    the state that the programs of the update share.
+    infos,
+    offsets,
+    input_features,
+    scales,
+    shared,
+    words,
+    ids: tl.int64,
+    batch: tl.int64,
+    bits,
+    row_units: tl.int64,
+    ANY_MEAN: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Replace BLOCK ids' infos, which name their bags, by the offsets of the bags' gradients; and zero `shared`.
 
-    Memory: `infos` [ids] int32 is rewritten in place: feature << bits | sample becomes the offset of the bag's gradient
-    in the gradient window or, with `row_units` other than 0, in a tensor with a row of so many units for each sample,
-    in units of 4 elements. With ANY_MEAN the program reads the lengths of bags that are means
-    from `offsets`, and writes one over the length of each id's bag to `scales` [ids] float32, 1 for a sum; WEIGHTED, it
-    multiplies the ids' weights, which are there, by that. Program p of P writes 0 to BLOCK words of `shared` [words]
-    int32 from p * BLOCK on, then from (p + P) * BLOCK on, and so forth.
+    Memory: `infos` [ids] int32 is overwritten: feature << bits | sample becomes an offset in units of 4 elements, in
+    the gradient window or, if `row_units` is not 0, in a tensor with that number of units for each sample. With
+    ANY_MEAN, `scales` [ids] float32 becomes 1 / length of each id's bag, by `offsets`, or 1 for a sum; with WEIGHTED,
+    it is multiplied by the weights that it holds. `shared` [words] int32 becomes 0.
 
-    Order: no two programs share an element; the kernel's end orders all for those that follow on the stream.
+    Order: no two programs share an element.
 
     Example: batch 10, bits 4, and a feature 2 of dim 8 whose shard begins at column 12. An id of its sample 5 has info
     2 << 4 | 5 = 37. It becomes 12 / 4 * 10 + 5 * 8 / 4 = 40: the gradient begins at element 160 of the window. With
     rows of 7 units it becomes 12 / 4 + 5 * 7 = 38.
     """
+    # Find the gradients: everything is [BLOCK].
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < ids
     info = tl.load(infos + i, mask=mask, other=0).to(tl.uint32, bitcast=True)
@@ -66,6 +71,7 @@ def _place_gradients(
     units = tl.load(entry + UNITS, mask=mask, other=0)
     at = tl.where(row_units == 0, start * batch + sample * units, start + sample * row_units)
     tl.store(infos + i, at.to(tl.int32), mask=mask)
+    # Find their factors.
     if ANY_MEAN:
         mean = mask & (tl.load(entry + MEAN, mask=mask, other=0) != 0)
         bag = offsets + feature * batch + sample
@@ -74,6 +80,7 @@ def _place_gradients(
         if WEIGHTED:
             scale *= tl.load(scales + i, mask=mask, other=0.0)
         tl.store(scales + i, scale, mask=mask)
+    # Zero the shared words.
     for first in range(tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK):
         word = first + tl.arange(0, BLOCK)
         tl.store(shared + word, 0, mask=word < words)
@@ -81,12 +88,7 @@ def _place_gradients(
 
 @triton.jit
 def _find_ranges(run_keys, runs, boundaries, bounds, ranges, RANGES: tl.constexpr):
-    """Find, for each of `boundaries` [ranges] int64, the first of `runs` runs whose key is at least that.
-
-    Each lane searches `run_keys`, which ascend, by halves, and writes one of `bounds` [ranges] int64.
-
-    Example: run keys 3 5 8 9, boundaries 0 5 7 10: bounds 0 1 2 4.
-    """
+    """Store to `bounds` [ranges] int64 the first run whose key is at least each of `boundaries`, by binary search."""
     i = tl.arange(0, RANGES)
     mask = i < ranges
     boundary = tl.load(boundaries + i, mask=mask, other=0)
@@ -103,20 +105,27 @@ def _find_ranges(run_keys, runs, boundaries, bounds, ranges, RANGES: tl.constexp
 
 @triton.jit(do_not_specialize=["ranges"])
 def _cut_runs(
-    run_keys, run_starts, run_count, boundaries, shared, chunk_run, chunk_first, bounds, ranges,
-    CHUNK_IDS: tl.constexpr, BLOCK: tl.constexpr, RANGES: tl.constexpr,
-):  # fmt: skip
-    """Cut runs of more than CHUNK_IDS ids into chunks, as program p of P. Program 0 finds the ranges' runs besides.
+    run_keys,
+    run_starts,
+    run_count,
+    boundaries,
+    shared,
+    chunk_run,
+    chunk_first,
+    bounds,
+    ranges,
+    CHUNK_IDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANGES: tl.constexpr,
+):
+    """Cut runs of more than CHUNK_IDS ids into chunks. Program 0 also finds the runs of each range.
 
-    The program looks at BLOCK runs at a time: those from p * BLOCK on, then from (p + P) * BLOCK on, and so forth.
+    Memory: the program reads `run_starts` of the `run_count` [1] runs, takes numbers for its chunks from
+    shared[CHUNKS], and writes for chunk c its run to chunk_run[c] and the number of the run's first chunk to
+    chunk_first[c], both int32.
 
-    Memory: the program reads `run_starts` up to the `run_count` [1] runs that are there. It takes numbers for its
-    chunks from shared[CHUNKS], and writes of chunk c its run to chunk_run[c] and the number of the run's first chunk
-    to chunk_first[c], both int32. For `run_keys`, `boundaries` and `bounds` see `_find_ranges`.
-
-    Order: `shared` was zeroed by the kernel before. The atomic on shared[CHUNKS] is relaxed, since it only hands out
-    numbers: those of a run are consecutive, but which program comes first is up to chance. The kernel's end orders the
-    rest for those that follow on the stream.
+    Order: the kernel before has zeroed `shared`. The atomic on shared[CHUNKS] is relaxed, since it only hands out
+    numbers: those of a run are consecutive, in no fixed order of programs.
 
     Example: CHUNK_IDS 3, runs of 1, 7, 2 and 5 ids: the second has 3 chunks and the fourth 2. One program takes numbers
     0 .. 4: chunk_run is 1 1 1 3 3, chunk_first 0 0 0 3 3.
@@ -125,16 +134,18 @@ def _cut_runs(
     if tl.program_id(0) == 0:
         _find_ranges(run_keys, runs, boundaries, bounds, ranges, RANGES)
     for block in range(tl.program_id(0), tl.cdiv(runs, BLOCK), tl.num_programs(0)):
+        # Count the chunks of BLOCK runs.
         run = block * BLOCK + tl.arange(0, BLOCK)
         mask = run < runs
         start = tl.load(run_starts + run, mask=mask, other=0)
         length = tl.load(run_starts + run + 1, mask=mask, other=0) - start
         count = tl.where(length > CHUNK_IDS, tl.cdiv(length, chunk_ids_of(length, CHUNK_IDS)), 0)
         total = tl.sum(count, 0)
+        # Number them, and write one run's chunks at a time, side by side.
         if total > 0:
             first = tl.atomic_add(shared, total, sem="relaxed", scope="gpu") + tl.cumsum(count, 0) - count
             waiting = count > 0
-            for _ in range(0, tl.sum(waiting.to(tl.int32), 0)):  # a run at a time, its chunks side by side
+            for _ in range(0, tl.sum(waiting.to(tl.int32), 0)):
                 number = tl.min(tl.where(waiting, run, runs), 0)
                 chosen = run == number
                 chunks = tl.sum(tl.where(chosen, count, 0), 0)
@@ -148,10 +159,10 @@ def _cut_runs(
 
 @triton.jit
 def chunk_ids_of(length, CHUNK_IDS: tl.constexpr):
-    """Return the ids of a chunk of a run of `length`: a run has no more chunks than a chunk has ids, up to 2^24 ids.
+    """Return the ids of a chunk of a run of `length`. Up to 2^24 ids, a run has no more chunks than a chunk has ids.
 
-    Example: CHUNK_IDS 128. A run of 200 ids has chunks of 128 ids, one of 20,000 ids, more than 128 * 128, has chunks
-    of 512.
+    Example: CHUNK_IDS 128. A run of 200 ids has chunks of 128 ids; one of 20,000, more than 128 * 128, has chunks of
+    512.
     """
     ids = tl.where(length > CHUNK_IDS * CHUNK_IDS, CHUNK_IDS * 4, CHUNK_IDS)
     ids = tl.where(length > CHUNK_IDS * CHUNK_IDS * 16, CHUNK_IDS * 16, ids)
@@ -159,102 +170,117 @@ def chunk_ids_of(length, CHUNK_IDS: tl.constexpr):
 
 
 class SortedIds(NamedTuple):
-    """The ids of one input, sorted by the rows they name."""
+    """The ids of one input, sorted by the rows that they name."""
 
     run_keys: torch.Tensor
-    """[at least runs] int32 or int64, ascending: of each run, the first key of its table + its row"""
+    """[at least runs] int32 or int64, ascending: first key of the run's table + its row"""
     run_starts: torch.Tensor
-    """[at least runs + 1] int32: run i has the ids [run_starts[i], run_starts[i + 1])"""
+    """[at least runs + 1] int32, first id of each run"""
     run_count: torch.Tensor
     """[1] int32"""
     infos: torch.Tensor
-    """[n] int32, of each id the bag that holds it: feature << bits | sample, ascending within a run"""
+    """[n] int32, bag of each id: feature << bits | sample, ascending within a run"""
     bits: int
-    """of an info that hold the sample; the bits above hold the index of the feature in the input"""
+    """bits of an info that hold the sample"""
     offsets: torch.Tensor
     """[features * B + 1] int32 or int64, of the bags"""
     samples: int
-    """of all ranks, B"""
+    """samples of all ranks, B"""
     weights: torch.Tensor | None = None
-    """[n] float32, by which the gradient of each id is multiplied, in the order of the infos; None: ids have none"""
+    """[n] float32, factors of the ids' gradients, in the order of the infos"""
 
 
 class InputFeatures(NamedTuple):
-    """The features of one input: where their gradients are in the gradient window, and which rows they name."""
+    """The features of one input: where their gradients are, and which rows they name."""
 
     entries: torch.Tensor
-    """[features + 1, 4] int64, a row a feature, the last one of ids that pad their number: the column of D_local where
-    its shard begins and its dim, both in units of 4; 1 for a mean or 0 for a sum; the first key of its table"""
+    """[features + 1, 4] int64, see the columns above; the last row is for padding ids"""
     any_mean: bool
     boundaries: torch.Tensor
-    """[ranges + 1] int64, ascending: the first key of each range of rows that are updated alike, and the end"""
+    """[ranges + 1] int64, ascending: the first key of each `RowUpdate`'s rows, and the end"""
 
 
 class PreparedRuns(NamedTuple):
-    """The runs of one input's ids, ready for `RowUpdate`: but for the last, the first parameters of its kernel."""
+    """The runs of one input's ids, ready for `RowUpdate`: the first arguments of its kernel, and `weighted`."""
 
     run_keys: torch.Tensor
-    """as in `SortedIds`"""
+    """see `SortedIds`"""
     run_starts: torch.Tensor
-    """as in `SortedIds`"""
+    """see `SortedIds`"""
     gradient_at: torch.Tensor
-    """[n] int32: where the gradient of the id's bag begins in the gradient window, in units of 4 elements"""
+    """[n] int32, offset of each id's gradient, in units of 4 elements"""
     scales: torch.Tensor
-    """[n] float32: factor of the gradient, the id's weight and, for a mean, 1 / length; anything, of any type, if ids
-    have no weights and the input has no mean"""
+    """[n] float32, factor of each gradient; any tensor if ids have no weights and no feature is a mean"""
     shared: torch.Tensor
     """[1 + most chunks] int32: the number of chunks, then counts of finished ones, 0 between updates"""
     chunk_run: torch.Tensor
-    """[most chunks] int32: the run of each chunk"""
+    """[most chunks] int32, run of each chunk"""
     chunk_first: torch.Tensor
-    """[most chunks] int32: of each chunk, the first chunk of its run"""
+    """[most chunks] int32, first chunk of each chunk's run"""
     bounds: torch.Tensor
-    """[ranges + 1] int64: the first run of each range, and the end"""
+    """[ranges + 1] int64, first run of each range, and the end"""
     weighted: bool
-    """whether ids have weights"""
 
 
 class Preparation:
-    """Places each id's gradient, finds the runs of each range of rows, and cuts long runs into chunks.
+    """The kernels that prepare the update of an input's rows, called once a step.
 
-    It needs the ids only, so it can be called before any gradient has arrived: once a step, with ids of the same types,
-    bags and features as those that it was made with, and weights if those had some. It belongs to one caller, as a
-    `Launch` does.
+    The ids of all steps have the same types, bags and features, and all or none have weights. Like a `Launch`, it has
+    one caller.
     """
 
     def __init__(self, ids: SortedIds, features: InputFeatures, row_units: int = 0, chunk_ids: int = CHUNK_IDS) -> None:
         """Prepare the launches.
 
         Args:
-            ids: of any step.
-            features: of the input that has them.
-            row_units: 0 where gradients are in a window, shard after shard. Otherwise they are [B, D_total], as a model
-                has them, with rows of so many units of 4 elements.
-            chunk_ids: ids of a chunk of a run that is not very long; longer runs are cut.
+            ids: ids of any step.
+            features: features of the input.
+            row_units: 0 for gradients in a window; or the units of 4 elements of a row, if they are [B, D_total].
+            chunk_ids: longer runs are cut into chunks, see `chunk_ids_of`.
         """
         assert features.entries.shape[0] * ids.samples < 2**31, "FBGEMM's infos have 32 bits"
         assert row_units * ids.samples <= 2**31, "offsets are int32"
         self._features, self._chunk_ids = features, chunk_ids
-        made, ranges = self._room(ids), features.boundaries.numel()
-        place = (
-            ids.infos, ids.offsets, features.entries, made.scales, made.shared, made.shared.numel(),
-            ids.infos.numel(), ids.samples, ids.bits, row_units,
-        )  # fmt: skip
-        changing = "infos", "offsets", "scales", "shared", "words", "ids"
-        kernel = specialised(
-            _place_gradients, num_warps=4, ANY_MEAN=features.any_mean, WEIGHTED=made.weighted, BLOCK=_PLACED_IDS
+        runs, ranges = self._allocate(ids), features.boundaries.numel()
+        self._place = Launch(
+            specialised(
+                _place_gradients, num_warps=4, ANY_MEAN=features.any_mean, WEIGHTED=runs.weighted, BLOCK=_PLACED_IDS
+            ),
+            None,
+            (ids.offsets.dtype,),
+            (
+                ids.infos,
+                ids.offsets,
+                features.entries,
+                runs.scales,
+                runs.shared,
+                runs.shared.numel(),
+                ids.infos.numel(),
+                ids.samples,
+                ids.bits,
+                row_units,
+            ),
+            changing=("infos", "offsets", "scales", "shared", "words", "ids"),
         )
-        self._place = Launch(kernel, None, (ids.offsets.dtype,), place, changing)
-        cut = (
-            ids.run_keys, ids.run_starts, ids.run_count, features.boundaries,
-            made.shared, made.chunk_run, made.chunk_first, made.bounds, ranges,
-        )  # fmt: skip
-        changing = "run_keys", "run_starts", "run_count", "shared", "chunk_run", "chunk_first", "bounds"
-        kernel = specialised(_cut_runs, num_warps=1, CHUNK_IDS=chunk_ids, BLOCK=_CUT_RUNS, RANGES=power_of_2(ranges))
-        self._cut = Launch(kernel, None, (ids.run_keys.dtype,), cut, changing)
+        self._cut = Launch(
+            specialised(_cut_runs, num_warps=1, CHUNK_IDS=chunk_ids, BLOCK=_CUT_RUNS, RANGES=power_of_2(ranges)),
+            None,
+            (ids.run_keys.dtype,),
+            (
+                ids.run_keys,
+                ids.run_starts,
+                ids.run_count,
+                features.boundaries,
+                runs.shared,
+                runs.chunk_run,
+                runs.chunk_first,
+                runs.bounds,
+                ranges,
+            ),
+            changing=("run_keys", "run_starts", "run_count", "shared", "chunk_run", "chunk_first", "bounds"),
+        )
 
-    def _room(self, ids: SortedIds) -> PreparedRuns:
-        """Return runs whose own tensors are yet to be filled."""
+    def _allocate(self, ids: SortedIds) -> PreparedRuns:
         count, device, features = ids.infos.numel(), ids.infos.device, self._features
         scales = ids.weights
         if scales is None:
@@ -268,13 +294,11 @@ class Preparation:
         return PreparedRuns(*runs, scales, shared, chunk_run, chunk_first, bounds, weighted)
 
     def __call__(self, ids: SortedIds) -> PreparedRuns:
-        """Return the runs of `ids`, whose `infos` become `PreparedRuns.gradient_at`, and `weights` the `scales`."""
-        count, made = ids.infos.numel(), self._room(ids)
+        """Return the runs of `ids`, whose `infos` and `weights` are overwritten."""
+        count, runs = ids.infos.numel(), self._allocate(ids)
         programs = max(1, -(-count // _PLACED_IDS))
-        self._place(
-            ids.infos, ids.offsets, made.scales, made.shared, made.shared.numel(), count, programs=programs
-        )  # fmt: skip
-        rest = made.shared, made.chunk_run, made.chunk_first, made.bounds
+        self._place(ids.infos, ids.offsets, runs.scales, runs.shared, runs.shared.numel(), count, programs=programs)
+        rest = runs.shared, runs.chunk_run, runs.chunk_first, runs.bounds
         programs = max(1, min(4096, -(-count // _CUT_RUNS)))
         self._cut(ids.run_keys, ids.run_starts, ids.run_count, *rest, programs=programs)
-        return made
+        return runs

@@ -1,44 +1,43 @@
-"""Gradients summed by the row that they are of, where many ids of a batch name one row: each sum is then sent once.
+"""Gradients summed by row, where many ids of a batch name the same row: each sum is then sent once.
 
-It is the update of `update_rows`, of rows of zeros by SGD at a learning rate of -1: so the sums are in float32, have a
-fixed order, and long runs are cut into chunks.
+The sum is an update by `update_rows` of rows of zeros, by SGD at a learning rate of -1: in float32, in a fixed order.
 
-Example: places 2 0 2 of gradients g, h, i. Row 0 becomes h and row 2 becomes g + i.
+Example: rows 2 0 2 of gradients g, h, i. Row 0 becomes h and row 2 becomes g + i.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from dlrm_overlap.kernels.arguments import OptimizerParams
 from dlrm_overlap.kernels.backward.optimizers import OptimizerRows, Rule
 from dlrm_overlap.kernels.backward.row_runs import CHUNK_IDS, InputFeatures, Preparation, SortedIds
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
+from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 
 _INFO_BITS = 30
 
 
 class Runs(NamedTuple):
-    """Gradients [n, D] in the order of the rows that they are summed to."""
+    """Gradients [n, D] sorted by the row that each is added to."""
 
     rows: torch.Tensor
-    """[n or more] int32: of each run, the row; each is of one run"""
+    """[n or more] int32, row of each run, all different"""
     starts: torch.Tensor
     """[n + 1 or more] int32: run i has the gradients order[starts[i]] .. order[starts[i + 1] - 1]"""
     count: torch.Tensor
-    """[1] int32: runs"""
+    """[1] int32: number of runs"""
     order: torch.Tensor
-    """[n] int32, from 0 to n - 1; overwritten by a sum"""
+    """[n] int32, overwritten by a sum"""
 
 
 class RowSums:
-    """The sum on a GPU; it makes what does not change from step to step, which a capture could not."""
+    """The sum on a GPU. It makes the tensors that a capture cannot make."""
 
     def __init__(self, dim: int, device: torch.device) -> None:
         """Take the columns of a row, a multiple of 4."""
         self._dim, units = dim, dim // 4
         entries = torch.tensor([[0, units, 0, 0], [0, units, 0, 0]], dtype=torch.int64, device=device)
-        # The search for the first run and the end needs no order among the rows between.
+        # One range of all rows: only its two ends are searched for, so that rows need no order.
         boundaries = torch.tensor([0, torch.iinfo(torch.int32).max], dtype=torch.int64, device=device)
         self._features = InputFeatures(entries, any_mean=False, boundaries=boundaries)
         numbers = torch.tensor(OptimizerParams(-1.0), device=device)
@@ -49,9 +48,9 @@ class RowSums:
 
         Args:
             gradient: [n, D] float32, bfloat16 or float16, contiguous.
-            runs: whose `order` is overwritten.
-            rows: how many.
-            chunk_ids: gradients of a chunk of a run.
+            runs: the order of the gradients; overwritten.
+            rows: number of rows.
+            chunk_ids: see `Preparation`.
         """
         assert gradient.is_contiguous()
         sums = torch.zeros(rows, self._dim, device=gradient.device)

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel, specialised
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags
-from dlrm_overlap.kernels.primitives import count_and_raise
+from dlrm_overlap.kernels.primitives import count_and_signal
+from dlrm_overlap.kernels.tuning import power_of_2
 
 NUM_WARPS = 32
 _LANE_BYTES = 64  # bytes in flight a lane, of all ranks; with more, the compiler loads in turns, to save registers
@@ -72,7 +72,7 @@ def _average_share(
             share = tl.multiple_of(tl.load(shares + peer).to(tl.pointer_type(TYPE)), 16)
             tl.store(share + at, mean, mask=mask)
     # Count this program (acquire and release, GPU scope); the last one sets the flags, a release at system scope.
-    count_and_raise(counted, peers_ready, slot, WORLD_SIZE, epoch + tl.load(clock), PEERS)
+    count_and_signal(counted, peers_ready, slot, WORLD_SIZE, epoch + tl.load(clock), PEERS)
 
 
 def lane_elements(world_size: int, dtype: torch.dtype) -> int:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from dlrm_overlap.kernels.arguments import power_of_2
+from dlrm_overlap.kernels.tuning import power_of_2
 
 BLOCK = 1024
 """elements that a program updates; the size of a flat tensor is a multiple of it, so the kernel needs no mask"""

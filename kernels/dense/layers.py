@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import CompiledKernel, specialised
 from dlrm_overlap.kernels.dense.arguments import GROUP
+from dlrm_overlap.kernels.tuning import power_of_2
 
 _ROWS, _COLUMNS = 16, 128
 _ELEMENTS = 4096

@@ -1,1 +1,1 @@
-"""Kernels of the forward: they pool embeddings and send them to the owners of the samples."""
+"""Kernels of the forward: they pool embeddings and send them to the ranks that have the samples."""

@@ -1,7 +1,4 @@
-"""The sum of partial sums: of a table that is cut by rows, several ranks pool shares of each bag, which arrive apart.
-
-Each sum of a window is of some of its columns, see `Partials`. Where it is known which owners have ids of a bag, the
-others have stored nothing, and what is in their columns is not read.
+"""The sum of partial sums: several ranks hold rows of a table that is cut by rows, and each stores its share of a bag.
 
 Example: a window of rows of 12 columns, a table of dim 4 at column 0 that is cut over three ranks. The partial sums are
 in columns 0 .. 3, 4 .. 7 and 8 .. 11 of each sample's row; the kernel stores their sum to 0 .. 3.
@@ -15,31 +12,30 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import Partials
+from dlrm_overlap.kernels.bags import Partials
 from dlrm_overlap.kernels.compiled import specialised
 
 _ROWS = 8
 _COLUMNS = 128
 _NUM_WARPS = 4
 
-# Columns of the table of sums [S, 2 + 2 * most] int64, in front of the pairs of each row shard.
+# Columns of the table of sums [S, 2 + 2 * most] int64, followed by a pair for each row shard.
 DIM = tl.constexpr(0)
-SHARDS = tl.constexpr(1)  # how many row shards there are
-FIRST_SHARD = tl.constexpr(2)  # the first column of each one's partial sums, and its share
+SHARDS = tl.constexpr(1)  # number of row shards
+FIRST_SHARD = tl.constexpr(2)  # pairs: first column of the row shard's partial sum, its share
 
 
 class PartialTable(NamedTuple):
     """The sums of a window."""
 
     entries: torch.Tensor
-    """[S, 2 + 2 * most] int64, a row a sum: its dim, the number of row shards, and of each of them the first column of
-    its partial sums and its share"""
+    """[S, 2 + 2 * most] int64, see the columns above"""
     alignment: int
     """elements, a power of two up to 16, that divide every column and dim"""
 
 
 def partial_table(sums: Sequence[Partials], alignment: int, device: torch.device) -> PartialTable:
-    """Return the table of some sums."""
+    """Return the table of `sums`."""
     most = max(len(each.columns) for each in sums)
     rows = []
     for columns, dim, shares in sums:
@@ -51,17 +47,25 @@ def partial_table(sums: Sequence[Partials], alignment: int, device: torch.device
 
 @triton.jit(do_not_specialize=["samples", "blocks", "width"], do_not_specialize_on_alignment=["offsets"])
 def _add_partials(
-    window, sums, offsets, samples, blocks, width,
-    STRIDE: tl.constexpr, ALIGNMENT: tl.constexpr, SOME: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    window,
+    sums,
+    offsets,
+    samples,
+    blocks,
+    width,
+    STRIDE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    SOME: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Add up one sum in ROWS rows of the window.
 
-    Memory: the program reads the partial sums of its rows, COLUMNS columns at a time, adds them up in float32 in the
-    order of the row shards, and stores the sum over the first one's. No other program touches these columns and rows.
-    With SOME it reads no partial sums of a share's empty bags, by `offsets` [shares * samples + 1]; those of a share
-    below 0, EVERY_BAG, have all arrived.
+    Memory: the program reads the partial sums of its rows, adds them in float32 in the order of the row shards, and
+    stores the total over the first one. No other program touches these columns and rows. With SOME, partial sums of
+    empty bags, by `offsets` [shares * samples + 1], are missing and not read, unless the share is EVERY_BAG.
 
-    Order: the kernel comes after the wait for the peers' flags on the stream. Later kernels read the sum.
+    Order: on the stream, the kernel follows the wait for the peers' flags.
 
     Source: ours. TorchRec reduce-scatters the partial sums, `PooledEmbeddingsReduceScatter`.
     """
@@ -84,6 +88,7 @@ def _add_partials(
                 bag = offsets + share * samples + row
                 begin = tl.load(bag, mask=known, other=0)
                 arrived = mask & (tl.load(bag + 1, mask=known, other=1) > begin)[:, None]
+            # [ROWS, COLUMNS]
             total += tl.load(at + (column + here)[None, :], mask=arrived, other=0.0).to(tl.float32)
         tl.store(at + (into + here)[None, :], total.to(window.dtype.element_ty), mask=mask)
 
@@ -92,19 +97,23 @@ def add_partials(window: torch.Tensor, table: PartialTable, offsets: torch.Tenso
     """Add up the partial sums in a window.
 
     Args:
-        window: [b, columns] float32, bfloat16 or float16, rows of `stride(0)` elements; overwritten where sums are.
+        window: [b, columns] float32, bfloat16 or float16; totals are stored in place.
         table: the sums.
-        offsets: [shares * b + 1] int32, of the bags of each share, whose empty ones have no partial sum; None: all have
-            arrived.
+        offsets: [shares * b + 1] int32, bags of each share, whose empty ones have no partial sum; None: all have one.
     """
     samples, (sums, width) = window.shape[0], table.entries.shape
     blocks = -(-samples // _ROWS)
     if blocks == 0:
         return
     kernel = specialised(
-        _add_partials, num_warps=_NUM_WARPS, STRIDE=window.stride(0), ALIGNMENT=table.alignment,
-        SOME=offsets is not None, ROWS=_ROWS, COLUMNS=_COLUMNS,
-    )  # fmt: skip
-    bags = table.entries if offsets is None else offsets  # which the kernel does not touch without
+        _add_partials,
+        num_warps=_NUM_WARPS,
+        STRIDE=window.stride(0),
+        ALIGNMENT=table.alignment,
+        SOME=offsets is not None,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+    )
+    bags = table.entries if offsets is None else offsets  # without offsets any tensor, which is not read
     types = window.dtype, bags.dtype
     kernel(blocks * sums, types, window, table.entries, bags, samples, blocks, width)

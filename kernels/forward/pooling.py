@@ -1,40 +1,94 @@
-"""The common part of the forward's kernels: how to pool a task's bags and store the result, and their constants."""
+"""Shared by the kernels of the forward: device functions that pool bags and store the result, and constants."""
 
-from typing import Any
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import FeatureTable, PoolingOptions, Windows, power_of_2
+from dlrm_overlap.kernels.bags import FeatureTable, Windows
 from dlrm_overlap.kernels.compiled import TYPES
 from dlrm_overlap.kernels.primitives import BAD_ID, record
+from dlrm_overlap.kernels.tuning import PoolingOptions, power_of_2
 
-# Columns of the feature table [F, 6] int64, which has a row for each feature that a launch pools.
+# Columns of the feature table [F, 6] int64, which has one row for each feature of a launch.
 ADDRESS = tl.constexpr(0)  # of the first row of the feature's table
-ROWS = tl.constexpr(1)  # of its table, negative if ids outside it are not recorded
+ROWS = tl.constexpr(1)  # of its table; negative if ids outside it are not recorded
 COLUMN = tl.constexpr(2)  # of the window, where its pooled embedding begins
-INPUT_FEATURE = tl.constexpr(3)  # its index f in the input that has its bags: sample s has bag f * B + s
+INPUT_FEATURE = tl.constexpr(3)  # its index f in the input: sample s has bag f * B + s
 MEAN = tl.constexpr(4)  # 1: divide by the number of ids
-LEFT_OUT = tl.constexpr(5)  # 1: an empty bag is not stored, since nobody reads it
+LEFT_OUT = tl.constexpr(5)  # 1: do not store an empty bag, since nobody reads it
 FEATURE_COLUMNS = tl.constexpr(6)
 
 _INTEGERS = ["rank", "world_size", "features_here", "blocks", "batch", "epoch", "timeout", "slots", "first_slot"]
-# Shapes change from run to run, views of a batch begin anywhere: neither is worth a kernel of its own.
+# Sizes change from run to run, and views of a batch begin anywhere: neither is worth another compilation.
 JIT_OPTIONS = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["values", "offsets", "id_weights"]}
 
 
+class Pooling(NamedTuple):
+    """The compile-time constants that the kernels of the forward share."""
+
+    schedule: str
+    """linear | remote_first | balanced"""
+    bags: int
+    """bags that a program pools at a time"""
+    unroll: int
+    """rows of each bag that are loaded at a time"""
+    stride: int
+    """elements of a window's row"""
+    dim: int
+    block_dim: int
+    """the next power of two"""
+    weight_type: tl.dtype
+    wire_type: tl.dtype
+    alignment: int
+    """bytes that divide the address and the size of a table's row"""
+    window_alignment: int
+    """bytes that divide a window's address"""
+    column_alignment: int
+    """elements that divide a column of the window"""
+    check: int
+    """ids of each bag that are checked at a time; 0 checks none"""
+    leaves_out: bool
+    """whether empty bags of some features are not stored"""
+
+
+def pooling_constants(features: FeatureTable, windows: Windows, options: PoolingOptions) -> Pooling:
+    """Return the constant POOLING of a kernel."""
+    tuning = options.tuning
+    return Pooling(
+        schedule=options.schedule,
+        bags=tuning.task_bags // tuning.groups,
+        unroll=tuning.unroll,
+        stride=windows.stride,
+        dim=features.dim,
+        block_dim=power_of_2(features.dim),
+        weight_type=TYPES[features.weight_dtype],
+        wire_type=TYPES[windows.dtype],
+        alignment=features.alignment,
+        window_alignment=windows.alignment,
+        column_alignment=features.column_alignment,
+        check=tuning.checked_ids if options.check_ids else 0,
+        leaves_out=features.leaves_out,
+    )
+
+
 @triton.jit
-def check_ids(ids, length, bag, batch, rows, status, BAGS: tl.constexpr, CHUNK: tl.constexpr):
-    """Store 0 over ids outside a table of |`rows`| rows and, unless that is negative, record the last bag that has one.
+def check_ids(
+    ids,
+    length,
+    bag,
+    batch,
+    rows,
+    status,
+    BAGS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Replace ids outside a table of |`rows`| rows by 0 and, unless `rows` is negative, record the last such bag.
 
-    `ids` [BAGS] point to the first ids of the bags `bag`, `length` [BAGS] are their numbers of ids. The program reads
-    CHUNK ids of each bag at a time, a lane each, and so brings them into the multiprocessor's L1 in few requests, where
-    the pooling loop finds them.
+    Memory: `ids` [BAGS] point to the first ids of the bags `bag`, which have `length` [BAGS] ids. CHUNK ids of each bag
+    are read at a time, one per lane, which brings them to L1 in few requests.
 
-    Order: after a store, a barrier, so that all threads then read the ids as they are stored. Whoever else pools the
-    same bags, for another shard of the feature, stores the same 0.
-
-    Example: bags [5, 7, 7] and [5] of a table of 6 rows. The first is recorded and becomes [5, 0, 0].
+    Order: a barrier follows the stores. Programs that pool the same bags for another shard store the same 0.
     """
     longest = tl.max(length, 0)
     at = tl.arange(0, CHUNK)[None, :]
@@ -42,99 +96,96 @@ def check_ids(ids, length, bag, batch, rows, status, BAGS: tl.constexpr, CHUNK: 
     rows = tl.abs(rows)
     wrong = tl.zeros((BAGS, CHUNK), tl.int32)
     for first in range(0, longest, CHUNK):
+        # [BAGS, CHUNK]
         row = tl.load(ids[:, None] + first + at, mask=first + at < length[:, None], other=0).to(tl.int64)
         wrong = wrong | (row.to(tl.uint64, bitcast=True) >= rows.to(tl.uint64, bitcast=True)).to(tl.int32)
-    # Only now, and seldom: a store in the loop would keep the compiler from loading ahead of it.
+    # Rare, and after the loop: a store in the loop would keep the compiler from loading ahead of it.
     if tl.max(tl.max(wrong, 1), 0) != 0:
         worst = tl.max(tl.where(tl.max(wrong, 1) != 0, bag.to(tl.int64), -1), 0)
         if recorded:
             record(status, BAD_ID, worst // batch, worst % batch, rows, 0, 0)
         for first in range(0, longest, CHUNK):
             here = first + at < length[:, None]
+            # [BAGS, CHUNK]
             row = tl.load(ids[:, None] + first + at, mask=here, other=0).to(tl.int64)
             outside = row.to(tl.uint64, bitcast=True) >= rows.to(tl.uint64, bitcast=True)
             tl.store(ids[:, None] + first + at, tl.zeros_like(row).to(ids.dtype.element_ty), mask=here & outside)
-        tl.debug_barrier()
+        tl.debug_barrier()  # all threads have stored before any reads the ids again
 
 
 @triton.jit
 def pool(
-    values, offsets, id_weights, feature, sample, live, batch, status,
-    BAGS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, UNROLL: tl.constexpr, WEIGHT: tl.constexpr,
-    ALIGNMENT: tl.constexpr, CHECK: tl.constexpr, LEAVES_OUT: tl.constexpr,
-):  # fmt: skip
-    """Return the pooled embeddings [BAGS, BLOCK_DIM] float32 of samples `sample` [BAGS] where `live`, else zeros; and
-    which of them [BAGS] are to be stored: those that live or, with LEAVES_OUT, of a feature whose empty bags are left
-    out, those that live and have ids.
+    values,
+    offsets,
+    id_weights,
+    feature,
+    sample,
+    live,
+    batch,
+    status,
+    POOLING: tl.constexpr,
+):
+    """Return the pooled embeddings [bags, block_dim] float32 of samples `sample` [bags], and which of them to store.
 
-    `feature` points to the feature's row of the feature table. The program adds the rows up in the order of the ids, in
-    float32, and loads UNROLL rows of each bag at a time. Unless CHECK is 0, it looks at all ids first, CHECK of each
-    bag at a time, see `check_ids`: 0 is stored over those outside the table, for which row 0 is so taken, here and in
-    the backward. A table has at least one row: lanes that are masked read id 0. Where `id_weights` are float32, each
-    row is multiplied by its id's weight; otherwise ids have none.
+    `feature` points to a row of the feature table. Rows are added in the order of the ids, in float32, times the ids'
+    weights if `id_weights` are float32. Where `live` is false, the result is 0. The second result [bags] is `live`,
+    without empty bags that are left out. A table has at least one row, since masked lanes read id 0.
 
-    Example: UNROLL 2, bags [5, 7, 7] and [5] of a table of 6 rows. The first bag becomes [5, 0, 0]. The first turn adds
+    Example: unroll 2, bags [5, 7, 7] and [5] of a table of 6 rows. The first becomes [5, 0, 0]. The first turn adds
     rows 5 and 0 to the first bag and row 5 to the second, the second turn row 0 to the first.
     """
+    # Find the bags.
     bag = tl.load(feature + INPUT_FEATURE) * batch + sample
     start = tl.load(offsets + bag, mask=live, other=0)
-    # Of 32 bits, as all that the loop counts: registers decide how many rows a thread can await at once.
+    # 32 bits, like all counts of the loop: registers limit the number of rows in flight.
     length = (tl.load(offsets + bag + 1, mask=live, other=0) - start).to(tl.int32)
     ids = values + start
-    if CHECK > 0:
-        check_ids(ids, length, bag, batch, tl.load(feature + ROWS), status, BAGS, CHECK)
-    weight = tl.load(feature + ADDRESS).to(tl.pointer_type(WEIGHT))
-    weight = tl.multiple_of(weight, ALIGNMENT)
-    column = tl.arange(0, BLOCK_DIM)
-    total = tl.zeros((BAGS, BLOCK_DIM), tl.float32)
-    for first in range(0, tl.max(length, 0), UNROLL):
-        for turn in tl.static_range(UNROLL):
+    if POOLING.check > 0:
+        check_ids(ids, length, bag, batch, tl.load(feature + ROWS), status, POOLING.bags, POOLING.check)
+
+    # Add up the rows.
+    weight = tl.load(feature + ADDRESS).to(tl.pointer_type(POOLING.weight_type))
+    weight = tl.multiple_of(weight, POOLING.alignment)
+    column = tl.arange(0, POOLING.block_dim)
+    total = tl.zeros((POOLING.bags, POOLING.block_dim), tl.float32)
+    for first in range(0, tl.max(length, 0), POOLING.unroll):
+        for turn in tl.static_range(POOLING.unroll):
             here = first + turn < length
+            # [bags]
             row = tl.load(ids + first + turn, mask=here, other=0).to(tl.int64)
-            at = weight + row[:, None] * DIM + column[None, :]
-            mask = here[:, None] & (column < DIM)[None, :]
+            at = weight + row[:, None] * POOLING.dim + column[None, :]
+            mask = here[:, None] & (column < POOLING.dim)[None, :]
+            # [bags, block_dim]
             part = tl.load(at, mask=mask, other=0.0).to(tl.float32)
             if id_weights.dtype.element_ty == tl.float32:
                 part *= tl.load(id_weights + start + first + turn, mask=here, other=0.0)[:, None]
             total += part
+
+    # Turn sums into means, and leave empty bags out.
     if tl.load(feature + MEAN) != 0:
         scale = 1.0 / tl.maximum(length, 1).to(tl.float32)
         total = total * scale[:, None]
-    if LEAVES_OUT:
+    if POOLING.leaves_out:
         live = live & ((length > 0) | (tl.load(feature + LEFT_OUT) == 0))
     return total, live
 
 
 @triton.jit
 def store_rows(
-    rows, window, sample, column, live,
-    STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """Store `rows` [R, BLOCK_DIM] to the rows `sample` [R] of `window`, from `column` on, where `live`.
+    rows,
+    window,
+    sample,
+    column,
+    live,
+    STRIDE: tl.constexpr,
+    POOLING: tl.constexpr,
+):
+    """Store `rows` [R, block_dim] to rows `sample` [R] of `window`, STRIDE apart, from `column` on, where `live`.
 
-    The caller states the divisors of `window` and `column` where it loads them: a hint on an argument does not survive
-    inlining, and without one each lane stores 4 bytes.
+    The caller gives the divisors of `window` and `column` where it loads them, so that lanes store 16 bytes: a hint on
+    an argument is lost by inlining.
     """
-    at = tl.arange(0, BLOCK_DIM)
+    at = tl.arange(0, POOLING.block_dim)
     offset = sample.to(tl.int64)[:, None] * STRIDE + column + at[None, :]
-    tl.store(window + offset, rows.to(window.dtype.element_ty), mask=live[:, None] & (at < DIM)[None, :])
-
-
-def pooling_constants(features: FeatureTable, windows: Windows, options: PoolingOptions) -> dict[str, Any]:
-    """Return the constants of `store_pooled`, which are also the last ones of the others, in their order."""
-    tuning = options.tuning
-    return {
-        "SCHEDULE": options.schedule,
-        "BAGS": tuning.task_bags // tuning.groups,
-        "UNROLL": tuning.unroll,
-        "STRIDE": windows.stride,
-        "DIM": features.dim,
-        "BLOCK_DIM": power_of_2(features.dim),
-        "WEIGHT": TYPES[features.weight_dtype],
-        "WIRE": TYPES[windows.dtype],
-        "ALIGNMENT": features.alignment,
-        "WINDOW_ALIGNMENT": windows.alignment,
-        "COLUMN_ALIGNMENT": features.column_alignment,
-        "CHECK": tuning.checked_ids if options.check_ids else 0,
-        "LEAVES_OUT": features.leaves_out,
-    }
+    # [R, block_dim]
+    tl.store(window + offset, rows.to(window.dtype.element_ty), mask=live[:, None] & (at < POOLING.dim)[None, :])

@@ -1,7 +1,7 @@
-"""Pooled embeddings that have come from another node, stored where they belong in the windows of this node's ranks.
+"""Pooled embeddings from another node, copied to their columns in the windows of this node's ranks.
 
-It is a message of one rank: a row for each sample of this node's ranks, with the columns that the sender
-pools. They are copied as they are, in words of 8 bytes where that goes, 4 or 2 else.
+A message of one rank has a row for each sample of this node's ranks, with the columns that the sender pools. Rows are
+copied in the largest words of 8, 4 or 2 bytes that fit.
 """
 
 from math import gcd
@@ -11,30 +11,25 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import specialised
+from dlrm_overlap.kernels.tuning import power_of_2
 
 _WORDS = {8: (torch.int64, tl.int64), 4: (torch.int32, tl.int32), 2: (torch.int16, tl.int16)}
-_TASK_WORDS = 2048  # of a program, 8 warps: so many are in flight
+_TASK_WORDS = 2048  # in flight per program of 8 warps
 _NUM_WARPS = 8
 
 
 class PutColumns(NamedTuple):
-    """Which columns of a message's rows go where, alike in every window."""
+    """Where the columns of a message's rows go, the same in every window."""
 
     columns: torch.Tensor
-    """[n] int32: of each word that is copied, from the row's first on, its offset in a window's row, in words"""
+    """[n] int32, offset in a window's row of each word of a message's row, in words"""
     word_bytes: int
 
     @staticmethod
     def of(shards: list[tuple[int, int]], stride: int, itemsize: int, device: torch.device) -> "PutColumns":
-        """Return how to copy.
-
-        Args:
-            shards: the dim of each shard, in the order of a row's columns, and its first column in a window's row.
-            stride: elements of a window's row.
-            itemsize: bytes of an element.
-            device: of the windows.
+        """Return the columns of `shards`, each with its dim and its first column in a window's row, in a message's
+        order.
         """
         word = gcd(8, *((column * itemsize) for shard in shards for column in shard), stride * itemsize)
         starts = [(dim * itemsize // word, column * itemsize // word) for dim, column in shards]
@@ -44,21 +39,29 @@ class PutColumns(NamedTuple):
 
 @triton.jit(do_not_specialize=["ranks", "words", "pitch", "stride", "blocks", "here"])
 def _put_columns(
-    message, columns, windows, first_sample,
-    ranks, words, pitch, stride: tl.int64, blocks, here,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr,
-):  # fmt: skip
-    """Copy up to ROWS rows of a message into the window of the rank whose samples they are.
+    message,
+    columns,
+    windows,
+    first_sample,
+    ranks,
+    words,
+    pitch,
+    stride: tl.int64,
+    blocks,
+    here,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORD: tl.constexpr,
+):
+    """Copy up to ROWS rows of a message into the window of the rank that has the samples.
 
-    Program p serves rank here + 1 + p / blocks of the node's, modulo their number, so that no two ranks begin with
-    one window.
+    Program p serves the node's rank (here + 1 + p / blocks) modulo `ranks`, so that ranks begin with different windows.
 
-    Memory: the program reads rows of `message`, `pitch` words apart, and for each of their first `words` words its
-    offset from `columns`. It stores them to as many rows of one window, this rank's or a peer's, `stride` words apart.
-    `first_sample` [ranks + 1] are the node's ranks' first samples in the global batch, and the end of the last.
+    Memory: the program reads rows of `message`, `pitch` words apart, and `columns` [words]. It stores them to one
+    window, `stride` words apart. `first_sample` [ranks + 1]: the node's ranks' first samples in the global batch, and
+    the end.
 
-    Order: no two programs share an address. The stores are complete when the kernel ends; the kernel that raises the
-    sender's flags comes next on the stream, and its release covers them.
+    Order: no two programs share an address. The kernel that signals for the sender comes next on the stream.
 
     Example: ranks 2 and 3 with samples 5 .. 7 and 8 .. 9, a message of 5 rows of 4 words, columns [8, 9, 2, 3]. Its
     rows 3 and 4 are rank 3's: their words go to words 8, 9, 2 and 3 of rows 0 and 1 of its window.
@@ -75,6 +78,7 @@ def _put_columns(
         at = first + tl.arange(0, BLOCK)
         into = tl.load(columns + at, mask=at < words, other=0)
         mask = live[:, None] & (at < words)[None, :]
+        # [ROWS, BLOCK]
         values = tl.load(message + row[:, None] * pitch + at[None, :], mask=mask, other=0)
         tl.store(window + sample.to(tl.int64)[:, None] * stride + into[None, :], values, mask=mask)
 
@@ -88,16 +92,16 @@ def put_columns(
     most_samples: int,
     here: int,
 ) -> None:
-    """Store a message's rows into the windows of the node's ranks. No flag is raised.
+    """Store a message's rows into the windows of the node's ranks, without a signal.
 
     Args:
-        message: [rows, pitch] of the wire's type, contiguous, from a multiple of 16 bytes on.
-        put: its columns in a window's row.
-        windows: [ranks] int64: addresses of the windows of the node's ranks, in order, multiples of 16.
-        first_sample: [ranks + 1] int32: the first sample of each in the global batch, and the end of the last.
+        message: [rows, pitch] of the wire type, contiguous, at a multiple of 16 bytes.
+        put: columns of its rows in a window's row.
+        windows: [ranks] int64, addresses of the node's ranks' windows, multiples of 16.
+        first_sample: [ranks + 1] int32, first samples in the global batch, and the end.
         stride: elements of a window's row.
-        most_samples: at least those of any of these ranks.
-        here: of the caller among the node's ranks.
+        most_samples: at least the samples of any of these ranks.
+        here: index of the caller among them.
     """
     words, ranks = put.columns.numel(), windows.numel()
     if not words:
@@ -107,7 +111,16 @@ def put_columns(
     kernel = specialised(_put_columns, num_warps=_NUM_WARPS, ROWS=rows, BLOCK=block, WORD=word)
     blocks, each = -(-most_samples // rows), message.element_size()
     kernel(
-        ranks * blocks, (),
-        message.view(dtype), put.columns, windows, first_sample,
-        ranks, words, message.shape[1] * each // put.word_bytes, stride * each // put.word_bytes, blocks, here,
-    )  # fmt: skip
+        ranks * blocks,
+        (),
+        message.view(dtype),
+        put.columns,
+        windows,
+        first_sample,
+        ranks,
+        words,
+        message.shape[1] * each // put.word_bytes,
+        stride * each // put.word_bytes,
+        blocks,
+        here,
+    )

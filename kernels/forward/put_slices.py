@@ -1,20 +1,10 @@
-"""The sliced forward: one persistent kernel pools all bags, and puts each slice as soon as it is complete
-(arXiv 2305.06942, section 3).
+"""The sliced forward (`fused`): one persistent kernel pools all bags, and puts each slice as soon as it is complete.
 
-A slice is some consecutive bags of one feature for one destination, and is pooled in one or more tasks. Programs take
-tasks in the order of the schedule. A program pools its task, stores the rows for a peer into staging memory, and counts
-the task. The one whose count completes a slice puts it into the destination's window (`put_by_stores`) and raises the
-slice's flag there, while the others go on with their next tasks. No program waits before the end, where each awaits its
-share of the flags that the peers raise here.
+A slice is some consecutive bags of one feature for one destination, pooled in one or more tasks. `in_place`, rows are
+stored straight into the windows instead, and one signal follows all tasks.
 
-Or rows are stored straight into the destination's window, the paper's zero-copy variant. It has no slices: a program
-that finds no task left adds its number of tasks to a count, and whoever completes the count raises one flag at every
-rank.
-
-A grid of any size makes progress, beside any kernel that leaves room for one program, since no program needs another to
-be resident. A program waits only after it has found no task left in the ticket. By then every task has been drawn by a
-program that is running, and that does not wait before its tasks are done and counted. A program that starts only when
-others have ended finds no task left, counts none, and awaits its share of the flags.
+A grid of any size makes progress. A program waits only once no task is left, when running programs have drawn all
+tasks, and none of these waits before its tasks are counted.
 """
 
 from dataclasses import dataclass
@@ -24,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows, power_of_2
+from dlrm_overlap.kernels.bags import Bags, FeatureTable, Windows
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.forward.pooling import (
@@ -37,9 +27,10 @@ from dlrm_overlap.kernels.forward.pooling import (
 )
 from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import signal_flag, signal_flags, task_at, wait_for_flags
+from dlrm_overlap.kernels.tuning import PoolingOptions, power_of_2
 
-# Of a thread, so that a multiprocessor holds 32 programs of a warp and has as many loads in flight as with
-# `store_pooled`. Left to itself the compiler takes 72 for 128 columns, which is 28 programs.
+# Registers of a thread: a multiprocessor then holds 32 programs of one warp, with as many loads in flight as with
+# `store_pooled`. Without a limit the compiler takes 72 for 128 columns, and 28 programs fit.
 _REGISTERS = 64
 
 
@@ -48,97 +39,105 @@ class SliceState:
     """Memory that the programs of the persistent kernel share; `done` and `ticket` are 0 before and after a launch."""
 
     staging: torch.Tensor
-    """[at least W * F * b * D, b rounded up to whole tasks] of the wire's type: pooled embeddings to be put; may be
-    empty in place"""
+    """[at least W * F * b * D, b rounded up to whole tasks] of the wire type; may be empty in place"""
     done: torch.Tensor
     """[at least W * F * slices] int32: finished tasks of each slice"""
     ticket: torch.Tensor
-    """[3] int32: the next task, the number of programs that have found none left, and the number of tasks that are
-    stored, in place"""
+    """[3] int32: the next task, the number of programs that found none left, and stored tasks (in place)"""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """How the results of the persistent kernel are sent."""
+    """How the persistent kernel sends its results."""
 
     bags: int
-    """bags of a feature in a slice, a multiple of the tuning's task_bags"""
+    """bags of a slice, a multiple of the tuning's task_bags"""
     first_slot: int
-    """slice i of the launch's f-th feature is slot first_slot + f * ceil(b / bags) + i at its destination"""
+    """slot of the first slice; slice i of feature f has slot first_slot + f * ceil(b / bags) + i"""
     in_place: bool
-    """each task, of which there is at least one, stores straight into the peer's window, and no slice has a flag of its
-    own; otherwise a slice is staged, and put once it is complete"""
-    raises: bool = True
-    """in place: this launch raises the rank's flag, slot 0, at every rank, as the last of the stream's"""
+    """store tasks straight into the peers' windows, without slices; needs at least one task"""
+    signals: bool = True
+    """in place: signal slot 0 at every rank, as the last launch of the step"""
     end_wait: bool = True
-    """the kernel ends only when all slots of `Flags.counts` have reached the epoch"""
+    """end only when all slots of `Flags.counts` have reached the epoch"""
 
 
 @triton.jit
 def put_by_stores(
-    staged, window, first, end, column,
-    ROWS: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """Put `staged` [end - first, DIM] to the rows [first, end) of a peer's window, by this program's own stores.
-
-    The program copies ROWS rows at a time. The caller raises the slice's flag next, by a release at system scope, and
-    so after a barrier of the program.
+    staged,
+    window,
+    first,
+    end,
+    column,
+    ROWS: tl.constexpr,
+    POOLING: tl.constexpr,
+):
+    """Put `staged` [end - first, dim] to rows [first, end) of a peer's window, ROWS at a time. The caller signals next.
 
     Example: first 4, end 7, ROWS 2: rows 0 and 1 of `staged` go to rows 4 and 5 of the window, then row 2 to row 6.
     """
-    at = tl.arange(0, BLOCK_DIM)
+    at = tl.arange(0, POOLING.block_dim)
     for begin in range(first, end, ROWS):
         sample = begin + tl.arange(0, ROWS)
         live = sample < end
-        source = staged + (sample - first).to(tl.int64)[:, None] * DIM + at[None, :]
-        rows = tl.load(source, mask=live[:, None] & (at < DIM)[None, :])
-        store_rows(rows, window, sample, column, live, STRIDE, DIM, BLOCK_DIM)
+        source = staged + (sample - first).to(tl.int64)[:, None] * POOLING.dim + at[None, :]
+        # [ROWS, block_dim]
+        rows = tl.load(source, mask=live[:, None] & (at < POOLING.dim)[None, :])
+        store_rows(rows, window, sample, column, live, POOLING.stride, POOLING)
 
 
 @triton.jit(**JIT_OPTIONS)
 def _put_slices(
-    values, offsets, id_weights, first_sample, features, windows,
-    status, peers_ready, ready, counts, clock_word,
-    staging, done, ticket,
-    rank, world_size, features_here, blocks, batch,
-    slots, first_slot, epoch: tl.int64, timeout: tl.int64,
-    IN_PLACE: tl.constexpr, RAISE: tl.constexpr, PEERS: tl.constexpr,
-    PUT_ROWS: tl.constexpr, SLICE_TASKS: tl.constexpr, GROUPS: tl.constexpr, END_WAIT: tl.constexpr,
-    FLAGS: tl.constexpr, INTERPRETED: tl.constexpr,
-    SCHEDULE: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, WIRE: tl.constexpr, ALIGNMENT: tl.constexpr,
-    WINDOW_ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, CHECK: tl.constexpr, LEAVES_OUT: tl.constexpr,
-):  # fmt: skip
-    """Do task after task as the ticket gives them out, put the slices that this program completes, await flags.
+    values,
+    offsets,
+    id_weights,
+    first_sample,
+    features,
+    windows,
+    status,
+    peers_ready,
+    ready,
+    counts,
+    clock_word,
+    staging,
+    done,
+    ticket,
+    rank,
+    world_size,
+    features_here,
+    blocks,
+    batch,
+    slots,
+    first_slot,
+    epoch: tl.int64,
+    timeout: tl.int64,
+    IN_PLACE: tl.constexpr,
+    SIGNAL: tl.constexpr,
+    PEERS: tl.constexpr,
+    PUT_ROWS: tl.constexpr,
+    SLICE_TASKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    END_WAIT: tl.constexpr,
+    FLAGS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    POOLING: tl.constexpr,
+):
+    """Take tasks until none is left, each GROUPS groups of bags; put the slices that this program completes.
 
-    A task is GROUPS * BAGS bags of one feature for one destination; a slice is SLICE_TASKS tasks.
+    Memory: the program reads ids and rows in this rank's memory. It stores rows to this rank's window, to `staging` [W
+    * F, tasks' bags, dim] or, IN_PLACE, to a peer's window; slices and flags to the peers. `done` [W * F * slices] and
+    `ticket` [3]: see `SliceState`. Flags are set to `epoch` + `clock_word` [1].
 
-    Memory: the program reads the offsets, ids, weights and rows of its bags, which are in this rank's memory. Pooled
-    embeddings of this rank's samples it stores into this rank's window, others straight into the peer's window where
-    IN_PLACE, or else into `staging` [W, F, b, DIM]. `done` [W, F, slices] counts the finished tasks of
-    each slice. `ticket` [3] holds the next task, the number of programs that are through, the last of which sets both
-    back to 0, and, IN_PLACE, the number of tasks that are stored, which whoever completes it sets back to 0. Flags are
-    raised to `epoch` + `clock_word` [1].
-
-    Order: the program stores a task, passes a barrier, and counts the task (release, GPU scope). The program whose
-    count completes the slice sets the count back to 0 (acquire, GPU scope). It passes a barrier, so that all its
-    threads see all that programs have staged for the slice, and puts the slice. It passes a barrier and raises the flag
-    at the destination (release, system scope). Stores into this rank's own window need no flag: the kernel's end orders
-    them. IN_PLACE with RAISE, a program that has stored tasks and finds none left passes a barrier and adds their
-    number to those stored (release, GPU scope). The one whose sum is that of all tasks sets it back to 0 (acquire, GPU
-    scope), and passes a barrier and raises this rank's slot 0 at every rank (release, system scope): that covers all
-    stores of this launch and of earlier ones on the stream. Every task is in exactly one sum, so exactly one program
-    raises, and it waits for none; a program without a task adds nothing, and may begin after the flags are raised. With
-    END_WAIT, program p of P finally waits for its share of this rank's `ready` [W, slots], see `wait_for_flags`: FLAGS
-    flags from p * FLAGS on, then from (p + P) * FLAGS on, and so forth.
+    Order: a program that has stored a task counts it (release, GPU scope). The one that completes a slice acquires it,
+    puts it, and signals (release, system scope). The kernel's end orders stores into this rank's own window. IN_PLACE
+    with SIGNAL, programs count all their tasks at the end, and the one that completes the sum signals, which covers all
+    stores of this launch and earlier ones on the stream. With END_WAIT, programs then wait for the flags in `ready` [W,
+    slots].
 
     Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order, staged.
-    Program A draws task 0: it pools samples 4 and 5, which are rank 1's, stages them, and counts 1 of 2. Program B
-    draws task 1 and stores samples 0 and 1 into this rank's window. It draws task 2 while A is at task 3, samples 2 and
-    3: it pools and stages samples 6 and 7, counts 2 of 2, puts the four rows to rows 0 .. 3 of rank 1's window, and
-    raises the flag there. Then A draws 4 and B draws 5: no such tasks, so both are through. IN_PLACE, each task is
-    stored where the put would bring it; A adds 2 to the tasks stored, B adds 2 more, which makes all 4, and raises the
-    flags.
+    Program A draws task 0, stages samples 4 and 5, and counts 1 of 2. Program B draws task 1, and stores samples 0 and
+    1 into this rank's window. B draws task 2 while A is at task 3: B stages samples 6 and 7, counts 2 of 2, puts the
+    four rows to rank 1's window, and signals there.
 
     Source: arXiv 2305.06942, section 3.
     """
@@ -148,55 +147,60 @@ def _put_slices(
     position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
     group = 0
     stored = 0
+    # One loop over the groups of all tasks: a nested loop compiles to slower code.
     while position < tasks:
-        # One loop over the groups of all tasks: nested, it compiles to a slower one.
-        destination, which, block = task_at(position, rank, world_size, features_here, blocks, SCHEDULE)
+        # Find the group's samples, their window and their staging memory.
+        destination, which, block = task_at(position, rank, world_size, features_here, blocks, POOLING.schedule)
         feature = features + which * FEATURE_COLUMNS
         first = tl.load(first_sample + destination)
         samples = tl.load(first_sample + destination + 1) - first
-        window = tl.multiple_of(tl.load(windows + destination).to(tl.pointer_type(WIRE)), WINDOW_ALIGNMENT)
-        column = tl.multiple_of(tl.load(feature + COLUMN), COLUMN_ALIGNMENT)
+        window = tl.load(windows + destination).to(tl.pointer_type(POOLING.wire_type))
+        window = tl.multiple_of(window, POOLING.window_alignment)
+        column = tl.multiple_of(tl.load(feature + COLUMN), POOLING.column_alignment)
         pair = destination * features_here + which
-        staged = staging + pair.to(tl.int64) * (blocks * GROUPS * BAGS) * DIM
-        sample = (block * GROUPS + group) * BAGS + tl.arange(0, BAGS)
+        staged = staging + pair.to(tl.int64) * (blocks * GROUPS * POOLING.bags) * POOLING.dim
+        sample = (block * GROUPS + group) * POOLING.bags + tl.arange(0, POOLING.bags)
         live = sample < samples
-        rows, filled = pool(
-            values, offsets, id_weights, feature, first + sample, live, batch, status,
-            BAGS, DIM, BLOCK_DIM, UNROLL, WEIGHT, ALIGNMENT, CHECK, LEAVES_OUT,
-        )  # fmt: skip
+
+        # Pool and store: rows [bags, block_dim].
+        rows, filled = pool(values, offsets, id_weights, feature, first + sample, live, batch, status, POOLING)
         if IN_PLACE or destination == rank:
-            store_rows(rows, window, sample, column, filled, STRIDE, DIM, BLOCK_DIM)
+            store_rows(rows, window, sample, column, filled, POOLING.stride, POOLING)
         else:
-            store_rows(rows, staged, sample, 0, filled, DIM, DIM, BLOCK_DIM)
+            store_rows(rows, staged, sample, 0, filled, POOLING.dim, POOLING)
         group += 1
+
+        # The last group ends the task. Count it, put the slice if that completes it, and draw the next task.
         if group == GROUPS:
             if not IN_PLACE and destination != rank:
                 index = block // SLICE_TASKS  # of the slice, among those of this feature for this destination
                 slice_tasks = tl.minimum(SLICE_TASKS, blocks - index * SLICE_TASKS)
                 counter = done + pair * slices + index
                 tl.debug_barrier()  # all threads have stored before one of them counts the task
-                # Whoever counts the slice's last task acquires at GPU scope; its release of the flag at system scope
-                # then covers the stores of all, see `primitives`. Nobody else acquires, since an acquire empties the
-                # multiprocessor's L1, where all programs keep their ids.
+                # GPU scope suffices: the release of the flag, at system scope, covers what was acquired here, see
+                # `primitives`. Only the last program acquires: an acquire empties L1, where all programs keep ids.
                 if tl.atomic_add(counter, 1, sem="release", scope="gpu") == slice_tasks - 1:
-                    tl.atomic_xchg(counter, 0, sem="acquire", scope="gpu")  # 0, as the next launch must find it
+                    tl.atomic_xchg(counter, 0, sem="acquire", scope="gpu")  # 0 for the next launch
                     tl.debug_barrier()  # no thread reads others' staging before one has acquired
-                    begin = index * (SLICE_TASKS * GROUPS * BAGS)
-                    end = tl.minimum(begin + SLICE_TASKS * GROUPS * BAGS, samples)
-                    put_by_stores(
-                        staged + begin.to(tl.int64) * DIM, window, begin, end, column,
-                        PUT_ROWS, STRIDE, DIM, BLOCK_DIM,
-                    )  # fmt: skip
+                    begin = index * (SLICE_TASKS * GROUPS * POOLING.bags)
+                    end = tl.minimum(begin + SLICE_TASKS * GROUPS * POOLING.bags, samples)
+                    source = staged + begin.to(tl.int64) * POOLING.dim
+                    put_by_stores(source, window, begin, end, column, PUT_ROWS, POOLING)
                     flags = tl.load(peers_ready + destination).to(tl.pointer_type(tl.int64))
                     signal_flag(flags + rank * slots + first_slot + which * slices + index, epoch)
             stored += 1
             position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
             group = 0
-    if IN_PLACE and RAISE and stored > 0:
+
+    # In place, the program that completes the count of all tasks signals. A program that finds no task counts
+    # nothing, and may start after the signal.
+    if IN_PLACE and SIGNAL and stored > 0:
         tl.debug_barrier()  # all threads have stored before one of them counts the tasks
         if tl.atomic_add(ticket + 2, stored, sem="release", scope="gpu") == tasks - stored:
-            tl.atomic_xchg(ticket + 2, 0, sem="acquire", scope="gpu")  # 0, as the next launch must find it
+            tl.atomic_xchg(ticket + 2, 0, sem="acquire", scope="gpu")  # 0 for the next launch
             signal_flags(peers_ready, rank * slots, world_size, epoch, PEERS)
+
+    # The last program resets the ticket. Then wait for the peers.
     if tl.atomic_add(ticket + 1, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(ticket, 0)
         tl.store(ticket + 1, 0)
@@ -206,7 +210,7 @@ def _put_slices(
 
 
 class SlicedPut(NamedTuple):
-    """All that a launch of the persistent kernel takes, but its epoch and its number of programs."""
+    """Everything that a launch of the persistent kernel needs, except its epoch and its number of programs."""
 
     bags: Bags
     features: FeatureTable
@@ -219,20 +223,13 @@ class SlicedPut(NamedTuple):
     def launch(self, programs: int) -> Launch:
         """Return the launch, which is called with `Bags.tensors` of the types and samples of `bags`, and the epoch.
 
-        It pools every bag, puts each slice as soon as it is complete, and raises its flag to the epoch at the
-        destination. In place there are no slices, and one flag is raised at every rank when all is stored. Bags of this
-        rank's samples are stored into its own window and have no flag: the end of the kernel orders them.
-
-        It holds all but the rows, and may be called as long as they are where `features` says.
-
-        Args:
-            programs: of the grid, best as many as the GPU holds at once, see `resident_programs`; more find no task.
+        It holds all tensors but the rows, and is valid while they are at the addresses in `features`.
         """
         dtypes, changing = tuple(each.dtype for each in self.bags.tensors), ("values", "offsets", "id_weights", "epoch")
         return Launch(self._kernel(), programs, dtypes, self._arguments(epoch=0), changing)
 
     def resident_programs(self) -> int:
-        """Return how many programs of this launch one multiprocessor holds at once; the grid's size follows from it."""
+        """Return how many programs of this launch one multiprocessor holds at once."""
         from cuda.bindings import driver
 
         compiled = self._kernel().compile(*self._arguments(epoch=1))
@@ -244,33 +241,47 @@ class SlicedPut(NamedTuple):
         return programs
 
     def _kernel(self) -> CompiledKernel:
+        # Not a cooperative launch, whose programs must all start together: it would queue after an NCCL kernel that
+        # waits for a peer, while that peer's NCCL kernel may queue after a grid that waits for ours.
         slices, tuning = self.slices, self.options.tuning
-        constants = {
-            "IN_PLACE": slices.in_place,
-            "RAISE": slices.raises,
-            "PEERS": power_of_2(self.windows.addresses.numel()),
-            "PUT_ROWS": min(slices.bags, max(1, 1024 * tuning.num_warps // power_of_2(self.features.dim))),
-            "SLICE_TASKS": slices.bags // tuning.task_bags,
-            "GROUPS": tuning.groups,
-            "END_WAIT": slices.end_wait,
-            "FLAGS": 32 * tuning.num_warps,
-            "INTERPRETED": INTERPRETED,
-        }
-        # The launch is not cooperative. No wait needs that, and all programs of such a launch have to start together,
-        # hence after an NCCL kernel that waits for a peer's, which may come after that peer's grid, whose programs wait
-        # for ours.
-        constants |= pooling_constants(self.features, self.windows, self.options)
-        return specialised(_put_slices, num_warps=tuning.num_warps, registers=_REGISTERS, **constants)
+        return specialised(
+            _put_slices,
+            num_warps=tuning.num_warps,
+            registers=_REGISTERS,
+            IN_PLACE=slices.in_place,
+            SIGNAL=slices.signals,
+            PEERS=power_of_2(self.windows.addresses.numel()),
+            PUT_ROWS=min(slices.bags, max(1, 1024 * tuning.num_warps // power_of_2(self.features.dim))),
+            SLICE_TASKS=slices.bags // tuning.task_bags,
+            GROUPS=tuning.groups,
+            END_WAIT=slices.end_wait,
+            FLAGS=32 * tuning.num_warps,
+            INTERPRETED=INTERPRETED,
+            POOLING=pooling_constants(self.features, self.windows, self.options),
+        )
 
     def _arguments(self, epoch: int) -> tuple[Any, ...]:
-        """Return the arguments of `_put_slices`, line by line."""
         bags, features, windows, flags, state, options, slices = self
-        world_size, features_here = windows.addresses.numel(), features.entries.shape[0]
-        blocks, slots = -(-bags.samples_per_rank // options.tuning.task_bags), flags.local.shape[1]
         return (
-            *bags.tensors, bags.first_sample, features.entries, windows.addresses,
-            flags.status, flags.addresses, flags.local, flags.counts, flags.clock,
-            state.staging, state.done, state.ticket,
-            options.rank, world_size, features_here, blocks, bags.samples,
-            slots, slices.first_slot, epoch, flags.timeout,
-        )  # fmt: skip
+            *bags.tensors,
+            bags.first_sample,
+            features.entries,
+            windows.addresses,
+            flags.status,
+            flags.addresses,
+            flags.local,
+            flags.counts,
+            flags.clock,
+            state.staging,
+            state.done,
+            state.ticket,
+            options.rank,
+            windows.addresses.numel(),
+            features.entries.shape[0],
+            -(-bags.samples_per_rank // options.tuning.task_bags),
+            bags.samples,
+            flags.local.shape[1],
+            slices.first_slot,
+            epoch,
+            flags.timeout,
+        )

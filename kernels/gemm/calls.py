@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags
-from dlrm_overlap.kernels.primitives import count_and_raise, wait_for_flags
+from dlrm_overlap.kernels.primitives import count_and_signal, wait_for_flags
+from dlrm_overlap.kernels.tuning import power_of_2
 
 _MAX_SUM_PROGRAMS, _SUM_WARPS = 1056, 8  # eight programs a multiprocessor, as many as its registers hold
 
@@ -112,7 +112,7 @@ def _sum_parts(
         tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
     # Count this program (acquire and release, GPU scope); the last one sets the flags, a release at system scope.
     if LAST:
-        count_and_raise(counted, peers_done, rank, WORLD_SIZE, tl.load(clock), PEERS)
+        count_and_signal(counted, peers_done, rank, WORLD_SIZE, tl.load(clock), PEERS)
 
 
 def sum_parts(parts: Parts, done: Flags, counted: torch.Tensor, rank: int, rows: tuple[int, int], last: bool) -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.primitives import await_few
+from dlrm_overlap.kernels.primitives import wait_for_few
 
 
 class TileOptions(NamedTuple):
@@ -94,7 +94,9 @@ def _wait_for_rows(
     slot = first // slot_rows
     count = (tl.minimum(first + OPTIONS.block_m, shard_rows) - 1) // slot_rows - slot + 1
     count = tl.where(owner == rank, 0, count)
-    return await_few(ready, slots, owner * slots + slot, 1, count, rank, epoch, timeout, status, 2, OPTIONS.interpreted)
+    return wait_for_few(
+        ready, slots, owner * slots + slot, 1, count, rank, epoch, timeout, status, 2, OPTIONS.interpreted
+    )
 
 
 @triton.jit

@@ -1,13 +1,13 @@
-"""Training programs as a user of TorchRec writes them, each trained by TorchRec's pipeline and by captured steps.
+"""Training programs as users of TorchRec write them, each trained by TorchRec's pipeline and by captured steps.
 
-What they do with a batch, with its ids and with their optimizers is theirs, and the captured step must give stock's
-losses all the same. Imports no pytest.
+They use batches, ids and optimizers in their own ways, and both must give the same losses. Imports no pytest.
 """
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple
 
@@ -54,8 +54,8 @@ FIXED = {"f": (1, 1), "g": (2, 2), "h": (4, 4), "k": (3, 3)}
 
 
 def _parts(value: Any) -> Sequence[Any]:
-    """Return the parts of a tensor or of ids for which a stream can be recorded."""
-    if isinstance(value, TensorDict):  # takes one stream only
+    """Return the parts of a tensor or of ids that support `record_stream`."""
+    if isinstance(value, TensorDict):
         return [part for each in value.values() for part in _parts(each)]
     if isinstance(value, torch.Tensor) and value.is_nested:
         nested: Any = value
@@ -66,7 +66,7 @@ def _parts(value: Any) -> Sequence[Any]:
 
 
 class _Movable(Pipelineable):
-    """What TorchRec's pipelines ask of a batch."""
+    """The methods that TorchRec's pipelines call."""
 
     __slots__ = ()
 
@@ -105,7 +105,7 @@ class SlottedBatch(_Movable):
 
 @dataclass
 class PartBatch(Batch):
-    """Has a part besides tensors, or a tensor, that differs from step to step."""
+    """Has another part, a tensor or not, that differs from step to step."""
 
     part: Any = None
 
@@ -124,7 +124,7 @@ def with_tensor_dict(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJ
 
 
 def _with_jagged(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> Batch:
-    """Return a batch with a JaggedTensor besides its ids, which remembers its offsets in some batches."""
+    """Return a batch with a JaggedTensor, which caches its offsets in some batches."""
     jagged = others.to_dict()["f"]
     if len(dense) and dense[0, 0] > 0.5:
         jagged.offsets()
@@ -134,7 +134,7 @@ def _with_jagged(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJagge
 
 
 def _with_caches(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> Batch:
-    """Return a batch whose ids remember all that can be asked of them, and with a KeyedTensor besides."""
+    """Return a batch whose ids have all of their caches filled, and with a KeyedTensor."""
     for ask in (ids.length_per_key, ids.offset_per_key, ids.to_dict, ids.offsets):
         ask()
     keyed = KeyedTensor(["f", "g"], [1, 1], torch.stack([others.lengths() + dense[:, 0], dense[:, 1]], dim=1))
@@ -143,31 +143,35 @@ def _with_caches(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJagge
 
 
 def _with_sparse(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> Batch:
-    """Return a batch with a sparse tensor besides its ids."""
     return Batch(dense, ids, dense.gt(0.5).float().to_sparse())  # type: ignore[arg-type]
 
 
 def collection(keys: Sequence[str], weighted: bool = False) -> EmbeddingBagCollection:
-    """Return a collection of a table a key."""
-    configs = [
-        EmbeddingBagConfig(
-            name=f"t_{key}",
-            num_embeddings=ROWS,
-            embedding_dim=DIM,
-            feature_names=[key],
-            # FBGEMM on a CPU does not divide the gradient of weighted means.
-            pooling=PoolingType.MEAN if key == "h" and not weighted else PoolingType.SUM,
-        )
-        for key in keys
-    ]
+    """Return a collection with a table per key."""
+    configs = []
+    for key in keys:
+        # FBGEMM on a CPU does not divide the gradient of weighted means.
+        pooling = PoolingType.MEAN if key == "h" and not weighted else PoolingType.SUM
+        configs.append(EmbeddingBagConfig(ROWS, DIM, name=f"t_{key}", feature_names=[key], pooling=pooling))
     return EmbeddingBagCollection(configs, is_weighted=weighted, device=torch.device("meta"))
 
 
+def sequences(keys: Sequence[str]) -> EmbeddingCollection:
+    """Return an unpooled collection with a table per key."""
+    configs = [EmbeddingConfig(ROWS, DIM, name=f"s_{key}", feature_names=[key]) for key in keys]
+    return EmbeddingCollection(configs, device=torch.device("meta"))
+
+
+def _in_order(by_key: Any) -> torch.Tensor:
+    """Return pooled embeddings in order of `KEYS`; TorchRec's pipeline traces this."""
+    return torch.cat([by_key[key] for key in KEYS], dim=1)
+
+
 class Plain(nn.Module):
-    """One collection and a layer; what the others change a little."""
+    """One collection and a layer, which the other models change a little."""
 
     kernels: ClassVar[Mapping[str, str]] = {}
-    """compute kernels of tables, by feature; fused of others, and dense is of data-parallel ones"""
+    """feature -> compute kernel of its table; dense for data-parallel tables, and fused by default"""
     weighted = False
     """whether ids have weights"""
 
@@ -179,21 +183,20 @@ class Plain(nn.Module):
 
     def pooled(self, batch: Any) -> torch.Tensor:
         """Return [b, 4 * DIM], with the features in order of `KEYS`."""
-        by_key = self.embedding(batch.ids).to_dict()
-        return torch.cat([by_key[key] for key in KEYS], dim=1)
+        return _in_order(self.embedding(batch.ids).to_dict())
 
     def hidden(self, batch: Any) -> torch.Tensor:
         """Return [b, 4 * DIM] of the dense features."""
         return self.bottom(batch.dense)
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a loss, and what it is made of."""
+        """Return the loss and the output."""
         output = self.over(torch.tanh(self.pooled(batch)) * self.hidden(batch))
         return (output - 1).square().mean(), output.detach()
 
 
 class Split(Plain):
-    """Two collections, which get one half of the features each."""
+    """Two collections, each with half of the features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,28 +204,25 @@ class Split(Plain):
 
     def pooled(self, batch: Any) -> torch.Tensor:
         left, right = batch.ids.split([2, 2])
-        by_key = self.embedding(left).to_dict() | self.second(right).to_dict()
-        return torch.cat([by_key[key] for key in KEYS], dim=1)
+        return _in_order(self.embedding(left).to_dict() | self.second(right).to_dict())
 
 
 class TwoSets(Split):
-    """Two collections, which get the features of two KeyedJaggedTensors of the batch."""
+    """Two collections, each with its own KeyedJaggedTensor of the batch."""
 
     def pooled(self, batch: Any) -> torch.Tensor:
-        by_key = self.embedding(batch.ids).to_dict() | self.second(batch.others).to_dict()
-        return torch.cat([by_key[key] for key in KEYS], dim=1)
+        return _in_order(self.embedding(batch.ids).to_dict() | self.second(batch.others).to_dict())
 
 
 class Permuted(Plain):
-    """Has another order of features than its batches."""
+    """Permutes the features of its batches."""
 
     def pooled(self, batch: Any) -> torch.Tensor:
-        by_key = self.embedding(batch.ids.permute([3, 1, 0, 2])).to_dict()
-        return torch.cat([by_key[key] for key in KEYS], dim=1)
+        return _in_order(self.embedding(batch.ids.permute([3, 1, 0, 2])).to_dict())
 
 
 class Jagged(Plain):
-    """Reads a JaggedTensor of its batch, see `_with_jagged`."""
+    """Reads the JaggedTensor of `_with_jagged`."""
 
     def hidden(self, batch: Any) -> torch.Tensor:
         lengths, ends = batch.others.lengths()[:, None], batch.others.offsets()[1:, None]
@@ -253,12 +253,11 @@ class ByKeyword(Plain):
     """Calls the collection by keyword."""
 
     def pooled(self, batch: Any) -> torch.Tensor:
-        by_key = self.embedding(features=batch.ids).to_dict()
-        return torch.cat([by_key[key] for key in KEYS], dim=1)
+        return _in_order(self.embedding(features=batch.ids).to_dict())
 
 
 class Offsets(Plain):
-    """Takes the lengths of bags for features of their own."""
+    """Uses the sizes of bags as features."""
 
     def hidden(self, batch: Any) -> torch.Tensor:
         lengths = batch.ids.offsets().diff().view(len(KEYS), -1).T.float()
@@ -266,7 +265,7 @@ class Offsets(Plain):
 
 
 class OneFeature(Plain):
-    """Looks a feature up in a small table of its own."""
+    """Looks a feature up in its own small table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +278,7 @@ class OneFeature(Plain):
 
 
 class UnusedTower(Plain):
-    """Has a tower that no loss depends on."""
+    """Has a tower that the loss does not depend on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +298,7 @@ class Normalised(Plain):
 
 
 class NormalisedOverRanks(Normalised):
-    """Has a norm whose means are of all ranks' samples, on GPUs, which it needs."""
+    """Has a norm over the samples of all ranks, on GPUs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +307,7 @@ class NormalisedOverRanks(Normalised):
 
 
 class Dropping(Plain):
-    """Drops other hidden numbers in every step, and none in evaluation."""
+    """Has a dropout layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +318,7 @@ class Dropping(Plain):
 
 
 class Scaling(OptimizerWrapper):
-    """Takes a step with gradients that are no longer scaled."""
+    """Unscales the gradients and takes a step."""
 
     scaler: ClassVar[torch.amp.GradScaler]
 
@@ -329,7 +328,7 @@ class Scaling(OptimizerWrapper):
 
 
 class FailsAtFirst(Plain):
-    """Fails in the first captured forward, whose caller tries again."""
+    """Fails in the first captured forward, which its caller repeats."""
 
     fails = False
 
@@ -341,49 +340,44 @@ class FailsAtFirst(Plain):
 
 
 class InHostMemory(Plain):
-    """Has a table in the CPU's memory, which TorchRec serves beside the captured steps."""
+    """Has a table in host memory, which TorchRec serves."""
 
     kernels: ClassVar = {"h": "fused_uvm"}
 
 
 class CollectionInHostMemory(TwoSets):
-    """Has a second collection, all of whose tables TorchRec serves beside the captured steps."""
+    """Has a second collection, all in host memory."""
 
     kernels: ClassVar = {"h": "fused_uvm", "k": "fused_uvm"}
 
 
 class DataParallelCollection(Split):
-    """Has a second collection, all of whose tables are data-parallel."""
+    """Has a second collection, all data-parallel."""
 
     kernels: ClassVar = {"h": "dense", "k": "dense"}
 
 
 class Sequences(Plain):
-    """Has a data-parallel table, and beside its collection one that is not pooled, of whose rows the order counts."""
+    """Has a data-parallel table, and an unpooled collection whose rows count by their order."""
 
     kernels: ClassVar = {"f": "dense"}
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = collection(KEYS[:2])
-        configs = [
-            EmbeddingConfig(name=f"s_{key}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=[key])
-            for key in KEYS[2:]
-        ]
-        self.sequences = EmbeddingCollection(configs, device=torch.device("meta"))
+        self.embedding, self.sequences = collection(KEYS[:2]), sequences(KEYS[2:])
 
     def pooled(self, batch: Any) -> torch.Tensor:
-        by_key, sequences = self.embedding(batch.ids).to_dict(), self.sequences(batch.ids)
+        by_key, unpooled = self.embedding(batch.ids).to_dict(), self.sequences(batch.ids)
         parts = [by_key[key] for key in KEYS[:2]]
         for key in KEYS[2:]:
-            rows = sequences[key]
+            rows = unpooled[key]
             padded = torch.ops.fbgemm.jagged_to_padded_dense(rows.values(), [rows.offsets()], [4 * MOST[key][1]])
             parts.append(padded.cumsum(1).square().sum(1))
         return torch.cat(parts, dim=1)
 
 
 class Parted(Plain):
-    """Computes with a part of its batches."""
+    """Multiplies by `PartBatch.part`."""
 
     def hidden(self, batch: Any) -> torch.Tensor:
         part = batch.part["scale"] if isinstance(batch.part, dict) else batch.part
@@ -391,12 +385,11 @@ class Parted(Plain):
 
 
 class Rows(Plain):
-    """Has a table that is not pooled, of which it reads all rows, without their lengths."""
+    """Reads all rows of an unpooled table, without their lengths."""
 
     def __init__(self) -> None:
         super().__init__()
-        config = EmbeddingConfig(name="s_k", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["k"])
-        self.sequences = EmbeddingCollection([config], device=torch.device("meta"))
+        self.sequences = sequences("k")
         self.head = nn.Linear(DIM, 1, bias=False)
         self.norm, self.drop = nn.BatchNorm1d(4 * DIM), nn.Dropout(0.3)
 
@@ -413,14 +406,14 @@ class IdsAsNumbers(Plain):
 
 
 class CountedIds(Plain):
-    """Reads how many ids a batch has, which ids with room do not say."""
+    """Reads the number of ids of a batch, which padded ids do not have."""
 
     def hidden(self, batch: Any) -> torch.Tensor:
         return super().hidden(batch) * (batch.ids["h"].values().numel() / 10)
 
 
 class NumbersOfIds(Plain):
-    """Reads how many ids each feature has."""
+    """Reads the number of ids of each feature."""
 
     def hidden(self, batch: Any) -> torch.Tensor:
         return super().hidden(batch) * (batch.ids.length_per_key()[2] / 10)
@@ -436,7 +429,7 @@ class WeightsOfIds(Plain):
 
 
 class RowsAsOutput(Rows):
-    """Returns rows that are not pooled."""
+    """Returns rows of an unpooled table."""
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         loss, _ = Plain.forward(self, batch)
@@ -450,13 +443,13 @@ class RowsAsOutput(Rows):
 
 
 class WeightedInHostMemory(InHostMemory):
-    """Has ids with weights besides."""
+    """Has ids with weights, too."""
 
     weighted = True
 
 
 class Summed(Plain):
-    """Sums over its samples, so that its loss is a number without samples, too."""
+    """Sums over its samples, so that the loss is finite without samples, too."""
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         output = self.over(torch.tanh(self.pooled(batch)) * self.hidden(batch))
@@ -472,52 +465,46 @@ class SummedSequences(Summed, Sequences): ...
 class SummedWeighted(Summed, WeightedInHostMemory): ...
 
 
-def _sgd(parameters: Mapping[str, Any]) -> Any:
-    return KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.SGD(each, lr=0.5))
+def _keyed(kind: Any, decay: float | None = None, **options: Any) -> Callable[[Mapping[str, Any]], Any]:
+    """Return a function that makes TorchRec's wrapper of torch's optimizer `kind`, with `decay` of the weights."""
+
+    def make(parameters: Mapping[str, Any]) -> Any:
+        groups = (lambda each: each) if decay is None else partial(_groups, decay=decay)
+        return KeyedOptimizerWrapper(dict(parameters), lambda each: kind(groups(each), **options))
+
+    return make
+
+
+_sgd, _rmsprop = _keyed(torch.optim.SGD, lr=0.5), _keyed(torch.optim.RMSprop, lr=0.01)
 
 
 def _warm_clipped_adamw(parameters: Mapping[str, Any]) -> Any:
-    adamw = KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.AdamW(_groups(each, 0.1), lr=0.05))
+    adamw = _keyed(torch.optim.AdamW, 0.1, lr=0.05)(parameters)
     clipped = GradientClippingOptimizer(adamw, clipping=GradientClipping.NORM, max_gradient=0.05)
     return WarmupOptimizer(clipped, [WarmupStage(WarmupPolicy.LINEAR, max_iters=6, value=0.2)], lr=0.05)
 
 
 def _momentum(parameters: Mapping[str, Any]) -> Any:
-    def make(each: list[Any]) -> Any:
-        return torch.optim.SGD(_groups(each, 0.05), lr=0.5, momentum=0.9, dampening=0.5)
-
-    keyed = KeyedOptimizerWrapper(dict(parameters), make)
+    keyed = _keyed(torch.optim.SGD, 0.05, lr=0.5, momentum=0.9, dampening=0.5)(parameters)
     return GradientClippingOptimizer(keyed, clipping=GradientClipping.VALUE, max_gradient=0.01)
 
 
-def _rmsprop(parameters: Mapping[str, Any]) -> Any:
-    return KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.RMSprop(each, lr=0.01))
-
-
-def _dense_one(every: Any, dense: Any) -> Any:
-    return dense
-
-
-def _all_of_them(every: Any, dense: Any) -> Any:
-    return every
-
-
 def _scaling(parameters: Mapping[str, Any]) -> Any:
-    return Scaling(KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.SGD(each, lr=0.1)))
+    return Scaling(_keyed(torch.optim.SGD, lr=0.1)(parameters))
 
 
 def _clipped_by_hook(parameters: Mapping[str, Any]) -> Any:
-    """Return an optimizer that a hook of its step precedes, by which torch.nn.utils clips."""
-    keyed = KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.SGD(each, lr=0.5, momentum=0.9))
+    """Return an optimizer with a hook before its step that clips by torch.nn.utils."""
+    keyed = _keyed(torch.optim.SGD, lr=0.5, momentum=0.9)(parameters)
     every = list(parameters.values())
     keyed._optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_value_(every, 0.01))
     return keyed
 
 
 def _accumulated(pipeline: Any, optimizer: Any, model: nn.Module) -> Any:
-    """Return TorchRec's own wrapper around a pipeline, which steps after every other batch, and after the last one.
+    """Return TorchRec's wrapper of a pipeline, which steps after every other batch and after the last one.
 
-    TorchRec's pipeline gets `is_last_batch`, without which its ranks would each take a step of their own.
+    TorchRec's pipeline gets `is_last_batch`, without which its ranks would step apart from each other.
     """
     from torchrec.distributed.train_pipeline.gradient_accumulation import (
         GradientAccumulationConfig,
@@ -533,13 +520,13 @@ def _accumulated(pipeline: Any, optimizer: Any, model: nn.Module) -> Any:
 
 
 def _groups(parameters: list[Any], decay: float) -> list[dict[str, Any]]:
-    """Return two groups of parameters, one of which decays."""
+    """Return a group of parameters that decays, and another one."""
     biases, weights = ([each for each in parameters if (each.ndim == 1) == flat] for flat in (True, False))
     return [{"params": weights, "weight_decay": decay}, {"params": biases, "weight_decay": 0.0, "lr": 0.1}]
 
 
 def _halved(model: nn.Module) -> Mapping[str, Any]:
-    """Return a forward of a user's own, whose losses are half of the model's."""
+    """Return a custom forward whose losses are half of the model's."""
 
     def forward(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         loss, output = model(batch)
@@ -549,7 +536,7 @@ def _halved(model: nn.Module) -> Mapping[str, Any]:
 
 
 def _scaled(model: nn.Module) -> Mapping[str, Any]:
-    """Return a forward that scales the losses, as `Scaling` expects it."""
+    """Return a custom forward that scales the losses for `Scaling`."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     Scaling.scaler = torch.amp.GradScaler(kind, init_scale=4.0, growth_interval=4)
 
@@ -561,45 +548,46 @@ def _scaled(model: nn.Module) -> Mapping[str, Any]:
 
 
 class Program(NamedTuple):
-    """A training program: its model, what its batches are, and its dense optimizer."""
+    """A training program: its model, batches, and dense optimizer."""
 
     model: type[Plain] = Plain
     batch: Callable[..., Any] = Batch
     optimizer: Callable[[Mapping[str, Any]], Any] = _sgd
     bags: Mapping[str, tuple[int, int]] = MOST
     scheduled: Callable[[Any, Any], Any] = lambda every, dense: None
-    """gives that optimizer, of all of them together and the dense one, whose learning rates torch's scheduler sets"""
+    """returns the optimizer that torch's scheduler drives: all together, the dense one, or None"""
     why_after: str = ""
-    """why the dense optimizer steps after the graph, if it does"""
+    """why the dense optimizer steps after the graph"""
     steps: int = STEPS
     longer: Mapping[tuple[int, int], int] = {}
-    """by step and rank: how many times as long its bags are"""
+    """(step, rank) -> factor of the sizes of its bags"""
     samples: Callable[[int, int], int] = lambda step, rank: SAMPLES
-    """of a step and a rank"""
+    """samples of a step and a rank"""
     part: Callable[[int, int], Any] | None = None
-    """of the batch of a step and a rank, a `PartBatch`"""
+    """`PartBatch.part` of a step and a rank"""
     why_eager: str = ""
-    """what is found in the first steps, and keeps the others from being captured"""
+    """why the first steps find that the others cannot be captured"""
     evaluated: Mapping[int, int] = {}
-    """by step: samples of a batch of rank 0 that is evaluated before; that of rank 1 has one less, if any"""
+    """step -> samples of rank 0 to evaluate before it; rank 1 has one less, if any"""
     arguments: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {}
-    """of the pipeline, for a model"""
+    """arguments of the pipeline, for a model"""
     wrap: Callable[[Any, Any, nn.Module], Any] = lambda pipeline, *_: pipeline
-    """gives what is progressed, for a pipeline, its optimizer and its model"""
+    """wraps a pipeline, given its optimizer and its model"""
     captured: tuple[int, int] = (2, STEPS - 3 - 2)
-    """steps that are captured, and that are replayed"""
+    """numbers of captured steps and of replays"""
     falls_back: bool = False
-    """whether TorchRec's pipeline takes the steps"""
+    """whether the steps fall back to TorchRec's pipeline"""
     ours_alone: Collection[int] = ()
-    """steps that change nothing, and at which stock TorchRec fails"""
+    """steps that change nothing, in which TorchRec fails"""
 
 
 _SHORT = lambda step, rank: SAMPLES if step < STEPS - 1 else max(2, 3 - rank)  # noqa: E731
 _EMPTY_LAST = lambda step, rank: SAMPLES if step < STEPS - 1 or rank == 0 else 0  # noqa: E731
-# Step 6 is beyond the bound and 7 was read for it; after three of the warm-up, 11 and 12 are captured anew.
+# Step 6 exceeds the capacity, for which 7 was padded; after three warm-up steps, 11 and 12 are captured again.
 _LONGER = {(6, 0): 4, (13, 1): 3}
-# No rank has a sample in steps 7 and 14, and rank 1 has none in step 10.
+# No rank has samples in steps 7 and 14, and rank 1 has none in step 10.
 _EMPTY = lambda step, rank: 0 if step in (7, 14) or (step, rank) == (10, 1) else SAMPLES  # noqa: E731
+_DENSE = lambda every, dense: dense  # noqa: E731
 _EMPTY_FIRST = lambda step, rank: SAMPLES if step > rank else 0  # noqa: E731
 _NONE = "is none of torch.optim's SGD, Adagrad, Adam and AdamW"
 PROGRAMS: dict[str, Program] = {
@@ -613,8 +601,8 @@ PROGRAMS: dict[str, Program] = {
     "frozen_batch": Program(batch=FrozenBatch),
     "slotted_batch": Program(batch=SlottedBatch),
     "clipped_adamw": Program(optimizer=_warm_clipped_adamw),
-    "momentum": Program(optimizer=_momentum, scheduled=_dense_one),
-    "rmsprop": Program(optimizer=_rmsprop, why_after=f"RMSprop {_NONE}", scheduled=_dense_one),
+    "momentum": Program(optimizer=_momentum, scheduled=_DENSE),
+    "rmsprop": Program(optimizer=_rmsprop, why_after=f"RMSprop {_NONE}", scheduled=_DENSE),
     "normalised": Program(Normalised, samples=_SHORT, captured=(2, 3)),
     "normalised_over_ranks": Program(NormalisedOverRanks),
     "dropping": Program(Dropping, steps=15, longer=_LONGER, evaluated={5: SAMPLES + 3, 14: 4}, captured=(4, 2)),
@@ -625,7 +613,7 @@ PROGRAMS: dict[str, Program] = {
     "in_host_memory": Program(InHostMemory),
     "collection_in_host_memory": Program(CollectionInHostMemory),
     "data_parallel_collection": Program(DataParallelCollection),
-    # Not evaluated: stock TorchRec's unpooled collections fail where ranks evaluate unlike samples.
+    # Not evaluated: TorchRec's unpooled collections fail if ranks evaluate different numbers of samples.
     "longer_sequences": Program(Sequences, steps=15, longer=_LONGER, captured=(4, 3)),
     "longer_bags": Program(Offsets, steps=15, longer=_LONGER, evaluated={0: 4, 5: SAMPLES + 3, 14: 4}, captured=(4, 2)),
     "longer_bags_in_host_memory": Program(InHostMemory, steps=15, longer=_LONGER, evaluated={5: 4}, captured=(4, 3)),
@@ -646,7 +634,7 @@ PROGRAMS: dict[str, Program] = {
     "sparse_batch": Program(Sparse, batch=_with_sparse, falls_back=True, captured=(0, 0)),
     "cached_ids": Program(Keyed, batch=_with_caches),
     "jagged_batch": Program(Jagged, batch=_with_jagged, captured=(0, 0)),
-    # Stock TorchRec's unpooled collections take no batch without samples.
+    # TorchRec's unpooled collections take no batch without samples.
     "no_samples_of_sequences": Program(
         SummedSequences,
         samples=lambda step, _: 0 if step in (7, 14) else SAMPLES,
@@ -656,7 +644,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "no_samples_with_weights": Program(SummedWeighted, samples=_EMPTY, steps=15, captured=(2, 7)),
     "own_forward": Program(arguments=_halved),
-    # Parts that are not tensors: of the last batch of rank 1, and of every batch.
+    # Parts that are not tensors: another one in the last batch of rank 1, then one in every batch.
     "valid_samples": Program(
         Parted, PartBatch, part=lambda step, rank: SAMPLES - 2 * (step == STEPS - 1) * rank, captured=(2, 3)
     ),
@@ -678,19 +666,21 @@ PROGRAMS: dict[str, Program] = {
     "weights_of_ids": Program(WeightsOfIds, captured=(0, 0), why_eager="differs with padded ids"),
 }
 if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release
-    accumulated = Program(wrap=_accumulated, why_after=f"_GAOptimizerWrapper {_NONE}", scheduled=_all_of_them)
+    accumulated = Program(
+        wrap=_accumulated, why_after=f"_GAOptimizerWrapper {_NONE}", scheduled=lambda every, dense: every
+    )
     PROGRAMS["accumulated"] = accumulated
 
 
 def _batches(program: Program, rank: int, only: int | None = None, skipped: Collection[int] = ()) -> Iterator[Any]:
-    """Yield the batches of all steps but some; or one to evaluate before the step `only`."""
+    """Yield the batches of all steps but `skipped`, or one to evaluate before the step `only`."""
     generator = torch.Generator().manual_seed(rank + 100 * (only or 0))
 
     def ids(keys: Sequence[str], step: int, samples: int) -> KeyedJaggedTensor:
         lengths, times = [], program.longer.get((step, rank), 1)
         for least, most in (program.bags[key] for key in keys):
             some = torch.randint(least, most + 1, (samples,), generator=generator)
-            if step == 0 and samples:  # from which the bound is learnt
+            if step == 0 and samples:  # from which the capacity is learnt
                 some = torch.tensor([most] * (samples - 1) + [least])
             lengths.append(some * times)
         values = torch.randint(0, ROWS, (int(torch.cat(lengths).sum()),), generator=generator)
@@ -712,7 +702,7 @@ def _batches(program: Program, rank: int, only: int | None = None, skipped: Coll
 
 
 def _plan(model: Plain, sharders: Sequence[ModuleSharder], world_size: int, device: torch.device) -> ShardingPlan:
-    """Tables on ranks in turn, those of h cut by columns, unpooled ones of k by rows."""
+    """Place tables on ranks in turn, cut those of h by columns and unpooled ones of k by rows."""
     plan = {}
     for name, module in model.named_children():
         pooled = isinstance(module, EmbeddingBagCollection)
@@ -737,12 +727,12 @@ def _plan(model: Plain, sharders: Sequence[ModuleSharder], world_size: int, devi
 
 
 def train(program: Program, captured: bool, group: dist.ProcessGroup, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return this rank's outputs, by step, and its dense parameters and rows, of TorchRec's pipeline or ours."""
+    """Return this rank's outputs by step, dense parameters and rows, of TorchRec's pipeline or of captured steps."""
     torch.manual_seed(0)
     params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
-    stock: list[Any] = [EmbeddingBagCollectionSharder, EmbeddingCollectionSharder]
+    torchrecs: list[Any] = [EmbeddingBagCollectionSharder, EmbeddingCollectionSharder]
     ours: list[Any] = [OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder]
-    sharders: Any = [kind(dict(params)) for kind in (ours if captured else stock)]
+    sharders: Any = [kind(dict(params)) for kind in (ours if captured else torchrecs)]
     model = program.model()
     sharded = DistributedModelParallel(
         model,
@@ -777,9 +767,8 @@ def train(program: Program, captured: bool, group: dist.ProcessGroup, device: to
             given[f"output of step {step}"] = pipeline.progress(batches).clone()
             if isinstance(pipeline, kind):  # a wrapper clears them itself
                 optimizer.zero_grad()
-            if (
-                scheduler is not None and step < program.steps - 1
-            ):  # of a sum that the end cuts short stock takes it now
+            # At the end, TorchRec's wrapper takes the step of an accumulation that the end cuts short.
+            if scheduler is not None and step < program.steps - 1:
                 scheduler.step()
     assert len(given) > STEPS - 3, "steps were taken"
     given |= dict(local_tensors(sharded.state_dict()))
@@ -792,7 +781,7 @@ def train(program: Program, captured: bool, group: dist.ProcessGroup, device: to
         raise AssertionError("TorchRec's pipeline takes the steps" if pipeline._fallback else "captured")
     if captured and not program.falls_back:
         assert pipeline._dense.why_after == program.why_after
-        # On GPUs that model calls collectives.
+        # That model calls collectives on GPUs.
         is_eager = isinstance(model, NormalisedOverRanks) and device.type == "cuda"
         if captures and program.captured != (0, 0):
             has_graphs = all(pipeline._graphs.each)
@@ -804,22 +793,23 @@ def train(program: Program, captured: bool, group: dist.ProcessGroup, device: to
 
 
 def _evaluate(pipeline: Any, sharded: DistributedModelParallel, program: Program, step: int) -> torch.Tensor:
-    """Return the output of a batch of other sizes, while training batches wait for their steps."""
+    """Return the output of a batch of another size, while training batches are prefetched."""
     batches = _batches(program, sharded._env.rank, only=step)
     sharded.eval()
     is_ours = isinstance(pipeline, GraphTrainPipeline) and not program.falls_back
-    # FBGEMM's lookups on a CPU do without inference mode.
+    # FBGEMM's lookups on a CPU do not support inference mode.
     with torch.inference_mode() if is_ours and program.model is not InHostMemory else torch.no_grad():
-        output = (
-            pipeline.progress(batches).clone() if is_ours else pipeline.detach()(next(batches).to(sharded.device))[1]
-        )
+        if is_ours:
+            output = pipeline.progress(batches).clone()
+        else:
+            output = pipeline.detach()(next(batches).to(sharded.device))[1]
     sharded.train()
     return output
 
 
 def compare(name: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """Check that captured steps give what TorchRec's pipeline gives, step for step."""
-    stock, ours = (train(PROGRAMS[name], captured, group, device) for captured in (False, True))
+    torchrec, ours = (train(PROGRAMS[name], captured, group, device) for captured in (False, True))
     for step in PROGRAMS[name].ours_alone:
         assert not ours.pop(f"output of step {step}").numel()
-    assert_all_near(ours, stock, LOSS_TOLERANCE["sgd"], f"{name}:")
+    assert_all_near(ours, torchrec, LOSS_TOLERANCE["sgd"], f"{name}:")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dlrm_overlap.backends import Implementation
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.reach import Reach
+from dlrm_overlap.embedding import opening
 from dlrm_overlap.embedding.backends import push, puts
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.backends.fused import SlicedForward
@@ -45,7 +46,8 @@ def interpreted_halves(
     for lookup in stage.tables.lookups:  # which a CPU's lookup keeps elsewhere
         lookup.weights_dev, lookup.momentum1_dev = lookup.weights_host, lookup.momentum1_host
     load = Implementation.load
-    with patch.object(Implementation, "load", lambda implementation, _: load(implementation, "cuda")):
+    on_gpu = patch.object(Implementation, "load", lambda implementation, _: load(implementation, "cuda"))
+    with on_gpu, patch.object(opening, "ON_CPU", opening.ON_GPU):
         context = stage.layout, stage.tables, options, group, CPU, samples, StepCounters(CPU)
         halves = build_exchange(ExchangeContext(*context, reach=reach))
     if isinstance(halves.forward, SlicedForward):

@@ -18,6 +18,7 @@ from dlrm_overlap.comm.arena import HostArena, Region, open_arena
 from dlrm_overlap.comm.device_errors import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding import gradient_layout
+from dlrm_overlap.embedding.exchange import RunningStep
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.kernels.compiled import INTERPRETED
@@ -132,17 +133,17 @@ def check_a_slow_update_is_not_overtaken(rank: int, world_size: int) -> None:
     # Without a forward nothing but the gradients' own flags keeps the others from running ahead.
     stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
     exchange = stage.exchange(_group(), "pgas")
-    step = Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes))
-    exchange.start_forward(step)
-    exchange.expect_gradient(step)
-    exchange.finish_forward(step)
+    running = RunningStep(Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes)))
+    exchange.start_forward(running)
+    exchange.expect_gradient(running)
+    exchange.finish_forward(running)
     for number in range(6):
-        exchange.start_backward(step, torch.full((4, stage.layout.total_dim), float(number)))
+        exchange.start_backward(running, torch.full((4, stage.layout.total_dim), float(number)))
         if rank == 2:
             time.sleep(0.1)
-        exchange.finish_backward(step)
+        exchange.finish_backward(running)
     for shard in stage.layout.by_owner[rank]:
-        ids, weight = step.inputs[0][shard.name], stage.weights[shard.name].clone().requires_grad_()
+        ids, weight = running.step.inputs[0][shard.name], stage.weights[shard.name].clone().requires_grad_()
         bags = ids.values(), weight, ids.offsets()[:-1]
         nn.functional.embedding_bag(*bags, mode="mean" if shard.mean else "sum").sum().backward()
         assert weight.grad is not None
@@ -175,8 +176,7 @@ def check_the_gpus_forward_under_the_interpreter(rank: int, world_size: int) -> 
         for number, sizes in enumerate(BATCH_SIZES[1:6]):
             inputs, expected = stage.inputs(number, sizes)
             step = Step(inputs, BatchSizes.of(sizes))
-            forward.start(step)
-            pooled = forward.finish(step)
+            pooled = forward.finish(forward.start(step))
             forward.check()
             if rank == 1:
                 time.sleep(0.05)  # nobody may overtake it
@@ -194,8 +194,7 @@ def check_the_gpus_forward_names_a_silent_peer_under_the_interpreter(rank: int, 
         forward = interpreted_forward(stage, _group(), options, samples=4)
         if rank != 2:
             step = Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes))
-            forward.start(step)
-            forward.finish(step)
+            forward.finish(forward.start(step))
             with pytest.raises(ExchangeTimeoutError, match=f"rank {rank} waited .* of rank [0-2]: expected epoch 1,"):
                 forward.check()
         dist.barrier()
@@ -227,18 +226,18 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
                 gradient = gradient[:, 8 : 8 + stage.layout.total_dim]
                 exchange.start(inputs, sizes).wait().backward(gradient)
                 step = Step(inputs, BatchSizes.of(sizes))
-                push.note_forward(step)
+                pending = push.note_forward(step)
                 push.follow_rules(captured)
                 if number == 1:
-                    push.prepare(step)
+                    pending = push.prepare(pending)
                 with patch.object(push, "push", wraps=push.push) as pushed:
-                    push.start(step, gradient)
+                    state = push.start(pending, gradient)
                 parts = push.gradients.parts
                 expected_calls = [(part, part + 1) for part in range(parts)] if captured else [(0, parts)]
                 assert [call.args[2:] for call in pushed.call_args_list] == expected_calls
                 if rank == 1:
                     time.sleep(0.05)  # nobody may overtake it
-                push.finish(step)
+                push.finish(state)
                 push.check()
             halves.close()
         exchange.close()
@@ -253,11 +252,11 @@ def check_the_gpus_backward_names_a_silent_peer_under_the_interpreter(rank: int,
         push = interpreted_halves(stage, _group(), ExchangeOptions(wait_timeout_s=1e-8), samples=4).backward
         if rank != 2:
             step = Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes))
-            push.note_forward(step)
-            push.start(step, torch.ones(4, stage.layout.total_dim))
+            pending = push.note_forward(step)
+            push.start(pending, torch.ones(4, stage.layout.total_dim))
             told = f"rank {rank} waited .* for part 0 of rank [0-2]: expected epoch 1,"
             with pytest.raises(ExchangeTimeoutError, match=told):
-                push.start(step, torch.ones(4, stage.layout.total_dim))
+                push.start(pending, torch.ones(4, stage.layout.total_dim))
         dist.barrier()
 
 

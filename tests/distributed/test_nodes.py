@@ -16,11 +16,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.device_errors import ExchangeTimeoutError
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.embedding import gradient_layout, steps
+from dlrm_overlap.embedding import gradient_layout
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, IdExchange
-from dlrm_overlap.embedding.backends.internode import CpuZeroCopyAcross
+from dlrm_overlap.embedding.backends.lookup import DeviceLookup
 from dlrm_overlap.embedding.backends.messages import ByCollective
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
 from dlrm_overlap.embedding.internode import Messages, arrival_regions
@@ -28,8 +27,10 @@ from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, Ste
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.windows import WindowPair
-from dlrm_overlap.kernels.arguments import Windows
+from dlrm_overlap.kernels import launches
+from dlrm_overlap.kernels.bags import Windows
 from dlrm_overlap.kernels.compiled import INTERPRETED
+from dlrm_overlap.kernels.launches import launches_of
 from tests.agreement import LOSS_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.distributed.captured import captures
 from tests.distributed.interpreted import interpreted_halves, without_streams
@@ -115,7 +116,7 @@ def check_a_rank_that_does_not_step_is_named(rank: int) -> None:
     forward: Any = exchange._open().forward
     told = pytest.raises(ExchangeTimeoutError, match=r"of rank [0-3]: expected epoch 2, seen 1;")
     # Messages stay where they have arrived.
-    with patch.object(forward, "_pass_on", lambda step: None), told as raised:
+    with patch.object(forward.transport, "_pass_on", lambda *_: None), told as raised:
         exchange.start(inputs, sizes).wait()
     silent = (2, 3) if rank < 2 else (0, 1)
     assert any(f"of rank {peer}:" in str(raised.value) for peer in silent), "a rank of the other node"
@@ -158,16 +159,14 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
             for number, sizes in enumerate(BATCH_SIZES[index] for index in (3, 2, 3, 3)):
                 inputs, _ = stage.inputs(number, sizes)
                 expected, step = exchange.start(inputs, sizes).wait(), Step(inputs, BatchSizes.of(sizes))
-                halves.forward.start(step)
-                pooled = halves.forward.finish(step)
+                pooled = halves.forward.finish(halves.forward.start(step))
                 halves.forward.check()
                 if number == 0:
                     assert_same(pooled, expected.detach(), f"{options}")
                 gradient = torch.randn(pooled.shape, generator=generator).to(pooled.dtype)
                 expected.backward(gradient)
-                halves.backward.note_forward(step)
-                halves.backward.start(step, gradient)
-                halves.backward.finish(step)
+                pending = halves.backward.note_forward(step)
+                halves.backward.finish(halves.backward.start(pending, gradient))
                 halves.backward.check()
                 del pooled, expected
                 if number < 2:  # the third step has the window of the first, the last one the other
@@ -176,8 +175,8 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
             calls = (nodes != "4 of 1") + (by == "messages") + 1
             assert len(under_way) == 4 * calls, "in each step one of sums, of pooled rows, of gradients"
             assert all(work.waited for work in under_way), "a capture would end with a stream that was never joined"
-            pushed = [halves.backward.own, *halves.backward._passed_on.values()]
-            assert all(len(each.launches) == 3 for each in pushed), "those of the first step serve the third"
+            pushed = [halves.backward.own, *halves.backward.passed_on.values()]
+            assert all(len(launches_of(each)) == 3 for each in pushed), "those of the first step serve the third"
             halves.close()
         exchange.close()
         assert_all_near(stage.rows_and_states(), known.rows_and_states(), WEIGHT_TOLERANCE["fp32"], f"{backend}, {by}:")
@@ -194,17 +193,23 @@ def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int
             made.append(weakref.ref(windows.addresses))
             return windows
 
-        with without_streams(), patch.object(DeviceLookup, "rows_of_ranks", rows_of), patch.object(steps, "_MOST", 1):
+        with (
+            without_streams(),
+            patch.object(DeviceLookup, "rows_of_ranks", rows_of),
+            patch.object(launches, "_MOST", 1),
+        ):
             options = ExchangeOptions("pgas", internode=internode, wait_timeout_s=1e-4)
             reach = Reach(rank, HOSTS["2 of 2"], "emulated")
             halves: Any = interpreted_halves(stage, _group(), options, 4, reach)
             at_once: list[int] = []
             for number, sizes in enumerate(((3, 2, 4, 1), (1, 1, 1, 1), (4, 4, 4, 4), (2, 1, 1, 1))):
-                with patch.object(steps, "is_capturing", lambda number=number: number == 0):
+                captured = {"is_initialized": lambda: True, "is_current_stream_capturing": lambda n=number: n == 0}
+                with patch.multiple(launches, **captured):
                     inputs, expected = stage.inputs(number, sizes)
                     step = Step(inputs, BatchSizes.of(sizes))
-                    halves.forward.start(step)
-                    assert_same(halves.forward.finish(step), expected, f"{internode}, step {number}")
+                    pooled = halves.forward.finish(halves.forward.start(step))
+                    assert_same(pooled, expected, f"{internode}, step {number}")
+                    del pooled
                     halves.forward.check()
                 at_once.append(len(made))
         first, second = at_once[:2]
@@ -223,8 +228,7 @@ def check_tables_that_are_all_cut_by_rows_put_no_rows_under_the_interpreter(rank
         for number, sizes in enumerate(((3, 2, 4, 1), (1, 1, 1, 1), (4, 4, 4, 4))):
             inputs, expected = stage.inputs(number, sizes)
             step = Step(inputs, BatchSizes.of(sizes))
-            halves.forward.start(step)
-            assert_same(halves.forward.finish(step), expected, f"step {number}")
+            assert_same(halves.forward.finish(halves.forward.start(step)), expected, f"step {number}")
             halves.forward.check()
         halves.close()
 
@@ -286,7 +290,8 @@ def check_captured_steps_of_rows_on_two_nodes_under_the_interpreter(rank: int) -
         losses = torch.stack([trainer.step(batches).clone() for _ in range(9)])
         (exchange,) = exchanges(trainer.model)
         assert exchange.layout.partial_sums
-        assert isinstance(exchange._open().forward, CpuZeroCopyAcross) == (nodes == 2)
+        forward: Any = exchange._open().forward
+        assert (forward.transport is not None) == (nodes == 2)
         dist.barrier()
         trainer.close()
         return losses

@@ -64,20 +64,19 @@ class Counted:
         """
         assert self._halves.ids is not None
         arrived = self._halves.ids.send(features, self._samples)
-        step = Step([arrived.ids], arrived.batch)
-        step.own_offsets = arrived.own_offsets
+        step = Step([arrived.ids], arrived.batch, own_offsets=arrived.own_offsets)
         for pair in (self._forward.windows, self._backward.windows):
             self._clear(pair)
         self._meet()
-        self._forward.start(step)
+        started = self._forward.start(step)
         self._meet()  # all has been stored, and nothing been added up
         forward_bytes = self._arrived_forward()
-        self._backward.note_forward(step)
-        pooled = self._forward.finish(step, copy=True)
-        self._backward.start(step, torch.ones_like(pooled))
+        pending = self._backward.note_forward(step)
+        pooled = self._forward.finish(started, copy=True)
+        pushed = self._backward.start(pending, torch.ones_like(pooled))
         self._meet()
         backward_bytes = self._arrived_backward(step)
-        self._backward.finish(step)
+        self._backward.finish(pushed)
         self._meet()
         return pooled, forward_bytes, backward_bytes
 
@@ -100,7 +99,7 @@ class Counted:
     def _arrived_backward(self, step: Step) -> int:
         first, total = step.batch.first_sample[self._workload.rank], 0
         shards, window = self._layout.by_owner[self._workload.rank], self._backward.windows.local
-        for rows in self._backward.gradients_of(shards, window, step.batch.total).values():
+        for rows in self._backward.gradients.views(shards, window, step.batch.total).values():
             total += _stored_bytes(rows[:first]) + _stored_bytes(rows[first + self._samples :])
         return total
 

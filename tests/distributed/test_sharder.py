@@ -34,12 +34,12 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import EXCHANGED
-from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
+from tests.conftest import refuses
 from tests.distributed.models import (
     CPU,
     MEAN,
@@ -519,7 +519,7 @@ def test_reasons_to_fall_back(
 
 def test_a_wire_type_with_codecs_of_another_is_refused() -> None:
     told = "wire_dtype: 'bf16', but qcomm_codecs_registry has fp16; give one of the two"
-    with pytest.raises(InputError, match=told):
+    with refuses(told):
         OverlapEmbeddingBagCollectionSharder(None, _codecs(FP16, FP16), wire_dtype="bf16")
     options = OverlapEmbeddingBagCollectionSharder(None, _codecs(FP16, FP16), output_dtype="fp16").options
     assert options.output_dtype == options.wire_dtype

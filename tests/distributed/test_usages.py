@@ -1,4 +1,4 @@
-"""Models that use a collection in unusual ways train under the drop-in as under stock TorchRec."""
+"""Models that use a collection in unusual ways train under the drop-in as under TorchRec."""
 
 from collections.abc import Callable
 
@@ -29,5 +29,5 @@ ended = cases_on_ranks(2, _compare, CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_as_under_stock(ended: Ended, case: str) -> None:
+def test_as_under_torchrec(ended: Ended, case: str) -> None:
     ended(case)

@@ -16,13 +16,13 @@ from torchrec.distributed.sharding_plan import row_wise
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.variable_batch import of_samples, with_bags_of_samples, with_even_batches
 from dlrm_overlap.train.graphs.static_batch import with_even_batches_of
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
+from tests.conftest import refuses
 from tests.distributed.captured import captures
 from tests.distributed.models import CPU, MEAN, SUM, Model, Table, Tables, make_plan, open_pipeline, sharding_of, train
 from tests.distributed.workers import logged_messages, run_ranks
@@ -148,5 +148,5 @@ def test_shared_bags_are_repeated() -> None:
 
 
 def test_without_inverse_indices_they_are_refused() -> None:
-    with pytest.raises(InputError, match="has no inverse_indices; give it those of every sample"):
+    with refuses("has no inverse_indices; give it those of every sample"):
         with_even_batches(_ids())

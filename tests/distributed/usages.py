@@ -1,7 +1,7 @@
 """Ways in which models use an embedding collection, each trained under any sharder. Imports no pytest.
 
-What stock TorchRec takes, the drop-in must take: outputs that are changed in place or kept, collections that are called
-more than once a step, forwards without a backward, backwards that come late, and optimizers that change on the way.
+The drop-in must support what TorchRec supports: outputs that are changed in place or kept, several calls of a
+collection per step, forwards without a backward, late backwards, and optimizers that change during training.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     WeightDecayMode,
 )
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -67,54 +68,45 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 COUNTING = [name for name in _OPTIMIZERS if name not in LEARNING_RATES]
 """optimizers that count their steps"""
 ON_GPUS_ALONE = [name for name in COUNTING if "counter" not in name]
-"""those that FBGEMM has no CPU lookup of"""
+"""optimizers without a CPU lookup in FBGEMM"""
 
 
 class Tower(nn.Module):
-    """An embedding collection and what is made of its output, [b, FEATURES * DIM]."""
+    """An embedding collection and a loss of its output, [b, FEATURES * DIM]."""
 
-    pooling = PoolingType.MEAN
-    """of one table; the others are pooled to sums"""
+    pooling = PoolingType.MEAN  # of one table; the others are pooled to sums
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = EmbeddingBagCollection(
-            [
-                EmbeddingBagConfig(
-                    name=f"table{i}",
-                    num_embeddings=ROWS,
-                    embedding_dim=DIM,
-                    feature_names=[f"feature{i}"],
-                    pooling=self.pooling if i == 2 else PoolingType.SUM,
-                )
-                for i in range(FEATURES)
-            ],
-            device=torch.device("meta"),
-        )
+        poolings = [PoolingType.SUM] * FEATURES
+        poolings[2] = self.pooling
+        tables = [
+            EmbeddingBagConfig(ROWS, DIM, name=f"table{i}", feature_names=[f"feature{i}"], pooling=pooling)
+            for i, pooling in enumerate(poolings)
+        ]
+        self.embedding = EmbeddingBagCollection(tables, device=torch.device("meta"))
         self.dense = nn.Linear(3, FEATURES * DIM)
         self.over = nn.Linear(FEATURES * DIM, 1)
 
     def pooled(self, ids: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the pooled embeddings by position, so that columns in another order give another loss."""
+        """Return the pooled embeddings by position, so that the order of columns affects the loss."""
         return self.embedding(ids).values()
 
     def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the loss of a batch."""
         return self.loss(self.pooled(ids) * self.dense(dense))
 
     def loss(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the loss of [b, FEATURES * DIM]."""
         return (self.over(hidden) - 1).square().mean() + hidden.square().mean()
 
 
 class Sums(Tower):
-    """Has no means: FBGEMM on a CPU does not divide the gradient of weighted ones."""
+    """Pools sums only: FBGEMM on a CPU does not divide the gradient of weighted means."""
 
     pooling = PoolingType.SUM
 
 
 class ByName(Tower):
-    """Takes the pooled embeddings by name, so that the loss is the same for any plan."""
+    """Uses the pooled embeddings by name, so that the loss is the same for any plan."""
 
     def pooled(self, ids: KeyedJaggedTensor) -> torch.Tensor:
         by_name = self.embedding(ids).to_dict()
@@ -149,7 +141,7 @@ class TwoLookups(Tower):
 
 
 class Recomputation(Tower):
-    """Computes the lookup and what follows once more in the backward."""
+    """Recomputes the lookup and the next layer in the backward."""
 
     def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
         hidden: Any = checkpoint(lambda x: (self.pooled(ids) * x).tanh(), self.dense(dense), use_reentrant=False)
@@ -157,87 +149,75 @@ class Recomputation(Tower):
 
 
 class SharedGradient(Tower):
-    """Adds the output to what is used elsewhere too, so that autograd has one gradient for both and adds to it."""
+    """Adds the output to a tensor that is also used elsewhere, so that autograd accumulates into one gradient."""
 
     def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
         hidden, output = self.dense(dense), self.embedding(ids)
-        # Made between lookup and wait, it is added to the gradient while that one travels.
+        # Computed between lookup and wait, so its gradient is added while the exchange sends the other one.
         between = (hidden * 5).square().mean() + self.loss(hidden * 3)
         return self.loss(hidden + output.values()) + between
 
 
 class SumOverSamples(Tower):
-    """Uses the output only summed over the samples, so that all rows of its gradient are one row in memory."""
+    """Sums the output over the samples, so that all rows of its gradient are one row in memory."""
 
     def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
         return self.loss(self.pooled(ids).sum(0, keepdim=True) * self.dense(dense))
 
 
 Batch = tuple[torch.Tensor, KeyedJaggedTensor, KeyedJaggedTensor]
-Take = Callable[[Callable[..., torch.Tensor], Tower, torch.optim.Optimizer, Batch, int], torch.Tensor]
-"""takes step number .. on a batch, and returns what is compared, []"""
+Call = Callable[..., torch.Tensor]
+Take = Callable[[Call, Tower, Optimizer, Batch, int], torch.Tensor]
+"""takes a step with that number on a batch, and returns a scalar to compare"""
 
 
-def _take(
-    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
-) -> torch.Tensor:
+def _update(dense: Optimizer, *losses: torch.Tensor) -> torch.Tensor:
+    """Take a step by the gradients of some losses, in order, and return their sum."""
+    dense.zero_grad()
+    for loss in losses:
+        loss.backward()
+    dense.step()
+    return torch.stack(losses).detach().sum()
+
+
+def _take(call: Call, tower: Tower, dense: Optimizer, batch: Batch, step: int) -> torch.Tensor:
     loss = call(*batch) if isinstance(tower, Twins | TwoLookups) else call(*batch[:2])
-    dense.zero_grad()
-    loss.backward()
-    dense.step()
-    return loss.detach()
+    return _update(dense, loss)
 
 
-def _take_accumulated(
-    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
-) -> torch.Tensor:
-    """Two forwards, then their backwards: the earlier one's first."""
-    first, second = call(batch[0], batch[1]), call(batch[0] * 2, batch[2])
-    dense.zero_grad()
-    first.backward()
-    second.backward()
-    dense.step()
-    return (first + second).detach()
+def _take_accumulated(call: Call, tower: Tower, dense: Optimizer, batch: Batch, step: int) -> torch.Tensor:
+    """Two forwards, then their backwards in the same order."""
+    return _update(dense, call(batch[0], batch[1]), call(batch[0] * 2, batch[2]))
 
 
-def _take_with_evaluation(
-    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
-) -> torch.Tensor:
-    """Evaluate between forward and backward, and keep what evaluation has given."""
+def _take_with_evaluation(call: Call, tower: Tower, dense: Optimizer, batch: Batch, step: int) -> torch.Tensor:
+    """Evaluate between forward and backward, and keep the outputs."""
     loss = call(*batch[:2])
     with torch.no_grad():
         kept = [tower.pooled(ids) for ids in (batch[2], batch[1], batch[2])]
-    dense.zero_grad()
-    loss.backward()
-    dense.step()
+    taken = _update(dense, loss)
     assert torch.equal(kept[0], kept[2]), "what was kept has changed"
-    return loss.detach() + sum(pooled.sum() for pooled in kept)
+    return taken + sum(pooled.sum() for pooled in kept)
 
 
-def _take_behind_evaluation(
-    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
-) -> torch.Tensor:
-    """Evaluate before each step, the first too, in inference mode; in which stock FBGEMM has no lookup on a CPU."""
+def _take_after_evaluation(call: Call, tower: Tower, dense: Optimizer, batch: Batch, step: int) -> torch.Tensor:
+    """Evaluate before each step, in inference mode on GPUs; FBGEMM has no such lookup on a CPU."""
     with torch.inference_mode() if batch[0].is_cuda else torch.no_grad():
         evaluated = call(*batch[:2]).clone()
     return _take(call, tower, dense, (batch[0], batch[2], batch[1]), step) + evaluated
 
 
-def _take_or_skip(
-    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
-) -> torch.Tensor:
-    """Take no backward of every other forward, whose graph lives on behind the next one."""
+def _take_or_skip(call: Call, tower: Tower, dense: Optimizer, batch: Batch, step: int) -> torch.Tensor:
+    """Skip the backward of every other forward, and keep its graph during the next one."""
     skipped = call(*batch[:2]) if step % 2 else None
     taken = _take(call, tower, dense, (batch[0], batch[2], batch[1]), step)
     return taken if skipped is None else taken + skipped.detach()
 
 
-def _take_compiled(
-    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
-) -> torch.Tensor:
-    # On a CPU only tracing: with TorchRec's sharder, too, the backward of what Inductor makes there fails.
+def _take_compiled(call: Call, tower: Tower, dense: Optimizer, batch: Batch, step: int) -> torch.Tensor:
+    # On a CPU without Inductor, whose backward fails there with TorchRec's sharder, too.
     compiler = "inductor" if batch[0].is_cuda else "eager"
-    return _take(torch.compile(call, backend=compiler), tower, dense, batch, step)  # which keeps what it has compiled
+    return _take(torch.compile(call, backend=compiler), tower, dense, batch, step)  # cached after the first call
 
 
 def _lookups(tower: Tower) -> list[Any]:
@@ -246,10 +226,10 @@ def _lookups(tower: Tower) -> list[Any]:
     return [module.emb_module for lookup in sharded._lookups for module in lookup._emb_modules]
 
 
-def _take_with_a_learning_rate_that_changes(
-    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
+def _take_with_changing_learning_rate(
+    call: Call, tower: Tower, dense: Optimizer, batch: Batch, step: int
 ) -> torch.Tensor:
-    """Set another learning rate between forward and backward, as a schedule may that a hook calls."""
+    """Change the learning rate between forward and backward, as a scheduler in a hook may."""
     loss = call(*batch[:2])
     for lookup in _lookups(tower):
         lookup.set_learning_rate(0.01 / (step + 1))
@@ -258,18 +238,14 @@ def _take_with_a_learning_rate_that_changes(
     return loss.detach()
 
 
-def _take_with_weight_decay_from_step_1(
-    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
-) -> torch.Tensor:
+def _take_with_later_weight_decay(call: Call, tower: Tower, dense: Optimizer, batch: Batch, step: int) -> torch.Tensor:
     for lookup in _lookups(tower):
         lookup.update_hyper_parameters({"weight_decay": 0.2 * step, "eps": 1e-3 * (step + 1)})
     return _take(call, tower, dense, batch, step)
 
 
-def _take_with_frozen_tables(
-    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
-) -> torch.Tensor:
-    """Freeze the tables of means in step 1, all in step 2, then none."""
+def _take_with_frozen_tables(call: Call, tower: Tower, dense: Optimizer, batch: Batch, step: int) -> torch.Tensor:
+    """Freeze the tables with means in step 1, all tables in step 2, then none."""
     for lookup in _lookups(tower):
         frozen = step == 2 or (step == 1 and lookup.pooling_mode == PoolingMode.MEAN)
         for weights in lookup.parameters():
@@ -277,18 +253,14 @@ def _take_with_frozen_tables(
     return _take(call, tower, dense, batch, step)
 
 
-def _take_under_a_default_device(
-    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
-) -> torch.Tensor:
-    """Make tensors on the batch's device by default; on a CPU where they hold nothing, so that it shows."""
+def _take_under_a_default_device(call: Call, tower: Tower, dense: Optimizer, batch: Batch, step: int) -> torch.Tensor:
+    """Create tensors on the batch's device by default; on a CPU on the meta device, to reveal them."""
     with batch[0].device if batch[0].is_cuda else torch.device("meta"):
         return _take(call, tower, dense, batch, step)
 
 
-def _take_weighted(
-    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
-) -> torch.Tensor:
-    """Give the ids of every other step weights, which FBGEMM applies though the collection is not weighted."""
+def _take_weighted(call: Call, tower: Tower, dense: Optimizer, batch: Batch, step: int) -> torch.Tensor:
+    """Add weights to the ids of every other step; FBGEMM applies them to unweighted collections, too."""
     ids = batch[1]
     if step % 2:
         weights = torch.linspace(0.5, 2.0, ids.values().numel(), device=ids.values().device)
@@ -296,17 +268,12 @@ def _take_weighted(
     return _take(call, tower, dense, (batch[0], ids, batch[2]), step)
 
 
-def _take_gradients(
-    call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
-) -> torch.Tensor:
-    """Ask autograd for some gradients, which updates no row, then for all, which does."""
+def _take_gradients(call: Call, tower: Tower, dense: Optimizer, batch: Batch, step: int) -> torch.Tensor:
+    """Ask autograd for some gradients, which updates no row, then for all."""
     pooled = tower.pooled(batch[1])
     loss = tower.loss(pooled * tower.dense(batch[0]))
     some = torch.autograd.grad(loss, [pooled, tower.over.weight], retain_graph=True)
-    dense.zero_grad()
-    loss.backward()
-    dense.step()
-    return loss.detach() + sum(gradient.abs().sum() for gradient in some)
+    return _update(dense, loss) + sum(gradient.abs().sum() for gradient in some)
 
 
 USAGES: dict[str, tuple[type[Tower], Take]] = {
@@ -317,13 +284,13 @@ USAGES: dict[str, tuple[type[Tower], Take]] = {
     "recomputation": (Recomputation, _take),
     "shared_gradient": (SharedGradient, _take),
     "evaluation_between": (Tower, _take_with_evaluation),
-    "evaluation_first": (Tower, _take_behind_evaluation),
+    "evaluation_first": (Tower, _take_after_evaluation),
     "sum_over_samples": (SumOverSamples, _take),
     "skipped_backward": (Tower, _take_or_skip),
     "compiled": (Tower, _take_compiled),
     "autograd_grad": (Tower, _take_gradients),
-    "learning_rate_between": (Tower, _take_with_a_learning_rate_that_changes),
-    "weight_decay_later": (Tower, _take_with_weight_decay_from_step_1),
+    "learning_rate_between": (Tower, _take_with_changing_learning_rate),
+    "weight_decay_later": (Tower, _take_with_later_weight_decay),
     "frozen_tables": (ByName, _take_with_frozen_tables),
     "default_device": (Tower, _take_under_a_default_device),
     "weights_unasked": (Sums, _take_weighted),
@@ -333,7 +300,7 @@ USAGES: dict[str, tuple[type[Tower], Take]] = {
 def _plan(
     tower: Tower, sharder: ModuleSharder, group: dist.ProcessGroup, device: torch.device, cut: bool
 ) -> ShardingPlan:
-    """Return whole tables on ranks in turn, and the last one's columns on several; with `cut` those of all tables."""
+    """Place whole tables on ranks in turn, and cut the columns of the last table, or of all with `cut`."""
     world_size, first_cut = group.size(), 0 if cut else FEATURES - 1
     ways = {f"table{i}": table_wise((i + 1) % world_size, compute_kernel="fused") for i in range(first_cut)}
     columns = column_wise([i % world_size for i in range(4)], compute_kernel="fused")
@@ -356,11 +323,7 @@ def _batches(rank: int, device: torch.device) -> Iterator[Batch]:
 
 
 def _shard(
-    kind: type[Tower],
-    sharder: ModuleSharder,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    cut: bool = False,
+    kind: type[Tower], sharder: ModuleSharder, group: dist.ProcessGroup, device: torch.device, cut: bool = False
 ) -> tuple[Tower, DistributedModelParallel]:
     torch.manual_seed(0)
     tower = kind()
@@ -404,38 +367,38 @@ def train(
 def compare(
     usage: str, optimizer: str, options: Sequence[Mapping[str, Any]], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Check that the drop-in, with each of `options`, gives what stock TorchRec gives."""
+    """Check that the drop-in, with each of `options`, gives what TorchRec gives."""
     params = {**_OPTIMIZERS[optimizer], "learning_rate": LEARNING_RATES.get(optimizer, 0.05), "eps": 1e-3}
     if usage == "weight_decay_later":
         params["weight_decay_mode"] = WeightDecayMode.L2
     kind, take = USAGES[usage]
-    # Stock's own losses differ from step 1 on where a model is traced on GPUs (torch 2.11): here it is not compiled.
+    # TorchRec's own losses differ from step 1 on if a model is compiled on GPUs (torch 2.11), so it is not.
     expected = _take if take is _take_compiled else take
-    # Where all tables of one kind of sharding are frozen on some ranks alone, these leave out its all-to-all in the
-    # backward of stock TorchRec, which hangs. Cut by columns, some tables of each pooling are on every rank.
+    # If all tables of one kind of sharding are frozen on some ranks only, TorchRec's backward hangs, since these ranks
+    # leave out its all-to-all. Cut by columns, some tables of each pooling are on every rank.
     cut = usage == "frozen_tables" and group.size() > 2
-    stock = train(kind, expected, EmbeddingBagCollectionSharder(dict(params)), group, device, cut)
+    torchrec = train(kind, expected, EmbeddingBagCollectionSharder(dict(params)), group, device, cut)
     loss_tolerance = LOSS_TOLERANCE.get(optimizer, LOSS_TOLERANCE["adagrad"])
     for chosen in options:
         sharder = OverlapEmbeddingBagCollectionSharder(dict(params), slice_bags=4, **chosen)
         ours = train(kind, take, sharder, group, device, cut)
         what = f"{usage}, {optimizer}, {chosen}:"
-        assert list(ours) == list(stock), what
-        for name, tensor in stock.items():
+        assert list(ours) == list(torchrec), what
+        for name, tensor in torchrec.items():
             if name.startswith("loss"):
                 tolerance = loss_tolerance
             else:
                 has_moments = "momentum1" in name and ("adam" in optimizer or "lamb" in optimizer)
                 tolerance = WEIGHT_TOLERANCE["first_moments" if has_moments else "fp32"]
             assert_near(ours[name], tensor, tolerance, f"{what} {name}")
-        if cut and optimizer == "sgd":  # a row-wise state is another one where columns are cut
+        if cut and optimizer == "sgd":  # a row-wise state differs if columns are cut
             losses = train(kind, take, sharder, group, device)
-            for name in (name for name in stock if name.startswith("loss")):
-                assert_near(losses[name], stock[name], loss_tolerance, f"{what} whole tables, {name}")
+            for name in (name for name in torchrec if name.startswith("loss")):
+                assert_near(losses[name], torchrec[name], loss_tolerance, f"{what} whole tables, {name}")
 
 
 class Evaluated(Tower):
-    """Takes batches as TorchRec's pipelines give them, and returns what is made of the pooled embeddings."""
+    """Takes the batches of TorchRec's pipelines."""
 
     def forward(self, batch: data.Batch) -> tuple[torch.Tensor, torch.Tensor]:
         pooled = self.pooled(batch.sparse)
@@ -446,10 +409,10 @@ class Evaluated(Tower):
 def evaluate_in_pipeline(
     name: str, options: Sequence[Mapping[str, Any]], group: dist.ProcessGroup, device: torch.device, steps: int = 24
 ) -> None:
-    """Check one of TorchRec's pipelines for GPUs: under our sharder it evaluates like a model of TorchRec's without it.
+    """Check that a pipeline of TorchRec's for GPUs evaluates under our sharder as TorchRec does without a pipeline.
 
-    Ranks are slow in turns. TorchRec's own outputs in these pipelines are no reference: a race between their streams
-    can overwrite them.
+    Ranks are slow in turns. TorchRec's outputs in these pipelines are no reference: a race between their streams can
+    overwrite them.
     """
 
     def evaluate(sharder: ModuleSharder, in_pipeline: bool = True) -> list[torch.Tensor]:
@@ -477,8 +440,8 @@ def evaluate_in_pipeline(
             exchange.close()
         return outputs
 
-    stock = evaluate(EmbeddingBagCollectionSharder(), in_pipeline=False)
+    expected = evaluate(EmbeddingBagCollectionSharder(), in_pipeline=False)
     for chosen in options:
         ours = evaluate(OverlapEmbeddingBagCollectionSharder(slice_bags=4, **chosen))
-        for step, (actual, expected) in enumerate(zip(ours, stock, strict=True)):
-            assert_near(actual, expected, WEIGHT_TOLERANCE["fp32"], f"{name}, {chosen}: step {step}")
+        for step, (actual, wanted) in enumerate(zip(ours, expected, strict=True)):
+            assert_near(actual, wanted, WEIGHT_TOLERANCE["fp32"], f"{name}, {chosen}: step {step}")

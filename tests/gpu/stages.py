@@ -67,8 +67,7 @@ class _Captured(Contender):
     def step(self, batch: Ids) -> torch.Tensor:
         """Pool."""
         arrived = self._arrived[id(batch)]
-        step = Step([arrived.ids], arrived.batch)
-        step.own_offsets = arrived.own_offsets
+        step = Step([arrived.ids], arrived.batch, own_offsets=arrived.own_offsets)
         return self._exchange.start_step(step).wait()
 
     def close(self) -> None:

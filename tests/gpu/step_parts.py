@@ -83,26 +83,25 @@ def time_variants(ranks: Ranks, config: Config, seconds: float) -> list[dict[str
     trainer = build(ranks, _CONTENDER, config)
     run = TrainingRun(_CONTENDER, trainer, read_batches(trainer, _BATCHES))
     run.losses(1)  # the first step opens the pipeline
-    prepare, update = Push.prepare, Push.update_range
+    sort, update = Push.sort, Push.update_range
     sorted_once: dict[int, Any] = {}
 
-    def sort_once(push: Push, step: Any) -> None:
+    def sort_once(push: Push, pending: Any) -> Any:
         if id(push) not in sorted_once:
-            prepare(push, step)
-            sorted_once[id(push)] = step.runs
-        step.runs = sorted_once[id(push)]
+            sorted_once[id(push)] = sort(push, pending)
+        return sorted_once[id(push)]
 
     def leave_out(*_: Any) -> None:
         pass
 
-    changes: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-        "whole": (prepare, update), "no_sort": (sort_once, update), "no_update": (sort_once, leave_out)
+    changes: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
+        "whole": (sort, update), "no_sort": (sort_once, update), "no_update": (sort_once, leave_out)
     }  # fmt: skip
     rows = []
     for name, methods in changes.items():
-        Push.prepare, Push.update_range = methods  # type: ignore[method-assign]
+        Push.sort, Push.update_range = methods  # type: ignore[method-assign]
         rows.append(time_variant(run, name, seconds))
-    Push.prepare, Push.update_range = prepare, update  # type: ignore[method-assign]
+    Push.sort, Push.update_range = sort, update  # type: ignore[method-assign]
     trainer.close()
     return rows
 

@@ -11,10 +11,7 @@ import torch
 from dlrm_overlap.launching.lifetime import SAVED
 from tests.distributed.faults import fail_at, train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 ON_GPUS = ["--train.device", "cuda", "--train.steps", "1000000", "--embedding.wait_timeout_s", "20"]
 
 

@@ -13,11 +13,12 @@ import torch
 
 from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
+from dlrm_overlap.kernels.bags import Bags, FeatureTable, Windows
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.flags import Flags, signal_flags
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices, SliceState
 from dlrm_overlap.kernels.forward.store_pooled import prepare_store_pooled
+from dlrm_overlap.kernels.tuning import PoolingOptions, Tuning, tuning_for
 from tests.agreement import assert_same
 from tests.kernels.tasks import TaskGrid
 

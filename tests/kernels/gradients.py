@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import torch
 
-from dlrm_overlap.kernels.arguments import STATES, OptimizerParams
 from dlrm_overlap.kernels.backward.optimizers import OptimizerRows, Rule
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
+from dlrm_overlap.kernels.optimizer_params import STATES, OptimizerParams
 from dlrm_overlap.kernels.reference import update_rows
 from tests.agreement import assert_same
 from tests.kernels.emulation import GUARD

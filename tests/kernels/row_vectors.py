@@ -6,9 +6,9 @@ have an element for each of the row's are stored by 16 bytes a lane.
 
 import torch
 
-from dlrm_overlap.kernels.arguments import STATES
 from dlrm_overlap.kernels.backward import update_rows
 from dlrm_overlap.kernels.backward.optimizers import OPTIMIZERS
+from dlrm_overlap.kernels.optimizer_params import STATES
 from tests.kernels.compiling import compile_for_h200
 
 _POINTERS = ("weights", "first_states", "second_states", "third_states", "gradient", "scales", "chunk_sums", "numbers")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.arguments import EVERY_BAG, Partials
+from dlrm_overlap.kernels.bags import EVERY_BAG, Partials
 from dlrm_overlap.kernels.forward.add_partials import add_partials, partial_table
 from tests.agreement import assert_same
 from tests.kernels.emulation import interpreted

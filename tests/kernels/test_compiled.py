@@ -1,6 +1,6 @@
 """What a `CompiledKernel` asks of what it is given, and that its launches pass them in order."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_a_tensor_that_begins_anywhere_is_refused_unless_it_is_named(kernel: Any
     compiled, aligned = _make(kernel), torch.zeros(8)
     compiled.check(aligned, aligned[1:], 1, 1.0)
     compiled.check(aligned[4:], aligned[3:], 1, 1.0)
-    with pytest.raises(AssertionError, match=r"_add: into begins 12 bytes behind a multiple of 16; .*on_alignment"):
+    with pytest.raises(AssertionError, match=r"_add: into begins 12 bytes after a multiple of 16; .*on_alignment"):
         compiled.check(aligned[3:], aligned, 1, 1.0)
 
 
@@ -65,3 +65,27 @@ def test_values_arrive_in_the_order_of_the_parameters() -> None:
     store = CompiledKernel(_store, num_warps=1, FIRST=5, SECOND=6)
     store(1, (), into, 3, 0.5)
     assert into.tolist() == [3, 0.5, 5, 6]
+
+
+class _Pair(NamedTuple):
+    """Constants of one kernel."""
+
+    width: int
+    names: tuple[str | None, ...]
+
+
+@triton.jit
+def _width_of(PAIR: tl.constexpr):
+    return PAIR.width if PAIR.names[1] == "elements" else 0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@triton.jit
+def _fill(into, PAIR: tl.constexpr):
+    tl.store(into + tl.arange(0, PAIR.width), _width_of(PAIR))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_fields_of_a_named_tuple_are_constants() -> None:
+    into = torch.zeros(8)
+    for width, names in ((8, (None, "elements")), (2, ("elements", None))):
+        CompiledKernel(_fill, num_warps=1, PAIR=_Pair(width, names))(1, (), into)
+    assert into.tolist() == [0, 0, 8, 8, 8, 8, 8, 8]

@@ -1,7 +1,8 @@
-"""What a `Launch` gives the driver, and that calls change what they name and nothing else."""
+"""What a `Launch` gives the driver, that calls change what they name and nothing else, and when one is prepared."""
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels import launches
 from dlrm_overlap.kernels.compiled import CompiledKernel
-from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels.launches import Launch, launches_of, prepared
 from tests.kernels.emulation import interpreted
 
 pytestmark = interpreted
@@ -43,6 +44,37 @@ def test_a_tensor_of_another_type_is_refused() -> None:
     launch = Launch(_kernel(), 1, (), (into, values, 10, 0.5, 0), changing=("values",))
     with pytest.raises(AssertionError, match=r"_store: torch\.float64, prepared for torch\.float32"):
         launch(values.double())
+
+
+class _Scaled:
+    """Prepares launches that store `values` times a factor."""
+
+    def __init__(self) -> None:
+        self.into, self.prepared = torch.zeros(4), 0
+
+    @prepared
+    def launch(self, tensors: Sequence[torch.Tensor], factor: float) -> Launch:
+        self.prepared += 1
+        dtypes = (tensors[0].dtype,)
+        return Launch(_kernel(), 1, dtypes, (self.into, *tensors, 0, factor, 0), changing=("values",))
+
+
+def test_a_launch_is_prepared_once_for_each_owner_type_and_argument() -> None:
+    scaled, other, values = _Scaled(), _Scaled(), torch.full((4,), 2.0)
+    for owner, tensor, factor, made in (
+        (scaled, values, 0.5, 1),
+        (scaled, values + 1, 0.5, 1),
+        (scaled, values, 4.0, 2),
+        (scaled, values.double(), 0.5, 3),
+        (other, values, 0.5, 1),
+        (scaled, values, 0.5, 3),
+    ):
+        owner.launch((tensor,), factor)(tensor)
+        assert owner.into[0] == tensor[0] * factor
+        assert owner.prepared == len(launches_of(owner)) == made
+    launches_of(scaled).forget()
+    scaled.launch((values,), 0.5)
+    assert (scaled.prepared, other.prepared) == (4, 1)
 
 
 _PLACES = ((0, 8), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8), (40, 8))

@@ -7,8 +7,8 @@ from math import gcd
 import pytest
 import torch
 
-from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, prepare_push_gradients
+from dlrm_overlap.kernels.bags import Windows
 from dlrm_overlap.kernels.schedule import SCHEDULES
 from tests.agreement import assert_same
 from tests.kernels.emulation import CLOCK, GUARD, interpreted, to_wire

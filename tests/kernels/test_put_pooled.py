@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dlrm_overlap.comm.device_errors import DeviceErrorRecord
-from dlrm_overlap.kernels.arguments import Windows
+from dlrm_overlap.kernels.bags import Windows
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
 from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, send_signal, wait_message

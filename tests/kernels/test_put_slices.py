@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dlrm_overlap.kernels.arguments import Tuning
+from dlrm_overlap.kernels.tuning import Tuning
 from tests.kernels.emulation import Case, SlicedWorld, every_case, interpreted
 
 OTHER_SCHEDULES = ("linear", "remote_first")

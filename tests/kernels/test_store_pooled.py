@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.arguments import Tuning
+from dlrm_overlap.kernels.tuning import Tuning
 from tests.agreement import assert_same
 from tests.kernels.emulation import Case, World, every_case, interpreted
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from dlrm_overlap.kernels import flags, messages
-from dlrm_overlap.kernels.arguments import FeatureTable, PoolingOptions, Windows, tuning_for
+from dlrm_overlap.kernels.bags import FeatureTable, Windows
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices
 from dlrm_overlap.kernels.gemm import product
 from dlrm_overlap.kernels.gemm.product import Tiling
 from dlrm_overlap.kernels.network import Network
+from dlrm_overlap.kernels.tuning import PoolingOptions, tuning_for
 from tests.kernels.compiling import compile_for_h200
 
 _PASSED_ON = re.compile(r"arith\.|tt\.splat|tt\.expand_dims|tt\.broadcast")
@@ -81,7 +82,7 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     blocks = {"x": [tiling.block_m, tiling.block_k], "weight": [tiling.block_n, tiling.block_k]}
     tiles = {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
     return {
-        "wait_for_flags": (flags._awaiting(1024), {}),
+        "wait_for_flags": (flags._wait_kernel(1024), {}),
         "put_slices": (put._kernel(), _OF_SLICES),
         "wait_message": (messages._wait_kernel(Network("stores", _NONE, 0)), _OF_MESSAGE),
         "gathered_product": (product._compiled(tiling, **kind), _OF_PRODUCT | tiles),

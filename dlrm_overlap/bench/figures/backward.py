@@ -7,7 +7,6 @@ preparation.
 """
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,9 +31,10 @@ from dlrm_overlap.bench.harness.workload import (
 )
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.config import Config
+from dlrm_overlap.embedding.backends.base import WindowState
 from dlrm_overlap.embedding.opening import build_exchange
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
-from dlrm_overlap.embedding.steps import BatchSizes, Step
+from dlrm_overlap.embedding.steps import BatchSizes, PendingBackward, Step
 from dlrm_overlap.train.ranks import Ranks
 
 _SHOWN = (
@@ -72,25 +72,20 @@ class Update(Contender):
         self._parts = build_exchange(ExchangeContext(*about, capacity, counters))
         self._prepared = {} if exposed else {id(batch): self._begun(batch, prepared=True) for batch in batches}
 
-    def _begun(self, batch: GradientBatch, prepared: bool = False) -> Step:
-        step = Step(list(batch.ids.inputs), self._batch_sizes)
-        self._parts.backward.note_forward(step)
-        if prepared:
-            self._parts.backward.prepare(step)
-        return step
+    def _begun(self, batch: GradientBatch, prepared: bool = False) -> PendingBackward:
+        pending = self._parts.backward.note_forward(Step(list(batch.ids.inputs), self._batch_sizes))
+        return self._parts.backward.prepare(pending) if prepared else pending
 
     def step(self, batch: GradientBatch) -> None:
         """Send the gradient to the owners and update their rows."""
-        # A copy, since `finish` discards the result of `prepare`.
-        step = copy(self._prepared[id(batch)]) if self._prepared else self._begun(batch)
-        self._parts.backward.start(step, batch.gradient)
-        self._parts.backward.finish(step)
+        pending = self._prepared[id(batch)] if self._prepared else self._begun(batch)
+        self._parts.backward.finish(self._parts.backward.start(pending, batch.gradient))
 
     def prepare(self, batch: GradientBatch, *_: object) -> None:
         """Do the part of a push that needs only ids."""
-        step = self._begun(batch, prepared=True)
+        pending = self._begun(batch, prepared=True)
         if self.workload.device.type == "cuda":
-            self._parts.backward.finish(step)  # on GPUs this only waits for the preparing stream
+            self._parts.backward.finish(WindowState(pending, ()))  # only waits for the preparing stream
 
     def close(self) -> None:
         """Free the windows."""

@@ -1,35 +1,40 @@
-"""The two halves of an exchange on one rank, forward and backward, that every backend has.
+"""The forward and the backward of an exchange on one rank, as every backend has them.
 
-A backend is a subclass of `Forward`, which brings pooled embeddings to the samples' ranks, and the names of the
-subclasses of `Backward` that bring gradients back to the rows. `dlrm_overlap/backends.py` lists them all.
+A backend is a subclass of `Forward`, which sends pooled embeddings to the samples' ranks, and the name of a subclass of
+`Backward`, which sends gradients back to the owners of the rows. `dlrm_overlap/backends.py` lists them all.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import gcd
-from typing import Any
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.order import CurrentStream
+from dlrm_overlap.embedding.backends.internode import GradientTransport
+from dlrm_overlap.embedding.backends.lookup import ColumnOf
 from dlrm_overlap.embedding.gradient_layout import GradientLayout
-from dlrm_overlap.embedding.layout import FeatureShard
+from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import Step
+from dlrm_overlap.embedding.steps import PendingBackward, Step
 from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import WindowPair, WindowSpec
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.arguments import EVERY_BAG, Partials
+from dlrm_overlap.kernels.bags import EVERY_BAG, Partials
 from dlrm_overlap.kernels.forward.add_partials import PartialTable, add_partials, partial_table
+
+State = TypeVar("State")
+"""What `start` returns for `finish`."""
 
 
 class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract methods
-    """One rank's side of the forward or of the backward of an exchange."""
+    """The forward or the backward of an exchange on one rank."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
-        """Take the context, which stays from step to step, and the windows that `window_spec` asks for."""
+        """Take the context, and the windows that `window_spec` asks for."""
         self.layout, self.tables, self.options = context.layout, context.tables, context.options
         self.group, self.device = context.group, context.device
         self.rank, self.world_size = context.group.rank(), context.group.size()
@@ -37,31 +42,29 @@ class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract me
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec | None:
-        """Return the windows that this half needs in every rank's arena, alike on all ranks; None needs none."""
+        """Return the windows that are needed in every rank's arena, the same on every rank; None if none are."""
         return None
 
     def skip(self) -> None:
-        """Take an epoch in which nothing is stored, so that the next one has the other window; all ranks do so."""
+        """Take an epoch in which nothing is stored, so that the next one has the other window; a collective."""
         raise NotImplementedError(f"{type(self).__name__} is not captured")
 
-    def check(self) -> None:  # noqa: B027  most record nothing
+    def check(self) -> None:  # noqa: B027  optional
         """Raise the faults that kernels have recorded since the last call; never waits for the device."""
 
-    def close(self) -> None:  # noqa: B027  nor have they anything to release
-        """Release resources that outlive Python references."""
+    def close(self) -> None:  # noqa: B027  optional
+        """Release resources that outlive the references to this object."""
 
 
-class Forward(ExchangeDirection):
-    """The forward on one rank. `start` and `finish` take turns, the same steps on every rank."""
+class Forward(ExchangeDirection, Generic[State]):
+    """The forward on one rank: of each step `start`, then `finish`. Subclasses are also given a `Platform`."""
 
     leading = 0
     """columns in front of the pooled embeddings where they arrive"""
-    with_sums = True
-    """whether nodes add up their partial sums of other nodes' samples before these travel, see `Crossing`"""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
         super().__init__(context, windows)
-        self._ids = context.ids
+        self._ids, self._internode = context.ids, context.internode
         self._nodes = context.reach.nodes if context.reach is not None else (range(self.world_size),)
         self.bad_ids = BadIds(self.tables.bounds_checks)
         self._on_gpu = self.device.type == "cuda"
@@ -69,23 +72,18 @@ class Forward(ExchangeDirection):
         self._stream: torch.cuda.Stream | None = None
 
     @abstractmethod
-    def start(self, step: Step) -> None:
-        """Start to pool and to send."""
+    def start(self, step: Step) -> State:
+        """Start to pool and to send; return what `finish` needs."""
 
     @abstractmethod
-    def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
-        """Return the pooled embeddings [b, D_total] of this rank's samples, of the wire's type, once all are here.
+    def finish(self, state: State, copy: bool = False) -> torch.Tensor:
+        """Return the pooled embeddings [b, D_total] of this rank's samples, of the wire's dtype, once all have arrived.
 
-        Their rows may lie further apart than D_total elements.
-        It is valid until the next `start`, unless `copy`.
+        Rows may be apart. Valid until the next `start`, or for good with `copy`.
         """
 
     def add_partials(self, step: Step, arrived: torch.Tensor) -> None:
-        """Add up the partial sums of tables that are cut by rows, in place; there are some.
-
-        Args:
-            arrived: [b, leading + arrival_dim] of the wire's type, see `Layout`.
-        """
+        """Add up the partial sums in `arrived` [b, leading + arrival_dim] in place, if `_partials` has some."""
         if self._on_gpu:
             add_partials(arrived, self._partial_table, step.own_offsets)
         else:
@@ -93,17 +91,14 @@ class Forward(ExchangeDirection):
 
     @cached_property
     def _partials(self) -> list[Partials]:
-        """The sums that this rank makes, by the columns of a row with the leading ones.
-
-        Several row shards of another node are one of the partial sums, which arrives where the first one's would.
-        """
+        """The sums that this rank makes; a sum that another node has made arrives where its first shard would."""
         number = self._ids.published if self._ids is not None else lambda _: 0
         found = []
         for each in self.layout.partial_sums:
             arriving: list[tuple[int, int]] = []
             for node in self._nodes:
                 shards = each.on(node)
-                if self.with_sums and len(shards) > 1 and self.rank not in node:
+                if self._internode is not None and self.rank not in node and shards in self._internode.sums_on[node]:
                     arriving.append((self.leading + self.layout.column(shards[0]), EVERY_BAG))
                 else:
                     arriving += [(self.leading + self.layout.column(shard), number(shard)) for shard in shards]
@@ -118,10 +113,10 @@ class Forward(ExchangeDirection):
         return partial_table(self._partials, gcd(16, *divisible), self.device)
 
     def join_stream(self) -> None:
-        """Make the current stream wait for the stream of the last `start` or `finish`, if that is another one.
+        """Make the current stream wait for the stream of the last `start` or `finish`, if that was another one.
 
-        So `finish` comes after the launches of `start` elsewhere. And `start`, whose flags allow the peers to overwrite
-        the window of the step before, comes after all that was issued to read that window where it was finished.
+        So `finish` comes after the kernels of `start`, and `start`, after which peers may overwrite the previous step's
+        window, comes after what has read that window.
         """
         if not self._on_gpu:
             return
@@ -132,90 +127,116 @@ class Forward(ExchangeDirection):
             self._stream = current
 
 
-class Backward(ExchangeDirection):
-    """The backward on one rank: of each step `note_forward`, `start`, then `finish`, the same on every rank.
+class Backward(ExchangeDirection, Generic[State]):
+    """The backward on one rank: of each step `note_forward`, `start`, then `finish`.
 
-    Rows are updated in the order of the starts. A step may be started before the one before it is finished.
+    Rows are updated in the order of the starts. A step may be started before the previous one is finished.
     """
 
     @property
     def sent_scale(self) -> float:
-        """Factor by which gradients are multiplied before they are sent, of `gradient_scale`.
+        """Factor by which gradients are multiplied before they are sent.
 
-        On a wire of 16 bits they travel as they are, and their sums are multiplied in float32 where rows are updated:
-        a product would be rounded once more, or vanish in float16.
+        On a 16-bit wire it is 1, since a product would be rounded once more, or underflow in float16.
         """
         return gradient_scale(self.world_size) if self.options.wire_dtype == torch.float32 else 1.0
 
     @property
     def update_scale(self) -> float:
-        """Factor that is left for the update of the rows."""
+        """Factor by which the owner of the rows multiplies what it has received."""
         return gradient_scale(self.world_size) / self.sent_scale
 
-    def note_forward(self, step: Step) -> None:
-        """Note the optimizers' numbers now, when the forward of a step that will have a backward has just started."""
-        step.rules = self.tables.rules(step.number)
+    def note_forward(
+        self, step: Step, number: int = 0, trains_weights: bool = False, ids_ready: torch.Event | None = None
+    ) -> PendingBackward:
+        """Note the optimizers' numbers, right after `Forward.start`; without `ids_ready` the ids are ready now."""
+        rules = self.tables.rules(number)
         self.tables.count_on_device()
+        return PendingBackward(step, number, rules, trains_weights, ids_ready)
 
     def follow_rules(self, capture: bool = False) -> None:
-        """Overwrite the optimizers' numbers that captured steps read, if there are such steps, or one is captured."""
+        """Update the optimizers' numbers that captured steps read; `capture` says that there will be such steps."""
 
-    def prepare(self, step: Step) -> None:
-        """Do the work that needs the step's ids alone. Optional: `start` does it where this has not been called."""
+    def prepare(self, pending: PendingBackward) -> PendingBackward:
+        """Do the work that needs only the step's ids, and return `pending` with the result. Calling it is optional."""
+        return pending
 
     @abstractmethod
-    def start(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to send the gradient [b, D_total] of this rank's samples to the owners of the rows.
+    def start(self, pending: PendingBackward, gradient: torch.Tensor) -> State:
+        """Start to send the gradient [b, D_total], of the output's dtype and any strides; return what `finish` needs.
 
-        The gradient is of the output's type; its rows may lie further apart than D_total elements.
-        On GPUs the update of the rows is issued here, too, beside the current stream.
+        On GPUs this also issues the update of the rows, on another stream.
         """
 
     @abstractmethod
-    def finish(self, step: Step) -> None:
-        """Make the current stream wait until the step has updated this rank's rows."""
+    def finish(self, state: State) -> Sequence[torch.Tensor]:
+        """Make the current stream wait until the step has updated this rank's rows.
+
+        Returns the gradient [n] float32 of the ids' weights of each input whose weights require one.
+        """
 
 
 def gradient_scale(world_size: int) -> float:
-    """Return the factor of the gradients. As TorchRec: the loss is a mean over a rank's samples, not over all."""
+    """Return the factor of all gradients, as in TorchRec: the loss is a mean over a rank's samples, not over all."""
     return 1.0 / world_size if get_gradient_division() else 1.0
 
 
-class WindowBackward(Backward):
-    """A backward that reads gradients out of this rank's window, where the samples' ranks have stored them."""
+class GradientStore(Protocol):
+    """Stores the gradients of the samples of one rank, this one or one of another node, at the owners reached."""
+
+    def store(self, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int) -> None:
+        """Store the parts [first, end) of `scale` times the gradient [b, ..], and signal each part as that rank."""
+
+
+class WindowState(NamedTuple):
+    """A backward under way."""
+
+    pending: PendingBackward
+    weights_gradients: Sequence[torch.Tensor]
+    """the result of `finish`, complete by then"""
+
+
+class WindowBackward(Backward[WindowState]):
+    """A backward whose gradients the samples' ranks store in this rank's window."""
+
+    own: GradientStore
+    """stores the gradients of this rank's samples"""
+    passed_on: Mapping[int, GradientStore]
+    """stores those of samples of other nodes, by the rank that sends them to this one"""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         self.windows = windows
         self.gradients = self._gradient_layout(context)
+        self._transport = GradientTransport(context, context.internode) if context.internode is not None else None
+
+    def _make_stores(self, context: ExchangeContext) -> None:
+        """Set `own` and `passed_on`, at the end of a subclass's constructor."""
+        self.own, self.passed_on = self._store_by(self.rank, self.layout.output_column, context.ids), {}
+        if (internode := context.internode) is not None:
+            column = internode.gradient_columns[internode.reach.here].__getitem__
+            self.passed_on = {source: self._store_by(source, column) for source in internode.reach.sources}
+
+    @abstractmethod
+    def _store_by(self, rank: int, column: ColumnOf, ids: IdLayout | None = None) -> GradientStore:
+        """Return what stores the gradients of a rank's samples; with `ids`, without bags that have not arrived."""
 
     @staticmethod
     def _gradient_layout(context: ExchangeContext) -> GradientLayout:
         bag_ids = context.ids.bound.mean_bag_sizes if context.ids is not None else None
         return GradientLayout(context.layout, context.samples_per_rank, context.options.wire_dtype, bag_ids)
 
-    own: Any
-    """this rank's gradients, of `gradients_by`"""
-    gradients_by: Callable[..., Any]
-    """see `Push`"""
-    store_of: Callable[..., None]
-    """see `Push`"""
-
     def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
-        """Send the parts [first, end) of the gradient, on the current stream."""
-        self.store_of(self.own, step, gradient, self.sent_scale, first, end, step.own_offsets)
+        """Send the parts [first, end) on the current stream; part 0 together with all parts for other nodes."""
+        transport = self._transport if first == 0 else None
+        if transport is not None:
+            transport.send(step, gradient, self.sent_scale)
+        self.own.store(step, gradient, self.sent_scale, first, end)
+        if transport is not None:
+            for source, received in transport.receive(step):
+                self.passed_on[source].store(step, received, 1.0, 0, self.gradients.parts)
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec:
         """Return the windows of the gradients, see `GradientLayout`."""
         return cls._gradient_layout(context).windows
-
-    def gradients_of(
-        self, shards: Sequence[FeatureShard], window: torch.Tensor, samples: int
-    ) -> Mapping[FeatureShard, torch.Tensor]:
-        """Return the gradient [B, D] of each shard, as a view of their owner's `window`; `samples` is B."""
-        found: dict[FeatureShard, torch.Tensor] = {}
-        for shard in shards:
-            start = self.gradients.starts[shard] * samples
-            found[shard] = window[start : start + samples * shard.dim].view(samples, shard.dim)
-        return found

@@ -1,30 +1,37 @@
-"""`nccl`, an ablation: our lookup, then a collective; and the collective's backward, which every backend can take."""
+"""`nccl`, an ablation: our lookup, then a collective; and the collective backward, which every backend can use."""
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dlrm_overlap.embedding.backends.base import Backward, Forward
-from dlrm_overlap.embedding.backends.cpu import CpuLookup, train_weights
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup
+from dlrm_overlap.embedding.backends.cpu import train_weights, zero_weights_gradients
+from dlrm_overlap.embedding.backends.lookup import Platform, Rows
 from dlrm_overlap.embedding.fbgemm_update import FbgemmUpdate, bags_of
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
+from dlrm_overlap.embedding.steps import BatchSizes, PendingBackward, Step
 from dlrm_overlap.embedding.windows import WindowPair
+from dlrm_overlap.kernels.launches import StepCache
+
+Given = TypeVar("Given")
 
 
-class CollectiveForward(Forward):
-    """Our lookup, then `all_to_all_single`, then the unpacking: shows the gain of the lookup without fusing.
+class CollectiveState(NamedTuple, Generic[Given]):
+    """A forward or a backward under way."""
 
-    The lookup stores into one send buffer [B, D_local], of which rank w is sent the rows of its samples.
-    """
+    given: Given
+    work: dist.Work
+    received: torch.Tensor
+    """[n] of the wire's dtype, which the collective fills"""
 
-    lookup_type: Any = DeviceLookup
 
-    def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
+class CollectiveForward(Forward[CollectiveState[Step]], Generic[Rows]):
+    """Our lookup into a send buffer [B, D_local], then `all_to_all_single`, then the unpacking."""
+
+    def __init__(self, context: ExchangeContext, windows: WindowPair | None, platform: Platform[Rows]) -> None:
         super().__init__(context, windows)
         shards = self.layout.by_owner[self.rank]
         starts = [0, *accumulate(shard.dim for shard in shards)]
@@ -33,44 +40,46 @@ class CollectiveForward(Forward):
         in_order = self.layout.sent_in_order
         self._order = None if in_order else self.layout.sent_columns.argsort().to(self.device)
         self._send = torch.empty(0, dtype=self.options.wire_dtype, device=self.device)
-        self._lookup = self.lookup_type(context, columns, self.bad_ids)
-        self._rows = StepCache[tuple[int, BatchSizes], Any]()
+        self._lookup = platform.lookup(context, columns, self.bad_ids)
+        self._rows = StepCache[tuple[int, BatchSizes], Rows]()
 
-    def start(self, step: Step) -> None:
+    def start(self, step: Step) -> CollectiveState[Step]:
         """Pool into the send buffer and start the All-to-All."""
         self.check()
-        self.join_stream()  # which has waited for the All-to-All before, and so for the send buffer
+        self.join_stream()  # it has waited for the previous All-to-All, which read the send buffer
         samples, wire = step.batch.total, self.options.wire_dtype
         if self._send.numel() < samples * self._width:
             self._send = torch.empty(samples * self._width, dtype=wire, device=self.device)
         send = self._send[: samples * self._width].view(samples, self._width)
         key = send.data_ptr(), step.batch
         windows = self._rows.get(key, self._lookup.rows_of_ranks, send, range(self.world_size), step.batch)
-        self._lookup.store(windows, step, self._lookup.tables())
+        self._lookup.refresh()
+        self._lookup.store(windows, step)
         mine = step.batch.per_rank[self.rank]
-        step.received = torch.empty(mine * self.layout.arrival_dim, dtype=wire, device=self.device)
-        step.work = dist.all_to_all_single(
-            step.received,
+        received = torch.empty(mine * self.layout.arrival_dim, dtype=wire, device=self.device)
+        work = dist.all_to_all_single(
+            received,
             send.view(-1),
             [mine * dim for dim in self.layout.owner_dims],
             [size * self._width for size in step.batch.per_rank],
             self.group,
             async_op=True,
         )
+        assert work is not None
+        return CollectiveState(step, work, received)
 
-    def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
-        """Wait for the All-to-All and copy each owner's columns to where the model reads them, in new memory."""
+    def finish(self, state: CollectiveState[Step], copy: bool = False) -> torch.Tensor:
+        """Wait for the All-to-All, and copy each owner's columns to where the model reads them, in new memory."""
+        step, work, buffer = state
         self.join_stream()
-        step.work.wait()
-        assert step.received is not None
+        work.wait()
         if self._stream is not None:
-            step.received.record_stream(self._stream)
+            buffer.record_stream(self._stream)
         mine, dims = step.batch.per_rank[self.rank], self.layout.owner_dims
-        received = step.received.split([mine * dim for dim in dims])
-        pooled = step.received.new_empty(mine, self.layout.arrival_dim)
-        # `out` keeps autocast away, which refuses to join tensors of the half type that is not its own.
+        received = buffer.split([mine * dim for dim in dims])
+        pooled = buffer.new_empty(mine, self.layout.arrival_dim)
+        # With `out`, autocast does not apply, which cannot concatenate tensors of the other half type.
         torch.cat([columns.view(mine, dim) for columns, dim in zip(received, dims, strict=True)], dim=1, out=pooled)
-        step.work = step.received = None
         pooled = pooled if self._order is None else pooled.index_select(1, self._order)
         if not self._partials:
             return pooled
@@ -78,18 +87,12 @@ class CollectiveForward(Forward):
         return pooled[:, : self.layout.total_dim].data  # no view, which autograd lets nobody change in place
 
     def check(self) -> None:
-        """Raise the faults that kernels have recorded, see `DeviceLookup.check`."""
+        """Raise what kernels have recorded, see `DeviceLookup.check`."""
         self._lookup.check()
 
 
-class CpuCollectiveForward(CollectiveForward):
-    """`CollectiveForward` on a CPU, which looks up as the reference does."""
-
-    lookup_type = CpuLookup
-
-
-class CollectiveBackward(Backward):
-    """Gradients sent to their owners by `all_to_all_single`, then FBGEMM's own update of the rows."""
+class CollectiveBackward(Backward[CollectiveState[PendingBackward]]):
+    """Sends gradients to the owners of the rows by `all_to_all_single`; FBGEMM updates the rows."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
         super().__init__(context, windows)
@@ -98,9 +101,10 @@ class CollectiveBackward(Backward):
         in_order, ranks = self.layout.sent_in_order, range(self.world_size)
         self._columns = None if in_order else [self.layout.owner_columns(rank).to(self.device) for rank in ranks]
 
-    def start(self, step: Step, gradient: torch.Tensor) -> None:
-        """Pack the gradient [b, D_total] of this rank's samples by owner and start the All-to-All."""
-        mine, samples = step.batch.per_rank[self.rank], step.batch.total
+    def start(self, pending: PendingBackward, gradient: torch.Tensor) -> CollectiveState[PendingBackward]:
+        """Pack the gradient [b, D_total] by owner and start the All-to-All."""
+        batch = pending.step.batch
+        mine, samples = batch.per_rank[self.rank], batch.total
         dims = self.layout.owner_dims
         if self._columns is None:
             by_owner = gradient.split(dims, dim=1)
@@ -109,34 +113,35 @@ class CollectiveBackward(Backward):
         send = pack(by_owner, self.sent_scale, self.options.wire_dtype)
         sizes = [mine * dim for dim in dims]
         width = dims[self.rank]
-        step.received = send.new_empty(samples * width)
-        step.work = dist.all_to_all_single(
-            step.received, send, [size * width for size in step.batch.per_rank], sizes, self.group, async_op=True
+        received = send.new_empty(samples * width)
+        work = dist.all_to_all_single(
+            received, send, [size * width for size in batch.per_rank], sizes, self.group, async_op=True
         )
+        assert work is not None
+        return CollectiveState(pending, work, received)
 
-    def finish(self, step: Step) -> None:
+    def finish(self, state: CollectiveState[PendingBackward]) -> Sequence[torch.Tensor]:
         """Wait for the gradients of this rank's columns and update its rows."""
-        step.work.wait()
-        assert step.received is not None
-        gradient = step.received.view(step.batch.total, self.layout.owner_dims[self.rank]).float()
-        step.work = step.received = None
-        if step.trains_weights:
+        pending, work, received = state
+        step = pending.step
+        work.wait()
+        gradient = received.view(step.batch.total, self.layout.owner_dims[self.rank]).float()
+        weights_gradients = zero_weights_gradients(pending) if pending.trains_weights else []
+        if pending.trains_weights:
             shards = self.layout.by_owner[self.rank]
             by_shard = dict(zip(shards, gradient.split([shard.dim for shard in shards], dim=1), strict=True))
-            train_weights(self, step, by_shard)
+            train_weights(self, step, by_shard, weights_gradients)
         first = 0
         for update, lookup in self._updates:
             ids, columns = bags_of(lookup, step.inputs), gradient[:, first : first + lookup.dim].contiguous()
-            if not (rule := step.rules[lookup.number]).frozen:
+            if not (rule := pending.rules[lookup.number]).frozen:
                 update.apply(columns * self.update_scale if self.update_scale != 1.0 else columns, ids, rule)
             first += lookup.dim
+        return weights_gradients
 
 
 def pack(by_owner: Sequence[torch.Tensor], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
-    """Return `scale` times a gradient as a collective sends it: flat, one owner's columns [b, D] after the other's.
-
-    One multiplication an owner copies, casts and divides by the number of ranks.
-    """
+    """Return `scale` times a gradient as a collective sends it: flat, the columns [b, D] of one owner after another."""
     send = by_owner[0].new_empty(sum(columns.numel() for columns in by_owner), dtype=wire_dtype)
     for sent, columns in zip(send.split([columns.numel() for columns in by_owner]), by_owner, strict=True):
         torch.mul(columns, scale, out=sent.view(columns.shape))

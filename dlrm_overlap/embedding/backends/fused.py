@@ -1,35 +1,30 @@
-"""`fused` on GPUs: one persistent kernel pools, and puts each slice as soon as it is done (arXiv 2305.06942)."""
+"""`fused` on GPUs: one persistent kernel pools, and stores each slice when it is ready (arXiv 2305.06942)."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward, types_and_places
+from dlrm_overlap.embedding.backends.lookup import DeviceLookup, Platform
+from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward, ZeroCopyState
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
-from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
-from dlrm_overlap.embedding.windows import PairFlags, WindowPair, flags_among
-from dlrm_overlap.kernels.arguments import (
-    Bags,
-    FeatureTable,
-    Tuning,
-    Windows,
-    has_short_bags,
-    tuning_for,
-)
+from dlrm_overlap.embedding.steps import BatchSizes, Step, tensors_of
+from dlrm_overlap.embedding.windows import DeviceSignals, Signals, WindowPair, flags_among
+from dlrm_overlap.kernels.bags import Bags, FeatureTable, Windows
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices, SliceState
-from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels.launches import Launch, launches_of, prepared
+from dlrm_overlap.kernels.tuning import Tuning, has_short_bags, tuning_for
 
-_MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4 or 8
-_FEWEST_SHORT_BAGS = 1 << 15  # fewer are cut as long ones
+_MANY_BAGS = 1 << 17  # enough for several tasks of 4 or 8 bags for each of some 4,000 resident programs
+_FEWEST_SHORT_BAGS = 1 << 15  # fewer short bags are cut as long ones
 
 
 def persistent_tuning(table: FeatureTable, samples: int, slice_bags: int, short: bool = False) -> Tuning:
     """Return how to cut a persistent launch for the bags of `samples` samples, in slices of `slice_bags` bags.
 
-    A program pays for each task, so it takes one of twice as many bags where there are many, if slices have so many. Of
-    `short` bags, see `has_short_bags`, it takes four times as many: all programs draw their tasks from one ticket,
-    which gives out one in 1.1 to 1.3 ns at best (H200; docs/lab.md), and otherwise decides.
+    With many bags a task has twice as many, unless a slice has fewer, since each task has a cost. With many `short`
+    bags (`has_short_bags`) it has four times as many: else the counter from which all programs draw tasks would be the
+    limit (1.1 to 1.3 ns a task on an H200, docs/lab.md).
     """
     bags = table.entries.shape[0] * samples
     short = short and bags >= _FEWEST_SHORT_BAGS
@@ -40,56 +35,55 @@ def persistent_tuning(table: FeatureTable, samples: int, slice_bags: int, short:
     return tuning_for(table.dim, table.weight_dtype.itemsize, short=short)
 
 
-class SlicedForward(ZeroCopyForward):
-    """Persistent kernels, one for each kind of shards; the last returns when all flags have been raised.
+class SlicedForward(ZeroCopyForward[Windows]):
+    """Persistent kernels, one for each kind of shards, of which the last returns when all flags are set.
 
-    The option `put` says how rows get into the peers' windows: straight, or by way of staging memory of this GPU.
-    A rank that has nothing to pool does as `pgas`: it only raises its flag, and awaits the others' in `finish`.
+    `finish` waits for the flags, as in `pgas`, if this rank has nothing to pool, and on several nodes, where programs
+    that wait would occupy the multiprocessors that messages need.
     """
 
-    ends_with_wait = True
-    """whether the last kernel returns when all flags have been raised; else `finish` awaits them"""
+    lookup: DeviceLookup
 
     @classmethod
     def slices(cls, options: ExchangeOptions, samples: int) -> int:
-        """Return how many slices a shard's bags for `samples` samples make; none in place, where none has a flag."""
+        """Return how many slices with a flag each a shard's bags for `samples` samples make; 0 under `direct`."""
         return -(-samples // options.slice_bags) if options.put == "staged" else 0
 
-    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
-        super().__init__(context, windows)
+    def __init__(self, context: ExchangeContext, windows: WindowPair, platform: Platform[Windows]) -> None:
+        super().__init__(context, windows, platform)
         self._in_place = self.options.put == "direct"
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}
-        self._launches = StepCache[tuple[Any, ...], Launch]()
-        """by all that they were made of, but `_states`; of these as they are"""
 
-    def _has_slices(self, step: Step) -> bool:
-        return bool(self.lookup.pooled_together) and step.batch.most > 0
-
-    def start(self, step: Step) -> None:
+    def start(self, step: Step) -> ZeroCopyState:
         """Launch the kernels."""
-        if not self._has_slices(step):
-            super().start(step)
-            return
-        flags, tables = self.flags_of(step), self.prepare(step)
-        epoch = self.begin(step)
-        windows = self.peers[epoch % 2]
-        for i, table in enumerate(tables):
+        if not self.lookup.pooled_together or step.batch.most == 0:
+            return super().start(step)
+        signals = self.signals_of(step)
+        windows = self.begin(step, signals)
+        for i, table in enumerate(self.lookup.tables):
             tensors = tensors_of(step.inputs[self.lookup.pooled_together[i][0].input])
             short = has_short_bags(table, *tensors[:2])
-            key = table, windows, step.batch, short, types_and_places(tensors)
-            launch = self._launches.get(key, self._prepare, i, table, windows, flags, step)
-            with self.order:  # its programs raise flags and await them
+            launch = self._put_launch(tensors, i, table, windows, signals, step.batch, short)
+            with self.order:  # its programs signal and wait
                 launch(*tensors, self.windows.counter.argument)
+        return ZeroCopyState(step, signals if self.transport is not None else None)
 
-    def _prepare(self, i: int, table: FeatureTable, windows: Windows, flags: PairFlags, step: Step) -> Launch:
-        """Return the launch of kernel i for steps of this one's batch sizes and types of ids.
-
-        It is called with values, offsets, weights and the epoch.
-        """
-        bags = self.lookup.bags(self.lookup.pooled_together[i], step, self.reached)
+    @prepared
+    def _put_launch(
+        self,
+        tensors: Sequence[torch.Tensor],
+        i: int,
+        table: FeatureTable,
+        windows: Windows,
+        signals: Signals,
+        batch: BatchSizes,
+        short: bool,
+    ) -> Launch:
+        """Return the launch of kernel i; it is called with ids like `tensors`, and the epoch."""
+        assert isinstance(signals, DeviceSignals)
+        bags = self.lookup.bags(tensors, batch, self.reached)
         last = i == len(self.lookup.pooled_together) - 1
-        short = has_short_bags(table, bags.values, bags.offsets)
         tuning = persistent_tuning(table, bags.samples, self.options.slice_bags, short)
         options = self.lookup.pooling_options(tuning)
         before = sum(map(len, self.lookup.pooled_together[:i]))
@@ -98,23 +92,16 @@ class SlicedForward(ZeroCopyForward):
             bags=bags,
             features=table,
             windows=windows,
-            flags=flags_among(flags.flags, self.reached),
+            flags=flags_among(signals.flags, self.reached),
             state=self.state(i, bags, table, tuning),
-            # The kernel knows the ranks reached alone.
+            # The kernel knows only the ranks reached.
             options=options._replace(rank=self.reached.index(self.rank)),
-            slices=Slices(self.options.slice_bags, first_slot, self._in_place, last, self.ends_with_wait and last),
+            slices=Slices(self.options.slice_bags, first_slot, self._in_place, last, self.transport is None and last),
         )
         return put.launch(self.grid(i, put))
 
-    def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
-        """Lend the window, or copy it: the stream comes after the kernel that has awaited the flags, if one has."""
-        if not (self.ends_with_wait and self._has_slices(step)):
-            return super().finish(step, copy)
-        self.join_stream()
-        return self.output(step, copy)
-
     def state(self, i: int, bags: Bags, table: FeatureTable, tuning: Tuning) -> SliceState:
-        """Return the memory that the programs of kernel i share, for the largest batch so far."""
+        """Return the memory that the programs of kernel i share, enough for the largest batch so far."""
         here = self.world_size * table.entries.shape[0]
         slices = here * -(-bags.samples_per_rank // self.options.slice_bags)
         tasks = here * -(-bags.samples_per_rank // tuning.task_bags)
@@ -126,15 +113,11 @@ class SlicedForward(ZeroCopyForward):
                 done=torch.zeros(slices, dtype=torch.int32, device=self.device),
                 ticket=torch.zeros(3, dtype=torch.int32, device=self.device),
             )
-            self._launches.forget()
+            launches_of(self).forget()
         return state
 
     def grid(self, i: int, put: SlicedPut) -> int:
-        """Return the programs of kernel i's grid: as many as fit at once, or as many as the options ask for.
-
-        Raises:
-            InputError: if more are asked for than fit.
-        """
+        """Return the number of programs of kernel i: all that are resident at once, or fewer if the options say so."""
         key = i, put.options.tuning
         if key not in self._programs:
             fit, asked = put.resident_programs(), self.options.programs_per_sm

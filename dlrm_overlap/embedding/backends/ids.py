@@ -1,5 +1,9 @@
-"""Ids to the owners of their rows: published by every rank in its window, read by the owners, see `id_layout`."""
+"""Sends ids to the owners of their rows: each rank publishes its ids in its window, and the owners read them there.
 
+`id_layout` has the layout.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -10,56 +14,73 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.cpu import CpuFlags
+from dlrm_overlap.embedding.backends.cpu import CpuSignals
 from dlrm_overlap.embedding.backends.messages import send_window
 from dlrm_overlap.embedding.distinct import Distinct
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.internode import published_window
 from dlrm_overlap.embedding.layout import EVERY_RANK, SLOTS_FROM, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import BatchSizes, StepCache, weights_of
+from dlrm_overlap.embedding.steps import BatchSizes, weights_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
-from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each, skip_epoch
+from dlrm_overlap.embedding.windows import DeviceSignals, Signals, WindowPair, one_flag_each, skip_epoch
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
+from dlrm_overlap.kernels.launches import StepCache
 from dlrm_overlap.kernels.pull_ids import BLOCK_IDS, Arrivals, Published, locate_ids, pull_ids, pull_tasks
 
 Bags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""ids, bag after bag, the offsets of the bags, and the ids' weights, if they have some"""
+"""ids, bag after bag, the offsets of the bags, and the ids' weights or None"""
 
 
 class _Prepared(NamedTuple):
-    """Tensors on the device for one number of samples."""
-
     arrivals: Arrivals
     tasks: torch.Tensor
     arrived: list[Bags]
-    """where ids arrive: those of even epochs, those of odd ones"""
+    """where ids arrive in even epochs and in odd ones"""
 
 
-class IdPull:
-    """The kernels that read the ids of some shards out of the windows of some ranks, on the device."""
+class IdPull(ABC):
+    """Reads the ids of some shards from the windows of some ranks."""
+
+    status: torch.Tensor | None = None
+    """see `Signals`"""
 
     def __init__(self, exchange: "IdExchange", shards: Sequence[FeatureShard], sources: range) -> None:
         """Take the shards, and the ranks to read from."""
-        self._exchange, self._shards, self._ids, self._sources = exchange, shards, exchange.ids, sources
-        self._device, self._known = exchange.device, exchange.known
+        self._exchange, self._ids, self._shards, self._sources = exchange, exchange.ids, shards, sources
+        self._rows = [exchange.rows_of(shard) for shard in shards]
         self._features = [self._ids.published(shard) for shard in shards]
+        arena, names = exchange.windows.arena, exchange.windows.names
+        self._windows = [[published_window(arena, name, rank) for rank in sources] for name in names]
+        """the ranks' windows, of even epochs and of odd ones"""
+
+    @abstractmethod
+    def __call__(self, samples: int, buffer_index: int) -> Bags:
+        """Return the ids that the ranks have published in the windows of `buffer_index`."""
+
+    def check(self) -> None:  # noqa: B027  optional
+        """Raise what kernels have recorded, see `IdExchange.check`."""
+
+
+class DeviceIdPull(IdPull):
+    """Reads by kernels."""
+
+    def __init__(self, exchange: "IdExchange", shards: Sequence[FeatureShard], sources: range) -> None:
+        super().__init__(exchange, shards, sources)
+        self._device, self._known = exchange.device, exchange.known
         self._record = DeviceErrorRecord(self._device)
         self.status = self._record.status
         self._looks = bool(shards) and exchange.bad_ids_of(shards[0]).looks
-        rows = [exchange.rows_of(shard) for shard in shards]
-        numbers = self._tensor(self._features), self._tensor(rows), self._tensor(self._ids.published_capacity)
-        arena, names = exchange.windows.arena, exchange.windows.names
-        seen = [[published_window(arena, name, rank) for rank in sources] for name in names]
-        addresses = [torch.tensor([each.data_ptr() for each in one], device=self._device) for one in seen]
+        numbers = self._tensor(self._features), self._tensor(self._rows), self._tensor(self._ids.published_capacity)
+        addresses = [torch.tensor([each.data_ptr() for each in one], device=self._device) for one in self._windows]
         at = self._ids.offsets_at, self._ids.weights_at
         self._published = [Published(each, *at, *numbers) for each in addresses]
-        room = self._ids.arriving(self._features, len(sources))
-        self._values = [torch.zeros(room, dtype=torch.int32, device=self._device) for _ in range(2)]
+        capacity = self._ids.arriving(self._features, len(sources))
+        self._values = [torch.zeros(capacity, dtype=torch.int32, device=self._device) for _ in range(2)]
         self._weights: Sequence[torch.Tensor | None] = [None, None]
         if self._ids.weighted:
-            self._weights = [torch.zeros(room, device=self._device) for _ in range(2)]
+            self._weights = [torch.zeros(capacity, device=self._device) for _ in range(2)]
         self._prepared = StepCache[int, _Prepared]()
         """by samples of a rank"""
 
@@ -67,7 +88,6 @@ class IdPull:
         return torch.tensor(numbers, dtype=torch.int32, device=self._device)
 
     def _prepare(self, samples: int) -> _Prepared:
-        """Return the tensors for batches of `samples`, newly allocated."""
         sources, features = len(self._sources), len(self._features)
         values, weights = self._values, self._weights
         if self._known:
@@ -87,16 +107,16 @@ class IdPull:
         return _Prepared(arrivals, self._tensor(tasks).reshape(len(tasks), 3), arrived)
 
     def __call__(self, samples: int, buffer_index: int) -> Bags:
-        """Read the ids that the ranks have published in the windows of `buffer_index`."""
+        """Launch the kernels."""
         found = self._prepared.get(samples, self._prepare, samples)
-        published, status = self._published[buffer_index], self.status
+        published, status = self._published[buffer_index], self._record.status
         locate_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
         bags, lengths = found.arrived[buffer_index], not self._known
         pull_ids(published, found.arrivals, found.tasks, *bags, status, samples, lengths=lengths, check=self._looks)
         return bags
 
     def check(self) -> None:
-        """Raise the faults that kernels have recorded, see `IdExchange.check`."""
+        """Raise what kernels have recorded."""
         if self._record.empty:
             return
         first_rank = self._sources.start
@@ -113,36 +133,32 @@ _GREATEST_INT32 = 2**31 - 1
 
 
 def _store(window: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy int32 by a kernel, which has its stream's priority in a CUDA graph: a copy has the lowest."""
+    """Copy int32 by a kernel: in a CUDA graph it has its stream's priority, whereas a copy has the lowest."""
     torch.bitwise_or(source, 0, out=window)
 
 
 class ArrivedIds(NamedTuple):
-    """The ids of one step: those of this rank's shards, its only input, and those of the tables that every rank holds.
+    """The ids of one step: of this rank's shards, which are one input, and of the tables that every rank holds.
 
-    Where lengths are not known beforehand, the input has one feature more than there are shards, after the others. Its
-    ids, all 0, pad the number of ids to the same in every step.
+    Unless lengths are known beforehand, the input has an extra feature after the shards', whose ids, all 0, pad the
+    number of ids to the same in every step.
     """
 
     ids: KeyedJaggedTensor
     batch: BatchSizes
-    """the samples of each rank"""
     replicated: KeyedJaggedTensor | None = None
-    """of this rank's samples, the ids of the replicated features, padded likewise; None without such features"""
+    """this rank's ids of the replicated features, padded in the same way; None without such features"""
     own_offsets: torch.Tensor | None = None
-    """[published * b + 1] int32: the offsets of all bags that this rank has published; None where nobody asks"""
+    """see `Step.own_offsets`"""
     distinct: Distinct | None = None
-    """where bags are slots: which of this rank's ids are in them"""
+    """if bags are slots, which of this rank's ids are in them"""
 
 
 class IdExchange:
-    """The ids' exchange on one rank: flags, then kernels that read the ranks' windows. All ranks call `send` alike.
+    """The exchange of ids on one rank; here on GPUs, where the host reads nothing back."""
 
-    On GPUs nothing is read back to the CPU. The result of `send` is valid until the next but one.
-    """
-
-    pull_type: Any = IdPull
-    flags_type: type[PairFlags] = PairFlags
+    pull_type: type[IdPull] = DeviceIdPull
+    signals_type: type[Signals] = DeviceSignals
 
     def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
         self.ids, self.windows, self.options, self.device = ids, windows, context.options, context.device
@@ -152,12 +168,13 @@ class IdExchange:
         self.own_bad_ids = BadIds(context.replicated.bounds_checks if context.replicated is not None else [])
         self.known = ids.known_lengths
         self.bad_ids = BadIds(self.tables.bounds_checks)
-        self._pull: Any = self.pull_type(self, self.layout.by_owner[self.rank], range(self.world_size))
-        self._pull_own: Any = None
+        self._pulls = [self.pull_type(self, self.layout.by_owner[self.rank], range(self.world_size))]
+        """for this rank's shards, and for the tables that every rank holds if there are some"""
         if self.layout.replicated:
-            self._pull_own = self.pull_type(self, self.layout.replicated, range(self.rank, self.rank + 1))
+            self._pulls.append(self.pull_type(self, self.layout.replicated, range(self.rank, self.rank + 1)))
+        self._status = self._pulls[0].status
         counts = one_flag_each(range(self.world_size), self.world_size)
-        self._flags = self.flags_type(windows, counts, self.options.wait_timeout_s, self._pull.status, "ids")
+        self._signals = self.signals_type(windows, counts, self.options.wait_timeout_s, self._status, "ids")
         if ids.shares:
             self._make_shares()
 
@@ -169,17 +186,19 @@ class IdExchange:
         self._counts = torch.full((room,), ids.shares_at, dtype=torch.int32, device=self.device)
 
     def send(self, features: KeyedJaggedTensor, samples: int, count: torch.Tensor | None = None) -> ArrivedIds:
-        """Publish the ids of this rank's samples, and return those that this rank's shards look up.
+        """Publish the ids of this rank's samples, and return those that this rank's shards look up; a collective.
 
         Args:
-            features: with the same keys in every step, and up to `samples` bags a feature.
-            samples: of the rank that has most, as which all ranks publish.
-            count: [1] int32 on the device, the number of ids, where `features` has room for more; without it there are
-                as many as `features` has room for. Used where lengths are known beforehand.
+            features: the same keys in every step, with up to `samples` bags a feature.
+            samples: the largest number of samples of a rank; all ranks publish that number.
+            count: [1] int32 on the device, the number of ids if `features` is padded; read if lengths are known.
+
+        Returns:
+            The ids, valid until the call after the next.
 
         Raises:
-            InputError: if the features are others than before, some ids have weights and others none, weights require a
-                gradient, or the samples are more than the bound; nothing has begun.
+            InputError: if the keys or the presence of weights changes, weights require a gradient, or there are more
+                samples than the capacity; nothing has begun.
         """
         self._check(features, samples)
         if features.stride() < samples:
@@ -208,10 +227,7 @@ class IdExchange:
             )
 
     def _padded(self, features: KeyedJaggedTensor, samples: int) -> KeyedJaggedTensor:
-        """Return ids with empty bags up to `samples`; with bags of id 0 where all lengths are known.
-
-        Nobody reads the pooled embeddings of these bags, so their gradient is zero.
-        """
+        """Return ids with more bags, which nobody reads: empty ones, or ones of id 0 if all lengths are known."""
         keys, bags = features.keys(), features.stride()
         more, values, weights = samples - bags, features.values(), weights_of(features)
         if self.known:
@@ -226,11 +242,10 @@ class IdExchange:
         return KeyedJaggedTensor(keys, values, weights, lengths=lengths, stride=samples)
 
     def _publish(self, window: torch.Tensor, features: KeyedJaggedTensor, count: torch.Tensor | None) -> None:
-        """Store ids and offsets in this rank's `window`."""
         values = features.values()
         here = min(values.numel(), self.ids.values)
         if values.dtype != torch.int32:
-            # Ids that no int32 holds stay outside every table, which has at most 2^31 - 1 rows.
+            # Ids beyond int32 stay outside every table: a table has at most 2^31 - 1 rows.
             values = values.clamp(-1, _GREATEST_INT32)
             window[:here].copy_(values[:here])
         else:
@@ -250,38 +265,38 @@ class IdExchange:
             offsets[:1].fill_(values.numel())
 
     def divide(self, window: torch.Tensor, samples: int) -> None:
-        """Publish the ids of each share of tables that are cut by rows, out of those of the features in `window`."""
+        """Publish the ids of each share, taken from the ids of the features in `window`."""
         divide_ids(window, self._shares, samples, self._counts)
 
     def _fetch(self, samples: int) -> ArrivedIds:
-        """Raise flags that this rank has published, wait for the peers', and read the ids of this rank's shards."""
+        """Signal, wait for all ranks' ids, and read those of this rank's shards."""
         self.check()
         reach = self.windows.arena.reach
         with self.order:
-            self._flags.raise_at_all()
+            self._signals.signal()
             if not reach.whole:
                 send_window(self.windows, self.group)
             for source in reach.sources:
-                self._flags.raise_at_all(source)
-            self._flags.wait()
+                self._signals.signal(source)
+            self._signals.wait()
         buffer_index = self.windows.counter.value % 2
-        # Of its own in every step: it remembers lengths that it is asked for.
-        ids = _input(self._pull(samples, buffer_index), self.world_size * samples)
-        own = _input(self._pull_own(samples, buffer_index), samples) if self._pull_own is not None else None
+        bags, *own_bags = [pull(samples, buffer_index) for pull in self._pulls]
+        ids = _input(bags, self.world_size * samples)  # a new one in every step, since it caches lengths
+        own = _input(own_bags[0], samples) if own_bags else None
         offsets = self.windows.local[self.ids.offsets_at :] if self.ids.shares or self.layout.has_slots else None
         published = len(self.ids.published_capacity) * samples + 1
         batch = BatchSizes.of((samples,) * self.world_size)
         return ArrivedIds(ids, batch, own, None if offsets is None else offsets[:published])
 
     def rows_of(self, shard: FeatureShard) -> int:
-        """Return the rows of the table of a shard that this rank holds, be it alone or as every rank does."""
+        """Return the number of rows of a shard that this rank holds."""
         if shard.owner != EVERY_RANK:
             return self.tables.rows(shard)
         assert self._replicated_tables is not None
         return self._replicated_tables.weight(shard).shape[0]
 
     def report(self, shard: FeatureShard, source: int, index: int, value: int, rows: int) -> None:
-        """Report an id outside its table, see `BadIds`; the ids of a share count from the first row of the shard."""
+        """Report an id outside its table, see `BadIds`; `value` counts from the first row of the shard."""
         name = shard.feature_name
         first, end = shard.rows
         value, rows = value + first, end or rows
@@ -289,15 +304,15 @@ class IdExchange:
         self.bad_ids_of(shard).report(f"{where}: {bad_id_message(name, value, rows)}")
 
     def bad_ids_of(self, shard: FeatureShard) -> BadIds:
-        """Return the response to ids outside a shard that this rank holds, be it alone or as every rank does."""
+        """Return how to respond to ids outside a shard that this rank holds."""
         return self.own_bad_ids if shard.owner == EVERY_RANK else self.bad_ids
 
     def overflow(self, rank: int, feature: int, count: int, most: int) -> ValueError:
-        """Return the error for a batch that has too many ids, or another number than is known."""
+        """Return the error for a batch that has too many ids, or not the number that was given beforehand."""
         keys = self.ids.keys
         if self.known:
             text = f"{count} ids, but by its bound, which gives every bag of a feature the same number, it has {most}"
-        elif feature == len(keys):  # the room between the ids of the features and those of the shares
+        elif feature == len(keys):  # the unused space between the ids of the features and those of the shares
             count = most - count
             text = f"{count} ids, beyond the {most} of all its bounds"
         else:
@@ -314,23 +329,20 @@ class IdExchange:
         return ValueError(f"the batch of rank {rank} has {text}; {cure}, and start again")
 
     def skip(self) -> None:
-        """Take an epoch in which nothing is published, as `ExchangeDirection.skip`."""
-        skip_epoch(self.windows, self.flags_type, self.options.wait_timeout_s, self._pull.status)
+        """Take an epoch in which nothing is published; a collective."""
+        skip_epoch(self.windows, self.signals_type, self.options.wait_timeout_s, self._status)
 
     def check(self) -> None:
-        """Raise the faults that kernels have recorded; never waits for the device.
+        """Raise an `ExchangeTimeoutError` if a wait has expired, a ValueError if a batch is beyond the capacity.
 
-        Raises:
-            ExchangeTimeoutError: if a wait for a peer has expired.
-            ValueError: if a batch is beyond its bound; or if an id is outside its table, under bounds check FATAL.
+        Raise or log an id outside its table, see `BadIds`. Never waits for the device.
         """
-        self._pull.check()
-        if self._pull_own is not None:
-            self._pull_own.check()
+        for pull in self._pulls:
+            pull.check()
 
     def close(self) -> None:
-        """Forget the pulls, which know this exchange: no cycle keeps memory."""
-        self._pull = self._pull_own = None
+        """Drop the pulls, which refer to this exchange, so that no reference cycle keeps memory."""
+        self._pulls.clear()
 
 
 def _input(bags: Bags, samples: int) -> KeyedJaggedTensor:
@@ -339,21 +351,14 @@ def _input(bags: Bags, samples: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys, values, weights, offsets=offsets, stride=samples)
 
 
-class CpuIdPull:
-    """`IdPull` on a CPU, which copies ids as the reference does, and raises faults at once."""
-
-    def __init__(self, exchange: "IdExchange", shards: Sequence[FeatureShard], sources: range) -> None:
-        self._exchange, self._sources, self.status = exchange, sources, None
-        self._shards = [(shard, exchange.rows_of(shard)) for shard in shards]
-        self._features = [exchange.ids.published(shard) for shard in shards]
-        arena, names = exchange.windows.arena, exchange.windows.names
-        self._seen = [[published_window(arena, name, rank) for rank in sources] for name in names]
+class CpuIdPull(IdPull):
+    """Reads by the reference, and raises faults at once."""
 
     def __call__(self, samples: int, buffer_index: int) -> Bags:
-        """Read the ids that the ranks have published in the windows of `buffer_index`."""
-        ids = self._exchange.ids
+        """Copy the ids."""
+        ids = self._ids
         published = [
-            self._offsets(*each, samples) for each in zip(self._sources, self._seen[buffer_index], strict=True)
+            self._offsets(*each, samples) for each in zip(self._sources, self._windows[buffer_index], strict=True)
         ]
         values, offsets = reference.pull_ids(published, self._features, samples)
         self._check_rows(values, offsets[::samples].tolist())
@@ -363,7 +368,7 @@ class CpuIdPull:
         return values, offsets, reference.pull_ids(weights, self._features, samples)[0].view(torch.float32)
 
     def _offsets(self, rank: int, window: torch.Tensor, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a rank's window, and the offsets in it, whose batch is within its bound."""
+        """Return a rank's window and offsets, after a check of its capacity."""
         exchange, ids = self._exchange, self._exchange.ids
         offsets = window[ids.offsets_at :]
         if exchange.known:
@@ -378,8 +383,9 @@ class CpuIdPull:
         return window, offsets
 
     def _check_rows(self, values: torch.Tensor, bounds: Sequence[int]) -> None:
-        """Take row 0 for ids outside their table or, by the bounds check, stop."""
-        arrived = [(*each, source) for each in self._shards for source in self._sources]
+        """Replace ids outside their table by 0, or raise if the bounds check says so."""
+        shards = zip(self._shards, self._rows, strict=True)
+        arrived = [(*each, source) for each in shards for source in self._sources]
         for (shard, rows, source), (begin, end) in zip(arrived, pairwise(bounds), strict=True):
             here = values[begin:end]
             outside = (here < 0) | (here >= rows)
@@ -388,17 +394,14 @@ class CpuIdPull:
                 self._exchange.report(shard, source, index, int(here[index]), rows)
                 here.masked_fill_(outside, 0)
 
-    def check(self) -> None:
-        """Do nothing: all faults have been raised."""
-
 
 class CpuIdExchange(IdExchange):
     """`IdExchange` on CPUs."""
 
-    pull_type, flags_type = CpuIdPull, CpuFlags
+    pull_type, signals_type = CpuIdPull, CpuSignals
 
     def divide(self, window: torch.Tensor, samples: int) -> None:
-        """Divide the ids as the reference does; of a batch beyond its bound, whose error comes later, none."""
+        """Divide the ids by the reference; none of a batch beyond the capacity, whose error comes later."""
         ids, features = self.ids, len(self.ids.keys)
         offsets = window[ids.offsets_at :]
         shared = offsets[(features + 1) * samples :][: len(ids.shares) * samples + 1]

@@ -1,38 +1,45 @@
-"""Tables that every rank holds: looked up for this rank's samples alone, and nothing is sent.
+"""The lookup of tables that every rank holds, for this rank's samples; nothing is sent.
 
-The rows are pooled into the columns of this rank's own output window that no peer stores into, so the output is whole
-without a copy. The gradient is read where autograd left it, and added to that of the dense lookups' parameters, which
-belongs to the dense part: it is summed over the ranks and used as that part's is.
+Rows are pooled into columns of this rank's own output window that no peer stores into, so the output needs no copy. The
+gradient is added to the gradients of the dense lookups' parameters, which the dense part reduces and applies.
 """
 
 from abc import abstractmethod
-from typing import Any
+from typing import Generic, NamedTuple
 
 import torch
 
 from dlrm_overlap.embedding.backends.base import ExchangeDirection
 from dlrm_overlap.embedding.backends.cpu import CpuLookup, ids_in_bags
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup
+from dlrm_overlap.embedding.backends.lookup import DeviceLookup, Lookup, Rows
 from dlrm_overlap.embedding.backends.rows import InputRows, in_readable_rows
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.replicated import ReplicatedGradients
 from dlrm_overlap.embedding.steps import BatchSizes, Step, tensors_of
 from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import WindowPair
-from dlrm_overlap.kernels.arguments import OptimizerParams, Windows
 from dlrm_overlap.kernels.backward.optimizers import Rule
-from dlrm_overlap.kernels.backward.update_rows import RowUpdate
+from dlrm_overlap.kernels.bags import Windows
+from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 from dlrm_overlap.kernels.reference import update_rows
 
 
-class LocalLookup(ExchangeDirection):
-    """The lookup of replicated tables on one rank: of each step `pool`, and maybe `start_backward`, `finish_backward`.
+class LocalState(NamedTuple):
+    """A step under way."""
 
-    Who trains sets the parameters' gradients to zero before each step, as for other parameters; `start_backward` adds
-    to them without autograd's knowledge. An id that several bags of a step have is added up as often.
+    own: Step
+    """the step with only this rank's samples, and the ids of replicated features as its one input"""
+    looked_up: torch.Event | None = None
+    """on GPUs, the event after which the backward may read these ids"""
+
+
+class LocalLookup(ExchangeDirection, Generic[Rows]):
+    """The lookup of replicated tables: of each step `pool`, and `start_backward` and `finish_backward` if it trains.
+
+    `start_backward` adds to the parameters' gradients, without autograd; the trainer zeroes them before each step.
     """
 
-    lookup_type: Any = DeviceLookup
+    lookup_type: type[Lookup[Rows]]
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         """Take the windows of the outputs."""
@@ -47,107 +54,105 @@ class LocalLookup(ExchangeDirection):
         self._windows = self.own_windows()
 
     @abstractmethod
-    def own_windows(self) -> list[Any]:
-        """Return this rank's window as the lookup takes it, that of even epochs and that of odd ones."""
+    def own_windows(self) -> list[Rows]:
+        """Return this rank's window as the lookup uses it, of even epochs and of odd ones."""
 
-    def own(self, step: Step) -> Step:
-        """Return the step as if this rank were alone: its samples, and the ids of replicated features as input 0."""
+    def pool(self, step: Step) -> LocalState:
+        """Pool into this rank's window of the current step, which has begun."""
         assert step.replicated is not None, "the ids of a step come with those of replicated features"
-        return Step([step.replicated], BatchSizes.of((step.batch.per_rank[self.rank],)))
-
-    def pool(self, step: Step) -> None:
-        """Store the pooled embeddings of this rank's samples to its window of the step, which has begun."""
-        self._lookup.store(self._windows[self.windows.epoch % 2], self.own(step), self._lookup.tables())
-
-    @abstractmethod
-    def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to add the gradient [b, D_total] of the output to those of the rows."""
+        own = Step([step.replicated], BatchSizes.of((step.batch.per_rank[self.rank],)))
+        self._lookup.refresh()
+        self._lookup.store(self._windows[self.windows.epoch % 2], own)
+        return LocalState(own)
 
     @abstractmethod
-    def finish_backward(self, step: Step) -> None:
-        """Make all that is issued on the current stream from now on see the rows' gradients."""
+    def start_backward(self, state: LocalState, gradient: torch.Tensor) -> None:
+        """Start to add the gradient [b, D_total] of the output to the gradients of the rows."""
+
+    @abstractmethod
+    def finish_backward(self) -> None:
+        """Make the current stream wait until the gradients of the last `start_backward` are added."""
 
 
-class CpuLocalLookup(LocalLookup):
-    """`LocalLookup` on a CPU, which pools and updates as the reference does."""
+class CpuLocalLookup(LocalLookup[list[torch.Tensor]]):
+    """`LocalLookup` on a CPU, by the reference."""
 
     lookup_type = CpuLookup
 
-    def own_windows(self) -> list[Any]:
-        """Return tensors, one for each epoch."""
+    def own_windows(self) -> list[list[torch.Tensor]]:
+        """Return tensors."""
         return [[self.windows.arena.local(name)] for name in self.windows.names]
 
-    def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
-        """Add the gradients of one feature's rows after the other."""
-        own = self.own(step)
+    def start_backward(self, state: LocalState, gradient: torch.Tensor) -> None:
+        """Add the gradients, feature by feature."""
+        own = state.own
         for shard, column in self.columns.items():
             ids, sample, factors = ids_in_bags(own.inputs[0], shard, own.batch.total)
             rows = gradient[sample, column : column + shard.dim].float() * factors
             sums = self.gradients.weight(shard)
             update_rows(sums, (), ids.long(), rows, "sgd", OptimizerParams(self.gradients.LEARNING_RATE))
 
-    def finish_backward(self, step: Step) -> None:
-        """Do nothing: `start_backward` has added all gradients."""
+    def finish_backward(self) -> None:
+        """Do nothing: `start_backward` has added them."""
 
 
-class DeviceLocalLookup(LocalLookup):
-    """On a GPU, by the kernels of the exchange: those that pool, as a rank alone would, and those that update rows.
+class DeviceLocalLookup(LocalLookup[Windows]):
+    """`LocalLookup` on a GPU, by the kernels that pool and those that update rows.
 
-    All of the backward runs beside the main stream, which needs its result for the dense parameters' reduction alone:
-    the ids are sorted once the forward has looked them up, and gradients added while the others' are on their way.
+    The backward runs on a stream of its own, since the main stream needs the result only to reduce dense gradients: it
+    sorts the ids, then adds the gradients while those of sharded tables are sent.
     """
+
+    lookup_type = DeviceLookup
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        # As updates: after the work that the peers wait for, and after the main stream's.
+        # The lowest priority, as for updates: after work that peers wait for, and after the main stream's.
         self._stream = torch.cuda.Stream(self.device, priority=0)
         self._issued, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._storage: tuple[int, ...] | None = None
         self._rows: InputRows | None = None
-        self._updates: list[RowUpdate] = []
-        """of the ranges of these rows"""
         numbers = torch.tensor(OptimizerParams(self.gradients.LEARNING_RATE), device=self.device)
         self._rule = Rule(numbers, context.counters.steps.word)
 
     def _input_rows(self) -> InputRows:
-        """Return the rows, that is gradients, which ids name, made anew when they have moved."""
+        """Return the gradients as `InputRows`, made again when they have moved."""
         if (storage := self.gradients.storage()) != self._storage or self._rows is None:
             self._rows = InputRows(
                 self.layout.replicated, self.gradients, self.columns, dict.fromkeys(self.layout.replicated, 0)
             )
-            self._updates = [RowUpdate(added.rows) for added in self._rows.ranges]
             self._storage = storage
         return self._rows
 
-    def own_windows(self) -> list[Any]:
-        """Return addresses, one for each epoch."""
+    def own_windows(self) -> list[Windows]:
+        """Return addresses."""
         stride = self.options.leading_columns + self.layout.arrival_dim
         windows = [self.windows.arena.local(name) for name in self.windows.names]
         own = [torch.tensor([each.data_ptr()], device=self.device) for each in windows]
         return [Windows(address, stride, self.options.wire_dtype) for address in own]
 
-    def pool(self, step: Step) -> None:
+    def pool(self, step: Step) -> LocalState:
         """Launch the kernels that pool into this rank's window."""
-        super().pool(step)
-        step.own_looked_up = torch.cuda.current_stream(self.device).record_event()
+        return LocalState(super().pool(step).own, torch.cuda.current_stream(self.device).record_event())
 
-    def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
-        """Sort the ids, and add the gradient, all beside the main stream."""
+    def start_backward(self, state: LocalState, gradient: torch.Tensor) -> None:
+        """Sort the ids, and add the gradient, on a stream of its own."""
         gradient = in_readable_rows(gradient)
-        rows, own = self._input_rows(), self.own(step)
+        rows, own = self._input_rows(), state.own
         ids = own.inputs[0]
         for tensor in (gradient, *tensors_of(ids)):
             tensor.record_stream(self._stream)
-        self._stream.wait_event(step.own_looked_up)
+        assert state.looked_up is not None
+        self._stream.wait_event(state.looked_up)
         self._issued.record(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             runs = rows.sort(ids, own.batch.total, gradient.stride(0) // 4)
             self._stream.wait_event(self._issued)
             if runs is not None:
-                for update in self._updates:
-                    update(runs, gradient, self._rule)
+                for added in rows.ranges:
+                    added.update(runs, gradient, self._rule)
             self._done.record(self._stream)
 
-    def finish_backward(self, step: Step) -> None:
+    def finish_backward(self) -> None:
         """Make the current stream wait until the gradients are added."""
         torch.cuda.current_stream(self.device).wait_event(self._done)

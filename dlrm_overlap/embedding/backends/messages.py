@@ -1,30 +1,30 @@
-"""Messages between nodes by a collective, each way of a step in one call: on GPUs NCCL's grouped sends and receives.
+"""Carriers that exchange the messages between nodes by one collective; on GPUs NCCL sends and receives in one group.
 
-A backend has a carrier for each way: one of these or, for pooled embeddings on GPUs, that of `puts`. All have:
+All carriers, including `PooledByPuts`, have these methods, which every rank calls in this order:
 
-    send        fills the messages on the current stream, and may send some
-    receive     sends the rest and receives, on the current stream, which comes after `send`; every rank calls it
+    send        fills the messages on the current stream, and may start to send them
+    receive     sends the rest, and receives, on the current stream, which has waited for `send`
     arrived     returns a message, for which the current stream waits
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Generic
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.embedding.internode import Crossing, Message, Messages, arriving_windows
+from dlrm_overlap.embedding.backends.lookup import Lookup, Rows
+from dlrm_overlap.embedding.internode import InternodeLayout, Message, Messages, arriving_windows
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
+from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.windows import WindowPair
+from dlrm_overlap.kernels.launches import StepCache
 
 
 def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
-    """Send this rank's current window to the other nodes, and copy theirs to where this node's ranks read them.
+    """Send this rank's current window to the other nodes, and copy theirs to where `published_window` finds them.
 
-    All ranks call this; see `published_window`. On a GPU it is issued on the current stream, on a CPU it is done. The
-    messages are in memory of their own, since NCCL may ask for more of memory that it sends from in a CUDA graph than
-    windows give.
+    A collective, on the current stream. It sends a copy, since in a CUDA graph NCCL may not be able to send windows.
     """
     reach, window = windows.arena.reach, windows.local.flatten()
     send_sizes, receive_sizes = [0] * group.size(), [0] * group.size()
@@ -41,27 +41,25 @@ def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
 
 
 Pack = Callable[[Message, torch.Tensor], None]
-"""Fills a message [rows, pitch], on the current stream."""
+"""Fills a message, given as a view [rows, pitch], on the current stream."""
 MessagesOf = Callable[[BatchSizes], Messages]
-"""Returns the messages of a step, see `Crossing`."""
+"""Returns the messages of a batch, see `InternodeLayout`."""
 
 
 class ByCollective:
-    """A carrier by a collective.
+    """What both carriers share.
 
-    The memory of messages is the same in all steps, since captured ones go on using it. Those of a step may be written
-    once those of the step before have been sent, and received ones are there until the next exchange begins: the
-    caller orders both, on one stream or by waiting.
+    Messages have the same memory in all steps, as captured steps need it. The caller orders steps: a message may be
+    filled when that of the previous step has been sent, and is valid until the next step's `receive`.
     """
 
     def __init__(self, context: ExchangeContext, messages_of: MessagesOf) -> None:
-        """Make room for the messages of any step, of which those of the largest batch are the largest."""
+        """Allocate memory for the messages of the largest batch."""
         self._group, self._messages_of = context.group, messages_of
         self._sent, self._received = (
             torch.empty(sum(each.elements for each in way), dtype=context.options.wire_dtype, device=context.device)
             for way in messages_of(context.largest_batch)
         )
-        """flat; the first elements are in use"""
 
     def fill(self, step: Step, pack: Pack) -> None:
         """Fill the messages."""
@@ -69,62 +67,60 @@ class ByCollective:
             if message.elements:
                 pack(message, message.within(self._sent))
 
-    def exchange(self, messages: Messages) -> Any:
-        """Start to send and to receive, after all work on the current stream; return the collective's work.
-
-        All ranks of the group call this, each with its messages. Between ranks without a message NCCL sends nothing,
-        and gloo an empty one.
-        """
+    def exchange(self, messages: Messages) -> dist.Work:
+        """Start the collective, after all work on the current stream, and return its work."""
         send_sizes, receive_sizes = self._sizes(messages.sent), self._sizes(messages.received)
         sent, received = self._sent[: sum(send_sizes)], self._received[: sum(receive_sizes)]
-        return dist.all_to_all_single(received, sent, receive_sizes, send_sizes, self._group, async_op=True)
+        work = dist.all_to_all_single(received, sent, receive_sizes, send_sizes, self._group, async_op=True)
+        assert work is not None
+        return work
 
     def _sizes(self, messages: Sequence[Message]) -> list[int]:
-        """Return the elements of each rank's message."""
         sizes = [0] * self._group.size()
         for message in messages:
             sizes[message.peer] = message.elements
         return sizes
 
     def arrived(self, step: Step, slot: int) -> torch.Tensor:
-        """Return a message that `receive` has waited for."""
+        """Return a message, after `receive`."""
         return self._messages_of(step.batch).received[slot].within(self._received)
 
 
 class PackedByCollective(ByCollective):
-    """Messages of any kind in one call of the group's backend."""
+    """A carrier of messages that a function fills."""
 
-    _work: Any = None
+    _work: dist.Work | None = None
 
     def send(self, step: Step, pack: Pack) -> None:
-        """Fill the messages, and start to exchange them."""
+        """Fill the messages, and start the collective."""
         self.fill(step, pack)
         self._work = self.exchange(self._messages_of(step.batch))
 
     def receive(self, step: Step) -> None:
-        """Wait until all messages are here, and those of this rank are sent."""
+        """Wait for the collective."""
+        assert self._work is not None
         self._work.wait()
         self._work = None
 
 
-class PooledByCollective(ByCollective):
-    """Pooled embeddings in one call of the group's backend, when all are pooled."""
+class PooledByCollective(ByCollective, Generic[Rows]):
+    """A carrier of pooled embeddings."""
 
-    def __init__(self, context: ExchangeContext, crossing: Crossing, lookup: Any) -> None:
-        super().__init__(context, crossing.pooled)
+    def __init__(self, context: ExchangeContext, layout: InternodeLayout, lookup: Lookup[Rows]) -> None:
+        super().__init__(context, layout.pooled)
         self._lookup = lookup
-        self._windows = StepCache[tuple[range, BatchSizes], Any]()
+        self._windows = StepCache[tuple[range, BatchSizes], Rows]()
 
-    def send(self, step: Step, tables: list[Any]) -> None:
-        """Pool into the messages; `receive` sends them."""
+    def send(self, step: Step) -> None:
+        """Pool into the messages."""
 
         def pool(message: Message, sent: torch.Tensor) -> None:
             node, batch = message.node, step.batch
             windows = self._windows.get((node, batch), self._lookup.rows_of_ranks, sent, node, batch)
-            self._lookup.store(windows, step, tables, node)
+            self._lookup.store(windows, step, node)
 
         self.fill(step, pool)
 
     def receive(self, step: Step) -> None:
-        """Send all messages and receive the other nodes', in one call."""
+        """Run the collective."""
         self.exchange(self._messages_of(step.batch)).wait()

@@ -1,38 +1,38 @@
-"""Which rows the backward updates on a GPU, from which ids, by which kernel calls and by which numbers."""
+"""The rows that the backward updates on a GPU, their order by id, and the optimizers' numbers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.replicated import ReplicatedGradients
-from dlrm_overlap.embedding.steps import StepCache, UpdateRule
+from dlrm_overlap.embedding.steps import UpdateRule
 from dlrm_overlap.embedding.tables import LocalTables
-from dlrm_overlap.kernels.arguments import OptimizerParams
 from dlrm_overlap.kernels.backward.optimizers import OptimizerRows
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
+from dlrm_overlap.kernels.backward.update_rows import RowUpdate
+from dlrm_overlap.kernels.launches import StepCache
+from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 
 
-@dataclass(frozen=True)
-class UpdateRange:
-    """Rows of one part that one call of a kernel updates: of some consecutive features of an input."""
+class UpdateRange(NamedTuple):
+    """Rows that one kernel call updates: those of one part, of consecutive features of an input."""
 
     part: int
-    rows: OptimizerRows
     lookup: int
-    """the fused lookup that holds them, whose optimizer and learning rate are theirs"""
+    """the fused lookup that holds them"""
+    update: RowUpdate
 
 
 class InputRows:
-    """The rows that the ids of one input name: their order by key, and the ranges in which they are updated.
+    """The rows of one input's tables: their keys, by which ids are sorted, and the ranges in which they are updated.
 
-    A row's key counts the rows of the input's tables one after the other. Example: tables of 10 and 20 rows: row 3 of
-    the second has key 13. Sorted by key, the ids of a table, and so of a range, are together. Tables that are in one
-    cache name different slots of it, so those of a part count them once, and are updated by one call.
+    A row's key is its number among the rows of all tables of the input. Example: with tables of 10 and 20 rows, row 3
+    of the second has key 13. Sorted by key, the ids of a table, and of a range, are contiguous. Tables of a part that
+    share a cache share the keys of its slots, of which they use different ones, and are updated by one call.
     """
 
     def __init__(
@@ -42,44 +42,46 @@ class InputRows:
         starts: Mapping[FeatureShard, int],
         part_of: Mapping[FeatureShard, int],
     ) -> None:
-        """Take the shards of one input in the order of their features, in which those of a table are together.
+        """Take the shards of one input in the order of their features, so that those of a table are contiguous.
 
-        Args:
-            starts: the column at which each shard's gradient begins, see `GradientLayout`.
-            part_of: the part of the gradients with which each shard's arrives.
+        `starts` and `part_of` are those of `GradientLayout`.
         """
         self.input = shards[0].input
         self._tables, self._part_of = tables, part_of
+
+        # The keys: tables of a part in the same memory share theirs.
         first_keys: list[int] = []
         key = 0
-        for _, same in groupby(shards, key=lambda shard: (part_of[shard], *_place(tables.weight(shard)))):
+        for _, same in groupby(shards, key=lambda shard: (part_of[shard], *_memory(tables.weight(shard)))):
             together = list(same)
             first_keys += [key] * len(together)
             key += tables.weight(together[0]).shape[0]
         self._device = device = tables.weight(shards[0]).device
-        # The ids of one feature more may pad their number, see `ArrivedIds`; their key is beyond those of all rows.
+        # An extra feature may have ids that pad their number, see `ArrivedIds`; their key is beyond all rows' keys.
         self._first_keys = [*first_keys, key, key + 1]
         self._key_bits = key.bit_length()
         self._device_keys: dict[int, torch.Tensor] = {}
         self._preparations = StepCache[tuple[Any, ...], Preparation]()
-        """by all that they were made of, but the ids, whose types are among it"""
+        """by everything that they depend on, including the dtypes of ids"""
         entries = [
             [starts[s] // 4, s.dim // 4, int(s.mean), first] for s, first in zip(shards, first_keys, strict=True)
         ]
-        entries.append([0, 0, 0, key])  # of the ids that pad, whose infos name a feature more
-        alike = [self._alike(shard, first) for shard, first in zip(shards, first_keys, strict=True)]
+        entries.append([0, 0, 0, key])  # of the ids that pad
+
+        # The ranges: consecutive shards with the same part, lookup, memory and offsets.
+        shared = [self._shared(shard, first) for shard, first in zip(shards, first_keys, strict=True)]
         self.ranges: list[UpdateRange] = []
         boundaries: list[int] = []
-        for index, (_, same) in enumerate(groupby(range(len(shards)), key=lambda i: alike[i])):
+        for index, (_, same) in enumerate(groupby(range(len(shards)), key=lambda i: shared[i])):
             members = list(same)
-            part, lookup, _, weight_at, state_at = alike[members[0]]
+            part, lookup, _, weight_at, state_at = shared[members[0]]
             any_mean = any(shards[i].mean for i in members)
             stored, dim = tables.stored(shards[members[0]]), shards[members[0]].dim
             rows = OptimizerRows(
                 index, stored.weights, stored.states, weight_at, state_at, dim, any_mean, stored.optimizer,
                 stored.stochastic_rounding,
             )  # fmt: skip
-            self.ranges.append(UpdateRange(part, rows, lookup))
+            self.ranges.append(UpdateRange(part, lookup, RowUpdate(rows)))
             boundaries.append(first_keys[members[0]])
         self.input_features = InputFeatures(
             entries=torch.tensor(entries, dtype=torch.int64, device=device),
@@ -87,26 +89,23 @@ class InputRows:
             boundaries=torch.tensor([*boundaries, key], dtype=torch.int64, device=device),
         )
 
-    def _alike(self, shard: FeatureShard, first_key: int) -> tuple[int, int, int, int, tuple[int, ...]]:
-        """Return the values that neighbours in a range share: part, lookup, memory, offsets of key 0 and its states."""
+    def _shared(self, shard: FeatureShard, first_key: int) -> tuple[int, int, int, int, tuple[int, ...]]:
+        """Return what the shards of a range share: part, lookup, allocation, offsets of the row and states of key 0."""
         stored, states = self._tables.stored(shard), self._tables.states(shard)
         weight_at = _offset(self._tables.weight(shard), stored.weights, first_key)
         state_at = [_offset(state, held, first_key) for state, held in zip(states, stored.states, strict=True)]
         return self._part_of[shard], shard.lookup, stored.weights.data_ptr(), weight_at, tuple(state_at)
 
     def _keys(self, features: int) -> torch.Tensor:
-        """Return [features + 1] int64 on the device: the first key of each feature's table, and the end."""
+        """Return [features + 1] int64 on the device, the first key of each feature's table, and the end."""
         if features not in self._device_keys:
             self._device_keys[features] = torch.tensor(self._first_keys[: features + 1], device=self._device)
         return self._device_keys[features]
 
     def sort(self, ids: KeyedJaggedTensor, samples: int, row_units: int = 0) -> PreparedRuns | None:
-        """Sort the ids by key, by FBGEMM's radix sort, and prepare the update of their rows; None if there are none.
+        """Sort the ids of `samples` samples by key, and prepare the update of their rows; None without ids.
 
-        Args:
-            ids: of the input, with the bags of `samples` samples a feature.
-            samples: whose gradients are there.
-            row_units: where gradients are [samples, D_total] and not in a window: a row's length, see `Preparation`.
+        For gradients [samples, D_total], not in a window, `row_units` is the length of a row, see `Preparation`.
         """
         values, offsets = ids.values(), ids.offsets()
         if values.numel() == 0:
@@ -122,32 +121,26 @@ class InputRows:
             info_B_num_bits=bits,
             info_B_mask=mask,
         )
-        if (weights := ids.weights_or_none()) is not None:  # in the same order, since both sorts are stable
+        if (weights := ids.weights_or_none()) is not None:  # both sorts are stable, so the order is the same
             weights = weights.index_select(0, by_position.sort(stable=True).indices)
         found = SortedIds(keys, starts, count, infos, bits, offsets, samples, weights)
         key = samples, features, row_units, keys.dtype, offsets.dtype, weights is not None
         return self._preparations.get(key, Preparation, found, self.input_features, row_units)(found)
 
 
-def _place(rows: torch.Tensor) -> tuple[int, int]:
-    """Return the address of a table's rows, or of its cache's slots, and their number, which an empty shard needs."""
+def _memory(rows: torch.Tensor) -> tuple[int, int]:
+    """Return the address and number of a table's rows or cache slots; an empty shard may have another's address."""
     return rows.data_ptr(), rows.shape[0]
 
 
 def _offset(rows: torch.Tensor, held: torch.Tensor, first_key: int) -> int:
-    """Return where key 0 would be in the allocation `held` that holds `rows`, whose first key is `first_key`.
-
-    In elements where rows are numbers [rows], else in units of 4 elements.
-    """
+    """Return where key 0 is in `held`, the memory that has `rows`: in elements of [rows], or in fours of [rows, D]."""
     at = (rows.data_ptr() - held.data_ptr()) // rows.itemsize
     return at - first_key if rows.dim() == 1 else at // 4 - first_key * (rows.shape[1] // 4)
 
 
 def in_readable_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient [b, D_total] as it is read: rows without strides or overlap, at multiples of 16 bytes.
-
-    It is the gradient itself if that is so, and a copy otherwise.
-    """
+    """Return a gradient [b, D_total] whose rows are contiguous, at multiples of 16 bytes; a copy only if needed."""
     row_bytes = gradient.stride(0) * gradient.element_size()
     apart = gradient.stride(0) >= gradient.shape[1] or gradient.shape[0] == 0
     if apart and gradient.stride(1) == 1 and gradient.data_ptr() % 16 == 0 and row_bytes % 16 == 0:
@@ -156,10 +149,10 @@ def in_readable_rows(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class DeviceRules:
-    """The numbers of each fused lookup's optimizer, see `Rule`, on the device, where every step reads them.
+    """The numbers of each fused lookup's optimizer in device memory, see `Rule`.
 
-    A captured step reads the same memory in every replay, so numbers are overwritten before it is launched; an eager
-    step overwrites them on the stream of its updates, after those of the step before.
+    A captured step reads the same memory in every replay, so the numbers are overwritten before each launch. An eager
+    step overwrites them on the update stream, after the previous step's updates.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -167,18 +160,14 @@ class DeviceRules:
         self._kept: list[tuple[OptimizerParams, torch.Tensor]] = []
 
     def numbers(self, lookup: int) -> torch.Tensor:
-        """Return the numbers of a lookup, as they are when all work on the current stream is done."""
+        """Return the numbers of a lookup; valid on the stream of `follow`."""
         return self._kept[lookup][1]
 
     def follow(self, rules: Sequence[UpdateRule], step: int) -> None:
-        """Overwrite the numbers that differ from `rules`, after all work that is issued on the current stream.
-
-        Args:
-            rules: as they are at step number `step`. Their counts are kept as of step 0: kernels add the step's number.
-        """
+        """Overwrite the numbers that differ from `rules` of step number `step`, on the current stream."""
         for lookup, rule in enumerate(rules):
             value = rule.numbers
-            if rule.count:
+            if rule.count:  # stored as of step 0, since kernels add the step's number
                 value = value._replace(count=value.count - step)
             if lookup == len(self._kept):
                 self._kept.append((value, torch.empty(len(value), device=self._device)))
@@ -186,5 +175,5 @@ class DeviceRules:
                 continue
             numbers = self._kept[lookup][1]
             for element, number in zip(numbers.split(1), value, strict=True):
-                element.fill_(number)  # by a kernel: a copy from the CPU would wait for the stream
+                element.fill_(number)  # by a kernel, since a copy from the CPU would wait for the stream
             self._kept[lookup] = value, numbers

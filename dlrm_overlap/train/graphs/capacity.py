@@ -33,7 +33,7 @@ class PendingResult:
     """The elementwise maximum of some numbers over the ranks, computed while steps run.
 
     For a batch on a GPU, a kernel writes the numbers. The reduction starts when they are ready, at the latest before
-    the next one: the CPU never waits for a step that it has just issued.
+    the next one, so the CPU never waits for a step that it has just issued.
     """
 
     def __init__(self, consensus: "RankConsensus", numbers: torch.Tensor, written: torch.Event | None) -> None:
@@ -42,7 +42,7 @@ class PendingResult:
         self._work: Work | None = None
 
     def begin(self) -> None:
-        """Start the reduction, in the same order on all ranks."""
+        """Start the reduction."""
         if self._written is not None:
             self._written.synchronize()
         if (maxima := self._consensus.maxima) is not None:
@@ -68,10 +68,10 @@ class PendingResult:
 
 
 class RankConsensus:
-    """Max-reduces numbers over the CPUs of a group's ranks, asynchronously and in the same order on each."""
+    """Asynchronous max-reductions over the CPUs of a group, in the same order on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None], device: torch.device = _CPU) -> None:
-        """Set up the reduction; a collective. While a result is late, `check` may raise errors of kernels."""
+        """Take `check`, which raises errors of kernels while a result is late; a collective."""
         on_gpu = device.type == "cuda"
         self._current = CurrentStream(torch.cuda.current_stream(device).device) if on_gpu else None
         self.check, self.is_first = check, group.rank() == 0
@@ -80,7 +80,7 @@ class RankConsensus:
         """the result whose reduction has not started"""
 
     def ask(self, numbers: torch.Tensor, are_pending: bool = False) -> PendingResult:
-        """Return the greatest of each number over the ranks, as a pending result.
+        """Return the greatest of each number over the ranks.
 
         Args:
             numbers: [n] int64 on the CPU.
@@ -94,7 +94,7 @@ class RankConsensus:
         return result
 
     def ask_last(self) -> None:
-        """Start the reduction of the last result, if it has not started."""
+        """Start the last reduction, if it has not started."""
         if self.last is not None:
             last, self.last = self.last, None
             last.begin()
@@ -132,7 +132,7 @@ class CapacityTracker:
         modules: Sequence[Any] = (),
         device: torch.device = _CPU,
     ) -> None:
-        """Take a capacity, or None to learn it from the first batch, and the modules that may have unpooled tables."""
+        """Take a capacity, None to learn it, and the modules that may have unpooled tables."""
         self._capacity, self.consensus, self._device = capacity, consensus, device
         counted = [module.counted() for module in modules if hasattr(module, "counted")]
         self._collections = [(tables, distinct) for tables, distinct in counted if tables]
@@ -143,12 +143,12 @@ class CapacityTracker:
 
     @property
     def capacity(self) -> BatchCapacity:
-        """The capacity that was given, or learned from the first batch."""
+        """The capacity that was given or learned."""
         assert self._capacity is not None, "the capacity is learned from the first batch"
         return self._capacity
 
     def learn(self, example: BatchTensors | None) -> bool:
-        """Grow the capacity to the first batch, and return whether every rank has one; waits for the ranks."""
+        """Grow to the first batch, and return whether every rank has one; waits for the ranks."""
         if self.consensus.any_is(example is None) or example is None:
             return False
         self._features = _features(example)
@@ -159,7 +159,7 @@ class CapacityTracker:
         return True
 
     def describe(self, batch: BatchTensors) -> Description:
-        """Count a batch's samples and ids, except distinct ones; on the current stream if the ids are on a GPU."""
+        """Return a batch's sizes, without distinct ids; kernels on the current stream may write them."""
         on_gpu = any(ids.values().is_cuda for ids in batch.ids)
         count = self._distinct_from + len(self._tables)
         pinned = on_gpu or (bool(self._tables) and self._device.type == "cuda")
@@ -185,7 +185,7 @@ class CapacityTracker:
     def ask(
         self, described: Description | None, ids: Sequence[KeyedJaggedTensor] = (), is_mismatch: bool = False
     ) -> PendingResult:
-        """Return the greatest sizes over all ranks, as a pending result.
+        """Return the greatest sizes over all ranks.
 
         Args:
             described: sizes of this rank's batch; None if it has none.
@@ -204,7 +204,6 @@ class CapacityTracker:
         return self.consensus.ask(numbers, are_pending)
 
     def _count_distinct(self, all_ids: Sequence[KeyedJaggedTensor]) -> torch.Tensor:
-        """Return the number of distinct ids of each unpooled table, [tables] int64 on the device."""
         counts = dict[str, torch.Tensor]()
         for tables, distinct in self._collections:
             wanted = {sequence.feature for sequence in distinct.sequences}
@@ -222,7 +221,7 @@ class CapacityTracker:
         return bool(self._features) and _features(batch) == self._features
 
     def is_within(self, described: Description) -> bool:
-        """Return whether this rank's batch is within the capacity, distinct ids aside; False if sizes are pending."""
+        """Return whether a batch is within the capacity, distinct ids aside; False if sizes are pending."""
         known = slice(_SAMPLES, self._distinct_from)
         return not described.are_pending and not (described.numbers.numpy()[known] > self._limits[known]).any()
 
@@ -235,7 +234,7 @@ class CapacityTracker:
         return bool((sizes > self._limits)[_SAMPLES:].any())
 
     def grow(self, numbers: np.ndarray) -> None:
-        """Grow to batches of these greatest sizes: to a quarter more, and to twice each capacity that is exceeded."""
+        """Grow to batches of these greatest sizes: to a quarter more, and to twice what is exceeded."""
         old = self._capacity or BatchCapacity(max(1, int(numbers[_SAMPLES])), {})
         sizes, ids, distinct = dict(old.bag_sizes), dict(old.ids), dict(old.distinct)
         columns = numbers[_HEADER : self._distinct_from].reshape(3, len(self._features)).tolist()
@@ -258,7 +257,6 @@ class CapacityTracker:
         self._limit()
 
     def _limit(self) -> None:
-        """Compute the greatest sizes of batches within the capacity."""
         given = self._capacity or BatchCapacity(1, {})
         sizes = [given.bag_sizes.get(key, (0, -1)) for key in self._features]
         known = given.known_lengths

@@ -34,9 +34,9 @@ class CapturedStep:
 
         Args:
             step: issues the step and returns its output.
-            order: of the communication in the step.
+            order: order of the communication.
             counters: all that count this step.
-            pool: memory pool of the graph that is replayed in turn with this one, which share it; None makes one.
+            pool: memory pool of the graph that is replayed in turn with this one, or None.
             stream: the current stream.
 
         Raises:
@@ -71,12 +71,12 @@ class CapturedStep:
         return [[counter.value for counter in each.each] for each in self._counters]
 
     def launch(self) -> Any:
-        """Launch the graph of a step that was counted, and return the step's output."""
+        """Launch a step that was counted, and return its output."""
         self._graph.replay()
         return self._output
 
     def replay(self) -> Any:
-        """Count the step and launch the graph; return the output, which the next replay overwrites."""
+        """Count and launch the step, and return its output, which the next replay overwrites."""
         for each in self._counters:
             each.count_step()
         return self.launch()
@@ -85,7 +85,7 @@ class CapturedStep:
 class GraphPair:
     """The captured steps of a pipeline, one for each window of a pair.
 
-    Graphs hold addresses and keep no memory alive. They are released with the pair.
+    Graphs keep no memory alive, and are released with the pair.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class GraphPair:
         order: CommunicationOrder,
         device: torch.device,
     ) -> None:
-        """Take a model's embedding modules, whose exchanges count steps, and the counters of its dense gradients."""
+        """Take the embedding modules, whose exchanges count steps, and the counters of dense gradients."""
         self._modules, self._dense_counters, self._order, self._device = modules, dense_counters, order, device
         self.each: list[CapturedStep | None] = [None, None]
         """captured steps by buffer_index"""
@@ -108,7 +108,7 @@ class GraphPair:
         return None not in self.each
 
     def capture(self, buffer_index: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
-        """Capture the step of `buffer_index`, launch it, and return its output."""
+        """Capture and launch the step of `buffer_index`, and return its output."""
         for exchange in self._exchanges:
             exchange.follow_rules(capture=True)
         other = self.each[1 - buffer_index]
@@ -130,7 +130,7 @@ class GraphPair:
         return [(exchange, exchange.addresses) for exchange in self._exchanges]
 
     def check_addresses(self) -> None:
-        """Check that rows and windows are where they were at the capture.
+        """Check that rows and windows were not moved since the capture.
 
         Raises:
             InputError: if they were moved or freed.
@@ -149,8 +149,7 @@ class GraphPair:
     def skip_epochs(self, buffer_index: int, sending: Collection[Exchange]) -> None:
         """Skip an epoch where the step of `buffer_index` would use another window than it was captured with.
 
-        Even and odd epochs use different windows, and eager steps since the capture have advanced the epochs. Dense
-        gradients have one window, and skip nothing.
+        Even and odd epochs use different windows, and eager steps since the capture have advanced the epochs.
 
         Args:
             buffer_index: of the next step, which may not be captured yet if the other one is.
@@ -160,7 +159,7 @@ class GraphPair:
             exchange.skip(counter)
 
     def set_arguments(self, buffer_index: int) -> None:
-        """Set the counters on the device so that captured kernels, whose arguments are fixed, see the next epochs."""
+        """Set the counters on the device to the next epochs, as captured kernels compute them."""
         if (captured := self._captured(buffer_index)) is not None:
             for counters, arguments in zip(self._counters, captured.arguments, strict=True):
                 counters.set_arguments(arguments)
@@ -172,7 +171,6 @@ class GraphPair:
     def _in_other_windows(
         self, buffer_index: int, sending: Collection[Exchange] = ()
     ) -> list[tuple[Exchange, Counter]]:
-        """Return the counters whose next epoch uses another window than the captured step."""
         if (captured := self._captured(buffer_index)) is None:
             return []
         is_other, found = captured is not self.each[buffer_index], list[tuple[Exchange, Counter]]()
@@ -196,8 +194,7 @@ def _release(graphs: list[CapturedStep | None], device: torch.device) -> None:
 def _no_collection() -> Iterator[None]:
     """Collect garbage now, and none in the context.
 
-    An unreachable exchange, such as an earlier pipeline's, frees memory that peers read. That waits for the GPU: during
-    a capture torch would abort the process.
+    An unreachable exchange frees memory that peers read, which waits for the GPU: in a capture, torch would abort.
     """
     gc.collect()
     was_enabled = gc.isenabled()

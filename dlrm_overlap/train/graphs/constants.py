@@ -10,7 +10,7 @@ _LONGEST = 40  # characters of a value in a message
 
 
 class Constant(NamedTuple):
-    """A part of a batch that is not a tensor; for a list, dictionary or object, its type."""
+    """A part of a batch that is not a tensor, or the type of a list, dictionary or object."""
 
     parent: str
     """path of the part that contains it; empty for the batch itself"""
@@ -25,7 +25,7 @@ class Constant(NamedTuple):
 
 
 def frozen(constants: Sequence[Constant]) -> list[Constant]:
-    """Return copies that do not change if a caller changes its values in place."""
+    """Return copies that do not change with the caller's values."""
     return [each._replace(value=_frozen(each.value)) for each in constants]
 
 
@@ -36,7 +36,7 @@ def _frozen(value: Any) -> Any:
 
 
 def copy_of(value: Any) -> Any:
-    """Return a deep copy of a value that is not hashable, such as an array; other values as they are."""
+    """Return a deep copy of a value that is not hashable, such as an array; others as they are."""
     if type(value).__hash__ is not None:
         return value
     try:
@@ -46,7 +46,7 @@ def copy_of(value: Any) -> Any:
 
 
 def difference(given: Sequence[Constant], first: Sequence[Constant]) -> tuple[str, str] | None:
-    """Return the path of the first part that differs from the first batch's, and how; None if none does."""
+    """Return the path of the first part that differs, and how; None if none does."""
     for ours, theirs in zip(given, first, strict=False):
         if (ours.parent, ours.key) != (theirs.parent, theirs.key):
             return ours.parent, f"{_named(ours.parent)} has other parts than in the first batch"
@@ -61,7 +61,7 @@ def difference(given: Sequence[Constant], first: Sequence[Constant]) -> tuple[st
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Return whether a model computes the same with either value; False if they cannot be compared. NaN equals NaN."""
+    """Return whether two values are equal for a model; False if they cannot be compared. NaN equals NaN."""
     if type(value) is not type(other):
         return False
     if isinstance(value, float | complex | np.inexact):

@@ -30,9 +30,9 @@ _BUCKET_BYTES = 16 << 20  # smallest bucket of gradients
 
 
 class DenseStep:
-    """The dense parameters in each step: `begin`, forward and backward, `update`.
+    """The dense parameters in each step: `begin`, forward and backward, `update`, all of which may be captured.
 
-    All of this may be captured. `update_after` follows each step, outside of the graph.
+    `update_after` follows each step, outside of the graph.
     """
 
     def __init__(
@@ -94,8 +94,7 @@ class DenseStep:
     def clear(self) -> None:
         """Clear the gradients before a step, unless an optimizer that steps after the graph keeps them.
 
-        The backward adds to gradients that its `zero_grad` keeps, as under TorchRec's pipelines. They are means over
-        the ranks, and the sum then also is one.
+        As under TorchRec's pipelines, the backward adds to gradients that its `zero_grad` keeps.
         """
         if not self._after:
             return
@@ -107,14 +106,14 @@ class DenseStep:
         self._flat.zero(every.keys() - kept if kept else None)
 
     def begin(self) -> None:
-        """Drop the gradients of earlier steps before a forward, except those that `clear` has kept."""
+        """Drop gradients of earlier steps before a forward, except those that `clear` has kept."""
         if self._casts is not None:
             self._casts.begin()
         elif not self._after:
             self._flat.drop_gradients()
 
     def update(self) -> None:
-        """Reduce the gradients that are not reduced yet, and update the parameters."""
+        """Reduce gradients that are not reduced yet, and update the parameters."""
         if self._casts is not None:
             self._casts.finish()
         if self._clippings:
@@ -127,7 +126,7 @@ class DenseStep:
             take_steps(self._steps, self.buckets.finish_in_ranges())
 
     def update_after(self) -> None:
-        """Take the steps of optimizers that cannot be captured, and set the next learning rate of a warm-up."""
+        """Step optimizers that cannot be captured, and set the next learning rate of a warm-up."""
         if self._after:
             # A replay runs no Python, so gradients are still None after `zero_grad`.
             self._flat.show_gradients()
@@ -137,7 +136,7 @@ class DenseStep:
             step_alone(warm_up)
 
     def cast_shadow(self) -> None:
-        """Cast the weights again, which may have changed since the last step, as by loading a checkpoint."""
+        """Cast the weights again, which a checkpoint may have changed."""
         self._flat.cast_shadow()
 
     def refresh(self) -> None:
@@ -146,17 +145,12 @@ class DenseStep:
             steps.refresh()
 
     def close(self) -> None:
-        """Remove the hooks from the parameters, and free memory that peers reach."""
+        """Remove the hooks, and free memory that peers reach."""
         self.buckets.close()
 
 
 def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> str | None:
-    """Return why an optimizer's step cannot be captured; None if it can.
-
-    Args:
-        optimizer: a dense one, with its wrappers.
-        trained: the model's dense parameters that require a gradient, by name.
-    """
+    """Return why an optimizer's step cannot be captured, given the dense parameters by name; None if it can."""
     held = {id(parameter) for parameter in trained.values()}
     group_of: dict[int, int] = {}  # id of a parameter, or of a lookup of data-parallel tables -> id of its group
     for each in _all_of(optimizer):
@@ -197,7 +191,6 @@ def fused_optimizers(optimizer: Any) -> list[Any]:
 
 
 def _all_of(optimizer: Any) -> Iterator[Any]:
-    """Yield an optimizer and those inside it, outer ones first."""
     yield optimizer
     if isinstance(optimizer, CombinedOptimizer):
         for _, each in optimizer.optimizers:
@@ -230,7 +223,7 @@ def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def leave_ddp(model: DistributedModelParallel) -> None:
-    """Take the model out of DDP, whose autograd nodes run on the stream where DDP was made, which is not captured.
+    """Take the model out of DDP, whose autograd nodes run on a stream that is not captured.
 
     `model.init_data_parallel` wraps it again.
     """

@@ -28,7 +28,7 @@ class StepKind(Enum):
 
 
 class PlannedStep(NamedTuple):
-    """The next step, or the one after it, as all ranks plan it."""
+    """A step that all ranks take together."""
 
     kind: StepKind
     buffer_index: int
@@ -46,7 +46,7 @@ class PlannedStep(NamedTuple):
 
     @property
     def active(self) -> StaticBatch:
-        """The buffer that this step reads, if it is captured."""
+        """The buffer that a captured step reads."""
         assert self.active_buffer is not None
         return self.active_buffer
 
@@ -55,8 +55,7 @@ class PlannedStep(NamedTuple):
 
         Args:
             device: of the pipeline.
-            exact: return ids without padding, as eager steps read them; otherwise, for a captured step, the tensors
-                of `active`, whose addresses stay.
+            exact: return unpadded ids, as eager steps read them; otherwise, if captured, tensors at fixed addresses.
         """
         if self.kind is StepKind.CAPTURED:
             return self.active.exact() if exact else self.active.batch
@@ -71,7 +70,7 @@ _END = PlannedStep(StepKind.END, 0), PlannedStep(StepKind.END, 1)
 
 
 class PrefetchedBatch(NamedTuple):
-    """A batch that was read, whose step is not planned yet."""
+    """A batch whose step is not planned yet."""
 
     read: BatchTensors | None
     """see `PlannedStep`; None also if this rank has no batch left"""
@@ -82,7 +81,7 @@ class PrefetchedBatch(NamedTuple):
 
 
 class InputPrefetcher:
-    """Copies batches to where the steps read them while earlier steps run, and yields each step as it is planned.
+    """Copies batches to the buffers of the steps while earlier steps run, and plans the steps.
 
     Batch i and step i use buffer i mod 2. Each buffer has two parts on the device, with fixed addresses:
 
@@ -101,14 +100,14 @@ class InputPrefetcher:
         self.reset()
 
     def reset(self) -> None:
-        """Forget batches and ids that were read and sent for steps that have not been taken."""
+        """Forget batches that were read ahead, and their ids."""
         self._steps: list[PrefetchedBatch | PlannedStep] = [*_END]
         self._is_exhausted = False
         """True if this rank has read its last batch"""
         self._ids.forget()
 
     def plan(self, batches: Iterator[Any]) -> PlannedStep:
-        """Return the next step, and read its batch first if none was read ahead; may wait for the ranks."""
+        """Return the next step; reads its batch if none was read ahead, and may wait for the ranks."""
         step = self._plan(self._index)
         if step.kind is StepKind.END:
             self.reset()
@@ -147,14 +146,14 @@ class InputPrefetcher:
         return step
 
     def activate(self, step: PlannedStep) -> None:
-        """Copy the batch of a step from its staging to its active buffer, in the step before or in the step itself."""
+        """Copy a batch from its staging to its active buffer, in the step before or in the step itself."""
         assert step.staging is not None
         step.active.copy_from(step.staging)
         if step.buffer_index == self._index:
             self._streams.step_is_issued(1 - self._index)
 
     def finish(self, batches: Iterator[Any]) -> None:
-        """Note that the planned step was issued, and read the batch of the next step but one into its buffer."""
+        """Note that the planned step was issued, and read another batch into its buffer."""
         index = self._index
         self._streams.step_is_issued(index)
         if self._plan(index).kind is StepKind.EAGER:  # has read its staging buffer
@@ -165,7 +164,7 @@ class InputPrefetcher:
         self._stage(batches, index)
 
     def _stage(self, batches: Iterator[Any], index: int) -> None:
-        """Copy the next batch, if there is one, to a staging buffer, and start to compare its sizes with all ranks."""
+        """Copy the next batch to a staging buffer, and start to compare its sizes with all ranks."""
         with self._streams.copies(index):
             given = None if self._is_exhausted else next(batches, None)
             self._is_exhausted = given is None
@@ -194,7 +193,7 @@ class InputPrefetcher:
                 log.warning("train pipeline: the step of such a batch is eager: %s", mismatch.reason)
 
     def _make_buffers(self, example: BatchTensors | None) -> bool:
-        """Make buffers for batches like `example`, if every rank has one; return whether; waits for the ranks."""
+        """Make buffers for batches like `example`, unless a rank has none; return whether they were made."""
         if not self._capacity.learn(example) or example is None:
             return False
         self._make_windows()
@@ -207,7 +206,7 @@ class InputPrefetcher:
     def drop_buffers(self) -> None:
         """Let the next batch that is read be the first of others like it; a collective.
 
-        The steps of batches that were read before become eager.
+        Steps of batches that were read before become eager.
         """
         for index in range(2):
             if (step := self._plan(index)).kind is not StepKind.END:
@@ -217,13 +216,12 @@ class InputPrefetcher:
         self._ids.forget_memory()
 
     def grow(self, sizes: np.ndarray) -> None:
-        """Grow the capacity to batches of such sizes; a collective, see `drop_buffers`."""
+        """Grow the capacity to batches of such sizes, see `drop_buffers`; a collective."""
         self.drop_buffers()
         self._capacity.grow(sizes)
         self._make_windows()
 
     def _make_windows(self) -> None:
-        """Make the windows of the exchanges for the capacity, if they are for another one."""
         capacity = self._capacity.capacity
         if all(sender.capacity == capacity for sender in self._ids.senders):
             return

@@ -12,7 +12,7 @@ _NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")  # operators of c10d 
 class ModelCollectives(TorchDispatchMode):
     """A context that finds collectives which a model calls itself, in its forward or backward.
 
-    They are not captured: processes have crashed where NCCL's were captured together with our kernels (torch 2.11).
+    NCCL's crashed processes when they were captured together with our kernels (torch 2.11).
     """
 
     called = ""
@@ -20,11 +20,11 @@ class ModelCollectives(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True; otherwise torch.compile would compile nothing in this context."""
+        """Return True, without which torch.compile compiles nothing here."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and note it if it is a collective of the model."""
+        """Run an operator."""
         if (
             func.namespace in ("c10d", "_c10d_functional")
             and func._opname not in _NO_COLLECTIVES

@@ -38,12 +38,12 @@ class ModelIds:
 
     @property
     def senders(self) -> list[IdSender]:
-        """The senders of all modules that have one."""
+        """The senders of all modules."""
         return [module.sender for module in self._modules if module.sender is not None]
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """Return a context for steps whose batches have the size of the first one on each rank."""
+        """Return a context for steps whose batch sizes are those of the first one."""
         self._set_steady(True)
         try:
             yield
@@ -63,17 +63,17 @@ class ModelIds:
         self.are_sent = True
 
     def forget(self) -> None:
-        """Forget ids that were sent for a step that does not come next."""
+        """Forget ids that were sent ahead."""
         for sender in self.senders:
             sender.forget()
         self.are_sent = False
 
     def torchrec_tables(self, batch: StaticBatch) -> list[tuple[TorchRecTables, KeyedJaggedTensor]]:
-        """Return the tables that stay with TorchRec, each with its ids in a batch."""
+        """Return the tables that stay with TorchRec, with their ids in a batch."""
         return [(tables, batch.ids[path].tensor) for tables, path in self._torchrec]
 
     def forget_memory(self) -> None:
-        """Let tables that stay with TorchRec give captured steps other memory."""
+        """Drop the buffers of tables that stay with TorchRec."""
         for tables, _ in self._torchrec:
             tables.forget_memory()
 

@@ -58,7 +58,7 @@ class PaddingProbe:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return a context for the step, which calls each embedding module once."""
+        """Return a context for the step."""
 
         def record(module: nn.Module, _: Any, output: Any) -> None:
             output.callbacks.append(partial(self._keep, module))
@@ -91,7 +91,7 @@ class PaddingProbe:
         return ""
 
     def _run(self, forward: Callable[[Any], Any], fill: float | None) -> BatchTensors | Exception:
-        """Return loss and output, padded with `fill` or not padded if it is None, or the error that was raised."""
+        """Return loss and output, padded with `fill` unless it is None, or the error that was raised."""
         device = next((p.device for module in self._dense for p in module.parameters(recurse=False)), None)
         devices = [device.index] if device is not None and device.type == "cuda" else []
         with torch.random.fork_rng(devices), self._state_kept(), self._replaying(fill):
@@ -102,7 +102,6 @@ class PaddingProbe:
                 return error
 
     def _padded_count(self, feature: str, count: int) -> int:
-        """Return the size of `count` ids of a feature with padding, if captured steps pad it."""
         least, most = self._capacity.bag_sizes.get(feature, (0, 1))
         is_full = least == most and self._capacity.capacity([feature]) == [count]
         return count if is_full else 2 * count + _EXTRA
@@ -121,7 +120,7 @@ class PaddingProbe:
         )
 
     def _result(self, module: Any, result: Any, fill: float | None) -> Any:
-        """Return a copy of what an embedding module has returned, with padded rows of unpooled tables."""
+        """Return a copy of what an embedding module has returned; rows of unpooled tables are padded."""
         if isinstance(result, KeyedTensor):
             values, front = result.values(), getattr(module, "leading_columns", 0)
             whole = values.new_zeros(values.shape[0], front + values.shape[1])
@@ -140,7 +139,7 @@ class PaddingProbe:
 
     @contextmanager
     def _replaying(self, fill: float | None) -> Iterator[None]:
-        """Return a context in which the embedding modules return what they returned in the step."""
+        """Let the embedding modules return what they returned in the step."""
 
         def result_of(module: nn.Module) -> Any:
             with torch.no_grad():
@@ -159,10 +158,7 @@ class PaddingProbe:
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
-        """Return a context that restores parameters, buffers and attributes, and disables dropout.
-
-        Dropout of padded tensors would draw other random numbers.
-        """
+        """Restore parameters, buffers and attributes, and disable dropout, which depends on sizes."""
         attributes = [dict(vars(module)) for module in self._dense]
         dropping = [module for module in self._dense if isinstance(module, _DropoutNd) and module.training]
         held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
@@ -186,13 +182,11 @@ class PaddingProbe:
 
 
 def _pad(tensor: torch.Tensor, rows: int, fill: float | None) -> torch.Tensor:
-    """Return a copy with `rows` more rows of `fill`, or of 0 if the tensor is of integers."""
     value = fill if fill is not None and tensor.is_floating_point() else 0
     return torch.cat([tensor, tensor.new_full((rows, *tensor.shape[1:]), value)])
 
 
 def _difference(exact: BatchTensors | Exception, found: BatchTensors | Exception) -> str:
-    """Return how loss or output of the padded run differ, empty if they do not."""
     if isinstance(exact, Exception):
         return f"it cannot be run twice on a batch ({_described(exact)})"
     if isinstance(found, Exception):

@@ -63,7 +63,7 @@ class BatchTensors(dict[str, Any]):
         return {path: Form.of(leaf) for path, leaf in self.items() if isinstance(leaf, torch.Tensor)}
 
     def snapshot(self) -> "BatchTensors":
-        """Return the same tensors in copied lists and dictionaries: a caller may reuse its own for the next batch."""
+        """Return the same tensors in copied lists and dictionaries, which the caller cannot change."""
         return BatchTensors(replace_leaves(self.batch, lambda leaf: leaf))
 
 
@@ -75,7 +75,7 @@ _UNREAD = Lease, torch.Event, torch.cuda.Event, torch.Stream
 
 
 def _parts(value: Any) -> Collection[tuple[Any, Any]]:
-    """Return the members of a batch or of a part of it, by index, key or attribute."""
+    """Return the members of a part of a batch by index, key or attribute."""
     if isinstance(value, list | tuple):
         return list(enumerate(value))
     if isinstance(value, dict):
@@ -96,7 +96,7 @@ class Mismatch(NamedTuple):
 
 
 def why_not_static(batch: Any) -> str | None:
-    """Return why memory at fixed addresses cannot hold such a batch; None if it can."""
+    """Return why a static batch cannot hold such a batch; None if it can."""
     for path, leaf in BatchTensors(batch).items():
         if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
             kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
@@ -107,8 +107,7 @@ def why_not_static(batch: Any) -> str | None:
 class StaticBatch:
     """A batch like `example`, whose tensors keep their addresses.
 
-    They are an object's attributes, or in tuples, lists and dictionaries. All other parts are the example's: a batch
-    whose other parts differ is a mismatch.
+    All parts that are not tensors are the example's: a batch with other ones is a mismatch.
     """
 
     def __init__(self, example: Any, device: torch.device, capacity: BatchCapacity) -> None:
@@ -140,7 +139,7 @@ class StaticBatch:
         self.renew()
 
     def renew(self) -> None:
-        """Make the batch of the next step: the same tensors, and ids without the cached lengths of the last step."""
+        """Make `batch` again, of the same tensors, without the lengths that its ids have cached."""
         for leaf in self.ids.values():
             leaf.renew()
         tensors = iter(
@@ -150,7 +149,7 @@ class StaticBatch:
         """the static tensors as a batch of the example's class"""
 
     def mismatch(self, leaves: BatchTensors) -> Mismatch | None:
-        """Return how a batch differs from the first one in samples, shapes, types or other parts; None if it does not.
+        """Return how a batch differs from the first one; None if it can be copied.
 
         Raises:
             InputError: if ids have another path than in the first batch, or see `StaticKeyedJaggedTensor.mismatch`.
@@ -181,7 +180,7 @@ class StaticBatch:
         return Mismatch(path, f"tensor {path} is {ours}, and was {first} in the first batch", ours.shape == first.shape)
 
     def fill(self, leaves: BatchTensors) -> None:
-        """Copy a batch without a mismatch, from the host or the device, on the current stream."""
+        """Copy a batch from the host or the device, on the current stream."""
         for path, leaf in leaves.items():
             static = self._leaves[path]
             if isinstance(static, StaticKeyedJaggedTensor):
@@ -193,7 +192,7 @@ class StaticBatch:
             lease.copying()
 
     def copy_from(self, other: "StaticBatch") -> None:
-        """Copy the content of `other`, which was made of the same example on the same device, and call `renew`."""
+        """Copy the content of `other`, made of the same example on the same device, and call `renew`."""
         # By a kernel: in a CUDA graph it has its stream's priority, while a copy has the lowest, and would wait until
         # all programs of the lookup have begun.
         torch.bitwise_or(other._memory, 0, out=self._memory)
@@ -207,7 +206,7 @@ class StaticBatch:
         return replace_leaves(self._example, lambda _: next(tensors))
 
     def path_of(self, features: KeyedJaggedTensor) -> str | None:
-        """Return the path of ids of this batch or of its `exact` form; None if they are other ids."""
+        """Return the path of ids of this batch or of its `exact` form; None for other ids."""
         given = with_room(features)
         return next((path for path, leaf in self.ids.items() if leaf.tensor is given), None)
 
@@ -242,17 +241,17 @@ def _moved_together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch on `device`, moved by its own `to` if it has one."""
+    """Return a batch on `device`."""
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=True)
     return replace_leaves(batch, lambda leaf: leaf.to(device, non_blocking=True))
 
 
 def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> BatchTensors:
-    """Return a batch whose ids have one bag per sample and feature, see `variable_batch`; the same one if it has.
+    """Return a batch whose ids have one bag per sample and feature, see `variable_batch`.
 
     Args:
-        batch: of any class.
+        batch: of any class; returned if its ids are so already.
         unpooled: features of unpooled tables. Where ids have one of them, bags are repeated for each of their samples.
     """
     leaves = BatchTensors(batch)
@@ -295,7 +294,7 @@ def replace_leaves(value: Any, replace: Callable[[Any], Any]) -> Any:
 
 
 class StaticKeyedJaggedTensor:
-    """Memory for as many ids as the capacity allows, as a KeyedJaggedTensor for the next step."""
+    """Memory for ids within the capacity, as a KeyedJaggedTensor for the next step."""
 
     def __init__(self, example: KeyedJaggedTensor, device: torch.device, capacity: BatchCapacity) -> None:
         self._known, self._samples, self.keys = capacity.known_lengths, example.stride(), example.keys()
@@ -324,12 +323,12 @@ class StaticKeyedJaggedTensor:
         self.renew()
 
     def renew(self) -> None:
-        """Make another KeyedJaggedTensor of the same memory, without the lengths that the last one cached."""
+        """Make `tensor` again, without the lengths that it has cached."""
         about = self._samples, self._capacities, self._known, self._inverse
         self.tensor = PaddedKeyedJaggedTensor(self.keys, self._values, self._weights, self._lengths, *about)
 
     def exact(self) -> KeyedJaggedTensor:
-        """Return the ids without padding, whose number is read from the device."""
+        """Return unpadded ids, whose number is read from the device."""
         if self._known:
             return self.tensor
         counts = self._lengths.view(len(self.keys), self._samples).sum(1).tolist()
@@ -342,7 +341,7 @@ class StaticKeyedJaggedTensor:
         return found
 
     def mismatch(self, ids: KeyedJaggedTensor) -> str:
-        """Return how ids differ from the first batch's in samples or types; empty if they do not.
+        """Return how ids differ from the first batch's; empty if they can be copied.
 
         Raises:
             InputError: if they have other features, or only one of the two has weights.
@@ -364,7 +363,7 @@ class StaticKeyedJaggedTensor:
         return ""
 
     def fill(self, ids: KeyedJaggedTensor) -> None:
-        """Copy ids without a mismatch. Ids beyond the capacity raise an error on every rank when they are sent."""
+        """Copy ids. Those beyond the capacity raise an error on every rank when they are sent."""
         values = ids.values()
         count, copied = values.numel(), min(values.numel(), self._size)
         self._values[:copied].copy_(values[:copied], non_blocking=True)
@@ -394,7 +393,6 @@ def _type_of(weights: torch.Tensor | None) -> torch.dtype | None:
 
 
 def _holds(memory: torch.dtype, ids: torch.dtype) -> bool:
-    """Return whether one type can represent all ids of another: the same one, or a wider integer."""
     integers = torch.int8, torch.int16, torch.int32, torch.int64
     return memory == ids or (memory in integers and ids in integers[: integers.index(memory)])
 
@@ -406,16 +404,15 @@ def _described(keys: Sequence[str], weighted: bool) -> str:
 @uncompiled  # a compiled model would make the tensor in every step
 @cache
 def _on_device(indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return indices [n] int32 on the device, cached by an eager step, since a capture cannot copy from the host."""
+    """Return indices [n] int32 on the device, cached since a capture cannot copy from the host."""
     return torch.tensor(indices, dtype=torch.int32, device=device)
 
 
 class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
     """Ids of one step, padded with 0 to the capacity.
 
-    TorchRec's class reads numbers of ids from the device. Here `split`, `permute`, `[]` and `to_dict` return features
-    that are padded to their capacities. Methods that return numbers of ids raise an error, unless all lengths are known
-    beforehand.
+    `split`, `permute`, `[]` and `to_dict` return features padded to their capacities, without reading numbers of ids
+    from the device. Methods that return such numbers raise an error, unless all lengths are known beforehand.
 
     Example: 2 samples, f has up to 1 and g up to 2 ids a bag. f: [5] [], g: [7, 7] [1] has values 5 7 7 1 0 0 and
     lengths 1 0 2 1; `["g"]` has values 7 7 1 0 and lengths 2 1.
@@ -467,12 +464,12 @@ class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
         """Ignore the lengths that TorchRec's class caches: they are those of one batch."""
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
-        """Return the features in groups of `segments`, see `KeyedJaggedTensor.split`."""
+        """See `KeyedJaggedTensor.split`."""
         ends = list(accumulate(segments, initial=0))
         return [self.permute(list(range(begin, end))) for begin, end in pairwise(ends)]
 
     def permute(self, indices: list[int], indices_tensor: torch.Tensor | None = None) -> KeyedJaggedTensor:
-        """Return the features `indices` in this order, see `KeyedJaggedTensor.permute`."""
+        """See `KeyedJaggedTensor.permute`."""
         keys, samples = self.keys(), self.stride()
         if indices == list(range(len(keys))):
             return self
@@ -501,7 +498,7 @@ class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
         return cut
 
     def to(self, device: torch.device, *args: Any, **kwargs: Any) -> KeyedJaggedTensor:
-        """Return these ids if they are on `device`, else see `KeyedJaggedTensor.to`."""
+        """See `KeyedJaggedTensor.to`."""
         return self if torch.device(device) == self.device() else super().to(device, *args, **kwargs)
 
     def __getitem__(self, key: str) -> JaggedTensor:

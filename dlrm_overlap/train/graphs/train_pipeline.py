@@ -163,7 +163,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._fallback = TrainPipelineSparseDist(*self._given.args, **self._given.kwargs)
 
     def _check_first(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Fall back if no captured step can read some rank's first batch; return the same batches; a collective."""
+        """Fall back if no captured step can read some rank's first batch; a collective."""
         self._has_checked_first = True
         first = next(batches, None)
         reason = why_not_static(first)
@@ -196,14 +196,14 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         set_owner(self._model, self)
 
     def release_model(self) -> None:
-        """Release the graphs and the hooks of the dense gradients; no rank may be in a step."""
+        """Release the graphs and the hooks of dense gradients; no rank may be in a step."""
         self._graphs.release()
         self._ids.forget()
         self._dense.close()
         set_owner(self._model, None)
 
     def reset(self) -> None:
-        """Forget batches that were read ahead: the next `progress` trains on the next batch of its iterator."""
+        """Forget batches that were read ahead."""
         (self._fallback or self._prefetcher).reset()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
@@ -213,8 +213,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
         Raises:
             StopIteration: if a rank has no batch left.
-            InputError: if a batch has other features than the first one, if other dense parameters get a
-                gradient than in the first step, or if rows or windows were moved or freed since the capture.
+            InputError: if a batch has other features than the first one, other dense parameters get a gradient than in
+                the first step, or rows or windows were moved or freed since the capture.
             RuntimeError: if a kernel has recorded an error, such as an expired wait for a peer.
         """
         if self._fallback is None and not self._has_checked_first:
@@ -248,7 +248,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def close(self) -> None:
         """Free the graphs and the windows, once all ranks have finished their steps; a collective.
 
-        Graphs that hold NCCL collectives must be freed before the process group.
+        Call it before the process group is destroyed.
 
         Raises:
             RuntimeError: if a kernel has recorded an error.
@@ -265,7 +265,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             raise
 
     def detach(self) -> DistributedModelParallel:
-        """Return the model, which may be called on batches within the capacity until the next `progress`.
+        """Return the model for calls on batches within the capacity, until the next `progress`.
 
         Batches that were read ahead are kept.
         """
@@ -275,7 +275,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return self._model
 
     def attach(self, model: DistributedModelParallel | None = None, sparse_dist: bool = True) -> None:
-        """Undo `detach`; the next `progress` does so by itself."""
+        """Undo `detach`, as does the next `progress`."""
         if self._fallback is not None:
             self._fallback.attach(model, sparse_dist)
 
@@ -290,10 +290,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def prepare_evaluation(self, batch: BatchTensors) -> None:
-        """Prepare the model for a forward on this batch, see `ModelOwner`; a collective.
+        """See `ModelOwner`. Grows the capacity if the batch exceeds it.
 
-        Ids of the next training batch that were sent ahead are forgotten, and sent again in its step. The capacity
-        grows if the batch exceeds it.
+        Ids that were sent ahead are forgotten, and sent again in their step.
         """
         if self._ids.are_sent:
             self._ids.forget()
@@ -327,8 +326,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if not self._ids.are_sent:
             self._send_late(step)
         # The ids that a replay sends ahead can only be looked up by the next replay, not by an eager step or a capture.
-        # So replays begin once both graphs are captured. A replay need not know whether the next batch is captured, and
-        # does not wait for the ranks.
+        # So replays begin once both graphs are captured; if a segment ends in between, the first is captured again. A
+        # replay need not know whether the next batch is captured, and does not wait for the ranks.
         captured = self._graphs.each[step.buffer_index]
         if captured is not None and self._graphs.are_captured:
             self._replays += 1
@@ -339,7 +338,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def _warmup_step(self, step: PlannedStep, following: PlannedStep) -> Any:
-        """Take a step eagerly, or capture it after enough eager ones."""
         captures = self._captures and not self._ids.block_capture
         is_padded = not self._capacity.capacity.known_lengths
         if not self._has_stepped:
@@ -353,7 +351,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return self._step(step, following, exact=not captures)  # padded before a capture, which has the same sizes
 
     def _send_late(self, step: PlannedStep) -> None:
-        """Send the ids of a step that the step before has not sent, as after an eager step or an evaluation."""
+        """Send the ids of a step that the step before has not sent."""
         self._prefetcher.activate(step)
         if self._has_stepped:
             self._graphs.skip_epochs(step.buffer_index, [sender.exchange for sender, _ in self._ids.sent_ahead])
@@ -362,7 +360,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._graphs.set_arguments(step.buffer_index)
 
     def _activate(self, following: PlannedStep) -> None:
-        """Copy the batch of the following step to where it is read, and send its ids, if captured steps take it."""
+        """Send the ids of the following step, if captured steps take it."""
         if following.kind is StepKind.CAPTURED:
             self._prefetcher.activate(following)
             self._ids.send(following.active)
@@ -397,7 +395,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             log.warning("train pipeline: steps are eager: %s", reason)
 
     def _eager_step(self, step: PlannedStep) -> Any:
-        """Take the step of a batch that is uncapturable on some rank; its ids are sent by its forward."""
+        """Take the step of an uncapturable batch, whose ids its forward sends."""
         self._ids.forget()
         self._uncapturable_steps += 1
         if not self._grow(step.sizes) and self._uncapturable_steps == self._patience:
@@ -440,7 +438,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
         Args:
             exact: see `PlannedStep.batch`.
-            batch: the step's batch on the device, if there is one already.
+            batch: the step's batch on the device, if there is one.
         """
         batch = step.batch(self._device, exact) if batch is None else batch
         self._streams.fork_ids()

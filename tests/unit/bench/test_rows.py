@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.bench.rows import append_rows
-from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import environment
-from tests.conftest import read_rows
+from tests.conftest import read_rows, refuses
 
 RESULTS = Path("docs/results")
 
@@ -15,14 +14,14 @@ RESULTS = Path("docs/results")
 def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
     output = tmp_path / "other.csv"
     output.write_text("a,b\n1,2\n")
-    with pytest.raises(InputError, match=r"--output: .*other\.csv has other columns"):
+    with refuses(r"--output: .*other\.csv has other columns"):
         append_rows(output, [{"steps": 4}])
     assert output.read_text() == "a,b\n1,2\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
 def test_a_full_disk_is_told_in_one_line() -> None:
-    with pytest.raises(InputError, match=r"--output: /dev/full cannot be written \(No space left on device\)"):
+    with refuses(r"--output: /dev/full cannot be written \(No space left on device\)"):
         append_rows(Path("/dev/full"), [{"steps": 4}])
 
 

@@ -11,7 +11,7 @@ FIRST, SECOND = 0, 1
 
 
 class Steps:
-    """Takes steps, and returns the counters' numbers that a kernel within each finds: argument and word, added up."""
+    """Takes steps, and returns the numbers that a kernel in each of them finds: argument plus word."""
 
     def __init__(self, counters: Counters) -> None:
         self.counters = counters
@@ -37,7 +37,7 @@ class Steps:
             each.word.copy_(word)
 
     def launch(self) -> list[int]:
-        """Replay the step that was captured last, which is counted already: words as the node has them afterwards."""
+        """Replay the step that was captured last, which is counted already: words as the host knows them afterwards."""
         for each in self.counters.each:
             each.word += 1
         assert [int(each.word) for each in self.counters.each] == [each.on_device for each in self.counters.each]
@@ -56,7 +56,7 @@ def test_captured_steps_go_on_after_eager_ones_with_the_arguments_that_were_capt
     assert steps.captured == [1, 11]
     assert steps.launch() == [2, 12]
     steps.eager()
-    steps.counters.each[FIRST].value += 2  # of which the second one knows nothing
+    steps.counters.each[FIRST].value += 2  # unknown to the second one
     steps.counters.set_arguments(steps.captured)
     assert [each.argument for each in steps.counters.each] == [1, 11]
     assert steps.replay() == [6, 14]

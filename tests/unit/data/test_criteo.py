@@ -1,41 +1,27 @@
 """Criteo's text, prepared, and its two forms of arrays: reading by position, and every way their files are wrong."""
 
-import gzip
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from dlrm_overlap.config import DataConfig, InputError, TablesConfig
+from dlrm_overlap.config import DataConfig, TablesConfig
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.data.criteo import Criteo
 from dlrm_overlap.data.loader import open_files
-from dlrm_overlap.data.prepared import Prepared
-from tests.unit.data.criteo_lines import (
-    ROWS,
-    assert_one_line,
-    hash_all,
-    parse_plainly,
-    prepare_criteo,
-    random_lines,
-)
+from tests.conftest import refuses
+from tests.unit.data.criteo_lines import ROWS
 
 HOT = [1 + t % 4 for t in range(26)]
 
 
-def test_text_is_read_by_position(tmp_path: Path) -> None:
-    lines = random_lines(25)
-    (tmp_path / "day_0").write_bytes(b"\n".join(lines[:10]))
-    (tmp_path / "day_1.gz").write_bytes(gzip.compress(b"\n".join(lines[10:])))
-    prepare_criteo(tmp_path, tmp_path / "days", rows=50, block_bytes=700)
-    data = Prepared(tmp_path / "days", TablesConfig())
-    assert (data.num_samples, data.rows, data.pooling) == (25, [50] * 26, [1.0] * 26)
-    labels, dense, categories, missing = parse_plainly(lines)
-    ids = np.where(missing, 0, hash_all(categories, 50))
-    assert_reads(data, labels, dense, [ids[:, t : t + 1] for t in range(26)])
+def opened(folder: Path, hot: Sequence[int] | None = None, **keys: Any) -> Criteo:
+    return Criteo(folder, TablesConfig(rows=ROWS, **keys), hot is not None)
 
 
 def test_fingerprints_tell_other_samples_wherever_they_lie(tmp_path: Path) -> None:
@@ -46,7 +32,7 @@ def test_fingerprints_tell_other_samples_wherever_they_lie(tmp_path: Path) -> No
         if name == "another":
             arrays["labels"][-1] ^= 1
             np.save(tmp_path / name / "day_0_labels.npy", arrays["labels"])
-        data = Criteo(tmp_path / name, TablesConfig(rows=ROWS), multi_hot=False)
+        data = opened(tmp_path / name)
         found[name] = data.fingerprint()
         assert data.part(3, 4).fingerprint() == found[name]
     assert found["here"] == found["elsewhere"]
@@ -94,7 +80,7 @@ def test_npy_days_are_read_by_position_in_numeric_order(tmp_path: Path) -> None:
     days = [write_day(tmp_path, day, n) for day, n in ((9, 9), (10, 4), (11, 12))]
     np.save(tmp_path / "day_10_labels.npy", days[1]["labels"][:, 0])  # both shapes of labels are in use
     np.save(tmp_path / "day_10_sparse_contig.npy", days[1]["sparse"])  # not one of ours
-    data = Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False)
+    data = opened(tmp_path)
     assert (data.num_samples, data.rows, data.pooling) == (25, ROWS, [1.0] * 26)
     labels, dense, sparse = (np.concatenate([day[part] for day in days]) for part in ("labels", "dense", "sparse"))
     assert_reads(data, labels[:, 0], dense, [sparse[:, t : t + 1] for t in range(26)])
@@ -104,9 +90,8 @@ def test_npy_days_are_read_by_position_in_numeric_order(tmp_path: Path) -> None:
 def test_a_missing_day_is_named(tmp_path: Path, hot: Sequence[int] | None) -> None:
     for day in (0, 1, 3):
         write_day(tmp_path, day, 5, hot)
-    with pytest.raises(InputError, match="holds day_1 and day_3, but no day_2; add it") as error:
-        Criteo(tmp_path, TablesConfig(rows=ROWS), hot is not None)
-    assert_one_line(error)
+    with refuses("holds day_1 and day_3, but no day_2; add it"):
+        opened(tmp_path, hot)
 
 
 def test_multihot_days_are_read_table_after_table(tmp_path: Path) -> None:
@@ -114,7 +99,7 @@ def test_multihot_days_are_read_table_after_table(tmp_path: Path) -> None:
     # The members of a npz may be in Fortran order.
     tables = {f"{t}": np.asfortranarray(days[1][f"{t}"]) for t in range(26)}
     save_tables(tmp_path / "day_1_sparse_multi_hot.npz", tables)
-    data = Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=True)
+    data = opened(tmp_path, HOT)
     assert (data.num_samples, data.rows, data.pooling) == (23, ROWS, [float(hot) for hot in HOT])
     labels, dense = (np.concatenate([day[part] for day in days]) for part in ("labels", "dense"))
     merged = [np.concatenate([day[f"{t}"] for day in days]) for t in range(26)]
@@ -124,7 +109,7 @@ def test_multihot_days_are_read_table_after_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hot", [None, HOT])
 def test_ids_of_capped_tables_are_folded(tmp_path: Path, hot: Sequence[int] | None) -> None:
     day = write_day(tmp_path, 0, 200, hot)
-    data = Criteo(tmp_path, TablesConfig(rows=ROWS, max_rows=40), hot is not None)
+    data = opened(tmp_path, hot, max_rows=40)
     assert data.rows == [min(rows, 40) for rows in ROWS]
     tables = [day["sparse"][:, t : t + 1] if hot is None else day[f"{t}"] for t in range(26)]
     assert max(table.max() for table in tables) > 40
@@ -132,16 +117,14 @@ def test_ids_of_capped_tables_are_folded(tmp_path: Path, hot: Sequence[int] | No
 
 
 def write_id(folder: Path, hot: Sequence[int] | None, t: int, sample: int, value: int) -> None:
-    file = folder / ("day_0_sparse.npy" if hot is None else "day_0_sparse_multi_hot.npz")
     if hot is None:
-        sparse = np.load(file)
+        sparse = np.load(folder / "day_0_sparse.npy")
         sparse[sample, t] = value
-        np.save(file, sparse)
+        np.save(folder / "day_0_sparse.npy", sparse)
     else:
-        with np.load(file) as archive:
-            tables = {name: archive[name] for name in archive.files}
+        tables = tables_of(folder)
         tables[f"{t}"][sample, -1] = value
-        save_tables(file, tables)
+        save_tables(folder / HOT_IDS, tables)
 
 
 @pytest.mark.parametrize("hot", [None, HOT])
@@ -150,12 +133,11 @@ def test_an_id_out_of_range_is_named(tmp_path: Path, hot: Sequence[int] | None) 
     t = 25
     for value in (ROWS[t], -1):
         write_id(tmp_path, hot, t, 17, value)
-        data = Criteo(tmp_path, TablesConfig(rows=ROWS), hot is not None)
+        data = opened(tmp_path, hot)
         data.read(0, 17)
         rule = rf"day_0, sample 17: id of table {t} is {value}, not from 0 to {ROWS[t] - 1}, .*set data.tables.rows"
-        with pytest.raises(InputError, match=rule) as error:
+        with refuses(rule):
             data.read(10, 10)
-        assert_one_line(error)
 
 
 @pytest.mark.parametrize(
@@ -166,93 +148,68 @@ def test_a_wrong_label_or_dense_feature_is_named(tmp_path: Path, part: str, valu
     arrays = write_day(tmp_path, 1, 30)
     arrays[part][17, -1] = value
     np.save(tmp_path / f"day_1_{part}.npy", arrays[part])
-    data = Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False)
+    data = opened(tmp_path)
     data.read(0, 25)
     what = "label 0 is" if part == "labels" else "dense feature 12 is"
-    with pytest.raises(InputError, match=f"day_1, sample 17: {what} {value}.*not.*; correct the file") as error:
+    with refuses(f"day_1, sample 17: {what} {value}.*not.*; correct the file"):
         data.read(20, 10)
-    assert_one_line(error)
 
 
-def damage(folder: Path, how: str) -> None:
-    if how.startswith("no "):
-        (folder / f"day_0_{how[3:]}").unlink()
-    elif how == "cut":
-        file = folder / "day_0_dense.npy"
-        file.write_bytes(file.read_bytes()[:-1])
-    elif how == "empty":
-        (folder / "day_0_labels.npy").write_bytes(b"")
-    elif how == "int64":
-        np.save(folder / "day_0_labels.npy", np.zeros((30, 1), np.int64))
-    elif how == "12 columns":
-        np.save(folder / "day_0_dense.npy", np.zeros((30, 12), np.float32))
-    elif how == "one dimension":
-        np.save(folder / "day_0_dense.npy", np.zeros(30 * 13, np.float32))
-    elif how == "29 labels":
-        np.save(folder / "day_0_labels.npy", np.zeros((29, 1), np.int32))
-    else:
-        raise AssertionError(how)
+def save(name: str, shape: tuple[int, ...], dtype: type = np.float32) -> Callable[[Path], None]:
+    return lambda folder: np.save(folder / f"day_0_{name}.npy", np.zeros(shape, dtype))
 
 
-@pytest.mark.parametrize("hot", [None, HOT])
+def cut(name: str, kept: int) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, kept % (folder / name).stat().st_size)
+
+
+HOT_IDS = "day_0_sparse_multi_hot.npz"
+
+
+def change_table(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tables = tables_of(folder)
+        save_tables(folder / HOT_IDS, {**tables, "4": change(tables["4"])})
+
+    return damage
+
+
+def tables_of(folder: Path) -> dict[str, np.ndarray]:
+    with np.load(folder / HOT_IDS) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda folder: (folder / "day_0_dense.npy").unlink(), "day_0_dense.npy: .*No such file"),
+    (cut("day_0_dense.npy", -1), "day_0_dense.npy: not the array"),
+    (cut("day_0_labels.npy", 0), "day_0_labels.npy: not the array"),
+    (save("labels", (30, 1), np.int64), "day_0_labels.npy: .*int64 .* must be int32"),
+    (save("dense", (30, 12)), "day_0_dense.npy: .*12.* must be float32 .*13"),
+    (save("dense", (30 * 13,)), "day_0_dense.npy: .*390.* must be float32 .*13"),
+    (save("labels", (29, 1), np.int32), r"day_0: arrays of \[29, 30\] samples"),
+]
+HOT_DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda folder: (folder / HOT_IDS).unlink(), f"{HOT_IDS}: .*No such file"),
+    (lambda folder: save_tables(folder / HOT_IDS, tables_of(folder), compressed=True), "compressed.*numpy.savez"),
+    (lambda folder: save_tables(folder / HOT_IDS, dict([*tables_of(folder).items()][:25])), "no item named '25.npy'"),
+    (change_table(lambda ids: ids[:, 0]), r"int32 \[30\]"),
+    (change_table(lambda ids: ids[:, :0]), r"int32 \[30, 0\]"),
+    (change_table(lambda ids: ids.astype(np.int64)), "int64"),
+    (change_table(lambda ids: ids[:29]), r"arrays of \[29, 30\] samples"),
+    (cut(HOT_IDS, -10), "not a zip file"),
+]
+
+
 @pytest.mark.parametrize(
-    ("how", "rule"),
-    [
-        ("no dense.npy", "day_0_dense.npy: .*No such file"),
-        ("cut", "day_0_dense.npy: not the array"),
-        ("empty", "day_0_labels.npy: not the array"),
-        ("int64", "day_0_labels.npy: .*int64 .* must be int32"),
-        ("12 columns", "day_0_dense.npy: .*12.* must be float32 .*13"),
-        ("one dimension", "day_0_dense.npy: .*390.* must be float32 .*13"),
-        ("29 labels", r"day_0: arrays of \[29, 30\] samples"),
-    ],
+    ("hot", "damage", "rule"),
+    [*((hot, *each) for hot in (None, HOT) for each in DAMAGES), *((HOT, *each) for each in HOT_DAMAGES)],
 )
-def test_wrong_files_are_named(tmp_path: Path, hot: Sequence[int] | None, how: str, rule: str) -> None:
+def test_wrong_files_are_named(tmp_path: Path, hot: Sequence[int] | None, damage: Callable, rule: str) -> None:
     write_day(tmp_path, 0, 30, hot)
     write_day(tmp_path, 1, 30, hot)
-    damage(tmp_path, how)
-    with pytest.raises(InputError, match=rule) as error:
-        Criteo(tmp_path, TablesConfig(rows=ROWS), hot is not None)
-    assert_one_line(error)
-
-
-@pytest.mark.parametrize(
-    ("how", "rule"),
-    [
-        ("missing", "day_0_sparse_multi_hot.npz: .*No such file"),
-        ("compressed", "compressed.*numpy.savez"),
-        ("25 members", "no item named '25.npy'"),
-        ("one dimension", r"int32 \[30\]"),
-        ("empty bags", r"int32 \[30, 0\]"),
-        ("int64", "int64"),
-        ("29 samples", r"arrays of \[29, 30\] samples"),
-        ("cut", "not a zip file"),
-    ],
-)
-def test_wrong_npz_files_are_named(tmp_path: Path, how: str, rule: str) -> None:
-    day = write_day(tmp_path, 0, 30, HOT)
-    write_day(tmp_path, 1, 30, HOT)
-    file = tmp_path / "day_0_sparse_multi_hot.npz"
-    tables = {f"{t}": day[f"{t}"] for t in range(26)}
-    changes = {
-        "one dimension": tables["4"][:, 0],
-        "empty bags": tables["4"][:, :0],
-        "int64": tables["4"].astype(np.int64),
-        "29 samples": tables["4"][:29],
-    }
-    if how == "missing":
-        file.unlink()
-    elif how == "cut":
-        file.write_bytes(file.read_bytes()[:-10])
-    elif how == "compressed":
-        save_tables(file, tables, compressed=True)
-    elif how == "25 members":
-        save_tables(file, {name: tables[name] for name in tables if name != "25"})
-    else:
-        save_tables(file, {**tables, "4": changes[how]})
-    with pytest.raises(InputError, match=rule) as error:
-        Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=True)
-    assert_one_line(error)
+    damage(tmp_path)
+    with refuses(rule):
+        opened(tmp_path, hot)
 
 
 @pytest.mark.parametrize("kind", ["criteo_npy", "criteo_multihot"])
@@ -269,14 +226,13 @@ def test_open_files_refuses(tmp_path: Path, kind: str, tables: TablesConfig, pat
         (tmp_path / folder).mkdir()
     write_day(tmp_path / "full", 0, 12, HOT if kind == "criteo_multihot" else None)
     config = DataConfig(kind=kind, path="unused", tables=tables)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InputError, match=rule) as error:
+    with refuses(rule):
         open_files(config, str(tmp_path / path))
-    assert_one_line(error)
 
 
 def test_a_data_set_without_samples_is_refused(tmp_path: Path) -> None:
     write_day(tmp_path, 0, 0)
-    with pytest.raises(InputError, match="day_0: no samples"):
-        Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False)
+    with refuses("day_0: no samples"):
+        opened(tmp_path)
     write_day(tmp_path, 1, 3)
-    assert Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False).read(0, 4).labels.numel() == 4
+    assert opened(tmp_path).read(0, 4).labels.numel() == 4

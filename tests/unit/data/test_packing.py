@@ -1,4 +1,4 @@
-"""Packed samples: they are those that were packed, in the order that a run asks for."""
+"""Packed samples are the samples of the data set, in the order that a run asks for."""
 
 from pathlib import Path
 from typing import Any

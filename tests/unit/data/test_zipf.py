@@ -15,16 +15,16 @@ def exact_probability(rows: int, alpha: float, ranks: np.ndarray) -> np.ndarray:
 
 
 def draw_in_parts(ranks: ZipfRanks) -> tuple[np.ndarray, np.ndarray]:
-    """The first draw of each part of each cell, and the first behind it, as offsets from 0 up to 2**64 / cells."""
+    """Return the first draw of each part of each cell, and the first after it, as offsets in the cell."""
     cell = 2 ** (64 - ranks.bits)
     split = [-(-int(threshold) * cell // 2**63) for threshold in ranks.thresholds]
-    begin = np.array([bound for middle in split for bound in (0, middle)], dtype=np.uint64)
-    end = np.array([bound for middle in split for bound in (middle, cell)], dtype=np.uint64)
+    begin = np.array([first for middle in split for first in (0, middle)], dtype=np.uint64)
+    end = np.array([last for middle in split for last in (middle, cell)], dtype=np.uint64)
     return begin, end
 
 
 def draws_below(ranks: ZipfRanks, rank: int) -> np.ndarray:
-    """How many draws of each part give a rank below `rank`; within a part, ranks rise with the draw."""
+    """Return how many draws of each part give a rank below `rank`; ranks rise with the draw in a part."""
     begin, end = draw_in_parts(ranks)
     cells = (np.arange(len(begin), dtype=np.uint64) // np.uint64(2)) << np.uint64(64 - ranks.bits)
     low, high = begin.copy(), end.copy()
@@ -56,7 +56,7 @@ def test_draws_fall_on_ranks_in_proportion(rows: int, alpha: float) -> None:
     ranks, draws = ZipfRanks(rows, alpha), 2**18
     counts = np.bincount(ranks.draw(np.arange(draws, dtype=np.uint64) << np.uint64(46)), minlength=rows)
     expected = draws * exact_probability(rows, min(alpha, 32.0), np.arange(rows))
-    # A stretch holds its length in evenly spaced draws, to one. A rank has a stretch for each part of its item.
+    # A range of draws has as many evenly spaced draws as its length, +-1. A rank has a range in each part of its item.
     firsts, parts = np.unique(ranks.first_ranks, return_counts=True)
     stretches = parts[np.searchsorted(firsts, np.arange(rows), side="right") - 1]
     assert len(counts) == rows

@@ -53,11 +53,7 @@ def _places(layers: list[CrossLayer], apart: int | None) -> list[CrossLayer]:
 
 
 def _ours(
-    network: LowRankCrossNet,
-    x: torch.Tensor,
-    gradient: torch.Tensor,
-    dtype: torch.dtype,
-    into: str = "together",
+    network: LowRankCrossNet, x: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype, into: str = "together"
 ) -> dict[str, torch.Tensor]:
     """Return output and gradients of `cross`, the latter from where they were written."""
     layers, x0 = _layers(network, dtype), x.to(dtype, copy=True).requires_grad_()

@@ -11,12 +11,7 @@ from torchrec.modules.mlp import MLP
 
 from dlrm_overlap.dense import tensor_parallel
 from dlrm_overlap.dense.gemm.products import ParallelProducts
-from dlrm_overlap.dense.tensor_parallel import (
-    Shard,
-    divide_pairs,
-    divided_layers,
-    shards_of,
-)
+from dlrm_overlap.dense.tensor_parallel import Shard, divide_pairs, divided_layers, shards_of
 from tests.agreement import assert_near, assert_same
 
 RANKS, SAMPLES = 3, 4

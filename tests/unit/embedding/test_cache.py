@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
-from dlrm_overlap.embedding import steps
-from dlrm_overlap.embedding.steps import StepCache
+from dlrm_overlap.kernels import launches
+from dlrm_overlap.kernels.launches import StepCache
 
 
 class _Made:
@@ -17,13 +17,13 @@ class _Made:
 
 @contextmanager
 def _capturing() -> Iterator[None]:
-    with patch.multiple(steps, is_initialized=lambda: True, is_current_stream_capturing=lambda: True):
+    with patch.multiple(launches, is_initialized=lambda: True, is_current_stream_capturing=lambda: True):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _three_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_MOST", 3)
+    monkeypatch.setattr(launches, "_MOST", 3)
 
 
 def _asked(known: StepCache[int, _Made], *keys: int) -> list["weakref.ref[_Made]"]:
@@ -53,7 +53,7 @@ def test_what_a_capture_has_used_stays(when: str) -> None:
     others = _asked(known, *range(2, 12))
     assert _is_there(used, *others) == [True] + 7 * [False] + 3 * [True], "nor is it one of the three"
     assert known.get(1, _Made) is used(), "and another capture finds it"
-    known.clear()
+    del known
     assert not any(_is_there(used, *others))
 
 
@@ -66,5 +66,5 @@ def test_what_a_capture_has_used_stays_when_it_is_replaced() -> None:
     assert _is_there(used, other) == [True, False]
     assert len(known) == 0
     assert known.get(1, _Made) is not used(), "made anew"
-    known.clear()
+    del known
     assert not any(_is_there(used))

@@ -11,13 +11,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import EXCHANGED
-from dlrm_overlap.embedding import steps
 from dlrm_overlap.embedding.backends.base import Forward
+from dlrm_overlap.embedding.exchange import RunningStep
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.windows import BufferInUseError
-from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.launches import Launch
+from dlrm_overlap.kernels import launches, reference
+from dlrm_overlap.kernels.launches import Launch, launches_of
 from dlrm_overlap.train.model import JoinInPlace, concatenated
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_halves, without_streams
@@ -155,14 +155,14 @@ def test_lookups_that_overlap(world_of_one: dist.ProcessGroup, backend: str, cop
 def test_a_gradient_is_held_until_the_update(world_of_one: dist.ProcessGroup) -> None:
     stage = Stage(ALONE, rank=0)
     exchange = stage.exchange(world_of_one, "pgas")
-    step = Step(stage.inputs(0, (5,))[0], BatchSizes.of((5,)))
-    exchange.start_forward(step)
-    exchange.expect_gradient(step)
-    gradient = torch.zeros_like(exchange.finish_forward(step))
-    exchange.start_backward(step, gradient)
-    assert step.gradient is gradient, "else autograd may add to it in place, where another stream still reads it"
-    exchange.finish_backward(step)
-    assert step.gradient is None
+    running = RunningStep(Step(stage.inputs(0, (5,))[0], BatchSizes.of((5,))))
+    exchange.start_forward(running)
+    exchange.expect_gradient(running)
+    gradient = torch.zeros_like(exchange.finish_forward(running))
+    exchange.start_backward(running, gradient)
+    assert running.gradient is gradient, "else autograd may add to it in place, where another stream still reads it"
+    exchange.finish_backward(running)
+    assert running.gradient is None
     exchange.close()
 
 
@@ -236,8 +236,7 @@ def test_an_id_outside_its_table_on_the_gpus_way(
         options = ExchangeOptions(backend=backend, slice_bags=4, wait_timeout_s=1e-4)
         forward = interpreted_forward(stage, world_of_one, options, samples=5)
         step = Step(inputs, BatchSizes.of((5,)))
-        forward.start(step)
-        assert_same(forward.finish(step), expected, mode.name)
+        assert_same(forward.finish(forward.start(step)), expected, mode.name)
         assert inputs[0].values().max() < ROWS
         for _ in range(2):
             forward.check()
@@ -350,16 +349,15 @@ def test_prepared_launches_of_the_backward_serve_their_sizes_types_and_rows_alon
             exchange.start([given], (samples,)).wait().backward(gradient.to(torch.float32, copy=True))
             given = KeyedJaggedTensor(given.keys(), given.values().to(ids), lengths=given.lengths().to(ids))
             step = Step([given], BatchSizes.of((samples,)))
-            push.note_forward(step)
-            push.start(step, gradient)
-            push.finish(step)
+            pending = push.note_forward(step)
+            push.finish(push.start(pending, gradient))
             for shard in stage.shards:
                 rows, expected = (each.tables.weight(shard) for each in (stage, known))
                 assert_near(rows, expected, WEIGHT_TOLERANCE["fp32"], f"{shard.name}, step {number}")
             gone = weakref.ref(gradient)
-            del gradient, step
+            del gradient, step, pending
             assert gone() is None, "a launch holds the gradient"
-        assert len(push.own.launches) == 4, "one window for 2 samples, both for 3, and one of these for bfloat16"
+        assert len(launches_of(push.own)) == 4, "one window for 2 samples, both for 3, and one of these for bfloat16"
         push.close()
     exchange.close()
 
@@ -380,7 +378,7 @@ def _move(stage: Stage, *moved: str) -> None:
 def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
     world_of_one: dist.ProcessGroup, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "_MOST", 2)
+    monkeypatch.setattr(launches, "_MOST", 2)
     stage = Stage([([4], [])], rank=0)
     options = ExchangeOptions(backend=backend, put="staged", slice_bags=2, wait_timeout_s=20.0)
     forward: Any = interpreted_forward(stage, world_of_one, options, samples=4)
@@ -393,7 +391,8 @@ def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
 
     with without_streams(), monkeypatch.context() as capture:
         capture.setattr(Launch, "__call__", launch)
-        capture.setattr(steps, "is_capturing", lambda: True)
+        capture.setattr(launches, "is_initialized", lambda: True)
+        capture.setattr(launches, "is_current_stream_capturing", lambda: True)
         _assert_pooled(stage, forward, 0, 3, torch.int64, factor=1)
     with without_streams():
         read = weakref.ref(forward.lookup.first_samples(BatchSizes.of((3,)), forward.reached))
@@ -411,7 +410,7 @@ def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
 def test_a_capture_copies_nothing_to_the_device_however_many_sizes_came_before(
     world_of_one: dist.ProcessGroup, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "_MOST", 2)
+    monkeypatch.setattr(launches, "_MOST", 2)
     stage = Stage([([4], [])], rank=0)
     forward: Any = interpreted_forward(stage, world_of_one, ExchangeOptions(backend=backend), samples=4)
     with without_streams():
@@ -427,5 +426,4 @@ def _assert_pooled(stage: Stage, forward: Forward, number: int, samples: int, dt
     (ids,), expected = stage.inputs(number, (samples,))
     given = KeyedJaggedTensor(ids.keys(), ids.values().to(dtype), lengths=ids.lengths().to(dtype))
     step = Step([given], BatchSizes.of((samples,)))
-    forward.start(step)
-    assert_same(forward.finish(step, copy=True), factor * expected, f"step {number}")
+    assert_same(forward.finish(forward.start(step), copy=True), factor * expected, f"step {number}")

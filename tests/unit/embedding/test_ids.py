@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from dlrm_overlap.comm.arena import Region
-from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout
 from dlrm_overlap.embedding.layout import Layout
+from tests.conftest import refuses
 from tests.unit.embedding.shards import make_shard
 
 # Rank 0 owns the table of f and a half of that of g, rank 1 the other half; rank 2 owns nothing.
@@ -43,10 +43,10 @@ def test_known_ids_are_counted_of_the_features_that_a_batch_has() -> None:
     ],
 )
 def test_what_is_no_bound(samples: int, sizes: tuple[int, int], told: str) -> None:
-    with pytest.raises(InputError, match=told):
+    with refuses(told):
         BatchCapacity(samples, {"f": sizes})
 
 
 def test_a_feature_without_a_bound() -> None:
-    with pytest.raises(InputError, match="feature h has no bag size; add it to bag_sizes"):
+    with refuses("feature h has no bag size; add it to bag_sizes"):
         BatchCapacity(3, KNOWN).capacity(["f", "h"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.embedding.internode import Crossing, Message
+from dlrm_overlap.embedding.internode import InternodeLayout, Message
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.steps import BatchSizes
 from tests.unit.embedding.shards import make_shard
@@ -16,7 +16,7 @@ HOSTS = (range(2), range(2, 4), range(4, 5))
 BATCH = BatchSizes.of((3, 2, 4, 0, 5))
 
 
-def _crossings(wire: torch.dtype = torch.float32, cut: Sequence[int] = ()) -> list[Crossing]:
+def _layouts(wire: torch.dtype = torch.float32, cut: Sequence[int] = ()) -> list[InternodeLayout]:
     """Return those of all ranks; `cut` are the owners of a table of 4 columns that is cut by rows."""
     shards = [
         FeatureShard(f"r{owner}_{i}", owner, 0, i, 0, i, 0, dim, False, torch.float32, f"r{owner}_{i}")
@@ -25,12 +25,12 @@ def _crossings(wire: torch.dtype = torch.float32, cut: Sequence[int] = ()) -> li
     ]
     shards += [make_shard("cut", owner, 4, feature=9, rows=(i, i + 1), row_shard=i) for i, owner in enumerate(cut)]
     layout = Layout(shards, sorted({shard.name for shard in shards}, reverse=True), len(DIMS))
-    return [Crossing(layout, Reach(rank, HOSTS), wire) for rank in range(len(DIMS))]
+    return [InternodeLayout(layout, Reach(rank, HOSTS), wire) for rank in range(len(DIMS))]
 
 
 @pytest.mark.parametrize("way", ["pooled", "gradients", "sums"])
 def test_what_is_sent_is_what_is_received(way: str) -> None:
-    every = [getattr(crossing, way)(BATCH) for crossing in _crossings(cut=[1, 2, 3])]
+    every = [getattr(layout, way)(BATCH) for layout in _layouts(cut=[1, 2, 3])]
     sent = {(rank, m.peer): (m.rows, m.pitch) for rank, messages in enumerate(every) for m in messages.sent}
     received = {(m.peer, rank): (m.rows, m.pitch) for rank, messages in enumerate(every) for m in messages.received}
     assert sent == received
@@ -42,8 +42,8 @@ def test_what_is_sent_is_what_is_received(way: str) -> None:
 
 
 def test_a_table_that_is_cut_by_rows_over_a_node_leaves_it_as_one_sum() -> None:
-    crossings = _crossings(cut=[1, 2, 3])
-    first, second, third = crossings[1], crossings[2], crossings[3]
+    layouts = _layouts(cut=[1, 2, 3])
+    first, second, third = layouts[1], layouts[2], layouts[3]
     # Rank 1's partial sums are alone on their node, and travel as they are.
     assert first.pitch(first.pooled_columns[1]) == 12 + 4
     assert second.pitch(second.pooled_columns[2]) == 4

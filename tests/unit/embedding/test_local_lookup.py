@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.counters import Counter
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, IdExchange
-from dlrm_overlap.embedding.backends.local import CpuLocalLookup, DeviceLocalLookup, LocalLookup
+from dlrm_overlap.embedding.backends.local import CpuLocalLookup, DeviceLocalLookup, LocalLookup, LocalState
 from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, Layout
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
@@ -86,9 +86,7 @@ def _ids(padding: int, samples: int = SAMPLES, seed: int = 1, weighted: bool = F
 
 
 def _step(ids: KeyedJaggedTensor, samples: int) -> Step:
-    step = Step([], BatchSizes.of((samples,)))
-    step.replicated = ids
-    return step
+    return Step([], BatchSizes.of((samples,)), replicated=ids)
 
 
 def _bag(ids: KeyedJaggedTensor, shard: FeatureShard, sample: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,14 +122,14 @@ def test_pooled_embeddings_and_gradients(
         step = _step(ids, SAMPLES)
         local.windows.begin()
         local.windows.local.fill_(torch.nan)
-        local.pool(step)
+        state = local.pool(step)
         # As autograd leaves it: columns of a wider tensor.
         gradient = (torch.randint(-64, 64, (SAMPLES, layout.total_dim + 12)) / 8)[:, 4:-8]
         before = [torch.randint(-64, 64, lookup.weights.shape) / 8 for lookup in local.replicated.lookups]
         for lookup, each in zip(local.replicated.lookups, before, strict=True):
             lookup.weights.grad = each.clone()
-        local.start_backward(step, gradient)
-        local.finish_backward(step)
+        local.start_backward(state, gradient)
+        local.finish_backward()
         if isinstance(local, DeviceLocalLookup):
             assert local._input_rows().input_features.entries.shape[0] == len(FEATURES) + 1, (
                 "one that pads is read, too"
@@ -169,16 +167,15 @@ def test_prepared_launches_serve_their_sizes_types_and_gradients_alone(world_of_
             before = [lookup.weights.grad.clone() for lookup in lookups]
             ids, generator = _ids(padding=0, samples=samples, seed=number), torch.Generator().manual_seed(number)
             drawn = torch.randint(-64, 64, (samples, local.layout.total_dim), generator=generator) / 8
-            gradient, step = drawn.to(dtype, copy=True), _step(ids, samples)
-            step.own_looked_up = torch.cuda.Event()
-            local.start_backward(step, gradient)
-            local.finish_backward(step)
+            gradient, own = drawn.to(dtype, copy=True), Step([ids], BatchSizes.of((samples,)))
+            local.start_backward(LocalState(own, torch.cuda.Event()), gradient)
+            local.finish_backward()
             for lookup, expected in zip(lookups, _added(local, before, ids, drawn), strict=True):
                 assert_near(lookup.weights.grad, expected, 1e-6, f"step {number}")
             gone = weakref.ref(gradient)
             del gradient
             assert gone() is None, "a launch holds the gradient"
-            launches.append([len(update._launches) for update in local._updates])
+            launches.append([len(each.update._launches) for each in local._rows.ranges])
     ranges = len(launches[0])
     assert launches == [[1] * ranges, [1] * ranges, [2] * ranges, [2] * ranges, [1] * ranges]
 

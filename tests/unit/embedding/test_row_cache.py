@@ -14,8 +14,9 @@ from dlrm_overlap.embedding import cache as cache_module
 from dlrm_overlap.embedding.cache import CachedTable, RowCache, activate, make_caches
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels import swap_rows as swapping
-from dlrm_overlap.kernels.arguments import STATES, CacheState, OptimizerParams, Swaps
 from dlrm_overlap.kernels.find_slots import Blocks, find_slots
+from dlrm_overlap.kernels.optimizer_params import STATES, OptimizerParams
+from dlrm_overlap.kernels.row_cache import CacheState, Swaps
 from tests.kernels.emulation import CPU, interpreted
 
 IDS, ROWS, DIM = 6, 20, 4

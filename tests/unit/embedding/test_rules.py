@@ -8,7 +8,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMo
 
 from dlrm_overlap.embedding.backends.rows import DeviceRules
 from dlrm_overlap.embedding.steps import UpdateRule
-from dlrm_overlap.kernels.arguments import OptimizerParams
+from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 
 DECOUPLE = WeightDecayMode.DECOUPLE
 REST = list(OptimizerParams(0.0, decoupled=0.25, beta1=0.5, beta2=0.75, halflife=-1.0, decay_after=-1.0, max_rate=1.0))[

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dlrm_overlap.embedding.tables import max_gradients
-from dlrm_overlap.kernels.arguments import OptimizerParams
+from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 from dlrm_overlap.kernels.reference import update_rows
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 

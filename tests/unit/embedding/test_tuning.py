@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from dlrm_overlap.embedding.backends.fused import persistent_tuning
-from dlrm_overlap.kernels.arguments import FeatureTable, has_short_bags, power_of_2, tuning_for
+from dlrm_overlap.kernels.bags import FeatureTable
+from dlrm_overlap.kernels.tuning import has_short_bags, power_of_2, tuning_for
 
 _DIMS = (4, 12, 32, 36, 64, 92, 128, 256, 512, 1024)
 _TYPES = (torch.float32, torch.bfloat16)

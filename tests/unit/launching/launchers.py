@@ -14,15 +14,15 @@ def bare(rank: int, size: int, **more: str) -> dict[str, str]:
 
 def torchrun(rank: int, size: int, agents: int = 1, **more: str) -> dict[str, str]:
     local = size // agents
-    place = {"LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local), "GROUP_WORLD_SIZE": str(agents)}
-    return bare(rank, size, **place, TORCHELASTIC_RUN_ID="none", **more)
+    local_names = {"LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local), "GROUP_WORLD_SIZE": str(agents)}
+    return bare(rank, size, **local_names, TORCHELASTIC_RUN_ID="none", **more)
 
 
 def srun(rank: int, size: int, **more: str) -> dict[str, str]:
     """Variables as Slurm 22.05 sets them, one node unless `more` says otherwise."""
     names = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "2", "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size)}
-    places = {"SLURM_LOCALID": str(rank), "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": str(size)}
-    return {**names, **places, "SLURM_STEP_NODELIST": "gpu01", **more}
+    local = {"SLURM_LOCALID": str(rank), "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": str(size)}
+    return {**names, **local, "SLURM_STEP_NODELIST": "gpu01", **more}
 
 
 def openmpi(rank: int, size: int, **more: str) -> dict[str, str]:

@@ -26,7 +26,7 @@ def test_ranks_find_the_package_and_nothing_in_the_working_folder(tmp_path: Path
     shutil.copytree("launch", project / "launch")
     find = f'if [ "$1" = -c ]; then exit {int(not installed)}; fi; env'
     _stub(tmp_path / "bin/python", find)
-    for launcher in ("mpirun", "srun"):  # whose own options come first
+    for launcher in ("mpirun", "srun"):  # their own options come first
         _stub(tmp_path / "bin" / launcher, 'while [ "$1" != env ] && [ "$1" != python ]; do shift; done; exec "$@"')
     environ = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "NPROC": "2", "PYTHONPATH": "/theirs"}
     environ |= {"SLURM_SUBMIT_DIR": str(project), "SLURM_CPUS_PER_TASK": "1"}

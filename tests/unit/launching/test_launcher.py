@@ -1,5 +1,6 @@
 """Who started this process: every launcher's variables, what contradicts them, and MPI."""
 
+import re
 import sys
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.launcher import World
+from tests.conftest import refuses
 from tests.unit.launching.launchers import HERE, FakeWorld, bare, hydra, install_mpi4py, openmpi, srun, torchrun
 
 SECOND_NODE = {
@@ -18,6 +20,10 @@ SECOND_NODE = {
     "SLURM_LOCALID": "1",
 }
 SLURM_PORT = 20000 + 5 * 16 + 2
+
+
+def second(**changes: str) -> dict[str, str]:
+    return srun(9, 10, **SECOND_NODE | changes)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,7 @@ SLURM_PORT = 20000 + 5 * 16 + 2
         ({**srun(1, 2), **torchrun(5, 8, 2)}, World(5, 1, 8, 4, HERE, 29500, "torchrun")),
         ({**openmpi(1, 2), **torchrun(5, 8, 2)}, World(5, 1, 8, 4, HERE, 29500, "torchrun")),
         (srun(1, 2), World(1, 1, 2, 2, HERE, SLURM_PORT, "slurm")),
-        (srun(9, 10, **SECOND_NODE), World(9, 1, 10, 2, "gpu03", SLURM_PORT, "slurm")),
+        (second(), World(9, 1, 10, 2, "gpu03", SLURM_PORT, "slurm")),
         (srun(1, 2, MASTER_ADDR="ib0", MASTER_PORT="77"), World(1, 1, 2, 2, "ib0", 77, "slurm")),
         (srun(1, 2, MASTER_ADDR="[fd00::2]"), World(1, 1, 2, 2, "fd00::2", SLURM_PORT, "slurm")),
         (srun(1, 2, RANK="1", WORLD_SIZE="2"), World(1, 1, 2, 2, HERE, SLURM_PORT, "slurm")),
@@ -85,13 +91,22 @@ def test_detect(environ: dict[str, str], expected: World) -> None:
         (srun(1, 2, SLURM_STEP_NUM_TASKS=""), "SLURM_STEP_NUM_TASKS is ''"),
         (openmpi(1, 2, WORLD_SIZE="4", MASTER_ADDR="h0", MASTER_PORT="1"), "WORLD_SIZE is '4', but mpirun says 2"),
         (hydra(1, 2, RANK="0", WORLD_SIZE="1"), "RANK is '0', but mpirun says 1"),
+        (second(SLURM_STEP_TASKS_PER_NODE="many"), "SLURM_STEP_TASKS_PER_NODE is 'many', not numbers of tasks"),
+        (second(SLURM_STEP_TASKS_PER_NODE=""), "SLURM_STEP_TASKS_PER_NODE is '', not numbers of tasks"),
+        (second(SLURM_STEP_TASKS_PER_NODE="4(x1000000000000)"), "not numbers of tasks such as '4(x2),2'"),
+        (second(SLURM_STEP_TASKS_PER_NODE="4(x2),2(x999999999)", SLURM_NODEID="1000000001"), "has 1000000001 nodes"),
+        (second(SLURM_NODEID="3"), "SLURM_NODEID is 3, but SLURM_STEP_TASKS_PER_NODE, 4(x2),2, has 3 nodes"),
+        (second(SLURM_NODEID="-1"), "SLURM_NODEID is '-1', not a number"),
+        (second(SLURM_NODEID="first"), "SLURM_NODEID is 'first', not a number"),
+        (second(SLURM_STEP_NODELIST="gpu["), "cannot meet at 'gpu[', port"),
+        (second(SLURM_STEP_NODELIST=""), "cannot meet at '', port"),
+        (second(SLURM_STEP_NUM_TASKS="9" * 18), f"WORLD_SIZE {'9' * 18} is above 1048576"),
+        (second(SLURM_JOB_ID="x"), "SLURM_JOB_ID is 'x', not a number"),
     ],
 )
-def test_contradictions_stop_the_run_in_one_line(environ: dict[str, str], message: str) -> None:
-    with pytest.raises(InputError) as error:
+def test_malformed_and_contradicting_variables_stop_the_run_in_one_line(environ: dict[str, str], message: str) -> None:
+    with refuses(re.escape(message)):
         launcher.detect(environ)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 WRONG = [
@@ -115,7 +130,7 @@ LAUNCHES = {
     "mpirun": openmpi(1, 2, MASTER_ADDR="h0", MASTER_PORT="77"),
     "hydra": hydra(1, 2, **srun(1, 2)),
     "srun": srun(1, 2, MASTER_ADDR="h0", MASTER_PORT="77"),
-    "srun of several nodes": srun(9, 10, **SECOND_NODE),
+    "srun of several nodes": second(),
 }
 
 
@@ -138,28 +153,6 @@ def test_a_malformed_variable_of_a_launcher_is_refused_in_one_line_or_not_used(
             launcher.announced_rank(environ)
     assert len({name for name, _ in refused}) >= 3
     assert not [message for _, message in refused if "\n" in message]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"SLURM_STEP_TASKS_PER_NODE": "many"}, "SLURM_STEP_TASKS_PER_NODE is 'many', not numbers of tasks"),
-        ({"SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE is '', not numbers of tasks"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x1000000000000)"}, "not numbers of tasks such as '4(x2),2'"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),2(x999999999)", "SLURM_NODEID": "1000000001"}, "has 1000000001 nodes"),
-        ({"SLURM_NODEID": "3"}, "SLURM_NODEID is 3, but SLURM_STEP_TASKS_PER_NODE, 4(x2),2, has 3 nodes"),
-        ({"SLURM_NODEID": "-1"}, "SLURM_NODEID is '-1', not a number"),
-        ({"SLURM_NODEID": "first"}, "SLURM_NODEID is 'first', not a number"),
-        ({"SLURM_STEP_NODELIST": "gpu["}, "cannot meet at 'gpu[', port"),
-        ({"SLURM_STEP_NODELIST": ""}, "cannot meet at '', port"),
-        ({"SLURM_STEP_NUM_TASKS": "9" * 18}, f"WORLD_SIZE {'9' * 18} is above 1048576"),
-        ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x', not a number"),
-    ],
-)
-def test_a_malformed_variable_of_slurm_is_refused_in_one_line(changes: dict[str, str], message: str) -> None:
-    with pytest.raises(InputError) as error:
-        launcher.detect(srun(9, 10, **SECOND_NODE | changes))
-    assert message in str(error.value)
 
 
 def test_a_launcher_that_is_not_a_number_is_refused_in_one_line(
@@ -193,15 +186,12 @@ def test_mpi_rank_0_offers_the_loopback_on_one_node_and_a_given_address_always(m
     assert launcher.detect(openmpi(0, 2, MASTER_ADDR="ib0", MASTER_PORT="77")).describe().endswith("ib0:77")
 
 
-def test_mpi_of_another_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_of_another_library_or_without_mpi4py_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install_mpi4py(monkeypatch, FakeWorld(0, 1, local=1))
-    with pytest.raises(InputError, match="mpirun started 2 ranks, but mpi4py sees 1"):
+    with refuses("mpirun started 2 ranks, but mpi4py sees 1"):
         launcher.detect(hydra(1, 2))
-
-
-def test_mpi_without_mpi4py_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(InputError, match="pip install mpi4py"):
+    with refuses("pip install mpi4py"):
         launcher.detect(openmpi(0, 2))
 
 
@@ -212,19 +202,8 @@ def test_describe() -> None:
     assert launcher.detect({}).describe() == "launch: single, rank 0 of 1, local rank 0 of 1"
 
 
-@pytest.mark.parametrize(
-    ("environ", "rank"),
-    [
-        ({}, None),
-        (bare(1, 2), 1),
-        (openmpi(3, 4), 3),
-        (hydra(0, 4), 0),
-        (srun(2, 4), 2),
-        ({"SLURM_PROCID": "0"}, None),
-        ({"RANK": "zero"}, None),
-        ({"RANK": "\u0661"}, None),
-        ({"RANK": "\u00b2"}, None),
-    ],
-)
-def test_announced_rank(environ: dict[str, str], rank: int | None) -> None:
-    assert launcher.announced_rank(environ) == rank
+def test_announced_rank() -> None:
+    announced = [bare(1, 2), openmpi(3, 4), hydra(0, 4), srun(2, 4)]
+    assert [launcher.announced_rank(environ) for environ in announced] == [1, 3, 0, 2]
+    for environ in ({}, {"SLURM_PROCID": "0"}, {"RANK": "zero"}, {"RANK": "\u0661"}, {"RANK": "\u00b2"}):
+        assert launcher.announced_rank(environ) is None

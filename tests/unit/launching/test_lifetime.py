@@ -35,10 +35,13 @@ print(end.asked)
     ],
 )
 def test_ctrl_c_asks_a_second_one_ends(times: int, rank: str, code: int, out: str, told: list[str]) -> None:
-    argv = [sys.executable, "-c", PRESSES, str(times), rank]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
-    lines = "".join(f"dlrm-overlap: {line}\n" for line in told)
-    assert (result.returncode, result.stdout, result.stderr) == (code, out, lines)
+    assert _run(PRESSES, str(times), rank) == (code, out, "".join(f"dlrm-overlap: {line}\n" for line in told))
+
+
+def _run(program: str, *argv: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-c", program, *argv]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False, cwd=ROOT)
+    return result.returncode, result.stdout, result.stderr
 
 
 # Is asked to end, and needs argv[1] seconds to meet the other ranks, for which it waits 0.3 s.
@@ -65,16 +68,11 @@ print(end.asked)
 @pytest.mark.parametrize(
     ("meets_s", "asked", "code", "out"),
     [
-        ("0.2", "while they meet", 0, "True\n"),
-        ("0.2", "before", 0, "True\n"),
-        ("0.2", "after", 0, "True\n"),
+        *(("0.2", asked, 0, "True\n") for asked in ("while they meet", "before", "after")),
         ("0.2", "never", 0, "False\n"),
-        ("20", "while they meet", SAVED, ""),
-        ("20", "before", SAVED, ""),
+        *(("20", asked, SAVED, "") for asked in ("while they meet", "before")),
     ],
 )
 def test_other_ranks_are_not_waited_for_once_it_is_asked_to_end(meets_s: str, asked: str, code: int, out: str) -> None:
-    argv = [sys.executable, "-c", MEETS, meets_s, asked]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=15, check=False, cwd=ROOT)
     told = "dlrm-overlap: asked to end before all ranks had started: run the same command again\n" if code else ""
-    assert (result.returncode, result.stdout, result.stderr) == (code, out, told)
+    assert _run(MEETS, meets_s, asked) == (code, out, told)

@@ -10,11 +10,11 @@ import pytest
 from tests.conftest import ROOT
 
 TRAIN = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu", "--train.steps", "1"]
+COMMANDS = [("yaml", ["doctor"]), pytest.param("tensorboard", TRAIN, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(
-    ("package", "command"),
-    [("yaml", ["doctor"]), ("tensorboard", TRAIN)],
+    ("package", "command"), [("yaml", ["doctor"]), pytest.param("tensorboard", TRAIN, marks=pytest.mark.slow)]
 )
 def test_a_package_that_is_not_installed(package: str, command: list[str], tmp_path: Path) -> None:
     absent = f"raise ModuleNotFoundError(\"No module named '{package}'\", name='{package}')"

@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from dlrm_overlap.cli import main
-from dlrm_overlap.config import InputError
 from dlrm_overlap.launching import resources
+from tests.conftest import refuses
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_more_processes_than_cores_and_memory_have_room_for_are_refused(
     monkeypatch.setattr(resources, "available_memory_bytes", lambda: int(memory_bytes))
     resources.check_processes(most)
     told = rf"--nproc: {most + 1} processes, but {cores} cores and .* have room for {most} "
-    with pytest.raises(InputError, match=told):
+    with refuses(told):
         resources.check_processes(most + 1)
 
 

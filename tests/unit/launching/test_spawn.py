@@ -1,4 +1,4 @@
-"""The launcher behind `--nproc`: exit codes, output, signals, and that no process is left."""
+"""The launcher of `--nproc`: exit codes, output, signals, and that no process is left."""
 
 import errno
 import json
@@ -13,18 +13,17 @@ from typing import Any
 import pytest
 
 import dlrm_overlap
-from dlrm_overlap.config import InputError
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, SAVED
 from dlrm_overlap.launching.spawn import import_path, spawn
-from tests.conftest import is_alive, wait_until
+from tests.conftest import is_alive, refuses, wait_until
 from tests.unit.launching.launchers import HERE, bare, openmpi, srun, torchrun
 
 ROOT = Path(dlrm_overlap.__file__).parents[1]
 
 
-# What `spawn` starts, in place of `python -m dlrm_overlap`: no torch, so that it starts at once.
+# Runs instead of `python -m dlrm_overlap`, without torch, so that it starts at once.
 # Takes `train` and RANK:COMMAND arguments.
 WORKER = """\
 import json, os, signal, subprocess, sys, time
@@ -61,11 +60,11 @@ for argument in sys.argv[4:]:
     if command == "wait_for":
         while not os.path.exists(rest[0]):
             time.sleep(0.01)
-    if command == "pids":  # its own, and that of a process it started, as a loader would be
-        child = os.fork()
+    if command == "pids":  # its own, and those of a process that it starts, as a loader would
+        parent, child = os.getpid(), os.fork()
         if child == 0:
             if "lifeline" in " ".join(sys.argv):  # as a loader is, and stopped
-                lifetime.end_with_parent(os.getppid())
+                lifetime.end_with_parent(parent)
                 os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(60)
             os._exit(0)
@@ -97,6 +96,9 @@ def wait_for_pids(prefix: Path, ranks: int) -> list[int]:
 
 def assert_gone(pids: list[int]) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), 5, f"one of {pids} lives on")  # a killed one takes a moment
+
+
+STARTING = ["all:load", "all:saves"]  # the signal comes before the ranks can save
 
 
 @pytest.mark.usefixtures("worker")
@@ -149,42 +151,28 @@ class TestSpawn:
     ) -> None:
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(InputError, match=f"--nproc inside {where}: "):
+        with refuses(f"--nproc inside {where}: "):
             spawn(["train"], 2)
 
     @pytest.mark.parametrize(
-        ("number", "options", "code"),
+        ("number", "options", "later", "code"),
         [
-            (signal.SIGINT, [], 128 + signal.SIGINT),
-            (signal.SIGTERM, [], 128 + signal.SIGTERM),
-            (signal.SIGHUP, [], 128 + signal.SIGHUP),
-            (signal.SIGTERM, ["all:saves"], SAVED),
-            (signal.SIGINT, ["all:saves"], SAVED),
-            (signal.SIGUSR1, ["all:saves"], SAVED),
-            (signal.SIGKILL, ["all:lifeline"], -signal.SIGKILL),
+            *((number, [], [], 128 + number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
+            *((number, ["all:saves"], [], SAVED) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)),
+            *((number, [], STARTING, SAVED) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)),
+            (signal.SIGKILL, ["all:lifeline"], [], -signal.SIGKILL),
         ],
         ids=lambda value: getattr(value, "name", None) or str(value),
     )
-    def test_signals_end_all_without_orphans(
-        self, worker: Path, tmp_path: Path, number: signal.Signals, options: list[str], code: int
+    def test_signals_end_all_without_orphans_also_while_ranks_start(
+        self, worker: Path, tmp_path: Path, number: signal.Signals, options: list[str], later: list[str], code: int
     ) -> None:
         pids = tmp_path / "pids"
-        parent = launcher_of(worker, number, *options, f"all:pids:{pids}", "all:hang")
+        parent = launcher_of(worker, number, *options, f"all:pids:{pids}", *later, "all:hang")
         started = wait_for_pids(pids, 2)
         assert all(map(is_alive, started))
         parent.send_signal(number)
         assert parent.wait(20) == code
-        assert_gone(started)
-
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-    def test_ranks_that_are_asked_while_they_start_save_all_the_same(
-        self, worker: Path, tmp_path: Path, number: signal.Signals
-    ) -> None:
-        pids = tmp_path / "pids"
-        parent = launcher_of(worker, number, f"all:pids:{pids}", "all:load", "all:saves", "all:hang")
-        started = wait_for_pids(pids, 2)
-        parent.send_signal(number)
-        assert parent.wait(20) == SAVED
         assert_gone(started)
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
@@ -207,15 +195,14 @@ class TestSpawn:
             return started[0]
 
         monkeypatch.setattr("subprocess.Popen", refuse)
-        with pytest.raises(InputError, match=r"^--nproc: rank 1 of 3 cannot be started \(Resource temporarily"):
+        with refuses(r"^--nproc: rank 1 of 3 cannot be started \(Resource temporarily"):
             spawn(["train", "0:hang"], 3)
         assert_gone([started[0].pid])
 
     def test_ctrl_c_asks_the_ranks_and_a_second_one_ends_them(self, worker: Path, tmp_path: Path) -> None:
         pids = tmp_path / "pids"
-        parent = launcher_of(
-            worker, signal.SIGINT, "all:stubborn", f"all:pids:{pids}", "all:hang", stderr=subprocess.PIPE
-        )
+        options = ["all:stubborn", f"all:pids:{pids}", "all:hang"]
+        parent = launcher_of(worker, signal.SIGINT, *options, stderr=subprocess.PIPE)
         wait_for_pids(pids, 2)
         parent.send_signal(signal.SIGINT)
         assert parent.stderr
@@ -229,10 +216,10 @@ class TestSpawn:
 def launcher_of(
     worker: Path, number: signal.Signals, *options: str, before: str = "", stderr: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Return a process that runs `before` and then `spawn`, which heeds signal `number`."""
-    heed = "" if number == signal.SIGKILL else f"signal.signal({int(number)}, signal.SIG_DFL); "
+    """Return a process that runs `before` and then `spawn`, and does not ignore signal `number`."""
+    handle = "" if number == signal.SIGKILL else f"signal.signal({int(number)}, signal.SIG_DFL); "
     program = (  # a background job of a script ignores some signals, and all it starts does
-        f"import signal, sys; {heed}{before}"
+        f"import signal, sys; {handle}{before}"
         f"from dlrm_overlap.launching.spawn import spawn; sys.executable = {str(worker)!r}; "
         f"sys.exit(spawn(['train', *{options!r}], 2))"
     )

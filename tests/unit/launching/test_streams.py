@@ -36,8 +36,10 @@ subprocess.run([sys.executable, "-c", "import os; [os.fstat(number) for number i
     assert done.stdout == ("" if ">&-" in closed.replace("2>&-", "") else "told\n")
 
 
-@pytest.mark.parametrize("command", ["--version", "train --help"])
-@pytest.mark.parametrize("broken", BROKEN)
+HELP = [pytest.param("train --help", each, marks=[pytest.mark.slow] * (each in CLOSED)) for each in BROKEN]
+
+
+@pytest.mark.parametrize(("command", "broken"), [*(("--version", each) for each in BROKEN), *HELP])
 def test_a_command_ends_well_though_nobody_gets_its_output(command: str, broken: str) -> None:
     done = _shell(broken, "-m", "dlrm_overlap", *command.split())
     assert done.returncode == 0

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.launching import supported_versions
-from tests.conftest import read_table
+from tests.conftest import read_table, refuses
 
 CPU = "pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0 triton==3.7.1 && pip install --no-deps torchrec==1.8.0"
+OLDER = {"torch": "2.13.0+cpu", "fbgemm_gpu_cpu": "1.6.0"}
+NEWER = {"torch": "2.13.1", "fbgemm_gpu_cpu": "1.8.0", "torchrec": "1.9.2"}
+BOTH = {"torch": "2.11.0+cu130", "fbgemm_gpu": "1.6.0", "fbgemm_gpu_cpu": "1.8.0"}  # in the same files: both must match
 CUDA = "pip install torch==2.11.0 fbgemm-gpu==1.6.0 triton==3.6.0 && pip install --no-deps torchrec==1.6.1"
 
 
@@ -28,25 +30,16 @@ CUDA = "pip install torch==2.11.0 fbgemm-gpu==1.6.0 triton==3.6.0 && pip install
             {"torch": "2.13.0+cpu", "fbgemm_gpu_cpu": "1.6.0"},
             f"fbgemm-gpu-cpu: 1.6.0 does not match torch 2.13.0+cpu; {CPU}",
         ),
-        (
-            "13.0",  # one lies over the other: both must match
-            {"torch": "2.11.0+cu130", "fbgemm_gpu": "1.6.0", "fbgemm_gpu_cpu": "1.8.0"},
-            f"fbgemm-gpu-cpu: 1.8.0 does not match torch 2.11.0+cu130; {CUDA}",
-        ),
-        (
-            None,
-            {"torch": "2.13.1", "fbgemm_gpu_cpu": "1.8.0", "torchrec": "1.9.2"},
-            f"torchrec: 1.9.2 does not match torch 2.13.1; {CPU}",
-        ),
+        ("13.0", BOTH, f"fbgemm-gpu-cpu: 1.8.0 does not match torch 2.11.0+cu130; {CUDA}"),
+        (None, NEWER, f"torchrec: 1.9.2 does not match torch 2.13.1; {CPU}"),
     ],
 )
 def test_check_stack_names_what_does_not_match(
     installed: Callable[..., None], cuda: str | None, versions: dict[str, str | None], message: str
 ) -> None:
     installed(cuda, **versions)
-    with pytest.raises(InputError) as error:
+    with refuses(f"^{re.escape(message)}$"):
         supported_versions.check_stack()
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(
@@ -90,11 +83,8 @@ def test_check_stack_where_fbgemm_does_not_load(monkeypatch: pytest.MonkeyPatch)
         raise OSError("Could not load this library: fbgemm_gpu_py.so") from cause
 
     monkeypatch.setattr(importlib, "import_module", fail)
-    with pytest.raises(InputError) as error:
+    with refuses(r"^FBGEMM does not load \(OSError: libcudart.so.13: cannot open shared object file\); pip uninstall"):
         supported_versions.check_stack()
-    told = "FBGEMM does not load (OSError: libcudart.so.13: cannot open shared object file); pip uninstall"
-    assert str(error.value).startswith(told)
-    assert "\n" not in str(error.value)
     assert logging.getLogger().isEnabledFor(logging.ERROR)
 
 
@@ -105,5 +95,5 @@ def test_a_cpu_build_of_fbgemm_does_not_serve_a_gpu(monkeypatch: pytest.MonkeyPa
         "_dispatch_has_kernel_for_dispatch_key",
         lambda name, key: (name, key) == (supported_versions._OPERATOR, "CPU"),
     )
-    with pytest.raises(InputError, match="FBGEMM has no CUDA operators"):
+    with refuses("FBGEMM has no CUDA operators"):
         supported_versions.check_stack()

@@ -25,7 +25,7 @@ def _run(*argv: str | Path, cwd: Path) -> str:
 
 
 def _copy_sources(folder: Path) -> None:
-    """Copy what a wheel is made of: setuptools leaves its own folders beside it."""
+    """Copy what a wheel is made of: setuptools leaves folders next to it."""
     for name in _SOURCES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))

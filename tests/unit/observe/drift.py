@@ -1,8 +1,7 @@
-"""Many copies of one small DLRM, trained side by side, whose updates differ by noise: how runs part by rounding alone.
+"""Trains many copies of one small DLRM whose updates differ by noise, to show how runs diverge by rounding alone.
 
-As on a GPU, the copies see the same samples from the same weights, and the gradient of each row is multiplied
-by 1 + noise * N(0, 1) in every step, drawn for each copy apart. Float64, so that the machine's own rounding
-is far below the noise.
+As on a GPU, all copies see the same samples and start from the same weights. In every step the gradient of each row is
+multiplied by 1 + noise * N(0, 1), drawn for each copy. Float64 keeps the machine's own rounding far below the noise.
 """
 
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ FAULTS = ("scaled", "faster", "lost", "dropped", "stale")
 """gradients of the tables times 1.01; their learning rate 2% higher; their update left out in one of 50 steps; one
 table never updated; in one of 20 steps, the pooled embeddings of the batch before"""
 LOG_EVERY = 5
-EPS = 1e-4  # of Adagrad: with less, a row's first gradient jumps by its sign, and copies part by single events
+EPS = 1e-4  # of Adagrad: with less, a row's first update jumps with its sign, and copies diverge by single events
 
 
 @dataclass(frozen=True)
 class Regime:
-    """How fast copies part: `noise` is amplified the more, the higher the learning rate is."""
+    """How fast copies diverge: a higher learning rate amplifies `noise` more."""
 
     optimizer: str
     learning_rate: float
@@ -30,7 +29,7 @@ class Regime:
 CALM = Regime("sgd", 6.0, 1e-7)
 """copies stay together to 1e-7"""
 CHAOTIC = Regime("adagrad", 1.0, 1e-7)
-"""copies part from 1e-8 to some 1e-3 within 150 steps"""
+"""copies diverge from 1e-8 to about 1e-3 within 150 steps"""
 
 
 def train_copies(

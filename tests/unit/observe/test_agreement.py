@@ -77,10 +77,10 @@ def test_faults_are_found_where_runs_stay_together() -> None:
         assert _refused(train_copies(2, 1, CALM, fault), [good[:3]]) == 1, fault
 
 
-def test_noise_is_taken_for_noise_and_faults_are_found_where_runs_part() -> None:
+def test_noise_is_taken_for_noise_and_faults_are_found_where_runs_diverge() -> None:
     good = train_copies(16, 1, CHAOTIC)
-    parted = max(abs(run[150] / good[0][150] - 1) for run in good)
-    assert parted > 3 * RTOL, "these runs show nothing"
+    diverged = max(abs(run[150] / good[0][150] - 1) for run in good)
+    assert diverged > 3 * RTOL, "these runs show nothing"
     assert _refused_without_fault(good, 1, 20) > 0.2
     assert _refused_without_fault(good, 3, 40) < 0.01
     for fault in ("scaled", "faster", "dropped"):

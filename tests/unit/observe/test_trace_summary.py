@@ -11,19 +11,15 @@ from typing import Any
 import pytest
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.observe.trace_summary import (
-    GpuWork,
-    Span,
-    shares,
-    summarise,
-)
+from dlrm_overlap.observe.trace_summary import GpuWork, Span, shares, summarise
+from tests.conftest import refuses
 
 
 def _event(name: str, begin: float, end: float, cat: str = "kernel", stream: int = 7) -> dict[str, Any]:
     return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": end - begin, "args": {"stream": stream}}
 
 
-# Two steps, us: the second half of the push and the first of the update run beside dense work, and for 100 us nothing.
+# Two steps, us: dense work overlaps the second half of the push and the first of the update; the GPU idles for 100 us.
 STEPS = [
     _event("ProfilerStep#0", 0, 900, "user_annotation", 0),
     _event("ProfilerStep#1", 900, 2000, "user_annotation", 0),
@@ -63,53 +59,53 @@ def test_each_kind_of_work_is_listed_with_what_runs_alone(tmp_path: Path, name: 
 
 
 def test_work_of_the_step_before_does_not_count(tmp_path: Path) -> None:
-    """The node is ahead: when the first traced step is launched, as one graph, the GPU still runs the step before."""
+    """The host is ahead: when the first traced step is launched, as one graph, the GPU still runs the step before."""
 
     def launched(event: dict[str, Any], call: int) -> dict[str, Any]:
         return event | {"args": event["args"] | {"correlation": call}}
 
     steps = [event if "stream" not in event["args"] or event["ts"] < 1000 else launched(event, 2) for event in STEPS]
     before = [launched(_event("sm90_xmma_gemm", 0, 950), 1), launched(_event("Memset", 950, 960, "gpu_memset"), 1)]
-    node = launched(_event("cudaGraphLaunch", 10, 20, "cuda_runtime"), 2)
-    paths = [
-        _write(tmp_path / name, events) for name, events in (("a.json", STEPS), ("b.json", [*before, *steps, node]))
-    ]
-    alone, behind = (summarise(path).replace(str(path), "") for path in paths)
-    assert alone == behind
+    launch = launched(_event("cudaGraphLaunch", 10, 20, "cuda_runtime"), 2)
+    traces = {"a.json": STEPS, "b.json": [*before, *steps, launch]}
+    paths = [_write(tmp_path / name, events) for name, events in traces.items()]
+    alone, after = (summarise(path).replace(str(path), "") for path in paths)
+    assert alone == after
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("void split_embedding_codegen_forward_unweighted_v2_kernel<float, float, float, long>(...)", "lookup"),
-        ("_put_slices", "lookup"),
-        ("_expand_rows", "lookup"),
-        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
-        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
-        ("_wait_for_flags", "exchange"),
-        ("_begin_call", "exchange"),
-        ("split_embedding_backward_codegen_rowwise_adagrad_unweighted_kernel_warp_per_row_1<float>", "update"),
-        ("_update_rows", "update"),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all-reduce"),
-        ("_average_share", "all-reduce"),
-        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "all-reduce"),
-        ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>", "sort"),
-        ("_cut_runs", "sort"),
-        ("_pull_ids", "ids"),
-        ("_draw_ids", "samples"),
-        ("Memset (Device)", "copies"),
-        ("memcpy128", "copies"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., CopyFunctor<...>>", "copies"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>", "optimizer"),
-        ("_update_parameters", "optimizer"),
-        ("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN", "products"),
-        ("tile_product", "products"),
-        ("triton_poi_fused__to_copy_add_mul_14", "dense"),
-        ("void at::native::vectorized_elementwise_kernel<4, ...>", "dense"),
+APPLY = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<"
+KERNELS = {
+    "lookup": [
+        "void split_embedding_codegen_forward_unweighted_v2_kernel<float, float, float, long>(...)",
+        *("_put_slices", "_expand_rows"),
     ],
-)
-def test_kernels_are_known_by_name(name: str, kind: str) -> None:
-    assert GpuWork(name, 7, Span(0, 1)).kind == kind
+    "exchange": [
+        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        *("_wait_for_flags", "_begin_call"),
+    ],
+    "update": [
+        "split_embedding_backward_codegen_rowwise_adagrad_unweighted_kernel_warp_per_row_1<float>",
+        "_update_rows",
+    ],
+    "all-reduce": [
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        *("_average_share", "ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)"),
+    ],
+    "sort": ["void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>", "_cut_runs"],
+    "ids": ["_pull_ids"],
+    "samples": ["_draw_ids"],
+    "copies": ["Memset (Device)", "memcpy128", f"{APPLY}..., CopyFunctor<...>>"],
+    "optimizer": [f"{APPLY}...>", "_update_parameters"],
+    "products": ["nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN", "tile_product"],
+    "dense": ["triton_poi_fused__to_copy_add_mul_14", "void at::native::vectorized_elementwise_kernel<4, ...>"],
+}
+
+
+def test_kernels_are_known_by_name() -> None:
+    assert {kind: [GpuWork(name, 7, Span(0, 1)).kind for name in names] for kind, names in KERNELS.items()} == {
+        kind: [kind] * len(names) for kind, names in KERNELS.items()
+    }
 
 
 def test_a_window_is_shared_among_computing_exposed_communication_copies_and_nothing() -> None:
@@ -140,7 +136,7 @@ def test_what_is_no_trace_of_a_gpu_is_refused(tmp_path: Path, data: bytes | None
     path = tmp_path / "trace.json"
     if data is not None:
         path.write_bytes(data)
-    with pytest.raises(InputError, match=message):
+    with refuses(message):
         summarise(path)
 
 
@@ -148,33 +144,24 @@ def test_wrong_values_in_a_trace_are_refused_in_one_line(tmp_path: Path) -> None
     path = tmp_path / "trace.json"
     wrong: list[Any] = [None, True, -1, math.inf, math.nan, "x", [], {}, [[]], 10**400]
     events = [event for event in STEPS if event["ph"] == "X"]
+    contents: list[Any] = [wrong, 3, {"a": 1}, [events]]
     for number in (0, 2, 3, 4):  # one of each category
         for key in (*events[number], "args.stream", "args.correlation", "new"):
-            for value in wrong:
-                changed = copy.deepcopy(events)
-                section, _, name = key.rpartition(".")
-                (changed[number][section] if section else changed[number])[name] = value
-                path.write_text(json.dumps({"traceEvents": changed}))
-                _summarise_or_refuse(path)
-            if "." not in key and key != "new":
-                changed = copy.deepcopy(events)
-                del changed[number][key]
-                path.write_text(json.dumps({"traceEvents": changed}))
-                _summarise_or_refuse(path)
-    for content in ({"traceEvents": wrong}, {"traceEvents": 3}, {"traceEvents": {"a": 1}}, {"traceEvents": [events]}):
-        path.write_text(json.dumps(content))
-        _summarise_or_refuse(path)
-    path.write_text("[" * 100_000)
-    _summarise_or_refuse(path)
+            section, _, name = key.rpartition(".")
+            for value in [*wrong, *[...] * (key in events[number])]:
+                contents.append(changed := copy.deepcopy(events))
+                target = changed[number][section] if section else changed[number]
+                target[name] = value
+                if value is ...:
+                    del target[name]
+    for text in [*(json.dumps({"traceEvents": content}) for content in contents), "[" * 100_000]:
+        path.write_text(text)
+        try:
+            assert "\n" in summarise(path)
+        except InputError as error:
+            refusal = str(error)
+            assert "\n" not in refusal
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(InputError, match="it is a pipe, not a file"):
+    with refuses("it is a pipe, not a file"):
         summarise(path)
-
-
-def _summarise_or_refuse(path: Path) -> None:
-    try:
-        assert "\n" in summarise(path)
-    except InputError as error:
-        refusal = str(error)
-        assert "\n" not in refusal

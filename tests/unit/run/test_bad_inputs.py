@@ -65,23 +65,14 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (f"{TRAIN} --embedding.backend magic", ["embedding.backend: magic is not one of 'torchrec', 'nccl'"]),
         (f"{TRAIN} --model.bottom_mlp 5", ["model.bottom_mlp: 5 is not a list"]),
         (f"{TRAIN} --data.tables.rows 1.5", ["data.tables.rows: 1.5 is not a whole number from 1 to 2^31 - 1, a list"]),
-        (
-            f"{TRAIN} --data.tables.rows 0",
-            ["data.tables.rows: 0 is not a whole number from 1 to 2^31 - 1, a list"],
-        ),
+        (f"{TRAIN} --data.tables.rows 0", ["data.tables.rows: 0 is not a whole number from 1 to 2^31 - 1, a list"]),
         (f"{TRAIN} --data.tables.rows [5,0]", ["data.tables.rows: [5, 0] is not a whole number from 1 to 2^31 - 1"]),
-        (
-            f"{TRAIN} --data.tables.multi_hot {10**9}",
-            ["multi_hot: '1000000000' is not", "1 to 100000"],
-        ),
+        (f"{TRAIN} --data.tables.multi_hot {10**9}", ["multi_hot: '1000000000' is not", "1 to 100000"]),
         (f"{TRAIN} --data.tables.rows []", ["data.tables.rows: [] is not a whole number"]),
         (f"{TRAIN} --data.tables.multi_hot []", ["data.tables.multi_hot: '[]' is not a number of ids a bag"]),
         (f"{TRAIN} --train.steps {10**20}", ["train.steps: 100000000000000000000 is not a whole number"]),
         (f"{TRAIN_2} --data.prefetch 1e9", ["data.prefetch: 1e9 is not a whole number from 1 to 128"]),
-        (
-            f"{TRAIN_2} --embedding.wait_timeout_s 1e-9",
-            ["embedding.wait_timeout_s: 1e-9 is not a number of seconds"],
-        ),
+        (f"{TRAIN_2} --embedding.wait_timeout_s 1e-9", ["embedding.wait_timeout_s: 1e-9 is not a number of seconds"]),
         # what this machine can take
         (f"{TRAIN} --nproc 0", ["--nproc: 0 is not a whole number from 1 to 2^31 - 1 or 'auto'"]),
         (f"{TRAIN} --nproc 2 --train.global_batch_size 9", ["9 samples do not divide by 2 ranks; take 10"]),

@@ -14,7 +14,7 @@ from dlrm_overlap.checkpoint.pieces import Piece
 from dlrm_overlap.checkpoint.tools import verify
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.run_log import check_folder
-from tests.conftest import configuration
+from tests.conftest import configuration, refuses
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 ROWS = [10, 20]
@@ -81,7 +81,7 @@ def test_another_model_is_refused_with_all_that_differs(checkpoint: Path) -> Non
         "weight_dtype fp32, this run has fp16",
     ):
         assert difference in str(error.value)
-    with pytest.raises(InputError, match="global_batch_size 1024, now 7"):
+    with refuses("global_batch_size 1024, now 7"):
         check_resume_fits(_config("--checkpoint.resume", str(checkpoint)), ROWS, 13, 7)
     check_resume_fits(_config("--checkpoint.resume", str(checkpoint)), ROWS, 13, 1024)
 
@@ -109,7 +109,7 @@ def test_what_may_change_on_the_way(checkpoint: Path) -> None:
 @pytest.mark.parametrize("options", ["--train.batch_size 1024", "--train.batch_size 9 --train.global_batch_size 1024"])
 def test_another_number_of_ranks_shares_the_global_batch(checkpoint: Path, options: str) -> None:
     assert _find(checkpoint, *options.split(), world_size=1) == checkpoint
-    with pytest.raises(InputError, match="global_batch_size 1024, now 512"):
+    with refuses("global_batch_size 1024, now 512"):
         _find(checkpoint, world_size=1)
 
 
@@ -117,7 +117,7 @@ def test_another_number_of_ranks_shares_the_global_batch(checkpoint: Path, optio
 def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path, resume: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text("{}")
-    with pytest.raises(InputError, match=r"log\.name: .*run has .* move them aside with --log\.overwrite true, or"):
+    with refuses(r"log\.name: .*run has .* move them aside with --log\.overwrite true, or"):
         check_folder(_run(tmp_path, "--checkpoint.resume", resume))
 
 
@@ -135,7 +135,7 @@ def test_a_runs_own_checkpoints_alone_are_gone_on_from(tmp_path: Path) -> None:
         path.mkdir(parents=True)
     (tmp_path / "run" / "summary.json").write_text("{}")
     for resume in ("never", "elsewhere/step_2"):
-        with pytest.raises(InputError, match=rf"resume: {resume}, but {newest} is an earlier run's"):
+        with refuses(rf"resume: {resume}, but {newest} is an earlier run's"):
             check_folder(_run(tmp_path, "--checkpoint.resume", resume))
     for resume in ("auto", str(newest), str(older), f"{older}/../step_10"):
         check_folder(_run(tmp_path, "--checkpoint.resume", resume))
@@ -146,7 +146,7 @@ def test_a_runs_own_checkpoints_alone_are_gone_on_from(tmp_path: Path) -> None:
     link.symlink_to(older)
     for resume in (str(slow), str(link), str(older)):
         check_folder(_run(tmp_path, "--checkpoint.resume", resume))
-    with pytest.raises(InputError, match="is an earlier run's"):
+    with refuses("is an earlier run's"):
         check_folder(_run(tmp_path, "--checkpoint.resume", str(tmp_path / "gone")))
 
 
@@ -233,7 +233,7 @@ def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogC
     (text,) = caplog.messages
     assert f"{checkpoint.with_name('step_6') / MANIFEST} is damaged" in text
     assert text.endswith(f"resuming from {checkpoint}, the newest complete one")
-    with pytest.raises(InputError, match=rf"resume: {newer}/__0_0.distcp cannot be read \(No such file"):
+    with refuses(rf"resume: {newer}/__0_0.distcp cannot be read \(No such file"):
         _checkpointer(checkpoint.parent, _config(), 2).resume(str(newer), False, _path_of)
     _describe(checkpoint, replace(manifest, files=files))
     with pytest.raises(
@@ -241,5 +241,5 @@ def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogC
     ):
         _find(checkpoint)
     _describe(newer, replace(manifest, format=2))
-    with pytest.raises(InputError, match=f"{newer}/{MANIFEST} has format 2, but this version reads 4"):
+    with refuses(f"{newer}/{MANIFEST} has format 2, but this version reads 4"):
         _checkpointer(checkpoint.parent, _config(), 2).resume(str(newer), False, _path_of)

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,6 @@ from dlrm_overlap.config import (
     Config,
     DataConfig,
     EmbeddingConfig,
-    InputError,
     ModelConfig,
     SequenceConfig,
     TablesConfig,
@@ -15,7 +15,7 @@ from dlrm_overlap.config import (
     parse_multi_hot,
 )
 from dlrm_overlap.train.model import build_model
-from tests.conftest import configuration
+from tests.conftest import configuration, refuses
 
 
 def _quickstart(*options: str) -> Config:
@@ -39,7 +39,7 @@ def test_multi_hot(spec: int | str, bounds: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("spec", ["", "-1", "3..1", "0..0", 0, "a", "1.5", "1..", "..2"])
 def test_multi_hot_refuses(spec: int | str) -> None:
-    with pytest.raises(InputError, match=r"write 3 or '0\.\.8'"):
+    with refuses(r"write 3 or '0\.\.8'"):
         parse_multi_hot(spec)
 
 
@@ -48,72 +48,37 @@ def test_number_of_tables() -> None:
     assert TablesConfig(rows=[1, 2, 3]).number() == 3
     assert TablesConfig(multi_hot=[1, "0..2"], rows=5).number() == 2
     assert TablesConfig().number(26) == 26
-    with pytest.raises(InputError, match=r"set data\.tables\.count"):
-        TablesConfig(rows=10).number()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rows": [1, 2], "multi_hot": [1, 1, 1]}, "must agree on the number of tables"),
-        ({"count": 3, "rows": [1, 2]}, r"count 3, lists of \[2\] values; .* must agree on the number of tables"),
-        ({"rows": [1, 2], "half_life": [1]}, "must agree on the number of tables"),
-    ],
-)
-def test_tables_refuse(arguments: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        TablesConfig(**arguments)
+def test_a_configuration_is_a_plain_dictionary() -> None:
+    data = DataConfig(tables=TablesConfig(count=2, rows=3))
+    assert Config(data=data, train=TrainConfig(steps=1)).as_dict()["data"]["tables"]["rows"] == 3
+
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: TablesConfig(rows=[1, 2], multi_hot=[1, 1, 1]), "must agree on the number of tables"),
+    (lambda: TablesConfig(count=3, rows=[1, 2]), r"count 3, lists of \[2\] values; .* must agree on the number of"),
+    (lambda: TablesConfig(rows=[1, 2], half_life=[1]), "must agree on the number of tables"),
+    (lambda: TablesConfig(rows=10).number(), r"set data\.tables\.count"),
+    (lambda: DataConfig(tables=TablesConfig(count=2)).require_source(), "need their rows"),
+    (lambda: DataConfig("criteo_npy").require_source(), "set data.path"),
+    (lambda: DataConfig("criteo_npy", "x", tables=TablesConfig(rows=[1, 2])).require_source(), "criteo_npy has 26"),
+    (lambda: Config(data=DataConfig(tables=TablesConfig(count=2, rows=3))), r"set train\.steps"),
+    (lambda: ModelConfig(dim=16, bottom_mlp=[32, 8]), r"must end in model\.dim, 16"),
+    (lambda: ModelConfig(top_mlp=[1]), "must have a hidden layer"),
+    (lambda: TrainConfig(global_batch_size=12).samples_per_rank(5), "12 samples do not divide by 5 ranks; take 15"),
+    (lambda: TrainConfig(warmup_steps=10, decay_start_step=5, decay_steps=10), "must not lie before the end"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG)
+def test_sections_that_contradict_themselves_are_refused(make: Callable[[], Any], message: str) -> None:
+    with refuses(message):
+        make()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ("--embedding.memory cached --embedding.backend nccl", "memory: cached, but backend nccl .* take backend pgas"),
-        ("--embedding.memory [gpu,auto] --embedding.backend nccl", "memory: .*'auto'"),
-    ],
-)
-def test_caches_refuse(options: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        _quickstart(*options.split())
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (DataConfig(tables=TablesConfig(count=2)), "need their rows"),
-        (DataConfig(kind="criteo_npy"), "set data.path"),
-        (
-            DataConfig(kind="criteo_npy", path="x", tables=TablesConfig(rows=[1, 2])),
-            "a sample of data.kind criteo_npy has 26",
-        ),
-    ],
-)
-def test_data_source_must_be_given(config: DataConfig, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        config.require_source()
-
-
-def test_endless_data_needs_steps() -> None:
-    data = DataConfig(tables=TablesConfig(count=2, rows=3))
-    with pytest.raises(InputError, match=r"set train\.steps"):
-        Config(data=data)
-    assert Config(data=data, train=TrainConfig(steps=1)).as_dict()["data"]["tables"]["rows"] == 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"dim": 16, "bottom_mlp": [32, 8]}, r"must end in model\.dim, 16"),
-        ({"top_mlp": [1]}, "must have a hidden layer"),
-    ],
-)
-def test_model_refuses(arguments: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        ModelConfig(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
     [
         ("--embedding.slice_bags=6", "slice_bags: 6 is not a power of two from 4 on"),
         ("--model.dim=18", "dim: 18 is not a multiple of 4 above 0"),
@@ -122,11 +87,13 @@ def test_model_refuses(arguments: dict, message: str) -> None:
         ("--data.workers=2147483647", "workers: 2147483647 is not a whole number from 0 to 256"),
         ("--embedding.memory=[]", r"memory: \[\] is not one of 'gpu', 'cached', 'auto'"),
         ("--data.path=days", "data.path: 'days', but data.kind is synthetic; set data.kind"),
+        ("--embedding.memory cached --embedding.backend nccl", "memory: cached, but backend nccl .* take backend pgas"),
+        ("--embedding.memory [gpu,auto] --embedding.backend nccl", "memory: .*'auto'"),
     ],
 )
-def test_a_value_that_breaks_its_rule_is_refused(option: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        _quickstart(option)
+def test_options_that_break_a_rule_are_refused(options: str, message: str) -> None:
+    with refuses(message):
+        _quickstart(*options.split())
 
 
 @pytest.mark.parametrize(
@@ -137,15 +104,15 @@ def test_a_value_that_breaks_its_rule_is_refused(option: str, message: str) -> N
         ({"history": 1, "candidate": 3}, r"model\.sequence\.candidate: 3 is no table; the 3 count from 0"),
     ],
 )
-def test_a_history_is_a_table_beside_the_candidates(sequence: dict, message: str) -> None:
+def test_a_history_is_another_table_than_the_candidates(sequence: dict, message: str) -> None:
     data, train = DataConfig(tables=TablesConfig(count=3, rows=3)), TrainConfig(steps=1)
-    with pytest.raises(InputError, match=message):
+    with refuses(message):
         Config(model=ModelConfig(sequence=SequenceConfig(**sequence)), data=data, train=train)
     Config(model=ModelConfig(sequence=SequenceConfig(history=2)), data=data, train=train)
     files = DataConfig(kind="prepared", path="days")  # of any number of tables, which are known when they are opened
     config = Config(model=ModelConfig(sequence=SequenceConfig(history=40)), data=files, train=train)
     build_model(config.model, config.embedding, [3] * 41, 13, 0)
-    with pytest.raises(InputError, match=r"model\.sequence\.history: 40 is no table; the 40 count from 0"):
+    with refuses(r"model\.sequence\.history: 40 is no table; the 40 count from 0"):
         build_model(config.model, config.embedding, [3] * 40, 13, 0)
     unused = ModelConfig(sequence=SequenceConfig(candidate=2**31 - 1))  # without a history
     build_model(unused, config.embedding, [3], 13, 0)
@@ -154,14 +121,7 @@ def test_a_history_is_a_table_beside_the_candidates(sequence: dict, message: str
 def test_ranks_share_the_global_batch() -> None:
     config = TrainConfig(global_batch_size=12, batch_size=7)
     assert [config.samples_per_rank(w) for w in (1, 2, 3, 4)] == [12, 6, 4, 3]
-    with pytest.raises(InputError, match="12 samples do not divide by 5 ranks; take 15"):
-        config.samples_per_rank(5)
     assert TrainConfig(batch_size=7).samples_per_rank(5) == 7
-
-
-def test_decay_must_follow_the_warm_up() -> None:
-    with pytest.raises(InputError, match="must not lie before the end of the warm-up"):
-        TrainConfig(warmup_steps=10, decay_start_step=5, decay_steps=10)
 
 
 EXTREMES = ["1e308", "1e39", "1e-39", "5e-324"]  # which 32 bits make infinite, inexact or 0
@@ -170,58 +130,30 @@ EXTREMES = ["1e308", "1e39", "1e-39", "5e-324"]  # which 32 bits make infinite, 
 @pytest.mark.parametrize("key", ["train.lr", "train.eps", "embedding.lr", "embedding.eps", "embedding.wait_timeout_s"])
 @pytest.mark.parametrize("value", ["inf", ".inf", "nan", "-inf", "0", "1" + 400 * "0", *EXTREMES])
 def test_floats_must_be_finite(key: str, value: str) -> None:
-    with pytest.raises(InputError, match=key):
+    with refuses(key):
         _quickstart(f"--{key}={value}")
 
 
-WRONG = [
-    ".inf",
-    ".nan",
-    "1e999",
-    "[1, 2]",
-    "{a: [{}]}",
-    "'x'",
-    "9" * 5000,
-    "[" * 2000,
-    "!!int ''",
-    "!!bool x",
-    "!!float x",
-]
-WRONG += [
-    "!!timestamp x",
-    "!!binary x",
-    "!!null x",
-    "&a [*a]",
-    "<<: 3",
-    "{[1]: 2}",
-    '"\\0"',
-    "? a",
-    "2020-01-01",
-    "!!pairs [a]",
-]
+NOT_NUMBERS = [".inf", ".nan", "1e999", "[1, 2]", "{a: [{}]}", "'x'", "9" * 5000, "[" * 2000]
+NOT_NUMBERS += ["!!int ''", "!!bool x", "!!float x", "!!timestamp x", "!!binary x", "!!null x", "!!pairs [a]"]
+NOT_NUMBERS += ["&a [*a]", "<<: 3", "{[1]: 2}", '"\\0"', "? a", "2020-01-01"]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", NOT_NUMBERS)
 def test_a_wrong_value_in_a_file_is_one_line(tmp_path: Path, wrong: str) -> None:
     file = tmp_path / "config.yaml"
     argv = ["--config", "configs/quickstart.yaml", "--config", str(file)]
-    for text in (
-        f"train:\n  lr: {wrong}\n",
-        f"train: {wrong}\n",
-        f"data: {{tables: {{rows: {wrong}}}}}\n",
-        f"{wrong}\n",
-    ):
-        file.write_text(text)
-        with pytest.raises(InputError) as error:
+    for text in ("train:\n  lr: {}\n", "train: {}\n", "data: {{tables: {{rows: {}}}}}\n", "{}\n"):
+        file.write_text(text.format(wrong))
+        with refuses():
             configuration(*argv)
-        assert "\n" not in str(error.value)
-    with pytest.raises(InputError, match=r"train\.lr: .* is not a number from"):
+    with refuses(r"train\.lr: .* is not a number from"):
         _quickstart("--train.lr", wrong)
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "", "/tmp/run", "run/", "a\x1b[2J", "a\nb"])
 def test_a_runs_name_is_one_folder(name: str) -> None:
-    with pytest.raises(InputError, match=r"log\.name: .* is not the name of one folder"):
+    with refuses(r"log\.name: .* is not the name of one folder"):
         _quickstart("--log.name", name)
 
 

@@ -19,7 +19,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from dlrm_overlap.checkpoint.saving import NotFiniteError
-from dlrm_overlap.config import InputError
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.sharded_module import exchanges
@@ -27,7 +26,7 @@ from dlrm_overlap.observe.run_log import RunLog
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.trainer import PreemptedError, Trainer
 from tests.agreement import assert_all_near
-from tests.conftest import file_limit, read_metrics
+from tests.conftest import file_limit, read_metrics, refuses
 from tests.distributed.models import CPU, local_tensors
 from tests.distributed.workers import make_trainer, quickstart, world_here
 
@@ -99,7 +98,7 @@ def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
 
     trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *SAVES))
     monkeypatch.setattr("dlrm_overlap.checkpoint.checkpoint.gathered", with_a_blind_rank)
-    with pytest.raises(InputError, match=r"log\.dir: rank 1 does not see \S+run/checkpoints"):
+    with refuses(r"log\.dir: rank 1 does not see \S+run/checkpoints"):
         trainer.fit()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -111,7 +110,7 @@ def test_a_run_keeps_a_second_one_out_of_its_folder(tmp_path: Path, monkeypatch:
 
     def beside(*arguments: Any) -> int:
         in_use = rf"log\.dir: .*run is in use by process {os.getpid()} on \S+, since .*; wait"
-        with pytest.raises(InputError, match=in_use):
+        with refuses(in_use):
             second.fit()
         refused.append(True)
         return train(*arguments)
@@ -138,7 +137,7 @@ def test_a_run_keeps_another_one_out_of_the_folder_of_its_checkpoints(
     train, refused = first._train, []
 
     def beside(*arguments: Any) -> int:
-        with pytest.raises(InputError, match=rf"log\.dir: {tmp_path}/shared is in use by process {os.getpid()} on "):
+        with refuses(rf"log\.dir: {tmp_path}/shared is in use by process {os.getpid()} on "):
             second.fit()
         reader.fit()
         refused.append(True)
@@ -165,7 +164,7 @@ def test_a_disk_that_was_full_while_logging_does_not_keep_a_run_from_going_on(
 ) -> None:
     _fit(tmp_path, *SAVES, "--train.steps", "2")
     log = tmp_path / "run" / "metrics.jsonl"
-    with file_limit(log.stat().st_size + 300), pytest.raises(InputError, match=r"config\.yaml cannot be written"):
+    with file_limit(log.stat().st_size + 300), refuses(r"config\.yaml cannot be written"):
         _fit(tmp_path, "--train.steps", "6")
     with log.open("a") as file:
         file.write('{"step": 3, "train/lo')  # as a write that ended at the end of the disk leaves it
@@ -200,9 +199,8 @@ def test_a_run_whose_folder_is_removed_ends_by_its_name(
     rule = (
         r"run/summary\.json cannot be written" if is_late else r"step \d: .*run, or metrics\.jsonl in it, was removed"
     )
-    with pytest.raises(InputError, match=rf"^log\.dir: .*{rule}") as error:
+    with refuses(rf"^log\.dir: .*{rule}"):
         _fit(tmp_path, *saves)
-    assert "\n" not in str(error.value)
 
 
 def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -283,7 +281,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path:
 def test_an_earlier_run_is_moved_aside_when_asked_and_can_go_on_there(tmp_path: Path) -> None:
     _fit(tmp_path, *SAVES)
     before = _contents(tmp_path / "run")
-    with pytest.raises(InputError, match=r"resume: .*step_4 is in .*run, which log.overwrite moves aside; leave "):
+    with refuses(r"resume: .*step_4 is in .*run, which log.overwrite moves aside; leave "):
         _fit(tmp_path, "--log.overwrite", "true", "--checkpoint.resume", str(tmp_path / "run/checkpoints/step_4"))
     for seed in ("1", "2"):
         _fit(tmp_path, *SAVES, "--train.seed", seed, "--log.overwrite", "true")
@@ -390,7 +388,7 @@ def test_a_run_goes_on_with_other_samples_only_if_asked(tmp_path: Path, caplog: 
     _fit(tmp_path, *SAVES, "--train.steps", "2")
     before = _contents(tmp_path)
     changed = ["--train.batch_size", "32", "--data.seed", "1"]
-    with pytest.raises(InputError, match=r"train\.global_batch_size 64, now 32, data\.seed 0, now 1;"):
+    with refuses(r"train\.global_batch_size 64, now 32, data\.seed 0, now 1;"):
         _fit(tmp_path, *changed)
     assert _contents(tmp_path) == before
     assert _fit(tmp_path, *changed, "--checkpoint.allow_config_mismatch", "true")["steps"] == 4

@@ -19,6 +19,7 @@ from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.launching.files import LOCK_NAME, hold_folder
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.observe.result_files import MetricsFile
+from tests.conftest import refuses
 
 
 class _Evil:
@@ -50,9 +51,8 @@ def _tags(mark: Path) -> list[str]:
 def test_a_configuration_executes_nothing(tmp_path: Path, mark: Path, case: int) -> None:
     text = _tags(mark)[case]
     (tmp_path / "evil.yaml").write_text(text + "\n")
-    with pytest.raises(InputError) as error:
+    with refuses():
         parse_config(Config, "train", "", ["--config", str(tmp_path / "evil.yaml")])
-    assert "\n" not in str(error.value)
     assert not mark.exists()
     if "apply" in text:  # the file would, if it were loaded otherwise
         yaml.unsafe_load(text)
@@ -61,11 +61,9 @@ def test_a_configuration_executes_nothing(tmp_path: Path, mark: Path, case: int)
 
 @pytest.mark.parametrize("part", ["dense", "sparse", "labels"])
 def test_arrays_execute_nothing(tmp_path: Path, mark: Path, part: str) -> None:
-    for name, array in (("dense", np.zeros((20, 13), np.float32)), ("labels", np.zeros((20, 1), np.int32))):
-        np.save(tmp_path / f"day_0_{name}.npy", array)
-    np.save(tmp_path / "day_0_sparse.npy", np.zeros((20, 26), np.int32))
+    _write_day(tmp_path)
     np.save(tmp_path / f"day_0_{part}.npy", np.array([[_Evil(mark)]] * 20), allow_pickle=True)
-    with pytest.raises(InputError, match=rf"day_0_{part}\.npy"):
+    with refuses(rf"day_0_{part}\.npy"):
         Criteo(tmp_path, TablesConfig(rows=50), multi_hot=False)
     assert not mark.exists()
     np.load(tmp_path / f"day_0_{part}.npy", allow_pickle=True)
@@ -73,12 +71,11 @@ def test_arrays_execute_nothing(tmp_path: Path, mark: Path, part: str) -> None:
 
 
 def test_members_of_an_archive_execute_nothing(tmp_path: Path, mark: Path) -> None:
-    np.save(tmp_path / "day_0_dense.npy", np.zeros((20, 13), np.float32))
-    np.save(tmp_path / "day_0_labels.npy", np.zeros((20, 1), np.int32))
+    _write_day(tmp_path)
     members: dict[str, Any] = {f"{t}": np.zeros((20, 1), np.int32) for t in range(26)}
     members["3"] = np.array([[_Evil(mark)]] * 20)
     np.savez(tmp_path / "day_0_sparse_multi_hot.npz", **members)
-    with pytest.raises(InputError, match=r"day_0_sparse_multi_hot\.npz"):
+    with refuses(r"day_0_sparse_multi_hot\.npz"):
         Criteo(tmp_path, TablesConfig(rows=50), multi_hot=True)
     evil = f"{{'descr': __import__('os').mkdir('{mark}'), 'fortran_order': False, 'shape': (20, 1)}}"
     for header in (evil, evil[:-20]):  # an expression in place of a literal, whole and cut
@@ -86,11 +83,10 @@ def test_members_of_an_archive_execute_nothing(tmp_path: Path, mark: Path) -> No
             for t in range(26):
                 size = (len(header) + 1).to_bytes(2, "little")
                 archive.writestr(f"{t}.npy", b"\x93NUMPY\x01\x00" + size + header.encode() + b"\n" + bytes(80))
-        with pytest.raises(InputError, match=r"day_0_sparse_multi_hot\.npz"):
+        with refuses(r"day_0_sparse_multi_hot\.npz"):
             Criteo(tmp_path, TablesConfig(rows=50), multi_hot=True)
         (tmp_path / "day_0_dense.npy").write_bytes(b"\x93NUMPY\x01\x00" + size + header.encode() + b"\n" + bytes(80))
-        np.save(tmp_path / "day_0_sparse.npy", np.zeros((20, 26), np.int32))
-        with pytest.raises(InputError, match=r"day_0_dense\.npy: not the array"):
+        with refuses(r"day_0_dense\.npy: not the array"):
             Criteo(tmp_path, TablesConfig(rows=50), multi_hot=False)
     assert not mark.exists()
 
@@ -120,13 +116,8 @@ def _forged_headers(columns: int) -> Iterator[bytes]:
         yield _npy(header(shape.format(columns)), 2)
     for descr in ("'O'", "'>i4'", "'<i8'", "'|V100000000000'", "'<U500000000'", "'M8[s]'", "[('a', '<i4')]", "None"):
         yield _npy(header(descr=descr))
-    for descr in (
-        "[('a', 'O')]",
-        "[('a', '<i4', (10**9, 10**9))]",
-        "[('a', '<i4', (99999, 99999))]",
-        "(('<i4'),)",
-        "3",
-    ):
+    nested = "[('a', '<i4', (10**9, 10**9))]", "[('a', '<i4', (99999, 99999))]"
+    for descr in ("[('a', 'O')]", *nested, "(('<i4'),)", "3"):
         yield _npy(header(descr=descr))
     yield from (_npy(header(order=order)) for order in ("None", "3", "'x'"))
     yield from (_npy(text) for text in ("", "{}", "\0", "(" * 9000, "[" * 9000, "1+" * 9000 + "1", "{'descr': '<i4'}"))
@@ -138,11 +129,8 @@ def _forged_headers(columns: int) -> Iterator[bytes]:
 
 
 def _assert_refused(folder: Path, file: str, multi_hot: bool) -> None:
-    with pytest.raises(
-        InputError, match=rf"day_0_{file}: not the array that is needed \(|day_0.*: .* samples"
-    ) as error:
+    with refuses(rf"day_0_{file}: not the array that is needed \(|day_0.*: .* samples") as error:
         Criteo(folder, TablesConfig(rows=50), multi_hot)
-    assert "\n" not in str(error.value)
     assert len(str(error.value)) < 700
 
 
@@ -197,13 +185,13 @@ def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     deep = "[" * 100_000
     for file in ("evil.yaml", "metrics.jsonl", "meta.json", LOCK_NAME):
         (tmp_path / file).write_text(f"{deep}\n")
-    with pytest.raises(InputError, match=r"evil\.yaml is not YAML"):
+    with refuses(r"evil\.yaml is not YAML"):
         parse_config(Config, "train", "", ["--config", str(tmp_path / "evil.yaml")])
-    with pytest.raises(InputError, match=r"has no meta\.json of this version's `dlrm-overlap prepare`"):
+    with refuses(r"has no meta\.json of this version's `dlrm-overlap prepare`"):
         Prepared(tmp_path, TablesConfig())
     MetricsFile(tmp_path / "metrics.jsonl", 1).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     with (tmp_path / LOCK_NAME).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match=r"is in use by \[{200}; wait"):
+        with refuses(r"is in use by \[{200}; wait"):
             hold_folder(tmp_path, "log.dir").__enter__()

@@ -12,8 +12,8 @@ from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.simulate.command import describe
 from dlrm_overlap.simulate.config import SimulateConfig
 
-MLPERF = ["--config", "mlperf_dcnv2", "--config", "simulate/mlperf_hosts", "--network.hosts", "2"]
-SMALL = [*MLPERF, "--network.gpus_per_host", "2"]
+MLPERF = ["--config", "mlperf_dcnv2", "--config", "simulate/mlperf_nodes", "--network.nodes", "2"]
+SMALL = [*MLPERF, "--network.gpus_per_node", "2"]
 
 
 @pytest.mark.parametrize("backend", ["torchrec", "fused"])
@@ -36,7 +36,7 @@ def test_rows_are_printed_written_and_marked_as_simulated(tmp_path: Path, capsys
     rows = tmp_path / "rows.csv"
     varied = ("data.tables.max_rows=100,200", "what=stage,backward", "embedding.backend=torchrec,fused")
     vary = [word for each in varied for word in ("--vary", each)]
-    slices = ["--config", "simulate/slices", "--network.hosts", "1"]
+    slices = ["--config", "simulate/slices", "--network.nodes", "1"]
     assert main(["simulate", *slices, *vary, "--output", str(rows)]) == 0
     title, *lines = capsys.readouterr().out.splitlines()
     assert title == "simulated, not measured"
@@ -50,20 +50,36 @@ def test_rows_are_printed_written_and_marked_as_simulated(tmp_path: Path, capsys
     assert {(row["kind"], row["world_size"], row["tables"]) for row in found} == {("simulated", "8", "208")}
 
 
+def test_keys_of_earlier_versions_are_accepted_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, rows = tmp_path / "old.yaml", tmp_path / "rows.csv"
+    file.write_text("network: {gpus_per_host: 2}\n")
+    given = ["--config", "simulate/slices", "--config", str(file), "--data.tables.max_rows", "100"]
+    assert main(["simulate", *given, "--vary", "network.hosts=1,2", "--output", str(rows)]) == 0
+    with rows.open(newline="") as written:
+        assert [(row["nodes"], row["gpus_per_node"]) for row in csv.DictReader(written)] == [("1", "2"), ("2", "2")]
+    assert set(caplog.messages) == {
+        "network.hosts is deprecated; use network.nodes",
+        "network.gpus_per_host is deprecated; use network.gpus_per_node",
+    }
+    caplog.clear()
+    assert main(["simulate", *given[:2], "--network.hosts", "1", "--vary", "network.nodes=1,2"]) == 2, "given twice"
+    assert caplog.messages == ["network.hosts is deprecated; use network.nodes"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--network.host", "2"], "network.hosts"),
+        (["--network.node", "2"], "network.nodes"),
         (["--data.tables.rows", "null"], "data.tables.rows: null"),
         (["--model.sequence.history", "25"], "model.sequence.history: the simulator has no model"),
         (["--train.global_batch_size", "7"], "do not divide by 4 ranks"),
-        (["--vary", "network.hosts"], "network.hosts"),
-        (["--vary", "network.hosts=1,2", "--vary", "network.hosts=4"], "--vary: network.hosts is given twice"),
-        (["--vary", "network.hosts=1,2", "--network.hosts", "4"], "--vary: network.hosts is given twice"),
-        (["--network.hosts=4", "--vary", "network.hosts=1,2"], "--vary: network.hosts is given twice"),
+        (["--vary", "network.nodes"], "network.nodes"),
+        (["--vary", "network.nodes=1,2", "--vary", "network.nodes=4"], "--vary: network.nodes is given twice"),
+        (["--vary", "network.nodes=1,2", "--network.nodes", "4"], "--vary: network.nodes is given twice"),
+        (["--network.nodes=4", "--vary", "network.nodes=1,2"], "--vary: network.nodes is given twice"),
         (["--vary", "output=a,b"], "--vary: output is not a key"),
         (["--vary", "help="], "--vary: help is not a key"),
-        (["--vary", "network.hosts=1,x"], "network.hosts"),
+        (["--vary", "network.nodes=1,x"], "network.nodes"),
         (["--output", "docs"], "docs is a folder"),
     ],
 )

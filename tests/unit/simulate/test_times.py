@@ -6,29 +6,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_overlap.config import DataConfig, EmbeddingConfig, InputError, ModelConfig, TablesConfig, TrainConfig
+from dlrm_overlap.config import DataConfig, EmbeddingConfig, ModelConfig, TablesConfig, TrainConfig
 from dlrm_overlap.embedding.balance import TableLoad
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.simulate.config import GpuConfig, LookupConfig, NetworkConfig, SimulateConfig, UpdateConfig
 from dlrm_overlap.simulate.shares import SimulatedShard, shares_of
-from dlrm_overlap.simulate.stage import (
-    all_reduce_s,
-    backward,
-    link_seconds,
-    pooling_s,
-    put_bytes,
-    rows_s,
-    sort_s,
-)
+from dlrm_overlap.simulate.stage import all_reduce_s, backward, link_seconds, pooling_s, put_bytes, rows_s, sort_s
 from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import build_workload, misses
+from tests.conftest import refuses
 
 RATES = UpdateConfig(gb_per_s=2000.0, us=50.0, sort_ns=0.1)
 GPU = GpuConfig(kernel_us=0.0, peer_us=0.0, update=RATES, baseline_update=RATES)
 CONFIG = SimulateConfig(
     what="backward",
     gpu=GPU,
-    network=NetworkConfig(gpus_per_host=4),
+    network=NetworkConfig(gpus_per_node=4),
     model=ModelConfig(dim=64, bottom_mlp=[64]),
     data=DataConfig(tables=TablesConfig(96, 1_000_000, multi_hot="0..32", zipf_alpha=0.0)),
     embedding=EmbeddingConfig("pgas", aggregate_bytes=0, optimizer="sgd"),
@@ -42,32 +35,32 @@ def _with(config: SimulateConfig, what: Any = None, backend: str = "pgas", **emb
 
 
 def _mlperf(*options: str) -> SimulateConfig:
-    files = ["--config", "mlperf_dcnv2", "--config", "simulate/mlperf_hosts"]
+    files = ["--config", "mlperf_dcnv2", "--config", "simulate/mlperf_nodes"]
     return parse_config(SimulateConfig, "simulate", "", [*files, *options])[0]
 
 
 def test_links_are_busy_with_what_goes_over_them() -> None:
-    """Two hosts of two ranks, links of 2 and NICs of 1 byte a second, alike; then as `link_seconds` says."""
-    network = NetworkConfig(hosts=2, gpus_per_host=2, nic_gbit_per_s=8e-9)
+    """Two nodes of two ranks, links of 2 and NICs of 1 byte/s, equal loads; then the example of `link_seconds`."""
+    network = NetworkConfig(nodes=2, gpus_per_node=2, nic_gbit_per_s=8e-9)
     config = replace(CONFIG, network=network, gpu=replace(GPU, link_gb_per_s=2e-9, collective_gb_per_s=1e-9))
-    alike = link_seconds(config, np.full(4, 6.0), np.full(4, 5.0))
-    assert alike.tolist() == pytest.approx(np.array([[3.0] * 4, [3.0] * 4, [10.0] * 4, [10.0] * 4]))
+    equal = link_seconds(config, np.full(4, 6.0), np.full(4, 5.0))
+    assert equal.tolist() == pytest.approx(np.array([[3.0] * 4, [3.0] * 4, [10.0] * 4, [10.0] * 4]))
     one = link_seconds(_with(config, backend="torchrec"), np.array([1.0, 0, 0, 0]), np.array([0.0, 0, 3, 0]))
     assert one.tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 6, 0], [3, 3, 0, 0]]
 
 
 def test_a_sum_takes_its_rings_and_its_latencies() -> None:
     nbytes, gpu = 64e6, replace(GPU, peer_us=5.0)
-    ring = all_reduce_s(replace(CONFIG, gpu=gpu, network=NetworkConfig(gpus_per_host=8)), nbytes)
+    ring = all_reduce_s(replace(CONFIG, gpu=gpu, network=NetworkConfig(gpus_per_node=8)), nbytes)
     assert ring == pytest.approx(2 * 7 / 8 * nbytes / 354.1e9 + 2 * 7 * 5e-6)
-    rails = all_reduce_s(replace(CONFIG, gpu=gpu, network=NetworkConfig(hosts=4, gpus_per_host=8)), nbytes)
+    rails = all_reduce_s(replace(CONFIG, gpu=gpu, network=NetworkConfig(nodes=4, gpus_per_node=8)), nbytes)
     assert rails - ring == pytest.approx(2 * 3 / 4 * nbytes / 8 / 50e9 + 2 * 2 * 7e-6)
 
 
 @pytest.mark.parametrize("backend", ["torchrec", "pgas", "fused"])
 @pytest.mark.parametrize("nic_gbit_per_s", [1, 400])
 def test_a_stage_takes_its_fullest_resource_or_its_parts_in_turn(backend: str, nic_gbit_per_s: float) -> None:
-    network = NetworkConfig(hosts=4, gpus_per_host=2, nic_gbit_per_s=nic_gbit_per_s, message_ns=0.0)
+    network = NetworkConfig(nodes=4, gpus_per_node=2, nic_gbit_per_s=nic_gbit_per_s, message_ns=0.0)
     config = _with(replace(CONFIG, network=network), "stage", backend)
     found = simulate(config)
     pair, gpu, work = found.work.pair_bytes, config.gpu, found.work
@@ -83,7 +76,7 @@ def test_a_stage_takes_its_fullest_resource_or_its_parts_in_turn(backend: str, n
 
 
 def test_small_puts_are_bound_by_their_number_and_gathering_helps() -> None:
-    config = _with(replace(CONFIG, network=NetworkConfig(hosts=4, gpus_per_host=2, message_ns=1e6)), "stage")
+    config = _with(replace(CONFIG, network=NetworkConfig(nodes=4, gpus_per_node=2, message_ns=1e6)), "stage")
     found = simulate(config)
     puts = 6 * found.work.pair_bytes / (64 * 4)  # of an embedding each
     assert found.ms == pytest.approx(puts, rel=0.01)
@@ -105,14 +98,14 @@ def test_rows_are_updated_while_the_next_part_travels() -> None:
 
 
 def test_updates_and_products_take_turns() -> None:
-    config = replace(CONFIG, network=NetworkConfig(gpus_per_host=1))
+    config = replace(CONFIG, network=NetworkConfig(gpus_per_node=1))
     work, none = build_workload(config), np.zeros(1)
     alone_s = rows_s(RATES, work)
     for products_s in (alone_s / 2, 2 * alone_s):
         found = backward(config, work, none, none, products_s)
         ends = sorted([found.updated_s[0], found.products_s[0]])
         assert ends[1] == pytest.approx(alone_s[0] + products_s[0]), "as long as one after the other"
-        assert ends[0] == pytest.approx(2 * min(alone_s[0], products_s[0])), "beside each other, in equal parts"
+        assert ends[0] == pytest.approx(2 * min(alone_s[0], products_s[0])), "at the same time, in equal parts"
         assert found.updates_s == pytest.approx(found.updated_s)
 
 
@@ -131,7 +124,7 @@ def test_the_collective_packs_sends_sorts_and_updates_in_turn() -> None:
 
 
 def test_the_dense_part_counts_its_kernels_and_its_pairs() -> None:
-    """A bottom MLP of one layer, a top MLP of two, five tables: 15 pairs of dim 64, 4096 samples, 3 products each."""
+    """Bottom MLP of one layer, top MLP of two, five tables: 15 pairs of dim 64, 4096 samples, 3 products each."""
     tables = replace(CONFIG.data.tables, count=5)
     model = ModelConfig(dim=64, bottom_mlp=[64], top_mlp=[32, 1])
     config = replace(CONFIG, model=model, data=DataConfig(tables=tables))
@@ -147,10 +140,10 @@ def test_the_dense_part_counts_its_kernels_and_its_pairs() -> None:
 
 
 def test_a_captured_step_waits_for_the_sort_of_the_fullest_rank() -> None:
-    """Behind the lookup, the sort and the head's forward share the multiprocessors, here from the same moment on.
+    """After the lookup, the sort and the head's forward share the multiprocessors.
 
-    Of four tables one has five ids a bag and the others have one. Each rank with a part of it sorts all of its ids, and
-    one sorts two tables' more: 7 of the 8 ids of a sample, where the mean is 2.
+    One of four tables has five ids a bag, the others one. Each rank with a part of it sorts all of its ids, and one
+    rank sorts two more tables' ids: 7 of the 8 ids of a sample, while the mean is 2.
     """
     gpu = replace(GPU, pgas=LookupConfig(1e6), update=replace(RATES, sort_ns=0.0, gb_per_s=1e6))
     tables = TablesConfig(4, 1_000_000, multi_hot=[5, 1, 1, 1], zipf_alpha=0.0)
@@ -166,20 +159,20 @@ def test_a_captured_step_waits_for_the_sort_of_the_fullest_rank() -> None:
 
 
 def test_every_rank_has_the_work_that_the_plan_gives_it() -> None:
-    """MLPerf's tables: on 8 ranks alike work, on 64 of one host most of it on few ranks; 28 hold none."""
-    one_host = ("--network.hosts", "1", "--network.gpus_per_host")
-    few, many = (build_workload(_mlperf(*one_host, ranks)).shares for ranks in ("8", "64"))
+    """MLPerf's tables: 8 ranks have equal work; of 64 ranks of one node few have most of it, and 28 have none."""
+    one_node = ("--network.nodes", "1", "--network.gpus_per_node")
+    few, many = (build_workload(_mlperf(*one_node, ranks)).shares for ranks in ("8", "64"))
     assert [few.memory.max(), few.links.max(), few.ids.max()] == pytest.approx([1.08, 1.08, 3.89], abs=0.005)
     assert [many.memory.max(), many.links.max(), many.ids.max()] == pytest.approx([3.74, 2.46, 29.91], abs=0.005)
     assert [(each.links == 0).sum() for each in (few, many)] == [0, 28]
     for shares in (few, many):
         assert [shares.memory.mean(), shares.links.mean()] == pytest.approx([1.0, 1.0])
-    with pytest.raises(InputError, match="no room"):
-        build_workload(_mlperf(*one_host, "1", "--data.tables.max_rows", "null"))
+    with refuses("no room"):
+        build_workload(_mlperf(*one_node, "1", "--data.tables.max_rows", "null"))
 
 
 def test_the_work_of_tables_that_are_cut_by_rows() -> None:
-    """Two hosts of two ranks; a table of two ids a bag is cut by rows over the first, one of one id is on rank 3."""
+    """Two nodes of two ranks: a table of two ids a bag is cut by rows over the first, one of one id is on rank 3."""
     tables = [TableLoad(ids, 64, 256, 0) for ids in (2, 1)]
     plan = [[SimulatedShard(0, 64, 0.5), SimulatedShard(1, 64, 0.5)], [SimulatedShard(3, 64, 1.0)]]
     ours, dense = (shares_of(tables, plan, 4, 2, dense=each) for each in (False, True))
@@ -191,15 +184,15 @@ def test_the_work_of_tables_that_are_cut_by_rows() -> None:
     assert (ours.near * 32).tolist() == pytest.approx(near), "a fourth of the bags have no id, but all are gathered"
     assert (ours.away * 32).tolist() == pytest.approx([32, 32, 0, 64]), "each rank sends half of the sums"
     assert (ours.sums * 32).tolist() == pytest.approx([32, 32, 0, 0])
-    assert (dense.near * 32).tolist() == pytest.approx([128, 128, 0, 64]), "the sums of both hosts' samples"
-    assert (dense.away * 32).tolist() == pytest.approx([32, 32, 0, 64]), "of which each rank sends half on"
+    assert (dense.near * 32).tolist() == pytest.approx([128, 128, 0, 64]), "the sums of both nodes' samples"
+    assert (dense.away * 32).tolist() == pytest.approx([32, 32, 0, 64]), "each rank forwards half of them"
     few_rows = shares_of(tables[:1], [[SimulatedShard(0, 64, 1.0), SimulatedShard(1, 64, 0.0)]], 4, 2, dense=False)
     assert few_rows.near.tolist() == [4, 4, 0, 0], "rank 1, which has no rows, sends what it gathers"
 
 
-def test_torchrecs_planner_cuts_tables_by_rows_within_a_host() -> None:
-    """MLPerf's tables on two hosts: partial sums are added up within the host, and the sums travel afterwards."""
-    config = replace(_mlperf("--network.hosts", "2", "--embedding.plan", "torchrec"), what="stage")
+def test_torchrecs_planner_cuts_tables_by_rows_within_a_node() -> None:
+    """MLPerf's tables on two nodes: partial sums are added up within the node, and the sums are sent afterwards."""
+    config = replace(_mlperf("--network.nodes", "2", "--embedding.plan", "torchrec"), what="stage")
     shares = build_workload(config).shares
     assert shares.memory.mean() == pytest.approx(1.0)
     assert shares.links.mean() > 1.2, "some tables are cut by rows"

@@ -137,11 +137,7 @@ def _check_row_shards(place: Place, known: bool) -> None:
         return train_in_segments(place, replace(config, embedding=embedding, train=train), late)
 
     expected = run("table_wise", "pgas", "direct", "torchrec", late=False)
-    ways = [
-        ("nccl", "direct", "torchrec"),
-        ("pgas", "direct", "torchrec"),
-        ("pgas", "direct", "graph"),
-    ]
+    ways = [("nccl", "direct", "torchrec"), ("pgas", "direct", "torchrec"), ("pgas", "direct", "graph")]
     ways += [("fused", put, "graph") for put in PUTS]
     for backend, put, pipeline in ways:
         for late in (False, True) if (backend, pipeline) == ("pgas", "graph") else (False,):

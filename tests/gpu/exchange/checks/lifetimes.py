@@ -19,9 +19,9 @@ from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding import steps
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.kernels import launches
 from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import assert_all_near
 from tests.gpu.exchange.checks.graphs import graph_config
@@ -85,6 +85,7 @@ def _fill_freed(place: Place, trainer: Trainer) -> list[torch.Tensor]:
     pipeline: Any = trainer.pipeline
     owners: list[Any] = [pipeline._streams, *exchanges(trainer.model)]
     owners += [part for exchange in exchanges(trainer.model) for part in exchange._halves or () if part is not None]
+    owners += [transport for owner in owners if (transport := getattr(owner, "transport", None)) is not None]
     streams = [each for owner in owners for each in vars(owner).values() if isinstance(each, torch.cuda.Stream)]
     held: list[torch.Tensor] = []
     for stream in {torch.cuda.default_stream(place.device), *streams}:
@@ -105,7 +106,7 @@ def _others_between(place: Place) -> Iterator[Between]:
             _evaluate(place, trainer, _SIZES)
             held.extend(_fill_freed(place, trainer))
 
-    with patch.object(steps, "_MOST", _MOST):
+    with patch.object(launches, "_MOST", _MOST):
         yield between
 
 

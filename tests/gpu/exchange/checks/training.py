@@ -15,15 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
-from dlrm_overlap.config import (
-    Config,
-    DataConfig,
-    EmbeddingConfig,
-    LogConfig,
-    ModelConfig,
-    TablesConfig,
-    TrainConfig,
-)
+from dlrm_overlap.config import Config, DataConfig, EmbeddingConfig, LogConfig, ModelConfig, TablesConfig, TrainConfig
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.sharded_module import exchanges
