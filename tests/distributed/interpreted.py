@@ -35,7 +35,7 @@ class SharedHeap:
         self.close = self._arena.close
 
 
-def interpreted_halves(
+def interpreted_parts(
     stage: Stage, group: dist.ProcessGroup, options: ExchangeOptions, samples: int, reach: Reach | None = None
 ) -> ExchangeParts:
     """Return the GPU's parts of an exchange; make and use a backward of its own in `without_streams`.
@@ -48,14 +48,14 @@ def interpreted_halves(
     on_gpu = patch.object(Implementation, "load", lambda implementation, _: load(implementation, "cuda"))
     with on_gpu, patch.object(opening, "ON_CPU", opening.ON_GPU):
         context = stage.layout, stage.tables, options, group, CPU, samples, StepCounters(CPU)
-        halves = build_exchange(ExchangeContext(*context, reach=reach))
-    if isinstance(halves.forward, SlicedForward):
-        halves.forward.grid = lambda *_: 2  # type: ignore[method-assign]
-    return halves
+        parts = build_exchange(ExchangeContext(*context, reach=reach))
+    if isinstance(parts.forward, SlicedForward):
+        parts.forward.grid = lambda *_: 2  # type: ignore[method-assign]
+    return parts
 
 
 def interpreted_forward(stage: Stage, group: dist.ProcessGroup, options: ExchangeOptions, samples: int) -> Forward:
-    return interpreted_halves(stage, group, replace(options, backward="collective"), samples).forward
+    return interpreted_parts(stage, group, replace(options, backward="collective"), samples).forward
 
 
 @contextlib.contextmanager
