@@ -1,7 +1,7 @@
 """Launches that are prepared once, then issued in two microseconds each, and the cache that finds them again.
 
 Triton's launcher asks the driver about every tensor argument. A `Launch` keeps the arguments in a buffer, laid out as
-the kernel reads them; a call overwrites those that have changed (what it saves: docs/lab.md).
+the kernel reads them; a call overwrites those that have changed (what it saves: docs/results/lab.md).
 """
 
 import ctypes

@@ -47,13 +47,13 @@ def _short_ids(dim: int, itemsize: int) -> int:
 
 
 def has_short_bags(table: FeatureTable, values: torch.Tensor, offsets: torch.Tensor) -> bool:
-    """Return whether the bags of an input are short on average, from the shapes alone (limits: docs/lab.md)."""
+    """Return whether the bags of an input are short on average, from the shapes alone (limits: docs/results/lab.md)."""
     return values.numel() <= _short_ids(table.dim, table.weight_dtype.itemsize) * (offsets.numel() - 1)
 
 
 @lru_cache
 def tuning_for(dim: int, itemsize: int, groups: int = 1, short: bool = False) -> Tuning:
-    """Return the fastest tuning on H200 (docs/lab.md) for rows of `dim` elements of `itemsize` bytes.
+    """Return the fastest tuning on H200 (docs/results/lab.md) for rows of `dim` elements of `itemsize` bytes.
 
     `short` is the result of `has_short_bags`; `groups` is more than 1 for the persistent kernel.
     """

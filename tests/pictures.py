@@ -18,7 +18,7 @@ CONTENDERS = {
 }
 
 TIMELINES = FOLDER / "timelines.svg"
-TIMELINE_ROWS = "two_h100"
+TIMELINE_ROWS = "traced_step"
 TIMELINE_CONTENDERS = {"torchrec_strongest_default_plan": "TorchRec's fastest", "pgas_graph": "dlrm-overlap"}
 # Lanes of a timeline by the kinds of work of `observe.trace_summary`, and the kinds' colors.
 _LANES = {

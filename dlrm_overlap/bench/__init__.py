@@ -1,1 +1,1 @@
-"""Benchmarks: `dlrm-overlap bench KIND` measures a figure and appends rows to a CSV file (docs/figures.md)."""
+"""Benchmarks: `dlrm-overlap bench KIND` measures a figure and appends rows to a CSV file (docs/results/figures.md)."""

@@ -1,4 +1,4 @@
-"""`dlrm-overlap bench all`: measures the figures of the documentation, README's first (docs/figures.md).
+"""`dlrm-overlap bench all`: measures the figures of the documentation, README's first (docs/results/figures.md).
 
 Complete measurements are named `NAME.csv` and skipped by a later call. torch is only imported to count GPUs.
 """

@@ -113,6 +113,11 @@ class PartBatch(Batch):
         part = self.part.to(device) if isinstance(self.part, torch.Tensor) else self.part
         return replace(super().to(device, non_blocking=non_blocking), part=part)
 
+    def record_stream(self, stream: Any) -> None:
+        super().record_stream(stream)
+        if isinstance(self.part, torch.Tensor):
+            self.part.record_stream(stream)
+
 
 def with_tensor_dict(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> Batch:
     """Return a batch whose ids are a TensorDict of nested tensors, in another order than the model's."""

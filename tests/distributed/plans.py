@@ -356,7 +356,7 @@ def compare_with_torchrec(drawn: Drawn, _: Path) -> Iterator[Callable[[], None]]
 def resume(drawn: Drawn, folder: Path) -> Iterator[Callable[[], None]]:
     """Train half of the steps, save, and go on: under another plan by a checkpoint's files, or by state dicts.
 
-    TorchRec may train one of the halves. Yields a check that outputs are those of a run of TorchRec without a break.
+    TorchRec may train one of the two. Yields a check that outputs are those of a run of TorchRec without a break.
     """
     # TorchRec's means depend on the plan, see docs/torchrec.md. On the cuts of columns depend row-wise Adagrad and the
     # order of the columns of a feature that is named twice.

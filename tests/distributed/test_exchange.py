@@ -198,13 +198,7 @@ def check_the_gpus_forward_names_a_silent_peer_under_the_interpreter(rank: int, 
 def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) -> None:
     sgd, adagrad, rowwise = EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD
     half: dict[str, Any] = {"wire_dtype": torch.float16, "output_dtype": torch.float16}
-    cases = [
-        (sgd, False, {}),
-        (adagrad, False, {}),
-        (rowwise, False, {}),
-        (adagrad, False, half),
-        (rowwise, False, half),
-    ]
+    cases = [(sgd, False, {}), *((each, False, more) for more in ({}, half) for each in (adagrad, rowwise))]
     # Within a capture a rank waits for each part before it pushes the next one.
     for optimizer, captured, more in [*cases, (adagrad, True, {})]:
         stage, expected = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))

@@ -30,7 +30,7 @@ KEYS = ["rank1_0", "unused", "rank0_2", "rank0_0", "rank0_1"]  # in another orde
 RANGES = {"rank1_0": (0, 3), "unused": (1, 1), "rank0_2": (0, 2), "rank0_0": (1, 1), "rank0_1": (2, 5)}
 KNOWN = {"rank1_0": (3, 3), "unused": (1, 1), "rank0_2": (2, 2), "rank0_0": (1, 1), "rank0_1": (5, 5)}
 SAMPLES = 4
-"""the bound's"""
+"""capacity"""
 Sizes = Mapping[str, tuple[int, int]]
 TIMEOUT_S = {CpuIdExchange: 20.0, IdExchange: 1e-3}  # which the interpreter takes for a million turns
 
@@ -115,11 +115,10 @@ def _check_padding(kind: type[IdExchange], sizes: Sizes) -> None:
     exchange = _open(stage, sizes, kind)
     batches = [_batch(stage, sizes, 0, rank, SAMPLES, torch.int64) for rank in range(2)]
     ids = _mine(batches)
-    padded = torch.cat([ids.values(), torch.full((500,), 7)])
+    values = torch.cat([ids.values(), torch.full((500,), 7)])
     count = torch.tensor([ids.values().numel()], dtype=torch.int32)
-    arrived = exchange.send(
-        KeyedJaggedTensor(ids.keys(), padded, lengths=ids.lengths(), stride=SAMPLES), SAMPLES, count
-    )
+    padded = KeyedJaggedTensor(ids.keys(), values, lengths=ids.lengths(), stride=SAMPLES)
+    arrived = exchange.send(padded, SAMPLES, count)
     exchange.check()
     _assert_arrived(arrived, stage, batches, "with padding")
 
@@ -142,8 +141,8 @@ def _check_too_many(kind: type[IdExchange], sizes: Sizes, told: str) -> None:
 
 
 TOO_MANY = {
-    "ranges": "^the batch of rank 1 has 9 ids of feature rank0_2, beyond the 8 of its bound; correct the bound's bag_s",
-    "known": "^the batch of rank 1 has 37 ids, but by its bound, which gives every bag .* number, it has 36; correct",
+    "ranges": "^the batch of rank 1 has 9 ids of feature rank0_2, beyond its capacity of 8; correct the capacity's",
+    "known": "^the batch of rank 1 has 37 ids, but its capacity, with the same .* feature, gives 36; correct",
 }
 
 
@@ -184,7 +183,7 @@ def _check_refusals(kind: type[IdExchange]) -> None:
         exchange.send(others, SAMPLES)
     larger = _batch(stage, RANGES, 0, 0, SAMPLES + 1, torch.int32)
     with pytest.raises(
-        InputError, match=r"a batch of 5 samples is beyond its bound of 4; raise the bound's samples, or"
+        InputError, match=r"a batch of 5 samples exceeds its capacity of 4; raise the capacity's samples, or"
     ):
         exchange.send(larger, SAMPLES + 1)
     assert exchange.windows.epoch == 0

@@ -135,10 +135,10 @@ def test_files_and_keys_that_the_chapters_name_are_there(page: Path) -> None:
             assert key in fields[section], f"{page} names the key {name}"
 
 
-def test_the_table_of_rooms_is_the_one_that_is_checked() -> None:
+def test_the_table_of_packages_is_the_one_that_is_checked() -> None:
     contracts = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [layer.replace("dlrm_overlap.", "").split(" | ") for layer in contracts[0]["layers"]]
-    rows = read_table("docs/architecture.md", "| room of `dlrm_overlap` |")
+    rows = read_table("docs/architecture.md", "| package of `dlrm_overlap` |")
     assert [sorted(re.findall(r"`([\w.]+)`", row[0])) for row in rows] == [sorted(layer) for layer in layers]
 
 

@@ -24,7 +24,7 @@ def persistent_tuning(table: FeatureTable, samples: int, slice_bags: int, short:
 
     With many bags a task has twice as many, unless a slice has fewer, since each task has a cost. With many `short`
     bags (`has_short_bags`) it has four times as many: else the counter from which all programs draw tasks would be the
-    limit (1.1 to 1.3 ns a task on an H200, docs/lab.md).
+    limit (1.1 to 1.3 ns a task on an H200, docs/results/lab.md).
     """
     bags = table.entries.shape[0] * samples
     short = short and bags >= _FEWEST_SHORT_BAGS

@@ -179,11 +179,11 @@ class IdExchange:
             self._make_shares()
 
     def _make_shares(self) -> None:
-        ids, room = self.ids, 1 + len(self.ids.shares) * self.ids.bound.samples
+        ids, offsets = self.ids, 1 + len(self.ids.shares) * self.ids.bound.samples
         entries = torch.tensor(ids.shares, dtype=torch.int64, device=self.device)
         where = ids.shares_at, ids.shared_values, ids.offsets_at, len(ids.keys)
         self._shares = Shares(entries, ids.values, *where, ids.weights_at * ids.weighted)
-        self._counts = torch.full((room,), ids.shares_at, dtype=torch.int32, device=self.device)
+        self._counts = torch.full((offsets,), ids.shares_at, dtype=torch.int32, device=self.device)
 
     def send(self, features: KeyedJaggedTensor, samples: int, count: torch.Tensor | None = None) -> ArrivedIds:
         """Publish the ids of this rank's samples, and return those that this rank's shards look up; a collective.
@@ -222,8 +222,8 @@ class IdExchange:
             )
         if samples > self.ids.bound.samples:
             raise InputError(
-                f"ids: a batch of {samples} samples is beyond its bound of {self.ids.bound.samples}; raise the bound's "
-                f"samples, or make smaller batches"
+                f"ids: a batch of {samples} samples exceeds its capacity of {self.ids.bound.samples}; raise the "
+                f"capacity's samples, or make smaller batches"
             )
 
     def _padded(self, features: KeyedJaggedTensor, samples: int) -> KeyedJaggedTensor:
@@ -311,10 +311,10 @@ class IdExchange:
         """Return the error for a batch that has too many ids, or not the number that was given beforehand."""
         keys = self.ids.keys
         if self.known:
-            text = f"{count} ids, but by its bound, which gives every bag of a feature the same number, it has {most}"
+            text = f"{count} ids, but its capacity, with the same number in every bag of a feature, gives {most}"
         elif feature == len(keys):  # the unused space between the ids of the features and those of the shares
             count = most - count
-            text = f"{count} ids, beyond the {most} of all its bounds"
+            text = f"{count} ids, beyond its total capacity of {most}"
         else:
             name = keys[feature if feature < len(keys) else self.ids.shares[feature - len(keys) - 1].key]
             table, _, first_slot = name.partition(SLOTS_FROM)
@@ -322,10 +322,10 @@ class IdExchange:
             if self.layout.has_slots:
                 before, what = int(first_slot or 0), f"distinct ids of table {table}"
                 count, most = count + before, most + before
-            text = f"{count} {what}, beyond the {most} of its bound"
-        cure = "correct the bound's bag_sizes" if count >= 0 else "give every bag a length of 0 or more"
+            text = f"{count} {what}, beyond its capacity of {most}"
+        cure = "correct the capacity's bag_sizes" if count >= 0 else "give every bag a length of 0 or more"
         if self.layout.has_slots:
-            cure = "raise the bound's distinct, and its bag_sizes"
+            cure = "raise the capacity's distinct, and its bag_sizes"
         return ValueError(f"the batch of rank {rank} has {text}; {cure}, and start again")
 
     def skip(self) -> None:

@@ -90,7 +90,7 @@ def test_a_batch_beyond_the_bound_of_its_distinct_ids(world_of_one: dist.Process
         assert_same(sharded(ids)["f"].values(), shard.tensor[ids.values()], "rows")
         more = KeyedJaggedTensor(["f"], torch.tensor([8, 0, 8, 1]), lengths=torch.tensor([3, 1]))
         with pytest.raises(
-            ValueError, match="has 3 distinct ids of table t_f, beyond the 2 of its bound; raise the bound"
+            ValueError, match="has 3 distinct ids of table t_f, beyond its capacity of 2; raise the capacity"
         ):
             sharded(more)
     sharded.exchange.close()
@@ -139,6 +139,6 @@ def test_memory_is_that_of_the_bounds_of_distinct_ids(world_of_one: dist.Process
         for feature, each in batch.to_dict().items():
             (shard,) = sharded.state_dict()[f"embeddings.t_{feature}.weight"].local_shards()
             assert_same(found[feature].values()[: len(each.values())], shard.tensor[each.values()], feature)
-        with pytest.raises(ValueError, match="has 2001 distinct ids of table t_f, beyond the 2000 of its bound"):
+        with pytest.raises(ValueError, match="has 2001 distinct ids of table t_f, beyond its capacity of 2000"):
             sharded(ids(1))
     sharded.exchange.close()
