@@ -128,7 +128,7 @@ def _check_too_many(kind: type[IdExchange], sizes: Sizes, told: str) -> None:
     stage = Stage(ALONE, dist.get_rank())
     exchange = _open(stage, sizes, kind)
     batches = [_batch(stage, sizes, 0, rank, SAMPLES, torch.int32) for rank in range(2)]
-    _assert_arrived(exchange.send(mine := _mine(batches), mine.stride()), stage, batches, "a batch within its bound")
+    _assert_arrived(exchange.send(mine := _mine(batches), mine.stride()), stage, batches, "a batch within its capacity")
     if stage.rank == 1:
         lengths = batches[1].lengths().clone()
         place = batches[1].keys().index("rank0_2") * SAMPLES
