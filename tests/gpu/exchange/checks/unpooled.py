@@ -1,4 +1,4 @@
-"""Unpooled tables in the first steps, which are eager: as under TorchRec. Captured ones are in `graphs`."""
+"""Unpooled tables in eager steps, against TorchRec's; captured steps are in `graphs`."""
 
 from dataclasses import replace
 from functools import partial
@@ -21,11 +21,11 @@ def _check(place: Place, name: str, backend: str = "pgas") -> None:
     case = replace(_CASES[name], repeated=_CASES[name].repeated if place.on_gpu else 0)
     if place.world_size % 2:
         case = replace(case, nodes="auto")
-    torchrec = train(case, torchrec_sharders(case), "none", place.device)
+    expected = train(case, torchrec_sharders(case), "none", place.device)
     ours = train(case, our_sharders(case, backend=backend), "graph", place.device)
-    assert_same(ours["output of step 0"], torchrec["output of step 0"], "first output")
+    assert_same(ours["output of step 0"], expected["output of step 0"], "first output")
     tolerance = WEIGHT_TOLERANCE["fp32"] * (10 if case.repeated else 1)  # sums of many gradients
-    assert_all_near(ours, torchrec, tolerance, f"{name}:")
+    assert_all_near(ours, expected, tolerance, f"{name}:")
     again = train(case, our_sharders(case, backend=backend), "graph", place.device)
     assert_all_near(again, ours, 0, "a second run:")
 
