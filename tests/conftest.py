@@ -69,12 +69,14 @@ NO_FILES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
-    """Wait until `condition` holds, or fail with the message `what`."""
+def wait_until(
+    condition: Callable[[], object], timeout_s: float, what: str | Callable[[], object], every_s: float = 0.005
+) -> None:
+    """Wait until `condition` holds, or fail with `what`, a message or a function that returns one."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
+        assert time.monotonic() < deadline, what() if callable(what) else what
+        time.sleep(every_s)
 
 
 def is_alive(pid: int) -> bool:

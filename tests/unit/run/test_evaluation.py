@@ -14,7 +14,7 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.train.evaluation import evaluate, stored_config
 from tests.conftest import ROOT, read_metrics, refuses
-from tests.distributed.workers import make_trainer, quickstart, ranks_here, run_ranks, train
+from tests.distributed.workers import make_trainer, quickstart, ran_on_ranks, ranks_here, train
 from tests.unit.run.test_trainer import contents
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -60,11 +60,7 @@ def _train_two_ranks(folder: Path) -> None:
         train(quickstart(folder, name, *options, "--checkpoint.last", "true"))
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("two_ranks")
-    run_ranks(_train_two_ranks, 2, folder)
-    return folder
+two_ranks = ran_on_ranks(2, _train_two_ranks)
 
 
 @pytest.mark.parametrize("ranks", ["one rank", *CUTS])
