@@ -76,7 +76,6 @@ def synthetic_batches(steps: int, rank: int) -> Iterator[Batch]:
 
 
 def main() -> None:
-    """Build the model, shard it and train it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", choices=["torchrec", "nccl", "pgas", "fused"], default="pgas")
     parser.add_argument("--steps", type=int, default=100)
