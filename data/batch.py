@@ -94,7 +94,6 @@ class Batch(Pipelineable):
         self.labels.record_stream(stream)
 
     def pin_memory(self) -> "Batch":
-        """A batch on a GPU is returned as is."""
         if self.dense.is_cuda:
             return self
         return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())

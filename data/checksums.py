@@ -27,7 +27,6 @@ class ChecksumWriter:
                 self._end_block()
 
     def finish(self) -> np.ndarray:
-        """Return the checksums of all blocks, [blocks] uint64."""
         if self._filled:
             self._end_block()
         return np.array(self._checksums, "<u8")

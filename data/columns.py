@@ -187,7 +187,6 @@ class Column:
         return numbers, missing
 
     def _read_fast(self, cells: Any, kind: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return None if Arrow cannot convert all cells."""
         cells = pc.binary_replace_slice(cells, 0, 0, b"0x") if kind == "hex" else cells
         for of_arrow in _KINDS[kind].fast:
             try:

@@ -61,7 +61,6 @@ def _map_npy(file: Path, dtype: type, columns: int) -> np.ndarray:
 
 
 def _map_member(file: Path, info: zipfile.ZipInfo) -> np.ndarray:
-    """Map a member of an npz file, int32 [n, ids per bag]."""
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError("compressed, so it cannot be mapped; write it by numpy.savez")
     with file.open("rb") as stream:

@@ -1,7 +1,4 @@
-"""Days of samples as arrays, in memory or mapped from disk, read one after the other.
-
-Positions continue from day to day and wrap around at the end. Every value is checked when it is read.
-"""
+"""Days of samples as arrays: positions continue from day to day, and values are checked when they are read."""
 
 import copy
 import functools
@@ -33,10 +30,9 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Day:
-    """The samples of one day, as arrays or as `records.Packed`, which unpacks records on access."""
+    """The samples of one day, as arrays or as `records.Packed`."""
 
     name: str
-    """common part of the files' paths, such as folder/day_0"""
     labels: np.ndarray
     """[n, L], any number type"""
     dense: np.ndarray
@@ -61,7 +57,7 @@ class Day:
         return ids.values[np.repeat(ends - sizes, sizes) + within].reshape(-1), sizes
 
     def bag_sizes(self, table: int) -> tuple[int, int, int]:
-        """Return the minimum and maximum bag size and the number of ids; the day must not be empty."""
+        """Return the minimum and maximum bag size and the number of ids of a day with samples."""
         ids = self.ids[table]
         if isinstance(ids, Ragged):
             sizes = np.diff(ids.ends, prepend=0)
@@ -138,7 +134,6 @@ class Days(Dataset):
         return found
 
     def _stretches(self, positions: np.ndarray) -> list[tuple[Day, Samples]]:
-        """Return the samples at `positions` [count] day by day, successive ones as a slice."""
         found, numbers = [], np.searchsorted(self._ends, positions, "right")
         for part in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(numbers)) + 1):
             day = self._days[i := int(numbers[part[0]])]

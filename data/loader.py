@@ -54,7 +54,6 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
 
 
 def other_ids(rows: Sequence[int], expected: Sequence[int]) -> str:
-    """Describe how tables of `rows` differ from `expected` ones; empty if they do not."""
     if len(rows) != len(expected):
         return f"{len(rows)} tables, not {len(expected)} as"
     pairs = enumerate(zip(rows, expected, strict=True))

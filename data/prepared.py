@@ -121,8 +121,6 @@ def _digest_of(layout: RecordLayout, checksums: np.ndarray) -> str:
 
 
 class _Files:
-    """Maps the files of a prepared folder in the order of their `checksums`."""
-
     def __init__(self, folder: Path, checksums: np.ndarray) -> None:
         self._folder, self._checksums = folder, checksums
 

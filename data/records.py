@@ -40,7 +40,6 @@ class RecordLayout:
     """Layout and number of records: the content of a prepared folder's meta.json."""
 
     labels: Mapping[str, float]
-    """name -> weight of its loss"""
     dense: int
     """F"""
     rows: Sequence[int]

@@ -25,7 +25,7 @@ class Teacher:
     A row's score is a hash of its id. A bag's signal is the sum of its rows' scores, standardised to mean 0 and
     variance 1 for every bag size; with a half-life, later ids of the bag have less weight. The logit is a weighted sum
     of dense features, signals, and products of a signal with a dense feature or another signal, which only a model with
-    an interaction layer can learn. The best possible AUROC is near 0.9, the click rate near 0.37.
+    an interaction layer can learn. The best AUROC is near 0.9.
 
     Labels have the same bits on every processor: sums of bags are integers, the rest is float64 sums and products in a
     fixed order, and linear interpolation replaces the sigmoid, within 3e-6.
@@ -135,7 +135,6 @@ def scores(ids: np.ndarray, keys: np.ndarray | np.uint32) -> np.ndarray:
 
 
 def _score_moments(table: ZipfTable, key: np.uint32) -> tuple[float, float]:
-    """Return mean and standard deviation, exact for the 4096 most popular rows."""
     ranks = np.arange(min(table.rows, 4096))
     own = scores(table.row_ids(ranks), key).astype(np.float64)
     probability = table.ranks.probability(ranks)

@@ -11,7 +11,7 @@ _WITHIN = 1 - 2.0**-48  # keeps a rounded position below its item's width
 
 
 class ZipfRanks:
-    """Ranks in the order of popularity, P(rank r) = (r + 1)**-alpha / Z for r = 0 .. rows - 1, any alpha >= 0.
+    """Ranks in the order of popularity, P(rank r) = (r + 1)**-alpha / Z for r = 0 .. rows - 1, alpha >= 0.
 
     Walker's alias method: a draw's high bits choose one of 2**bits cells of equal probability. A threshold divides a
     cell between two items, each a rank or a range of ranks, and the position in the item's part selects the rank.
@@ -92,8 +92,6 @@ class ZipfRanks:
 
 
 class ZipfTable:
-    """Maps the popularity ranks of a table to its rows."""
-
     def __init__(self, ranks: ZipfRanks, offset: int):
         """`offset` in [0, rows) makes equal tables differ."""
         self.ranks, self.rows = ranks, ranks.rows
@@ -111,7 +109,7 @@ class ZipfTable:
 
 
 def _alias(mass: np.ndarray, cells: int) -> tuple[list[float], np.ndarray]:
-    """Divide cells among items of `mass`: return item i's share of cell i, and the item that has the rest."""
+    """Return item i's share of cell i, and the item that has the rest of the cell."""
     left = (np.append(mass, np.zeros(cells - len(mass))) * cells).tolist()
     share, other = [1.0] * cells, np.arange(cells)
     small = [item for item in range(cells) if left[item] < 1]

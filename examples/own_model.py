@@ -4,9 +4,7 @@
     python examples/own_model.py                                            # one process
 
 The dot product of a user vector and an item vector is the logit of a click. Only two lines differ from TorchRec
-(--backend torchrec): the sharder and the pipeline (docs/torchrec.md).
-
-You can ignore the warnings: TorchRec's planner warns about its own estimates, PyTorch about how TorchRec uses DDP.
+(--backend torchrec): the sharder and the pipeline (docs/torchrec.md). Ignore the planner's and PyTorch's warnings.
 """
 
 import argparse

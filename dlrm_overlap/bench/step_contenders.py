@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Keys = Mapping[str, Any]
-"""dotted key -> value that replaces the configuration's"""
 
 
 def _keys(backend: str, pipeline: str = "torchrec", dense: bool = True) -> Keys:

@@ -109,8 +109,6 @@ def agree_on(path: Path) -> Manifest:
 
 
 class Checkpointer:
-    """Writes the checkpoints of a run to a folder, keeps the newest, and finds the one to resume from."""
-
     def __init__(self, folder: Path, keep: int, shape: dict[str, Any], settings: dict[str, Any] | None = None) -> None:
         """`shape` is `checkpoint_shape`, `settings` is `trained_with`."""
         self.folder = folder

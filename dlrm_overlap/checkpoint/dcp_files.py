@@ -41,8 +41,6 @@ _ByteRange = tuple[str, int, int]  # file, first byte, number of bytes
 
 
 class Writer(FileSystemWriter):
-    """Writes this rank's file and, on rank 0, `.metadata`."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.fs = self._files = _ChecksummedFiles()

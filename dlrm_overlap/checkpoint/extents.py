@@ -1,7 +1,7 @@
 """Extents: the elements [offsets, offsets + sizes) of the unsharded model's tensors that a rank holds.
 
-A run with another plan fills its extents from the stored ones that overlap them. Row-wise Adagrad has one number per
-row; for a table cut by columns there is one per cut, stored as a tensor [rows] such as `momentum1@0:64`.
+A run with another plan fills its extents from the stored ones that overlap them. For a table cut by columns, row-wise
+Adagrad has a number per row and cut, stored as tensors [rows] such as `momentum1@0:64`.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""Checksums of the pieces of files, computed on writing and checked on reading. Does not import torch.
+"""Checksums of the pieces that cover a file, computed on writing and checked on reading. Does not import torch.
 
-Pieces cover a file. A large tensor is one piece, so that `torch.load` reads it straight into its memory.
+A large tensor is one piece, so that `torch.load` reads it straight into its memory.
 """
 
 import io

@@ -1,9 +1,9 @@
-"""The saves of a run. They stop training, or a thread writes a copy of the state while training continues.
+"""The saves of a run: they stop training, or a thread writes a copy of the state.
 
     training  | steps 1 .. s | check, copy to the CPU | steps s + 1, .. | next save: wait for the thread
     thread    |                                       | write, rename   |
 
-Every weight, optimizer state and the loss of a held-out batch must be finite.
+The check refuses weights, optimizer states and held-out losses that are not finite.
 """
 
 import logging
@@ -111,7 +111,7 @@ class Saves:
 
         Raises:
             InputError: on all ranks, if a rank cannot write, now or in the previous save.
-            NotFiniteError: if the state is not finite.
+            NotFiniteError: if a weight, an optimizer state or the loss of a held-out batch is not finite.
         """
         if step == self.step:
             return

@@ -92,7 +92,6 @@ def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
 
 
 def find_faults(path: Path) -> list[str]:
-    """Return faults of a checkpoint's tensors: unreadable or not finite."""
     planner = _VerifyPlanner([], lambda: None)
     try:
         _read(path, planner)
@@ -134,7 +133,7 @@ def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Plans the writing of this rank's extents; DCP removes duplicates of other ranks."""
+    """DCP removes extents that other ranks have, too."""
 
     def __init__(self, extents: Sequence[Extent], tick: Callable[[], None]) -> None:
         super().__init__()

@@ -31,7 +31,6 @@ def show(path: Path) -> str:
 
 
 def verify(path: Path) -> list[str]:
-    """Return the faults: damaged files, tensors that are not finite."""
     _check_named(path)
     try:
         read_complete(path)

@@ -1,9 +1,8 @@
 """Whether the losses of a run agree with those of the reference.
 
-A loss agrees if its relative difference is at most `rtol`. On GPUs, atomics add in random order, and training amplifies
-the rounding. So the tolerance grows to a multiple of the greatest difference between reference runs so far, looking
-ahead by a quarter of the steps plus one logged loss, up to 0.1. The multiples are chosen to refuse fewer than 1 in 100
-copies of a small DLRM. A fault below the noise is not found.
+A loss agrees if its relative difference is at most `rtol` or, if more, a multiple of the greatest difference between
+reference runs so far, looking ahead by a quarter of the steps plus one logged loss, up to 0.1. The multiples are chosen
+to refuse fewer than 1 in 100 copies of a small DLRM. A fault below the noise is not found.
 """
 
 import math

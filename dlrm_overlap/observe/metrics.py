@@ -22,15 +22,11 @@ _MAX_BUFFERED = 1 << 20
 def evaluation_metrics(
     logits: torch.Tensor, labels: torch.Tensor, names: Sequence[str] = ("label",), weights: Sequence[float] = (1.0,)
 ) -> dict[str, float]:
-    """Return loss, AUROC, NE (`normalised_entropy`), calibration and accuracy of predictions.
+    """Return metrics of `logits`, [n] or [n, L] float32, and equally shaped `labels`, 0 or 1.
 
     Calibration is the sum of predicted probabilities over the sum of labels; accuracy uses the threshold 0.5. AUROC and
     NE are NaN if all labels are equal, calibration if all are 0, every metric if a logit is NaN. With L labels, metrics
     are means over labels, the loss is weighted by `weights`, and METRIC/NAME is the metric of one label.
-
-    Args:
-        logits: [n] or [n, L] float32.
-        labels: as `logits`; 0 or 1.
     """
     columns = (each.double().view(len(each), -1).unbind(1) for each in (logits, labels))
     values = by_label({name: _of_label(*each) for name, *each in zip(names, *columns, strict=True)})
@@ -60,10 +56,8 @@ def gather_predictions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather all ranks' logits and labels in the order of the data set, [steps * W * b, ..]; a collective.
 
-    Args:
-        logits: [steps * b] or [steps * b, L] float32; the same shape on every rank.
-        labels: as `logits`.
-        batch_size: b; rank r has the r-th b samples of each global batch.
+    `logits` and `labels` are [steps * b] or [steps * b, L], of one shape on every rank, for a batch size b. Rank r has
+    the r-th b samples of each global batch.
     """
     local = torch.stack((logits, labels))
     gathered = local.new_empty((dist.get_world_size(), *local.shape))
@@ -90,7 +84,7 @@ class RunningMetrics:
         self._lifetime = self._window.to("cpu", copy=True)
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add the logits and labels of a step, each [b] or [b, L]; enqueues copies on the current stream."""
+        """Enqueue copies of a step's logits and labels, each [b] or [b, L], on the current stream."""
         for copy, each in zip(self._buffer[self._count], (logits, labels), strict=True):
             copy.copy_(each.view(copy.shape))
         self._count += 1
@@ -107,7 +101,7 @@ class RunningMetrics:
         self._window[:, _PREDICTED] += logits.sigmoid().sum(1, dtype=torch.float64)
 
     def take(self) -> dict[str, float]:
-        """Return the metrics of all ranks' steps since the last call and, as lifetime_*, of all steps."""
+        """Return metrics of all ranks since the last call and, as lifetime_*, since the start."""
         window = self._of_all_ranks()
         self._window.zero_()
         self._lifetime += window
@@ -193,7 +187,7 @@ class StepTimer:
             self._marks.append(time.perf_counter())
 
     def take_ms(self) -> list[float]:
-        """Return the times between marks since the last call, in ms; waits for the last mark on a GPU."""
+        """Return the times between marks since the last call; waits for the last mark on a GPU."""
         marks = self._marks
         self._marks = marks[-1:]
         if not self.cuda:

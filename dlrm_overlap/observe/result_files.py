@@ -49,7 +49,6 @@ class MetricsFile:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl; one warning counts damaged lines."""
     return [record for _, record in _whole_lines(path)]
 
 

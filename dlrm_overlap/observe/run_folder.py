@@ -1,7 +1,4 @@
-"""The folder of a run, locked by rank 0.
-
-Nodes may have different folders of the same name, so rank 0 alone reads files on which decisions depend.
-"""
+"""The folder of a run. Only rank 0 reads it for decisions, since nodes may have different folders of one name."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -70,8 +70,6 @@ def check_folder(config: Config) -> None:
 
 
 class RunLog:
-    """The log of one run; all ranks call the same methods."""
-
     def __init__(
         self, config: Config, world: World, device: torch.device, folder: Path, start: int, plan: ShardingPlan
     ) -> None:

@@ -106,7 +106,6 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def union(spans: Iterable[Span], window: Span) -> list[Span]:
-    """Return the parts of `window` that `spans` cover, in order."""
     found: list[Span] = []
     for span in sorted(spans):
         begin, end = max(span.begin, window.begin), min(span.end, window.end)
@@ -143,7 +142,7 @@ def exclusive(groups: Mapping[str, Iterable[Span]]) -> dict[str, float]:
 def shares(work: Sequence[GpuWork], window: Span | None = None) -> dict[str, float]:
     """Return the us of compute, exposed, copying, idle and exposed_most in `window`, by default the time of all `work`.
 
-    The first four add up; an instant counts for the first that applies. Copies are within this GPU or from the CPU.
+    An instant counts for the first of the first four that applies. Copies are within this GPU or from the CPU.
     """
     window = window or Span(min(each.span.begin for each in work), max(each.span.end for each in work))
     groups = {name: list[Span]() for name in ("compute", "stores", "exposed", "copying")}

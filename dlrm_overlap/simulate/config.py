@@ -9,8 +9,6 @@ from dlrm_overlap.config import Config, InputError, NonNegativeFloat, PositiveFl
 
 @dataclass(frozen=True)
 class LookupConfig:
-    """Speed of a lookup kernel."""
-
     gb_per_s: PositiveFloat = 4225.0
     """memory bandwidth, for rows that miss the cache, ids, offsets and pooled embeddings"""
     bag_ns: NonNegativeFloat = 0.0
@@ -26,8 +24,6 @@ class LookupConfig:
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """Speed of the update of rows."""
-
     gb_per_s: PositiveFloat = 4225.0
     """memory bandwidth, for all bytes of an update as `embedding.traffic.update_bytes` counts them"""
     us: NonNegativeFloat = 0.0

@@ -23,7 +23,7 @@ class SimulatedShard(NamedTuple):
 
 
 class SimulatedShares(NamedTuple):
-    """Work of each rank, [W] each, relative to the mean rank's if no table were cut by rows."""
+    """[W] each: work of each rank, relative to the mean rank's without tables cut by rows."""
 
     memory: np.ndarray
     """row elements read"""

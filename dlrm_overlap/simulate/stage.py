@@ -1,14 +1,7 @@
-"""The embedding stage and its backward in closed form: when every rank has pooled, sent and received everything.
+"""The embedding stage and its backward in closed form (docs/simulator.md).
 
 A phase takes as long as the most loaded resource that it uses: on each rank the memory, each direction of the links
 within the node and of the NIC, and the issue of puts. An exchange ends on all ranks when it ends on the last one.
-
-**pgas and fused.** A rank pools while it stores to peers and puts to other nodes, and the next batch's ids use the same
-links. Sums of tables that are cut by rows over a node's ranks are put once these have pooled everything. Gradients are
-sent part by part, the first half as long as the others; the rows of one part are updated while the next is sent.
-
-**torchrec.** Lookup, copy into the send buffer, collective, unpacking; packing of gradients, collective, sort of the
-ids, update of all rows.
 """
 
 import math
@@ -28,7 +21,6 @@ def link_seconds(config: SimulateConfig, near_bytes: np.ndarray, away_bytes: np.
     """Return [4, W] seconds in which each rank's links out and in, and its NIC out and in, are busy.
 
     Each rank sends `near_bytes`, [W], to each other rank of its node, and `away_bytes` to each rank of other nodes.
-    Gradients take the same times with out and in exchanged.
 
     Example: 2 nodes of 2 ranks, near [1, 0, 0, 0] and away [0, 0, 3, 0] bytes at 1 byte a second: rank 0's link is busy
     for 1 s out and rank 1's for 1 s in, rank 2's NIC for 6 s out, and the NICs of ranks 0 and 1 for 3 s in.
@@ -64,12 +56,12 @@ def all_reduce_s(config: SimulateConfig, nbytes: float) -> float:
 
 
 def pooled_seconds(config: SimulateConfig, work: SimulatedWorkload) -> np.ndarray:
-    """Return [W] seconds in which pooled embeddings, or their gradients, occupy each rank's busiest link."""
+    """Return [W] seconds of each rank's busiest link for pooled embeddings, or for gradients in the other direction."""
     return link_seconds(config, work.pair_bytes * work.shares.near, work.pair_bytes * work.shares.away).max(0)
 
 
 def has_few_bags(work: SimulatedWorkload) -> bool:
-    """Whether `backends.fused` gives its persistent kernel tasks of a single group of bags."""
+    """Whether tasks are of a single group of bags, as in `backends.fused`."""
     return work.bags < _MANY_BAGS and work.ids > work.bags
 
 
@@ -89,7 +81,7 @@ def pooling_s(lookup: LookupConfig, work: SimulatedWorkload) -> np.ndarray:
 def put_bytes(config: SimulateConfig, work: SimulatedWorkload) -> float:
     """Return the bytes of one put to another node, as `kernels.grouping` groups rows.
 
-    A put has at least a pooled embedding (pgas) or a slice (fused), and at most everything that the node receives.
+    A put has at least a pooled embedding (pgas) or a slice (fused), and at most all that the node receives.
     """
     embedding = config.embedding
     bags = embedding.slice_bags if embedding.backend == "fused" else 1
@@ -129,7 +121,7 @@ def forward(config: SimulateConfig, work: SimulatedWorkload, begin_s: float) -> 
 
 
 def sort_s(rates: UpdateConfig, work: SimulatedWorkload) -> np.ndarray:
-    """Return [W] seconds in which each rank's sort of its ids needs all multiprocessors."""
+    """Return [W] seconds in which the sort of ids needs all multiprocessors."""
     return work.ids * work.shares.ids * rates.sort_ns / 1e9
 
 
@@ -144,9 +136,9 @@ class BackwardTimes(NamedTuple):
     updated_s: np.ndarray
     """[W] when each rank's rows are updated"""
     updates_s: np.ndarray
-    """[W] how long each rank's updates run while products share the GPU"""
+    """[W] duration of the updates while products share the GPU"""
     products_s: np.ndarray
-    """[W] when the products that share the GPU end"""
+    """[W] when these products end"""
 
 
 def backward(

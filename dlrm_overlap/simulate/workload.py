@@ -1,4 +1,4 @@
-"""Work per step: the mean rank's, counted by `embedding.traffic` as in `bench`, and each rank's share of it."""
+"""Work per step: the mean rank's, counted as in `bench`, and each rank's share of it."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ CACHE_BYTES = 25e6  # half of an H200's L2: each half caches what its own multip
 
 
 class SimulatedWorkload(NamedTuple):
-    """One step of the mean of W ranks, and the ranks' shares of it."""
+    """One step of the mean rank of W, and the ranks' shares of it."""
 
     world_size: int
     samples: int

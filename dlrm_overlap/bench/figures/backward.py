@@ -43,7 +43,7 @@ _SHOWN = (
 
 
 class GradientBatch(NamedTuple):
-    """Ids of a batch on their owners, and the gradient of its pooled embeddings on the samples' rank."""
+    """Ids of a batch on their owners, and the gradient of this rank's samples."""
 
     ids: Ids
     gradient: torch.Tensor

@@ -5,7 +5,7 @@ For M samples of all ranks, K features and N hidden units, `all_gather` maps [M 
     gemm_ms             the product alone, by cuBLAS
     ect_ms              effective communication time: median_ms - gemm_ms
     overlap_efficiency  1 - ect_ms / (ect_ms of `serial`): 1 if the product hides all communication
-    floor_ms            the longer of gemm_ms and link_bytes at link_gb_per_s; of_floor is floor_ms / median_ms
+    floor_ms            the longer of gemm_ms and link_bytes at link_gb_per_s
 
 Source: Flux (Chang et al., arXiv 2406.06858) for ect_ms and overlap_efficiency.
 """
@@ -144,7 +144,6 @@ def _shape(text: str, world_size: int) -> tuple[int, ...]:
 
 
 def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
-    """Drop each contender whose output is wrong on some rank, and return a line for it."""
     expected, faults = case.reference(), list[str]()
     mean = expected.abs().mean()
     for name, call in list(calls.items()):

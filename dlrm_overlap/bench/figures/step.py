@@ -1,14 +1,11 @@
 """`bench step`: times the whole training step under TorchRec and under our backends.
 
-A contender is a trainer of the configuration with some keys changed (`bench.step_contenders`), on the same batches.
-Before timing, each trains 20 steps from the same weights; if its losses differ from the first contender's, it gets no
-speedup, and the exit code is 1. Learning rates are 3% of the configuration's: at MLPerf's, rounding grows in 20 steps
-to some percent of the loss, which would hide a wrong gradient. Timed steps include the copy of the batch to the GPU.
+Before timing, each contender (`bench.step_contenders`) trains 20 steps from the same weights on the same batches; if
+its losses differ from the first contender's, it gets no speedup, and the exit code is 1. Learning rates are 3% of the
+configuration's: at MLPerf's, rounding grows within 20 steps until it would hide a wrong gradient.
 
-Columns: `median_ms` is the time by the clock; `busy_ms` and `exposed_ms` are of a traced step on the least busy rank:
-the time in which the GPU is not idle, and exposed communication (`observe.trace_summary`). Both speedups are over the
-fastest TorchRec contender in the same group; `fraction_of_floor` is relative to `limits.find_floor`. Groups of
-contenders that fit a GPU are measured one after the other (`step_contenders.split_into_groups`).
+`busy_ms` and `exposed_ms` are the time in which the GPU is not idle, and exposed communication, in a traced step on the
+least busy rank (`observe.trace_summary`). Speedups are over the fastest TorchRec contender in the same group.
 """
 
 import csv
@@ -90,11 +87,7 @@ def run(kind: str, ranks: Ranks) -> int:
 
 
 def contender_configs(ranks: Ranks, names: Sequence[str]) -> dict[str, Config]:
-    """Return each contender's configuration, at the learning rates of this figure.
-
-    Raises:
-        InputError: if one of them does not fit the device or the data.
-    """
+    """Return each contender's configuration; an InputError if one does not fit the device or the data."""
     embedding, train = ranks.config.embedding, ranks.config.train
     slowed = with_keys(ranks.config, {"embedding.lr": _LR_SCALE * embedding.lr, "train.lr": _LR_SCALE * train.lr})
     configs = {name: contender_config(slowed, STEP_CONTENDERS[name], ranks.device.type) for name in names}
@@ -129,7 +122,6 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
 
 
 def _sharders_at_defaults(config: EmbeddingConfig, *_: Any) -> list[ModuleSharder[Any]]:
-    """Return our sharders with their defaults, except for the configured optimizer of the tables."""
     own = fused_params_of(config)
     return [OverlapEmbeddingBagCollectionSharder(own), OverlapEmbeddingCollectionSharder(own)]
 
@@ -146,8 +138,8 @@ def _sharders_with_index_dedup(*args: Any, **kwargs: Any) -> list[ModuleSharder[
 def _train_again(ranks: Ranks, configs: Mapping[str, Config]) -> tuple[list[float], list[Batch], dict[str, Any]]:
     """Return the losses of a second run of the first contender, the batches, and the floor of a step.
 
-    The trainer is closed before others are built: a GPU may not have room for one more. Its dense part is compiled if
-    any contender's is, so that its losses show the same rounding.
+    Its dense part is compiled if any contender's is, so that its losses show the same rounding. It is closed before
+    others are built, since a GPU may not have room for one more.
     """
     name, config = next(iter(configs.items()))
     compiled = any(each.train.compile_dense for each in configs.values())
@@ -177,7 +169,6 @@ def _columns(traced: TracedSteps | None) -> dict[str, float | None]:
 
 
 def _write_timelines(path: Path, names: Sequence[str], traces: Sequence[TracedSteps | None]) -> None:
-    """Append each contender's timeline to a CSV file: one row per interval of one kind of work."""
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
@@ -194,10 +185,7 @@ def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
 
 
 def with_speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `rows` with speedups over the fastest TorchRec contender, by both times.
-
-    A row whose losses disagree has no speedup and is no baseline.
-    """
+    """Add the speedups; a row whose losses disagree has none and is no baseline."""
     theirs = [row for row in rows if row["agrees"] and row["contender"].startswith("torchrec")]
     fastest = {time: min((row[time] for row in theirs if row[time]), default=None) for time in _SPEEDUPS.values()}
 

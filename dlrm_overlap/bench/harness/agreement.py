@@ -42,7 +42,6 @@ class Agreement(NamedTuple):
 
 
 def disagreements(contenders: Sequence[Contender], agreements: Sequence[Agreement], what: str = "outputs") -> list[str]:
-    """Return a line for each contender that disagrees in `what`."""
     return [
         f"{contender.name}: {what} differ from the baseline's by {agreement.max_difference:.1e}, tolerance "
         f"{agreement.tolerance:.1e}; no time is reported"

@@ -35,7 +35,6 @@ class Contender(ABC):
         """
 
     def cycle(self, batches: Sequence[Any]) -> Callable[[], object]:
-        """Return a function that takes the next step, cycling through `batches`."""
         following = itertools.cycle(batches)
         return lambda: self.step(next(following))
 
@@ -115,7 +114,7 @@ class Chunked(Contender):
 
 
 def make_chunked(workload: Workload) -> list[Contender]:
-    """Return contenders of 2, 4 and 8 chunks, as far as there are tables; none for one rank or unequal dims."""
+    """Return contenders of 2, 4 and 8 chunks as far as there are tables; none for one rank or unequal dims."""
     dims = [[shard.dim for shard in shards] for shards in workload.layout.by_owner]
     takes_part = len(dims) > 1 and all(each == dims[0] for each in dims)
     return [Chunked(workload, chunks) for chunks in (2, 4, 8) if takes_part and chunks <= len(dims[0])]
@@ -124,7 +123,7 @@ def make_chunked(workload: Workload) -> list[Contender]:
 def split_lookup(
     lookup: SplitTableBatchedEmbeddingBagsCodegen, borders: Sequence[int]
 ) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """Return lookups of the tables [borders[i], borders[i + 1]) that share rows and output dtype of `lookup`."""
+    """Return lookups of the tables [borders[i], borders[i + 1]) that share the rows of `lookup`."""
     name = "weights_host" if lookup.use_cpu else "weights_dev"
     weights = getattr(lookup, name).detach()
     physical_offsets: Any = lookup.weights_physical_offsets
@@ -148,8 +147,6 @@ def split_lookup(
 
 
 class TorchRec(Contender):
-    """TorchRec's sharded module, called as in its train pipeline."""
-
     def __init__(self, workload: Workload) -> None:
         super().__init__("torchrec", workload)
         assert workload.module._embedding_names == workload.layout.names

@@ -53,7 +53,7 @@ def count_tables(bags: KeyedJaggedTensor, dim: int, element_bytes: int, ranks: i
 def find_limit(workload: Workload, ceilings: tuple[float, float], optimizer: str | None = None) -> tuple[Limit, int]:
     """Return the limit of the forward, or of the backward with `optimizer`, and the ids of a rank; a collective.
 
-    The bytes are the maximum over ranks. Rows count once per id, gradients of bags too; caches can beat this limit.
+    The bytes are the maximum over ranks. Rows and gradients count once per id; caches can beat this limit.
     """
     layout, rank, bags = workload.layout, workload.rank, workload.batches[0].inputs[0]
     first = layout.by_owner[rank][0]

@@ -1,4 +1,4 @@
-"""Times of steps and of short pieces of work, as the maximum over ranks. Contenders take turns."""
+"""Times of steps and of short pieces of work."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ _COLLECTIVE_MS = 0.15  # for the CPU to issue one
 
 
 def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """Return the maximum of each value over all ranks; a collective."""
+    """A collective."""
     maxima = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(maxima, dist.ReduceOp.MAX)
     return maxima.tolist()
@@ -53,7 +53,6 @@ class Timing:
     median_ms: float
     p90_ms: float
     host_ms: float
-    """median time in which the CPU issues a step"""
     steps: int
 
     @staticmethod
@@ -98,7 +97,7 @@ def time_steps(
 def time_contenders(
     contenders: Sequence[Contender], batches: Sequence[Any], workload: Workload, steps: int
 ) -> list[Timing]:
-    """Time at least `steps` steps of each contender on `batches` by `take_turns`; a collective."""
+    """Time the contenders by `take_turns`; a collective."""
 
     def turn(contender: Contender, steps: int) -> tuple[list[float], list[float]]:
         step = contender.cycle(batches)
@@ -164,7 +163,7 @@ def _begin_together(device: torch.device, lead_ms: float) -> None:
     """Let the next work on the current stream start on all ranks together; a collective.
 
     On a GPU, an idle kernel first runs for `lead_ms`, while the CPU issues the work. The collective comes after it,
-    since the kernel counts cycles and clocks differ: in the opposite order, a rank would wait within the timed work.
+    since the kernel counts cycles and clocks differ between ranks.
     """
     number = torch.zeros(1, device=device)  # filled before the idle kernel
     if device.type == "cuda":

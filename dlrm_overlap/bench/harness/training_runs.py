@@ -23,8 +23,6 @@ _AHEAD = 2  # batches that a pipeline prefetches; taken after the timed steps so
 
 
 class TracedSteps(NamedTuple):
-    """Times of traced steps on one rank."""
-
     columns: dict[str, float]
     """the `shares` of the mean step, and `busy_ms`, in which the GPU is not idle, in ms"""
     timeline: list[tuple[str, float, float]]

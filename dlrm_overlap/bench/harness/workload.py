@@ -50,8 +50,6 @@ def shape_of(config: Config, world_size: int, tables_per_rank: int | None) -> Co
 
 
 class Ids(NamedTuple):
-    """Ids of a batch on the ranks that own their rows."""
-
     context: Any
     """filled by TorchRec's input_dist"""
     inputs: Any
@@ -60,8 +58,6 @@ class Ids(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """Tables sharded over all ranks, and batches of ids for them."""
-
     module: ShardedEmbeddingBagCollection
     layout: Layout
     tables: LocalTables
@@ -80,7 +76,7 @@ class Workload:
 
 
 def read_ids(config: Config, group: dist.ProcessGroup, device: torch.device = _CPU) -> list[KeyedJaggedTensor]:
-    """Return this rank's ids of `BATCHES` batches, in the data set's dtypes; `device` only affects speed."""
+    """Return this rank's ids of `BATCHES` batches; `device` only affects speed."""
     data, _ = open_datasets(config.data, device)
     samples = config.train.samples_per_rank(group.size())
     firsts = [(batch * group.size() + group.rank()) * samples for batch in range(BATCHES)]
