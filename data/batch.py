@@ -114,6 +114,7 @@ class Dataset:
     labels: Mapping[str, float] = MappingProxyType({"label": 1.0})
     """name of each of L labels -> weight of its loss"""
     packed: Any = None
+    """the `RecordLayout` of `records`; None if samples are not stored as records"""
     on_gpu: bool = False
     """whether `read` makes the samples on a GPU, on the current stream"""
 

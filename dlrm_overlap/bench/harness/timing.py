@@ -26,7 +26,7 @@ _COLLECTIVE_MS = 0.15  # for the CPU to issue one
 
 
 def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """A collective."""
+    """Return each value's maximum over ranks; a collective."""
     maxima = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(maxima, dist.ReduceOp.MAX)
     return maxima.tolist()
@@ -53,6 +53,7 @@ class Timing:
     median_ms: float
     p90_ms: float
     host_ms: float
+    """median time in which the CPU issues a step"""
     steps: int
 
     @staticmethod
