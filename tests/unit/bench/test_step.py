@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dlrm_overlap.bench.figures import step
 from dlrm_overlap.bench.harness.agreement import judge_losses
-from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, Keys, expand, heats
+from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, Keys, expand, split_into_groups
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig, SequenceConfig
 from dlrm_overlap.embedding.traffic import count_dense
 from dlrm_overlap.train.model import build_model
@@ -41,9 +41,9 @@ def test_index_dedup_is_for_unpooled_tables(tmp_path: Path) -> None:
 
 
 def test_the_last_contender_takes_turns_with_all_others() -> None:
-    assert heats("abcde", 3) == [("a", "b", "e"), ("c", "d", "e")]
-    assert heats("abcd", 4) == [("a", "b", "c", "d")]
-    assert heats("a", 2) == [("a",)]
+    assert split_into_groups("abcde", 3) == [("a", "b", "e"), ("c", "d", "e")]
+    assert split_into_groups("abcd", 4) == [("a", "b", "c", "d")]
+    assert split_into_groups("a", 2) == [("a",)]
     assert expand(["pgas", "ablation"]) == expand(["ablation"]), "each once"
 
 
