@@ -18,7 +18,7 @@ class Bags(NamedTuple):
     offsets: torch.Tensor
     """[features * B + 1] int32 or int64: bag f * B + s of feature f and sample s begins here in `values`"""
     first_sample: torch.Tensor
-    """[W + 1] int32, first sample of each rank, and the end"""
+    """[W + 1] int32: first sample of each rank, and the end"""
     samples: int
     """samples of all ranks, B"""
     samples_per_rank: int
@@ -47,7 +47,7 @@ class FeatureTable:
     column_alignment: int
     """elements, a power of two up to 16, that divide every column"""
     leaves_out: bool = False
-    """whether empty bags of some features are not stored"""
+    """whether some features' empty bags are not stored"""
 
 
 EVERY_BAG = -1
@@ -61,8 +61,7 @@ class Partials(NamedTuple):
     """first column of each row shard's partial sum; the total is stored at the first"""
     dim: int
     shares: Sequence[int] = ()
-    """for each row shard, the feature of the input whose non-empty bags have a partial sum, or EVERY_BAG; empty if
-    unknown"""
+    """for each row shard, the feature whose non-empty bags have a partial sum, or EVERY_BAG; empty if unknown"""
 
 
 @dataclass(frozen=True, eq=False)

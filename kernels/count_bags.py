@@ -17,8 +17,7 @@ def _count_bags(lengths, numbers: tl.int64, features: tl.int64, samples: tl.int6
     """Count the ids of feature t, as program t.
 
     Memory: reads row t of `lengths` [T, b]. `numbers` is the address of three rows of int64, `features` apart, in
-    page-locked host memory: ids of each feature, of its largest bag, and minus those of its smallest. Stores element t
-    of each: 0, -2^31, -2^31 without samples.
+    page-locked host memory: ids of each feature, of its largest bag, and minus those of its smallest.
 
     Order: no two programs share an element. The host may read them after an event that follows the kernel.
 
@@ -42,10 +41,10 @@ def _count_bags(lengths, numbers: tl.int64, features: tl.int64, samples: tl.int6
 
 
 def count_bags(lengths: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Count the ids of features as `reference.count_bags` does, on the current stream; the host does not wait.
+    """Count ids as `reference.count_bags` does, on the current stream, into `numbers` [3, T] int64 in page-locked host
+    memory.
 
-    `lengths` [T, b] is int32 or int64, contiguous. `numbers` [3, T] int64 is in page-locked host memory, its rows
-    contiguous.
+    `lengths` [T, b] is int32 or int64, contiguous. The rows of `numbers` are contiguous.
     """
     features, samples = lengths.shape
     kernel = specialised(_count_bags, num_warps=8, BLOCK=BLOCK)

@@ -84,7 +84,6 @@ def _look_up(
 
 @triton.jit
 def _count_ones(word):
-    """Return the number of bits that are set in each uint32."""
     pairs = word - ((word >> 1) & 0x55555555)
     fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
     return (((((fours >> 4) + fours) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
@@ -174,7 +173,8 @@ def _list_slots(
 ):
     """Store the slots of one block that are taken to `taken`, and move the hand past them.
 
-    The block's free slots without uses begin at number `first_idle` of all `idles`, the others at `first_other`.
+    Of all free slots, those without uses come first, `idles` in number: this block's begin at number `first_idle`, its
+    free slots with uses at `first_other`.
     """
     mask, slot, _, left, free = _load_slots(used_at, uses, clock, slots, block, SLOTS)
     # Number the block's slots: those without uses come first.
@@ -326,7 +326,8 @@ def find_slots(
 ) -> Swaps:
     """Find slots for the rows that a step names, and replace its ids by the slots, on the current stream.
 
-    There must be enough slots for the rows of this step and the last one together.
+    There must be enough slots for the rows of this step and the last one together. Returns the rows that leave and
+    enter, the latter in ascending order.
 
     Args:
         state: updated in place.
@@ -334,9 +335,6 @@ def find_slots(
         offsets: [F * B + 1] int32 or int64, of the bags of F features; later ids belong to feature F.
         samples: B.
         first_rows: [F + 1 or more] int64: first row of each feature's table in the cache; ids stay if it is negative.
-
-    Returns:
-        The rows that leave and enter, the latter in ascending order.
     """
     if not (ids.is_cuda or INTERPRETED):
         return reference.find_slots(state, ids, offsets, samples, first_rows)

@@ -17,17 +17,14 @@ _JIT_OPTIONS = {"do_not_specialize": ["rank", "world_size", "slots", "first_slot
 
 @dataclass(frozen=True, eq=False)
 class Flags:
-    """The ready flags of all ranks, as one rank sees them.
-
-    A flag holds the epoch of its last signal, and is never reset.
-    """
+    """The ready flags of all ranks, as one rank sees them. A flag holds the epoch of its last signal."""
 
     addresses: torch.Tensor
-    """[W] int64, address of each rank's flags [W, slots] int64; rank w signals row w. Ranks of this node only"""
+    """[W] int64: address of each rank's flags [W, slots] int64, row w signalled by rank w; ranks of this node only"""
     clock: torch.Tensor
-    """[1] int64, added to epochs on the device, see `comm/counters.py`"""
+    """[1] int64: added to epochs on the device, see `comm/counters.py`"""
     local: torch.Tensor
-    """[W, slots] int64, this rank's flags"""
+    """[W, slots] int64: this rank's flags"""
     counts: torch.Tensor
     """[W] int32: the first counts[w] slots of row w are in use"""
     timeout: int
@@ -48,8 +45,6 @@ def _signal_flags(
     PEERS: tl.constexpr,
 ):
     """Set this rank's flag `first_slot` to `epoch` + `clock` at every rank; the grid is one program.
-
-    Memory: one element of each rank's flags [W, slots], at the addresses `peers_ready` [W].
 
     Order: releases at system scope, which cover all stores of earlier kernels on the stream.
 
@@ -72,10 +67,7 @@ def _wait_for_flags(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Wait, as program p, for the flags [p * BLOCK, (p + 1) * BLOCK) of `ready` [W, slots].
-
-    Memory: the program reads this rank's flags; the first counts[w] flags of row w are in use. After `timeout` it
-    writes a record by way of `status`, and stops the GPU's work.
+    """Wait, as program p, for the flags [p * BLOCK, (p + 1) * BLOCK) of `ready`; see `primitives.wait_for_flags`.
 
     Order: acquires at system scope. The next kernels on the stream see the peers' stores before these signals.
     """
@@ -95,7 +87,7 @@ def signal_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
 
 
 def prepare_signals(flags: Flags, rank: int, slot: int) -> Launch:
-    """Return the launch of `signal_flags` that is called with the epoch alone."""
+    """Return the launch of `signal_flags`, called with the epoch alone."""
     kernel, arguments = _signalling(flags, rank, slot, epoch=0)
     return Launch(kernel, 1, (), arguments, changing=("epoch",))
 
@@ -116,7 +108,7 @@ def wait_flags(flags: Flags, rank: int, epoch: int) -> None:
 
 
 def prepare_wait(flags: Flags, rank: int) -> Launch:
-    """Return the launch of `wait_flags` that is called with the epoch alone."""
+    """Return the launch of `wait_flags`, called with the epoch alone."""
     kernel, programs, arguments = _waiting(flags, rank, epoch=0)
     return Launch(kernel, programs, (), arguments, changing=("epoch",))
 

@@ -1,10 +1,9 @@
-"""The groups of rows in which a message is sent to another node; sender and receiver compute the same ones.
+"""The groups of rows in which a message is sent to another node, computed by both sender and receiver.
 
 A put costs a network card some hundred ns, whatever its size. So a message is cut into groups of equally many rows,
-each of at least `aggregate_bytes` except the last one, and a group is sent by one put when its last row is finished.
+each of at least `aggregate_bytes` except the last, and a group is sent by one put when its last row is finished.
 
-Source: the aggregator of Chen et al. 2024, which also sends a group that has waited too long; in the simulation of 16
-nodes such a limit does not change a step's time.
+Source: the aggregator of Chen et al. 2024, without its limit of the time that a group waits.
 """
 
 

@@ -1,7 +1,7 @@
-"""Messages between nodes in groups of rows: each group is put into the peer's heap, with a signal, when it is complete.
+"""Messages between nodes in groups of rows: each group is put into the peer's heap when it is complete, with a signal.
 
 A message has a *run* of rows for each rank of the receiving node. Runs are cut into groups of the same number of rows,
-except the last (`grouping`). The put of a group sets its own signal to the epoch after the data has arrived. Nothing is
+except the last (`grouping`). The put of a group sets its own signal to the epoch after the data has arrived: nothing is
 reset, and puts may overtake each other.
 """
 
@@ -21,7 +21,7 @@ _LANES = 128  # groups that a program waits for at a time, a thread each
 
 
 class Groups(NamedTuple):
-    """How a message is cut; sender and receiver derive it from sizes that both know."""
+    """How a message is cut, derived from sizes that both sender and receiver know."""
 
     rows: int
     """rows of a group, a multiple of 8; the last group of a run may have fewer"""
@@ -41,12 +41,12 @@ class Outgoing(NamedTuple):
     shift_bytes: int
     """bytes from where kernels stage the message to where it arrives"""
     signals: int
-    """address of the signal of its first group"""
+    """address of its first group's signal"""
     peer: int
 
 
 class Waiting(NamedTuple):
-    """How long a wait for a signal may take, and where one that expires is recorded."""
+    """The time limit of a wait for a signal, and where an expired wait is recorded."""
 
     timeout: int
     """ns; turns under the interpreter"""
@@ -64,7 +64,7 @@ def _send_signal(
     epoch: tl.int64,
     FORM: tl.constexpr,
 ):
-    """Set a signal in the heap of `peer` to `epoch` + `clock_word`, by one program; see `put_signal`."""
+    """Set a signal in the heap of `peer` to `epoch` + `clock_word`; the grid is one program."""
     nothing = tl.zeros((), tl.int64)
     put_signal(heaps, rank, peer, signal, signal, nothing, signal, epoch + tl.load(clock_word), FORM)
 
@@ -85,14 +85,14 @@ def _wait_message(
     FORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Wait for the groups of run p of a message, as program p; a lane takes a group.
+    """Wait for the groups of run p of a message, as program p, with a lane for each group.
 
-    A wait that exceeds `timeout` is recorded and stops the kernel, as in `primitives.wait_for_flags`.
+    A wait that exceeds `timeout` is recorded and stops the kernel.
 
     Memory: reads the signals from number p * `each` on. No signal is set to a later epoch before this wait has ended.
 
-    Order: signals are read relaxed until all have reached the epoch, then acquired at system scope (with NVSHMEM by its
-    own wait, which makes bytes visible that a network card has written). A barrier follows.
+    Order: acquires at system scope, then a barrier. NVSHMEM's own wait also makes visible what a network card has
+    written.
 
     Example: a run of 20 rows, groups of 16 rows: the program waits for signals 0 and 1.
     """

@@ -1,4 +1,4 @@
-"""The rows' optimizers as callers see them: their numbers and states."""
+"""The numbers and states of the rows' optimizers."""
 
 from typing import NamedTuple
 
@@ -44,11 +44,10 @@ STATES: dict[str, tuple[str, ...]] = {
     "lamb": ("elements", "elements"),
     "partial_rowwise_lamb": ("elements", "number"),
 }
-"""states of each optimizer in FBGEMM's order: one number for each of a row's `elements`, or one `number` per row"""
+"""states of each optimizer in FBGEMM's order: a number for each of a row's `elements`, or one `number` per row"""
 
 
 def state_bytes(optimizer: str, dim: float) -> float:
-    """Return the bytes of all states of a row."""
     return sum(4 * dim if kind == "elements" else 4 for kind in STATES[optimizer])
 
 

@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     """The rows that one rank sends: one to each of the other ranks, and to itself if `own`.
 
     Example: rank 1 of 3 with stride 100, row_bytes 100, offset 4100: bytes 200 .. 299 of the source go to bytes 4100 ..
-    of rank 2's memory, 0 .. 99 to bytes 4100 .. of rank 0's.
+    of rank 2's memory, 0 .. 99 to the same bytes of rank 0's.
     """
 
     source: torch.Tensor
@@ -31,13 +31,12 @@ class Rows(NamedTuple):
     stride: int
     """bytes between the rows; 0 if one row goes to all"""
     row_bytes: int
-    """bytes of a row; 0: only the flags are set"""
+    """0: only the flags are set"""
     targets: torch.Tensor
     """[W] int64: address of each rank's memory, a multiple of 16"""
     offset: int
     """byte of the memory where this rank's row begins"""
     own: bool
-    """whether this rank's own row is stored, too"""
 
     @property
     def word(self) -> int:
@@ -78,13 +77,10 @@ def _store_rows(
     """Store a row to each of the `destinations` next ranks, as program p of P the tasks p, p + P, ..
 
     A task is a block of BLOCK elements of one row. Tasks alternate between the ranks, from the next one on, so that no
-    two ranks send to the same peer, and local stores overlap with those over links.
-
-    Memory: a lane moves WORD bytes at a time.
+    two ranks send to the same peer, and local stores overlap with remote ones.
 
     Order: no two programs share an element. The program that ends last sets element `rank` of every rank's flags to
-    `clock`: a release at system scope that covers the stores of all programs. A rank that has acquired it may read the
-    row.
+    `clock`: a release at system scope that covers the stores of all programs.
 
     Example: rank 1 of 3, two blocks a row, destinations 3: 2a 0a 1a 2b 0b 1b, where 2a is the first block of rank 2's
     row.
@@ -111,12 +107,11 @@ def _compiled(world_size: int, word: int) -> CompiledKernel:
 
 
 def store_rows(rows: Rows, flags: RowFlags, rank: int, programs: int = PROGRAMS) -> None:
-    """Store this rank's rows at the other ranks, then set its flag at every rank, all on the current stream.
+    """Store this rank's rows at the other ranks, then set its flag to `flags.clock` at every rank, on the current
+    stream.
 
-    Args:
-        rows: the same on all ranks except the source.
-        flags: set to `flags.clock`, also after all earlier work of the stream.
-        programs: upper limit; small rows take fewer.
+    `rows` is the same on all ranks except the source. The flags also follow all earlier work of the stream. Small rows
+    take fewer `programs`.
     """
     world_size, kernel = rows.targets.numel(), _compiled(rows.targets.numel(), rows.word)
     elements = rows.row_bytes // rows.word * kernel.constants["VECTOR"]

@@ -1,9 +1,9 @@
 """The input_dist of ids without the host: each rank publishes its samples' ids in a window, and owners read them there.
 
 A window is int32. It holds the ids of T features, feature after feature, bag after bag; their weights, if any, as
-float32 `weights_at` words after the ids; and, from word `offsets_at` on, the offsets [T * b + 1] of the bags. The ids
-arrive in the order of the lookup (`Bags`): shard after shard, in each the bags of rank 0 first. Pair shard * W + rank
-is one of the owner's F shards and a source rank.
+float32 `weights_at` words after the ids; and, from word `offsets_at` on, the bags' offsets [T * b + 1]. Ids arrive in
+the order of `Bags`: shard after shard, the bags of rank 0 first. Pair shard * W + rank is one of the owner's F shards
+and a source rank.
 
 Example: W = 2, b = 2. Rank 0 publishes the bags f: [5] [], g: [7, 7] [1], rank 1 publishes f: [] [9], g: [2] []. The
 owner of g finds 3 ids of pair 0 at source 1, which arrive at 0, and 1 id of pair 1 at source 1, which arrives at 3:
@@ -58,9 +58,9 @@ def _locate_ids(
 ):
     """Find where the ids of each pair are in their rank's window and where they arrive; the grid is one program.
 
-    Memory: reads the features' offsets in all windows. If a rank has more ids of a feature than its capacity, or fewer
-    than 0, no id of the step arrives, and every rank records that. Without LENGTHS, pairs are known, and the program
-    only checks that each rank has published `total` ids.
+    Memory: if a rank has more ids of a feature than its capacity, or fewer than 0, every rank records that, and no id
+    of the step arrives. Without LENGTHS, pairs are known, and the program only checks that each rank has published
+    `total` ids.
 
     Order: runs after the wait for the ranks' flags.
 
@@ -136,8 +136,8 @@ def _pull_ids(
     Order: no two programs share an element. Published ids stay until their rank has seen this rank's flag of the next
     step.
 
-    Example: the module's example with capacity 6. The task of pair 1 stores id 2 to values[3], and 3 4 to offsets[2]
-    and offsets[3]. Padding stores zeros to values[4] and values[5], and 4 4 5 5 6 to offsets[4] and after.
+    Example: the module's with capacity 6. The task of pair 1 stores id 2 to values[3], and 3 4 to offsets[2] and
+    offsets[3]. Padding stores zeros to values[4] and values[5], and 4 4 5 5 6 to offsets[4] and after.
     """
     task = tasks + tl.program_id(0) * TASK_COLUMNS
     shard = tl.load(task + SHARD)
@@ -198,7 +198,7 @@ class Published(NamedTuple):
     windows: torch.Tensor
     """[W] int64: address of each rank's window"""
     offsets_at: int
-    """word of a window"""
+    """word of a window where the bags' offsets begin"""
     weights_at: int
     """words from an id to its weight"""
     requested: torch.Tensor
@@ -232,10 +232,7 @@ def locate_ids(
 ) -> None:
     """Find where the ids of each pair are and arrive, on the current stream; see `_locate_ids`.
 
-    Args:
-        arrivals: overwritten if `lengths`.
-        lengths: whether the lengths of bags vary.
-        total: if they do not, the number of ids of a rank's batch.
+    `arrivals` is overwritten if the `lengths` of bags vary; if not, each rank's batch must have `total` ids.
     """
     kernel = specialised(_locate_ids, num_warps=_NUM_WARPS, LENGTHS=lengths, BLOCK=_PAIRS)
     world_size = published.windows.numel()

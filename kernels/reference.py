@@ -1,6 +1,4 @@
-"""The kernels' maths in plain PyTorch, which tests compare kernels with and CPUs run; `gemm.reference` has the
-products'.
-"""
+"""The kernels' maths in plain PyTorch, which tests compare kernels with and which runs on CPUs."""
 
 from collections.abc import Sequence
 
@@ -28,7 +26,6 @@ def pool(
         weight: [rows, D], any float type.
         lengths: [n] int, ids of each bag.
         values: [sum of lengths] int, row ids, bag after bag; rows are added up in this order, in float32.
-        mean: divide the sum by the number of ids.
         id_weights: [sum of lengths] float32, factor of each id's row; None: all are 1.
     """
     bag = torch.repeat_interleave(lengths.long())
@@ -49,7 +46,6 @@ def divide_ids(
         values: [n] int32, ids, bag after bag.
         offsets: [features * samples + 1] int32, of the bags.
         shares: feature, first id and end of each; ids are unsigned, a negative id is 2^32 + id.
-        samples: samples of a feature.
     """
     lengths, ids, positions = [], [], []
     for feature, first, end in shares:
@@ -66,8 +62,7 @@ def divide_ids(
 def add_partials(window: torch.Tensor, sums: Sequence[Partials], offsets: torch.Tensor | None = None) -> None:
     """Add up the partial sums in a window [b, columns], in float32, in the order of the row shards; in place.
 
-    With `offsets` [shards * b + 1] int32, of the bags of each share, the partial sums of empty bags have not arrived
-    and are not read.
+    With `offsets` [shards * b + 1] int32, of the bags of each share, partial sums of empty bags are not read.
     """
     for sum in sums:
         total = torch.zeros(window.shape[0], sum.dim, dtype=torch.float32, device=window.device)
@@ -81,22 +76,18 @@ def add_partials(window: torch.Tensor, sums: Sequence[Partials], offsets: torch.
 
 
 def have_ids(offsets: torch.Tensor, feature: int, samples: int) -> torch.Tensor:
-    """Return [samples] bool: whether each bag of a feature has ids, from `offsets` [features * samples + 1]."""
+    """Return [samples] bool, from `offsets` [features * samples + 1]: whether each bag of a feature has ids."""
     return offsets[feature * samples : (feature + 1) * samples + 1].diff() > 0
 
 
 def pull_ids(
     published: Sequence[tuple[torch.Tensor, torch.Tensor]], requested: Sequence[int], samples: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids of the features `requested`, each with the bags of the first rank's samples first.
+    """Return the ids [n] of the features `requested`, each with the first rank's bags first, and the bags' offsets.
 
     Args:
-        published: for each rank the ids of all features, bag after bag, and the offsets [features * samples + 1], both
-            int.
-        samples: samples of a rank, b.
-
-    Returns:
-        values [n] and offsets [len(requested) * W * b + 1], of the types in which they are published.
+        published: for each rank the ids of all features, bag after bag, and the offsets [features * samples + 1].
+        samples: samples of a rank.
     """
     values, lengths = [published[0][0][:0]], [published[0][1][:0]]
     for feature in requested:
@@ -111,8 +102,7 @@ def pull_ids(
 def count_bags(lengths: torch.Tensor) -> torch.Tensor:
     """Return [3, T]: the ids of each feature, of its largest bag, and minus those of its smallest bag.
 
-    Without samples these are 0, -2^31 and -2^31. `lengths` [T, b] int and the result have one type, which the sums must
-    fit.
+    Without samples these are 0, -2^31 and -2^31. The result has the type of `lengths` [T, b], which the sums must fit.
     """
     if not lengths.shape[1]:
         none = lengths.new_full((len(lengths),), -(2**31))
@@ -128,10 +118,9 @@ def expand_rows(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def sum_rows(gradient: torch.Tensor, positions: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return [rows, D] float32: the sum of the gradients [n, D] of each position, in their order.
+    """Return [rows, D] float32: the sum of the gradients [n, D] of each row, in their order.
 
-    Args:
-        positions: [n] int, the row of each gradient; negative for none.
+    `positions` [n] int is the row of each gradient; negative for none.
     """
     named = (positions >= 0).nonzero().flatten()
     sums = torch.zeros(rows, gradient.shape[1], device=gradient.device)
@@ -143,7 +132,7 @@ def unpack(records: torch.Tensor, fields: Sequence[Sequence[int]]) -> torch.Tens
 
     Args:
         records: [b, record_bytes] uint8.
-        fields: offset, width, count, kind, modulus and start of each, as `kernels/unpack.py` describes them.
+        fields: rows of the table of fields, see `kernels/unpack.py`.
     """
     found = []
     for offset, width, count, kind, modulus, _ in fields:
@@ -305,7 +294,6 @@ def find_slots(
 
 
 def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:
-    """Copy rows of a cache to their table, and other rows of the table to their slots."""
     slots, leaving, entering = (each[: int(swaps.count)] for each in swaps[:3])
     leaves, enters = leaving >= 0, entering >= 0
     home[leaving[leaves]] = cached[slots[leaves]]

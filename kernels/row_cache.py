@@ -16,9 +16,9 @@ class CacheState(NamedTuple):
     """
 
     slot_of: torch.Tensor
-    """[R] int32, -1 without a slot"""
+    """[R] int32: -1 without a slot"""
     row_in: torch.Tensor
-    """[S] int64, -1 without a row"""
+    """[S] int64: -1 without a row"""
     used_at: torch.Tensor
     """[S] int32, last step that used the slot"""
     uses: torch.Tensor
@@ -30,7 +30,6 @@ class CacheState(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, slots: int, device: torch.device) -> "CacheState":
-        """Return the state of an empty cache."""
         return cls(
             torch.full((rows,), -1, dtype=torch.int32, device=device),
             torch.full((slots,), -1, dtype=torch.int64, device=device),
@@ -42,8 +41,7 @@ class CacheState(NamedTuple):
 
 
 class Swaps(NamedTuple):
-    """Rows that move between a cache and its table: entry i stores a slot to one row of the table, then another row to
-    the slot.
+    """Rows that move between a cache and its table: entry i stores a slot to a row, then another row to the slot.
 
     No slot and no row is in two entries.
     """
@@ -51,8 +49,8 @@ class Swaps(NamedTuple):
     slots: torch.Tensor
     """[n] int64"""
     leaving: torch.Tensor
-    """[n] int64, row that receives the slot's content; negative for none"""
+    """[n] int64: row that receives the slot's content; negative for none"""
     entering: torch.Tensor
-    """[n] int64, row that moves into the slot; negative for none"""
+    """[n] int64: row that moves into the slot; negative for none"""
     count: torch.Tensor
     """[1] int64, number of valid entries"""

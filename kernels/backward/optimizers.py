@@ -22,7 +22,7 @@ LR, EPS, L2, DECOUPLED, MAX_NORM, BETA1, BETA2, COUNT, HALFLIFE, DECAY_AFTER, MA
 
 
 class OptimizerRows(NamedTuple):
-    """Rows that are updated in the same way: they have one dim, one type, one optimizer and one allocation."""
+    """Rows of one dim, type, optimizer and allocation, which are updated in the same way."""
 
     index: int
     """index of the range in `InputFeatures.boundaries`"""
@@ -45,15 +45,14 @@ class OptimizerRows(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The optimizer's numbers at one step: the last arguments of `RowUpdate`'s kernel.
-
-    A captured step reads those of the step in which it is replayed.
+    """The optimizer's numbers at one step, the last arguments of `RowUpdate`'s kernel. A replay reads those of its own
+    step.
     """
 
     numbers: torch.Tensor
-    """[12] float32, `OptimizerParams` on the device, with the `count` of step 0"""
+    """[12] float32: `OptimizerParams`, with the `count` of step 0"""
     clock: torch.Tensor
-    """[1] int64, added to `step`, see `comm/counters.py`"""
+    """[1] int64: added to `step`, see `comm/counters.py`"""
     step: int = 0
     """number of the step minus `clock`, may be negative"""
     seed: int = 0
@@ -63,7 +62,7 @@ class Rule(NamedTuple):
 
 
 class RowKind(NamedTuple):
-    """The compile-time constants of rows that are updated in the same way."""
+    """The compile-time constants of rows."""
 
     states: tuple[str | None, ...]
     """MOST_STATES: `elements`, `number` or None, see `STATES`"""
@@ -75,7 +74,7 @@ class RowKind(NamedTuple):
 
 
 class RowPointers(NamedTuple):
-    """Where a kernel finds the rows, see `OptimizerRows`, with MOST_STATES states."""
+    """See `OptimizerRows`; with MOST_STATES states."""
 
     weights: Any
     states: Any
@@ -84,8 +83,6 @@ class RowPointers(NamedTuple):
 
 
 class StepRule(NamedTuple):
-    """The rule of one step in a kernel's registers."""
-
     numbers: Any
     lr: Any
     eps: Any
@@ -97,10 +94,7 @@ class StepRule(NamedTuple):
 
 @triton.jit
 def rule_at(numbers, clock, step, seed, factor):
-    """Return the rule of the step `step` + clock[0].
-
-    Example of the seed: SEED_STEP 24301, seed 2^31 - 1, step 2, clock -1: 24300.
-    """
+    """Return the rule of the step `step` + clock[0]."""
     step += tl.load(clock)
     count = step.to(tl.float32) + tl.load(numbers + COUNT)
     seed = ((seed + SEED_STEP * step) & 0x7FFFFFFF).to(tl.int32)
@@ -109,9 +103,8 @@ def rule_at(numbers, clock, step, seed, factor):
 
 @triton.jit
 def elements(first, key, ROW: tl.constexpr):
-    """Return the offsets [N, block_dim] of the elements of the rows of `key` [N]; key 0 begins at unit `first`.
-
-    Example: dim 8, first 3: the row of key 2 has the elements (3 + 2 * 2) * 4 = 28 .. 35.
+    """Return the offsets [N, block_dim] of the elements of the rows of `key` [N]; key 0 begins at unit `first`, of 4
+    elements.
     """
     return (first + key * (ROW.dim // 4))[:, None] * 4 + tl.arange(0, ROW.block_dim)[None, :]
 
@@ -161,7 +154,7 @@ def store_updated_rows(
     UPDATE: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """Update the result of `load_rows` by `total` [N, block_dim] times the rule's factor, by an optimizer's UPDATE."""
+    """Update the rows of `load_rows` by the gradient `total` [N, block_dim] times the rule's factor."""
     step = UPDATE(stored, key, mask, weight, state, total * rule.factor, rule, ROW)
     at, both = elements(stored.weight_at, key, ROW), mask[:, None] & (tl.arange(0, ROW.block_dim) < ROW.dim)[None, :]
     value = rounded(weight - step, at, rule.seed, ROW.weight_type, ROW.stochastic)
@@ -197,7 +190,6 @@ def _adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr
 
 @triton.jit
 def _rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
-    """As Adagrad, with one number per row, to which the mean of the gradient's squares is added."""
     squares = state[0] + _sum_of_squares(gradient, ROW) / ROW.dim
     _store_state(stored, key, mask, squares, 0, ROW)
     return (rule.lr / (tl.sqrt_rn(squares) + rule.eps))[:, None] * gradient
@@ -205,7 +197,7 @@ def _rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.c
 
 @triton.jit
 def _decaying_rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
-    """As row-wise Adagrad, with L2 or decoupled decay, and a limit of the row's norm."""
+    """Row-wise Adagrad with L2 or decoupled decay, and a limit of the row's norm."""
     gradient += tl.load(rule.numbers + L2) * weight
     step = _rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW)
     step += rule.lr * tl.load(rule.numbers + DECOUPLED) * weight
@@ -217,7 +209,7 @@ def _decaying_rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, 
 
 @triton.jit
 def _rowwise_adagrad_with_counter(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
-    """As row-wise Adagrad, with a decay that depends on how often and how recently the row was used.
+    """Row-wise Adagrad with a decay that depends on how often and how recently the row was used.
 
     States: the sum of squares, the count of the row's last step (0 before its first), and the row's counter.
     """
@@ -296,4 +288,3 @@ OPTIMIZERS: dict[str, Any] = {
     "lamb": _lamb,
     "partial_rowwise_lamb": _lamb,
 }
-"""update of each optimizer, by FBGEMM's name"""

@@ -1,8 +1,8 @@
-"""Gradients stored into the windows of the ranks that hold the rows, straight from where autograd left them.
+"""Stores gradients into the windows of the ranks that hold the rows, straight from where autograd left them.
 
 A rank's gradient window is [D_local * B] of the wire type: the shard whose columns begin at `start` of D_local has its
-[B, D] from element start * B on. Shards are sent in parts. Each part has its own flag, so that its rows are updated
-while the next part is sent. One launch sends all parts of a dim: one for each part would queue after the dense kernels.
+[B, D] from element start * B on. Shards are sent in parts, each with its own flag, so that its rows are updated while
+the next part is sent. One launch sends all parts of a dim: one for each part would queue after the dense kernels.
 
 Example: two ranks of two samples; rank 1 holds a table of dim 4. Rank 0 stores its gradient [2, 4] of that table to
 elements 0 .. 7 of rank 1's window, rank 1 stores its own to elements 8 .. 15.
@@ -51,9 +51,9 @@ class ShardTable:
     """The shards of one dim, by part and owner."""
 
     entries: torch.Tensor
-    """[parts, W, most, 3] int64, see the columns above"""
+    """[parts, W, most, 3] int64: see the columns above"""
     counts: torch.Tensor
-    """[parts] int32, largest number of shards of a rank"""
+    """[parts] int32: largest number of shards of a rank"""
     dim: int
     """D, a multiple of 4, at most 1024"""
     source_alignment: int
@@ -64,14 +64,12 @@ class ShardTable:
 
 @dataclass(frozen=True)
 class PartFlags:
-    """The flags of the parts at every rank."""
-
     addresses: torch.Tensor
-    """[W] int64, address of each rank's flags [W, parts] int64; rank w signals row w"""
+    """[W] int64: address of each rank's flags [W, parts] int64; rank w signals row w"""
     done: torch.Tensor
-    """[parts] int32, programs that have finished the part; 0 before and after each exchange"""
+    """[parts] int32: programs that have finished the part; 0 before and after each exchange"""
     clock: torch.Tensor
-    """[1] int64, see `Flags`"""
+    """[1] int64: see `Flags`"""
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "scale", "epoch"], do_not_specialize_on_alignment=["offsets"])
@@ -114,10 +112,9 @@ def _push_gradients(
 
     A task is up to ROWS samples of one shard; program p of P does the tasks p, p + P, .. of each part.
 
-    Memory: the program reads `gradient`, b rows STRIDE elements apart, and stores it in the wire type, times `scale` if
-    SCALED, to the rows from `first_sample` on of the shard's [B, DIM] in one window. With SHARES it skips bags that
-    have no ids of a shard's rows, by `offsets` [shares * samples + 1]. No two programs store to the same address.
-    `done` [parts] counts the programs of all dims' launches.
+    Memory: `gradient`, b rows STRIDE elements apart, is stored in the wire type, times `scale` if SCALED, to the rows
+    from `first_sample` on of the shard's [B, DIM]. With SHARES the program skips bags that have no ids of a shard's
+    rows, by `offsets` [shares * samples + 1]. `done` [parts] counts the programs of all dims' launches.
 
     Order: the program counts itself after its share of a part (acquire and release, GPU scope). The last of `programs`
     has acquired what all others have released, and signals the part at every rank, with `epoch` + `clock` (release,
@@ -186,16 +183,11 @@ def prepare_push_gradients(
             bytes. It may be some columns of a wider tensor.
         tables: one for each dim, each with all parts.
         windows: each rank's gradient window, [D_local * B]; their stride is not used.
-        flags: flags of all parts.
-        rank: rank that has the gradient.
-        schedule: see `schedule`.
         first_sample: the rank's first sample in the global batch.
         batch: samples of all ranks, B.
         most_samples: largest number of samples of a rank.
-        scale: factor of the gradient.
         programs: programs of each launch, of 32 warps; links need few.
-        first_part: first part to send.
-        end_part: the part after the last.
+        end_part: the part after the last to send.
         offsets: [shares * b + 1] int32, the rank's bags of each share; empty ones get no gradient. None: all get one.
     """
     assert gradient.stride(1) == 1

@@ -35,8 +35,6 @@ _TILE_ELEMENTS = 512  # per warp: elements of one run's gradients that it loads 
 
 
 class RunTiling(NamedTuple):
-    """The compile-time constants by which runs are cut into tasks."""
-
     runs: int
     """runs that a program updates side by side"""
     short_ids: int
@@ -44,13 +42,12 @@ class RunTiling(NamedTuple):
     tile: int
     """ids of a longer run that are loaded at a time"""
     chunk_ids: int
-    """see `chunk_ids_of`"""
     scaled: bool
     """whether gradients have factors"""
 
 
 class RunPointers(NamedTuple):
-    """Where a kernel finds the runs, see `PreparedRuns`, and the gradients."""
+    """See `PreparedRuns`."""
 
     keys: Any
     starts: Any
@@ -224,15 +221,14 @@ def _update_rows(
 
     A task is one chunk, whose gradients are summed, or `TILING.runs` consecutive runs, whose rows are updated.
 
-    Memory: the program reads `numbers` and `clock`, see `Rule`, the results of `Preparation`, and gradients in this
-    rank's window. It updates rows in `weights` and their states, each by one program alone, and stores the sums of
-    chunks to `chunk_sums` [chunks, dim].
+    Memory: updates rows in `weights` and their states, each by one program alone, and stores the sums of chunks to
+    `chunk_sums` [chunks, dim].
 
     Order: on the stream, the kernel follows the wait for the gradients' flags. Programs count a run's stored chunks in
-    `shared` (acquire and release, GPU scope); the last one sees the sums of all. Other tasks share nothing.
+    `shared` (acquire and release, GPU scope); the last one sees the sums of all.
 
     Example: runs a, b, c and d of 1, 1, 7 and 1 ids, chunks of 3 ids, 2 runs a task. Tasks 0, 1 and 2 sum the chunks of
-    c; the last of them to finish updates c. Task 3 updates a and b. Task 4 updates d, and leaves c out.
+    c; the last of them to finish updates c. Task 3 updates a and b, task 4 updates d.
 
     Source: ours; the ids are sorted by row as in FBGEMM's backward.
     """
@@ -282,11 +278,11 @@ def _compiled(
 class RowUpdate:
     """The update of one range of rows: a call updates each row that a step's ids name, in place.
 
-    It holds the rows and their states: make another one when they move. Like a `Launch`, it has one caller.
+    Make another one when the rows or their states move. Like a `Launch`, it has one caller.
     """
 
     def __init__(self, rows: OptimizerRows, chunk_ids: int = CHUNK_IDS) -> None:
-        """Take the rows, and `chunk_ids` as given to `Preparation`."""
+        """`chunk_ids` is the one given to `Preparation`."""
         self._rows, self._chunk_ids, self._runs_a_task = rows, chunk_ids, _runs_a_task(rows.dim)
         self._launches: dict[tuple[bool, torch.dtype, torch.dtype], Launch] = {}
         """by whether ids have weights, and the types of keys and gradient; a call gives all else that differs"""
@@ -294,11 +290,8 @@ class RowUpdate:
     def __call__(self, runs: PreparedRuns, gradient: torch.Tensor, rule: Rule) -> None:
         """Update each row of the range that `runs` name, once, by the sum of its bags' gradients.
 
-        Args:
-            runs: the step's runs.
-            gradient: [D_local * B] of the wire type, this rank's window, see `push_gradients`; or [B, D_total], if
-                `Preparation` was given `row_units`.
-            rule: the optimizer's numbers at this step.
+        `gradient` is this rank's window, [D_local * B] of the wire type, see `push_gradients`; or [B, D_total], if
+        `Preparation` was given `row_units`.
         """
         assert gradient.numel() <= 2**33, (
             f"a gradient window of {gradient.numel()} elements: offsets, int32, count fours of up to 2^33"

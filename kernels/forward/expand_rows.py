@@ -1,4 +1,4 @@
-"""Copies of rows: each distinct row has arrived once, and every id that names it gets a copy.
+"""Copies rows: each distinct row has arrived once, and every id that names it gets a copy.
 
 Example: rows a, b, c and slots 2 0 2 -1 give c a c and a row of zeros.
 """
@@ -24,10 +24,7 @@ def _expand_rows(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Copy the rows that ROWS of `slots` name.
-
-    Memory: the program reads `slots` [count] int32 and `rows` [n, DIM], and stores to `expanded` [count, DIM], of the
-    same type; zeros where a slot is negative.
+    """Copy the rows, of `rows` [n, DIM], that ROWS of `slots` [count] int32 name; zeros where a slot is negative.
 
     Order: on the stream, the kernel follows the wait for the peers' flags.
 
@@ -43,14 +40,9 @@ def _expand_rows(
 
 
 def expand_rows(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the row of each slot, or zeros for a negative slot.
+    """Return the row of each slot, [m, D], or zeros for a negative slot.
 
-    Args:
-        rows: [n, D] float32, bfloat16 or float16, contiguous.
-        slots: [m] int32.
-
-    Returns:
-        [m, D], of the type of the rows.
+    `rows` [n, D] are float32, bfloat16 or float16, contiguous; `slots` [m] are int32.
     """
     assert rows.is_contiguous()
     expanded = rows.new_empty(slots.numel(), rows.shape[1])

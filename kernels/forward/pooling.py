@@ -1,4 +1,4 @@
-"""Shared by the kernels of the forward: device functions that pool bags and store the result, and constants."""
+"""Device functions that pool bags and store the result, and constants, shared by the kernels of the forward."""
 
 from typing import NamedTuple
 
@@ -53,7 +53,6 @@ class Pooling(NamedTuple):
 
 
 def pooling_constants(features: FeatureTable, windows: Windows, options: PoolingOptions) -> Pooling:
-    """Return the constant POOLING of a kernel."""
     tuning = options.tuning
     return Pooling(
         schedule=options.schedule,
@@ -128,7 +127,7 @@ def pool(
     """Return the pooled embeddings [bags, block_dim] float32 of samples `sample` [bags], and which of them to store.
 
     `feature` points to a row of the feature table. Rows are added in the order of the ids, in float32, times the ids'
-    weights if `id_weights` are float32. Where `live` is false, the result is 0. The second result [bags] is `live`,
+    weights if `id_weights` are float32; the result is 0 where `live` is false. The second result [bags] is `live`,
     without empty bags that are left out. A table has at least one row, since masked lanes read id 0.
 
     Example: unroll 2, bags [5, 7, 7] and [5] of a table of 6 rows. The first becomes [5, 0, 0]. The first turn adds

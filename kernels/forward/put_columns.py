@@ -1,7 +1,6 @@
-"""Pooled embeddings from another node, copied to their columns in the windows of this node's ranks.
+"""Copies pooled embeddings from another node to their columns in the windows of this node's ranks.
 
-A message of one rank has a row for each sample of this node's ranks, with the columns that the sender pools. Rows are
-copied in the largest words of 8, 4 or 2 bytes that fit.
+A message of one rank has a row for each sample of this node's ranks, with the columns that the sender pools.
 """
 
 from math import gcd
@@ -23,7 +22,8 @@ class PutColumns(NamedTuple):
     """Where the columns of a message's rows go, the same in every window."""
 
     columns: torch.Tensor
-    """[n] int32, offset in a window's row of each word of a message's row, in words"""
+    """[n] int32: offset in a window's row of each word of a message's row, in words of 8, 4 or 2 bytes, the largest
+    that fit"""
     word_bytes: int
 
     @staticmethod
@@ -57,11 +57,10 @@ def _put_columns(
 
     Program p serves the node's rank (here + 1 + p / blocks) modulo `ranks`, so that ranks begin with different windows.
 
-    Memory: the program reads rows of `message`, `pitch` words apart, and `columns` [words]. It stores them to one
-    window, `stride` words apart. `first_sample` [ranks + 1]: the node's ranks' first samples in the global batch, and
-    the end.
+    Memory: rows of `message` are `pitch` words apart, rows of a window `stride` words. `first_sample` [ranks + 1]: the
+    node's ranks' first samples in the global batch, and the end.
 
-    Order: no two programs share an address. The kernel that signals for the sender comes next on the stream.
+    Order: the kernel that signals for the sender comes next on the stream.
 
     Example: ranks 2 and 3 with samples 5 .. 7 and 8 .. 9, a message of 5 rows of 4 words, columns [8, 9, 2, 3]. Its
     rows 3 and 4 are rank 3's: their words go to words 8, 9, 2 and 3 of rows 0 and 1 of its window.
@@ -96,7 +95,6 @@ def put_columns(
 
     Args:
         message: [rows, pitch] of the wire type, contiguous, at a multiple of 16 bytes.
-        put: columns of its rows in a window's row.
         windows: [ranks] int64, addresses of the node's ranks' windows, multiples of 16.
         first_sample: [ranks + 1] int32, first samples in the global batch, and the end.
         stride: elements of a window's row.

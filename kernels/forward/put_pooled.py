@@ -1,7 +1,4 @@
-"""The forward to another node: programs pool bags into a message, and put each group of its rows once it is finished.
-
-Programs pool as in `store_pooled`, but all features of some samples first, so that the first groups are sent early.
-"""
+"""The forward to another node: programs pool bags into a message, and put each group of its rows once it is finished."""
 
 import torch
 import triton
@@ -68,12 +65,12 @@ def _put_pooled(
 ):
     """Do one task: pool bags of one feature into the message, and put the group if this task completes it.
 
-    A group is the samples of `group_blocks` tasks for one rank of the other node, with all features.
+    A group is the samples of `group_blocks` tasks for one rank of the other node, with all features. Tasks take all
+    features of some samples first, so that the first groups are sent early.
 
-    Memory: the program stores [bags, dim] of the wire type to the message in this rank's heap, whose rows for rank i of
-    the node begin at `windows`[i]. `counts` [ranks * groups] int32 counts the finished rows of each group, for each of
-    `every_feature` features; it is 0 before and after all launches of an epoch. Groups and signals go to the heap of
-    `peer`.
+    Memory: stores [bags, dim] of the wire type to the message in this rank's heap, whose rows for rank i of the node
+    begin at `windows`[i]. `counts` [ranks * groups] int32 counts the finished rows of each group, for each of
+    `every_feature` features; it is 0 before and after all launches of an epoch.
 
     Order: the program that completes a group acquires all of it, see `completes`, before it puts the group.
 
@@ -131,17 +128,10 @@ def put_pooled(
 
     Args:
         bags: `first_sample` has the ranks of the other node.
-        features: features to pool.
         windows: where these ranks' rows begin in the message; the stride is the message's pitch.
-        status: see `Flags`.
-        options: see `PoolingOptions`.
-        heap: the heaps of all ranks.
-        message: destination of the rows.
-        groups: a group has samples of one rank.
         counts: [at least ranks * groups.each] int32, 0 before and after all launches of an epoch.
         every_feature: features of all launches that fill the message.
         clock: [1] int64; the signals are set to `epoch` + `clock`.
-        epoch: see `clock`.
     """
     bags_a_task = options.tuning.task_bags
     assert options.tuning.groups == 1, "a program does one task, which it pools as one group"

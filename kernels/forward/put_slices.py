@@ -36,7 +36,7 @@ _REGISTERS = 64
 
 @dataclass(frozen=True)
 class SliceState:
-    """Memory that the programs of the persistent kernel share; `done` and `ticket` are 0 before and after a launch."""
+    """Memory that the programs of a launch share; `done` and `ticket` are 0 before and after it."""
 
     staging: torch.Tensor
     """[at least W * F * b * D, b rounded up to whole tasks] of the wire type; may be empty in place"""
@@ -48,8 +48,6 @@ class SliceState:
 
 @dataclass(frozen=True)
 class Slices:
-    """How the persistent kernel sends its results."""
-
     bags: int
     """bags of a slice, a multiple of the tuning's task_bags"""
     first_slot: int
@@ -72,10 +70,7 @@ def put_by_stores(
     ROWS: tl.constexpr,
     POOLING: tl.constexpr,
 ):
-    """Put `staged` [end - first, dim] to rows [first, end) of a peer's window, ROWS at a time. The caller signals next.
-
-    Example: first 4, end 7, ROWS 2: rows 0 and 1 of `staged` go to rows 4 and 5 of the window, then row 2 to row 6.
-    """
+    """Put `staged` [end - first, dim] to rows [first, end) of a peer's window, ROWS at a time. The caller signals next."""
     at = tl.arange(0, POOLING.block_dim)
     for begin in range(first, end, ROWS):
         sample = begin + tl.arange(0, ROWS)
@@ -124,9 +119,8 @@ def _put_slices(
 ):
     """Take tasks until none is left, each GROUPS groups of bags; put the slices that this program completes.
 
-    Memory: the program reads ids and rows in this rank's memory. It stores rows to this rank's window, to `staging` [W
-    * F, tasks' bags, dim] or, IN_PLACE, to a peer's window; slices and flags to the peers. `done` [W * F * slices] and
-    `ticket` [3]: see `SliceState`. Flags are set to `epoch` + `clock_word` [1].
+    Memory: stores rows to this rank's window, to `staging` [W * F, tasks' bags, dim] or, IN_PLACE, to a peer's window;
+    slices and flags to the peers. `done` [W * F * slices] and `ticket` [3]: see `SliceState`.
 
     Order: a program that has stored a task counts it (release, GPU scope). The one that completes a slice acquires it,
     puts it, and signals (release, system scope). The kernel's end orders stores into this rank's own window. IN_PLACE
@@ -135,9 +129,9 @@ def _put_slices(
     slots].
 
     Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order, staged.
-    Program A draws task 0, stages samples 4 and 5, and counts 1 of 2. Program B draws task 1, and stores samples 0 and
-    1 into this rank's window. B draws task 2 while A is at task 3: B stages samples 6 and 7, counts 2 of 2, puts the
-    four rows to rank 1's window, and signals there.
+    Program A draws task 0, and stages samples 4 and 5. Program B draws task 1, and stores samples 0 and 1 into this
+    rank's window. B draws task 2, stages samples 6 and 7, counts 2 of 2, puts the four rows to rank 1's window, and
+    signals there.
 
     Source: arXiv 2305.06942, section 3.
     """
@@ -210,7 +204,7 @@ def _put_slices(
 
 
 class SlicedPut(NamedTuple):
-    """Everything that a launch of the persistent kernel needs, except its epoch and its number of programs."""
+    """All that a launch of the persistent kernel needs, except its epoch and its number of programs."""
 
     bags: Bags
     features: FeatureTable
@@ -221,7 +215,7 @@ class SlicedPut(NamedTuple):
     slices: Slices
 
     def launch(self, programs: int) -> Launch:
-        """Return the launch, which is called with `Bags.tensors` of the types and samples of `bags`, and the epoch.
+        """Return the launch, called with `Bags.tensors` of the types and samples of `bags`, and the epoch.
 
         It holds all tensors but the rows, and is valid while they are at the addresses in `features`.
         """
