@@ -16,7 +16,7 @@ class Bags(NamedTuple):
     values: torch.Tensor
     """[n] int32 or int64, row ids"""
     offsets: torch.Tensor
-    """[features * B + 1] int32 or int64: bag f * B + s of feature f and sample s begins here in `values`"""
+    """[features * B + 1] int32 or int64: bag f * B + s of feature f and sample s begins here"""
     first_sample: torch.Tensor
     """[W + 1] int32: first sample of each rank, and the end"""
     samples: int
@@ -24,17 +24,17 @@ class Bags(NamedTuple):
     samples_per_rank: int
     """largest number of samples of a rank, b"""
     weights: torch.Tensor | None = None
-    """[n] float32, factors of the ids' rows"""
+    """[n] float32: factors of the ids' rows"""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Values, offsets and weights, as kernels take them: without weights, the values again, unread."""
+        """As kernels take them: without weights, the values again, unread."""
         return self.values, self.offsets, self.values if self.weights is None else self.weights
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureTable:
-    """The features that one launch pools, whose tables have the same dim and type."""
+    """Features that one launch pools; their tables have the same dim and type."""
 
     entries: torch.Tensor
     """[F, 6] int64: see the columns in `pooling`"""
@@ -43,22 +43,22 @@ class FeatureTable:
     weight_dtype: torch.dtype
     """float32, float16 or bfloat16"""
     alignment: int
-    """bytes, a power of two up to 16, that divide every table's address and every row's size"""
+    """bytes, up to 16, that divide every table's address and every row's size"""
     column_alignment: int
-    """elements, a power of two up to 16, that divide every column"""
+    """elements, up to 16, that divide every column"""
     leaves_out: bool = False
     """whether some features' empty bags are not stored"""
 
 
 EVERY_BAG = -1
-"""share of a row shard that stores a partial sum for empty bags too"""
+"""share of a row shard that also stores a partial sum for empty bags"""
 
 
 class Partials(NamedTuple):
     """The partial sums of one table in a window, one for each row shard."""
 
     columns: Sequence[int]
-    """first column of each row shard's partial sum; the total is stored at the first"""
+    """first column of each partial sum; the total is stored at the first"""
     dim: int
     shares: Sequence[int] = ()
     """for each row shard, the feature whose non-empty bags have a partial sum, or EVERY_BAG; empty if unknown"""

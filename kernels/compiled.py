@@ -17,7 +17,7 @@ class CompiledKernel:
     """A `@triton.jit` kernel with its compile-time arguments fixed, launched by position.
 
     Triton's own launch inspects every argument, which takes longer than a small kernel. This class inspects those of
-    the first launch only, so kernels and callers follow four rules, which `check` asserts at the first launch:
+    the first launch only, so kernels and callers follow four rules, which `check` asserts:
 
     - Order: launches pass the run-time arguments in the order of the kernel's parameters.
     - Integers: the kernel names them in `do_not_specialize`; those of 64 bits are annotated as `tl.int64`.
@@ -46,8 +46,7 @@ class CompiledKernel:
 
         Args:
             kernel: its `tl.constexpr` parameters come last.
-            num_warps: warps per program.
-            num_stages: loads of a pipelined loop in flight at once; None takes Triton's default.
+            num_stages: loads of a pipelined loop in flight at once.
             fuse_sums: let a product and a sum become one instruction. Without, results have a CPU's bits.
             registers: limit of a thread's registers.
             libraries: name and file of each library of device functions.
@@ -68,7 +67,7 @@ class CompiledKernel:
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
 
     def __call__(self, programs: int, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> None:
-        """Launch `programs` programs on the current stream; 0 launches nothing. The first of `arguments` is a tensor."""
+        """Launch `programs` programs on the current stream, or nothing if 0. The first of `arguments` is a tensor."""
         if programs == 0:
             return
         if INTERPRETED:
@@ -85,7 +84,6 @@ class CompiledKernel:
         return self._kernel.__name__
 
     def compiled(self, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> Any:
-        """Return the compiled kernel, compiled at the first call with such arguments."""
         key = arguments[0].device.index, dtypes
         if key not in self._compiled:
             self._compiled[key] = self.compile(*arguments)
@@ -94,14 +92,12 @@ class CompiledKernel:
         return self._compiled[key]
 
     def compile(self, *arguments: Any) -> Any:
-        """Compile the kernel for these arguments without launching it."""
         self.check(*arguments)
         compiled = self._kernel.warmup(*arguments, **self.constants, **self._options, grid=(1,))
         compiled._init_handles()
         return compiled
 
     def check(self, *arguments: Any) -> None:
-        """Assert the rules of the class, as far as these arguments show them."""
         kernel = self._kernel
         assert len(arguments) == len(self.arguments), (
             f"{kernel.__name__}: {len(arguments)} arguments are passed; pass {', '.join(self.arguments)}"

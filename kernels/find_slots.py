@@ -7,11 +7,11 @@
     _take      these slots change rows
     _replace   the other ids become their rows' new slots
 
-Bits need no sort, give rows in ascending order, in which host memory is faster, and the same result every time.
+Bits need no sort, and give rows in ascending order, in which host memory is faster.
 
 Example: 4 slots hold rows 7 3 9 5. None was used again; 9 and 5 came in the last step; the hand is at slot 0. A step
-names rows 8 8 2. Their bits are set, and slots 0 and 1 may be taken. Row 2 replaces row 7 in slot 0, row 8 replaces row
-3 in slot 1, the ids become 1 1 0, and the hand moves to slot 2.
+names rows 8 8 2. Row 2 replaces row 7 in slot 0, row 8 replaces row 3 in slot 1, the ids become 1 1 0, and the hand
+moves to slot 2.
 """
 
 from functools import partial
@@ -31,7 +31,7 @@ _NUM_WARPS = 4
 
 @triton.jit
 def _first_row(offsets, first_rows, position, mask, samples, features, HALVINGS: tl.constexpr):
-    """Return [N], the element of `first_rows` of the feature whose bags hold the id at `position` [N]."""
+    """Return [N]: the element of `first_rows` of the feature whose bags hold the id at `position` [N]."""
     # Binary search of the feature: the first one whose bags end after the position.
     low = tl.zeros_like(position)
     high = low + features
@@ -127,8 +127,6 @@ def _count(
     """Count the bits of one block, or the slots of one block that may be taken.
 
     Memory: a slot that this step names gains a use, up to MAX_USES.
-
-    Order: no two programs share an element.
     """
     program = tl.program_id(0)
     if program < word_blocks:
@@ -210,8 +208,6 @@ def _list(
     """List the rows of one block that enter, or the slots of one block: row entering[i] takes slot taken[i].
 
     Memory: the hand's next slot is stored to `clock[2]`, since other programs still read `clock[1]`.
-
-    Order: no two programs share an element.
     """
     program = tl.program_id(0)
     entries = tl.load(ends + word_blocks - 1)
@@ -255,8 +251,6 @@ def _take(
     """Assign slots to the rows that enter, as program p of P the blocks p, p + P, .. of BLOCK.
 
     Memory: stores the slots' former rows to `leaving`, and the number of entries to `count`.
-
-    Order: no two programs share an element.
     """
     entries = tl.load(ends + word_blocks - 1)
     step = tl.load(clock).to(tl.int32)
@@ -305,8 +299,6 @@ def _replace(
 
 
 class Blocks(NamedTuple):
-    """What one program takes: powers of two."""
-
     ids: int = 1024
     words: int = 1024
     slots: int = 1024
@@ -324,16 +316,14 @@ def find_slots(
     first_rows: torch.Tensor,
     blocks: Blocks = _BLOCKS,
 ) -> Swaps:
-    """Find slots for the rows that a step names, and replace its ids by the slots, on the current stream.
+    """Find slots for the rows that a step names, and replace its ids by the slots; the rows enter in ascending order.
 
-    There must be enough slots for the rows of this step and the last one together. Returns the rows that leave and
-    enter, the latter in ascending order.
+    There must be enough slots for the rows of this step and the last one together. Both `state` and `ids` are updated
+    in place.
 
     Args:
-        state: updated in place.
-        ids: [n] int32, ids within their tables, feature after feature; updated in place.
+        ids: [n] int32, ids within their tables, feature after feature.
         offsets: [F * B + 1] int32 or int64, of the bags of F features; later ids belong to feature F.
-        samples: B.
         first_rows: [F + 1 or more] int64: first row of each feature's table in the cache; ids stay if it is negative.
     """
     if not (ids.is_cuda or INTERPRETED):

@@ -47,8 +47,6 @@ def _signal_flags(
     """Set this rank's flag `first_slot` to `epoch` + `clock` at every rank; the grid is one program.
 
     Order: releases at system scope, which cover all stores of earlier kernels on the stream.
-
-    Example: rank 2 of 3 signals slot 1 of 4 with epoch 7: element 2 * 4 + 1 = 9 of each rank's flags becomes 7.
     """
     primitives.signal_flags(peers_ready, rank * slots + first_slot, world_size, epoch + tl.load(clock), PEERS)
 
@@ -69,7 +67,7 @@ def _wait_for_flags(
 ):
     """Wait, as program p, for the flags [p * BLOCK, (p + 1) * BLOCK) of `ready`; see `primitives.wait_for_flags`.
 
-    Order: acquires at system scope. The next kernels on the stream see the peers' stores before these signals.
+    Order: acquires at system scope: the next kernels on the stream see the peers' stores before these signals.
     """
     first = tl.program_id(0) * BLOCK
     epoch = epoch + tl.load(clock)
@@ -81,13 +79,13 @@ def _wait_kernel(block: int) -> CompiledKernel:
 
 
 def signal_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
-    """Set `slot` of `rank` to `epoch` + `flags.clock` at every rank that has an address, after all earlier work."""
+    """Set `slot` of `rank` to `epoch` + `flags.clock` at every rank of the node, after all earlier work of the stream."""
     kernel, arguments = _signalling(flags, rank, slot, epoch)
     kernel(1, (), *arguments)
 
 
 def prepare_signals(flags: Flags, rank: int, slot: int) -> Launch:
-    """Return the launch of `signal_flags`, called with the epoch alone."""
+    """Return the launch of `signal_flags`, called with the epoch."""
     kernel, arguments = _signalling(flags, rank, slot, epoch=0)
     return Launch(kernel, 1, (), arguments, changing=("epoch",))
 
@@ -108,7 +106,7 @@ def wait_flags(flags: Flags, rank: int, epoch: int) -> None:
 
 
 def prepare_wait(flags: Flags, rank: int) -> Launch:
-    """Return the launch of `wait_flags`, called with the epoch alone."""
+    """Return the launch of `wait_flags`, called with the epoch."""
     kernel, programs, arguments = _waiting(flags, rank, epoch=0)
     return Launch(kernel, programs, (), arguments, changing=("epoch",))
 

@@ -26,10 +26,9 @@ _NONE: Any = object()
 class StepCache(Generic[Key, Value]):
     """Values by keys such as the sizes of a batch: all that captures have used, and the 64 others used last.
 
-    A CUDA graph holds the addresses of its kernels' tensors, but no references: after one is freed, a replay accesses
-    other owners' memory. So values used during a capture are held as long as the cache. Others may be dropped: kernels
-    that read them are issued before the next owner of their memory uses it. A value must hold the tensors that it is
-    made from.
+    A CUDA graph holds addresses of its kernels' tensors, but no references, so values used during a capture are held as
+    long as the cache. Others may be dropped: kernels that read them are issued before the next owner of their memory
+    uses it. A value must hold the tensors that it is made from.
     """
 
     def __init__(self) -> None:
@@ -109,8 +108,6 @@ _NUMBERS = int, float
 
 
 class _Config(ctypes.Structure):
-    """The driver's CUlaunchConfig."""
-
     _fields_ = (
         ("programs", ctypes.c_uint),
         ("programs_yz", ctypes.c_uint * 2),

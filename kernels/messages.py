@@ -1,8 +1,8 @@
 """Messages between nodes in groups of rows: each group is put into the peer's heap when it is complete, with a signal.
 
-A message has a *run* of rows for each rank of the receiving node. Runs are cut into groups of the same number of rows,
-except the last (`grouping`). The put of a group sets its own signal to the epoch after the data has arrived: nothing is
-reset, and puts may overtake each other.
+A message has a *run* of rows for each rank of the receiving node, cut into groups of the same number of rows, except
+the last (`grouping`). The put of a group sets its own signal to the epoch after the data has arrived: nothing is reset,
+and puts may overtake each other.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Groups(NamedTuple):
     """How a message is cut, derived from sizes that both sender and receiver know."""
 
     rows: int
-    """rows of a group, a multiple of 8; the last group of a run may have fewer"""
+    """rows of a group, a multiple of 8"""
     each: int
     """groups of the longest run; group i of run r has number r * each + i"""
 
@@ -36,7 +36,7 @@ class Groups(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A message in this rank's heap and its destination in a peer's, both as addresses in this rank's heap."""
+    """A message in this rank's heap and its destination in a peer's, as addresses in this rank's heap."""
 
     shift_bytes: int
     """bytes from where kernels stage the message to where it arrives"""
@@ -46,12 +46,10 @@ class Outgoing(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """The time limit of a wait for a signal, and where an expired wait is recorded."""
-
     timeout: int
     """ns; turns under the interpreter"""
     status: torch.Tensor
-    """[1 + kinds] int64 on the device, see `primitives.record`"""
+    """[1 + kinds] int64, see `primitives.record`"""
 
 
 @triton.jit(do_not_specialize=["rank", "peer", "signal", "epoch"])
@@ -85,16 +83,11 @@ def _wait_message(
     FORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Wait for the groups of run p of a message, as program p, with a lane for each group.
-
-    A wait that exceeds `timeout` is recorded and stops the kernel.
+    """Wait for the groups of run p of a message, as program p, with a lane for each group; see `wait_for_flags`.
 
     Memory: reads the signals from number p * `each` on. No signal is set to a later epoch before this wait has ended.
 
-    Order: acquires at system scope, then a barrier. NVSHMEM's own wait also makes visible what a network card has
-    written.
-
-    Example: a run of 20 rows, groups of 16 rows: the program waits for signals 0 and 1.
+    Order: acquires at system scope, then a barrier. NVSHMEM's wait also makes visible what a network card has written.
     """
     run = tl.program_id(0)
     groups = tl.cdiv(tl.load(first_sample + run + 1) - tl.load(first_sample + run), group_rows)
@@ -150,8 +143,7 @@ def wait_message(
     A wait that lasts longer than `waiting.timeout` is recorded and stops the GPU's work.
 
     Args:
-        source: rank that sends the message.
-        signals: address of its first group's signal.
+        signals: address of the first group's signal.
         clock: [1] int64; signals must reach `epoch` + `clock`.
         first_sample: [runs + 1] int32: run r has the rows of samples [first_sample[r], first_sample[r + 1]).
     """

@@ -6,12 +6,10 @@ import torch
 
 
 class OptimizerParams(NamedTuple):
-    """The numbers of a row optimizer at one step; each optimizer reads some. FBGEMM's names follow a semicolon."""
+    """The numbers of a row optimizer at one step. FBGEMM's names follow a semicolon."""
 
     lr: float
-    """learning rate"""
     eps: float = 0.0
-    """added to a square root"""
     l2: float = 0.0
     """added to the gradient; weight_decay under WeightDecayMode.L2"""
     decoupled: float = 0.0
@@ -44,7 +42,7 @@ STATES: dict[str, tuple[str, ...]] = {
     "lamb": ("elements", "elements"),
     "partial_rowwise_lamb": ("elements", "number"),
 }
-"""states of each optimizer in FBGEMM's order: a number for each of a row's `elements`, or one `number` per row"""
+"""states of each optimizer in FBGEMM's order, each a number for each of a row's `elements` or one `number` per row"""
 
 
 def state_bytes(optimizer: str, dim: float) -> float:

@@ -4,11 +4,12 @@ Memory order, the same in every kernel. Producer: all threads store; a barrier, 
 releases a flag or a count. Consumer: one thread acquires it; a barrier; all threads load. A scope has to include the
 two threads that synchronise, and no others (PTX ISA, sections 8.7 and 8.9.4): system scope between ranks, GPU scope
 between programs of one GPU, also for stores into a peer's memory. Causality order is transitive (8.9.5): a release also
-covers everything that its thread has acquired.
+covers everything that its thread has acquired. Unless a kernel says otherwise, no two of its programs access an element
+that one of them stores.
 
-Example: program A stores into a peer's window, and then counts itself by a release at GPU scope. Program B counts last,
+Example: program A stores into a peer's window, and counts itself by a release at GPU scope. Program B counts last,
 acquires the count, and signals the peer by a release at system scope. The peer acquires the flag, so A's store precedes
-the peer's loads.
+its loads.
 """
 
 import triton
@@ -32,7 +33,7 @@ def task_at(
     blocks,
     SCHEDULE: tl.constexpr,
 ):
-    """Return (destination, feature, block) of the task at `position`, scalar or tensor; see `schedule`."""
+    """Return (destination, feature, block) of the task at `position`, in the order of `schedule`."""
     each = features * blocks
     if SCHEDULE == "balanced":
         turn = position % world_size
@@ -114,10 +115,10 @@ def oldest_epoch(flags, mask, epoch, SEM: tl.constexpr):
 
 @triton.jit
 def time_since(began, turn, INTERPRETED: tl.constexpr, ALONE: tl.constexpr):
-    """Return the ns since `began`, a result of `clock`, the same in all threads; turns, under the interpreter.
+    """Return the ns since `began`, a result of `clock`; turns, under the interpreter.
 
-    All use the first thread's time: a warp that decided by its own could stop the kernel before another has written the
-    record. If ALONE, the other warps do something else, and the warp uses its own time.
+    All threads use the first one's time: a warp that decided by its own could stop the kernel before the record is
+    written. If ALONE, other warps do something else, and the warp uses its own.
     """
     waited = clock(turn, INTERPRETED) - began
     if not (INTERPRETED or ALONE) and cuda.num_warps() > 1:
@@ -162,8 +163,6 @@ def wait_for_flags(
     interpreter) the program records the missing flag and stops the kernel, which would otherwise use old values.
 
     Order: acquires at system scope, then a barrier.
-
-    Example: slots 3, counts [2, 0], first 0, BLOCK 4: the program waits for elements 0 and 1.
     """
     index = first + tl.arange(0, BLOCK)
     source = index // slots

@@ -63,8 +63,6 @@ def _locate_ids(
     `total` ids.
 
     Order: runs after the wait for the ranks' flags.
-
-    Example: the module's example gives `sources` 1 1, `counts` 3 1, `arrivals` 0 3 4.
     """
     # Check the number of ids of every feature of every rank.
     exceeded = 0
@@ -133,11 +131,10 @@ def _pull_ids(
     number `shards` pads `values` with zeros, so that the number of sorted ids is constant, and divides the zeros evenly
     among the bags of one additional feature.
 
-    Order: no two programs share an element. Published ids stay until their rank has seen this rank's flag of the next
-    step.
+    Order: published ids stay until their rank has seen this rank's flag of the next step.
 
-    Example: the module's with capacity 6. The task of pair 1 stores id 2 to values[3], and 3 4 to offsets[2] and
-    offsets[3]. Padding stores zeros to values[4] and values[5], and 4 4 5 5 6 to offsets[4] and after.
+    Example: the module's with capacity 6. The task of pair 1 stores id 2 to values[3], and 3 4 to offsets[2] and after;
+    padding stores 0 0 to values[4] and after, and 4 4 5 5 6 to offsets[4] and after.
     """
     task = tasks + tl.program_id(0) * TASK_COLUMNS
     shard = tl.load(task + SHARD)
@@ -182,8 +179,6 @@ def _pull_ids(
 
 
 class Arrivals(NamedTuple):
-    """Where the ids of each pair are, and where they arrive."""
-
     sources: torch.Tensor
     """[F * W] int32: offset of each pair's first id in its window"""
     counts: torch.Tensor
@@ -193,18 +188,16 @@ class Arrivals(NamedTuple):
 
 
 class Published(NamedTuple):
-    """The ranks' published ids, and the features that the caller reads."""
-
     windows: torch.Tensor
     """[W] int64: address of each rank's window"""
     offsets_at: int
-    """word of a window where the bags' offsets begin"""
+    """word where the bags' offsets begin"""
     weights_at: int
     """words from an id to its weight"""
     requested: torch.Tensor
     """[F] int32: feature of each of this rank's shards"""
     rows: torch.Tensor
-    """[F] int32: rows of each shard's table, negative if ids outside it are not recorded"""
+    """[F] int32: rows of each shard's table, negative if ids outside are not recorded"""
     capacities: torch.Tensor
     """[T] int32: upper limit of each feature's ids in a rank's batch"""
 
@@ -213,7 +206,7 @@ def pull_tasks(capacities: Sequence[int], world_size: int, samples: int, padded:
     """Return the rows of the task table: all blocks of all pairs, shard after shard, block after block.
 
     Args:
-        capacities: for each of the owner's shards, the upper limit of ids in one rank's batch.
+        capacities: upper limit of each shard's ids in one rank's batch.
         padded: number of ids that the arriving ids are padded to; 0 for no padding.
         block: ids of a task.
     """
@@ -259,12 +252,11 @@ def pull_ids(
     """Copy the ids of this rank's shards out of the ranks' windows, on the current stream; see `_pull_ids`.
 
     Args:
-        tasks: [tasks, 3] int32, the table of `pull_tasks`.
+        tasks: [tasks, 3] int32, of `pull_tasks`; with `lengths` they pad `values` to its whole length.
         values: [capacity] int32, overwritten.
         offsets: [(F + 1) * W * b + 1] int32, overwritten if `lengths`, else given.
-        weights: [capacity] float32, overwritten where ids are; None if ids have no weights.
-        lengths: whether the lengths of bags vary; then `tasks` pad `values` to its whole length.
-        check: compare ids with the rows of their tables.
+        weights: [capacity] float32, overwritten where ids are.
+        lengths: whether the lengths of bags vary.
     """
     kernel = specialised(
         _pull_ids, num_warps=_NUM_WARPS, LENGTHS=lengths, WEIGHTED=weights is not None, CHECK=check, BLOCK=block

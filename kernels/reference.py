@@ -24,9 +24,9 @@ def pool(
 
     Args:
         weight: [rows, D], any float type.
-        lengths: [n] int, ids of each bag.
+        lengths: [n] int.
         values: [sum of lengths] int, row ids, bag after bag; rows are added up in this order, in float32.
-        id_weights: [sum of lengths] float32, factor of each id's row; None: all are 1.
+        id_weights: [sum of lengths] float32, factor of each id's row.
     """
     bag = torch.repeat_interleave(lengths.long())
     pooled = torch.zeros(lengths.numel(), weight.shape[1], dtype=torch.float32, device=weight.device)
@@ -83,11 +83,9 @@ def have_ids(offsets: torch.Tensor, feature: int, samples: int) -> torch.Tensor:
 def pull_ids(
     published: Sequence[tuple[torch.Tensor, torch.Tensor]], requested: Sequence[int], samples: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids [n] of the features `requested`, each with the first rank's bags first, and the bags' offsets.
+    """Return the ids of the features `requested`, each with the first rank's bags first, and the bags' offsets.
 
-    Args:
-        published: for each rank the ids of all features, bag after bag, and the offsets [features * samples + 1].
-        samples: samples of a rank.
+    `published` has each rank's ids of all features, bag after bag, and the offsets [features * samples + 1].
     """
     values, lengths = [published[0][0][:0]], [published[0][1][:0]]
     for feature in requested:
@@ -128,11 +126,9 @@ def sum_rows(gradient: torch.Tensor, positions: torch.Tensor, rows: int) -> torc
 
 
 def unpack(records: torch.Tensor, fields: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the numbers of records, [words * b] int32: field after field, in each sample after sample.
+    """Return the numbers of records [b, record_bytes] uint8, [words * b] int32: field after field, sample after sample.
 
-    Args:
-        records: [b, record_bytes] uint8.
-        fields: rows of the table of fields, see `kernels/unpack.py`.
+    `fields` are rows of the table of fields, see `kernels/unpack.py`.
     """
     found = []
     for offset, width, count, kind, modulus, _ in fields:
@@ -160,7 +156,7 @@ def update_rows(
 
     Args:
         weight: [rows, D], any float type.
-        states: the optimizer's states, each [rows, D] or [rows], of the gradient's type.
+        states: each [rows, D] or [rows], of the gradient's type.
         ids: [n] int64, row ids, in any order.
         gradient: [n, D] float32 or float64, the type of all arithmetic; the gradient of each id's bag.
         optimizer: FBGEMM's name, a key of `_UPDATES`.
@@ -257,7 +253,6 @@ _UPDATES = {
 def find_slots(
     state: CacheState, ids: torch.Tensor, offsets: torch.Tensor, samples: int, first_rows: torch.Tensor
 ) -> Swaps:
-    """Find slots for the rows that a step names, and replace its ids by them."""
     # Find the rows of the ids, and which of them have slots.
     step, hand, _ = state.clock.tolist()
     slots = state.row_in.numel()
@@ -301,7 +296,6 @@ def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:
 
 
 def begin_update(update: FlatUpdate) -> None:
-    """Count an update before its first range; Adam's bias correction needs the count."""
     update.step.add_(1)
 
 

@@ -20,11 +20,11 @@ class CacheState(NamedTuple):
     row_in: torch.Tensor
     """[S] int64: -1 without a row"""
     used_at: torch.Tensor
-    """[S] int32, last step that used the slot"""
+    """[S] int32: last step that used the slot"""
     uses: torch.Tensor
-    """[S] int32, reference counters: a use adds 1, up to `MOST_USES`; the clock's hand subtracts 1"""
+    """[S] int32: reference counters; a use adds 1, up to `MOST_USES`, the clock's hand subtracts 1"""
     named: torch.Tensor
-    """[ceil(R / 32)] int32, a bit for each row, 0 between steps"""
+    """[ceil(R / 32)] int32: a bit for each row, 0 between steps"""
     clock: torch.Tensor
     """[3] int64: number of the next step, and the slot at the hand, twice"""
 
@@ -53,4 +53,4 @@ class Swaps(NamedTuple):
     entering: torch.Tensor
     """[n] int64: row that moves into the slot; negative for none"""
     count: torch.Tensor
-    """[1] int64, number of valid entries"""
+    """[1] int64: number of valid entries"""

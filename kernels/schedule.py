@@ -13,8 +13,5 @@ SCHEDULES = ("linear", "remote_first", "balanced")
 
 
 def staggered_peers(rank: int, world_size: int) -> list[int]:
-    """Return the other ranks, beginning with the next: at each turn no two ranks send to the same peer.
-
-    Example: rank 2 of 4: 3, 0, 1.
-    """
+    """Return the other ranks, beginning with the next: at each turn no two ranks send to the same peer."""
     return [(rank + turn) % world_size for turn in range(1, world_size)]

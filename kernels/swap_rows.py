@@ -49,8 +49,6 @@ def _swap_rows(
 
     Order: the thread that stores a word of a slot has loaded it before, since all blocks have the same layout, which
     `tests/kernels/vectors.py` checks; a barrier would keep Triton from pipelining the loop.
-
-    Example: slots 2 0, leaving 7 -1, entering 5 9: slot 2 is copied to row 7, row 5 to slot 2, and row 9 to slot 0.
     """
     home = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGNMENT)
     rows = tl.load(count)
@@ -85,9 +83,8 @@ def _compiled(words: int, alignment: int) -> CompiledKernel:
 def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:
     """Copy rows of a cache to their table, and other rows of the table to their slots, on the current stream.
 
-    Args:
-        home: [R, D] or [R], contiguous, rows of a multiple of 4 bytes, in memory that the device can access.
-        cached: [S, D] or [S], of the same type.
+    `home` [R, D] or [R] is contiguous, with rows of a multiple of 4 bytes, in memory that the device can access;
+    `cached` [S, D] or [S] has the same type.
     """
     if not (home.is_cuda or INTERPRETED):
         reference.swap_rows(home, cached, swaps)

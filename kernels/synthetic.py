@@ -33,28 +33,27 @@ BLOCK = 32 if INTERPRETED else 128  # samples of a program, one a thread
 
 
 class Source(NamedTuple):
-    """The tensors and numbers that the samples of a split are made from."""
+    """What the samples of a split are made from."""
 
     key: torch.Tensor
     """[2] int64: bits of Philox's key"""
     bag_sizes: torch.Tensor
     """[T, 2] int64: smallest bag and number of sizes of each table"""
     columns: torch.Tensor
-    """[4 * blocks] int32: table that each of a sample's draws belongs to; -1 if it is not for an id"""
+    """[4 * blocks] int32: table of each of a sample's draws; -1 if it is not for an id"""
     tables: torch.Tensor
-    """[T, 10] int64; the constants above are the columns"""
+    """[T, 10] int64: see the columns above"""
     cells: torch.Tensor
     """[words] int64: the cells of each popularity (`data/zipf.py`), each a threshold and, for two items, the first rank
-    and the bits of the float64 slope and curve; then the weights of each table whose ids count by position"""
+    and the bits of the float64 slope and curve; then the weights of tables whose ids count by position"""
     signals: torch.Tensor
-    """[S, 2] int64, for each table with a signal: table, and element of `factors` for an empty bag, which may be before
-    the table's first element"""
+    """[S, 2] int64, for each table with a signal: table, and element of `factors` for an empty bag, may be negative"""
     weights: torch.Tensor
-    """[S, 3] float64: weights of a table's signal, of signal * dense feature, and of signal * previous signal"""
+    """[S, 3] float64: weights of a signal, of signal * dense feature, and of signal * previous signal"""
     dense_weights: torch.Tensor
     """[F] float64"""
     factors: torch.Tensor
-    """[sizes, 2] float64, table after table: mean score of a bag of this size, and the factor that standardises it"""
+    """[sizes, 2] float64, table after table: mean score of a bag of this size, and factor that standardises it"""
     curve: torch.Tensor
     """[pieces + 1] float64: probability of a click at evenly spaced logits from -end to end"""
     end: float
@@ -96,11 +95,8 @@ def _draw_features(
 
     Memory: stores up to four columns of `dense` and rows of `lengths` and `sums`.
 
-    Order: no two programs share an element.
-
     Example: 2 features and 3 tables. Block 0 has the draws of the label, of both features, and of the bag size of table
-    0; block 1 those of the bag sizes of tables 1 and 2, and two for ids. A draw whose upper half is 2**31 gives the
-    size 2 + (2**31 * 4 >> 32) = 4 of 2..5.
+    0; block 1 those of the bag sizes of tables 1 and 2, and two for ids.
     """
     groups = tl.cdiv(count, BLOCK)
     block = tl.program_id(0) // groups
@@ -145,10 +141,10 @@ def _draw_ids(
 
     Memory: with RANGES, bags have `lengths`, otherwise all bags of a table have MAX_IDS ids.
 
-    Order: no two programs share an element of `values`; sums are relaxed atomics of integers, in any order.
+    Order: sums are relaxed atomics of integers, in any order.
 
     Example: 100 samples, table 0 with 3 ids a bag, table 1 with 2. The second id of sample 7 in table 1 is at 3 * 100 +
-    7 * 2 + 1. With 2 cells, a draw of 0.75 * 2**64 is at 2**62 of 2**63 in cell 1.
+    7 * 2 + 1.
     """
     groups = tl.cdiv(count, BLOCK)
     block = first_block + tl.program_id(0) // groups
@@ -220,11 +216,10 @@ def _draw_labels(
 ):
     """Draw the labels of BLOCK samples.
 
-    Order: no two programs share an element. The terms of a logit are added in a fixed order, and every product and sum
-    is rounded, as on a CPU.
+    The terms of a logit are added in a fixed order, and every product and sum is rounded, as on a CPU.
 
-    Example: bias -1, one signal of weight 2. A bag of 3 ids has the mean 300 and the factor 0.01, so the sum 350 gives
-    the signal (350 - 300) * 0.01 = 0.5 and the logit -1 + 2 * 0.5 = 0.
+    Example: bias -1, one signal of weight 2. A bag whose score has the mean 300 and the factor 0.01 and is 350 has the
+    signal 0.5 and the logit 0.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count

@@ -31,11 +31,8 @@ def _unpack_records(
 ):
     """Unpack numbers of records, as program p the words [p * BLOCK, (p + 1) * BLOCK) of `out`.
 
-    Order: no two programs share an element.
-
     Example: 2 samples, records of 5 bytes: a label, then two ids of 2 bytes. 1 7 0 8 0 and 0 9 0 0 1 give the float32
-    bits of 1.0 and 0.0, then 7 8 9 256. Word 4 is number 4 // 2 = 2 of a record, an id; ids begin at word 2, so it is
-    sample 1's first id, byte 1 of record 1.
+    bits of 1.0 and 0.0, then 7 8 9 256.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < words * samples

@@ -27,13 +27,13 @@ class OptimizerRows(NamedTuple):
     index: int
     """index of the range in `InputFeatures.boundaries`"""
     weights: torch.Tensor
-    """any shape, float32, float16 or bfloat16: allocation of the rows, updated in place"""
+    """float32, float16 or bfloat16: allocation of the rows, updated in place"""
     states: tuple[torch.Tensor, ...]
-    """any shape, float32: allocation of each state, updated in place"""
+    """float32: allocation of each state, updated in place"""
     weight_at: int
     """may be negative: the row of key k begins at element 4 * weight_at + k * D"""
     state_at: tuple[int, ...]
-    """the same for each state; if a state has one number per row, key k has element state_at + k"""
+    """the same for each state; with one number per row, key k has element state_at + k"""
     dim: int
     """D, a multiple of 4, at most 1024"""
     any_mean: bool
@@ -45,9 +45,7 @@ class OptimizerRows(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The optimizer's numbers at one step, the last arguments of `RowUpdate`'s kernel. A replay reads those of its own
-    step.
-    """
+    """The optimizer's numbers at one step, the last arguments of `RowUpdate`'s kernel."""
 
     numbers: torch.Tensor
     """[12] float32: `OptimizerParams`, with the `count` of step 0"""
@@ -62,8 +60,6 @@ class Rule(NamedTuple):
 
 
 class RowKind(NamedTuple):
-    """The compile-time constants of rows."""
-
     states: tuple[str | None, ...]
     """MOST_STATES: `elements`, `number` or None, see `STATES`"""
     dim: int
@@ -74,8 +70,6 @@ class RowKind(NamedTuple):
 
 
 class RowPointers(NamedTuple):
-    """See `OptimizerRows`; with MOST_STATES states."""
-
     weights: Any
     states: Any
     weight_at: Any
@@ -103,9 +97,7 @@ def rule_at(numbers, clock, step, seed, factor):
 
 @triton.jit
 def elements(first, key, ROW: tl.constexpr):
-    """Return the offsets [N, block_dim] of the elements of the rows of `key` [N]; key 0 begins at unit `first`, of 4
-    elements.
-    """
+    """Return the offsets [N, block_dim] of the rows of `key` [N]; key 0 begins at unit `first`, of 4 elements."""
     return (first + key * (ROW.dim // 4))[:, None] * 4 + tl.arange(0, ROW.block_dim)[None, :]
 
 
@@ -271,7 +263,7 @@ def _adam(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
 
 @triton.jit
 def _lamb(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
-    """As Adam, with the step scaled to the norm of lr times the row."""
+    """Adam's step, scaled to the norm of lr times the row."""
     step = _adams_direction(stored, key, mask, weight, state, gradient, rule, ROW)
     norm = tl.sqrt_rn(_sum_of_squares(weight, ROW)) / tl.sqrt_rn(_sum_of_squares(step, ROW))
     return (rule.lr * norm)[:, None] * step

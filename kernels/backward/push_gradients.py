@@ -5,7 +5,7 @@ A rank's gradient window is [D_local * B] of the wire type: the shard whose colu
 the next part is sent. One launch sends all parts of a dim: one for each part would queue after the dense kernels.
 
 Example: two ranks of two samples; rank 1 holds a table of dim 4. Rank 0 stores its gradient [2, 4] of that table to
-elements 0 .. 7 of rank 1's window, rank 1 stores its own to elements 8 .. 15.
+elements 0 .. 7 of rank 1's window, rank 1 its own to elements 8 .. 15.
 """
 
 from collections.abc import Sequence
@@ -57,9 +57,9 @@ class ShardTable:
     dim: int
     """D, a multiple of 4, at most 1024"""
     source_alignment: int
-    """elements, a power of two up to 16, that divide every column of the gradient"""
+    """elements, up to 16, that divide every column of the gradient"""
     start_alignment: int
-    """elements, a power of two up to 16, that divide every column of D_local"""
+    """elements, up to 16, that divide every column of D_local"""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PartFlags:
     addresses: torch.Tensor
     """[W] int64: address of each rank's flags [W, parts] int64; rank w signals row w"""
     done: torch.Tensor
-    """[parts] int32: programs that have finished the part; 0 before and after each exchange"""
+    """[parts] int32: programs that have finished the part; 0 between exchanges"""
     clock: torch.Tensor
     """[1] int64: see `Flags`"""
 
@@ -120,7 +120,7 @@ def _push_gradients(
     has acquired what all others have released, and signals the part at every rank, with `epoch` + `clock` (release,
     system scope), while others go on with the next part.
 
-    Source: ours; the zero-copy stores of `store_pooled`, in the other direction.
+    Source: ours; `store_pooled` in the other direction.
     """
     at = tl.arange(0, BLOCK_DIM)
     for part in range(first_part, end_part):
@@ -182,7 +182,7 @@ def prepare_push_gradients(
         gradient: [b, D_total] float32, bfloat16 or float16: rows of contiguous elements, each at a multiple of 16
             bytes. It may be some columns of a wider tensor.
         tables: one for each dim, each with all parts.
-        windows: each rank's gradient window, [D_local * B]; their stride is not used.
+        windows: [D_local * B] each; their stride is not used.
         first_sample: the rank's first sample in the global batch.
         batch: samples of all ranks, B.
         most_samples: largest number of samples of a rank.

@@ -54,8 +54,8 @@ def _place_gradients(
     [ids] float32 becomes 1 / length of each id's bag, by `offsets`, or 1 for a sum; with WEIGHTED, it is multiplied by
     the weights that it holds.
 
-    Example: batch 10, bits 4, and a feature 2 of dim 8 whose shard begins at column 12. An id of its sample 5 has info
-    2 << 4 | 5 = 37. It becomes 12 / 4 * 10 + 5 * 8 / 4 = 40, or with rows of 7 units 12 / 4 + 5 * 7 = 38.
+    Example: batch 10, bits 4, a feature 2 of dim 8 whose shard begins at column 12. An id of its sample 5 has info 2 <<
+    4 | 5 = 37, which becomes 12 / 4 * 10 + 5 * 8 / 4 = 40.
     """
     # Find the gradients: everything is [BLOCK].
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -118,13 +118,12 @@ def _cut_runs(
     """Cut runs of more than CHUNK_IDS ids into chunks. Program 0 also finds the runs of each range.
 
     Memory: takes numbers for its chunks from shared[CHUNKS], and writes for chunk c its run to chunk_run[c] and the
-    number of the run's first chunk to chunk_first[c], both int32.
+    number of the run's first chunk to chunk_first[c].
 
     Order: the kernel before has zeroed `shared`. The atomic on shared[CHUNKS] is relaxed, since it only hands out
     numbers: those of a run are consecutive, in no fixed order of programs.
 
-    Example: CHUNK_IDS 3, runs of 1, 7, 2 and 5 ids: the second has 3 chunks and the fourth 2. chunk_run is 1 1 1 3 3,
-    chunk_first 0 0 0 3 3.
+    Example: CHUNK_IDS 3, runs of 1, 7, 2 and 5 ids: chunk_run is 1 1 1 3 3, chunk_first 0 0 0 3 3.
     """
     runs = tl.load(run_count)
     if tl.program_id(0) == 0:
@@ -184,21 +183,21 @@ class SortedIds(NamedTuple):
 
 class InputFeatures(NamedTuple):
     entries: torch.Tensor
-    """[features + 1, 4] int64, see the columns above; the last row is for padding ids"""
+    """[features + 1, 4] int64: see the columns above; the last row is for padding ids"""
     any_mean: bool
     boundaries: torch.Tensor
-    """[ranges + 1] int64, ascending: the first key of each `RowUpdate`'s rows, and the end"""
+    """[ranges + 1] int64, ascending: first key of each `RowUpdate`'s rows, and the end"""
 
 
 class PreparedRuns(NamedTuple):
-    """The runs of one input's ids, ready for `RowUpdate`: the first arguments of its kernel, and `weighted`."""
+    """The runs of one input's ids: the first arguments of `RowUpdate`'s kernel, and `weighted`."""
 
     run_keys: torch.Tensor
     run_starts: torch.Tensor
     gradient_at: torch.Tensor
     """[n] int32: offset of each id's gradient, in units of 4 elements"""
     scales: torch.Tensor
-    """[n] float32: factor of each gradient; any tensor if ids have no weights and no feature is a mean"""
+    """[n] float32: factor of each gradient; any tensor if all are 1"""
     shared: torch.Tensor
     """[1 + most chunks] int32: the number of chunks, then counts of finished ones, 0 between updates"""
     chunk_run: torch.Tensor
@@ -218,13 +217,13 @@ class Preparation:
     """
 
     def __init__(self, ids: SortedIds, features: InputFeatures, row_units: int = 0, chunk_ids: int = CHUNK_IDS) -> None:
-        """Prepare the launches.
+        """Prepare the launches for `ids` like these.
 
         Args:
             ids: ids of any step.
             features: features of the input.
             row_units: 0 for gradients in a window; or the units of 4 elements of a row, if they are [B, D_total].
-            chunk_ids: longer runs are cut into chunks, see `chunk_ids_of`.
+            chunk_ids: see `chunk_ids_of`.
         """
         assert features.entries.shape[0] * ids.samples < 2**31, "FBGEMM's infos have 32 bits"
         assert row_units * ids.samples <= 2**31, "offsets are int32"

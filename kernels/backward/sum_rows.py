@@ -31,7 +31,7 @@ class Runs(NamedTuple):
 
 
 class RowSums:
-    """The sum on a GPU, with the tensors that a capture cannot make."""
+    """The sum on a GPU; it holds the tensors that a capture cannot make."""
 
     def __init__(self, dim: int, device: torch.device) -> None:
         """`dim` is a multiple of 4."""

@@ -1,8 +1,7 @@
 """The update of a rank's rows from the gradients in its window: sums in float32, one read and one write of each row.
 
-The ids are sorted by row, see `Preparation`. Programs sum the chunks of long runs, and update short runs side by side,
-longer ones one at a time. So a row in n bags costs no more than n rows in one bag each. Sums have a fixed order: equal
-gradients give equal bits.
+Programs sum the chunks of long runs, and update short runs side by side, longer ones one at a time. So a row in n bags
+costs no more than n rows in one bag each. Sums have a fixed order: equal gradients give equal bits.
 """
 
 from typing import Any, NamedTuple
@@ -47,8 +46,6 @@ class RunTiling(NamedTuple):
 
 
 class RunPointers(NamedTuple):
-    """See `PreparedRuns`."""
-
     keys: Any
     starts: Any
     gradient_at: Any
@@ -221,14 +218,14 @@ def _update_rows(
 
     A task is one chunk, whose gradients are summed, or `TILING.runs` consecutive runs, whose rows are updated.
 
-    Memory: updates rows in `weights` and their states, each by one program alone, and stores the sums of chunks to
-    `chunk_sums` [chunks, dim].
+    Memory: updates rows and their states, each by one program alone, and stores the sums of chunks to `chunk_sums`
+    [chunks, dim].
 
     Order: on the stream, the kernel follows the wait for the gradients' flags. Programs count a run's stored chunks in
     `shared` (acquire and release, GPU scope); the last one sees the sums of all.
 
     Example: runs a, b, c and d of 1, 1, 7 and 1 ids, chunks of 3 ids, 2 runs a task. Tasks 0, 1 and 2 sum the chunks of
-    c; the last of them to finish updates c. Task 3 updates a and b, task 4 updates d.
+    c; the last to finish updates c. Task 3 updates a and b, task 4 updates d.
 
     Source: ours; the ids are sorted by row as in FBGEMM's backward.
     """

@@ -1,7 +1,7 @@
 """Adds up the partial sums of a table that is cut by rows: each rank with some of its rows stores its share of a bag.
 
-Example: windows with rows of 12 columns, a table of dim 4 at column 0 that is cut over three ranks. The partial sums
-are in columns 0 .. 3, 4 .. 7 and 8 .. 11 of each sample's row; the kernel stores their sum to 0 .. 3.
+Example: a table of dim 4 at column 0 that is cut over three ranks. The partial sums are in columns 0 .. 3, 4 .. 7 and 8
+.. 11 of each sample's row; the kernel stores their sum to 0 .. 3.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class PartialTable(NamedTuple):
     entries: torch.Tensor
     """[S, 2 + 2 * most] int64: see the columns above"""
     alignment: int
-    """elements, a power of two up to 16, that divide every column and dim"""
+    """elements, up to 16, that divide every column and dim"""
 
 
 def partial_table(sums: Sequence[Partials], alignment: int, device: torch.device) -> PartialTable:
@@ -58,13 +58,12 @@ def _add_partials(
 ):
     """Add up one sum in ROWS rows of the window.
 
-    Memory: partial sums are added in float32 in the order of the row shards, and the total overwrites the first one.
-    With SOME, partial sums of empty bags, by `offsets` [shares * samples + 1], are not read, unless the share is
-    EVERY_BAG.
+    Memory: partial sums are added in float32 in the order of the row shards, and the total overwrites the first. With
+    SOME, partial sums of empty bags, by `offsets` [shares * samples + 1], are not read, unless the share is EVERY_BAG.
 
     Order: on the stream, the kernel follows the wait for the peers' flags.
 
-    Source: ours. TorchRec reduce-scatters the partial sums (`PooledEmbeddingsReduceScatter`).
+    Source: ours. TorchRec reduce-scatters the partial sums.
     """
     sum_entry = sums + (tl.program_id(0) // blocks) * width
     row = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
@@ -93,8 +92,7 @@ def _add_partials(
 def add_partials(window: torch.Tensor, table: PartialTable, offsets: torch.Tensor | None = None) -> None:
     """Add up the partial sums in a window [b, columns] float32, bfloat16 or float16, in place.
 
-    `offsets` [shares * b + 1] int32 are the bags of each share, whose empty ones have no partial sum; None: all have
-    one.
+    `offsets` [shares * b + 1] int32 are the bags of each share; empty ones have no partial sum. None: all have one.
     """
     samples, (sums, width) = window.shape[0], table.entries.shape
     blocks = -(-samples // _ROWS)

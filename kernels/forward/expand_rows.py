@@ -24,11 +24,11 @@ def _expand_rows(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Copy the rows, of `rows` [n, DIM], that ROWS of `slots` [count] int32 name; zeros where a slot is negative.
+    """Copy the rows of `rows` [n, DIM] that ROWS of `slots` [count] int32 name; zeros where a slot is negative.
 
     Order: on the stream, the kernel follows the wait for the peers' flags.
 
-    Source: ours. TorchRec uses `index_select` to undo its index deduplication.
+    Source: ours. TorchRec uses `index_select`.
     """
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_DIM)[None, :]
@@ -40,9 +40,9 @@ def _expand_rows(
 
 
 def expand_rows(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the row of each slot, [m, D], or zeros for a negative slot.
+    """Return the row of each of `slots` [m] int32, [m, D], or zeros for a negative one.
 
-    `rows` [n, D] are float32, bfloat16 or float16, contiguous; `slots` [m] are int32.
+    `rows` [n, D] are float32, bfloat16 or float16, contiguous.
     """
     assert rows.is_contiguous()
     expanded = rows.new_empty(slots.numel(), rows.shape[1])

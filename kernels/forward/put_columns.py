@@ -19,18 +19,16 @@ _NUM_WARPS = 8
 
 
 class PutColumns(NamedTuple):
-    """Where the columns of a message's rows go, the same in every window."""
+    """Where the columns of a message's rows go, in every window."""
 
     columns: torch.Tensor
-    """[n] int32: offset in a window's row of each word of a message's row, in words of 8, 4 or 2 bytes, the largest
-    that fit"""
+    """[n] int32: offset in a window's row of each word of a message's row; words of 8, 4 or 2 bytes, the largest that
+    fit"""
     word_bytes: int
 
     @staticmethod
     def of(shards: list[tuple[int, int]], stride: int, itemsize: int, device: torch.device) -> "PutColumns":
-        """Return the columns of `shards`, each with its dim and its first column in a window's row, in a message's
-        order.
-        """
+        """Return the columns of `shards`, each with its dim and first column in a window's row, in a message's order."""
         word = gcd(8, *((column * itemsize) for shard in shards for column in shard), stride * itemsize)
         starts = [(dim * itemsize // word, column * itemsize // word) for dim, column in shards]
         columns = [column + at for words, column in starts for at in range(words)]
@@ -57,13 +55,12 @@ def _put_columns(
 
     Program p serves the node's rank (here + 1 + p / blocks) modulo `ranks`, so that ranks begin with different windows.
 
-    Memory: rows of `message` are `pitch` words apart, rows of a window `stride` words. `first_sample` [ranks + 1]: the
-    node's ranks' first samples in the global batch, and the end.
+    Memory: rows of `message` are `pitch` words apart, rows of a window `stride` words.
 
     Order: the kernel that signals for the sender comes next on the stream.
 
     Example: ranks 2 and 3 with samples 5 .. 7 and 8 .. 9, a message of 5 rows of 4 words, columns [8, 9, 2, 3]. Its
-    rows 3 and 4 are rank 3's: their words go to words 8, 9, 2 and 3 of rows 0 and 1 of its window.
+    rows 3 and 4 go to words 8, 9, 2 and 3 of rows 0 and 1 of rank 3's window.
 
     Source: ours; the last leg of a hierarchical All-to-All.
     """
@@ -95,7 +92,7 @@ def put_columns(
 
     Args:
         message: [rows, pitch] of the wire type, contiguous, at a multiple of 16 bytes.
-        windows: [ranks] int64, addresses of the node's ranks' windows, multiples of 16.
+        windows: [ranks] int64, addresses, multiples of 16.
         first_sample: [ranks + 1] int32, first samples in the global batch, and the end.
         stride: elements of a window's row.
         most_samples: at least the samples of any of these ranks.

@@ -24,7 +24,7 @@ _JIT_OPTIONS = JIT_OPTIONS | {"do_not_specialize": JIT_OPTIONS["do_not_specializ
 
 @triton.jit
 def completes(count, rows, whole):
-    """Add `rows` finished rows to a group's `count` [1] int32; return whether that makes it `whole`, and reset it then.
+    """Add `rows` finished rows to a group's `count` [1] int32; return whether it is now `whole`, and reset it then.
 
     Order: a barrier, then the count (release, GPU scope). The program that completes the group acquires and releases at
     system scope, since a network card may read the group next. Others do not acquire, which would empty L1.
@@ -68,14 +68,14 @@ def _put_pooled(
     A group is the samples of `group_blocks` tasks for one rank of the other node, with all features. Tasks take all
     features of some samples first, so that the first groups are sent early.
 
-    Memory: stores [bags, dim] of the wire type to the message in this rank's heap, whose rows for rank i of the node
-    begin at `windows`[i]. `counts` [ranks * groups] int32 counts the finished rows of each group, for each of
-    `every_feature` features; it is 0 before and after all launches of an epoch.
+    Memory: stores [bags, dim] to the message in this rank's heap, whose rows for rank i of the node begin at
+    `windows`[i]. `counts` [ranks * groups] int32 counts the finished rows of each group, for each of `every_feature`
+    features; it is 0 before and after all launches of an epoch.
 
     Order: the program that completes a group acquires all of it, see `completes`, before it puts the group.
 
-    Example: a node of ranks 2 and 3 with 4 samples each, two features, 2 bags a task, groups of 2 blocks. Programs 0 ..
-    3 pool rank 2's samples; the last of the four to count puts the group. Programs 4 .. 7 do the same for rank 3.
+    Example: two ranks with 4 samples each, two features, 2 bags a task, groups of 2 blocks. Programs 0 .. 3 pool the
+    first rank's samples; the last of the four to count puts the group.
 
     Source: arXiv 2305.06942, section 3.2; Chen et al. 2024.
     """

@@ -3,7 +3,7 @@
 A slice is some consecutive bags of one feature for one destination, pooled in one or more tasks. `in_place`, rows are
 stored straight into the windows instead, and one signal follows all tasks.
 
-A grid of any size makes progress. A program waits only once no task is left, when running programs have drawn all
+A grid of any size makes progress: a program waits only once no task is left, when running programs have drawn all
 tasks, and none of these waits before its tasks are counted.
 """
 
@@ -39,11 +39,11 @@ class SliceState:
     """Memory that the programs of a launch share; `done` and `ticket` are 0 before and after it."""
 
     staging: torch.Tensor
-    """[at least W * F * b * D, b rounded up to whole tasks] of the wire type; may be empty in place"""
+    """[at least W * F * b * D] of the wire type, b rounded up to whole tasks; may be empty in place"""
     done: torch.Tensor
     """[at least W * F * slices] int32: finished tasks of each slice"""
     ticket: torch.Tensor
-    """[3] int32: the next task, the number of programs that found none left, and stored tasks (in place)"""
+    """[3] int32: the next task, the programs that found none left, and stored tasks (in place)"""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Slices:
     first_slot: int
     """slot of the first slice; slice i of feature f has slot first_slot + f * ceil(b / bags) + i"""
     in_place: bool
-    """store tasks straight into the peers' windows, without slices; needs at least one task"""
+    """store straight into the peers' windows, without slices; needs at least one task"""
     signals: bool = True
     """in place: signal slot 0 at every rank, as the last launch of the step"""
     end_wait: bool = True
-    """end only when all slots of `Flags.counts` have reached the epoch"""
+    """end when all slots of `Flags.counts` have reached the epoch"""
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def _put_slices(
     """Take tasks until none is left, each GROUPS groups of bags; put the slices that this program completes.
 
     Memory: stores rows to this rank's window, to `staging` [W * F, tasks' bags, dim] or, IN_PLACE, to a peer's window;
-    slices and flags to the peers. `done` [W * F * slices] and `ticket` [3]: see `SliceState`.
+    slices and flags to the peers. For `done` [W * F * slices] and `ticket` [3] see `SliceState`.
 
     Order: a program that has stored a task counts it (release, GPU scope). The one that completes a slice acquires it,
     puts it, and signals (release, system scope). The kernel's end orders stores into this rank's own window. IN_PLACE
@@ -128,10 +128,9 @@ def _put_slices(
     stores of this launch and earlier ones on the stream. With END_WAIT, programs then wait for the flags in `ready` [W,
     slots].
 
-    Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order, staged.
-    Program A draws task 0, and stages samples 4 and 5. Program B draws task 1, and stores samples 0 and 1 into this
-    rank's window. B draws task 2, stages samples 6 and 7, counts 2 of 2, puts the four rows to rank 1's window, and
-    signals there.
+    Example: rank 0 of 2, 4 samples a rank, tasks of 2 bags, slices of 2 tasks, balanced order. Program A stages samples
+    4 and 5. Program B stores samples 0 and 1 into this rank's window, then stages samples 6 and 7, which completes the
+    slice: it puts four rows to rank 1's window, and signals there.
 
     Source: arXiv 2305.06942, section 3.
     """
@@ -204,8 +203,6 @@ def _put_slices(
 
 
 class SlicedPut(NamedTuple):
-    """All that a launch of the persistent kernel needs, except its epoch and its number of programs."""
-
     bags: Bags
     features: FeatureTable
     windows: Windows

@@ -37,14 +37,14 @@ def _store_pooled(
 ):
     """Do one task: pool bags of one feature, and store them into the window of the rank that has the samples.
 
-    Memory: stores [bags, dim] of the wire type to one window [b, D_total], this rank's or a peer's. It may replace ids
-    in `values`, see `check_ids`.
+    Memory: stores [bags, dim] of the wire type to one window [b, D_total]. It may replace ids in `values`, see
+    `check_ids`.
 
     Order: the next kernel on the stream signals; its release covers the stores.
 
     Example: rank 1 of 2, 4 samples a rank, one feature of dim 4 at column 4, 2 bags a task, balanced order. Program 0
     stores samples 0 and 1 to rows 0 and 1, columns 4 .. 7, of rank 0's window, program 1 samples 4 and 5 to the same
-    rows of rank 1's window. Programs 2 and 3 fill rows 2 and 3.
+    rows of rank 1's.
 
     Source: Chen et al. 2024; zero-copy variant of arXiv 2305.06942.
     """
