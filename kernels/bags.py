@@ -34,18 +34,16 @@ class Bags(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FeatureTable:
-    """Features that one launch pools; their tables have the same dim and type."""
-
     entries: torch.Tensor
     """[F, 6] int64: see the columns in `pooling`"""
     dim: int
-    """D, a multiple of 4, at most 1024"""
+    """a multiple of 4, at most 1024"""
     weight_dtype: torch.dtype
     """float32, float16 or bfloat16"""
     alignment: int
-    """bytes, up to 16, that divide every table's address and every row's size"""
+    """bytes, a power of two up to 16, that divide every table's address and every row's size"""
     column_alignment: int
-    """elements, up to 16, that divide every column"""
+    """elements, a power of two up to 16, that divide every column"""
     leaves_out: bool = False
     """whether some features' empty bags are not stored"""
 
@@ -66,12 +64,12 @@ class Partials(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """The windows that kernels store into, one for each destination rank."""
+    """One window for each destination rank."""
 
     addresses: torch.Tensor
     """[W] int64"""
     stride: int
-    """elements of a window's row, D_total"""
+    """elements of a window's row"""
     dtype: torch.dtype
     """the wire type: float32, bfloat16 or float16"""
     alignment: int = 16

@@ -25,8 +25,7 @@ class CompiledKernel:
     - Types: `dtypes` has those of all tensors whose type the constants leave open.
 
     Example:
-        # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
-        scale = CompiledKernel(_scale, num_warps=4, BLOCK=1024)
+        scale = CompiledKernel(_scale, num_warps=4, BLOCK=1024)  # _scale(values, count, factor, BLOCK: tl.constexpr)
         scale(programs, (values.dtype,), values, values.numel(), 0.5)
     """
 
@@ -51,8 +50,8 @@ class CompiledKernel:
             registers: limit of a thread's registers.
             libraries: name and file of each library of device functions.
             prepare: called with the module's handle before the first launch.
-            constants: values of the `tl.constexpr` parameters, in their order. The fields of a named tuple are
-                constants, too; they must not be functions, whose changes Triton's cache on disk would not see there.
+            constants: the `tl.constexpr` parameters, in their order. Fields of a named tuple are constants, too, but
+                must not be functions, whose changes Triton's cache on disk would not see there.
         """
         constants = {name: _with_constant_fields(value) for name, value in constants.items()}
         names = tuple(inspect.signature(kernel.fn).parameters)

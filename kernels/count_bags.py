@@ -41,7 +41,7 @@ def _count_bags(lengths, numbers: tl.int64, features: tl.int64, samples: tl.int6
 
 
 def count_bags(lengths: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Store `reference.count_bags` of `lengths` [T, b] to `numbers` [3, T] int64, in page-locked host memory.
+    """Store `reference.count_bags` of `lengths` [T, b] to `numbers` [3, T] int64 in page-locked host memory.
 
     `lengths` is int32 or int64, contiguous; so are the rows of `numbers`.
     """

@@ -1,8 +1,9 @@
 """Divides published ids into shares, so that each owner of a row-wise sharded table reads only the ids of its rows.
 
-A window (see `pull_ids`) holds the ids of T features and, from word `values_at` on, those of S shares, each minus the
-share's first id. From word `offsets_at` on are the offsets: of the features' bags [T * b]; b words, the first of which
-ends the features' ids; of the shares' bags [S * b + 1]. So share s is read like feature T + 1 + s.
+A window (see `pull_ids`) holds the ids of T features and, from word `values_at` on, those of S shares, share after
+share, bag after bag, each minus the share's first id. From word `offsets_at` on are the offsets: of the features' bags
+[T * b]; b words, the first of which ends the features' ids; of the shares' bags [S * b + 1]. So share s is read like
+feature T + 1 + s.
 
 Example: T = 1, b = 2, bags [5, 1] [7, 4], shares of the ids 0 .. 3 and 4 .. 7. The first share has the bags [1] [], the
 second [1] [3, 0].
@@ -28,11 +29,11 @@ SHARE_COLUMNS = tl.constexpr(3)
 
 class Shares(NamedTuple):
     entries: torch.Tensor
-    """[S, 3] int64: feature, first id, and the id after the last; ids are unsigned, a negative id is 2^32 + id"""
+    """[S, 3] int64: feature, first id, and the id after the last; ids are unsigned"""
     room: int
     """words for the features' ids"""
     values_at: int
-    """word where the shares' ids begin"""
+    """word where they begin"""
     values: int
     """words for the shares' ids"""
     offsets_at: int
@@ -65,8 +66,6 @@ def _divide_ids(
     its capacity overwrites nothing. Without FILL, stores to `counts`.
 
     Order: the fill runs after the cumulative sum of the counts, and before the flag that publishes the ids.
-
-    Source: ours. TorchRec uses FBGEMM's `block_bucketize_sparse_features`.
     """
     number = tl.program_id(0) // blocks
     sample = (tl.program_id(0) % blocks) * BAGS + tl.arange(0, BAGS)
@@ -104,9 +103,9 @@ def _compiled(fill: bool, weighted: bool = False) -> CompiledKernel:
 
 
 def divide_ids(window: torch.Tensor, shares: Shares, samples: int, counts: torch.Tensor) -> None:
-    """Write the shares' ids and offsets to a window that holds the features' ids, on the current stream.
+    """Write the shares' ids and offsets to a window that holds the features' ids.
 
-    `counts` [1 + S * b or more] int32 is scratch memory; its first element is `values_at` and stays.
+    `counts` [1 + S * b or more] int32 is scratch memory, except its first element, `values_at`.
     """
     number = shares.entries.shape[0]
     blocks = -(-samples // _BAGS)

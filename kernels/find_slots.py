@@ -7,11 +7,10 @@
     _take      these slots change rows
     _replace   the other ids become their rows' new slots
 
-Bits need no sort, and give rows in ascending order, in which host memory is faster.
+Bits need no sort, give rows in ascending order, in which host memory is faster, and the same result every time.
 
 Example: 4 slots hold rows 7 3 9 5. None was used again; 9 and 5 came in the last step; the hand is at slot 0. A step
-names rows 8 8 2. Row 2 replaces row 7 in slot 0, row 8 replaces row 3 in slot 1, the ids become 1 1 0, and the hand
-moves to slot 2.
+names rows 8 8 2. Row 2 takes slot 0, row 8 slot 1, the ids become 1 1 0, and the hand moves to slot 2.
 """
 
 from functools import partial
@@ -141,7 +140,6 @@ def _count(
 
 @triton.jit
 def _list_rows(named, entering, words, block, begin, WORDS: tl.constexpr):
-    """Store the rows of one block's bits to `entering`, from element `begin` on, and clear the bits."""
     number, word = _load_words(named, words, block, WORDS)
     inside = _count_ones(word)
     into = entering + begin + tl.cumsum(inside, 0) - inside
@@ -248,10 +246,7 @@ def _take(
     word_blocks,
     BLOCK: tl.constexpr,
 ):
-    """Assign slots to the rows that enter, as program p of P the blocks p, p + P, .. of BLOCK.
-
-    Memory: stores the slots' former rows to `leaving`, and the number of entries to `count`.
-    """
+    """Assign slots to the rows that enter, as program p of P the blocks p, p + P, .. of BLOCK."""
     entries = tl.load(ends + word_blocks - 1)
     step = tl.load(clock).to(tl.int32)
     for first in range(tl.program_id(0) * BLOCK, entries, tl.num_programs(0) * BLOCK):
@@ -316,13 +311,13 @@ def find_slots(
     first_rows: torch.Tensor,
     blocks: Blocks = _BLOCKS,
 ) -> Swaps:
-    """Find slots for the rows that a step names, and replace its ids by the slots; the rows enter in ascending order.
+    """Find slots for the rows that a step names, and replace its ids by the slots.
 
-    There must be enough slots for the rows of this step and the last one together. Both `state` and `ids` are updated
-    in place.
+    There must be enough slots for the rows of this step and the last one together; they enter in ascending order.
 
     Args:
-        ids: [n] int32, ids within their tables, feature after feature.
+        state: updated in place.
+        ids: [n] int32, ids within their tables, feature after feature; updated in place.
         offsets: [F * B + 1] int32 or int64, of the bags of F features; later ids belong to feature F.
         first_rows: [F + 1 or more] int64: first row of each feature's table in the cache; ids stay if it is negative.
     """

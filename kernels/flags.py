@@ -17,7 +17,7 @@ _JIT_OPTIONS = {"do_not_specialize": ["rank", "world_size", "slots", "first_slot
 
 @dataclass(frozen=True, eq=False)
 class Flags:
-    """The ready flags of all ranks, as one rank sees them. A flag holds the epoch of its last signal."""
+    """The ready flags of all ranks. A flag holds the epoch of its last signal, and is never reset."""
 
     addresses: torch.Tensor
     """[W] int64: address of each rank's flags [W, slots] int64, row w signalled by rank w; ranks of this node only"""
@@ -35,8 +35,8 @@ class Flags:
 
 @triton.jit(**_JIT_OPTIONS)
 def _signal_flags(
-    peers_ready,
-    clock,
+    peers_ready,  # [W] int64, addresses of flags [W, slots]
+    clock,  # [1] int64, added to `epoch`
     rank,
     world_size,
     slots,
@@ -53,19 +53,19 @@ def _signal_flags(
 
 @triton.jit(**_JIT_OPTIONS)
 def _wait_for_flags(
-    ready,
-    counts,
-    clock,
+    ready,  # [W, slots] int64
+    counts,  # [W] int32, flags in use
+    clock,  # [1] int64, added to `epoch`
     status,
     rank,
     world_size,
     slots,
     epoch: tl.int64,
-    timeout: tl.int64,
+    timeout: tl.int64,  # ns; turns under the interpreter
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Wait, as program p, for the flags [p * BLOCK, (p + 1) * BLOCK) of `ready`; see `primitives.wait_for_flags`.
+    """Wait, as program p, for the flags [p * BLOCK, (p + 1) * BLOCK); see `primitives.wait_for_flags`.
 
     Order: acquires at system scope: the next kernels on the stream see the peers' stores before these signals.
     """
@@ -79,7 +79,7 @@ def _wait_kernel(block: int) -> CompiledKernel:
 
 
 def signal_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
-    """Set `slot` of `rank` to `epoch` + `flags.clock` at every rank of the node, after all earlier work of the stream."""
+    """Set `slot` of `rank` to `epoch` + `flags.clock` at every rank of the node, after all earlier work."""
     kernel, arguments = _signalling(flags, rank, slot, epoch)
     kernel(1, (), *arguments)
 

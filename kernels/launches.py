@@ -73,8 +73,8 @@ def prepared(
 ) -> Callable[[Owner, Sequence[torch.Tensor], *Arguments], Prepared]:
     """Make a method that prepares launches return those of an earlier call with the same key.
 
-    The method takes the tensors that each call of a launch gives, then everything else that the launch is made from,
-    which is hashable. The key is the types and devices of the tensors, and the rest.
+    The method takes the tensors that each call of a launch gives, whose types and devices are in the key, then
+    everything else that the launch is made from, which is hashable.
 
     Example:
         @prepared
@@ -128,7 +128,6 @@ class Launch:
     Example:
         # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
         launch = Launch(scale, programs, (values.dtype,), (values, values.numel(), 0.5), changing=("values",))
-        launch(values)
         launch(others)  # of the same number and type
     """
 
@@ -143,7 +142,6 @@ class Launch:
         """Compile the kernel, if need be, and pack the arguments.
 
         Args:
-            kernel: the kernel.
             programs: 0 launches nothing. None: each call gives the number.
             dtypes: see `CompiledKernel`.
             arguments: all run-time arguments; the first is a tensor.
@@ -240,7 +238,6 @@ def _driver() -> ctypes.CDLL:
 
 
 def _parameters(driver: ctypes.CDLL, function: ctypes.c_void_p) -> list[tuple[int, int]]:
-    """Return the offset and the size in bytes of each parameter of a function."""
     found: list[tuple[int, int]] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     ask = driver.cuFuncGetParamInfo

@@ -1,8 +1,8 @@
-"""Messages between nodes in groups of rows: each group is put into the peer's heap when it is complete, with a signal.
+"""Messages between nodes in groups of rows: each group is put into the peer's heap when it is complete.
 
 A message has a *run* of rows for each rank of the receiving node, cut into groups of the same number of rows, except
-the last (`grouping`). The put of a group sets its own signal to the epoch after the data has arrived: nothing is reset,
-and puts may overtake each other.
+the last. The put of a group sets its own signal to the epoch after the data has arrived: nothing is reset, and puts may
+overtake each other.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Groups(NamedTuple):
 
     @staticmethod
     def of(longest: int, row_bytes: int, aggregate_bytes: int) -> "Groups":
-        """Return how to cut a message whose longest run has `longest` rows of `row_bytes`."""
+        """Return how to cut a message whose longest run has `longest` rows."""
         rows = group_rows(row_bytes, aggregate_bytes, _MIN_ROWS)
         return Groups(rows, max(1, -(-longest // rows)))
 
@@ -49,7 +49,6 @@ class Waiting(NamedTuple):
     timeout: int
     """ns; turns under the interpreter"""
     status: torch.Tensor
-    """[1 + kinds] int64, see `primitives.record`"""
 
 
 @triton.jit(do_not_specialize=["rank", "peer", "signal", "epoch"])
@@ -138,14 +137,10 @@ def wait_message(
     epoch: int,
     first_sample: torch.Tensor,
 ) -> None:
-    """Make the current stream wait for a message; one program waits for each run.
+    """Make the current stream wait until the signals of a message have reached `epoch` + `clock` [1] int64.
 
-    A wait that lasts longer than `waiting.timeout` is recorded and stops the GPU's work.
-
-    Args:
-        signals: address of the first group's signal.
-        clock: [1] int64; signals must reach `epoch` + `clock`.
-        first_sample: [runs + 1] int32: run r has the rows of samples [first_sample[r], first_sample[r + 1]).
+    A wait that lasts longer than `waiting.timeout` is recorded and stops the GPU's work. `signals` is the address of
+    the first group's signal; `first_sample` [runs + 1] int32 are the first samples of the runs, and the end.
     """
     _wait_kernel(heap)(
         first_sample.numel() - 1, (),

@@ -1,8 +1,8 @@
 """Device functions that put bytes into the memory of a rank of another node and then signal it.
 
-A *heap* is memory that every rank has in the same size and layout; an address in this rank's heap also names the same
-position in any other rank's. A *put* copies bytes to a peer's heap, then stores a number at a *signal*, a word of that
-heap. `FORM` is `nvshmem`, or `stores` under the interpreter and between GPUs that reach each other.
+A *heap* is memory of the same size and layout on every rank; an address in this rank's heap also names the same
+position in any other's. A *put* copies bytes to a peer's heap, then stores a number at a *signal*, a word of that heap.
+`FORM` is `nvshmem`, or `stores` under the interpreter and between GPUs that reach each other.
 
 NVSHMEM's wait, which has no time limit, is called only after the signal has arrived, to make the bytes visible.
 
@@ -77,7 +77,7 @@ def put_signal(heaps, rank, peer, source, target, size_bytes, signal, value, FOR
 
     Memory: `source`, `target` and `signal` are int64 addresses in this rank's heap; the latter two name positions in
     the peer's. `source` and `target` are multiples of 16, `size_bytes` int64 of 8; 0 stores only the signal. `source`
-    must not change before `peer` has seen the signal, since a put does not wait.
+    must not change before `peer` has seen the signal.
 
     Order: a barrier comes first, so the put covers all that the program's threads have stored or acquired. The signal
     is stored after the bytes: a rank that acquires it sees them.

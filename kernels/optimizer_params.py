@@ -42,7 +42,7 @@ STATES: dict[str, tuple[str, ...]] = {
     "lamb": ("elements", "elements"),
     "partial_rowwise_lamb": ("elements", "number"),
 }
-"""states of each optimizer in FBGEMM's order, each a number for each of a row's `elements` or one `number` per row"""
+"""states of each optimizer in FBGEMM's order: one number for each of a row's `elements`, or one `number` per row"""
 
 
 def state_bytes(optimizer: str, dim: float) -> float:

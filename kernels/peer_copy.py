@@ -20,11 +20,7 @@ WORDS = {1: (tl.int8, 1), 2: (tl.int16, 1), 4: (tl.int32, 1), 8: (tl.int32, 2), 
 
 
 class Rows(NamedTuple):
-    """The rows that one rank sends: one to each of the other ranks, and to itself if `own`.
-
-    Example: rank 1 of 3 with stride 100, row_bytes 100, offset 4100: bytes 200 .. 299 of the source go to bytes 4100 ..
-    of rank 2's memory.
-    """
+    """The rows that one rank sends: one to each of the other ranks, and to itself if `own`."""
 
     source: torch.Tensor
     """contiguous: all rows, or the one row that goes to all ranks"""
@@ -82,8 +78,7 @@ def _store_rows(
     Order: the program that ends last sets element `rank` of every rank's flags to `clock`: a release at system scope
     that covers the stores of all programs.
 
-    Example: rank 1 of 3, two blocks a row, destinations 3: 2a 0a 1a 2b 0b 1b, where 2a is the first block of rank 2's
-    row.
+    Example: rank 1 of 3, two blocks a row: 2a 0a 1a 2b 0b 1b, where 2a is the first block of rank 2's row.
     """
     elements = words * VECTOR
     for task in range(tl.program_id(0), destinations * tl.cdiv(elements, BLOCK), tl.num_programs(0)):
@@ -107,10 +102,9 @@ def _compiled(world_size: int, word: int) -> CompiledKernel:
 
 
 def store_rows(rows: Rows, flags: RowFlags, rank: int, programs: int = PROGRAMS) -> None:
-    """Store this rank's rows at the other ranks, then set its flag to `flags.clock` at every rank, on the current
-    stream.
+    """Store this rank's rows at the other ranks, then set its flag to `flags.clock` at every rank.
 
-    All ranks give the same `rows`, except the source. Small rows take fewer `programs`.
+    All ranks give the same `rows`, except the source.
     """
     world_size, kernel = rows.targets.numel(), _compiled(rows.targets.numel(), rows.word)
     elements = rows.row_bytes // rows.word * kernel.constants["VECTOR"]

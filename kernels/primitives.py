@@ -4,7 +4,7 @@ Memory order, the same in every kernel. Producer: all threads store; a barrier, 
 releases a flag or a count. Consumer: one thread acquires it; a barrier; all threads load. A scope has to include the
 two threads that synchronise, and no others (PTX ISA, sections 8.7 and 8.9.4): system scope between ranks, GPU scope
 between programs of one GPU, also for stores into a peer's memory. Causality order is transitive (8.9.5): a release also
-covers everything that its thread has acquired. Unless a kernel says otherwise, no two of its programs access an element
+covers everything that its thread has acquired. Unless a kernel says otherwise, no two of its programs share an element
 that one of them stores.
 
 Example: program A stores into a peer's window, and counts itself by a release at GPU scope. Program B counts last,
@@ -196,7 +196,7 @@ def wait_for_few(
     LANES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Wait for `count` flags of `ready` [W, slots], at most LANES: first, first + apart, ..; see `wait_for_flags`.
+    """Wait for `count` flags of `ready`, at most LANES: first, first + apart, ..; see `wait_for_flags`.
 
     A proxy fence follows, so that reads by TMA also come after. The result is 0, computed from the flags: code that
     must come after the wait can depend on it.

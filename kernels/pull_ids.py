@@ -2,8 +2,7 @@
 
 A window is int32. It holds the ids of T features, feature after feature, bag after bag; their weights, if any, as
 float32 `weights_at` words after the ids; and, from word `offsets_at` on, the bags' offsets [T * b + 1]. Ids arrive in
-the order of `Bags`: shard after shard, the bags of rank 0 first. Pair shard * W + rank is one of the owner's F shards
-and a source rank.
+the order of `Bags`. Pair shard * W + rank is one of the owner's F shards and a source rank.
 
 Example: W = 2, b = 2. Rank 0 publishes the bags f: [5] [], g: [7, 7] [1], rank 1 publishes f: [] [9], g: [2] []. The
 owner of g finds 3 ids of pair 0 at source 1, which arrive at 0, and 1 id of pair 1 at source 1, which arrives at 3:
@@ -59,8 +58,7 @@ def _locate_ids(
     """Find where the ids of each pair are in their rank's window and where they arrive; the grid is one program.
 
     Memory: if a rank has more ids of a feature than its capacity, or fewer than 0, every rank records that, and no id
-    of the step arrives. Without LENGTHS, pairs are known, and the program only checks that each rank has published
-    `total` ids.
+    of the step arrives. Without LENGTHS, the program only checks that each rank has published `total` ids.
 
     Order: runs after the wait for the ranks' flags.
     """
@@ -132,9 +130,6 @@ def _pull_ids(
     among the bags of one additional feature.
 
     Order: published ids stay until their rank has seen this rank's flag of the next step.
-
-    Example: the module's with capacity 6. The task of pair 1 stores id 2 to values[3], and 3 4 to offsets[2] and after;
-    padding stores 0 0 to values[4] and after, and 4 4 5 5 6 to offsets[4] and after.
     """
     task = tasks + tl.program_id(0) * TASK_COLUMNS
     shard = tl.load(task + SHARD)
@@ -205,10 +200,8 @@ class Published(NamedTuple):
 def pull_tasks(capacities: Sequence[int], world_size: int, samples: int, padded: int, block: int) -> list[list[int]]:
     """Return the rows of the task table: all blocks of all pairs, shard after shard, block after block.
 
-    Args:
-        capacities: upper limit of each shard's ids in one rank's batch.
-        padded: number of ids that the arriving ids are padded to; 0 for no padding.
-        block: ids of a task.
+    `capacities` has the upper limit of each shard's ids in one rank's batch; `padded` is the number of ids after
+    padding, or 0.
     """
     tasks = []
     for shard, capacity in enumerate(capacities):
@@ -223,7 +216,7 @@ def pull_tasks(capacities: Sequence[int], world_size: int, samples: int, padded:
 def locate_ids(
     published: Published, arrivals: Arrivals, status: torch.Tensor, samples: int, lengths: bool, total: int
 ) -> None:
-    """Find where the ids of each pair are and arrive, on the current stream; see `_locate_ids`.
+    """Find where the ids of each pair are and arrive; see `_locate_ids`.
 
     `arrivals` is overwritten if the `lengths` of bags vary; if not, each rank's batch must have `total` ids.
     """
@@ -249,14 +242,10 @@ def pull_ids(
     check: bool,
     block: int = BLOCK_IDS,
 ) -> None:
-    """Copy the ids of this rank's shards out of the ranks' windows, on the current stream; see `_pull_ids`.
+    """Copy the ids of this rank's shards out of the ranks' windows; see `_pull_ids`.
 
-    Args:
-        tasks: [tasks, 3] int32, of `pull_tasks`; with `lengths` they pad `values` to its whole length.
-        values: [capacity] int32, overwritten.
-        offsets: [(F + 1) * W * b + 1] int32, overwritten if `lengths`, else given.
-        weights: [capacity] float32, overwritten where ids are.
-        lengths: whether the lengths of bags vary.
+    `tasks` are those of `pull_tasks`. If the `lengths` of bags vary, they pad `values` to its whole length, and
+    `offsets` are overwritten, else given.
     """
     kernel = specialised(
         _pull_ids, num_warps=_NUM_WARPS, LENGTHS=lengths, WEIGHTED=weights is not None, CHECK=check, BLOCK=block

@@ -25,7 +25,7 @@ def pool(
     Args:
         weight: [rows, D], any float type.
         lengths: [n] int.
-        values: [sum of lengths] int, row ids, bag after bag; rows are added up in this order, in float32.
+        values: [sum of lengths] int, bag after bag; rows are added up in this order, in float32.
         id_weights: [sum of lengths] float32, factor of each id's row.
     """
     bag = torch.repeat_interleave(lengths.long())
@@ -43,7 +43,7 @@ def divide_ids(
     """Return the ids of each share minus its first id, their positions in `values`, and the lengths [shares * samples].
 
     Args:
-        values: [n] int32, ids, bag after bag.
+        values: [n] int32, bag after bag.
         offsets: [features * samples + 1] int32, of the bags.
         shares: feature, first id and end of each; ids are unsigned, a negative id is 2^32 + id.
     """
@@ -335,12 +335,10 @@ def _update_row(update: FlatUpdate, row: int, part: slice) -> None:
 
 
 def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-    """Write out = x0 * (w + bias) + x, computed in float32."""
     out.copy_(x0.float() * (w.float() + bias) + x.float())
 
 
 def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
-    """Write du and its sums, and for layer 0 dx, computed in float32."""
     gradient, dx0 = tensors.gradient.float(), torch.zeros_like(tensors.x0, dtype=torch.float32)
     for k in range(layers - 1, layer - 1, -1):
         if k < layers - 1:
@@ -366,7 +364,6 @@ def interact(embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None
 
 
 def gradient_of_interaction(gradient: torch.Tensor, embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:
-    """Write the gradient of `embeddings`, computed in float32."""
     each = embeddings.float().unflatten(1, (features, -1))
     rows, columns = torch.triu_indices(features, features, offset=1)
     dim = each.shape[2]
@@ -385,14 +382,13 @@ def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-    """Write out = x @ weight + bias, computed in float32."""
     out.copy_((x.float() * weight.float()).sum(1) + bias.float())
 
 
 def gradient_of_logits(
     gradient: torch.Tensor, output: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, sums: torch.Tensor
 ) -> None:
-    """Write the gradient of ReLU's input, and sums in float32."""
+    """Write the gradient of ReLU's input, and sums, in float32."""
     each, width = gradient.float()[:, None], output.shape[1]
     mask_and_sum(each * weight.float(), output, out, sums[:, :width])
     for group, part in enumerate(torch.cat((each * output.float(), each), dim=1).split(GROUP)):

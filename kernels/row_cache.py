@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 MOST_USES = 3
-"""upper limit of a row's reference counter in the CLOCK replacement"""
+"""upper limit of a row's reference counter"""
 _NEVER = -2  # earlier than any step, so that the first step may replace the slot
 
 
@@ -47,7 +47,6 @@ class Swaps(NamedTuple):
     """
 
     slots: torch.Tensor
-    """[n] int64"""
     leaving: torch.Tensor
     """[n] int64: row that receives the slot's content; negative for none"""
     entering: torch.Tensor

@@ -42,10 +42,10 @@ def _swap_rows(
 ):
     """Swap the rows of entries 0 .. count - 1, as program p of P the blocks p, p + P, .. of ROWS entries.
 
-    P is one for every SHARE words, but at least MIN_PROGRAMS and at most what is launched; others return at once.
+    P is one for every SHARE words, at least MIN_PROGRAMS and at most what is launched; others return at once.
 
     Memory: entry i copies row slots[i] of `cached` to row leaving[i] of `home`, then row entering[i] of `home` to row
-    slots[i] of `cached`. No row is named twice, so STAGES - 2 blocks are loaded ahead.
+    slots[i]. No row is named twice, so STAGES - 2 blocks are loaded ahead.
 
     Order: the thread that stores a word of a slot has loaded it before, since all blocks have the same layout, which
     `tests/kernels/vectors.py` checks; a barrier would keep Triton from pipelining the loop.
@@ -81,7 +81,7 @@ def _compiled(words: int, alignment: int) -> CompiledKernel:
 
 
 def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:
-    """Copy rows of a cache to their table, and other rows of the table to their slots, on the current stream.
+    """Copy rows of a cache to their table, and other rows of the table to their slots.
 
     `home` [R, D] or [R] is contiguous, with rows of a multiple of 4 bytes, in memory that the device can access;
     `cached` [S, D] or [S] has the same type.

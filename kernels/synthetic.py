@@ -47,7 +47,8 @@ class Source(NamedTuple):
     """[words] int64: the cells of each popularity (`data/zipf.py`), each a threshold and, for two items, the first rank
     and the bits of the float64 slope and curve; then the weights of tables whose ids count by position"""
     signals: torch.Tensor
-    """[S, 2] int64, for each table with a signal: table, and element of `factors` for an empty bag, may be negative"""
+    """[S, 2] int64, for each table with a signal: table, and index in `factors` of an empty bag, even if no bag is that
+    small"""
     weights: torch.Tensor
     """[S, 3] float64: weights of a signal, of signal * dense feature, and of signal * previous signal"""
     dense_weights: torch.Tensor
@@ -95,8 +96,7 @@ def _draw_features(
 
     Memory: stores up to four columns of `dense` and rows of `lengths` and `sums`.
 
-    Example: 2 features and 3 tables. Block 0 has the draws of the label, of both features, and of the bag size of table
-    0; block 1 those of the bag sizes of tables 1 and 2, and two for ids.
+    Example: 2 features, 3 tables. Block 0 has the draws of the label, both features, and the bag size of table 0.
     """
     groups = tl.cdiv(count, BLOCK)
     block = tl.program_id(0) // groups
@@ -141,10 +141,7 @@ def _draw_ids(
 
     Memory: with RANGES, bags have `lengths`, otherwise all bags of a table have MAX_IDS ids.
 
-    Order: sums are relaxed atomics of integers, in any order.
-
-    Example: 100 samples, table 0 with 3 ids a bag, table 1 with 2. The second id of sample 7 in table 1 is at 3 * 100 +
-    7 * 2 + 1.
+    Order: sums are relaxed atomics of integers, whose order does not matter.
     """
     groups = tl.cdiv(count, BLOCK)
     block = first_block + tl.program_id(0) // groups
@@ -217,9 +214,6 @@ def _draw_labels(
     """Draw the labels of BLOCK samples.
 
     The terms of a logit are added in a fixed order, and every product and sum is rounded, as on a CPU.
-
-    Example: bias -1, one signal of weight 2. A bag whose score has the mean 300 and the factor 0.01 and is 350 has the
-    signal 0.5 and the logit 0.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
@@ -256,8 +250,7 @@ def draw_samples(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the samples [first, first + count): dense features [b, F], lengths [T * b] and ids int32, labels [b].
 
-    Lengths and ids are table after table. The host waits only for the number of ids, if the bags of a table differ in
-    size.
+    Lengths and ids are table after table. The host waits only for the number of ids, if bags of a table differ in size.
     """
     key, device, features, tables = source.key, source.key.device, len(source.dense_weights), len(source.bag_sizes)
     blocks, groups, first_draw = len(source.columns) // 4, -(-count // BLOCK), 1 + features + tables

@@ -9,15 +9,13 @@ from dlrm_overlap.kernels.bags import FeatureTable
 
 
 class Tuning(NamedTuple):
-    """How a launch is cut into tasks and programs."""
-
     task_bags: int
     """bags per task, a power of two"""
     unroll: int
     """rows of each bag that are loaded at a time"""
     num_warps: int
     groups: int = 1
-    """groups of bags that a program of the persistent kernel pools one after the other"""
+    """groups of bags that a persistent program pools one after the other"""
     checked_ids: int = 64
     """ids of each bag that are checked at a time, a power of two"""
 
@@ -32,7 +30,6 @@ class PoolingOptions(NamedTuple):
 
 
 def power_of_2(n: int) -> int:
-    """Return the smallest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()
 
 

@@ -53,12 +53,9 @@ def _unpack_records(
 
 
 def unpack(records: torch.Tensor, fields: torch.Tensor, field_of: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of records as `reference.unpack` does, [words * b] int32, on the current stream.
+    """Return the numbers of records as `reference.unpack` does, [words * b] int32.
 
-    Args:
-        records: [b, record_bytes] uint8, less than 2^31 bytes.
-        fields: [fields, 6] int64; the constants above are the columns.
-        field_of: [words] int32: field of each number of a record.
+    `records` have less than 2^31 bytes; `field_of` is the field of each number of a record.
     """
     samples, record_bytes = records.shape
     words = field_of.numel()

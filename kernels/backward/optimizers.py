@@ -35,7 +35,7 @@ class OptimizerRows(NamedTuple):
     state_at: tuple[int, ...]
     """the same for each state; with one number per row, key k has element state_at + k"""
     dim: int
-    """D, a multiple of 4, at most 1024"""
+    """a multiple of 4, at most 1024"""
     any_mean: bool
     """whether a feature of the range is a mean"""
     optimizer: str
@@ -52,7 +52,7 @@ class Rule(NamedTuple):
     clock: torch.Tensor
     """[1] int64: added to `step`, see `comm/counters.py`"""
     step: int = 0
-    """number of the step minus `clock`, may be negative"""
+    """step minus `clock`, may be negative"""
     seed: int = 0
     """seed of stochastic rounding at step 0, from 0 to 2^31 - 1"""
     factor: float = 1.0
@@ -64,7 +64,6 @@ class RowKind(NamedTuple):
     """MOST_STATES: `elements`, `number` or None, see `STATES`"""
     dim: int
     block_dim: int
-    """the next power of two"""
     weight_type: tl.dtype
     stochastic: bool
 
@@ -81,7 +80,7 @@ class StepRule(NamedTuple):
     lr: Any
     eps: Any
     count: Any
-    """float32: steps of the optimizer, this one included"""
+    """steps of the optimizer, this one included"""
     seed: Any
     factor: Any
 
@@ -231,7 +230,7 @@ def _rowwise_adagrad_with_counter(stored, key, mask, weight, state, gradient, ru
 
 @triton.jit
 def _corrected(mean, rule, BETA: tl.constexpr):
-    """Return a moving mean that began at 0, corrected for that."""
+    """Correct a moving mean that began at 0."""
     return mean / (1.0 - _power(tl.load(rule.numbers + BETA), rule.count)).to(tl.float32)
 
 

@@ -3,9 +3,6 @@
 A rank's gradient window is [D_local * B] of the wire type: the shard whose columns begin at `start` of D_local has its
 [B, D] from element start * B on. Shards are sent in parts, each with its own flag, so that its rows are updated while
 the next part is sent. One launch sends all parts of a dim: one for each part would queue after the dense kernels.
-
-Example: two ranks of two samples; rank 1 holds a table of dim 4. Rank 0 stores its gradient [2, 4] of that table to
-elements 0 .. 7 of rank 1's window, rank 1 its own to elements 8 .. 15.
 """
 
 from collections.abc import Sequence
@@ -55,11 +52,11 @@ class ShardTable:
     counts: torch.Tensor
     """[parts] int32: largest number of shards of a rank"""
     dim: int
-    """D, a multiple of 4, at most 1024"""
+    """a multiple of 4, at most 1024"""
     source_alignment: int
-    """elements, up to 16, that divide every column of the gradient"""
+    """elements, a power of two up to 16, that divide every column of the gradient"""
     start_alignment: int
-    """elements, up to 16, that divide every column of D_local"""
+    """elements, a power of two up to 16, that divide every column of D_local"""
 
 
 @dataclass(frozen=True)
@@ -74,26 +71,26 @@ class PartFlags:
 
 @triton.jit(do_not_specialize=[*_SIZES, "scale", "epoch"], do_not_specialize_on_alignment=["offsets"])
 def _push_gradients(
-    gradient,
-    offsets,
-    shards,
-    counts,
-    windows,
-    peers_ready,
-    done,
-    clock,
+    gradient,  # [samples, D_total], rows STRIDE elements apart
+    offsets,  # [shares * samples + 1] int32, of the bags
+    shards,  # [parts, W, most, 3] int64
+    counts,  # [parts] int32, largest number of shards of a rank
+    windows,  # [W] int64, addresses
+    peers_ready,  # [W] int64, addresses of flags [W, parts]
+    done,  # [parts] int32, finished programs of all launches
+    clock,  # [1] int64, added to `epoch`
     rank,
     world_size,
     parts,
     first_part,
     end_part,
     most,
-    blocks,
+    blocks,  # tasks of a shard
     samples,
-    batch: tl.int64,
-    first_sample: tl.int64,
+    batch: tl.int64,  # samples of all ranks
+    first_sample: tl.int64,  # of this rank
     scale,
-    programs,
+    programs,  # of all launches
     epoch: tl.int64,
     SCHEDULE: tl.constexpr,
     PEERS: tl.constexpr,
@@ -112,15 +109,15 @@ def _push_gradients(
 
     A task is up to ROWS samples of one shard; program p of P does the tasks p, p + P, .. of each part.
 
-    Memory: `gradient`, b rows STRIDE elements apart, is stored in the wire type, times `scale` if SCALED, to the rows
-    from `first_sample` on of the shard's [B, DIM]. With SHARES the program skips bags that have no ids of a shard's
-    rows, by `offsets` [shares * samples + 1]. `done` [parts] counts the programs of all dims' launches.
+    Memory: `gradient` is stored in the wire type, times `scale` if SCALED, to the rows from `first_sample` on of the
+    shard's [B, DIM]. With SHARES, bags without ids of a shard's rows are skipped.
 
     Order: the program counts itself after its share of a part (acquire and release, GPU scope). The last of `programs`
-    has acquired what all others have released, and signals the part at every rank, with `epoch` + `clock` (release,
-    system scope), while others go on with the next part.
+    has acquired what all others have released, and signals the part at every rank (release, system scope), while others
+    go on with the next part.
 
-    Source: ours; `store_pooled` in the other direction.
+    Example: two ranks of two samples; rank 1 holds a table of dim 4. Rank 0 stores its gradient [2, 4] to elements 0 ..
+    7 of rank 1's window, rank 1 its own to elements 8 .. 15.
     """
     at = tl.arange(0, BLOCK_DIM)
     for part in range(first_part, end_part):
@@ -179,8 +176,8 @@ def prepare_push_gradients(
     epoch. The last program of a part signals it at every rank, with the epoch plus `flags.clock`.
 
     Args:
-        gradient: [b, D_total] float32, bfloat16 or float16: rows of contiguous elements, each at a multiple of 16
-            bytes. It may be some columns of a wider tensor.
+        gradient: [b, D_total] float32, bfloat16 or float16, also some columns of a wider tensor: rows of contiguous
+            elements, each at a multiple of 16 bytes.
         tables: one for each dim, each with all parts.
         windows: [D_local * B] each; their stride is not used.
         first_sample: the rank's first sample in the global batch.

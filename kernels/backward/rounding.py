@@ -11,8 +11,6 @@ def rounded(x, at, seed, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
 
     The random bits are a hash of `seed` and `at`, the element's offset. NaN, infinity and numbers not below the largest
     of TYPE are rounded to the nearest, so that no update overflows by chance.
-
-    Example: float16, whose numbers near 1 are 2^-10 apart. 1 + 2^-12 becomes 1 + 2^-10 one time in four, else 1.
     """
     if not STOCHASTIC:
         return x.to(TYPE)

@@ -1,8 +1,6 @@
 """Sums gradients by row, where many ids of a batch name the same row: each sum is then sent once.
 
-The sum is an update by `update_rows` of rows of zeros, by SGD at a learning rate of -1: in float32, in a fixed order.
-
-Example: rows 2 0 2 of gradients g, h, i. Row 0 becomes h and row 2 becomes g + i.
+The sum is an update of rows of zeros by SGD at a learning rate of -1: in float32, in a fixed order.
 """
 
 from typing import NamedTuple
@@ -25,7 +23,6 @@ class Runs(NamedTuple):
     starts: torch.Tensor
     """[n + 1 or more] int32: run i has the gradients order[starts[i]] .. order[starts[i + 1] - 1]"""
     count: torch.Tensor
-    """[1] int32: number of runs"""
     order: torch.Tensor
     """[n] int32: overwritten by a sum"""
 

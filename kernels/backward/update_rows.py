@@ -186,7 +186,7 @@ def _update_run(
     do_not_specialize=["range_index", "weight_at", "first_at", "second_at", "third_at", "step", "seed", "factor"]
 )
 def _update_rows(
-    run_keys,
+    run_keys,  # these eight as in `PreparedRuns`
     run_starts,
     gradient_at,
     scales,
@@ -194,18 +194,18 @@ def _update_rows(
     chunk_run,
     chunk_first,
     bounds,
-    gradient,
-    weights,
+    gradient,  # see `RowUpdate`
+    weights,  # see `OptimizerRows`, also for the states
     first_states,
     second_states,
     third_states,
-    chunk_sums,
+    chunk_sums,  # [most chunks, dim] float32
     range_index,
     weight_at: tl.int64,
     first_at: tl.int64,
     second_at: tl.int64,
     third_at: tl.int64,
-    numbers,
+    numbers,  # these five as in `Rule`
     clock,
     step: tl.int64,
     seed: tl.int64,
@@ -218,16 +218,13 @@ def _update_rows(
 
     A task is one chunk, whose gradients are summed, or `TILING.runs` consecutive runs, whose rows are updated.
 
-    Memory: updates rows and their states, each by one program alone, and stores the sums of chunks to `chunk_sums`
-    [chunks, dim].
+    Memory: each row and its states are updated by one program alone.
 
     Order: on the stream, the kernel follows the wait for the gradients' flags. Programs count a run's stored chunks in
     `shared` (acquire and release, GPU scope); the last one sees the sums of all.
 
     Example: runs a, b, c and d of 1, 1, 7 and 1 ids, chunks of 3 ids, 2 runs a task. Tasks 0, 1 and 2 sum the chunks of
     c; the last to finish updates c. Task 3 updates a and b, task 4 updates d.
-
-    Source: ours; the ids are sorted by row as in FBGEMM's backward.
     """
     runs = RunPointers(run_keys, run_starts, gradient_at, scales, gradient)
     stored = RowPointers(
@@ -275,7 +272,7 @@ def _compiled(
 class RowUpdate:
     """The update of one range of rows: a call updates each row that a step's ids name, in place.
 
-    Make another one when the rows or their states move. Like a `Launch`, it has one caller.
+    Make another one when the rows or their states move. Only one thread may call it at a time.
     """
 
     def __init__(self, rows: OptimizerRows, chunk_ids: int = CHUNK_IDS) -> None:

@@ -1,7 +1,7 @@
 """Adds up the partial sums of a table that is cut by rows: each rank with some of its rows stores its share of a bag.
 
-Example: a table of dim 4 at column 0 that is cut over three ranks. The partial sums are in columns 0 .. 3, 4 .. 7 and 8
-.. 11 of each sample's row; the kernel stores their sum to 0 .. 3.
+Example: a table of dim 4 cut over three ranks. The partial sums are in columns 0 .. 3, 4 .. 7 and 8 .. 11 of a sample's
+row; the kernel stores their sum to 0 .. 3.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class PartialTable(NamedTuple):
     entries: torch.Tensor
     """[S, 2 + 2 * most] int64: see the columns above"""
     alignment: int
-    """elements, up to 16, that divide every column and dim"""
+    """elements, a power of two up to 16, that divide every column and dim"""
 
 
 def partial_table(sums: Sequence[Partials], alignment: int, device: torch.device) -> PartialTable:
@@ -44,11 +44,11 @@ def partial_table(sums: Sequence[Partials], alignment: int, device: torch.device
 
 @triton.jit(do_not_specialize=["samples", "blocks", "width"], do_not_specialize_on_alignment=["offsets"])
 def _add_partials(
-    window,
-    sums,
-    offsets,
+    window,  # [samples, STRIDE]
+    sums,  # [S, width] int64
+    offsets,  # [shares * samples + 1] int32, of the bags
     samples,
-    blocks,
+    blocks,  # programs of each sum
     width,
     STRIDE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -59,11 +59,9 @@ def _add_partials(
     """Add up one sum in ROWS rows of the window.
 
     Memory: partial sums are added in float32 in the order of the row shards, and the total overwrites the first. With
-    SOME, partial sums of empty bags, by `offsets` [shares * samples + 1], are not read, unless the share is EVERY_BAG.
+    SOME, partial sums of empty bags are not read, unless the share is EVERY_BAG.
 
     Order: on the stream, the kernel follows the wait for the peers' flags.
-
-    Source: ours. TorchRec reduce-scatters the partial sums.
     """
     sum_entry = sums + (tl.program_id(0) // blocks) * width
     row = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)

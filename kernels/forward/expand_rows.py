@@ -16,19 +16,17 @@ _NUM_WARPS = 4
 
 @triton.jit(do_not_specialize=["count"])
 def _expand_rows(
-    rows,
-    slots,
-    expanded,
+    rows,  # [n, DIM]
+    slots,  # [count] int32
+    expanded,  # [count, DIM]
     count,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Copy the rows of `rows` [n, DIM] that ROWS of `slots` [count] int32 name; zeros where a slot is negative.
+    """Copy the rows that ROWS of `slots` name; zeros where a slot is negative.
 
     Order: on the stream, the kernel follows the wait for the peers' flags.
-
-    Source: ours. TorchRec uses `index_select`.
     """
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_DIM)[None, :]

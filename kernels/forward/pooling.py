@@ -25,23 +25,18 @@ JIT_OPTIONS = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment":
 
 
 class Pooling(NamedTuple):
-    """Compile-time constants of the forward's kernels."""
-
     schedule: str
-    """linear | remote_first | balanced"""
     bags: int
     """bags that a program pools at a time"""
     unroll: int
-    """rows of each bag that are loaded at a time"""
     stride: int
-    """elements of a window's row"""
     dim: int
     block_dim: int
     """the next power of two"""
     weight_type: tl.dtype
     wire_type: tl.dtype
     alignment: int
-    """bytes that divide the address and the size of a table's row"""
+    """bytes that divide a table's address and its rows' size"""
     window_alignment: int
     """bytes that divide a window's address"""
     column_alignment: int
@@ -49,7 +44,6 @@ class Pooling(NamedTuple):
     check: int
     """ids of each bag that are checked at a time; 0: none"""
     leaves_out: bool
-    """whether some features' empty bags are not stored"""
 
 
 def pooling_constants(features: FeatureTable, windows: Windows, options: PoolingOptions) -> Pooling:
@@ -128,8 +122,8 @@ def pool(
     [bags].
 
     `feature` points to a row of the feature table. Rows are added in the order of the ids, in float32, times the ids'
-    weights if `id_weights` are float32; the result is 0 where `live` is false. Empty bags that are left out are not to
-    be stored. A table has at least one row, since masked lanes read id 0.
+    weights if `id_weights` are float32; the result is 0 where `live` is false. A table has at least one row, since
+    masked lanes read id 0.
     """
     # Find the bags.
     bag = tl.load(feature + INPUT_FEATURE) * batch + sample

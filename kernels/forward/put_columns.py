@@ -28,7 +28,7 @@ class PutColumns(NamedTuple):
 
     @staticmethod
     def of(shards: list[tuple[int, int]], stride: int, itemsize: int, device: torch.device) -> "PutColumns":
-        """Return the columns of `shards`, each with its dim and first column in a window's row, in a message's order."""
+        """Return the columns of `shards`, each a dim and a first column in a window's row, in a message's order."""
         word = gcd(8, *((column * itemsize) for shard in shards for column in shard), stride * itemsize)
         starts = [(dim * itemsize // word, column * itemsize // word) for dim, column in shards]
         columns = [column + at for words, column in starts for at in range(words)]
@@ -37,16 +37,16 @@ class PutColumns(NamedTuple):
 
 @triton.jit(do_not_specialize=["ranks", "words", "pitch", "stride", "blocks", "here"])
 def _put_columns(
-    message,
-    columns,
-    windows,
-    first_sample,
-    ranks,
-    words,
+    message,  # [rows, pitch] words
+    columns,  # [words] int32
+    windows,  # [ranks] int64, addresses
+    first_sample,  # [ranks + 1] int32
+    ranks,  # of this node
+    words,  # of a message's row that are copied
     pitch,
-    stride: tl.int64,
-    blocks,
-    here,
+    stride: tl.int64,  # words from one row of a window to the next
+    blocks,  # programs of each rank
+    here,  # index of this rank in the node
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WORD: tl.constexpr,
@@ -55,14 +55,7 @@ def _put_columns(
 
     Program p serves the node's rank (here + 1 + p / blocks) modulo `ranks`, so that ranks begin with different windows.
 
-    Memory: rows of `message` are `pitch` words apart, rows of a window `stride` words.
-
     Order: the kernel that signals for the sender comes next on the stream.
-
-    Example: ranks 2 and 3 with samples 5 .. 7 and 8 .. 9, a message of 5 rows of 4 words, columns [8, 9, 2, 3]. Its
-    rows 3 and 4 go to words 8, 9, 2 and 3 of rows 0 and 1 of rank 3's window.
-
-    Source: ours; the last leg of a hierarchical All-to-All.
     """
     rank = (here + 1 + tl.program_id(0) // blocks) % ranks
     begin = tl.load(first_sample + rank)

@@ -70,7 +70,7 @@ def put_by_stores(
     ROWS: tl.constexpr,
     POOLING: tl.constexpr,
 ):
-    """Put `staged` [end - first, dim] to rows [first, end) of a peer's window, ROWS at a time. The caller signals next."""
+    """Put `staged` [end - first, dim] to rows [first, end) of a peer's window, ROWS at a time; the caller signals."""
     at = tl.arange(0, POOLING.block_dim)
     for begin in range(first, end, ROWS):
         sample = begin + tl.arange(0, ROWS)
@@ -83,29 +83,29 @@ def put_by_stores(
 
 @triton.jit(**JIT_OPTIONS)
 def _put_slices(
-    values,
-    offsets,
-    id_weights,
-    first_sample,
-    features,
-    windows,
-    status,
-    peers_ready,
-    ready,
-    counts,
-    clock_word,
-    staging,
-    done,
-    ticket,
+    values,  # [ids] int32 or int64
+    offsets,  # [features * batch + 1], of the bags
+    id_weights,  # [ids] float32, or `values` again
+    first_sample,  # [W + 1] int32
+    features,  # [features_here, 6] int64
+    windows,  # [W] int64, addresses
+    status,  # see `record`
+    peers_ready,  # [W] int64, addresses of flags
+    ready,  # [W, slots] int64, this rank's flags
+    counts,  # [W] int32, flags in use
+    clock_word,  # [1] int64, added to `epoch`
+    staging,  # [W * features_here, bags of all tasks, dim]
+    done,  # [W * features_here * slices] int32
+    ticket,  # [3] int32, see `SliceState`
     rank,
     world_size,
     features_here,
-    blocks,
-    batch,
+    blocks,  # tasks of a feature for each destination
+    batch,  # samples of all ranks
     slots,
-    first_slot,
+    first_slot,  # of the first slice
     epoch: tl.int64,
-    timeout: tl.int64,
+    timeout: tl.int64,  # ns; turns under the interpreter
     IN_PLACE: tl.constexpr,
     SIGNAL: tl.constexpr,
     PEERS: tl.constexpr,
@@ -119,18 +119,17 @@ def _put_slices(
 ):
     """Take tasks until none is left, each GROUPS groups of bags; put the slices that this program completes.
 
-    Memory: stores rows to this rank's window, to `staging` [W * F, tasks' bags, dim] or, IN_PLACE, to a peer's window;
-    slices and flags to the peers. For `done` [W * F * slices] and `ticket` [3] see `SliceState`.
+    Memory: stores rows to this rank's window, to `staging` or, IN_PLACE, to a peer's window; slices and flags to the
+    peers.
 
     Order: a program that has stored a task counts it (release, GPU scope). The one that completes a slice acquires it,
     puts it, and signals (release, system scope). The kernel's end orders stores into this rank's own window. IN_PLACE
     with SIGNAL, programs count all their tasks at the end, and the one that completes the sum signals, which covers all
-    stores of this launch and earlier ones on the stream. With END_WAIT, programs then wait for the flags in `ready` [W,
-    slots].
+    stores of this launch and earlier ones on the stream. With END_WAIT, programs then wait for the flags in `ready`.
 
-    Example: rank 0 of 2, 4 samples a rank, tasks of 2 bags, slices of 2 tasks, balanced order. Program A stages samples
-    4 and 5. Program B stores samples 0 and 1 into this rank's window, then stages samples 6 and 7, which completes the
-    slice: it puts four rows to rank 1's window, and signals there.
+    Example: rank 0 of 2, 4 samples a rank, tasks of 2 bags, slices of 2 tasks. Program A stages samples 4 and 5.
+    Program B stages samples 6 and 7, which completes the slice: it puts four rows to rank 1's window, and signals
+    there.
 
     Source: arXiv 2305.06942, section 3.
     """
@@ -220,7 +219,7 @@ class SlicedPut(NamedTuple):
         return Launch(self._kernel(), programs, dtypes, self._arguments(epoch=0), changing)
 
     def resident_programs(self) -> int:
-        """Return how many programs of this launch one multiprocessor holds at once."""
+        """Return how many programs one multiprocessor holds at once."""
         from cuda.bindings import driver
 
         compiled = self._kernel().compile(*self._arguments(epoch=1))

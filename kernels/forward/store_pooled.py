@@ -21,18 +21,18 @@ from dlrm_overlap.kernels.tuning import PoolingOptions
 
 @triton.jit(**JIT_OPTIONS)
 def _store_pooled(
-    values,
-    offsets,
-    id_weights,
-    first_sample,
-    features,
-    windows,
-    status,
+    values,  # [ids] int32 or int64
+    offsets,  # [features * batch + 1], of the bags
+    id_weights,  # [ids] float32, or `values` again
+    first_sample,  # [W + 1] int32
+    features,  # [features_here, 6] int64
+    windows,  # [W] int64, addresses
+    status,  # see `record`
     rank,
     world_size,
     features_here,
-    blocks,
-    batch,
+    blocks,  # tasks of a feature for each destination
+    batch,  # samples of all ranks
     POOLING: tl.constexpr,
 ):
     """Do one task: pool bags of one feature, and store them into the window of the rank that has the samples.
@@ -42,9 +42,9 @@ def _store_pooled(
 
     Order: the next kernel on the stream signals; its release covers the stores.
 
-    Example: rank 1 of 2, 4 samples a rank, one feature of dim 4 at column 4, 2 bags a task, balanced order. Program 0
-    stores samples 0 and 1 to rows 0 and 1, columns 4 .. 7, of rank 0's window, program 1 samples 4 and 5 to the same
-    rows of rank 1's.
+    Example: rank 1 of 2, 4 samples a rank, a feature of dim 4 at column 4, 2 bags a task, balanced order. Program 0
+    stores samples 0 and 1 to rows 0 and 1, columns 4 .. 7, of rank 0's window, program 1 samples 4 and 5 to those of
+    rank 1's.
 
     Source: Chen et al. 2024; zero-copy variant of arXiv 2305.06942.
     """
