@@ -16,8 +16,8 @@ BLOCK = 64 if INTERPRETED else 2048  # bags that a program reads at a time
 def _count_bags(lengths, numbers: tl.int64, features: tl.int64, samples: tl.int64, BLOCK: tl.constexpr):
     """Count the ids of feature t, as program t.
 
-    Memory: `lengths` is [T, b]. `numbers` is the address of three rows of int64, `features` apart, in page-locked host
-    memory: ids of each feature, of its largest bag, and minus those of its smallest.
+    Memory: `lengths` is [T, b]. `numbers` is the address of the three rows of `reference.count_bags`, int64, `features`
+    apart, in page-locked host memory.
 
     Order: the host may read them after an event that follows the kernel.
 

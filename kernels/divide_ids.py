@@ -2,7 +2,7 @@
 
 A window (see `pull_ids`) holds the ids of T features and, from word `values_at` on, those of S shares, share after
 share, bag after bag, each minus the share's first id. From word `offsets_at` on are the offsets: of the features' bags
-[T * b]; b words, the first of which ends the features' ids; of the shares' bags [S * b + 1]. So share s is read like
+[T * b]; b words, beginning with the end of the features' ids; of the shares' bags [S * b + 1]. So share s is read like
 feature T + 1 + s.
 
 Example: T = 1, b = 2, bags [5, 1] [7, 4], shares of the ids 0 .. 3 and 4 .. 7. The first share has the bags [1] [], the

@@ -311,13 +311,13 @@ def find_slots(
     first_rows: torch.Tensor,
     blocks: Blocks = _BLOCKS,
 ) -> Swaps:
-    """Find slots for the rows that a step names, and replace its ids by the slots.
+    """Find slots for the rows that a step names, and replace its ids by the slots; `state` and `ids` are updated in
+    place.
 
     There must be enough slots for the rows of this step and the last one together; they enter in ascending order.
 
     Args:
-        state: updated in place.
-        ids: [n] int32, ids within their tables, feature after feature; updated in place.
+        ids: [n] int32, ids within their tables, feature after feature.
         offsets: [F * B + 1] int32 or int64, of the bags of F features; later ids belong to feature F.
         first_rows: [F + 1 or more] int64: first row of each feature's table in the cache; ids stay if it is negative.
     """

@@ -98,7 +98,7 @@ def _wait_message(
         flags = words + tl.where(waiting, at, 0)
         # Read relaxed, all lanes at once: one read takes about a microsecond.
         if poll(flags, waiting, epoch, timeout, INTERPRETED) < epoch:
-            # The wait has expired: record the signal that is furthest behind.
+            # The wait has expired: record the signal of the earliest epoch.
             seen = tl.load(flags, mask=waiting, other=epoch, volatile=True)  # [LANES]
             missing = run * each + begin + tl.argmin(seen, 0)
             record(status, EXPIRED, rank, source, missing, epoch, tl.min(seen, 0))

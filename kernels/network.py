@@ -73,7 +73,7 @@ def signal_wait(signal, comparison, value, _semantic=None):  # type: ignore[no-u
 
 @triton.jit
 def put_signal(heaps, rank, peer, source, target, size_bytes, signal, value, FORM: tl.constexpr):
-    """Put bytes from this rank's heap into that of `peer`, then store `value` at a signal there; all threads call it.
+    """Put bytes from this rank's heap into the heap of `peer`, then store `value` at a signal; all threads call it.
 
     Memory: `source`, `target` and `signal` are int64 addresses in this rank's heap; the latter two name positions in
     the peer's. `source` and `target` are multiples of 16, `size_bytes` int64 of 8; 0 stores only the signal. `source`

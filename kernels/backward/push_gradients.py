@@ -181,7 +181,6 @@ def prepare_push_gradients(
         tables: one for each dim, each with all parts.
         windows: [D_local * B] each; their stride is not used.
         first_sample: the rank's first sample in the global batch.
-        batch: samples of all ranks, B.
         most_samples: largest number of samples of a rank.
         programs: programs of each launch, of 32 warps; links need few.
         end_part: the part after the last to send.

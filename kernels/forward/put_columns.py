@@ -89,7 +89,6 @@ def put_columns(
         first_sample: [ranks + 1] int32, first samples in the global batch, and the end.
         stride: elements of a window's row.
         most_samples: at least the samples of any of these ranks.
-        here: index of the caller among them.
     """
     words, ranks = put.columns.numel(), windows.numel()
     if not words:
