@@ -20,12 +20,11 @@ from dlrm_overlap.kernels.launches import Key, StepCache, Value
 
 
 class NamedSequence(NamedTuple):
-    """A feature looked up in an unpooled table; its jagged tensor is `name` in the output."""
+    """A feature looked up in table number `table`, unpooled; its jagged tensor is `name` in the output."""
 
     name: str
     feature: str
     table: int
-    """index of the table"""
 
 
 _WASTE = 1 / 8  # largest share of unused slots
@@ -47,7 +46,7 @@ class SlotBlocks(NamedTuple):
 
     @classmethod
     def of(cls, most: Sequence[int]) -> "SlotBlocks":
-        """Return the largest blocks with at most an eighth of unused slots, by the most distinct ids of each table."""
+        """Return the largest blocks with at most an eighth of unused slots, by each table's most distinct ids."""
         slots = max(1, *most)
         while True:
             blocks = cls(slots, tuple(max(1, -(-each // slots)) for each in most))
@@ -69,7 +68,7 @@ class Distinct(NamedTuple):
     """The ids of a batch in slots; P is the capacity for ids, sequence by sequence."""
 
     values: torch.Tensor
-    """[P or more]: the distinct ids, table by table"""
+    """[P or more] the distinct ids, table by table"""
     lengths: torch.Tensor
     """[F * b] int32: 1 for a slot with an id, else 0; the sum exceeds the capacity if the batch does"""
     slots: torch.Tensor
@@ -116,7 +115,13 @@ class SortedBatch(NamedTuple):
 
 
 class DistinctIds:
-    """Finds the distinct ids of batches on the device."""
+    """Finds the distinct ids of batches on the device.
+
+    Args:
+        sequences: in the order of their tables.
+        rows: of each table.
+        ranges: by table, the first row of each range with its own slots, like a table. By default a table is one range.
+    """
 
     def __init__(
         self,
@@ -125,14 +130,6 @@ class DistinctIds:
         device: torch.device,
         ranges: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Take what is looked up.
-
-        Args:
-            sequences: in the order of their tables.
-            rows: of each table.
-            ranges: by table, the first row of each range with its own slots, like a table. By default a table is one
-                range.
-        """
         ranges = ranges or [[0]] * len(rows)
         self.sequences, self._is_cut = sequences, sum(map(len, ranges)) > len(rows)
         assert [s.table for s in sequences] == sorted(s.table for s in sequences)
@@ -176,7 +173,7 @@ class DistinctIds:
         return torch.tensor([keys.index(s.feature) for s in self.sequences], device=self._device)
 
     def capacities_of(self, features: KeyedJaggedTensor, most: Sequence[int] | None = None) -> list[int]:
-        """Return each sequence's capacity for ids, at most `most`: that of a captured step's ids, else their number."""
+        """Return each sequence's capacity, at most `most`; the number of ids if they are not a captured step's."""
         by_key: Any = getattr(features, "capacities", None)
         by_key = dict(zip(features.keys(), by_key or features.length_per_key(), strict=True))
         capacities = [by_key[s.feature] for s in self.sequences]
@@ -201,7 +198,6 @@ class DistinctIds:
         return padded, counts, valid, ids
 
     def sort(self, features: KeyedJaggedTensor, capacities: Sequence[int]) -> SortedBatch:
-        """Sort the ids of a batch by table and id."""
         padded, sizes, valid, ids = self._read(features, capacities)
         # Keys are in the order of tables and rows, one key for ids outside the table; padding comes last.
         row = ids.where((ids >= 0) & (ids < padded.rows), padded.rows).to(self._key_type)

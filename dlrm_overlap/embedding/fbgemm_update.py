@@ -61,7 +61,6 @@ class FbgemmUpdate:
 
 
 def bags_of(lookup: FusedLookup, inputs: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    """Return the bags of one fused lookup from its owner's `inputs`."""
     ids = inputs[lookup.input]
     first, features, total = lookup.first_feature, len(lookup.shards), len(ids.keys())
     return ids if features == total else ids.split([first, features, total - first - features])[1]

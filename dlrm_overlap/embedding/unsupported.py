@@ -42,12 +42,7 @@ def unsupported_by_exchange(
     cached: Collection[str] = (),
     device: torch.device | None = None,
 ) -> dict[str, str | None]:
-    """Return by sharding type why tables of a module stay with TorchRec; None if they are exchanged.
-
-    Args:
-        shardings: TorchRec's, by type.
-        cached: names of the tables that the exchange caches.
-    """
+    """Return by sharding type why tables of a module stay with TorchRec; None if they are exchanged."""
     whole, on_cpu = None, device is not None and device.type == "cpu"
     if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
         whole = "2D parallelism with fully sharded rows"
@@ -143,10 +138,6 @@ def unsupported_by_graphs(shardings: Mapping[str, Any], unsupported_reasons: Map
     """Return why captured steps cannot work with the tables of a module that are not exchanged, or None if they can.
 
     Kernels of the step look up data-parallel tables, TorchRec the others before the step, see `torchrec_tables`.
-
-    Args:
-        shardings: TorchRec's, by type.
-        unsupported_reasons: by type, from `unsupported_by_exchange`.
     """
     for kind, sharding in shardings.items():
         if (why := unsupported_reasons[kind]) is None:

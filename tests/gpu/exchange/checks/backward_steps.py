@@ -27,7 +27,7 @@ _PART_BYTES = 1 << 12  # so little that small windows have all parts that there 
 
 def _pause(training: Training, chance: random.Random) -> None:
     """Delay each of the streams that a step runs on, or the node, now and then."""
-    backward: Any = training.exchange._halves and training.exchange._halves.backward
+    backward: Any = training.exchange._parts and training.exchange._parts.backward
     for stream in (None, getattr(backward, "_push_stream", None), getattr(backward, "_update_stream", None)):
         dawdle(training.place, chance, stream)
 
