@@ -16,8 +16,8 @@ from dlrm_overlap.embedding.traffic import partial_sums
 _ENOUGH = 1.1  # work relative to the mean that is worth another cut, and gain that is worth cuts by rows
 _MAX_TRIES = 400_000  # about a second
 _MIN_ROW_BYTES = 64  # of a shard: the smallest memory access
-# Time of a row element in memory (read by the lookup, read and written by the update; 4 bytes at 3.35 TB/s) relative
-# to that of a column between nodes (both ways; 2 bytes at 400 Gb/s).
+# Time of a row element in memory (read by the lookup, read and written by the update; 4 bytes at 3.35 TB/s), divided
+# by the time of a column between nodes (both ways; 2 bytes at 400 Gb/s).
 _ELEMENT_OVER_COLUMN = 0.045
 
 
@@ -41,11 +41,11 @@ class TableLoad(NamedTuple):
 
 class Balance(NamedTuple):
     ranks: list[list[int]]
-    """by table, the ranks of its shards: equal ranges of its columns or rows, in order"""
+    """by table, the ranks of its shards, equal ranges of its columns or rows, in order"""
     memory: float
     """row elements of the fullest rank, relative to the mean"""
     links: float
-    """columns sent by the rank that sends most, relative to the mean with no table cut by rows"""
+    """columns of the rank that sends most, relative to the mean with no table cut by rows"""
     by_rows: frozenset[int] = frozenset()
     memory_weight: float = 1.0
     """weight of `memory` against `links`; below 1 if the links are a network"""
@@ -136,9 +136,8 @@ def balance(
 
 
 def _can_cut_columns(table: TableLoad, shards: int, world_size: int) -> bool:
-    return (
-        shards <= world_size and table.dim % (4 * shards) == 0 and table.row_bytes >= shards * _MIN_ROW_BYTES
-    )  # FBGEMM needs multiples of 4 columns
+    # FBGEMM needs multiples of 4 columns.
+    return shards <= world_size and table.dim % (4 * shards) == 0 and table.row_bytes >= shards * _MIN_ROW_BYTES
 
 
 def _can_cut_rows(table: TableLoad, owners: int) -> bool:
@@ -197,7 +196,6 @@ class _Rank:
 
 
 def _place(shards: Sequence[_Shard], begun: Sequence[_Rank], tries: int) -> tuple[list[_Rank], int]:
-    """Place shards and improve; return the ranks, none if there is no room, and the number of changes tried."""
     ranks = _fill(sorted(shards, key=lambda shard: (-shard.work, -shard.bytes, shard.table)), begun)
     ranks = ranks or _fill(sorted(shards, key=lambda shard: -shard.bytes), begun)
     improved = bool(ranks)
@@ -219,7 +217,6 @@ def _lightest_node(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
 
 
 def _fill(shards: Sequence[_Shard], begun: Sequence[_Rank]) -> list[_Rank]:
-    """Place each shard on the rank with the least work, in order; return no ranks if there is no room."""
     ranks = [_Rank(rank.room, rank.memory, rank.links) for rank in begun]
     if any(rank.room < 0 for rank in ranks):
         return []

@@ -61,9 +61,9 @@ class RowCache:
             ) from error
 
     def find(self, ids: KeyedJaggedTensor, first_rows: torch.Tensor) -> Swaps:
-        """Find slots for the rows of the next step, and write their numbers over its int32 ids.
+        """Find slots for the rows of the next step, and write their numbers over its int32 ids; `swap` comes next.
 
-        The step before the previous one must be done. `swap` must run before the slots are read.
+        The step before the previous one must be done.
 
         Args:
             first_rows: [F + 1] int64, by feature: number of the first row of its table; negative leaves its ids
@@ -72,7 +72,6 @@ class RowCache:
         return find_slots(self._state, ids.values(), ids.offsets(), ids.stride(), first_rows)
 
     def swap(self, swaps: Swaps) -> None:
-        """Store evicted rows, and load others into their slots."""
         for host, cached in zip(self.host_rows, self.rows, strict=True):
             swap_rows(host, cached, swaps)
 

@@ -1,8 +1,7 @@
 """The distinct ids of a batch, table by table, on the rank that has the samples: what unpooled tables exchange.
 
-A slot is a bag of one id or none; slot k of a table with n distinct ids has the k-th of them if k < n. So the exchange
-of pooled embeddings sends each row once. Received rows are expanded from slots to ids, and gradients are summed by slot
-before they are sent.
+A slot is a bag of one id or none; slot k of a table with n distinct ids has the k-th of them if k < n. So each row is
+sent once. Received rows are expanded from slots to ids, and gradients are summed by slot before they are sent.
 
 Example: features f: [7, 3] [7] and g: [3] of one table. Its distinct ids 3 and 7 are in slots 0 and 1; the ids of f and
 g are in slots 1 0 1 and 0. The gradients of the first and third id of f are added and sent for slot 1.
@@ -46,7 +45,7 @@ class SlotBlocks(NamedTuple):
 
     @classmethod
     def of(cls, most: Sequence[int]) -> "SlotBlocks":
-        """Return the largest blocks with at most an eighth of unused slots, by each table's most distinct ids."""
+        """Return the largest blocks with at most an eighth of unused slots; `most` has distinct ids by table."""
         slots = max(1, *most)
         while True:
             blocks = cls(slots, tuple(max(1, -(-each // slots)) for each in most))
@@ -74,7 +73,7 @@ class Distinct(NamedTuple):
     slots: torch.Tensor
     """[P] int32: bag * F + feature of each id's slot; -1 for padding"""
     runs: Runs
-    """runs of equal ids among the P ids, for the sums of their gradients"""
+    """of equal ids among the P ids, for the sums of their gradients"""
 
 
 class _PaddedPositions(NamedTuple):
@@ -101,8 +100,6 @@ class _Blocks(NamedTuple):
 
 
 class SortedBatch(NamedTuple):
-    """The ids of a batch sorted by table and id."""
-
     padded: _PaddedPositions
     ids: torch.Tensor  # [P], unsorted
     order: torch.Tensor  # [P] int64: position of each sorted id
@@ -173,7 +170,7 @@ class DistinctIds:
         return torch.tensor([keys.index(s.feature) for s in self.sequences], device=self._device)
 
     def capacities_of(self, features: KeyedJaggedTensor, most: Sequence[int] | None = None) -> list[int]:
-        """Return each sequence's capacity, at most `most`; the number of ids if they are not a captured step's."""
+        """Return each sequence's capacity in a captured step, else its number of ids; at most `most`."""
         by_key: Any = getattr(features, "capacities", None)
         by_key = dict(zip(features.keys(), by_key or features.length_per_key(), strict=True))
         capacities = [by_key[s.feature] for s in self.sequences]

@@ -10,7 +10,6 @@ wait              FinishExchange.forward -> finish_forward: pooled embeddings of
 (autograd)        StartExchange.backward -> finish_backward: this rank's rows are updated
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,19 +38,17 @@ from dlrm_overlap.embedding.steps import BatchSizes, PendingBackward, Step
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.windows import BufferInUseError
 
-log = logging.getLogger("dlrm_overlap")
-
 Part = TypeVar("Part", bound=Callable[..., Any])
 
-_EAGER = nullcontext()  # made once: to make one takes a microsecond
+_EAGER = nullcontext()  # reused, since creating one takes a microsecond
 
 
 def poison_on_error(part: Part) -> Part:
     """Return a method that raises a RuntimeError if a method with this decorator has failed before.
 
-    Peers wait for the step that failed, and would mistake the data of a later step for it. The object has an attribute
-    `failure`: None, then the first failure. The method leaves inference mode, whose tensors training steps could not
-    write.
+    Peers wait for the step that failed, and would take the data of a later step for it. The object has an attribute
+    `failure`: None, then the first failure. The method leaves inference mode, in which training could not write to its
+    tensors later.
     """
 
     @wraps(part)
@@ -101,11 +98,11 @@ class Exchange:
         self.tables = tables
         self._group = group
         self._parts: ExchangeParts | None = None
-        self._closed = 0  # how often
+        self._closed = 0  # number of calls of `close`
         self._capacity = 0
         self._copies = options.copy_output and options.output_dtype == options.wire_dtype  # else the cast is a copy
         self._counts_epochs = device.type == "cuda" and BACKENDS[options.backend].stores_to_peers
-        self._clips = True  # gradients before they are sent
+        self._clips = True  # clip gradients before they are sent
         self._pending: RunningStep | None = None
         self.failure: str | None = None
         self._ids: IdLayout | None = None
@@ -121,7 +118,7 @@ class Exchange:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of rows, and how often windows were given back: captured steps are valid while it is the same."""
+        """Addresses of rows, and how often windows were freed; captured steps are valid while these do not change."""
         replicated = self._replicated.storage() if self._replicated is not None else ()
         return self._closed, *self.tables.storage(), *replicated
 
@@ -130,10 +127,7 @@ class Exchange:
 
         Args:
             replicated: tables that every rank holds, if this exchange looks them up.
-            sent: the sender's ids that wait for their step, which `close` clears with the windows.
-
-        Raises:
-            InputError: if a feature has no capacity, or there is no memory for the windows.
+            sent: the sender's ids that wait for their step, which `close` clears.
         """
         self.close()
         self.layout, self._replicated, self._ids, self._sent = ids.layout, replicated, ids, sent
@@ -157,12 +151,11 @@ class Exchange:
             batch_sizes: samples of each rank.
 
         Returns:
-            An awaitable of the pooled embeddings [b, D_total] of this rank's samples, of the options' `output_dtype`,
-            with the features in the layout's order. If it is a view of a window with leading columns, these precede
-            each row in the same storage.
+            An awaitable of the pooled embeddings [b, D_total] of this rank's samples, of the options' `output_dtype`.
+            If it is a view of a window with leading columns, these precede each row in the same storage.
 
         Raises:
-            BufferInUseError: if the output of the step before is a view of the window and in use; nothing has begun.
+            BufferInUseError: if the previous step's output is a view of the window and in use; nothing has begun.
             InputError: if an `IdSender` sends the ids and tables are cached; nothing has begun.
             RuntimeError: in the capture of a graph, or if an earlier step has failed on this rank.
         """
@@ -191,7 +184,7 @@ class Exchange:
     @poison_on_error
     def start_forward(self, running: "RunningStep") -> None:
         step = running.step
-        if (before := self._pending) is not None:  # its flags must be awaited now, and it may still be asked for
+        if (before := self._pending) is not None:  # wait for its flags now; its output may still be asked for
             before.set_aside = self.finish_forward(before, copy=True)
             if self.device.type == "cuda":
                 before.set_aside_event = torch.cuda.current_stream(self.device).record_event()
@@ -206,7 +199,7 @@ class Exchange:
         self._pending = running
 
     def _lookup_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which a captured step looks up concurrently with its model, until it waits."""
+        """In a captured step, look up on a stream that runs concurrently with the model."""
         return torch.cuda.stream(self._lookup_stream) if self.order.is_captured else _EAGER
 
     def _require(self, samples: int) -> ExchangeParts:
@@ -226,7 +219,7 @@ class Exchange:
 
     @poison_on_error
     def finish_forward(self, running: "RunningStep", copy: bool | None = None) -> torch.Tensor:
-        """Return the pooled embeddings [b, D_total], of the options' `output_dtype`, once; `copy` None follows the
+        """Return the pooled embeddings [b, D_total], of the options' `output_dtype`, once; `copy` overrides the
         options.
         """
         if running is self._pending:
@@ -257,10 +250,11 @@ class Exchange:
     def start_backward(self, running: "RunningStep", gradient: torch.Tensor) -> None:
         """Start to send the gradient [b, D_total] to the rows' owners.
 
-        If another step with a backward has begun since, `finish_backward` does so: autograd may need that step's rows
-        first.
+        `finish_backward` does so if another step with a backward has begun since, whose rows autograd may need first.
         """
-        running.gradient = gradient  # held while it is read: autograd adds in place to tensors without other owners
+        running.gradient = (
+            gradient  # autograd adds in place to tensors without other owners, so hold it while it is read
+        )
         parts, pending = self._open(), running.pending
         assert pending is not None, "a step that expects a gradient"
         running.sent = pending.number == self.counters.steps.value - 1
@@ -356,10 +350,9 @@ class Exchange:
 
 
 class RunningStep:
-    """Only its `Exchange` writes the fields."""
+    """A step in progress; only its `Exchange` writes the fields."""
 
     forward: object = None
-    """of `Forward.start`, until the forward is finished"""
     local: LocalState | None = None
     set_aside: torch.Tensor | None = None
     """a copy of the pooled embeddings, if the next step began before they were asked for"""
@@ -372,7 +365,6 @@ class RunningStep:
     """[b, D_total], until the rows are updated"""
     sent: bool = False
     backward: object = None
-    """of `Backward.start`, until the backward is finished"""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -381,8 +373,8 @@ class RunningStep:
 class StartExchange(torch.autograd.Function):
     """The first half of the forward and the last of the backward: work that is issued early and needed late.
 
-    Autograd runs later nodes first. So in the backward `FinishExchange` sends the gradients; then the bottom MLP's
-    nodes, made between the two, run while gradients travel; and the update comes last.
+    Autograd runs later nodes first. So in the backward `FinishExchange` sends the gradients, the bottom MLP's nodes,
+    made between the two, run meanwhile, and the update comes last.
     """
 
     @staticmethod

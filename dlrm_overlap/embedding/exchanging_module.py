@@ -57,7 +57,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
     sender: IdSender | None
     """set by `take_ids`"""
     takes_ids: bool
-    """our `sender` sends the ids, not TorchRec, since `take_ids` was called"""
+    """True once `take_ids` was called: our `sender` sends the ids, not TorchRec"""
     _ids_keys: list[str]
     torchrec_tables: TorchRecTables | None
     """tables that stay with TorchRec, set by `take_ids`"""
@@ -93,7 +93,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
         reasons = unsupported_by_exchange(by_type, self._env, self._options.wire_dtype, self.cached, self._device)
         self.unsupported_reasons: Mapping[str, str | None] = reasons
-        """sharding type -> why its tables stay with TorchRec, None if they are exchanged; identical on every rank"""
+        """sharding type -> why its tables stay with TorchRec, None if they do not; identical on every rank"""
         for sharding_type, reason in reasons.items():
             if reason and sharding_type != ShardingType.DATA_PARALLEL.value:  # which has nothing to exchange
                 self._tell_once(f"{sharding_type} {self._kind} stay with TorchRec: {reason}")
@@ -152,7 +152,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self.takes_ids, self._ids_keys = True, list(keys)
 
     def _take_ids(self, keys: Sequence[str], capacity: BatchCapacity, weighted: bool) -> None:
-        """Make the sender, and what stays with TorchRec; there is an exchange by now if any table can be exchanged."""
+        """Make the sender, and what stays with TorchRec."""
         raise NotImplementedError
 
     @property
@@ -160,7 +160,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         return sorted({*self._exchanged, *self._replicated})
 
     def why_ids_are_not_taken(self) -> str | None:
-        """Return why `take_ids` would not work, or None if it would; identical on every rank."""
+        """Return why `take_ids` would fail, if it would; identical on every rank."""
         shardings = dict(zip(self.unsupported_reasons, self._shardings, strict=True))
         if (reason := unsupported_by_graphs(shardings, self.unsupported_reasons)) is not None:
             return reason
@@ -172,12 +172,12 @@ class ExchangingModule(nn.Module, Generic[Served]):
         return None
 
     def note_writes(self) -> None:
-        """Write cached rows back to their tables, which may be read and written until the next step."""
+        """See `LocalTables.note_writes`."""
         if self.exchange is not None:
             self.exchange.tables.note_writes()
 
     def compute(self, ctx: Any, dist_input: Any) -> list[torch.Tensor]:
-        """Look up by TorchRec, for a module that calls `compute` and `output_dist` itself."""
+        """For a module that calls `compute` and `output_dist` itself."""
         if self.exchange is not None:
             self._tell_once("steps stay with TorchRec: another module calls compute and output_dist")
         return self._look_up_by_torchrec(partial(super().compute, ctx, dist_input))  # type: ignore[misc]
@@ -194,7 +194,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is rank 0 of all ranks, which logs; not of each sharding group."""
+        """Whether this rank logs: rank 0 of all ranks, not of each sharding group."""
         return (self._env.global_rank if isinstance(self._env, ShardingEnv2D) else self._env.rank) == 0
 
     def _tell_once(self, what: str) -> None:

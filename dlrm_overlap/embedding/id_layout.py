@@ -27,9 +27,9 @@ class BatchCapacity:
     samples: int
     """most samples of a rank, b"""
     bag_sizes: Mapping[str, tuple[int, int]]
-    """feature -> least and most ids of a bag. If the two are equal for every feature, lengths are never read"""
+    """feature -> least and most ids of a bag; if these are equal for every feature, lengths are never read"""
     ids: Mapping[str, int] = field(default_factory=dict)
-    """feature -> most ids of a batch; by default those of `samples` bags of the largest size"""
+    """feature -> most ids of a batch; by default `samples` times the largest bag"""
     distinct: Mapping[str, int] = field(default_factory=dict)
     """unpooled table -> most distinct ids of a batch; by default all ids"""
 
@@ -58,7 +58,7 @@ class BatchCapacity:
         return means | {name: most / self.samples for name, most in self.ids.items()}
 
     def capacity(self, keys: Sequence[str]) -> list[int]:
-        """Return the most ids of a rank's batch by feature; an InputError if a feature has no bag size."""
+        """Return the most ids of a batch by feature; an InputError if a feature has no bag size."""
         for key in keys:
             if key not in self.bag_sizes:
                 raise InputError(f"BatchCapacity: feature {key} has no bag size; add it to bag_sizes")
@@ -70,7 +70,7 @@ _EVERY_ID = 1 << 32  # above every id; kernels read negative ids as unsigned num
 
 
 class Share(NamedTuple):
-    """The ids of one feature that name rows of one row shard of its table; `key` is the feature's index."""
+    """The ids of feature `key` that name rows of one row shard of its table."""
 
     key: int
     first: int
@@ -168,14 +168,11 @@ class IdLayout:
 
     @property
     def windows(self) -> WindowSpec:
-        """int32 ids, float32 weights if any, and the int32 offsets of all bags or, if lengths are known, the number of
-        ids.
-        """
+        """int32 ids, float32 weights if any, then the int32 offsets of all bags, or the number of ids."""
         offsets = 0 if self.known_lengths else len(self.published_capacity) * self.batch_capacity.samples
         return WindowSpec("ids", Region((self.offsets_at + offsets + 1,), torch.int32), 1)
 
     def features(self, rank: int) -> list[int]:
-        """Return the published feature of each feature shard of `rank`."""
         return [self.published(shard) for shard in self.layout.by_owner[rank]]
 
     def arriving(self, features: Sequence[int], sources: int) -> int:
@@ -183,7 +180,7 @@ class IdLayout:
         return sources * sum(self.published_capacity[feature] for feature in features)
 
     def known_offsets(self, features: Sequence[int], bags: int) -> torch.Tensor:
-        """Return [F * bags + 1] int32: the offsets of F features, by index, with `bags` bags of known length each."""
+        """Return [F * bags + 1] int32: the offsets of F features with `bags` bags of known length each."""
         sizes = torch.tensor(
             [self.batch_capacity.bag_sizes[self.keys[feature]][1] for feature in features],
             dtype=torch.int32,
@@ -221,7 +218,7 @@ def _ids_of(rows: tuple[int, int], table_rows: int) -> tuple[int, int]:
 
 
 def joined(layout: Layout) -> Layout:
-    """Return the layout of the same shards with all ids of an owner in one input."""
+    """Return the layout with all ids of an owner in one input."""
     shards: list[FeatureShard] = []
     for owned in (*layout.by_owner, layout.replicated):
         shards += [replace(shard, input=0, feature=index) for index, shard in enumerate(owned)]

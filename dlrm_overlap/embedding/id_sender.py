@@ -54,9 +54,8 @@ class IdSender:
         self._layout = joined(layout or exchange.layout)
         self._sent: deque[SentIds] = deque()
         self.is_steady = False
-        """every step has the same batch size on each rank; otherwise the ranks gather their sizes in each step, for
-        which the host waits
-        """
+        """True while every step has the same batch size on each rank; otherwise the ranks gather their sizes in each
+        step, for which the host waits"""
         self._steady_samples: int | None = None
         self.set_capacity(capacity)
 
@@ -89,8 +88,7 @@ class IdSender:
 
     @uncompiled
     def start(self, features: KeyedJaggedTensor) -> PooledAwaitable:
-        """Start the step of `features`, the first ids that were sent, see `Exchange.start`; if none wait, send them
-        now.
+        """Start the step of `features`, the first ids that were sent; if none wait, send them now.
 
         Raises:
             InputError: if other ids were sent before, whose step a peer may wait for; nothing has begun.

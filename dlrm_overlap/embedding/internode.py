@@ -50,12 +50,12 @@ class Message(NamedTuple):
         return self.rows * self.pitch
 
     def within(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the message as a view [rows, pitch] of its buffer."""
+        """Return a view [rows, pitch] of the buffer."""
         return buffer[self.start : self.start + self.elements].view(self.rows, self.pitch)
 
 
 class Messages(NamedTuple):
-    """Of one way of a step on one rank, in the order of their peers."""
+    """One rank's messages of one way of a step, in the order of their peers."""
 
     sent: Sequence[Message]
     received: Sequence[Message]
@@ -80,8 +80,7 @@ class InternodeLayout:
         """by rank, the first column of each of its shards in a row of a forward message"""
         self.sum_columns = {node: _sum_columns(found) for node, found in self.sums_on.items()}
         """by node, the first column of each shard in a row of partial sums gathered there. Columns of each sum's first
-        shard come first: the sum replaces them, and a message has only these
-        """
+        shard come first: the sum replaces them, and a message has only these"""
         self.gradient_columns = {node: self._gradient_columns(node) for node in reach.nodes}
         """by node, the first column of each of its shards in a row of gradients; shards of one sum have the same"""
 
@@ -111,7 +110,7 @@ class InternodeLayout:
         return [each for each in self.reach.taken_by(rank) if each in node]
 
     def gathered_at(self, rank: int) -> tuple[int, int]:
-        """Return which rank of this node serves `rank`, and the position of `rank` among those that it serves."""
+        """Return which rank of this node serves `rank`, and the position of `rank` there."""
         gatherer = self.reach.relay(rank, self.reach.here)
         return gatherer, self.reach.taken_by(gatherer).index(rank)
 
@@ -167,7 +166,7 @@ class InternodeLayout:
 
 
 def _side_by_side(shards: Sequence[FeatureShard]) -> Mapping[FeatureShard, int]:
-    """Return the first column of each shard in a row that has the columns of all, in order."""
+    """Return the first column of each shard in a row that has all shards' columns, in order."""
     starts = [0, *accumulate(shard.dim for shard in shards)]
     return dict(zip(shards, starts[:-1], strict=True))
 
@@ -177,7 +176,7 @@ def _sum_columns(sums: Sequence[Sequence[FeatureShard]]) -> Mapping[FeatureShard
 
 
 def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:
-    """Return the regions in which windows of other nodes' ranks arrive, one for each of the two; same on every rank."""
+    """Return the regions in which the two windows of other nodes' ranks arrive; same on every rank."""
     if reach.whole:
         return {}
     window = Region((max(1, reach.most_taken), *spec.window.shape), spec.window.dtype)
@@ -185,7 +184,7 @@ def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:
 
 
 def published_window(arena: Arena, name: str, rank: int) -> torch.Tensor:
-    """Return window `name` of `rank`, or, for a rank of another node, the copy that has arrived on this node."""
+    """Return window `name` of `rank`, or the copy that has arrived on this node."""
     reach = arena.reach
     if rank in reach.here:
         return arena.view(name, rank)

@@ -25,7 +25,7 @@ class FeatureShard:
     owner: int
     """EVERY_RANK for a data-parallel table, which each rank looks up for its own samples"""
     input: int
-    """index of the owner's input with the feature's bags; there is one for each sharding"""
+    """index of the owner's input with the feature's bags, one for each sharding"""
     feature: int
     """index in that input: bag feature * B + s is sample s's"""
     lookup: int
@@ -44,7 +44,7 @@ class FeatureShard:
     row_shard: int = 0
     """index among the row shards of the same columns, by owner"""
     slots: bool = False
-    """bags are slots of at most one id: nothing is added up, and nothing is stored for an empty slot"""
+    """bags are slots of at most one id: nothing is added up or stored for an empty one"""
 
     @property
     def is_cut_by_rows(self) -> bool:
@@ -178,7 +178,7 @@ class Layout:
 
     @cached_property
     def partial_sums(self) -> Sequence[PartialSums]:
-        """By column."""
+        """In the order of their columns."""
         summed = [shard for shards in self.by_owner for shard in shards if not shard.slots]
         together = _grouped(summed, self.output_column)
         return [PartialSums(tuple(shards)) for _, shards in sorted(together.items()) if len(shards) > 1]
@@ -189,7 +189,7 @@ class Layout:
 
     @cached_property
     def has_slots(self) -> bool:
-        """Whether the bags are slots, of all shards or none."""
+        """True if the bags of all shards are slots, else none is."""
         return any(shard.slots for shards in (*self.by_owner, self.replicated) for shard in shards)
 
     @cached_property
@@ -198,7 +198,7 @@ class Layout:
         return [sum(shard.dim for shard in shards) for shards in self.by_owner]
 
     def owner_columns(self, rank: int) -> torch.Tensor:
-        """Return [D_local] int64, as columns of the output."""
+        """Return [D_local] int64: the columns of the output that `rank` computes."""
         return column_numbers([(self.output_column(shard), shard.dim) for shard in self.by_owner[rank]])
 
     @cached_property
@@ -208,11 +208,9 @@ class Layout:
 
     @cached_property
     def sent_in_order(self) -> bool:
-        """Whether a collective receives the columns in the output's order."""
         return torch.equal(self.sent_columns, torch.arange(self.total_dim, device="cpu"))
 
     def tables(self, rank: int) -> list[list[FeatureShard]]:
-        """Return the rank's feature shards by table."""
         return list(_grouped(self.by_owner[rank], lambda shard: (shard.lookup, shard.table)).values())
 
     def lookups(self, rank: int) -> list[FusedLookup]:

@@ -24,7 +24,7 @@ PUTS = ("direct", "staged")
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """Fields without a description are keys of `EmbeddingConfig`."""
+    """The options of an exchange; fields without a description are keys of `EmbeddingConfig`."""
 
     backend: str = "pgas"
     """one of `backends.EXCHANGED`"""
@@ -39,12 +39,10 @@ class ExchangeOptions:
     """one of `backends.BACKWARDS`; None for the backend's own"""
     copy_output: bool = False
     """backends with windows: return a copy, else a view of the window, which the caller must not reference when the
-    next forward begins
-    """
+    next forward begins"""
     output_dtype: torch.dtype = torch.float32
     """of the pooled embeddings that are returned, and of their gradient: float32 or the wire's; for unpooled tables any
-    dtype if the wire's is float32
-    """
+    dtype if the wire's is float32"""
     max_gradient: float | None = None
     """limit of the pooled embeddings' gradient, divided by the number of ranks; None clips nothing"""
     nodes: int | Literal["auto"] = "auto"
@@ -72,6 +70,8 @@ class StepCounters(Counters):
 
 @dataclass(frozen=True, eq=False)
 class ExchangeContext:
+    """What the parts of an exchange share; the same in every step."""
+
     layout: Layout
     tables: LocalTables
     options: ExchangeOptions

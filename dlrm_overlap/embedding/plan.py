@@ -136,9 +136,6 @@ def cached_tables(loads: Mapping[str, TableLoad], config: EmbeddingConfig, capac
 
     Args:
         capacity_bytes: room for tables on all GPUs; None on CPUs, which have no other memory.
-
-    Raises:
-        InputError: if `embedding.memory` has neither one value nor one for each table.
     """
     memory = [config.memory] * len(loads) if isinstance(config.memory, str) else config.memory
     if len(memory) != len(loads):

@@ -45,7 +45,7 @@ class ReplicatedTables:
 
 
 class ReplicatedGradients(ReplicatedTables):
-    """The gradients of replicated tables in place of rows; SGD at a learning rate of -1 adds a step's gradients."""
+    """The gradients instead of the rows; SGD at a learning rate of -1 adds a step's gradients."""
 
     LEARNING_RATE = -1.0
 

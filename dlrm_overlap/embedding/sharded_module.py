@@ -31,8 +31,8 @@ from dlrm_overlap.embedding.variable_batch import InverseIndices, of_samples, wi
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
     """TorchRec's sharded module with its shards exchanged by an `Exchange`; other shardings fall back to TorchRec.
 
-    The output's features follow the plan, as TorchRec's. With `output_order` model the exchanged features come first,
-    in the order of the unsharded module, then the others in TorchRec's.
+    The output's features are in TorchRec's order, which follows the plan. With `output_order` model the exchanged
+    features come first, in the order of the unsharded module, then the others in TorchRec's.
     """
 
     _exchange_type = Exchange
@@ -65,7 +65,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     @property
     def leading_columns(self) -> int:
         """Columns in front of the output that the model may fill, see `ExchangeOptions`."""
-        # With mean pooling the output is divided, which makes another tensor of it.
+        # With mean pooling the output is divided, which makes a new tensor.
         if self.exchange is None or self._output_order != "model" or self._others or self._has_mean_pooling_callback:
             return 0
         options = self.exchange.options
@@ -84,7 +84,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     def _rows_of_divisor(self, keys: Sequence[str]) -> torch.Tensor:
         """Return [D_total] int64: for each column in TorchRec's order the feature of `keys` whose lengths divide it.
 
-        It is len(keys) for a column that is not divided. As TorchRec's `_create_mean_pooling_divisor` has it, of a
+        It is len(keys) for a column that is not divided. TorchRec's `_create_mean_pooling_divisor` decides which: of a
         feature pooled to sums only the first shard is not.
         """
         every: list[Any] = self._embedding_shardings
@@ -97,9 +97,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return torch.tensor(rows).repeat_interleave(torch.tensor(self._embedding_dims))
 
     def _divisor(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the divisors [b, D_total] by column in TorchRec's order: ids of the bag, or the sum of their weights,
-        plus 1e-6.
-        """
+        """Return [b, D_total], in TorchRec's order: ids of a bag, or the sum of their weights, plus 1e-6."""
         lengths, weights = features.lengths(), weights_of(features)
         if weights is not None:
             lengths = torch.ops.fbgemm.segment_sum_csr(1, features.offsets().int(), weights)
@@ -162,7 +160,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         others: Mapping[int, Awaitable[torch.Tensor]],
         divisor: torch.Tensor | None,
     ) -> LazyAwaitable[KeyedTensor]:
-        """Return all columns in their order, of other shardings by number; `divisor` has TorchRec's order."""
+        """Return all columns in order; `others` are by sharding number, `divisor` is in TorchRec's order."""
         parts = [*([] if exchanged is None else [exchanged]), *others.values()]
         if exchanged is not None and others and self._output_order == "plan":
             every: list[Any] = self._embedding_shardings

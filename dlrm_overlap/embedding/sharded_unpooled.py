@@ -22,8 +22,9 @@ from dlrm_overlap.embedding.variable_batch import with_bags_of_samples
 
 
 class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], ShardedEmbeddingCollection):
-    """TorchRec's sharded module of unpooled tables; steps of `GraphTrainPipeline` are exchanged by an
-    `UnpooledExchange`.
+    """TorchRec's sharded module of unpooled tables with its shards exchanged by an `UnpooledExchange`.
+
+    Only steps of `GraphTrainPipeline` are exchanged.
     """
 
     _kind = "unpooled tables"
@@ -71,9 +72,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
     def _sequences(
         self, features: KeyedJaggedTensor, rooms: Sequence[int], rows: torch.Tensor
     ) -> dict[str, JaggedTensor]:
-        """Return the output, from the rows [P, D] of all sequences padded to `rooms`; in captured steps it stays
-        padded.
-        """
+        """Return the output, from rows [P, D] padded to `rooms`; in captured steps it stays padded."""
         assert isinstance(self.sender, UnpooledIdSender)
         distinct, keys, sent = self.sender.distinct, features.keys(), padded(features)
         lengths = features.lengths().view(len(keys), features.stride())

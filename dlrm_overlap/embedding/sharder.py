@@ -48,8 +48,7 @@ class _BothArguments(TypedDict, total=False):
     nodes: PositiveInt | Literal["auto"]
     output_dtype: _Precision
     """type of the output of exchanged tables: "fp32", the default, or the wire's; for unpooled tables any if the wire
-    is fp32. `output_dtype` in `fused_params` sets both, and the type of tables that stay with TorchRec
-    """
+    is fp32. `output_dtype` in `fused_params` sets both, and the type of tables that stay with TorchRec"""
 
 
 class PooledArguments(_BothArguments, total=False):
@@ -62,8 +61,7 @@ class PooledArguments(_BothArguments, total=False):
     aggregate_bytes: NonNegativeInt
     copy_output: bool
     """return a copy of the pooled embeddings, the default. False returns the window that peers store into; drop all
-    references to it before the module's next forward, which raises `BufferInUseError` otherwise
-    """
+    references to it before the module's next forward, which raises `BufferInUseError` otherwise"""
     output_order: Annotated[str, _one_of(("plan", "model"))]
     """order of the features in the output: "plan", TorchRec's and the default, or "model", the unsharded module's"""
     leading_columns: NonNegativeInt
@@ -77,8 +75,6 @@ class UnpooledArguments(_BothArguments, total=False):
 
 
 class _ExchangingSharder:
-    """What both sharders add to TorchRec's."""
-
     _sharded: type[ExchangingModule[Any]]
 
     def _take(self, given: Mapping[str, Any], kinds: type, asked: set[str], **defaults: Any) -> dict[str, Any]:

@@ -58,7 +58,7 @@ _BY_NODE = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
 
 
 def exchanging_group(env: ShardingEnv) -> dist.ProcessGroup:
-    """Return the group that a module's tables are sharded over; under 2D parallelism the sharding group."""
+    """Under 2D parallelism, return the sharding group."""
     group = env.sharding_pg if isinstance(env, ShardingEnv2D) else env.process_group
     assert group is not None
     return group
@@ -120,7 +120,6 @@ def _rank_order(features: int, batch_sizes: tuple[int, ...], local: int, device:
 
 
 def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
-    """Return the unique names of pooled embeddings in the unsharded module's order."""
     return list(unique_names(name for names in get_embedding_names_by_table(list(tables)) for name in names))
 
 

@@ -41,7 +41,7 @@ class UpdateRule(NamedTuple):
     arguments: Any
     """FBGEMM's OptimizerArgs: eps, weight_decay, max_norm and others"""
     frozen: bool = False
-    """whether no weight of the lookup requires a gradient"""
+    """rows and states keep their values, because no weight of the lookup requires a gradient"""
     count: int = 0
     """FBGEMM's iter, forwards of the lookup including this one, if its optimizer counts them"""
     always_decays: bool = False
@@ -78,8 +78,7 @@ class Step(NamedTuple):
     """ids of this rank's samples of the tables that every rank holds, if this exchange looks those up"""
     own_offsets: torch.Tensor | None = None
     """[published * b + 1] int32: offsets of the bags of this rank's samples, in the order of `IdLayout.published`.
-    Empty bags of row shards and empty slots do not arrive, and get no gradient. None if all bags arrive
-    """
+    Empty bags of row shards and empty slots do not arrive, and get no gradient. None if all bags arrive"""
 
 
 class PendingBackward(NamedTuple):

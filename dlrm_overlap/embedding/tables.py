@@ -115,18 +115,18 @@ class LocalTables:
         return self._table_tensors(shard.lookup, shard.table) if cached is None else cached.rows
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
-        """Return a shard's rows [rows, D], or its slots [slots, D] if it is cached."""
+        """Return [rows, D], or [slots, D] if the table is cached."""
         return self._tensors(shard)[0]
 
     def states(self, shard: FeatureShard) -> list[torch.Tensor]:
-        """Return the states of a shard's rows or slots, each [rows, D] or [rows] float32."""
+        """Return states of rows or slots, each [rows, D] or [rows] float32."""
         return self._tensors(shard)[1:]
 
     def rows(self, shard: FeatureShard) -> int:
         return self._table_tensors(shard.lookup, shard.table)[0].shape[0]
 
     def stored(self, shard: FeatureShard) -> StoredRows:
-        """Return the memory of a shard's rows or slots, on a GPU."""
+        """Return the memory of the rows or slots, on a GPU."""
         tbe: Any = self.lookups[shard.lookup]
         optimizer, tensors = self.optimizer(shard), self._tensors(shard)
         if (shard.lookup, shard.table) in self._cached:
@@ -234,6 +234,7 @@ class LocalTables:
 
 
 def optimizer_of(tbe: Any) -> str:
+    """Return a lookup's optimizer, by FBGEMM's operator name."""
     counter = tbe.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD and tbe.weight_decay_mode == WeightDecayMode.COUNTER
     return _WITH_COUNTER if counter else OPTIMIZERS.get(tbe.optimizer, str(tbe.optimizer))
 

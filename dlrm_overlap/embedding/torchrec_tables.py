@@ -25,7 +25,7 @@ class TorchRecTables:
         """of the current captured step; empty outside of one"""
 
     def pooled(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
-        """Return the pooled embeddings [b, D] of each sharding, from `look_up` or else looked up now."""
+        """Return [b, D] of each sharding, from `look_up` or else looked up now."""
         if not self._looked_up:
             return self._pool(features)
         for buffer in self._buffers:
@@ -80,9 +80,7 @@ class TorchRecTables:
 
 
 def exact(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return ids without the padding of a captured step; reads their number, and raises a ValueError above the
-    capacity.
-    """
+    """Return ids without padding, whose number is read from the device; a ValueError above the capacity."""
     lengths, values = features.lengths(), features.values()
     total = int(lengths.sum())
     if total > values.numel():

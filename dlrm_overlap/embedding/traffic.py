@@ -22,7 +22,7 @@ def partial_sums(bag_ids: float, row_shards: int) -> float:
 
 
 class ShardTraffic(NamedTuple):
-    """The load of one batch of all ranks on a table shard; may be a mean."""
+    """Of one batch of all ranks on a table shard; may be a mean."""
 
     ids: float
     touched_rows: float
@@ -96,7 +96,7 @@ class DenseCounts(NamedTuple):
     """of matrix products, forward and backward"""
     parameters: int
     outputs: int
-    """elements that the layers output in the forward"""
+    """elements, in the forward"""
 
 
 def count_dense(model: ModelConfig, tables: int, dense_features: int, samples: int) -> DenseCounts:

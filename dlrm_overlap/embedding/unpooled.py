@@ -41,7 +41,7 @@ class UnpooledExchange(Exchange):
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        # Rows are narrowed as they are expanded: so sums of gradients are sent as precisely as they travel.
+        # Rows are narrowed when they are expanded, so sums of gradients keep the wire's precision.
         widest = torch.promote_types(options.wire_dtype, options.output_dtype)
         super().__init__(layout, tables, replace(options, output_dtype=widest), group, device)
         self._clips = False  # gradients are clipped before they are summed
@@ -89,7 +89,7 @@ class UnpooledIdSender(IdSender):
         # Ids, lengths, slots; rows, starts, count and order of the runs.
         sizes, device = (ids, bags, ids, ids, ids + 1, 1, ids), self.exchange.device
         self._kept = [[torch.zeros(size, dtype=torch.int32, device=device) for size in sizes] for _ in range(2)]
-        """`Distinct` of the ids that are sent in even epochs, and in odd ones"""
+        """memory for `Distinct` in even epochs, and in odd ones"""
         layout = self.table_layout.with_features({name: ranges[of] for name, (of, _) in features.items()})
         slots = BatchCapacity(self._blocks.slots, dict.fromkeys(counts, (0, 1)), counts)
         return IdLayout(joined(layout), self._keys, slots)
@@ -118,13 +118,13 @@ class UnpooledIdSender(IdSender):
         return capacity.capacity([sequence.feature for sequence in self.distinct.sequences])
 
     def rooms_of(self, features: KeyedJaggedTensor) -> list[int]:
-        """Return the size of each sequence's ids in a batch, with padding."""
+        """Return the size of each sequence's ids, with padding."""
         return self.distinct.capacities_of(features, self._most(self.capacity))
 
     def _keep(self, distinct: Distinct) -> Distinct:
-        """Return a copy in memory that stays, for the next epoch."""
+        """Return a copy in the memory of the next epoch."""
         ids = distinct.values
-        if ids.dtype == torch.int64:  # those that no int32 holds stay outside every table
+        if ids.dtype == torch.int64:  # clamped ids stay outside every table
             ids = ids.clamp(-1, torch.iinfo(torch.int32).max).int()
         flat = [ids, distinct.lengths, distinct.slots, *distinct.runs]
         memory = self._kept[(self.exchange.counters.ids.value + 1) % 2]
@@ -134,7 +134,7 @@ class UnpooledIdSender(IdSender):
         return Distinct(values, lengths, slots, type(distinct.runs)(*runs))
 
     def _most_samples(self, samples: int, group: dist.ProcessGroup) -> int:
-        return samples  # slots, which are the same number on all ranks
+        return samples  # slots, the same number on all ranks
 
     @poison_on_error
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:

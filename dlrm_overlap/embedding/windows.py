@@ -42,10 +42,10 @@ class WindowSpec(NamedTuple):
 class WindowPair:
     """Two windows of every rank, and ready flags [W, slots], whose row w rank w sets.
 
-    Step e = 1, 2, 3, .. uses window e mod 2: peers store into it, then set their flags to e. Nothing is ever reset. A
-    rank that has seen every peer's flags of step e - 1 may store step e into the peers' windows, because a peer's
-    stream reads the values of step e - 2 before step e - 1. So no rank may begin a step while an earlier window is in
-    use (`begin` checks those that `acquire` has returned), and each rank sets a flag at each other in every step.
+    Step e = 1, 2, 3, .. uses window e mod 2: peers store into it, then set their flags to e. Nothing is ever reset. No
+    step begins while an earlier window is in use, which `begin` checks for views of `acquire`, and each rank sets a
+    flag at each other in every step. So no window is overwritten before it was read (proof: docs/architecture/step.md,
+    Windows).
 
     Example: in step 3 rank 1 stores into NAME1 of rank 0, then sets slot 0 of row 1 of rank 0's NAME_ready to 3.
     """
@@ -58,7 +58,7 @@ class WindowPair:
 
     @property
     def epoch(self) -> int:
-        """Of the current step, 0 before the first."""
+        """The current step's epoch, 0 before the first."""
         return self.counter.value
 
     @property
@@ -70,9 +70,7 @@ class WindowPair:
         return self._windows[self.counter.value % 2]
 
     def begin(self) -> int:
-        """Begin a step and return its epoch; a BufferInUseError, before anything has begun, if an acquired view is in
-        use.
-        """
+        """Begin a step and return its epoch; a BufferInUseError, with nothing begun, if an acquired view is in use."""
         if self._views and self._held():
             gc.collect()  # a reference cycle may be all that holds it
             if self._held():
@@ -99,7 +97,7 @@ class WindowPair:
 
 
 def one_flag_each(ranks: range, world_size: int) -> torch.Tensor:
-    """Return [W] int32, the number of flags to wait for by rank: 1 from each of `ranks`, 0 from the others."""
+    """Return [W] int32: 1 flag to wait for from each of `ranks`, 0 from the others."""
     return torch.tensor([int(rank in ranks) for rank in range(world_size)], dtype=torch.int32, device="cpu")
 
 
@@ -156,7 +154,7 @@ class DeviceSignals(Signals):
 
 
 def skip_epoch(pair: WindowPair, kind: type[Signals], timeout_s: float, status: torch.Tensor | None = None) -> None:
-    """Take an epoch in which nothing is stored: signal the ranks reached, and wait for them."""
+    """Take an epoch in which nothing is stored: signal the ranks reached, and wait for them; others never store."""
     signals = kind(pair, one_flag_each(pair.arena.reached, pair.arena.world_size), timeout_s, status)
     pair.begin()
     signals.signal()
@@ -164,7 +162,7 @@ def skip_epoch(pair: WindowPair, kind: type[Signals], timeout_s: float, status: 
 
 
 def flags_among(flags: Flags, reached: range) -> Flags:
-    """Return the flags of the ranks reached, for a kernel that only sets flags: row i belongs to the i-th of them."""
+    """Return flags for a kernel that only sets them: row i belongs to the i-th of the ranks reached."""
     if len(reached) == len(flags.local):
         return flags
     row_bytes = flags.local.shape[1] * flags.local.element_size()
