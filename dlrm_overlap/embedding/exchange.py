@@ -47,8 +47,8 @@ def poison_on_error(part: Part) -> Part:
     """Return a method that raises a RuntimeError if a method with this decorator has failed before.
 
     Peers wait for the step that failed, and would take the data of a later step for it. The object has an attribute
-    `failure`: None, then the first failure. The method leaves inference mode, in which training could not write to its
-    tensors later.
+    `failure`: None, then the first failure. The method leaves inference mode, because training could not write to
+    tensors made in it.
     """
 
     @wraps(part)
@@ -213,8 +213,8 @@ class Exchange:
             self._parts = build_exchange(ExchangeContext(*fixed, self._capacity, *kept))
             if self._ids is not None:
                 rank, ranks = self._group.rank(), self._group.size()
-                room = [self._ids.arriving([feature], ranks) for feature in self._ids.features(rank)]
-                self.tables.open_caches(self.layout.by_owner[rank], room, self.device)
+                capacities = [self._ids.arriving([feature], ranks) for feature in self._ids.features(rank)]
+                self.tables.open_caches(self.layout.by_owner[rank], capacities, self.device)
         return self._parts
 
     @poison_on_error

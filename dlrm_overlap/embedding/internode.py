@@ -11,13 +11,13 @@ at multiples of 16 bytes.
 
 If several ranks of a node own rows of a table, the node sends only their sums (on GPUs): the rank that receives the
 messages of a rank r of another node *serves* r, which means that it gathers and adds up the partial sums for r's
-samples. The gradient of the sum is sent once for all of these shards. If the exchange sends ids, one more message has
-the whole window in which a rank has published its ids; the ranks of the node read it at the rank that receives it.
+samples. The gradient of the sum is sent once. If the exchange sends ids, one more message has the window in which a
+rank has published them; the ranks of the node read it where it arrives.
 
 Example: nodes of ranks 0, 1 and 2, 3, with 5 samples each. Rank 1 owns shards of 12 columns, rank 2 of 4, rank 3 of 8.
-In the forward rank 1 sends rank 3 10 rows of 12: samples of rank 2, then of rank 3. In the backward it sends rank 3 5
-rows of 12: the gradients of rank 2's 4 columns, then of rank 3's 8. If ranks 2 and 3 each own rows of a table of 4
-columns, rank 3 gathers two partial sums for each sample of rank 1, and sends it a row of 4.
+In the forward rank 1 sends 10 rows of 12 to rank 3: samples of rank 2, then of rank 3. In the backward it sends 5 rows
+of 12: the gradients of rank 2's 4 columns, then of rank 3's 8. If ranks 2 and 3 each own rows of a table of 4 columns,
+rank 3 gathers two partial sums for each sample of rank 1, and sends it a row of 4.
 """
 
 from collections.abc import Mapping, Sequence

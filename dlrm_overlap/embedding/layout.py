@@ -155,7 +155,7 @@ class Layout:
         return self._first_column[shard.name] + shard.first_column
 
     def with_features(self, range_of: Mapping[str, RowRange]) -> "Layout":
-        """Return a layout in which tables of slots have several features, each of its table or row shard."""
+        """Return a layout in which the tables of slots have the features of `range_of`, in order."""
         shards = [
             replace(shard, name=name, feature_name=name, row_shard=shard.row_shard if of.row_shard is None else 0)
             for shards in (*self.by_owner, self.replicated)

@@ -66,23 +66,23 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         features = with_bags_of_samples(maybe_td_to_kjt(features, self._ids_keys))
         assert isinstance(self.sender, UnpooledIdSender)
         sent = padded(features)
-        rows, rooms = self.sender.start_rows(sent), self.sender.rooms_of(sent)
-        return Deferred(lambda: self._sequences(features, rooms, rows()))
+        rows, capacities = self.sender.start_rows(sent), self.sender.capacities_of(sent)
+        return Deferred(lambda: self._sequences(features, capacities, rows()))
 
     def _sequences(
-        self, features: KeyedJaggedTensor, rooms: Sequence[int], rows: torch.Tensor
+        self, features: KeyedJaggedTensor, capacities: Sequence[int], rows: torch.Tensor
     ) -> dict[str, JaggedTensor]:
-        """Return the output, from rows [P, D] padded to `rooms`; in captured steps it stays padded."""
+        """Return the output, from rows [P, D] padded to `capacities`; in captured steps it stays padded."""
         assert isinstance(self.sender, UnpooledIdSender)
         distinct, keys, sent = self.sender.distinct, features.keys(), padded(features)
         lengths = features.lengths().view(len(keys), features.stride())
-        ids: Sequence[torch.Tensor | None] = [None] * len(rooms)
+        ids: Sequence[torch.Tensor | None] = [None] * len(capacities)
         if self._need_indices:
-            ids = distinct.padded(sent, rooms).split(list(rooms))
+            ids = distinct.padded(sent, capacities).split(list(capacities))
         # The backward of a split copies gradients to one tensor; a single sequence needs no split.
-        each: Sequence[torch.Tensor] = rows.split(list(rooms)) if len(rooms) > 1 else [rows]
+        each: Sequence[torch.Tensor] = rows.split(list(capacities)) if len(capacities) > 1 else [rows]
         if sent is not features:
-            counts = self.sender.rooms_of(features)
+            counts = self.sender.capacities_of(features)
             each = [values[:count] for values, count in zip(each, counts, strict=True)]
             ids = [None if of is None else of[:count] for of, count in zip(ids, counts, strict=True)]
         found = {

@@ -117,7 +117,7 @@ class UnpooledIdSender(IdSender):
     def _most(self, capacity: BatchCapacity) -> list[int]:
         return capacity.capacity([sequence.feature for sequence in self.distinct.sequences])
 
-    def rooms_of(self, features: KeyedJaggedTensor) -> list[int]:
+    def capacities_of(self, features: KeyedJaggedTensor) -> list[int]:
         """Return the size of each sequence's ids, with padding."""
         return self.distinct.capacities_of(features, self._most(self.capacity))
 
@@ -138,8 +138,8 @@ class UnpooledIdSender(IdSender):
 
     @poison_on_error
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
-        rooms, slots = self.rooms_of(features), self._blocks.slots
-        distinct = self._keep(self.distinct.assign_slots(self.distinct.sort(features, rooms), self._blocks))
+        capacities, slots = self.capacities_of(features), self._blocks.slots
+        distinct = self._keep(self.distinct.assign_slots(self.distinct.sort(features, capacities), self._blocks))
         bags = KeyedJaggedTensor(list(self._keys), distinct.values, lengths=distinct.lengths, stride=slots)
         return super()._send(bags, None)._replace(distinct=distinct)
 

@@ -42,10 +42,10 @@ class WindowSpec(NamedTuple):
 class WindowPair:
     """Two windows of every rank, and ready flags [W, slots], whose row w rank w sets.
 
-    Step e = 1, 2, 3, .. uses window e mod 2: peers store into it, then set their flags to e. Nothing is ever reset. No
-    step begins while an earlier window is in use, which `begin` checks for views of `acquire`, and each rank sets a
-    flag at each other in every step. So no window is overwritten before it was read (proof: docs/architecture/step.md,
-    Windows).
+    Step e = 1, 2, 3, .. uses window e mod 2: peers store into it, then set their flags to e. Nothing is ever reset. A
+    rank that has seen every peer's flags of step e - 1 may store step e, because a peer's stream reads step e - 2
+    before it sets them. So no step may begin while an earlier window is in use (`begin` checks the views of `acquire`),
+    and each rank sets a flag at each other in every step.
 
     Example: in step 3 rank 1 stores into NAME1 of rank 0, then sets slot 0 of row 1 of rank 0's NAME_ready to 3.
     """
