@@ -120,7 +120,7 @@ class IdSender:
         return arrived
 
     def _most_samples(self, samples: int, group: dist.ProcessGroup) -> int:
-        """Return the largest number of samples of a rank, to which owners pad each rank's; a collective."""
+        """Return the largest number of samples of a rank, to which all batches are padded; may be a collective."""
         if self.is_steady and self._steady_samples is not None:
             return self._steady_samples
         agreed = max(1, *gathered(samples, group))

@@ -155,7 +155,7 @@ def cached_tables(loads: Mapping[str, TableLoad], config: EmbeddingConfig, capac
 
 
 def _held_bytes(load: TableLoad, config: EmbeddingConfig) -> float:
-    """Of a cached table on the GPU: its slots, and 4 bytes for each row."""
+    """Return the bytes of a cached table on the GPU: its slots, and 4 bytes for each row."""
     return min(load.bytes, load.bytes * config.cache_fraction + 4 * load.rows)
 
 

@@ -78,11 +78,7 @@ class _ExchangingSharder:
     _sharded: type[ExchangingModule[Any]]
 
     def _take(self, given: Mapping[str, Any], kinds: type, asked: set[str], **defaults: Any) -> dict[str, Any]:
-        """Check arguments of `kinds`, a TypedDict, make `options` of them, and return those that have `defaults`.
-
-        Args:
-            asked: precisions of the user's codecs; a single one becomes the wire's.
-        """
+        """Check arguments by the TypedDict `kinds`, set `options`, and return those that have `defaults`."""
         # Names and values of earlier versions, then types and rules.
         known = get_type_hints(kinds, include_extras=True)
         given = {new_name(f"embedding.{name}").removeprefix("embedding."): value for name, value in given.items()}

@@ -1,4 +1,4 @@
-"""TorchRec's shardings of a module, and the layout of those that an exchange takes."""
+"""TorchRec's shardings of a module, and their layout for an exchange."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -103,7 +103,6 @@ class UnpooledIdSender(IdSender):
         return self.table_layout.row_ranges(self.exchange.has_rows_apart)
 
     def _most_slots(self, capacity: BatchCapacity) -> dict[str, int]:
-        """By name of `row_ranges`."""
         ids = dict.fromkeys(self.table_layout.names, 0)
         for sequence, count in zip(self.distinct.sequences, self._most(capacity), strict=True):
             ids[self.table_layout.names[sequence.table]] += count
