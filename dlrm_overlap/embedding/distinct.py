@@ -32,16 +32,14 @@ _MAX_MISSING = 1 << 30  # slots, fits an int32
 
 
 class SlotBlocks(NamedTuple):
-    """The slots of T tables in blocks of b, each block the bags of one feature of an exchange.
+    """The slots of T tables in blocks of `slots`, each the bags of one feature of an exchange; `counts` has blocks by
+    table.
 
-    Example: tables of at most 1000 and 90 distinct ids have 8 blocks and 1 of 125 slots; with one block each there
-    would be 2000 slots.
+    Example: tables of at most 1000 and 90 distinct ids have 8 blocks and 1 of 125 slots; one block each would be 2000.
     """
 
     slots: int
-    """slots of a block, b"""
     counts: tuple[int, ...]
-    """blocks of each table"""
 
     @classmethod
     def of(cls, most: Sequence[int]) -> "SlotBlocks":

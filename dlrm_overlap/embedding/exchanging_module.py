@@ -138,9 +138,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     ) -> None:
         """From now on, send the ids by an `IdSender`, instead of TorchRec's input_dist; a collective.
 
-        Args:
-            keys: features in the order of every batch, the same on all ranks.
-            order: of the captured step; None keeps the exchange's own.
+        `keys` are the features in the order of every batch, the same on all ranks. `order` is the captured step's; None
+        keeps the exchange's own.
         """
         if self._replicated:
             self.exchange, self._ours = self.exchange or self._make_exchange(), self._looked_up_in_step

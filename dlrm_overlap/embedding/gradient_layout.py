@@ -58,7 +58,7 @@ class GradientLayout:
     def part_of(self) -> Mapping[FeatureShard, int]:
         """The part of each shard, by the columns sent before its table; a table is in one part.
 
-        The first part is half as large, since nothing is updated while it is sent.
+        The first part is half as large, since nothing is updated meanwhile.
         """
         parts: dict[FeatureShard, int] = {}
         for rank, columns in enumerate(self._layout.owner_dims):

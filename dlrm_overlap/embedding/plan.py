@@ -100,7 +100,7 @@ def make_plan(
         batch_size: samples of a rank.
 
     Raises:
-        InputError: if the tables do not fit; or see `cached_tables`.
+        InputError: if the tables do not fit, or `embedding.memory` has another number of values.
     """
     # What each table costs.
     collections, loads = _collections(module), dict[str, TableLoad]()

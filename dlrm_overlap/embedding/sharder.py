@@ -60,8 +60,8 @@ class PooledArguments(_BothArguments, total=False):
     internode: Annotated[str, _one_of(("messages", "puts"))]
     aggregate_bytes: NonNegativeInt
     copy_output: bool
-    """return a copy of the pooled embeddings, the default. False returns the window that peers store into; drop all
-    references to it before the module's next forward, which raises `BufferInUseError` otherwise"""
+    """return a copy, the default, or else the window that peers store into; then drop all references to it before the
+    module's next forward, which raises `BufferInUseError` otherwise"""
     output_order: Annotated[str, _one_of(("plan", "model"))]
     """order of the features in the output: "plan", TorchRec's and the default, or "model", the unsharded module's"""
     leading_columns: NonNegativeInt

@@ -19,11 +19,11 @@ _LAZY = 3  # FBGEMM's CounterWeightDecayMode.ADAGRADW
 @dataclass(frozen=True)
 class BatchSizes:
     per_rank: tuple[int, ...]
-    """samples of each rank, b"""
+    """b"""
     first_sample: tuple[int, ...] = field(compare=False)
     """[W + 1] each rank's first sample in the global batch, then B"""
     total: int = field(compare=False)
-    """samples of all ranks, B"""
+    """B"""
     most: int = field(compare=False)
 
     def __hash__(self) -> int:  # cheap, since a step looks up several values by its sizes
@@ -39,7 +39,7 @@ class BatchSizes:
 class UpdateRule(NamedTuple):
     lr: float
     arguments: Any
-    """FBGEMM's OptimizerArgs: eps, weight_decay, max_norm and others"""
+    """FBGEMM's OptimizerArgs"""
     frozen: bool = False
     """rows and states keep their values, because no weight of the lookup requires a gradient"""
     count: int = 0

@@ -15,8 +15,6 @@ def partial_sums(bag_ids: float, row_shards: int) -> float:
     """Return the mean number of partial sums sent for a bag, one from each row shard that has an id of the bag.
 
     With one shard empty bags are sent, too. Ids are uniform over the rows; `bag_ids` may be a mean.
-
-    Example: 8 shards, 1 id a bag: 1. 3 ids: 2.6. 32 ids: 7.9.
     """
     return 1.0 if row_shards == 1 else row_shards * (1 - (1 - 1 / row_shards) ** bag_ids)
 
@@ -74,8 +72,8 @@ def update_bytes(
     """Return the bytes of a backward on one rank; arguments as in `pooling_bytes`.
 
     Memory: touched rows and their optimizer state, read and written; for each id its bag's gradient and its position;
-    for each touched row its run; the gradient of the rank's samples, read; the gradient of its columns, written. Links:
-    the gradient of the columns that other ranks own.
+    for each touched row its run; the gradient of the rank's samples and of its columns. Links: the gradient of the
+    columns that other ranks own.
 
     Args:
         wire_bytes, gradient_bytes: of an element of the gradients between ranks, and of the model's.

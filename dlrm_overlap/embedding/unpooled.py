@@ -59,7 +59,7 @@ class UnpooledIdSender(IdSender):
     """Sends the distinct ids of each table in slots, and expands the rows that arrive to the ids of the batch.
 
     Args:
-        distinct: finds the distinct ids of the tables, which are in the order of `layout`.
+        distinct: of the tables in the order of `layout`.
         capacity: without its `distinct`, there is a slot for every id.
         layout: shards of the tables, each with one feature and the same number of columns.
     """
