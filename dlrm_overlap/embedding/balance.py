@@ -1,13 +1,9 @@
 """Places tables on ranks, and cuts some, so that every rank has the same work in a step.
 
-Two kinds of work are balanced: the elements of rows that a rank reads (ids a bag times columns), and the columns that
-it sends. docs/architecture/step.md (The plan) explains the order of the cuts. Owners of columns send as many bytes as
-one owner would. Owners of rows each send a partial sum of all columns for every bag with an id of their rows: with 8
-ranks and 100 ids a bag, 8 times the bytes.
-
-With several nodes, pooled tables are cut by rows within one node, which adds partial sums before they leave it. Owners
-of columns on several nodes would each receive all ids, so columns are cut only where rows are few, and for unpooled
-tables.
+Work is the row elements that a rank reads, and the columns that it sends; docs/architecture/step.md (The plan) explains
+the order of the cuts. With several nodes, pooled tables are cut by rows within one node, which adds partial sums before
+they leave it. Owners of columns on several nodes would each receive all ids, so columns are cut only where rows are
+few, and for unpooled tables.
 """
 
 from collections.abc import Sequence
@@ -20,20 +16,18 @@ from dlrm_overlap.embedding.traffic import partial_sums
 _ENOUGH = 1.1  # work relative to the mean that is worth another cut, and gain that is worth cuts by rows
 _MAX_TRIES = 400_000  # about a second
 _MIN_ROW_BYTES = 64  # of a shard: the smallest memory access
-# Time of a row element in memory (read by the lookup, read and written by the update; 4 bytes at 3.35 TB/s) relative
-# to that of a column between nodes (both ways; 2 bytes at 400 Gb/s).
+# Time of a row element in memory (read by the lookup, read and written by the update; 4 bytes at 3.35 TB/s), divided
+# by the time of a column between nodes (both ways; 2 bytes at 400 Gb/s).
 _ELEMENT_OVER_COLUMN = 0.045
 
 
 class TableLoad(NamedTuple):
-    """The cost of a table for the rank that holds it."""
-
     pooling: float
     """mean ids of a bag"""
     dim: int
     row_bytes: int
     bytes: int
-    """bytes of all rows and optimizer states"""
+    """of all rows and optimizer states"""
     rows: int = 0
     """number of rows; 0 if they must not be cut"""
     pooled: bool = True
@@ -41,27 +35,23 @@ class TableLoad(NamedTuple):
 
     @property
     def sent_columns(self) -> float:
-        """Columns sent for each sample by a whole table."""
+        """For each sample, by the whole table."""
         return self.dim if self.pooled else self.dim * self.pooling
 
 
 class Balance(NamedTuple):
-    """The ranks of each table's shards, and how even their work is."""
-
     ranks: list[list[int]]
-    """by table, the ranks of its shards: equal ranges of its columns or rows, in order"""
+    """by table, the ranks of its shards, equal ranges of its columns or rows, in order"""
     memory: float
-    """row elements read by the fullest rank, relative to the mean"""
+    """row elements of the fullest rank, relative to the mean"""
     links: float
-    """columns sent by the rank that sends most, relative to the mean with no table cut by rows"""
+    """columns of the rank that sends most, relative to the mean with no table cut by rows"""
     by_rows: frozenset[int] = frozenset()
-    """indices of the tables cut by rows"""
     memory_weight: float = 1.0
     """weight of `memory` against `links`; below 1 if the links are a network"""
 
     @property
     def worst(self) -> float:
-        """The greater of the weighted `memory` and `links`."""
         return max(self.memory * self.memory_weight, self.links)
 
 
@@ -74,11 +64,10 @@ def balance(
 ) -> Balance | None:
     """Place all tables on the ranks; return None if they do not fit.
 
-    While there is no room, or the fullest rank has more than 1.1 times the mean work, the table with the largest or
-    heaviest shards is cut into twice as many ranges of columns. If that is not enough, tables are cut by rows, one
-    after the other, from the best placement so far. With several nodes a table is cut by rows or by columns right away,
-    as the module says. Returns the placement with the smallest `worst`, of equals the least cut; cuts by rows must make
-    it 1.1 times smaller. The same arguments give the same result: the search is limited by count, not by time.
+    While there is no room, or the fullest rank has more than 1.1 times the mean work, one table is cut into twice as
+    many ranges of columns; if that is not enough, tables are cut by rows, one after the other, from the best placement
+    so far. Returns the placement with the smallest `worst`, of equals the least cut; cuts by rows must make it 1.1
+    times smaller. The search is limited by count, not by time, so the same arguments give the same result.
 
     Args:
         capacity_bytes: room for tables on each rank.
@@ -147,9 +136,8 @@ def balance(
 
 
 def _can_cut_columns(table: TableLoad, shards: int, world_size: int) -> bool:
-    return (
-        shards <= world_size and table.dim % (4 * shards) == 0 and table.row_bytes >= shards * _MIN_ROW_BYTES
-    )  # FBGEMM needs multiples of 4 columns
+    # FBGEMM needs multiples of 4 columns.
+    return shards <= world_size and table.dim % (4 * shards) == 0 and table.row_bytes >= shards * _MIN_ROW_BYTES
 
 
 def _can_cut_rows(table: TableLoad, owners: int) -> bool:
@@ -186,8 +174,6 @@ _NOTHING = _Shard(-1, 0.0, 0.0, 0.0)
 
 @dataclass(eq=False)
 class _Rank:
-    """The shards placed on a rank, likewise."""
-
     room: float
     memory: float
     links: float
@@ -199,7 +185,6 @@ class _Rank:
         return max(memory, links), memory + links
 
     def takes(self, shard: _Shard, replacing: _Shard = _NOTHING) -> bool:
-        """Return whether there is room for a shard, and no other shard of its table."""
         fits = shard.bytes <= self.room + replacing.bytes
         return fits and all(each.table != shard.table or each is replacing for each in self.shards)
 
@@ -211,10 +196,6 @@ class _Rank:
 
 
 def _place(shards: Sequence[_Shard], begun: Sequence[_Rank], tries: int) -> tuple[list[_Rank], int]:
-    """Place shards, the heaviest first or else the largest, then improve; return no ranks if there is no room.
-
-    Also returns the number of changes tried so far.
-    """
     ranks = _fill(sorted(shards, key=lambda shard: (-shard.work, -shard.bytes, shard.table)), begun)
     ranks = ranks or _fill(sorted(shards, key=lambda shard: -shard.bytes), begun)
     improved = bool(ranks)
@@ -236,7 +217,6 @@ def _lightest_node(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
 
 
 def _fill(shards: Sequence[_Shard], begun: Sequence[_Rank]) -> list[_Rank]:
-    """Place each shard in order on the rank with the least work; return no ranks without room."""
     ranks = [_Rank(rank.room, rank.memory, rank.links) for rank in begun]
     if any(rank.room < 0 for rank in ranks):
         return []

@@ -7,16 +7,13 @@ replaces the ids by slot numbers: lookup, sort and update see a table on the GPU
     step i         lookup, update of slots that were loaded during step i - 1 ----
     meanwhile      ids of step i + 1 arrive | find their slots | evict rows to the host, load rows of step i + 1
 
-A row may be evicted if neither step i + 1, which needs its rows, nor step i, whose update may be running, names it. A
-row that both name keeps its slot, so step i + 1 reads what step i has written. Step i - 1 is done. So slots for the ids
-of two steps always suffice, and no cache has fewer unless it has all rows.
+A row may be evicted if neither step i + 1, which needs its rows, nor step i, whose update may be running, names it;
+step i - 1 is done. A row that both name keeps its slot, so step i + 1 reads what step i has written. So slots for the
+ids of two steps always suffice, and no cache has fewer unless it has all rows.
 
-Rows are evicted by the CLOCK algorithm, which changes no result. A table of 4 bytes a row in GPU memory maps rows to
-slots, so the cache is fully associative. Launch sizes are fixed and nothing is read back, so the kernels are captured
-with the step. FBGEMM's cache sizes the distinct rows of a step on the host, and holds no optimizer states.
-
-Host memory is CUDA's managed memory: on an H100, random rows of 512 bytes out of 8 GB moved at 30 GB/s each way, and at
-8.8 in page-locked memory.
+Rows are evicted by the CLOCK algorithm. A table of 4 bytes a row in GPU memory maps rows to slots, so the cache is
+fully associative. Launch sizes are fixed and nothing is read back, so the kernels are captured with the step. Host
+memory is CUDA's managed memory (docs/results/lab.md).
 """
 
 import logging
@@ -42,18 +39,16 @@ class RowCache:
 
     Rows are numbered across the tables, 0 .. R - 1. `rows` are the tensors that lookup and update work on, [S, D] or
     [S]. Methods issue work on the current stream.
+
+    Args:
+        host_rows: the weights [R, D] and the states, each [R, D] or [R], contiguous.
+        slots: S, at least the ids of two steps, or R.
+
+    Raises:
+        InputError: if there is no room for the slots.
     """
 
     def __init__(self, host_rows: Sequence[torch.Tensor], slots: int, device: torch.device) -> None:
-        """Make an empty cache.
-
-        Args:
-            host_rows: the weights [R, D] and the states, each [R, D] or [R], contiguous.
-            slots: S, at least the ids of two steps, or R.
-
-        Raises:
-            InputError: if there is no room for the slots.
-        """
         self.host_rows, count = list(host_rows), host_rows[0].shape[0]
         self.slots = slots = min(slots, count)
         try:
@@ -66,9 +61,9 @@ class RowCache:
             ) from error
 
     def find(self, ids: KeyedJaggedTensor, first_rows: torch.Tensor) -> Swaps:
-        """Find slots for the rows of the next step, and write their numbers over its int32 ids.
+        """Find slots for the rows of the next step, and write their numbers over its int32 ids; `swap` comes next.
 
-        The step before the previous one must be done. `swap` must run before the slots are read.
+        The step before the previous one must be done.
 
         Args:
             first_rows: [F + 1] int64, by feature: number of the first row of its table; negative leaves its ids
@@ -77,7 +72,6 @@ class RowCache:
         return find_slots(self._state, ids.values(), ids.offsets(), ids.stride(), first_rows)
 
     def swap(self, swaps: Swaps) -> None:
-        """Store evicted rows, and load others into their slots."""
         for host, cached in zip(self.host_rows, self.rows, strict=True):
             swap_rows(host, cached, swaps)
 
@@ -86,7 +80,6 @@ class RowCache:
         self._move(leaving=self._state.row_in, entering=self._none)
 
     def read_again(self) -> None:
-        """Load all cached rows again."""
         self._move(leaving=self._none, entering=self._state.row_in)
 
     @property
@@ -101,8 +94,7 @@ class RowCache:
 def activate(caches: Sequence[tuple[RowCache, torch.Tensor]], ids: KeyedJaggedTensor) -> None:
     """Load the rows of a step into caches, each given with its `first_rows`, and replace the ids by slots.
 
-    All slots are found before any row is moved: moves last until the next step's matrix products occupy the
-    multiprocessors, for which finding slots would then have to wait.
+    All slots are found before any row is moved, because moves last until the next step's matrix products fill the GPU.
     """
     found = [cache.find(ids, first_rows) for cache, first_rows in caches]
     for (cache, _), swaps in zip(caches, found, strict=True):
@@ -110,8 +102,6 @@ def activate(caches: Sequence[tuple[RowCache, torch.Tensor]], ids: KeyedJaggedTe
 
 
 class CachedTable(NamedTuple):
-    """A table to be cached."""
-
     host_rows: Sequence[torch.Tensor]
     """weights [rows, D], then states"""
     fraction: float
@@ -121,10 +111,9 @@ class CachedTable(NamedTuple):
 
 
 def make_caches(tables: Mapping[Key, CachedTable], device: torch.device) -> list[tuple[RowCache, dict[Key, int]]]:
-    """Return the caches of some tables; consecutive tables adjacent in memory share one.
+    """Return the caches of some tables, each with the number of its first row by table.
 
-    Returns:
-        Each cache with, by table, the number of its first row.
+    Consecutive tables that are adjacent in memory share a cache.
     """
     together: list[list[Key]] = []
     for key, table in tables.items():

@@ -30,11 +30,8 @@ def build_sharders(
 ) -> list[ModuleSharder[Any]]:
     """Return the sharders of pooled and of unpooled tables for the configured backend.
 
-    Pooled embeddings have the wire's type, and `leading_columns` in front, if the dense part's `precision` is the
-    wire's; else they are float32. Unpooled rows are sent as `config.wire_dtype`; auto is fp32.
-
-    Args:
-        fused_params: override the parameters of FBGEMM's lookups.
+    Pooled embeddings have the wire's type, and `leading_columns` in front, if it is the dense part's `precision`; else
+    they are float32. Unpooled rows are sent as `config.wire_dtype`; auto is fp32. `fused_params` are FBGEMM's.
     """
     about_tables, backend = fused_params_of(config, fused_params), BACKENDS[config.backend]
     pooled_wire = config.resolved_wire_dtype(precision)
@@ -66,7 +63,7 @@ def _keys_of(config: EmbeddingConfig, arguments: type, wire_dtype: str) -> dict[
 
 
 def fused_params_of(config: EmbeddingConfig, fused_params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the parameters of FBGEMM's lookups: the keys', overridden by `fused_params`.
+    """Return the parameters of FBGEMM's lookups, overridden by `fused_params`.
 
     An id outside its table stops the run; FBGEMM's default would take row 0 instead.
     """

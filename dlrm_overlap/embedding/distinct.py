@@ -1,8 +1,7 @@
 """The distinct ids of a batch, table by table, on the rank that has the samples: what unpooled tables exchange.
 
-A slot is a bag of one id or none; slot k of a table with n distinct ids has the k-th of them if k < n. So the exchange
-of pooled embeddings sends each row once. Received rows are expanded from slots to ids, and gradients are summed by slot
-before they are sent.
+A slot is a bag of one id or none; slot k of a table with n distinct ids has the k-th of them if k < n. So each row is
+sent once. Received rows are expanded from slots to ids, and gradients are summed by slot before they are sent.
 
 Example: features f: [7, 3] [7] and g: [3] of one table. Its distinct ids 3 and 7 are in slots 0 and 1; the ids of f and
 g are in slots 1 0 1 and 0. The gradients of the first and third id of f are added and sent for slot 1.
@@ -20,12 +19,11 @@ from dlrm_overlap.kernels.launches import Key, StepCache, Value
 
 
 class NamedSequence(NamedTuple):
-    """A feature looked up in an unpooled table; its jagged tensor is `name` in the output."""
+    """A feature looked up in table number `table`, unpooled; its jagged tensor is `name` in the output."""
 
     name: str
     feature: str
     table: int
-    """index of the table"""
 
 
 _WASTE = 1 / 8  # largest share of unused slots
@@ -34,20 +32,18 @@ _MAX_MISSING = 1 << 30  # slots, fits an int32
 
 
 class SlotBlocks(NamedTuple):
-    """The slots of T tables in blocks of b, each block the bags of one feature of an exchange.
+    """The slots of T tables in blocks of `slots`, each the bags of one feature of an exchange; `counts` has blocks by
+    table.
 
-    Example: tables of at most 1000 and 90 distinct ids have 8 blocks and 1 of 125 slots; with one block each there
-    would be 2000 slots.
+    Example: tables of at most 1000 and 90 distinct ids have 8 blocks and 1 of 125 slots; one block each would be 2000.
     """
 
     slots: int
-    """slots of a block, b"""
     counts: tuple[int, ...]
-    """blocks of each table"""
 
     @classmethod
     def of(cls, most: Sequence[int]) -> "SlotBlocks":
-        """Return the largest blocks with at most an eighth of unused slots, by the most distinct ids of each table."""
+        """Return the largest blocks with at most an eighth of unused slots; `most` has distinct ids by table."""
         slots = max(1, *most)
         while True:
             blocks = cls(slots, tuple(max(1, -(-each // slots)) for each in most))
@@ -69,13 +65,13 @@ class Distinct(NamedTuple):
     """The ids of a batch in slots; P is the capacity for ids, sequence by sequence."""
 
     values: torch.Tensor
-    """[P or more]: the distinct ids, table by table"""
+    """[P or more] the distinct ids, table by table"""
     lengths: torch.Tensor
     """[F * b] int32: 1 for a slot with an id, else 0; the sum exceeds the capacity if the batch does"""
     slots: torch.Tensor
     """[P] int32: bag * F + feature of each id's slot; -1 for padding"""
     runs: Runs
-    """runs of equal ids among the P ids, for the sums of their gradients"""
+    """of equal ids among the P ids, for the sums of their gradients"""
 
 
 class _PaddedPositions(NamedTuple):
@@ -102,8 +98,6 @@ class _Blocks(NamedTuple):
 
 
 class SortedBatch(NamedTuple):
-    """The ids of a batch sorted by table and id."""
-
     padded: _PaddedPositions
     ids: torch.Tensor  # [P], unsorted
     order: torch.Tensor  # [P] int64: position of each sorted id
@@ -116,7 +110,13 @@ class SortedBatch(NamedTuple):
 
 
 class DistinctIds:
-    """Finds the distinct ids of batches on the device."""
+    """Finds the distinct ids of batches on the device.
+
+    Args:
+        sequences: in the order of their tables.
+        rows: of each table.
+        ranges: by table, the first row of each range with its own slots, like a table. By default a table is one range.
+    """
 
     def __init__(
         self,
@@ -125,14 +125,6 @@ class DistinctIds:
         device: torch.device,
         ranges: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Take what is looked up.
-
-        Args:
-            sequences: in the order of their tables.
-            rows: of each table.
-            ranges: by table, the first row of each range with its own slots, like a table. By default a table is one
-                range.
-        """
         ranges = ranges or [[0]] * len(rows)
         self.sequences, self._is_cut = sequences, sum(map(len, ranges)) > len(rows)
         assert [s.table for s in sequences] == sorted(s.table for s in sequences)
@@ -176,7 +168,7 @@ class DistinctIds:
         return torch.tensor([keys.index(s.feature) for s in self.sequences], device=self._device)
 
     def capacities_of(self, features: KeyedJaggedTensor, most: Sequence[int] | None = None) -> list[int]:
-        """Return each sequence's capacity for ids, at most `most`: that of a captured step's ids, else their number."""
+        """Return each sequence's capacity in a captured step, else its number of ids; at most `most`."""
         by_key: Any = getattr(features, "capacities", None)
         by_key = dict(zip(features.keys(), by_key or features.length_per_key(), strict=True))
         capacities = [by_key[s.feature] for s in self.sequences]
@@ -201,7 +193,6 @@ class DistinctIds:
         return padded, counts, valid, ids
 
     def sort(self, features: KeyedJaggedTensor, capacities: Sequence[int]) -> SortedBatch:
-        """Sort the ids of a batch by table and id."""
         padded, sizes, valid, ids = self._read(features, capacities)
         # Keys are in the order of tables and rows, one key for ids outside the table; padding comes last.
         row = ids.where((ids >= 0) & (ids < padded.rows), padded.rows).to(self._key_type)

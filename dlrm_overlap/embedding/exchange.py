@@ -1,4 +1,4 @@
-"""The embedding stage of one sharded module on one rank: from the ids to the rows' update, in the order of a step.
+"""The embedding stage of one sharded module on one rank, in the order of a step.
 
 (before)          an `IdSender`, or TorchRec's input_dist, sends ids to the owners of their rows
 start             StartExchange.forward -> start_forward: owners pool, and send pooled embeddings
@@ -10,7 +10,6 @@ wait              FinishExchange.forward -> finish_forward: pooled embeddings of
 (autograd)        StartExchange.backward -> finish_backward: this rank's rows are updated
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,19 +38,17 @@ from dlrm_overlap.embedding.steps import BatchSizes, PendingBackward, Step
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.windows import BufferInUseError
 
-log = logging.getLogger("dlrm_overlap")
-
 Part = TypeVar("Part", bound=Callable[..., Any])
 
-_EAGER = nullcontext()  # made once: to make one takes a microsecond
+_EAGER = nullcontext()  # reused, since creating one takes a microsecond
 
 
 def poison_on_error(part: Part) -> Part:
     """Return a method that raises a RuntimeError if a method with this decorator has failed before.
 
-    Peers wait for the step that failed, and would mistake the data of a later step for it. The object has an attribute
-    `failure`: None, then the first failure. The method leaves inference mode, since training steps could not write to
-    tensors that were made in it.
+    Peers wait for the step that failed, and would take the data of a later step for it. The object has an attribute
+    `failure`: None, then the first failure. The method leaves inference mode, because training could not write to
+    tensors made in it.
     """
 
     @wraps(part)
@@ -80,10 +77,6 @@ class Exchange:
 
     All ranks of `group` take the same steps. The first step makes the windows, which is a collective; they are made
     again when a rank has more samples than any had before.
-
-    Example: ranks 0 and 1 have 3 and 2 samples, and rank 1 owns one table of dim 4. On rank 1,
-    `exchange.start([ids], [3, 2])`, whose ids are of 5 bags, returns an awaitable; `wait()` returns [2, 4]. On rank 0
-    the input has no feature, and `wait()` returns [3, 4].
     """
 
     def __init__(
@@ -103,14 +96,13 @@ class Exchange:
         self.order = CommunicationOrder()
         """order of communication in captured steps; exchanges that are captured together share one"""
         self.tables = tables
-        """this rank's rows; `write_back` and `note_writes` store cached ones to their tables"""
         self._group = group
-        self._halves: ExchangeParts | None = None
-        self._closed = 0  # how often
+        self._parts: ExchangeParts | None = None
+        self._closed = 0  # number of calls of `close`
         self._capacity = 0
         self._copies = options.copy_output and options.output_dtype == options.wire_dtype  # else the cast is a copy
         self._counts_epochs = device.type == "cuda" and BACKENDS[options.backend].stores_to_peers
-        self._clips = True  # gradients before they are sent
+        self._clips = True  # clip gradients before they are sent
         self._pending: RunningStep | None = None
         self.failure: str | None = None
         self._ids: IdLayout | None = None
@@ -126,7 +118,7 @@ class Exchange:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of rows, and how often windows were given back: captured steps are valid while it is the same."""
+        """Addresses of rows, and how often windows were freed; captured steps are valid while these do not change."""
         replicated = self._replicated.storage() if self._replicated is not None else ()
         return self._closed, *self.tables.storage(), *replicated
 
@@ -134,12 +126,8 @@ class Exchange:
         """From now on, look up the ids that an `IdSender` sends; a collective, while no rank is in a step.
 
         Args:
-            ids: their layout in the windows.
             replicated: tables that every rank holds, if this exchange looks them up.
-            sent: the sender's ids that wait for their step, which `close` clears with the windows.
-
-        Raises:
-            InputError: if a feature has no capacity, or there is no memory for the windows.
+            sent: the sender's ids that wait for their step, which `close` clears.
         """
         self.close()
         self.layout, self._replicated, self._ids, self._sent = ids.layout, replicated, ids, sent
@@ -149,7 +137,7 @@ class Exchange:
     def id_exchange(self) -> IdExchange:
         """The part that sends ids; after `close`, the windows are made again, which is a collective."""
         assert self._ids is not None, "an exchange whose ids TorchRec sends"
-        ids = self._require(self._ids.bound.samples).ids
+        ids = self._require(self._ids.batch_capacity.samples).ids
         assert ids is not None
         return ids
 
@@ -163,12 +151,11 @@ class Exchange:
             batch_sizes: samples of each rank.
 
         Returns:
-            An awaitable of the pooled embeddings [b, D_total] of this rank's samples, of the options' `output_dtype`,
-            with the features in the layout's order. If it is a view of a window with leading columns, these precede
-            each row in the same storage.
+            An awaitable of the pooled embeddings [b, D_total] of this rank's samples, of the options' `output_dtype`.
+            If it is a view of a window with leading columns, these precede each row in the same storage.
 
         Raises:
-            BufferInUseError: if the output of the step before is a view of the window and in use; nothing has begun.
+            BufferInUseError: if the previous step's output is a view of the window and in use; nothing has begun.
             InputError: if an `IdSender` sends the ids and tables are cached; nothing has begun.
             RuntimeError: in the capture of a graph, or if an earlier step has failed on this rank.
         """
@@ -180,7 +167,6 @@ class Exchange:
         return self.start_step(Step(inputs, BatchSizes.of(tuple(batch_sizes))))
 
     def start_step(self, step: Step) -> "PooledAwaitable":
-        """Start a step whose ids have arrived, see `start`."""
         if self._counts_epochs and not self.order.is_captured and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"backend {self.options.backend}: a forward within a CUDA graph's capture, which would replay this "
@@ -197,52 +183,49 @@ class Exchange:
 
     @poison_on_error
     def start_forward(self, running: "RunningStep") -> None:
-        """Start to pool and to send."""
         step = running.step
-        if (before := self._pending) is not None:  # its flags must be awaited now, and it may still be asked for
+        if (before := self._pending) is not None:  # wait for its flags now; its output may still be asked for
             before.set_aside = self.finish_forward(before, copy=True)
             if self.device.type == "cuda":
                 before.set_aside_event = torch.cuda.current_stream(self.device).record_event()
-        halves = self._require(step.batch.most)
+        parts = self._require(step.batch.most)
         self.tables.read_again()
         if self._ids is not None and self.device.type == "cuda":  # ids that were checked when they arrived
             running.ids_ready = torch.cuda.current_stream(self.device).record_event()
-        with self._beside():
-            running.forward = halves.forward.start(step)
-            if halves.local is not None:
-                running.local = halves.local.pool(step)
+        with self._lookup_context():
+            running.forward = parts.forward.start(step)
+            if parts.local is not None:
+                running.local = parts.local.pool(step)
         self._pending = running
 
-    def _beside(self) -> AbstractContextManager[Any]:
-        """Return a context in which a captured step looks up, beside the computations of its model until it waits."""
+    def _lookup_context(self) -> AbstractContextManager[Any]:
+        """In a captured step, look up on a stream that runs concurrently with the model."""
         return torch.cuda.stream(self._lookup_stream) if self.order.is_captured else _EAGER
 
     def _require(self, samples: int) -> ExchangeParts:
-        """Return the halves of an exchange that takes up to `samples` samples a rank; may be a collective."""
-        if self._halves is None or samples > self._capacity:
+        """Return the parts; a collective if they must be made for more samples of a rank than before."""
+        if self._parts is None or samples > self._capacity:
             self.close()
             self._capacity = max(1, samples)
             fixed = self.layout, self.tables, self.options, self._group, self.device
             order = nullcontext() if self.device.type == "cpu" else self.order
             kept = self.counters, order, self._ids, self._replicated, self.reach
-            self._halves = build_exchange(ExchangeContext(*fixed, self._capacity, *kept))
+            self._parts = build_exchange(ExchangeContext(*fixed, self._capacity, *kept))
             if self._ids is not None:
                 rank, ranks = self._group.rank(), self._group.size()
-                room = [self._ids.arriving([feature], ranks) for feature in self._ids.features(rank)]
-                self.tables.open_caches(self.layout.by_owner[rank], room, self.device)
-        return self._halves
+                capacities = [self._ids.arriving([feature], ranks) for feature in self._ids.features(rank)]
+                self.tables.open_caches(self.layout.by_owner[rank], capacities, self.device)
+        return self._parts
 
     @poison_on_error
     def finish_forward(self, running: "RunningStep", copy: bool | None = None) -> torch.Tensor:
-        """Return the pooled embeddings [b, D_total] of a step, of the options' `output_dtype`, once.
-
-        Args:
-            copy: return a copy, not the window that they are in; None does as the options say.
+        """Return the pooled embeddings [b, D_total], of the options' `output_dtype`, once; `copy` overrides the
+        options.
         """
         if running is self._pending:
             self._pending = None
-            assert self._halves is not None
-            pooled = self._halves.forward.finish(running.forward, self._copies if copy is None else copy)
+            assert self._parts is not None
+            pooled = self._parts.forward.finish(running.forward, self._copies if copy is None else copy)
             running.forward = None
             return pooled.to(self.options.output_dtype)
         pooled, running.set_aside = running.set_aside, None
@@ -258,20 +241,20 @@ class Exchange:
         return pooled
 
     def expect_gradient(self, running: "RunningStep", trains_weights: bool = False) -> None:
-        """Note that the step, whose forward has just been started, will have a backward."""
         number, backward = self.counters.steps.value, self._open().backward
-        with self._beside():
+        with self._lookup_context():
             running.pending = backward.note_forward(running.step, number, trains_weights, running.ids_ready)
         self.counters.steps.value += 1
 
     @poison_on_error
     def start_backward(self, running: "RunningStep", gradient: torch.Tensor) -> None:
-        """Start to send the gradient [b, D_total] of the pooled embeddings to the rows' owners, from where it lies.
+        """Start to send the gradient [b, D_total] to the rows' owners.
 
-        If another lookup has begun since, whose rows autograd may want updated before this one's, `finish_backward`
-        does so.
+        `finish_backward` does so if another step with a backward has begun since, whose rows autograd may need first.
         """
-        running.gradient = gradient  # held while it is read: autograd adds in place to tensors without other owners
+        running.gradient = (
+            gradient  # autograd adds in place to tensors without other owners, so hold it while it is read
+        )
         parts, pending = self._open(), running.pending
         assert pending is not None, "a step that expects a gradient"
         running.sent = pending.number == self.counters.steps.value - 1
@@ -284,7 +267,7 @@ class Exchange:
     def finish_backward(self, running: "RunningStep") -> Sequence[torch.Tensor]:
         """Make the current stream wait until this rank's rows are updated; in a captured step `finish_rows` does so.
 
-        Returns as `Backward.finish`.
+        Returns the gradients of the ids' weights, see `Backward.finish`.
         """
         parts = self._open()
         if not running.sent:
@@ -297,7 +280,6 @@ class Exchange:
         return self._finish(parts, running)
 
     def finish_rows(self) -> None:
-        """Make the current stream wait for the rows of a captured step; issue work that needs no rows before."""
         while self._unfinished:
             self._finish(self._open(), self._unfinished.pop(0))
 
@@ -320,34 +302,34 @@ class Exchange:
         return weights_gradients
 
     def _open(self) -> ExchangeParts:
-        assert self._halves is not None, "a step begins with its forward"
-        return self._halves
+        assert self._parts is not None, "a step begins with its forward"
+        return self._parts
 
     def follow_rules(self, capture: bool = False) -> None:
-        """Overwrite the optimizers' numbers that captured steps read, see `Backward`; on the current stream."""
-        if self._halves is not None:
-            self._halves.backward.follow_rules(capture)
+        """Overwrite the optimizers' numbers that captured steps read, on the current stream; see `Backward`."""
+        if self._parts is not None:
+            self._parts.backward.follow_rules(capture)
 
     def skip(self, counter: Counter) -> None:
-        """Take an epoch of the windows that `counter` counts, in which nothing is stored; all ranks do so alike."""
-        halves, counters = self._open(), self.counters
-        parts = {counters.forward: halves.forward, counters.backward: halves.backward, counters.ids: halves.ids}
-        parts[counter].skip()
+        """Take an epoch in which nothing is stored, of the windows that `counter` counts; all ranks must do so."""
+        parts, counters = self._open(), self.counters
+        of = {counters.forward: parts.forward, counters.backward: parts.backward, counters.ids: parts.ids}
+        of[counter].skip()
 
     def check(self) -> None:
         """Raise the faults that kernels have recorded, such as an expired wait; never waits for the device."""
-        if self._halves is not None:
-            for part in (self._halves.ids, self._halves.forward, self._halves.backward):
+        if self._parts is not None:
+            for part in (self._parts.ids, self._parts.forward, self._parts.backward):
                 if part is not None:
                     part.check()
 
     def close(self) -> None:
-        """Give the windows back, and raise recorded faults. Every rank must be through with its steps."""
+        """Free the windows, and raise recorded faults; every rank must have finished its steps."""
         self._pending = None
         self._sent.clear()
-        if self._halves is None:
+        if self._parts is None:
             return
-        halves = self._halves
+        parts = self._parts
         stopped: RuntimeError | None = None
         try:
             if self.device.type == "cuda":
@@ -358,34 +340,31 @@ class Exchange:
             if self.failure is None:  # else it has been raised already
                 self.check()
         finally:
-            self._halves, self._capacity = None, 0
+            self._parts, self._capacity = None, 0
             self._closed += 1
             self.tables.close_caches(write_back=stopped is None and self.failure is None)
             if stopped is None:
-                halves.close()
+                parts.close()
         if stopped is not None:
             raise stopped
 
 
 class RunningStep:
-    """A step under way. Only its `Exchange` writes the fields."""
+    """A step in progress; only its `Exchange` writes the fields."""
 
     forward: object = None
-    """the result of `Forward.start`, until the forward is finished"""
     local: LocalState | None = None
     set_aside: torch.Tensor | None = None
     """a copy of the pooled embeddings, if the next step began before they were asked for"""
     set_aside_event: torch.Event | None = None
-    """on GPUs, the event after which that copy may be read"""
+    """the event after which that copy may be read, on GPUs"""
     ids_ready: torch.Event | None = None
     """see `PendingBackward`; None if TorchRec has sent the ids"""
     pending: PendingBackward | None = None
     gradient: torch.Tensor | None = None
-    """gradient of the pooled embeddings, until the rows are updated"""
+    """[b, D_total], until the rows are updated"""
     sent: bool = False
-    """whether the gradient is on its way to the owners of the rows"""
     backward: object = None
-    """the result of `Backward.start`, until the backward is finished"""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -394,19 +373,15 @@ class RunningStep:
 class StartExchange(torch.autograd.Function):
     """The first half of the forward and the last of the backward: work that is issued early and needed late.
 
-    Autograd runs later nodes first. So in the backward `FinishExchange` sends the gradients; then the bottom MLP's
-    nodes, made between the two, run while gradients travel; and the update comes last.
+    Autograd runs later nodes first. So in the backward `FinishExchange` sends the gradients, the bottom MLP's nodes,
+    made between the two, run meanwhile, and the update comes last.
     """
 
     @staticmethod
     def forward(
         ctx: Any, anchor: torch.Tensor, exchange: Exchange, running: RunningStep, *trained: torch.Tensor
     ) -> torch.Tensor:
-        """Start the step's forward; return a token of no elements, which `FinishExchange` takes.
-
-        Args:
-            trained: the weights of the step's ids that require a gradient, input by input.
-        """
+        """Return a token of no elements for `FinishExchange`; `trained` are the ids' weights with a gradient."""
         ctx.exchange, ctx.running = exchange, running
         exchange.start_forward(running)
         exchange.expect_gradient(running, bool(trained))
@@ -414,39 +389,32 @@ class StartExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Make the next work of autograd wait for the update of this rank's rows; return the weights' gradients."""
         return None, None, None, *ctx.exchange.finish_backward(ctx.running)
 
 
 class FinishExchange(torch.autograd.Function):
-    """The second half of the forward and the first of the backward."""
-
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, exchange: Exchange, running: RunningStep) -> torch.Tensor:
-        """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
         ctx.exchange, ctx.running, ctx.token = exchange, running, token.shape
         return exchange.finish_forward(running)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Start to send the gradient [b, D_total] of the pooled embeddings to the owners of the rows."""
         (gradient,) = gradients
         ctx.exchange.start_backward(ctx.running, gradient)
         return gradient.new_empty(ctx.token, dtype=torch.float32), None, None
 
 
 class PooledAwaitable(Awaitable[torch.Tensor]):
-    """The pooled embeddings of a step under way."""
-
     def __init__(self, exchange: Exchange, running: RunningStep, token: torch.Tensor | None) -> None:
         super().__init__()
         self._exchange, self._running, self._token = exchange, running, token
         self.samples: int | None = None
-        """of this rank, where the exchange has added samples without ids to them"""
+        """of this rank, if its batch was padded with samples without ids"""
 
     @uncompiled
     def wait(self) -> torch.Tensor:
-        """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
+        """Return [b, D_total], of the exchange's `output_dtype`."""
         # Without Awaitable's profiler range: TorchRec puts its own around all shardings.
         if self._token is None:  # no gradient will come: autograd's bookkeeping would only take time
             pooled = self._exchange.finish_forward(self._running)

@@ -1,4 +1,4 @@
-"""What both sharded modules share: which shardings an `Exchange` serves, and who sends the ids."""
+"""What both sharded modules share."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -35,8 +35,6 @@ Result = TypeVar("Result")
 
 
 class Deferred(LazyAwaitable[Result]):
-    """An awaitable that calls `make` when it is waited for."""
-
     def __init__(self, make: Callable[[], Result]) -> None:
         super().__init__()
         self._make = make
@@ -57,12 +55,12 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
     exchange: Served | None
     sender: IdSender | None
-    """sends the ids that the exchange looks up, once `take_ids` was called"""
+    """set by `take_ids`"""
     takes_ids: bool
     """True once `take_ids` was called: our `sender` sends the ids, not TorchRec"""
     _ids_keys: list[str]
     torchrec_tables: TorchRecTables | None
-    """tables that stay with TorchRec while the exchange takes the ids of the others"""
+    """tables that stay with TorchRec, set by `take_ids`"""
     unpooled_features: Collection[str] = ()
 
     def __init__(self, *args: Any, options: ExchangeOptions, cached: Mapping[str, float], **kwargs: Any) -> None:
@@ -95,14 +93,14 @@ class ExchangingModule(nn.Module, Generic[Served]):
         by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
         reasons = unsupported_by_exchange(by_type, self._env, self._options.wire_dtype, self.cached, self._device)
         self.unsupported_reasons: Mapping[str, str | None] = reasons
-        """sharding type -> why its tables stay with TorchRec, None if they are exchanged; identical on every rank"""
+        """sharding type -> why its tables stay with TorchRec, None if they do not; identical on every rank"""
         for sharding_type, reason in reasons.items():
             if reason and sharding_type != ShardingType.DATA_PARALLEL.value:  # which has nothing to exchange
                 self._tell_once(f"{sharding_type} {self._kind} stay with TorchRec: {reason}")
         self._exchanged = [i for i, reason in enumerate(reasons.values()) if reason is None]
         self._replicated = [i for i, sharding in enumerate(every) if type(sharding) in _REPLICATED]
         self._ours = self._exchanged
-        """shardings whose columns the exchange fills: once it takes ids, data-parallel ones, too"""
+        """shardings whose columns the exchange fills; once it takes ids, also data-parallel ones"""
         exchanged = [every[i] for i in self._exchanged]
         self._resolved = self._options_for(exchanged) if exchanged else self._options
         if self._is_first:
@@ -127,7 +125,6 @@ class ExchangingModule(nn.Module, Generic[Served]):
         return build_layout(exchanged, list(self._names_in_output(numbers)), group.size(), replicated)
 
     def _make_exchange(self) -> Served:
-        """Return the exchange of the exchangeable shardings; without any it serves data-parallel tables."""
         tables = LocalTables.of([self._lookups[i] for i in self._exchanged], self.cached)
         layout, group = self._layout(self._exchanged), exchanging_group(self._env)
         return self._exchange_type(layout, tables, self._resolved, group, torch.device(self._device))
@@ -139,10 +136,10 @@ class ExchangingModule(nn.Module, Generic[Served]):
         order: CommunicationOrder | None = None,
         weighted: bool = False,
     ) -> None:
-        """From now on, the exchange sends the ids; a collective, see `Exchange.take_ids`.
+        """From now on, send the ids by an `IdSender`, instead of TorchRec's input_dist; a collective.
 
-        Args:
-            order: of the captured step that the ids belong to; None keeps the exchange's own.
+        `keys` are the features in the order of every batch, the same on all ranks. `order` is the captured step's; None
+        keeps the exchange's own.
         """
         if self._replicated:
             self.exchange, self._ours = self.exchange or self._make_exchange(), self._looked_up_in_step
@@ -154,7 +151,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self.takes_ids, self._ids_keys = True, list(keys)
 
     def _take_ids(self, keys: Sequence[str], capacity: BatchCapacity, weighted: bool) -> None:
-        """Do so, once there is an exchange of the tables that one can take, if there are any."""
+        """Make the sender, and what stays with TorchRec."""
         raise NotImplementedError
 
     @property
@@ -162,7 +159,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         return sorted({*self._exchanged, *self._replicated})
 
     def why_ids_are_not_taken(self) -> str | None:
-        """Return why `take_ids` would not work, or None if it would; identical on every rank."""
+        """Return why `take_ids` would fail, if it would; identical on every rank."""
         shardings = dict(zip(self.unsupported_reasons, self._shardings, strict=True))
         if (reason := unsupported_by_graphs(shardings, self.unsupported_reasons)) is not None:
             return reason
@@ -174,18 +171,18 @@ class ExchangingModule(nn.Module, Generic[Served]):
         return None
 
     def note_writes(self) -> None:
-        """Store cached rows to their tables, which may be read and written until the next step."""
+        """See `LocalTables.note_writes`."""
         if self.exchange is not None:
             self.exchange.tables.note_writes()
 
     def compute(self, ctx: Any, dist_input: Any) -> list[torch.Tensor]:
-        """Look up as TorchRec does, for a module that calls `compute` and `output_dist` itself."""
+        """For a module that calls `compute` and `output_dist` itself."""
         if self.exchange is not None:
             self._tell_once("steps stay with TorchRec: another module calls compute and output_dist")
         return self._look_up_by_torchrec(partial(super().compute, ctx, dist_input))  # type: ignore[misc]
 
     def _look_up_by_torchrec(self, look_up: Callable[[], Result]) -> Result:
-        """Look up by TorchRec, with the rows and counts that captured steps have left, and count this lookup."""
+        """Look up with the rows and counts that captured steps have left, and count this lookup."""
         if self.exchange is None:
             return look_up()
         self.note_writes()
@@ -206,12 +203,11 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
 
 def exchanges_of(modules: Iterable[ExchangingModule[Any]]) -> list[Exchange]:
-    """Return the exchanges of those modules that have one."""
     return [module.exchange for module in modules if module.exchange is not None]
 
 
 class _TableOptimizer(CombinedOptimizer):
-    """The optimizer of a module's tables; reading its states first stores caches to their tables."""
+    """The optimizer of a module's tables; reading its states first writes caches back."""
 
     def __init__(self, optimizer: CombinedOptimizer, module: ExchangingModule[Any]) -> None:
         self._note_writes = module.note_writes
@@ -219,6 +215,5 @@ class _TableOptimizer(CombinedOptimizer):
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:
-        """The states by parameter, which may be written to until the next step."""
         self._note_writes()
         return super().state

@@ -29,7 +29,7 @@ class FbgemmUpdate:
             return
         tbe, weights = self._tbe, ids.weights_or_none()
         operator = self._operators[weights is not None]
-        # Arguments that are no attributes of the lookup, or differ from them.
+        # Arguments that are not attributes of the lookup, or differ from them.
         bits, mask = torch.ops.fbgemm.get_infos_metadata(tbe.D_offsets, gradient.shape[0], tbe.D_offsets.numel() - 1)  # type: ignore
         known: dict[str, Any] = {
             "grad_output": gradient,
@@ -61,7 +61,6 @@ class FbgemmUpdate:
 
 
 def bags_of(lookup: FusedLookup, inputs: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    """Return the bags of one fused lookup from its owner's `inputs`."""
     ids = inputs[lookup.input]
     first, features, total = lookup.first_feature, len(lookup.shards), len(ids.keys())
     return ids if features == total else ids.split([first, features, total - first - features])[1]

@@ -20,10 +20,13 @@ class GradientLayout:
 
     The gradient [B, D] of the shard at column `start` of D_local begins at element start * B, so a table's gradients
     are contiguous. A part is a group of tables with its own flag: rows of one part are updated while the next is sent.
-    Tables with more than a quarter of a rank's ids are sent first, since their update takes longest.
 
     Example: B is 2, a rank has shards of dims 4 and 8. The first gradient is [2, 4] at elements 0 .. 7, the second [2,
     8] at 8 .. 23.
+
+    Args:
+        samples_per_rank: the most samples of a rank.
+        bag_ids: feature -> ids of a bag, identical on every rank; None if unknown.
     """
 
     def __init__(
@@ -33,11 +36,6 @@ class GradientLayout:
         wire_dtype: torch.dtype,
         bag_ids: Mapping[str, float] | None = None,
     ) -> None:
-        """Lay out the gradients of up to `samples_per_rank` samples.
-
-        Args:
-            bag_ids: feature -> ids of a bag, identical on every rank; None if unknown.
-        """
         self._layout, self._wire_dtype, self._bag_ids = layout, wire_dtype, bag_ids or {}
         self._elements = max(layout.owner_dims) * samples_per_rank * layout.world_size
         parts = min(_MAX_PARTS, self._elements * wire_dtype.itemsize // _PART_BYTES)
@@ -46,7 +44,6 @@ class GradientLayout:
 
     @property
     def windows(self) -> WindowSpec:
-        """The gradient windows, with one flag for each part."""
         return WindowSpec("gradients", Region((self._elements,), self._wire_dtype), max(1, self.parts))
 
     @cached_property
@@ -61,7 +58,7 @@ class GradientLayout:
     def part_of(self) -> Mapping[FeatureShard, int]:
         """The part of each shard, by the columns sent before its table; a table is in one part.
 
-        The first part is half as large, since nothing is updated while it is sent.
+        The first part is half as large, since nothing is updated meanwhile.
         """
         parts: dict[FeatureShard, int] = {}
         for rank, columns in enumerate(self._layout.owner_dims):
@@ -80,7 +77,7 @@ class GradientLayout:
 
     @cached_property
     def shards(self) -> Sequence[Sequence[Sequence[FeatureShard]]]:
-        """The shards by part, then by owner."""
+        """By part, then by owner."""
         return [
             [[shard for shard in shards if self.part_of[shard] == part] for shards in self._layout.by_owner]
             for part in range(self.parts)
@@ -89,7 +86,7 @@ class GradientLayout:
     def views(
         self, shards: Iterable[FeatureShard], window: torch.Tensor, samples: int
     ) -> Mapping[FeatureShard, torch.Tensor]:
-        """Return the gradient [B, D] of each shard, as a view of their owner's `window`; `samples` is B."""
+        """Return the gradient [B, D] of each shard as a view of their owner's `window`; `samples` is B."""
         found: dict[FeatureShard, torch.Tensor] = {}
         for shard in shards:
             start = self.starts[shard] * samples

@@ -1,8 +1,4 @@
-"""The sizes of a batch's ids, and where ids are stored on their way to the owners of their rows; same on every rank.
-
-Each rank publishes its samples' ids in its window and signals a flag; owners read their tables' ids there, as one
-input. Offsets are computed on the device, or in advance if bag sizes are fixed: the CPU reads nothing back.
-"""
+"""The sizes of a batch's ids, and the windows in which they are published; the same on every rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,16 +20,16 @@ _ALIGNMENT = 4  # int32 words
 class BatchCapacity:
     """The largest batch of a rank; memory and launches are sized by it.
 
-    Example: BatchCapacity(512, {"user": (1, 1), "clicks": (0, 50)}, {"clicks": 4000}) is for batches of up to 512
-    samples, each with one user and up to 50 clicks, and up to 4000 clicks in all.
+    Example: BatchCapacity(512, {"user": (1, 1), "clicks": (0, 50)}, {"clicks": 4000}) is for up to 512 samples, each
+    with one user and up to 50 clicks, and up to 4000 clicks in all.
     """
 
     samples: int
     """most samples of a rank, b"""
     bag_sizes: Mapping[str, tuple[int, int]]
-    """feature -> least and most ids of a bag. If the two are equal for every feature, lengths are never read"""
+    """feature -> least and most ids of a bag; if these are equal for every feature, lengths are never read"""
     ids: Mapping[str, int] = field(default_factory=dict)
-    """feature -> most ids of a batch; by default those of `samples` bags of the largest size"""
+    """feature -> most ids of a batch; by default `samples` times the largest bag"""
     distinct: Mapping[str, int] = field(default_factory=dict)
     """unpooled table -> most distinct ids of a batch; by default all ids"""
 
@@ -53,21 +49,16 @@ class BatchCapacity:
 
     @property
     def known_lengths(self) -> bool:
-        """Whether every bag of a feature has the same number of ids."""
         return all(least == most for least, most in self.bag_sizes.values())
 
     @property
     def mean_bag_sizes(self) -> dict[str, float]:
-        """Estimated ids of a bag by feature, from `ids` or else the middle of the range."""
+        """Estimated by feature, from `ids` or else the middle of the range."""
         means = {name: (least + most) / 2 for name, (least, most) in self.bag_sizes.items()}
         return means | {name: most / self.samples for name, most in self.ids.items()}
 
     def capacity(self, keys: Sequence[str]) -> list[int]:
-        """Return the most ids of a rank's batch by feature.
-
-        Raises:
-            InputError: if a feature has no bag size.
-        """
+        """Return the most ids of a batch by feature; an InputError if a feature has no bag size."""
         for key in keys:
             if key not in self.bag_sizes:
                 raise InputError(f"BatchCapacity: feature {key} has no bag size; add it to bag_sizes")
@@ -79,14 +70,12 @@ _EVERY_ID = 1 << 32  # above every id; kernels read negative ids as unsigned num
 
 
 class Share(NamedTuple):
-    """The ids of one feature that name rows of one row shard of its table."""
+    """The ids of feature `key` that name rows of one row shard of its table."""
 
     key: int
-    """index of the feature in the keys"""
     first: int
-    """first id, the shard's row 0"""
     end: int
-    """one past its last id; for the last shard with rows above every id, so its owner reports ids outside the table"""
+    """for the last shard with rows above every id, so that its owner reports ids outside the table"""
 
 
 @dataclass(frozen=True)
@@ -101,25 +90,23 @@ class IdLayout:
     """
 
     layout: Layout
-    """has one input for each rank, see `joined`"""
+    """with one input for each rank, see `joined`"""
     keys: Sequence[str]
-    """the features in the order of every batch"""
-    bound: BatchCapacity
+    """in the order of every batch"""
+    batch_capacity: BatchCapacity
     weighted: bool = False
 
     @cached_property
     def capacity(self) -> list[int]:
         """Most ids of a rank's batch by feature."""
-        return self.bound.capacity(self.keys)
+        return self.batch_capacity.capacity(self.keys)
 
     @cached_property
     def values(self) -> int:
-        """Most ids of a rank's batch."""
         return sum(self.capacity)
 
     @cached_property
     def shares(self) -> list[Share]:
-        """The shares of tables cut by rows."""
         return sorted(set(self._share_of.values()))
 
     @cached_property
@@ -143,8 +130,7 @@ class IdLayout:
 
     @property
     def known_lengths(self) -> bool:
-        """Whether the sizes of all published bags are known in advance."""
-        return self.bound.known_lengths and not self.shares
+        return self.batch_capacity.known_lengths and not self.shares
 
     @cached_property
     def shared_values(self) -> int:
@@ -164,12 +150,11 @@ class IdLayout:
 
     @cached_property
     def shares_at(self) -> int:
-        """Word at which the shares' ids begin."""
+        """First word of the shares' ids."""
         return _aligned(self.values)
 
     def known_total(self, samples: int) -> int:
-        """Return the ids of a batch of `samples` with known lengths."""
-        return samples * sum(self.bound.bag_sizes[key][1] for key in self.keys)
+        return samples * sum(self.batch_capacity.bag_sizes[key][1] for key in self.keys)
 
     @cached_property
     def weights_at(self) -> int:
@@ -178,21 +163,16 @@ class IdLayout:
 
     @cached_property
     def offsets_at(self) -> int:
-        """Word at which the offsets begin."""
+        """First word of the offsets."""
         return self.weights_at * (1 + self.weighted)
 
     @property
     def windows(self) -> WindowSpec:
-        """The id windows, with one flag for each rank.
-
-        A window has int32 ids, float32 weights if any, and the int32 offsets of all bags or, if lengths are known, the
-        number of ids.
-        """
-        offsets = 0 if self.known_lengths else len(self.published_capacity) * self.bound.samples
+        """int32 ids, float32 weights if any, then the int32 offsets of all bags, or the number of ids."""
+        offsets = 0 if self.known_lengths else len(self.published_capacity) * self.batch_capacity.samples
         return WindowSpec("ids", Region((self.offsets_at + offsets + 1,), torch.int32), 1)
 
     def features(self, rank: int) -> list[int]:
-        """Return the published feature of each feature shard of `rank`."""
         return [self.published(shard) for shard in self.layout.by_owner[rank]]
 
     def arriving(self, features: Sequence[int], sources: int) -> int:
@@ -200,9 +180,11 @@ class IdLayout:
         return sources * sum(self.published_capacity[feature] for feature in features)
 
     def known_offsets(self, features: Sequence[int], bags: int) -> torch.Tensor:
-        """Return [F * bags + 1] int32: the offsets of F features, by index, with `bags` bags of known length each."""
+        """Return [F * bags + 1] int32: the offsets of F features with `bags` bags of known length each."""
         sizes = torch.tensor(
-            [self.bound.bag_sizes[self.keys[feature]][1] for feature in features], dtype=torch.int32, device="cpu"
+            [self.batch_capacity.bag_sizes[self.keys[feature]][1] for feature in features],
+            dtype=torch.int32,
+            device="cpu",
         )
         ends = sizes.repeat_interleave(bags).cumsum(0, dtype=torch.int32)
         return torch.cat([ends.new_zeros(1), ends])
@@ -210,18 +192,13 @@ class IdLayout:
     def known_arrivals(
         self, features: Sequence[int], sources: int, samples: int
     ) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Return the positions of ids with known lengths, for batches of `samples`.
-
-        Args:
-            features: indices in `keys` of F features.
-            sources: number of ranks that the ids arrive from, S.
+        """Return the positions of ids with known lengths, for batches of `samples` from each of S `sources`.
 
         Returns:
-            Three lists [F * S], for each feature and source: the first id in the source's window, the number of ids,
-            and where
-            they arrive. Then [F + 1]: where each feature's bags begin, and the end.
+            Three lists [F * S], for each of F `features` and source: the first id in the source's window, the number of
+            ids, and where they arrive. Then [F + 1]: where each feature's bags begin, and the end.
         """
-        sizes = [self.bound.bag_sizes[key][1] * samples for key in self.keys]
+        sizes = [self.batch_capacity.bag_sizes[key][1] * samples for key in self.keys]
         starts = [0, *accumulate(sizes)]
         counts = [sizes[feature] for feature in features for _ in range(sources)]
         firsts = [starts[feature] for feature in features for _ in range(sources)]
@@ -241,7 +218,7 @@ def _ids_of(rows: tuple[int, int], table_rows: int) -> tuple[int, int]:
 
 
 def joined(layout: Layout) -> Layout:
-    """Return the layout of the same shards with all ids of an owner in one input."""
+    """Return the layout with all ids of an owner in one input."""
     shards: list[FeatureShard] = []
     for owned in (*layout.by_owner, layout.replicated):
         shards += [replace(shard, input=0, feature=index) for index, shard in enumerate(owned)]

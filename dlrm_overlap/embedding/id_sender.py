@@ -1,4 +1,4 @@
-"""Sends the ids of this rank's samples to the owners of their rows, instead of TorchRec's input_dist."""
+"""Sends the ids of this rank's samples to the owners of their rows."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,21 +16,28 @@ from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable, poison_on
 from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.replicated import ReplicatedTables
-from dlrm_overlap.embedding.steps import Step, with_room
+from dlrm_overlap.embedding.steps import Step, padded
 
 
 class SentIds(NamedTuple):
-    """Ids that wait for their step."""
-
     features: KeyedJaggedTensor
-    """argument of `IdSender.send`"""
     arrived: ArrivedIds
 
 
 class IdSender:
-    """Sends ids at most one step ahead, and starts the steps of an exchange with the ids that have arrived.
+    """Sends ids at most one step ahead, instead of TorchRec's input_dist, and starts the steps whose ids have arrived.
 
-    Example: `sender.send(batch_1)` in step 0; `pooled = sender.start(batch_1)` in step 1.
+    Making a sender makes the exchange's windows, with those of the ids, which is a collective. From then on the
+    exchange looks up only ids that this sender sends.
+
+    Args:
+        keys: features in the order of every batch, the same on all ranks.
+        layout: includes the tables that every rank holds, if the exchange looks them up; None keeps the exchange's.
+        replicated: those tables; their gradients are added to their parameters' gradients.
+        weighted: whether the ids of every batch have weights, the same on all ranks.
+
+    Raises:
+        InputError: if a feature has no capacity, or there is no memory for the windows.
     """
 
     def __init__(
@@ -42,26 +49,13 @@ class IdSender:
         replicated: ReplicatedTables | None = None,
         weighted: bool = False,
     ) -> None:
-        """Make the windows of an exchange, with those of the ids; a collective.
-
-        Args:
-            exchange: from now on, looks up only ids that this sender sends.
-            keys: features in the order in which every batch has them, the same on all ranks.
-            capacity: largest batch of a rank.
-            layout: includes the tables that every rank holds, if the exchange looks them up; None keeps the exchange's.
-            replicated: those tables; their gradients are added to those of their parameters.
-            weighted: True if the ids of every batch have weights, the same on all ranks.
-
-        Raises:
-            InputError: if a feature has no capacity, or there is no memory for the windows.
-        """
         self.exchange = exchange
         self._keys, self._replicated, self._weighted = list(keys), replicated, weighted
         self._layout = joined(layout or exchange.layout)
         self._sent: deque[SentIds] = deque()
         self.is_steady = False
-        """True while every step has the same batch size on each rank. Otherwise the ranks exchange their batch sizes in
-        each step, for which the host waits"""
+        """True while every step has the same batch size on each rank; otherwise the ranks gather their sizes in each
+        step, for which the host waits"""
         self._steady_samples: int | None = None
         self.set_capacity(capacity)
 
@@ -74,12 +68,11 @@ class IdSender:
         return IdLayout(self._layout, self._keys, capacity, self._weighted)
 
     def begin_steady(self) -> None:
-        """Let the next steady step find out the largest batch size of all ranks, for itself and later ones."""
+        """Let the next steady step gather the batch sizes of all ranks, for itself and later ones."""
         self._steady_samples = None
 
     @property
     def failure(self) -> str | None:
-        """The exchange's first failure, if there was one."""
         return self.exchange.failure
 
     @failure.setter
@@ -91,21 +84,17 @@ class IdSender:
         self._sent.append(SentIds(features, self._send(features, count)))
 
     def forget(self) -> None:
-        """Forget ids that were sent for steps that will not be taken."""
         self._sent.clear()
 
     @uncompiled
     def start(self, features: KeyedJaggedTensor) -> PooledAwaitable:
         """Start the step of `features`, the first ids that were sent; if none wait, send them now.
 
-        Returns:
-            As `Exchange.start`.
-
         Raises:
             InputError: if other ids were sent before, whose step a peer may wait for; nothing has begun.
         """
         sent = self._first(features)
-        if sent.features is not with_room(features):
+        if sent.features is not padded(features):
             raise InputError(
                 "exchange: a forward, but ids of another batch are under way to the owners of their rows, and must be "
                 "looked up first; evaluate by the pipeline's progress, or call its reset before"
@@ -119,7 +108,7 @@ class IdSender:
 
     def _first(self, features: KeyedJaggedTensor) -> SentIds:
         if not self._sent:
-            self.send(with_room(features))
+            self.send(padded(features))
         return self._sent[0]
 
     @poison_on_error
@@ -131,10 +120,7 @@ class IdSender:
         return arrived
 
     def _most_samples(self, samples: int, group: dist.ProcessGroup) -> int:
-        """Return the largest number of samples of a rank, at least 1, to which all batches are padded; a collective.
-
-        Owners compute from it where ids are in the windows of all ranks.
-        """
+        """Return the largest number of samples of a rank, to which all batches are padded; may be a collective."""
         if self.is_steady and self._steady_samples is not None:
             return self._steady_samples
         agreed = max(1, *gathered(samples, group))

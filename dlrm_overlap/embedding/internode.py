@@ -1,4 +1,4 @@
-"""The layout of the messages that a step sends between nodes, which sender and receiver both compute.
+"""The messages that a step sends between nodes; sender and receiver compute the same layout.
 
 A rank sends one message to each other node in the forward, and one in the backward, to a fixed rank there
 (`Reach.relay`), which passes it on to the ranks of its node by stores. A message has a row for each sample; rows begin
@@ -11,13 +11,13 @@ at multiples of 16 bytes.
 
 If several ranks of a node own rows of a table, the node sends only their sums (on GPUs): the rank that receives the
 messages of a rank r of another node *serves* r, which means that it gathers and adds up the partial sums for r's
-samples. The gradient of the sum is sent once for all of these shards. If the exchange sends ids, one more message has
-the whole window in which a rank has published its ids; the ranks of the node read it at the rank that receives it.
+samples. The gradient of the sum is sent once. If the exchange sends ids, one more message has the window in which a
+rank has published them; the ranks of the node read it where it arrives.
 
 Example: nodes of ranks 0, 1 and 2, 3, with 5 samples each. Rank 1 owns shards of 12 columns, rank 2 of 4, rank 3 of 8.
-In the forward rank 1 sends rank 3 a message of 10 rows of 12: samples of rank 2, then of rank 3. In the backward it
-sends rank 3 a message of 5 rows of 12: the gradients of rank 2's 4 columns, then of rank 3's 8. If ranks 2 and 3 each
-own rows of a table of 4 columns, rank 3 gathers two partial sums for each sample of rank 1, and sends it a row of 4.
+In the forward rank 1 sends 10 rows of 12 to rank 3: samples of rank 2, then of rank 3. In the backward it sends 5 rows
+of 12: the gradients of rank 2's 4 columns, then of rank 3's 8. If ranks 2 and 3 each own rows of a table of 4 columns,
+rank 3 gathers two partial sums for each sample of rank 1, and sends it a row of 4.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,45 +37,39 @@ _ROW_BYTES = 16  # rows are multiples of it, so that kernels read and write 16 b
 
 
 class Message(NamedTuple):
-    """One message, in a flat buffer of all messages that are sent, or of all that are received."""
+    """`rows` rows of `pitch` elements, from `start` on in a flat buffer of all messages sent or received."""
 
     peer: int
-    """the rank that receives or sends it"""
     node: range
-    """the ranks of the peer's node"""
     start: int
-    """its first element in the buffer"""
     rows: int
     pitch: int
-    """elements of a row"""
 
     @property
     def elements(self) -> int:
-        """Elements of the message."""
         return self.rows * self.pitch
 
     def within(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the message as a view [rows, pitch] of its buffer."""
+        """Return a view [rows, pitch] of the buffer."""
         return buffer[self.start : self.start + self.elements].view(self.rows, self.pitch)
 
 
 class Messages(NamedTuple):
-    """The messages of one way of a step on one rank, in the order of their peers."""
+    """One rank's messages of one way of a step, in the order of their peers."""
 
     sent: Sequence[Message]
     received: Sequence[Message]
 
 
 class InternodeLayout:
-    """The messages of one rank, for any batch."""
+    """The messages of one rank, for any batch; unless `with_sums`, each partial sum is sent as it is."""
 
     def __init__(self, layout: Layout, reach: Reach, wire_dtype: torch.dtype, with_sums: bool = True) -> None:
-        """Lay messages out; unless `with_sums`, each partial sum is sent as it is."""
         self.reach, self._layout, self._wire_dtype = reach, layout, wire_dtype
         self._unit = _ROW_BYTES // wire_dtype.itemsize
         cache = lru_cache(maxsize=64)
         self.pooled, self.sums, self.gradients = cache(self._pooled), cache(self._sums), cache(self._gradients)
-        """functions of `BatchSizes`: the messages with pooled embeddings, with sums, and with their gradients"""
+        """functions of `BatchSizes`"""
         sums = layout.partial_sums if with_sums else ()
         on_nodes = {node: [each.on(node) for each in sums] for node in reach.nodes}
         self.sums_on = {node: [shards for shards in found if len(shards) > 1] for node, found in on_nodes.items()}
@@ -85,8 +79,8 @@ class InternodeLayout:
         self.pooled_columns = [_side_by_side([s for s in shards if s not in added]) for shards in layout.by_owner]
         """by rank, the first column of each of its shards in a row of a forward message"""
         self.sum_columns = {node: _sum_columns(found) for node, found in self.sums_on.items()}
-        """by node, the first column of each shard in a row of partial sums that are gathered there. Columns of each
-        sum's first shard come first: the sum replaces them, and a message has only these columns"""
+        """by node, the first column of each shard in a row of partial sums gathered there. Columns of each sum's first
+        shard come first: the sum replaces them, and a message has only these"""
         self.gradient_columns = {node: self._gradient_columns(node) for node in reach.nodes}
         """by node, the first column of each of its shards in a row of gradients; shards of one sum have the same"""
 
@@ -97,14 +91,14 @@ class InternodeLayout:
         return {shard: columns[first.get(shard, shard)] for shard in shards}
 
     def pitch(self, columns: Mapping[FeatureShard, int]) -> int:
-        """Return the elements of a row of a message with these columns."""
+        """Return the elements of a row with these columns."""
         return -(-max((column + shard.dim for shard, column in columns.items()), default=0) // self._unit) * self._unit
 
     def _sum_pitch(self, node: range) -> int:
         return self.pitch(_side_by_side([shards[0] for shards in self.sums_on[node]]))
 
     def output_columns(self, node: range) -> torch.Tensor:
-        """Return [pitch] int64, the output's column for each column of a row of gradients; padding repeats the last."""
+        """Return [pitch] int64: the output's column for each of a row of gradients; padding repeats the last."""
         columns = self.gradient_columns[node]
         ranges = {column: (self._layout.output_column(shard), shard.dim) for shard, column in columns.items()}
         found = column_numbers(list(ranges.values()))
@@ -116,12 +110,12 @@ class InternodeLayout:
         return [each for each in self.reach.taken_by(rank) if each in node]
 
     def gathered_at(self, rank: int) -> tuple[int, int]:
-        """Return which rank of this node serves `rank`, and the position of `rank` among those that it serves."""
+        """Return which rank of this node serves `rank`, and the position of `rank` there."""
         gatherer = self.reach.relay(rank, self.reach.here)
         return gatherer, self.reach.taken_by(gatherer).index(rank)
 
     def sum_windows(self, samples: int) -> WindowSpec | None:
-        """Return the windows that gather partial sums, with `samples` rows for each rank served; None without sums."""
+        """Return the windows that gather partial sums, `samples` rows for each rank served; None without sums."""
         if not self.has_sums:
             return None
         widest = max(self.pitch(self.sum_columns[node]) for node in self.reach.nodes)
@@ -159,7 +153,6 @@ class InternodeLayout:
         return batch.first_sample[node.stop] - batch.first_sample[node.start]
 
     def _messages(self, sent: Sequence[tuple[int, int]], received: Sequence[tuple[int, int]]) -> Messages:
-        """Return the messages of these (rows, pitch)."""
         reach = self.reach
         to = [reach.relay(reach.rank, node) for node in self._other_nodes]
         return Messages(self._laid_out(to, sent), self._laid_out(reach.sources, received))
@@ -173,7 +166,7 @@ class InternodeLayout:
 
 
 def _side_by_side(shards: Sequence[FeatureShard]) -> Mapping[FeatureShard, int]:
-    """Return the first column of each shard in a row that has the columns of all, in order."""
+    """Return the first column of each shard in a row that has all shards' columns, in order."""
     starts = [0, *accumulate(shard.dim for shard in shards)]
     return dict(zip(shards, starts[:-1], strict=True))
 
@@ -183,7 +176,7 @@ def _sum_columns(sums: Sequence[Sequence[FeatureShard]]) -> Mapping[FeatureShard
 
 
 def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:
-    """Return the regions in which windows of other nodes' ranks arrive, one for each of the two; same on every rank."""
+    """Return the regions in which the two windows of other nodes' ranks arrive; same on every rank."""
     if reach.whole:
         return {}
     window = Region((max(1, reach.most_taken), *spec.window.shape), spec.window.dtype)
@@ -191,7 +184,7 @@ def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:
 
 
 def published_window(arena: Arena, name: str, rank: int) -> torch.Tensor:
-    """Return window `name` of `rank`, or, for a rank of another node, the copy that has arrived on this node."""
+    """Return window `name` of `rank`, or the copy that has arrived on this node."""
     reach = arena.reach
     if rank in reach.here:
         return arena.view(name, rank)

@@ -21,11 +21,11 @@ class FeatureShard:
     """The columns of one feature's pooled embedding, or of its partial sums, that one rank computes from its shard."""
 
     name: str
-    """unique name of the pooled embedding in the output, see `unique_names`"""
+    """unique in the output, see `unique_names`"""
     owner: int
-    """rank; EVERY_RANK for a data-parallel table, which each rank looks up for its own samples"""
+    """EVERY_RANK for a data-parallel table, which each rank looks up for its own samples"""
     input: int
-    """index of the owner's input, one for each sharding, with the feature's bags"""
+    """index of the owner's input with the feature's bags, one for each sharding"""
     feature: int
     """index in that input: bag feature * B + s is sample s's"""
     lookup: int
@@ -33,23 +33,21 @@ class FeatureShard:
     table: int
     """index in that lookup"""
     first_column: int
-    """within the pooled embedding `name`"""
+    """within the pooled embedding"""
     dim: int
     mean: bool
-    """pool to the mean, not the sum"""
     dtype: torch.dtype
     feature_name: str
-    """name in the ids; several tables may pool one feature"""
+    """in the ids; several tables may pool one feature"""
     rows: tuple[int, int] = (0, 0)
     """first row and end, if the table is cut by rows"""
     row_shard: int = 0
     """index among the row shards of the same columns, by owner"""
     slots: bool = False
-    """bags are slots of one id or none: nothing is added up, and nothing is stored for an empty slot"""
+    """bags are slots of at most one id: nothing is added up or stored for an empty one"""
 
     @property
     def is_cut_by_rows(self) -> bool:
-        """Whether the table is cut by rows."""
         return self.rows != (0, 0)
 
 
@@ -85,17 +83,14 @@ class FusedLookup:
 
     @property
     def input(self) -> int:
-        """Index of the owner's input."""
         return self.shards[0].input
 
     @property
     def first_feature(self) -> int:
-        """Index in that input of the first shard's feature."""
         return self.shards[0].feature
 
     @property
     def dim(self) -> int:
-        """Sum of the shards' dims."""
         return sum(shard.dim for shard in self.shards)
 
 
@@ -119,7 +114,6 @@ class PartialSums(NamedTuple):
     """by owner"""
 
     def on(self, node: range) -> tuple[FeatureShard, ...]:
-        """Return the row shards on `node`, which adds up several of them for samples of other nodes."""
         return tuple(shard for shard in self.shards if shard.owner in node)
 
 
@@ -130,10 +124,12 @@ class Layout:
 
     Example: features a and b of dims 4 and 8; a on rank 1, b cut by columns over ranks 0 and 1. The output has a at
     column 0, the first part of b at 4, the second at 8. `owner_dims` is [4, 8], `owner_columns(1)` is 0 .. 3, 8 .. 11.
+
+    Args:
+        shards: in each owner's order.
     """
 
     def __init__(self, shards: Sequence[FeatureShard], names: Sequence[str], world_size: int) -> None:
-        """Lay out `shards`, given in each owner's order."""
         self.names, self.world_size = list(names), world_size
         self.by_owner = [[shard for shard in shards if shard.owner == rank] for rank in range(world_size)]
         self.replicated = [shard for shard in shards if shard.owner == EVERY_RANK]
@@ -159,11 +155,7 @@ class Layout:
         return self._first_column[shard.name] + shard.first_column
 
     def with_features(self, range_of: Mapping[str, RowRange]) -> "Layout":
-        """Return a layout in which tables of slots have several features each.
-
-        Args:
-            range_of: feature -> its table or row shard, in order.
-        """
+        """Return a layout in which the tables of slots have the features of `range_of`, in order."""
         shards = [
             replace(shard, name=name, feature_name=name, row_shard=shard.row_shard if of.row_shard is None else 0)
             for shards in (*self.by_owner, self.replicated)
@@ -186,19 +178,18 @@ class Layout:
 
     @cached_property
     def partial_sums(self) -> Sequence[PartialSums]:
-        """The sums over several ranks, by column."""
+        """In the order of their columns."""
         summed = [shard for shards in self.by_owner for shard in shards if not shard.slots]
         together = _grouped(summed, self.output_column)
         return [PartialSums(tuple(shards)) for _, shards in sorted(together.items()) if len(shards) > 1]
 
     @cached_property
     def added_up(self) -> frozenset[FeatureShard]:
-        """The shards whose partial sums are added to others."""
         return frozenset(shard for each in self.partial_sums for shard in each.shards)
 
     @cached_property
     def has_slots(self) -> bool:
-        """Whether the bags are slots, of all shards or none."""
+        """True if the bags of all shards are slots, else none is."""
         return any(shard.slots for shards in (*self.by_owner, self.replicated) for shard in shards)
 
     @cached_property
@@ -217,20 +208,17 @@ class Layout:
 
     @cached_property
     def sent_in_order(self) -> bool:
-        """Whether a collective receives the columns in the output's order."""
         return torch.equal(self.sent_columns, torch.arange(self.total_dim, device="cpu"))
 
     def tables(self, rank: int) -> list[list[FeatureShard]]:
-        """Return the rank's feature shards, grouped by table."""
         return list(_grouped(self.by_owner[rank], lambda shard: (shard.lookup, shard.table)).values())
 
     def lookups(self, rank: int) -> list[FusedLookup]:
-        """Return the rank's fused lookups."""
         together = _grouped(self.by_owner[rank], lambda shard: shard.lookup)
         return [FusedLookup(number, shards) for number, shards in together.items()]
 
     def pooled_together(self, rank: int) -> Mapping[tuple[int, int, torch.dtype], list[FeatureShard]]:
-        """Return the shards of a rank, or EVERY_RANK, by the kernel that pools them: (input, dim, row type)."""
+        """Return a rank's shards, or EVERY_RANK's, by the kernel that pools them: (input, dim, row type)."""
         shards = self.replicated if rank == EVERY_RANK else self.by_owner[rank]
         return _grouped(shards, lambda shard: (shard.input, shard.dim, shard.dtype))
 

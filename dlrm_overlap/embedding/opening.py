@@ -43,19 +43,17 @@ def reach_of(options: ExchangeOptions, group: dist.ProcessGroup, device: torch.d
 
 
 class ExchangeParts(NamedTuple):
-    """The parts of an exchange on one rank."""
-
     forward: Forward[Any]
     backward: Backward[Any]
     ids: IdExchange | None
-    """sends ids to the owners of their rows; None if TorchRec does"""
+    """None if TorchRec sends the ids"""
     local: LocalLookup[Any] | None
     """looks up the tables that every rank holds; None if TorchRec does"""
     arena: Arena | None
-    """memory of every rank's windows and flags; None if no part has windows"""
+    """None if no part has windows"""
 
     def close(self) -> None:
-        """Free the memory, with the last references to it. No rank may be in a step."""
+        """Free the memory, with the last references to it; no rank may be in a step."""
         for part in (self.forward, self.backward, self.ids, self.arena):
             if part is not None:
                 part.close()

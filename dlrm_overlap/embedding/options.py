@@ -24,7 +24,7 @@ PUTS = ("direct", "staged")
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """The options of an exchange. Fields without a description are keys of `EmbeddingConfig`."""
+    """The options of an exchange; fields without a description are keys of `EmbeddingConfig`."""
 
     backend: str = "pgas"
     """one of `backends.EXCHANGED`"""
@@ -38,19 +38,18 @@ class ExchangeOptions:
     backward: str | None = None
     """one of `backends.BACKWARDS`; None for the backend's own"""
     copy_output: bool = False
-    """backends with windows: return a copy of the pooled embeddings; else a view of the window, which the caller must
-    not reference when the next forward begins"""
+    """backends with windows: return a copy, else a view of the window, which the caller must not reference when the
+    next forward begins"""
     output_dtype: torch.dtype = torch.float32
-    """dtype of the pooled embeddings that are returned, and of their gradient: float32 or the wire's; for unpooled
-    tables any dtype if the wire's is float32"""
+    """of the pooled embeddings that are returned, and of their gradient: float32 or the wire's; for unpooled tables any
+    dtype if the wire's is float32"""
     max_gradient: float | None = None
-    """limit of each element of the pooled embeddings' gradient, divided by the number of ranks; None clips nothing"""
+    """limit of the pooled embeddings' gradient, divided by the number of ranks; None clips nothing"""
     nodes: int | Literal["auto"] = "auto"
     internode: str = "messages"
     aggregate_bytes: int = EmbeddingConfig.aggregate_bytes
     leading_columns: int = 0
-    """backends with windows: unused columns in front of the pooled embeddings in each row of a window, for tensors that
-    the caller concatenates with them"""
+    """backends with windows: unused columns in front of each row, for tensors that the caller concatenates with it"""
 
     def __post_init__(self) -> None:
         narrow = {self.output_dtype, self.wire_dtype} - {torch.float32}
@@ -58,12 +57,11 @@ class ExchangeOptions:
 
     @property
     def resolved_backward(self) -> str:
-        """Name of the backward, one of `backends.BACKWARDS`."""
         return self.backward or BACKENDS[self.backend].backward or ""
 
 
 class StepCounters(Counters):
-    """The epochs of an exchange's windows, and its steps that had a backward, which seed stochastic rounding."""
+    """The epochs of the windows, and the number of steps with a backward, which seeds stochastic rounding."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, 4)
@@ -72,37 +70,34 @@ class StepCounters(Counters):
 
 @dataclass(frozen=True, eq=False)
 class ExchangeContext:
-    """What the parts of an exchange share, the same in every step."""
+    """What the parts of an exchange share; the same in every step."""
 
     layout: Layout
-    """the shards of all ranks"""
     tables: LocalTables
-    """this rank's rows"""
     options: ExchangeOptions
     group: dist.ProcessGroup
     device: torch.device
     samples_per_rank: int
-    """the largest number of samples of a rank in a step"""
+    """the most in any step"""
     counters: StepCounters
     order: Any = field(default_factory=CommunicationOrder)
     """a `CommunicationOrder`; on a CPU, which captures no step, a null context"""
     ids: IdLayout | None = None
-    """where ids are, if the exchange sends them to the owners of their rows; None if TorchRec does"""
+    """None if TorchRec sends the ids"""
     replicated: ReplicatedTables | None = None
-    """the tables that every rank holds, if the exchange looks them up; None if TorchRec does"""
+    """the tables that every rank holds; None if TorchRec looks them up"""
     reach: Reach | None = None
-    """which ranks are reached by stores; if None, `build_exchange` finds out"""
+    """None: `build_exchange` finds out"""
     internode: InternodeLayout | None = None
-    """the messages between nodes, set by `build_exchange`; None if all ranks reach each other"""
+    """set by `build_exchange`; None if all ranks reach each other"""
 
     def leaves_out(self, shard: FeatureShard) -> bool:
-        """Return whether the owner does not send a shard's empty bags: slots, and partial sums of ids that we send.
+        """Return whether the owner does not send a shard's empty bags, which the samples' ranks know by their own ids.
 
-        The samples' ranks know them by their own ids. Other empty bags are read as they arrive.
+        Those are slots, and partial sums of ids that we send. Other empty bags are read as they arrive.
         """
         return shard.slots or (self.ids is not None and shard in self.layout.added_up)
 
     @property
     def largest_batch(self) -> BatchSizes:
-        """The sizes of a step in which every rank has `samples_per_rank` samples."""
         return BatchSizes.of((self.samples_per_rank,) * self.group.size())

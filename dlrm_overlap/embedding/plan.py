@@ -46,7 +46,6 @@ def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) 
     All tables have compute kernel `fused`, and may be cut into shards of 32 columns instead of 128.
 
     Args:
-        model: not sharded yet.
         bag_sizes: feature -> mean ids of a bag or a sequence, by default 1.
 
     Example:
@@ -64,7 +63,6 @@ def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) 
 
 
 def build_topology(device: torch.device, world_size: int, local_world_size: int) -> Topology:
-    """Describe the machine to TorchRec's planner, with all memory of this device."""
     if device.type == "cpu":
         room: dict[str, Any] = {"ddr_cap": psutil.virtual_memory().total // local_world_size}
     else:
@@ -75,7 +73,7 @@ def build_topology(device: torch.device, world_size: int, local_world_size: int)
 def torchrecs_planner(
     topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints]
 ) -> EmbeddingShardingPlanner:
-    """Return TorchRec's planner for a rank's `batch_size`, with a fifth of the memory reserved."""
+    """Return TorchRec's planner, with a fifth of the memory reserved."""
     return EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
@@ -94,16 +92,15 @@ def make_plan(
     batch_size: int,
     group: dist.ProcessGroup,
 ) -> ShardingPlan:
-    """Return the plan of `config.plan` for the tables of a module, the same on every rank; a collective.
+    """Return the plan of `config.plan`, the same on every rank; a collective.
 
     Args:
         module: not sharded yet, with tables named `table_keys`.
-        sharders: of its collections.
         pooling: mean ids of a bag, by table.
         batch_size: samples of a rank.
 
     Raises:
-        InputError: if the tables do not fit; or see `cached_tables`.
+        InputError: if the tables do not fit, or `embedding.memory` has another number of values.
     """
     # What each table costs.
     collections, loads = _collections(module), dict[str, TableLoad]()
@@ -135,15 +132,10 @@ def make_plan(
 
 
 def cached_tables(loads: Mapping[str, TableLoad], config: EmbeddingConfig, capacity_bytes: float | None) -> set[str]:
-    """Return the tables that are cached, see `embedding.memory`.
-
-    Under auto the largest tables are, as few as leave room for the others.
+    """Return the tables that are cached; under auto the largest, as few as leave room for the others.
 
     Args:
         capacity_bytes: room for tables on all GPUs; None on CPUs, which have no other memory.
-
-    Raises:
-        InputError: if `embedding.memory` has neither one value nor one for each table.
     """
     memory = [config.memory] * len(loads) if isinstance(config.memory, str) else config.memory
     if len(memory) != len(loads):
@@ -234,7 +226,6 @@ def _balanced(
 
 
 def _collections(module: nn.Module) -> dict[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]]:
-    """Return by path the collections of an unsharded module, with their tables' configurations."""
     found: dict[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]] = {}
     for path, each in module.named_modules():
         if isinstance(each, EmbeddingBagCollection):

@@ -1,6 +1,6 @@
 """Data-parallel tables: whole on every rank, looked up for its own samples, trained with the dense parameters.
 
-TorchRec keeps them in FBGEMM's dense lookups, with one flat parameter each. An exchange that takes ids looks up their
+TorchRec keeps them in FBGEMM's dense lookups, with one flat parameter each. An exchange that sends ids looks up their
 rows, and adds their gradients to that parameter's.
 """
 
@@ -18,25 +18,22 @@ from dlrm_overlap.embedding.tables import StoredRows, bounds_check_modes
 
 
 class ReplicatedTables:
-    """The dense lookups that hold a module's data-parallel tables."""
+    """FBGEMM's `DenseTableBatchedEmbeddingBagsCodegen`s, and the bounds check mode of each."""
 
     def __init__(self, lookups: Sequence[Any], bounds_checks: Sequence[BoundsCheckMode]) -> None:
-        """Take FBGEMM's `DenseTableBatchedEmbeddingBagsCodegen`s, and the bounds check mode of each."""
         self.lookups, self.bounds_checks = list(lookups), list(bounds_checks)
 
     @classmethod
     def of(cls, shardings: Sequence[Any], lookups: Sequence[Any]) -> "ReplicatedTables":
-        """Return the tables of TorchRec's data-parallel shardings and their lookup modules."""
         params = [group.fused_params or {} for s in shardings for group in s._grouped_embedding_configs]
         modules = [lookup.module if isinstance(lookup, DistributedDataParallel) else lookup for lookup in lookups]
         return cls([each.emb_module for module in modules for each in module._emb_modules], bounds_check_modes(params))
 
     def storage(self) -> tuple[int, ...]:
-        """Return the addresses of the lookups' rows."""
         return tuple(lookup.weights.data_ptr() for lookup in self.lookups)
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
-        """Return a table's rows [rows, D]."""
+        """Return [rows, D]."""
         return self.table_in(self.lookups[shard.lookup].weights.detach(), shard)
 
     def table_in(self, flat: torch.Tensor, shard: FeatureShard) -> torch.Tensor:
@@ -48,7 +45,7 @@ class ReplicatedTables:
 
 
 class ReplicatedGradients(ReplicatedTables):
-    """The gradients of replicated tables in place of rows; SGD at a learning rate of -1 adds a step's gradients."""
+    """The gradients instead of the rows; SGD at a learning rate of -1 adds a step's gradients."""
 
     LEARNING_RATE = -1.0
 
@@ -63,20 +60,18 @@ class ReplicatedGradients(ReplicatedTables):
         return weights.grad
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
-        """Return a table's gradient [rows, D]."""
+        """Return [rows, D]."""
         return self.table_in(self._gradient(shard.lookup), shard)
 
     def states(self, shard: FeatureShard) -> list[torch.Tensor]:
-        """Return no states: SGD has none."""
         return []
 
     def stored(self, shard: FeatureShard) -> StoredRows:
-        """Return the flat gradient that holds a table's, and its update rule."""
         return StoredRows(self._gradient(shard.lookup), (), "sgd", stochastic_rounding=False)
 
 
 def data_parallel_weights(model: nn.Module) -> dict[str, TableBatchedEmbeddingSlice]:
-    """Return by name the data-parallel tables of a sharded model, which are views of dense lookups' parameters."""
+    """Return by name the data-parallel tables of a sharded model, views of dense lookups' parameters."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""The sharded module of pooled tables: TorchRec's, with its shards served by an `Exchange`."""
+"""The sharded module of pooled tables."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache, partial, reduce
@@ -31,7 +31,7 @@ from dlrm_overlap.embedding.variable_batch import InverseIndices, of_samples, wi
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
     """TorchRec's sharded module with its shards exchanged by an `Exchange`; other shardings fall back to TorchRec.
 
-    The output has the features in TorchRec's order, which follows the plan. With `output_order` model the exchanged
+    The output's features are in TorchRec's order, which follows the plan. With `output_order` model the exchanged
     features come first, in the order of the unsharded module, then the others in TorchRec's.
     """
 
@@ -65,7 +65,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     @property
     def leading_columns(self) -> int:
         """Columns in front of the output that the model may fill, see `ExchangeOptions`."""
-        # With mean pooling the output is divided, which makes another tensor of it.
+        # With mean pooling the output is divided, which makes a new tensor.
         if self.exchange is None or self._output_order != "model" or self._others or self._has_mean_pooling_callback:
             return 0
         options = self.exchange.options
@@ -97,10 +97,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return torch.tensor(rows).repeat_interleave(torch.tensor(self._embedding_dims))
 
     def _divisor(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the divisors [b, D_total] of the columns in TorchRec's order, as its `ctx.divisor`.
-
-        A divisor is the number of ids of the bag, or the sum of their weights, plus 1e-6.
-        """
+        """Return [b, D_total], in TorchRec's order: ids of a bag, or the sum of their weights, plus 1e-6."""
         lengths, weights = features.lengths(), weights_of(features)
         if weights is not None:
             lengths = torch.ops.fbgemm.segment_sum_csr(1, features.offsets().int(), weights)
@@ -108,7 +105,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return torch.cat([lengths, torch.ones_like(lengths[:1])]).index_select(0, self._divided_by).T + 1e-6
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[KeyedTensor]:
-        """Look up and exchange; if the exchange takes the ids, they are sent here unless they were sent before."""
+        """If the exchange takes the ids, they are sent here unless they were sent before."""
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
@@ -123,7 +120,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return _of_samples(self._output(exchanged, others, divisor), features.inverse_indices_or_none())
 
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Send ids as TorchRec does; a variable batch is first padded to one bag for each sample."""
+        """A variable batch is first padded to one bag for each sample."""
         if not self._exchanged or not isinstance(features, KeyedJaggedTensor):
             return super().input_dist(ctx, features)
         even = with_even_batches(features)
@@ -133,7 +130,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return awaitable
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[KeyedTensor]:
-        """Look up and exchange ids that are already at their owners, as TorchRec's train pipelines do."""
         if self.exchange is None or not self._exchanged:
             return super().compute_and_output_dist(ctx, input)
         trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
@@ -156,7 +152,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return _of_samples(self._output(exchanged, others, ctx.divisor), ctx.inverse_indices)
 
     def output_dist(self, ctx: Any, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Send as TorchRec does, for a module that calls `compute` and `output_dist` itself."""
         return _of_samples(super().output_dist(ctx, output), ctx.inverse_indices if self._exchanged else None)
 
     def _output(
@@ -165,12 +160,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         others: Mapping[int, Awaitable[torch.Tensor]],
         divisor: torch.Tensor | None,
     ) -> LazyAwaitable[KeyedTensor]:
-        """Return an awaitable of all columns in their order.
-
-        Args:
-            others: columns of the other shardings, by number.
-            divisor: of all columns in TorchRec's order, if means must be divided.
-        """
+        """Return all columns in order; `others` are by sharding number, `divisor` is in TorchRec's order."""
         parts = [*([] if exchanged is None else [exchanged]), *others.values()]
         if exchanged is not None and others and self._output_order == "plan":
             every: list[Any] = self._embedding_shardings
@@ -194,7 +184,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return KeyedTensor(pooled.keys(), pooled.length_per_key(), values)
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
-        """Reshard as TorchRec does, then lay out the exchange again."""
         if self.exchange is not None:
             self.exchange.close()
             self.exchange = None
@@ -209,7 +198,7 @@ def _of_samples(pooled: LazyAwaitable[KeyedTensor], inverse: InverseIndices | No
 
 
 def output_dtype(module: nn.Module) -> torch.dtype:
-    """Return the type of a module's pooled embeddings; float32 if it is not sharded."""
+    """Return the type of the pooled embeddings; float32 if the module is not sharded."""
     if not isinstance(module, ShardedEmbeddingBagCollection):
         return torch.float32
     shardings, types = dict(enumerate(module._embedding_shardings)), []
@@ -221,5 +210,4 @@ def output_dtype(module: nn.Module) -> torch.dtype:
 
 
 def exchanges(model: nn.Module) -> list[Exchange]:
-    """Return the exchanges of a sharded model."""
     return exchanges_of(module for module in model.modules() if isinstance(module, ExchangingModule))

@@ -1,4 +1,4 @@
-"""The sharded module of unpooled tables: TorchRec's, with its shards served by an `UnpooledExchange`."""
+"""The sharded module of unpooled tables."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from dlrm_overlap.embedding.distinct import DistinctIds, NamedSequence
 from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.shardings import table_names
-from dlrm_overlap.embedding.steps import with_room
+from dlrm_overlap.embedding.steps import padded
 from dlrm_overlap.embedding.unpooled import UnpooledExchange, UnpooledIdSender
 from dlrm_overlap.embedding.variable_batch import with_bags_of_samples
 
@@ -24,7 +24,7 @@ from dlrm_overlap.embedding.variable_batch import with_bags_of_samples
 class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], ShardedEmbeddingCollection):
     """TorchRec's sharded module of unpooled tables with its shards exchanged by an `UnpooledExchange`.
 
-    Only steps of `GraphTrainPipeline` are exchanged. The output is TorchRec's.
+    Only steps of `GraphTrainPipeline` are exchanged.
     """
 
     _kind = "unpooled tables"
@@ -59,33 +59,30 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         return list(ranges), DistinctIds(sequences, rows, self._device, firsts)
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Look up and exchange; if the exchange takes the ids, they are sent here unless they were sent before."""
+        """If the exchange takes the ids, they are sent here unless they were sent before."""
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
         features = with_bags_of_samples(maybe_td_to_kjt(features, self._ids_keys))
         assert isinstance(self.sender, UnpooledIdSender)
-        sent = with_room(features)
-        rows, rooms = self.sender.start_rows(sent), self.sender.rooms_of(sent)
-        return Deferred(lambda: self._sequences(features, rooms, rows()))
+        sent = padded(features)
+        rows, capacities = self.sender.start_rows(sent), self.sender.capacities_of(sent)
+        return Deferred(lambda: self._sequences(features, capacities, rows()))
 
     def _sequences(
-        self, features: KeyedJaggedTensor, rooms: Sequence[int], rows: torch.Tensor
+        self, features: KeyedJaggedTensor, capacities: Sequence[int], rows: torch.Tensor
     ) -> dict[str, JaggedTensor]:
-        """Return the output by name in TorchRec's order, from the rows [P, D] of all sequences padded to `rooms`.
-
-        In captured steps the sequences stay padded.
-        """
+        """Return the output, from rows [P, D] padded to `capacities`; in captured steps it stays padded."""
         assert isinstance(self.sender, UnpooledIdSender)
-        distinct, keys, sent = self.sender.distinct, features.keys(), with_room(features)
+        distinct, keys, sent = self.sender.distinct, features.keys(), padded(features)
         lengths = features.lengths().view(len(keys), features.stride())
-        ids: Sequence[torch.Tensor | None] = [None] * len(rooms)
+        ids: Sequence[torch.Tensor | None] = [None] * len(capacities)
         if self._need_indices:
-            ids = distinct.padded(sent, rooms).split(list(rooms))
+            ids = distinct.padded(sent, capacities).split(list(capacities))
         # The backward of a split copies gradients to one tensor; a single sequence needs no split.
-        each: Sequence[torch.Tensor] = rows.split(list(rooms)) if len(rooms) > 1 else [rows]
+        each: Sequence[torch.Tensor] = rows.split(list(capacities)) if len(capacities) > 1 else [rows]
         if sent is not features:
-            counts = self.sender.rooms_of(features)
+            counts = self.sender.capacities_of(features)
             each = [values[:count] for values, count in zip(each, counts, strict=True)]
             ids = [None if of is None else of[:count] for of, count in zip(ids, counts, strict=True)]
         found = {
@@ -95,7 +92,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         return {name: found[name] for names in self._embedding_names_per_sharding for name in names}
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Send ids as TorchRec does; in a variable batch the ids of a bag are repeated for each of its samples."""
+        """In a variable batch the ids of a bag are repeated for each of its samples."""
         if self.exchange is not None and isinstance(features, KeyedJaggedTensor):
             features = with_bags_of_samples(features)
         return super().input_dist(ctx, features)
@@ -103,7 +100,6 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Look up and send as TorchRec does."""
         if self.exchange is not None:
             self._tell_once("steps stay with TorchRec: only GraphTrainPipeline exchanges unpooled tables")
         return self._look_up_by_torchrec(partial(super().compute_and_output_dist, ctx, input))

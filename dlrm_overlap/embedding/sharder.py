@@ -1,4 +1,4 @@
-"""TorchRec's sharders with the embedding exchange of a backend: the drop-in."""
+"""TorchRec's sharders with the exchange of a backend."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -52,11 +52,7 @@ class _BothArguments(TypedDict, total=False):
 
 
 class PooledArguments(_BothArguments, total=False):
-    """Arguments of the pooled sharder: the configuration's keys of section `embedding`, and the output's.
-
-    Raises:
-        InputError: by the sharder, if a value breaks a rule.
-    """
+    """Arguments of the pooled sharder; those without a description are keys of section `embedding`."""
 
     backend: Annotated[str, _one_of(EXCHANGED)]
     """pgas, the default, fused or nccl"""
@@ -64,37 +60,25 @@ class PooledArguments(_BothArguments, total=False):
     internode: Annotated[str, _one_of(("messages", "puts"))]
     aggregate_bytes: NonNegativeInt
     copy_output: bool
-    """return a copy of the pooled embeddings, the default. False returns the window that peers store into; drop all
-    references to it before the module's next forward, which raises `BufferInUseError` otherwise"""
+    """return a copy, the default, or else the window that peers store into; then drop all references to it before the
+    module's next forward, which raises `BufferInUseError` otherwise"""
     output_order: Annotated[str, _one_of(("plan", "model"))]
-    """order of the features in the output: "plan", TorchRec's, is the default; "model" is the unsharded module's"""
+    """order of the features in the output: "plan", TorchRec's and the default, or "model", the unsharded module's"""
     leading_columns: NonNegativeInt
     """columns in front of each row of pooled embeddings, with `copy_output` False; see the module's `leading_columns`
     """
 
 
 class UnpooledArguments(_BothArguments, total=False):
-    """Arguments of the unpooled sharder."""
-
     backend: Annotated[str, _one_of(_STORING)]
     """pgas, the default, or fused"""
 
 
 class _ExchangingSharder:
-    """What both sharders add to TorchRec's."""
-
     _sharded: type[ExchangingModule[Any]]
 
     def _take(self, given: Mapping[str, Any], kinds: type, asked: set[str], **defaults: Any) -> dict[str, Any]:
-        """Check arguments of `kinds`, a TypedDict, make `options` of them, and return those that have `defaults`.
-
-        Args:
-            asked: precisions of the user's codecs; a single one becomes the wire's.
-
-        Raises:
-            TypeError: for an unknown argument.
-            InputError: if a value breaks a rule.
-        """
+        """Check arguments by the TypedDict `kinds`, set `options`, and return those that have `defaults`."""
         # Names and values of earlier versions, then types and rules.
         known = get_type_hints(kinds, include_extras=True)
         given = {new_name(f"embedding.{name}").removeprefix("embedding."): value for name, value in given.items()}
@@ -159,7 +143,6 @@ class _ExchangingSharder:
 
     @property
     def sharded_module_type(self) -> Any:
-        """Type of the modules that `shard` returns."""
         return self._sharded
 
 
@@ -168,11 +151,15 @@ class OverlapEmbeddingBagCollectionSharder(_ExchangingSharder, EmbeddingBagColle
 
     It exchanges shards of every type but data-parallel, in the memory of their rank's device or cached there, with SGD,
     Adagrad, Adam, LAMB or their row-wise forms. All other tables stay with TorchRec, which the log explains once;
-    captured steps look up data-parallel tables, too. Checkpoints and the order of the output's columns are TorchRec's.
-    See docs/torchrec.md for the differences.
+    captured steps look up data-parallel tables, too. docs/torchrec.md has the differences.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingBagCollectionSharder(backend="pgas")])
+
+    Args:
+        qcomm_codecs_registry: fp32, bf16 or fp16 in both directions becomes `wire_dtype`; with other codecs tables stay
+            with TorchRec.
+        given: see `PooledArguments`.
     """
 
     _sharded = OverlapShardedEmbeddingBagCollection
@@ -184,12 +171,6 @@ class OverlapEmbeddingBagCollectionSharder(_ExchangingSharder, EmbeddingBagColle
         sharded_module_order_overwrite: list[str] | None = None,
         **given: Unpack[PooledArguments],
     ) -> None:
-        """Take TorchRec's arguments, and those of `PooledArguments`.
-
-        Args:
-            qcomm_codecs_registry: fp32, bf16 or fp16 in both directions becomes `wire_dtype`; with other codecs tables
-                stay with TorchRec.
-        """
         super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
         asked = precisions(qcomm_codecs_registry, POOLED_OPS)
         self._of_module = self._take({"copy_output": True, **given}, PooledArguments, asked, output_order="plan")
@@ -200,8 +181,8 @@ class OverlapEmbeddingCollectionSharder(_ExchangingSharder, EmbeddingCollectionS
     """TorchRec's sharder of unpooled tables with another exchange, for any model that `DistributedModelParallel` takes.
 
     It exchanges the same shards as the pooled one, in steps of `GraphTrainPipeline`: each distinct id of a table, its
-    row and the sum of its gradients are sent once. Steps of TorchRec's pipelines stay with TorchRec. The output is
-    TorchRec's.
+    row and the sum of its gradients are sent once. Steps of TorchRec's pipelines stay with TorchRec, and only they use
+    `use_index_dedup`.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingCollectionSharder(), ..])
@@ -216,7 +197,6 @@ class OverlapEmbeddingCollectionSharder(_ExchangingSharder, EmbeddingCollectionS
         use_index_dedup: bool = False,
         **given: Unpack[UnpooledArguments],
     ) -> None:
-        """Take TorchRec's arguments (`use_index_dedup` is for its own steps), and those of `UnpooledArguments`."""
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
         asked = precisions(qcomm_codecs_registry, UNPOOLED_OPS)
         self._of_module = self._take(given, UnpooledArguments, asked) | {"use_index_dedup": use_index_dedup}
@@ -232,11 +212,7 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
 
 
 def require_same_plan(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:
-    """Check that every rank shards a module by the same plan; a collective.
-
-    Raises:
-        InputError: on every rank, naming the first table that two ranks shard differently.
-    """
+    """Raise an InputError on every rank if two ranks shard a table differently; a collective."""
     group = exchanging_group(env)
     mine = {name: f"{each.sharding_type} by {each.compute_kernel} on ranks {each.ranks}" for name, each in plan.items()}
     plans = gathered(mine, group)

@@ -1,4 +1,4 @@
-"""TorchRec's shardings of a module: their kinds, their lookups, and the layout of those that an exchange takes."""
+"""TorchRec's shardings of a module, and their layout for an exchange."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ _BY_NODE = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
 
 
 def exchanging_group(env: ShardingEnv) -> dist.ProcessGroup:
-    """Return the process group that a module's tables are sharded over; under 2D parallelism the sharding group."""
+    """Under 2D parallelism, return the sharding group."""
     group = env.sharding_pg if isinstance(env, ShardingEnv2D) else env.process_group
     assert group is not None
     return group
@@ -75,33 +75,25 @@ def cached_shares(params: Mapping[str, ParameterSharding]) -> dict[str, float]:
 
 
 def names_of(shardings: Sequence[Any]) -> dict[str, str]:
-    """Return the unique names of pooled embeddings in TorchRec's order."""
     return unique_names(name for sharding in shardings for name in sharding.embedding_names())
 
 
 def groups_of(sharding: Any) -> list[Any]:
-    """Return the `GroupedEmbeddingConfig`s of a sharding on all ranks."""
     return [group for groups in sharding._grouped_embedding_configs_per_rank for group in groups]
 
 
 def table_names(shardings: Sequence[Any]) -> set[str]:
-    """Return the names of the shardings' tables."""
     return {table.name for each in shardings for group in groups_of(each) for table in group.embedding_tables}
 
 
 def output_types(sharding: Any) -> set[SparseType]:
-    """Return the output types of a sharding's lookups."""
     return {(group.fused_params or {}).get("output_dtype", SparseType.FP32) for group in groups_of(sharding)}
 
 
 def in_rank_order(ids: KeyedJaggedTensor, sharding: Any, batch_sizes: tuple[int, ...]) -> KeyedJaggedTensor:
     """Return the ids of a sharding's input with rank 0's samples first, then rank 1's, and so on.
 
-    TorchRec reduces the partial sums of some shardings within a node first, and for that sorts samples by rank within
-    the node.
-
-    Args:
-        batch_sizes: samples of each rank.
+    TorchRec sorts the samples of some shardings by rank within the node. `batch_sizes` are samples of each rank.
 
     Example: 2 nodes of 2 ranks, one sample each. Samples in the order of ranks 0, 2, 1, 3 become 0, 1, 2, 3.
     """
@@ -125,15 +117,14 @@ def _rank_order(features: int, batch_sizes: tuple[int, ...], local: int, device:
 
 
 def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
-    """Return the unique names of pooled embeddings in the order of the unsharded module."""
     return list(unique_names(name for names in get_embedding_names_by_table(list(tables)) for name in names))
 
 
 def _names_and_columns(table: Any, cut_by_columns: bool) -> list[tuple[str, int]]:
     """Return for each feature of a shard the unique name of its pooled embedding, and its first column under that name.
 
-    A table that lists a feature twice pools it twice, under two names. If it is cut by columns, under one name:
-    TorchRec concatenates a shard's columns of both.
+    A table that lists a feature twice pools it twice, under two names. If it is cut by columns, under one: TorchRec
+    concatenates a shard's columns of both.
 
     Example: x twice, dim 8, cut in two. The second shard's columns begin at 8 and 12 of the 16 of x.
     """

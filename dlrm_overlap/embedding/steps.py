@@ -18,16 +18,13 @@ _LAZY = 3  # FBGEMM's CounterWeightDecayMode.ADAGRADW
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The number of samples of each rank in a step."""
-
     per_rank: tuple[int, ...]
-    """samples of each rank, b"""
+    """b"""
     first_sample: tuple[int, ...] = field(compare=False)
-    """[W + 1] each rank's first sample in the global batch, and then B"""
+    """[W + 1] each rank's first sample in the global batch, then B"""
     total: int = field(compare=False)
-    """samples of all ranks, B"""
+    """B"""
     most: int = field(compare=False)
-    """the largest number of samples of a rank"""
 
     def __hash__(self) -> int:  # cheap, since a step looks up several values by its sizes
         return self.total
@@ -35,32 +32,27 @@ class BatchSizes:
     @staticmethod
     @lru_cache
     def of(per_rank: tuple[int, ...]) -> "BatchSizes":
-        """Return the sizes and their sums."""
         first = (0, *accumulate(per_rank))
         return BatchSizes(per_rank, first, first[-1], max(per_rank))
 
 
 class UpdateRule(NamedTuple):
-    """How a fused lookup's optimizer updates its rows."""
-
     lr: float
     arguments: Any
-    """FBGEMM's OptimizerArgs: eps, weight_decay, max_norm and others"""
+    """FBGEMM's OptimizerArgs"""
     frozen: bool = False
-    """whether rows and states keep their values, because no weight of the lookup requires a gradient"""
+    """rows and states keep their values, because no weight of the lookup requires a gradient"""
     count: int = 0
-    """FBGEMM's iter, the forwards of the lookup including this one, if its optimizer counts them"""
+    """FBGEMM's iter, forwards of the lookup including this one, if its optimizer counts them"""
     always_decays: bool = False
     """whether rows decay whatever `weight_decay_mode` says, as Adam and LAMB have it"""
 
     @property
     def decays(self) -> bool:
-        """Whether rows decay, have a maximum norm, or are counted."""
         return bool(self.arguments.weight_decay or self.arguments.max_norm or self.count)
 
     @property
     def numbers(self) -> OptimizerParams:
-        """The same, as kernels and the reference take it."""
         given, mode = self.arguments, self.arguments.weight_decay_mode
         return OptimizerParams(
             lr=self.lr,
@@ -79,48 +71,44 @@ class UpdateRule(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One pass through the embedding stage, as its forward and its backward are given it."""
-
     inputs: Sequence[KeyedJaggedTensor]
-    """the ids of this rank's tables, one tensor an input of the layout, each with B bags a feature"""
+    """ids of this rank's tables, one tensor for each input of the layout, with B bags a feature"""
     batch: BatchSizes
     replicated: KeyedJaggedTensor | None = None
-    """the ids of this rank's samples of the tables that every rank holds, if this exchange looks those up"""
+    """ids of this rank's samples of the tables that every rank holds, if this exchange looks those up"""
     own_offsets: torch.Tensor | None = None
     """[published * b + 1] int32: offsets of the bags of this rank's samples, in the order of `IdLayout.published`.
     Empty bags of row shards and empty slots do not arrive, and get no gradient. None if all bags arrive"""
 
 
 class PendingBackward(NamedTuple):
-    """A backward that is to come, as `Backward.note_forward` returns it."""
-
     step: Step
     number: int
-    """number of the step among those with a backward, from 0"""
+    """among the steps with a backward, from 0"""
     rules: Sequence[UpdateRule]
-    """how each of this rank's fused lookups updates its rows, as of the forward"""
+    """by lookup, as of the forward"""
     trains_weights: bool = False
     """whether some ids' weights require a gradient"""
     ids_ready: torch.Event | None = None
-    """on GPUs, the event after which the backward may read the ids"""
+    """the event after which the backward may read the ids, on GPUs"""
     runs: Sequence[PreparedRuns | None] | None = None
-    """on GPUs, after `Backward.prepare`: each input's ids, sorted and cut into chunks"""
+    """each input's ids, sorted and cut into chunks, on GPUs after `Backward.prepare`"""
 
 
 def weights_of(ids: KeyedJaggedTensor) -> torch.Tensor | None:
-    """Return the weights [n] float32 of ids, or None if they have none; as for FBGEMM, integers are no weights."""
+    """Return [n] float32, or None without weights; as for FBGEMM, integers are no weights."""
     weights = ids.weights_or_none()
     return weights.float() if weights is not None and weights.is_floating_point() else None
 
 
-def with_room(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return ids as they are sent: padded to the capacity, if `ids` are an eager step's view without the padding."""
+def padded(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return the padded ids, which are sent, if `ids` are an eager step's view without the padding."""
     given: Any = ids
-    return ids if (sent := getattr(given, "with_room", None)) is None else sent
+    return ids if (sent := getattr(given, "padded", None)) is None else sent
 
 
 def with_float_weights(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return ids with float32 weights, or without weights; without a copy if they are so already."""
+    """Return ids with float32 weights or none, without a copy if they are so already."""
     weights = ids.weights_or_none()
     if weights is None or weights.dtype == torch.float32:
         return ids

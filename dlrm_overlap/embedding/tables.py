@@ -36,8 +36,6 @@ log = logging.getLogger("dlrm_overlap")
 
 
 class StoredRows(NamedTuple):
-    """The memory of a shard's rows, and their optimizer."""
-
     weights: torch.Tensor
     """[n], flat: rows of all shards of the lookup"""
     states: tuple[torch.Tensor, ...]
@@ -52,6 +50,9 @@ class LocalTables:
 
     Between `open_caches` and `close_caches` the rows of cached tables are in their caches, see `cache`. Caches move
     rows on the current stream.
+
+    Args:
+        fractions: by (lookup, table), the share of rows that a cache has slots for.
     """
 
     def __init__(
@@ -59,7 +60,6 @@ class LocalTables:
         lookups: Sequence[SplitTableBatchedEmbeddingBagsCodegen],
         fractions: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
-        """Take the lookups, and by (lookup, table) the share of rows that a cache has slots for."""
         self.lookups = list(lookups)
         self.fractions = fractions or {}
         self._cached: dict[tuple[int, int], RowCache] = {}
@@ -83,11 +83,7 @@ class LocalTables:
 
     @classmethod
     def of(cls, lookups: Sequence[Any], cached: Mapping[str, float] | None = None) -> "LocalTables":
-        """Return the tables of TorchRec's lookup modules, one a sharding.
-
-        Args:
-            cached: table -> share of its rows that the cache has slots for.
-        """
+        """Return the tables of TorchRec's lookup modules, one a sharding; `cached` has shares of rows by table name."""
         modules, cached = [module for lookup in lookups for module in lookup._emb_modules], cached or {}
         fractions = {
             (number, index): cached[table.name]
@@ -99,7 +95,6 @@ class LocalTables:
 
     @property
     def bounds_checks(self) -> list[BoundsCheckMode]:
-        """Each lookup's bounds check mode, see `BadIds`."""
         return [BoundsCheckMode(lookup.bounds_check_mode_int) for lookup in self.lookups]
 
     def storage(self) -> tuple[int, ...]:
@@ -120,19 +115,18 @@ class LocalTables:
         return self._table_tensors(shard.lookup, shard.table) if cached is None else cached.rows
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
-        """Return a shard's rows [rows, D], or its slots [slots, D] if it is cached."""
+        """Return [rows, D], or [slots, D] if the table is cached."""
         return self._tensors(shard)[0]
 
     def states(self, shard: FeatureShard) -> list[torch.Tensor]:
-        """Return the states of a shard's rows or slots, each [rows, D] or [rows] float32."""
+        """Return states of rows or slots, each [rows, D] or [rows] float32."""
         return self._tensors(shard)[1:]
 
     def rows(self, shard: FeatureShard) -> int:
-        """Return the number of a shard's rows."""
         return self._table_tensors(shard.lookup, shard.table)[0].shape[0]
 
     def stored(self, shard: FeatureShard) -> StoredRows:
-        """Return the memory of a shard's rows or slots, on a GPU."""
+        """Return the memory of the rows or slots, on a GPU."""
         tbe: Any = self.lookups[shard.lookup]
         optimizer, tensors = self.optimizer(shard), self._tensors(shard)
         if (shard.lookup, shard.table) in self._cached:
@@ -148,14 +142,11 @@ class LocalTables:
         return StoredRows(weights, tuple(states), optimizer, bool(tbe.stochastic_rounding))
 
     def open_caches(self, shards: Sequence[FeatureShard], ids: Sequence[int], device: torch.device) -> None:
-        """Make the caches; from now on rows are looked up in their slots.
+        """Make the caches, in whose slots rows are looked up from now on; an InputError if there is no room.
 
         Args:
             shards: in the order of the features of this rank's only input.
             ids: most ids of a step, by shard.
-
-        Raises:
-            InputError: if there is no room.
         """
         assert not self._cached, "caches are closed before others are made"
         tables = dict[tuple[int, int], CachedTable]()
@@ -175,7 +166,7 @@ class LocalTables:
             self._cached_features.append((cache, torch.tensor([*first, -1, -1], device=device)))
 
     def close_caches(self, write_back: bool = True) -> None:
-        """Store the caches to their tables, where rows are looked up from now on."""
+        """Write the caches back to their tables, where rows are looked up from now on."""
         if write_back:
             self.write_back()
         self._cached, self._cached_features = {}, []
@@ -186,13 +177,12 @@ class LocalTables:
         activate(self._cached_features, ids)
 
     def write_back(self) -> None:
-        """Store the caches to their tables and keep them."""
         self.read_again()
         for cache, _ in self._cached_features:
             cache.write_back()
 
     def note_writes(self) -> None:
-        """Store the caches to their tables, which others may write to until the next step."""
+        """Write the caches back to their tables, which others may write to until the next step."""
         self.write_back()
         self._may_be_written = bool(self._cached_features)
 
@@ -204,7 +194,6 @@ class LocalTables:
                 cache.read_again()
 
     def optimizer(self, shard: FeatureShard) -> str:
-        """Return the optimizer of a shard, by FBGEMM's name."""
         return optimizer_of(self.lookups[shard.lookup])
 
     def rules(self, step: int) -> list[UpdateRule]:
@@ -251,7 +240,6 @@ def optimizer_of(tbe: Any) -> str:
 
 
 def counts(tbe: Any) -> bool:
-    """Return whether a lookup's optimizer counts its steps."""
     return len(_BUFFERS.get(optimizer_of(tbe), ())) > 1
 
 
@@ -280,11 +268,6 @@ class BadIds:
         self._warned = False
 
     def report(self, message: str) -> None:
-        """Raise, or under WARNING log the first such id.
-
-        Raises:
-            ValueError: under FATAL.
-        """
         if self.mode == BoundsCheckMode.FATAL:
             raise ValueError(message)
         if self.mode == BoundsCheckMode.WARNING and not self._warned:
@@ -293,13 +276,11 @@ class BadIds:
 
 
 def bounds_check_modes(fused_params: Iterable[Mapping[str, Any]]) -> list[BoundsCheckMode]:
-    """Return the bounds check modes of lookups."""
     modes = (each.get("bounds_check_mode", BoundsCheckMode.WARNING) for each in fused_params)  # FBGEMM's default
     return [BoundsCheckMode[BoundsCheckMode(mode).name.removeprefix("V2_")] for mode in modes]
 
 
 def bad_id_message(name: str, value: int | None, rows: int) -> str:
-    """Return the message about an id outside its table."""
     what = "an id" if value is None else f"id {value}"
     return f"{name}: {what} is outside its table of {rows} rows; map ids into 0 .. {rows - 1} where they are read"
 

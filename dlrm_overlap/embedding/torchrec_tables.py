@@ -1,4 +1,4 @@
-"""The tables of a module that stay with TorchRec while an exchange takes the ids of the others."""
+"""The tables of a module that stay with TorchRec."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,23 +10,22 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 class TorchRecTables:
-    """Shardings that TorchRec looks up and updates while an exchange takes the ids of the others.
+    """Shardings, by index, that TorchRec looks up and updates while an exchange sends the ids of the others.
 
     TorchRec's collectives and host synchronizations cannot be captured. So `look_up` runs before the graph and `update`
     after it; the captured step reads the pooled embeddings and writes their gradients in fixed buffers.
     """
 
     def __init__(self, module: ShardedEmbeddingBagCollection, numbers: Sequence[int]) -> None:
-        """Take the indices of some of a module's shardings."""
         self.numbers = numbers
         self._module = module
         self._buffers: list[torch.Tensor] = []
         """what captured steps read, by sharding: [b, D], with its gradient"""
         self._looked_up: list[torch.Tensor] = []
-        """pooled embeddings of the current captured step; empty outside of one"""
+        """of the current captured step; empty outside of one"""
 
     def pooled(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
-        """Return the pooled embeddings [b, D] of each sharding, from `look_up` or else looked up now."""
+        """Return [b, D] of each sharding, from `look_up` or else looked up now."""
         if not self._looked_up:
             return self._pool(features)
         for buffer in self._buffers:
@@ -35,7 +34,6 @@ class TorchRecTables:
         return self._buffers
 
     def look_up(self, features: KeyedJaggedTensor) -> None:
-        """Look up the ids of the next captured step."""
         self._looked_up = self._pool(features)
         if not self._buffers:
             for pooled in self._looked_up:
@@ -47,13 +45,12 @@ class TorchRecTables:
                 buffer.copy_(pooled)
 
     def update(self) -> None:
-        """Update the rows by the gradients that the captured step has written."""
         looked_up, self._looked_up = self._looked_up, []
         trained = [(p, buffer.grad) for p, buffer in zip(looked_up, self._buffers, strict=True) if p.requires_grad]
         torch.autograd.backward([pooled for pooled, _ in trained], [gradient for _, gradient in trained])
 
     def forget_memory(self) -> None:
-        """Drop the buffers of captured steps, none of which will be launched again; batch sizes may change."""
+        """Drop the buffers of captured steps; none may be launched again, and batch sizes may change."""
         self._buffers = []
 
     def _pool(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
@@ -83,11 +80,7 @@ class TorchRecTables:
 
 
 def exact(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return ids without the padding of a captured step; reads their number from the device.
-
-    Raises:
-        ValueError: if the batch exceeds its capacity.
-    """
+    """Return ids without padding, whose number is read from the device; a ValueError above the capacity."""
     lengths, values = features.lengths(), features.values()
     total = int(lengths.sum())
     if total > values.numel():

@@ -1,4 +1,4 @@
-"""Bytes that memory and links carry in the embedding stage and the dense part, computed from numbers only."""
+"""Bytes that memory and links carry in a step, computed from numbers only."""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -14,17 +14,13 @@ _POSITION_BYTES = 4  # locate the gradient of an id
 def partial_sums(bag_ids: float, row_shards: int) -> float:
     """Return the mean number of partial sums sent for a bag, one from each row shard that has an id of the bag.
 
-    Args:
-        bag_ids: ids of a bag, uniform over the rows; may be a mean.
-        row_shards: number of equal row shards; 1 sends empty bags, too.
-
-    Example: 8 shards, 1 id a bag: 1. 3 ids: 2.6. 32 ids: 7.9.
+    With one shard empty bags are sent, too. Ids are uniform over the rows; `bag_ids` may be a mean.
     """
     return 1.0 if row_shards == 1 else row_shards * (1 - (1 - 1 / row_shards) ** bag_ids)
 
 
 class ShardTraffic(NamedTuple):
-    """The load of one batch of all ranks on a table shard; may be a mean."""
+    """Of one batch of all ranks on a table shard; may be a mean."""
 
     ids: float
     touched_rows: float
@@ -48,24 +44,18 @@ def pooling_bytes(
 
     Args:
         shards: this rank's.
-        samples: of all ranks.
-        own_samples: of this rank; all ranks write their pooled embeddings into its memory.
-        total_dim: columns of all ranks' shards.
-        owner_dim: columns of this rank's shards.
-        id_bytes: of an id.
-        wire_bytes: of an element of the pooled embeddings.
+        samples, own_samples: of all ranks, and of this one.
+        total_dim, owner_dim: columns of all ranks' shards, and of this rank's.
+        id_bytes, wire_bytes: of an id, and of an element of the pooled embeddings.
     """
     rows = sum(shard.ids * (shard.dim * shard.element_bytes + id_bytes) for shard in shards)
     return rows + own_samples * total_dim * wire_bytes, (samples - own_samples) * owner_dim * wire_bytes
 
 
 class UpdateBytes(NamedTuple):
-    """The bytes of a backward on one rank."""
-
     hbm: float
-    """in and out of its memory"""
     compulsory: float
-    """part of `hbm` that an unlimited cache would leave"""
+    """the part of `hbm` that an unlimited cache would leave"""
     link: float
 
 
@@ -79,16 +69,14 @@ def update_bytes(
     gradient_bytes: int,
     optimizer: str,
 ) -> UpdateBytes:
-    """Return the bytes of a backward on one rank.
+    """Return the bytes of a backward on one rank; arguments as in `pooling_bytes`.
 
     Memory: touched rows and their optimizer state, read and written; for each id its bag's gradient and its position;
-    for each touched row its run; the gradient of the rank's samples, read; the gradient of its columns, written. Links:
-    the gradient of the columns that other ranks own.
+    for each touched row its run; the gradient of the rank's samples and of its columns. Links: the gradient of the
+    columns that other ranks own.
 
     Args:
-        shards, samples, own_samples, total_dim, owner_dim: as in `pooling_bytes`.
-        wire_bytes: of an element of the gradients between ranks.
-        gradient_bytes: of an element of the model's gradient.
+        wire_bytes, gradient_bytes: of an element of the gradients between ranks, and of the model's.
         optimizer: a key of `STATES`.
     """
     hbm = own_samples * total_dim * gradient_bytes + samples * owner_dim * wire_bytes
@@ -102,17 +90,15 @@ def update_bytes(
 
 
 class DenseCounts(NamedTuple):
-    """The cost of a step of the dense part on each rank."""
-
     flop: int
     """of matrix products, forward and backward"""
     parameters: int
     outputs: int
-    """elements that the layers output in the forward"""
+    """elements, in the forward"""
 
 
 def count_dense(model: ModelConfig, tables: int, dense_features: int, samples: int) -> DenseCounts:
-    """Return the cost of the dense part for `samples` of a rank.
+    """Return the cost of a step of the dense part for `samples` of a rank.
 
     A multiplication and an addition are two operations. The first layer computes no gradient of its input. Each pair of
     the dot interaction counts once. Attention reads all positions of a history.

@@ -1,9 +1,9 @@
-"""The exchange of unpooled tables: that of pooled embeddings, whose bags are slots for distinct ids, see `distinct`.
+"""The exchange of unpooled tables: the pooled one, whose bags are slots for distinct ids, see `distinct`.
 
 ids           distinct ids of each table, in slots --------------> owners, as bags of one id
 forward       rows, each once, in the slots of the window <------- each owner stores a row where it has it
               expanded to the ids that name them, with autograd
-backward      gradients summed by slot --------------------------> owners, which add those of all ranks, and update
+backward      gradients summed by slot --------------------------> owners, which add all ranks' sums, and update
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from dlrm_overlap.kernels.forward.expand_rows import expand_rows
 
 
 class UnpooledExchange(Exchange):
-    """An exchange whose tables have slots: ids of this rank's samples in, a row for each of them out."""
+    """An exchange whose `layout` names tables, all of the same number of columns, instead of features."""
 
     def __init__(
         self,
@@ -41,14 +41,12 @@ class UnpooledExchange(Exchange):
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Take an exchange's arguments, of a layout that names tables, all of as many columns."""
-        # Rows are narrowed as they are expanded: so sums of gradients are sent as precisely as they travel.
+        # Rows are narrowed when they are expanded, so sums of gradients keep the wire's precision.
         widest = torch.promote_types(options.wire_dtype, options.output_dtype)
         super().__init__(layout, tables, replace(options, output_dtype=widest), group, device)
         self._clips = False  # gradients are clipped before they are summed
         self.expanded_dtype = options.output_dtype
         self.table_layout = layout
-        """of the tables, each with one feature"""
 
     @cached_property
     def has_rows_apart(self) -> bool:
@@ -58,7 +56,13 @@ class UnpooledExchange(Exchange):
 
 
 class UnpooledIdSender(IdSender):
-    """Sends the distinct ids of each table in slots, and expands the rows that arrive to the ids of the batch."""
+    """Sends the distinct ids of each table in slots, and expands the rows that arrive to the ids of the batch.
+
+    Args:
+        distinct: of the tables in the order of `layout`.
+        capacity: without its `distinct`, there is a slot for every id.
+        layout: shards of the tables, each with one feature and the same number of columns.
+    """
 
     exchange: UnpooledExchange
 
@@ -70,15 +74,6 @@ class UnpooledIdSender(IdSender):
         layout: Layout,
         replicated: ReplicatedTables | None,
     ) -> None:
-        """Make the windows of an exchange, with those of the ids; a collective.
-
-        Args:
-            exchange: as for `IdSender`.
-            distinct: finds the distinct ids of the tables, which are in the order of `layout`.
-            capacity: largest batch of a rank; without its `distinct`, there is a slot for every id.
-            layout: shards of the tables, each with one feature and the same number of columns.
-            replicated: as for `IdSender`.
-        """
         self.distinct, self._is_counted = distinct, bool(capacity.distinct)
         self.table_layout, self.dim = layout, layout.dims[0]
         self.sums = RowSums(self.dim, exchange.device) if exchange.device.type == "cuda" else None
@@ -94,21 +89,20 @@ class UnpooledIdSender(IdSender):
         # Ids, lengths, slots; rows, starts, count and order of the runs.
         sizes, device = (ids, bags, ids, ids, ids + 1, 1, ids), self.exchange.device
         self._kept = [[torch.zeros(size, dtype=torch.int32, device=device) for size in sizes] for _ in range(2)]
-        """memory for `Distinct` of the ids that are sent in even epochs, and in odd ones"""
+        """memory for `Distinct` in even epochs, and in odd ones"""
         layout = self.table_layout.with_features({name: ranges[of] for name, (of, _) in features.items()})
         slots = BatchCapacity(self._blocks.slots, dict.fromkeys(counts, (0, 1)), counts)
         return IdLayout(joined(layout), self._keys, slots)
 
     @property
     def row_ranges(self) -> Mapping[str, RowRange]:
-        """What has slots of its own, by name: each table or, of one cut by rows over several nodes, each owner's rows.
+        """What has its own slots, by name: a table, or each owner's rows of a table cut by rows over several nodes.
 
         An owner sends another node a row for every slot that may have an id of its rows.
         """
         return self.table_layout.row_ranges(self.exchange.has_rows_apart)
 
     def _most_slots(self, capacity: BatchCapacity) -> dict[str, int]:
-        """Return the most slots that a batch fills, by name of `row_ranges`."""
         ids = dict.fromkeys(self.table_layout.names, 0)
         for sequence, count in zip(self.distinct.sequences, self._most(capacity), strict=True):
             ids[self.table_layout.names[sequence.table]] += count
@@ -120,17 +114,16 @@ class UnpooledIdSender(IdSender):
         }
 
     def _most(self, capacity: BatchCapacity) -> list[int]:
-        """Return the most ids of each sequence."""
         return capacity.capacity([sequence.feature for sequence in self.distinct.sequences])
 
-    def rooms_of(self, features: KeyedJaggedTensor) -> list[int]:
-        """Return the size of each sequence's ids in a batch, with padding."""
+    def capacities_of(self, features: KeyedJaggedTensor) -> list[int]:
+        """Return the size of each sequence's ids, with padding."""
         return self.distinct.capacities_of(features, self._most(self.capacity))
 
     def _keep(self, distinct: Distinct) -> Distinct:
-        """Return a copy in memory that stays, of the epoch that comes next."""
+        """Return a copy in the memory of the next epoch."""
         ids = distinct.values
-        if ids.dtype == torch.int64:  # those that no int32 holds stay outside every table
+        if ids.dtype == torch.int64:  # clamped ids stay outside every table
             ids = ids.clamp(-1, torch.iinfo(torch.int32).max).int()
         flat = [ids, distinct.lengths, distinct.slots, *distinct.runs]
         memory = self._kept[(self.exchange.counters.ids.value + 1) % 2]
@@ -140,12 +133,12 @@ class UnpooledIdSender(IdSender):
         return Distinct(values, lengths, slots, type(distinct.runs)(*runs))
 
     def _most_samples(self, samples: int, group: dist.ProcessGroup) -> int:
-        return samples  # slots, which are the same number on all ranks
+        return samples  # slots, the same number on all ranks
 
     @poison_on_error
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
-        rooms, slots = self.rooms_of(features), self._blocks.slots
-        distinct = self._keep(self.distinct.assign_slots(self.distinct.sort(features, rooms), self._blocks))
+        capacities, slots = self.capacities_of(features), self._blocks.slots
+        distinct = self._keep(self.distinct.assign_slots(self.distinct.sort(features, capacities), self._blocks))
         bags = KeyedJaggedTensor(list(self._keys), distinct.values, lengths=distinct.lengths, stride=slots)
         return super()._send(bags, None)._replace(distinct=distinct)
 
@@ -163,18 +156,16 @@ class UnpooledIdSender(IdSender):
 
 
 class ExpandRows(torch.autograd.Function):
-    """A copy of its row for every id; backward, the sum of a row's gradients."""
+    """Copies the slots [b, F * D] to a row for every id, [P, D]; backward, sums each slot's gradients."""
 
     @staticmethod
     def forward(ctx: Any, slots: torch.Tensor, sender: UnpooledIdSender, distinct: Distinct) -> torch.Tensor:
-        """Return [P, D] of the slots [b, F * D]."""
         ctx.sender, ctx.distinct, ctx.shape, ctx.dtype = sender, distinct, slots.shape, slots.dtype
         rows = slots.reshape(-1, sender.dim).to(sender.exchange.expanded_dtype)
         return (reference.expand_rows if sender.sums is None else expand_rows)(rows, distinct.slots)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient [b, F * D] of the slots."""
         (gradient,) = gradients
         sender, distinct = ctx.sender, ctx.distinct
         gradient, rows = sender.exchange.clipped(gradient), ctx.shape.numel() // sender.dim

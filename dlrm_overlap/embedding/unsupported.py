@@ -1,4 +1,4 @@
-"""What an exchange, or a captured step, cannot take, so that tables stay with TorchRec; identical on every rank."""
+"""Why tables stay with TorchRec; identical on every rank."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -42,12 +42,7 @@ def unsupported_by_exchange(
     cached: Collection[str] = (),
     device: torch.device | None = None,
 ) -> dict[str, str | None]:
-    """Return by sharding type why tables of a module stay with TorchRec; None if they are exchanged.
-
-    Args:
-        shardings: TorchRec's, by type.
-        cached: names of the tables that the exchange caches.
-    """
+    """Return by sharding type why tables of a module stay with TorchRec; None if they are exchanged."""
     whole, on_cpu = None, device is not None and device.type == "cpu"
     if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
         whole = "2D parallelism with fully sharded rows"
@@ -78,10 +73,7 @@ def _of_sharding(sharding: Any, wire_dtype: torch.dtype, cached: Collection[str]
 
 
 def precisions(registry: Mapping[str, QuantizedCommCodecs] | None, ops: Sequence[CommOp]) -> set[str]:
-    """Return the precisions in which collectives send embeddings and gradients; empty without codecs for any of `ops`.
-
-    Example: {"fp16"} for float16 both ways, {"fp16", "bf16"} for one each way, {"int8"}, {"fp16 with a loss scale"}.
-    """
+    """Return the precisions in which collectives send embeddings and gradients; empty without codecs for `ops`."""
     if registry is None or not any(op.name in registry for op in ops):
         return set()
     codecs = [registry.get(op.name, QuantizedCommCodecs()) for op in ops]
@@ -140,14 +132,7 @@ def _why_not_together(shardings: Sequence[Any]) -> str | None:
 
 
 def unsupported_by_graphs(shardings: Mapping[str, Any], unsupported_reasons: Mapping[str, str | None]) -> str | None:
-    """Return why captured steps cannot work with the tables of a module that are not exchanged, or None if they can.
-
-    Kernels of the step look up data-parallel tables, TorchRec the others before the step, see `torchrec_tables`.
-
-    Args:
-        shardings: TorchRec's, by type.
-        unsupported_reasons: by type, from `unsupported_by_exchange`.
-    """
+    """Return why captured steps cannot work with the tables that are not exchanged, or None if they can."""
     for kind, sharding in shardings.items():
         if (why := unsupported_reasons[kind]) is None:
             continue

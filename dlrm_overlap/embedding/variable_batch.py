@@ -13,15 +13,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dlrm_overlap.config import InputError
 
 InverseIndices = tuple[list[str], torch.Tensor]
-"""as in TorchRec's KeyedJaggedTensor: F features, and [F, B] int64"""
+"""F features, and [F, B] int64"""
 
 
 def with_even_batches(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return ids padded to one bag for each sample and feature; unchanged unless the batch is variable.
-
-    Raises:
-        InputError: if a variable batch has no inverse indices.
-    """
+    """Return ids padded to one bag for each sample and feature; unchanged unless the batch is variable."""
     if not features.variable_stride_per_key():
         return features
     inverse = _inverse_of(features)
@@ -35,7 +31,7 @@ def with_even_batches(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def of_samples(pooled: KeyedTensor, inverse: InverseIndices) -> KeyedTensor:
-    """Gather the samples' pooled embeddings [B, D_total] from those of the features' bags."""
+    """Gather the samples' pooled embeddings [B, D_total] from those of the bags."""
     keys, (features, bags) = pooled.keys(), inverse
     numbers = {feature: number for number, feature in enumerate(features)}
     # If several tables pool a feature, a name is the feature's, "@", and the table's.
@@ -46,11 +42,7 @@ def of_samples(pooled: KeyedTensor, inverse: InverseIndices) -> KeyedTensor:
 
 
 def with_bags_of_samples(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return ids with each sample's own bags, repeating shared ones; unchanged unless the batch is variable.
-
-    Raises:
-        InputError: if a variable batch has no inverse indices.
-    """
+    """Return ids with each sample's own bags, repeating shared ones; unchanged unless the batch is variable."""
     if not features.variable_stride_per_key():
         return features
     keys, (names, bags) = features.keys(), _inverse_of(features)

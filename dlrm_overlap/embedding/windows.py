@@ -1,4 +1,4 @@
-"""Two windows that peers store into in turn, their ready flags, and the epochs that both ends count."""
+"""Windows that peers store into, their flags, and the epochs that both ends count."""
 
 import gc
 import warnings
@@ -27,16 +27,14 @@ def __getattr__(name: str) -> Any:
 
 
 class WindowSpec(NamedTuple):
-    """What a `WindowPair` needs in every rank's arena."""
-
     name: str
     window: Region
-    """shape and dtype of each of the two windows"""
+    """of each of the two windows"""
     slots: int
-    """ready flags that each rank sets at each other"""
+    """flags that each rank sets at each other"""
 
     def regions(self, world_size: int) -> Mapping[str, Region]:
-        """Return the regions: windows NAME0 and NAME1, and the flags NAME_ready, [W, slots] int64."""
+        """Return windows NAME0 and NAME1, and the flags NAME_ready, [W, slots] int64."""
         flags = Region((world_size, self.slots), torch.int64)
         return {f"{self.name}0": self.window, f"{self.name}1": self.window, f"{self.name}_ready": flags}
 
@@ -44,16 +42,15 @@ class WindowSpec(NamedTuple):
 class WindowPair:
     """Two windows of every rank, and ready flags [W, slots], whose row w rank w sets.
 
-    Step e = 1, 2, 3, .. uses window e mod 2: peers store into it, then set their flags to e. Nothing is ever reset.
-    A rank that has seen every peer's flags of step e - 1 may store step e into the peers' windows, because a peer's
-    stream reads the values of step e - 2 before step e - 1. So no rank may begin a step while an earlier window is in
-    use (`begin` checks those that `acquire` has returned), and each rank sets a flag at each other in every step.
+    Step e = 1, 2, 3, .. uses window e mod 2: peers store into it, then set their flags to e. Nothing is ever reset. A
+    rank that has seen every peer's flags of step e - 1 may store step e, because a peer's stream reads step e - 2
+    before it sets them. So no step may begin while an earlier window is in use (`begin` checks the views of `acquire`),
+    and each rank sets a flag at each other in every step.
 
     Example: in step 3 rank 1 stores into NAME1 of rank 0, then sets slot 0 of row 1 of rank 0's NAME_ready to 3.
     """
 
     def __init__(self, spec: WindowSpec, arena: Arena, counter: Counter) -> None:
-        """Use the regions of `spec` in an arena, and count epochs on from the value of `counter`."""
         self.arena, self.counter = arena, counter
         self.names, self.flags = (f"{spec.name}0", f"{spec.name}1"), f"{spec.name}_ready"
         self._windows = [arena.local(name) for name in self.names]
@@ -61,25 +58,19 @@ class WindowPair:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the current step, 0 before the first."""
+        """The current step's epoch, 0 before the first."""
         return self.counter.value
 
     @property
     def name(self) -> str:
-        """The name of the current step's window in the arena."""
         return self.names[self.epoch % 2]
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's window of the current step."""
         return self._windows[self.counter.value % 2]
 
     def begin(self) -> int:
-        """Begin a step and return its epoch.
-
-        Raises:
-            BufferInUseError: if a tensor that `acquire` has returned is still in use; nothing has begun.
-        """
+        """Begin a step and return its epoch; a BufferInUseError, with nothing begun, if an acquired view is in use."""
         if self._views and self._held():
             gc.collect()  # a reference cycle may be all that holds it
             if self._held():
@@ -95,32 +86,34 @@ class WindowPair:
         return first.held or second.held
 
     def acquire(self, rows: int, first_column: int = 0, columns: int | None = None) -> torch.Tensor:
-        """Return a view of rows and columns of the current window, which is in use until nothing refers to the view."""
+        """Return a view of the current window, which is in use until nothing refers to the view."""
         if not self._views:
             self._views = [self.arena.buffer_view(name) for name in self.names]
         return self._views[self.epoch % 2].acquire(rows, first_column, columns)
 
     def peers(self, stride: int, dtype: torch.dtype) -> list[Windows]:
-        """Return the windows of the ranks reached, of even epochs and of odd ones, with rows of `stride` elements."""
+        """Return the windows of the ranks reached, of even and of odd epochs, with rows of `stride` elements."""
         return [Windows(self.arena.addresses(name), stride, dtype) for name in self.names]
 
 
 def one_flag_each(ranks: range, world_size: int) -> torch.Tensor:
-    """Return [W] int32, how many flags to wait for from each rank: 1 from each of `ranks`, 0 from the others."""
+    """Return [W] int32: 1 flag to wait for from each of `ranks`, 0 from the others."""
     return torch.tensor([int(rank in ranks) for rank in range(world_size)], dtype=torch.int32, device="cpu")
 
 
 class Signals(ABC):
-    """Sets flags of a pair at the ranks reached, and waits for the flags that others set here, in the current epoch."""
+    """Sets flags of a pair at the ranks reached, and waits for the flags that others set here, in the current epoch.
+
+    Args:
+        counts: [W] int32: flags to wait for, by rank.
+        status: where an expired wait is recorded on GPUs, see `DeviceErrorRecord.status`.
+        unit: what the error of an expired wait calls a flag on CPUs.
+    """
 
     def __init__(
         self, pair: WindowPair, counts: torch.Tensor, timeout_s: float,
         status: torch.Tensor | None = None, unit: str = "slice",
     ) -> None:  # fmt: skip
-        """Wait for `counts` [W] int32 flags of each rank, up to `timeout_s`.
-
-        On GPUs an expired wait is recorded by `DeviceErrorRecord.status`; on CPUs its error calls a flag a `unit`.
-        """
         self._pair, self._counts, self._timeout_s, self._status, self._unit = pair, counts, timeout_s, status, unit
         self.prepare()
 
@@ -137,10 +130,7 @@ class Signals(ABC):
 
 
 class DeviceSignals(Signals):
-    """Signals by kernels on the current stream."""
-
     def prepare(self) -> None:
-        """Prepare the launches."""
         assert self._status is not None
         pair, arena = self._pair, self._pair.arena
         self.flags = Flags(
@@ -154,14 +144,12 @@ class DeviceSignals(Signals):
         self._signal, self._wait = prepare_signals(self.flags, arena.rank, 0), prepare_wait(self.flags, arena.rank)
 
     def signal(self, source: int | None = None) -> None:
-        """Launch the kernel that sets them."""
         if source is None:
             self._signal(self._pair.counter.argument)
         else:
             signal_flags(self.flags, source, 0, self._pair.counter.argument)
 
     def wait(self) -> None:
-        """Launch the kernel that waits."""
         self._wait(self._pair.counter.argument)
 
 
@@ -174,7 +162,7 @@ def skip_epoch(pair: WindowPair, kind: type[Signals], timeout_s: float, status: 
 
 
 def flags_among(flags: Flags, reached: range) -> Flags:
-    """Return the flags of the ranks reached, for a kernel that only sets flags: row i belongs to the i-th of them."""
+    """Return flags for a kernel that only sets them: row i belongs to the i-th of the ranks reached."""
     if len(reached) == len(flags.local):
         return flags
     row_bytes = flags.local.shape[1] * flags.local.element_size()

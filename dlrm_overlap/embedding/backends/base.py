@@ -211,7 +211,7 @@ class WindowBackward(Backward[WindowState]):
 
     @staticmethod
     def _gradient_layout(context: ExchangeContext) -> GradientLayout:
-        bag_ids = context.ids.bound.mean_bag_sizes if context.ids is not None else None
+        bag_ids = context.ids.batch_capacity.mean_bag_sizes if context.ids is not None else None
         return GradientLayout(context.layout, context.samples_per_rank, context.options.wire_dtype, bag_ids)
 
     def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:

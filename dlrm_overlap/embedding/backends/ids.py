@@ -170,7 +170,7 @@ class IdExchange:
             self._make_shares()
 
     def _make_shares(self) -> None:
-        ids, offsets = self.ids, 1 + len(self.ids.shares) * self.ids.bound.samples
+        ids, offsets = self.ids, 1 + len(self.ids.shares) * self.ids.batch_capacity.samples
         entries = torch.tensor(ids.shares, dtype=torch.int64, device=self.device)
         where = ids.shares_at, ids.shared_values, ids.offsets_at, len(ids.keys)
         self._shares = Shares(entries, ids.values, *where, ids.weights_at * ids.weighted)
@@ -210,10 +210,10 @@ class IdExchange:
                 "ids: their weights require a gradient, which nothing computes where ids are sent without the host; "
                 "detach the weights, or train by TorchRec's pipeline"
             )
-        if samples > self.ids.bound.samples:
+        if samples > self.ids.batch_capacity.samples:
             raise InputError(
-                f"ids: a batch of {samples} samples exceeds its capacity of {self.ids.bound.samples}; raise the "
-                f"capacity's samples, or make smaller batches"
+                f"ids: a batch of {samples} samples exceeds its capacity of {self.ids.batch_capacity.samples}; raise "
+                f"the capacity's samples, or make smaller batches"
             )
 
     def _padded(self, features: KeyedJaggedTensor, samples: int) -> KeyedJaggedTensor:
@@ -221,7 +221,7 @@ class IdExchange:
         keys, bags = features.keys(), features.stride()
         more, values, weights = samples - bags, features.values(), weights_of(features)
         if self.known:
-            sizes = [self.ids.bound.bag_sizes[key][1] for key in keys]
+            sizes = [self.ids.batch_capacity.bag_sizes[key][1] for key in keys]
 
             def padded(of_ids: torch.Tensor) -> torch.Tensor:
                 parts = of_ids.split([size * bags for size in sizes])

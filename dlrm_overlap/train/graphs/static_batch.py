@@ -17,7 +17,7 @@ from dlrm_overlap.comm.order import uncompiled
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Lease
 from dlrm_overlap.embedding.id_layout import BatchCapacity
-from dlrm_overlap.embedding.steps import weights_of, with_room
+from dlrm_overlap.embedding.steps import padded, weights_of
 from dlrm_overlap.embedding.variable_batch import InverseIndices, with_bags_of_samples, with_even_batches
 from dlrm_overlap.train.graphs.constants import Constant, copy_of, difference, frozen
 
@@ -194,7 +194,7 @@ class StaticBatch:
 
     def path_of(self, features: KeyedJaggedTensor) -> str | None:
         """Return the path of ids of this batch or of its `exact` form; None for other ids."""
-        given = with_room(features)
+        given = padded(features)
         return next((path for path, leaf in self.ids.items() if leaf.tensor is given), None)
 
 
@@ -319,7 +319,7 @@ class StaticKeyedJaggedTensor:
         weights = None if self._weights is None else self._weights[:total]
         tensors = self._values[:total], weights, self._lengths
         found = PaddedKeyedJaggedTensor(self.keys, *tensors, self._samples, counts, True, self._inverse)
-        found.with_room, found.is_exact = self.tensor, True
+        found.padded, found.is_exact = self.tensor, True
         return found
 
     def mismatch(self, ids: KeyedJaggedTensor) -> str:
@@ -400,7 +400,7 @@ class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
     lengths 1 0 2 1; `["g"]` has values 7 7 1 0 and lengths 2 1.
     """
 
-    with_room: KeyedJaggedTensor | None = None
+    padded: KeyedJaggedTensor | None = None
     """for unpadded ids, which eager steps read: the padded ones, which are sent to the owners of the rows"""
     is_exact = False
     """True if neither these ids nor features split from them are padded"""

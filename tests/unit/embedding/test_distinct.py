@@ -27,7 +27,7 @@ def _batch(**bags: list[list[int]]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(list(bags), torch.tensor(values, dtype=torch.int64), lengths=torch.tensor(lengths))
 
 
-def _check(batch: KeyedJaggedTensor, distinct: Distinct, rooms: list[int], blocks: SlotBlocks) -> None:
+def _check(batch: KeyedJaggedTensor, distinct: Distinct, capacities: list[int], blocks: SlotBlocks) -> None:
     """Check that each id is expanded from a slot that has it, and that the runs name its gradient once."""
     tables, features = len(ROWS), sum(blocks.counts)
     lengths = distinct.lengths.split([count * blocks.slots for count in blocks.counts])
@@ -37,8 +37,8 @@ def _check(batch: KeyedJaggedTensor, distinct: Distinct, rooms: list[int], block
     parts = batch.values().split(batch.length_per_key())
     ids_by_key = {key: each.tolist() for key, each in zip(batch.keys(), parts, strict=True)}
     begin, named = 0, dict[int, list[int]]()
-    for sequence, room in zip(SEQUENCES, rooms, strict=True):
-        places = distinct.slots[begin : begin + room].tolist()
+    for sequence, capacity in zip(SEQUENCES, capacities, strict=True):
+        places = distinct.slots[begin : begin + capacity].tolist()
         ids = ids_by_key[sequence.feature]
         for position, id in enumerate(ids):
             bag, feature = divmod(places[position], features)
@@ -47,8 +47,8 @@ def _check(batch: KeyedJaggedTensor, distinct: Distinct, rooms: list[int], block
             assert table == sequence.table
             assert by_table[table][slot] == id
             named.setdefault(places[position], []).append(begin + position)
-        assert places[len(ids) :] == [-1] * (room - len(ids))
-        begin += room
+        assert places[len(ids) :] == [-1] * (capacity - len(ids))
+        begin += capacity
     runs, found = distinct.runs, dict[int, list[int]]()
     for run in range(int(runs.count)):
         first, end = runs.starts[run : run + 2].tolist()
@@ -69,22 +69,23 @@ BATCHES: dict[str, Any] = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_each_id_has_its_slot(name: str) -> None:
     batch, finder = _batch(**BATCHES[name]), _finder()
-    rooms = finder.capacities_of(batch)
-    found = finder.sort(batch, rooms)
+    capacities = finder.capacities_of(batch)
+    found = finder.sort(batch, capacities)
     most = max(1, int(found.first_run.diff().max()))
     counts = found.first_run.diff().tolist()
     halves = SlotBlocks(-(-most // 2), (2, 2))
     for blocks in (SlotBlocks(most, (1, 1)), SlotBlocks(most + 3, (1, 1)), halves, SlotBlocks.of(counts)):
-        _check(batch, finder.assign_slots(found, blocks), rooms, blocks)
+        _check(batch, finder.assign_slots(found, blocks), capacities, blocks)
     assert found.counts.tolist() == counts
 
 
-def test_ids_in_memory_with_room_behind_them() -> None:
+def test_padded_ids() -> None:
     batch, finder = _batch(**BATCHES["ends of the range"]), _finder()
-    exact, rooms = finder.capacities_of(batch), [6, 3, 6, 5]
-    found = finder.sort(batch, rooms)
-    _check(batch, finder.assign_slots(found, SlotBlocks(20, (1, 1))), rooms, SlotBlocks(20, (1, 1)))
-    assert finder.padded(batch, rooms).tolist() == [9, 0, 9, 0, 0, 0, 9, 5, 5, 9, 0, 9, 0, 0, 0, 0, 2**31 - 2, 0, 0, 0]
+    exact, capacities = finder.capacities_of(batch), [6, 3, 6, 5]
+    found = finder.sort(batch, capacities)
+    _check(batch, finder.assign_slots(found, SlotBlocks(20, (1, 1))), capacities, SlotBlocks(20, (1, 1)))
+    expected = [9, 0, 9, 0, 0, 0, 9, 5, 5, 9, 0, 9, 0, 0, 0, 0, 2**31 - 2, 0, 0, 0]
+    assert finder.padded(batch, capacities).tolist() == expected
     assert exact == [4, 3, 4, 3]
 
 
@@ -106,14 +107,14 @@ def test_ranges_of_rows_have_slots_of_their_own() -> None:
     """As between nodes; ids outside the table are in its last range."""
     finder = DistinctIds(SEQUENCES, ROWS, torch.device("cpu"), [[0, 4, 6], [0]])
     batch = _batch(f=[[9, 0, 3], [0, 12]], g=[[4], [5, 5]], h=[[7], []])
-    rooms = finder.capacities_of(batch)
-    distinct = finder.assign_slots(finder.sort(batch, rooms), SlotBlocks(6, (1, 1, 1, 1)))
+    capacities = finder.capacities_of(batch)
+    distinct = finder.assign_slots(finder.sort(batch, capacities), SlotBlocks(6, (1, 1, 1, 1)))
     counts = distinct.lengths.view(4, 6).sum(1).tolist()
     values = [each.tolist() for each in distinct.values[: sum(counts)].split(counts)]
     assert values == [[0, 3], [4, 5], [9, 12], [0, 3, 7, 9, 12]]
     assert (distinct.slots % 4).tolist() == [2, 0, 0, 0, 2, 1, 1, 1, 3, 3, 3, 3, 3, 3], "of each id the range"
-    assert finder.sort(batch, rooms).counts.tolist() == [2, 2, 2, 5]
-    beyond = finder.sort(batch, [4, *rooms[1:]]).counts
+    assert finder.sort(batch, capacities).counts.tolist() == [2, 2, 2, 5]
+    beyond = finder.sort(batch, [4, *capacities[1:]]).counts
     assert int(beyond[0]) > len(batch.values()), "no range has room"
 
 

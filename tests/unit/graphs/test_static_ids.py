@@ -72,7 +72,7 @@ def test_eager_steps_read_ids_without_room(batch: KeyedJaggedTensor) -> None:
         _assert_alike(part, theirs, theirs.values().numel())
     for key in ("f", "g", "h"):
         _assert_alike(ours[key], batch[key], batch[key].values().numel())
-    assert ours.with_room is static.tensor, "which is sent to the owners of the rows"
+    assert ours.padded is static.tensor, "which is sent to the owners of the rows"
     assert ours.to(CPU) is ours.split([3])[0] is ours
 
 

@@ -82,7 +82,7 @@ def _fill_freed(place: Place, trainer: Trainer) -> list[torch.Tensor]:
         return []
     pipeline: Any = trainer.pipeline
     owners: list[Any] = [pipeline._streams, *exchanges(trainer.model)]
-    owners += [part for exchange in exchanges(trainer.model) for part in exchange._halves or () if part is not None]
+    owners += [part for exchange in exchanges(trainer.model) for part in exchange._parts or () if part is not None]
     owners += [transport for owner in owners if (transport := getattr(owner, "transport", None)) is not None]
     streams = [each for owner in owners for each in vars(owner).values() if isinstance(each, torch.cuda.Stream)]
     held: list[torch.Tensor] = []
