@@ -26,13 +26,8 @@ _PART_BYTES = 1 << 12  # so small that small windows have the greatest number of
 
 
 def _pause(training: Training, chance: random.Random) -> None:
-<<<<<<< HEAD
-    """Sometimes delay the streams of a step, or the host."""
-    backward: Any = training.exchange._halves and training.exchange._halves.backward
-=======
     """Sometimes delay the streams of a step, or the host."""
     backward: Any = training.exchange._parts and training.exchange._parts.backward
->>>>>>> h-e1
     for stream in (None, getattr(backward, "_push_stream", None), getattr(backward, "_update_stream", None)):
         dawdle(training.place, chance, stream)
 
