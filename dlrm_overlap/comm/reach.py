@@ -47,8 +47,7 @@ class Reach:
         return Reach(group.rank(), (range(group.size()),))
 
     @cached_property
-    def whole(self) -> bool:
-        """Whether all ranks are one node."""
+    def is_one_node(self) -> bool:
         return len(self.nodes) == 1
 
     @cached_property
@@ -77,7 +76,7 @@ class Reach:
         """
         return node[(source - self.node_of(source).start) % len(node)]
 
-    def taken_by(self, rank: int) -> Sequence[int]:
+    def sources_of(self, rank: int) -> Sequence[int]:
         """Return the ranks of other nodes whose messages `rank` receives, in order."""
         here = self.node_of(rank)
         return [source for node in self.nodes if node != here for source in node[rank - here.start :: len(here)]]
@@ -85,12 +84,12 @@ class Reach:
     @cached_property
     def sources(self) -> Sequence[int]:
         """The ranks of other nodes whose messages this rank receives."""
-        return self.taken_by(self.rank)
+        return self.sources_of(self.rank)
 
     @cached_property
-    def most_taken(self) -> int:
+    def max_sources(self) -> int:
         """The largest number of ranks whose messages one rank receives: the first of a node."""
-        return max(len(self.taken_by(node.start)) for node in self.nodes)
+        return max(len(self.sources_of(node.start)) for node in self.nodes)
 
     def summary(self) -> str:
         """Return the nodes, abbreviated if more than four, and why there are several."""

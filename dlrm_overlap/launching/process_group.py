@@ -151,7 +151,7 @@ def _resolve(world: World, timeout_s: float) -> tuple[Any, ...]:
         time.sleep(min(1.0, timeout_s))
 
 
-def check_alike(facts: Mapping[str, Any], group: "dist.ProcessGroup") -> None:
+def check_identical(facts: Mapping[str, Any], group: "dist.ProcessGroup") -> None:
     """Check that `facts`, key -> value, are the same on all ranks; a collective.
 
     Raises:
