@@ -95,7 +95,6 @@ class PeerError(RuntimeError):
 
 
 def in_one_line(error: BaseException | str) -> str:
-    """Return an error's text with each run of white space replaced by one blank."""
     return " ".join(str(error).split())
 
 
@@ -434,7 +433,6 @@ class LogConfig:
 
     @property
     def traced(self) -> range:
-        """The steps to trace, counted from 1."""
         return range(self.trace_first, self.trace_first + self.trace_steps)
 
 
@@ -478,11 +476,9 @@ class Config:
 
     @property
     def folder(self) -> Path:
-        """The folder that the run writes to."""
         return Path(self.log.dir) / (self.log.name or self.embedding.backend)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return keys and values as nested dictionaries."""
         return dataclasses.asdict(self)
 
 
@@ -494,9 +490,9 @@ RENAMED_KEYS = {
     "log.replace": "log.overwrite",
     "checkpoint.resume_changed": "checkpoint.allow_config_mismatch",
 }
-"""names of earlier versions, accepted with a warning -> current names"""
+"""earlier names, accepted with a warning -> current names"""
 RENAMED_VALUES = {"embedding.put": {"in_place": "direct", "stores": "staged"}}
-"""key -> the values of earlier versions, accepted with a warning -> current values"""
+"""key -> earlier names of values, accepted with a warning -> current ones"""
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and folders that one process at a time writes to."""
+"""Files that are written completely or not at all, and locked folders."""
 
 import contextlib
 import errno
@@ -38,11 +38,7 @@ _KINDS = {
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open the regular file `path` for reading, without waiting for a pipe's writer.
-
-    Raises:
-        OSError: if it cannot be read or is not a regular file.
-    """
+    """Open the regular file `path` for reading, without waiting for a pipe's writer; OSError for other kinds."""
 
     def fail_unless_regular(mode: int) -> None:
         if kind := _KINDS.get(stat.S_IFMT(mode)):
@@ -67,11 +63,6 @@ def discard(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create `folder` if it does not exist.
-
-    Raises:
-        InputError: if it cannot be created.
-    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -84,14 +75,11 @@ def make_folder(folder: Path) -> None:
 def hold_folder(folder: Path, key: str) -> Iterator[bool]:
     """Hold the lock of `folder` during the block, and yield whether it is held.
 
-    The lock is a flock on `.lock`, which ends with this process; forked children do not hold it. On NFS all clients see
-    it, unless mounted otherwise. Without locks in the file system a warning is logged.
-
-    Args:
-        key: the option that names the folder, for the error.
+    The lock is a flock on `.lock`, which ends with this process; forked children do not hold it. Without locks in the
+    file system a warning is logged.
 
     Raises:
-        InputError: if another process holds it, which is named with its node.
+        InputError: if another process, which it names, holds the lock; `key` is the option of the folder.
         OSError: if the lock file cannot be created.
     """
     path = folder / LOCK_NAME
@@ -151,11 +139,7 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, content: Any, key: str) -> None:
-    """Write `content` to `path`, completely or not at all.
-
-    Raises:
-        InputError: if it cannot be written, naming the option `key`.
-    """
+    """Write `content` to `path`, completely or not at all; an `InputError` names the option `key`."""
     try:
         with replacing(path) as stream:
             stream.write((json.dumps(content, indent=1) + "\n").encode())

@@ -1,4 +1,4 @@
-"""The launcher of `--nproc`: starts the ranks on this node, and ends all if one fails."""
+"""The launcher of `--nproc`."""
 
 import contextlib
 import os
@@ -31,10 +31,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     `lifetime.SAVED` if all have saved, else 128 + signal. After an earlier signal no rank is started.
 
     Ranks lead process groups, so their loader processes end with them, and the kernel kills ranks whose launcher is
-    killed (`launcher.end_with_launcher`). Call it in the main thread.
-
-    Raises:
-        InputError: inside another launcher of several processes; if a rank cannot be started.
+    killed. Call it in the main thread. Raises `InputError` inside another launcher of several processes.
     """
     _refuse_nesting(os.environ)
     caught: list[int] = []
@@ -63,7 +60,6 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
 
 
 def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> int:
-    """Wait until all workers have ended, one has failed, or a signal ends them; return the exit code."""
     is_forwarded = False
     while True:
         codes = [worker.poll() for worker in workers]
@@ -91,7 +87,6 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> 
 
 
 def _report(rank: int, pid: int, code: int) -> None:
-    """Report a failed rank on standard error, unless its own last line is enough."""
     if code < 0:
         reason = _REASONS.get(signal.Signals(-code))
         how = f"was killed by {signal.Signals(-code).name}" + (f", {reason}" if reason else "")
