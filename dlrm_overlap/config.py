@@ -391,7 +391,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.decay_steps and self.decay_start_step < self.warmup_steps:
             raise InputError(
-                f"train.decay_start_step: {self.decay_start_step} must not lie before the end of the warm-up, "
+                f"train.decay_start_step: {self.decay_start_step} must not be before the end of the warm-up, "
                 f"train.warmup_steps {self.warmup_steps}"
             )
 

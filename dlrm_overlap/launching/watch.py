@@ -29,7 +29,6 @@ _SILENT = "it is stopped, or its node is gone or cut off"
 class Progress:
     def __init__(self) -> None:
         self.step = 0
-        """current training step, or the last one"""
         self.batch = 0
         """evaluated batches, and pieces of a checkpoint"""
         self.is_over = False
@@ -92,11 +91,11 @@ class Watch:
         with contextlib.suppress(RuntimeError):  # rank 0 and its store may be gone, which `_end` reports
             self._store.set(_key(self._rank), json.dumps(about))
 
-    def _end(self, lines: list[str], answering: list[int], stood_s: float) -> NoReturn:
+    def _end(self, lines: list[str], answering: list[int], still_s: float) -> NoReturn:
         if self._rank != min(answering, default=self._rank):
             time.sleep(HOLD_BACK_S)
-        head = f"dlrm-overlap: rank {self._rank} has stood still in step {self.progress.step} for {stood_s:.0f} s"
-        tail = f"the bound is embedding.wait_timeout_s, {self._timeout_s:g} s: raise it if the silent rank is only slow"
+        head = f"dlrm-overlap: rank {self._rank} has made no progress in step {self.progress.step} for {still_s:.0f} s"
+        tail = f"the limit is embedding.wait_timeout_s, {self._timeout_s:g} s: raise it if the silent rank is only slow"
         print("\n".join([f"{head}:", *(f"  {line}" for line in lines), f"  {tail}"]), file=sys.stderr, flush=True)
         os._exit(1)
 

@@ -66,8 +66,8 @@ def test_they_train_over_a_slow_wire_as_one_node_does_and_name_each_other_once_i
     assert nodes.processes() == []
     assert "2 nodes (ranks 0 to 1, ranks 2 to 3; 2 machines): stores within a node" in said
     stood = [
-        r"stood still in step \d+ for 1\d s:\n  rank [23]: silent",
-        r"stood still .*\n  rank 0, .* does not answer",
+        r"made no progress in step \d+ for 1\d s:\n  rank [23]: silent",
+        r"made no progress .*\n  rank 0, .* does not answer",
     ]
     for node, peers in enumerate(("[23]", "[01]")):
         said = (tmp_path / f"node{node}").read_text()
