@@ -29,8 +29,6 @@ _ORDERED_STORES = ("x86_64", "AMD64")
 
 
 class Region(NamedTuple):
-    """A tensor of every rank's arena."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -165,7 +163,7 @@ class CudaArena(Arena):
 
 
 class HostArena(Arena):
-    """Memory shared by the processes of a node, in unnamed files that disappear with them."""
+    """Memory shared by the processes of a node, in unnamed files."""
 
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
         files: list[int] = []
@@ -223,10 +221,9 @@ class HostArena(Arena):
         self.view(name, peer)[self.rank if source is None else source, slot] = epoch
 
     def wait(self, name: str, counts: torch.Tensor, epoch: int, timeout_s: float, what: str = "slice") -> None:
-        """Wait until the first counts[w] flags of each rank w reach `epoch`; errors name a slot by `what`.
+        """Wait until the first counts[w] flags of each rank w reach `epoch`.
 
-        Raises:
-            ExchangeTimeoutError: after `timeout_s`.
+        Raises `ExchangeTimeoutError`, which names a slot by `what`, after `timeout_s`.
         """
         flags = self.local(name)
         used = torch.arange(flags.shape[1], device="cpu") < counts[:, None]
@@ -250,8 +247,7 @@ def _out_of_reach(path: str, why: str) -> InputError:
 def open_arena(
     regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, reach: Reach | None = None
 ) -> Arena:
-    """Make a zeroed arena for the ranks of `reach` (None: all of `group`); a collective with the same regions
-    everywhere.
+    """Make a zeroed arena for the ranks of `reach` (None: all of `group`); a collective, with the same regions.
 
     Raises `InputError` if ranks that should share memory cannot.
     """

@@ -46,10 +46,9 @@ class CopyEngine:
         _check(runtime.cudaMemcpyAsync, destination.data_ptr(), source.data_ptr(), size, kind, stream)
 
     def write_flag(self, flag: torch.Tensor, word: torch.Tensor) -> None:
-        """Copy `word` to `flag`, both [1] int64, after all earlier copies are complete, also for whoever acquires the
-        flag.
+        """Copy `word` to `flag`, both [1] int64, after all earlier copies, also for whoever acquires the flag.
 
-        A replayed copy writes the value of that moment. `word` must not change until then.
+        A replayed copy writes the value of that moment. `word` must not change until the copy is done.
         """
         self.copy(flag, word)
 

@@ -38,7 +38,6 @@ class Counters:
             counter.on_device += 1
 
     def count_step(self) -> None:
-        """Count a replayed step on the host."""
         for counter in self.each:
             counter.value += 1
             counter.on_device += 1

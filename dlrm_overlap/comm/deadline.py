@@ -1,4 +1,4 @@
-"""A time limit that polls."""
+"""Time limits of waits."""
 
 import time
 

@@ -112,7 +112,7 @@ class _PipeReduction:
             self._pending.popleft()
 
     def _fail(self) -> None:
-        """Complete all pending reductions: later ones cannot get their numbers before this one does."""
+        """Let all pending reductions fail: later ones would read this one's numbers."""
         for each in self._pending:
             each._has_failed = True
 

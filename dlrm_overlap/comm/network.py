@@ -24,7 +24,7 @@ _UNIQUE_ID_BYTES, _ATTRIBUTE_BYTES, _ARGUMENT_BYTES, _ID_ARGUMENT_BYTES = 128, 1
 
 
 def missing_puts() -> str:
-    """Return why this machine's kernels cannot put to other nodes; empty if they can."""
+    """Return why this machine's kernels cannot put to other nodes, empty if they can."""
     if not torch.cuda.is_available():
         return "there is no GPU"
     for name in (_HOST_LIBRARY, _DEVICE_LIBRARY):
@@ -47,11 +47,7 @@ class NvshmemHeap:
     """
 
     def __init__(self, size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Take a zeroed block, after `start_puts`.
-
-        Raises:
-            InputError: if there is not enough memory.
-        """
+        """Take a zeroed block, after `start_puts`. Raises `InputError` if there is not enough memory."""
         self._nvshmem = _nvshmem()
         self._size, self._address = size_bytes, 0
 

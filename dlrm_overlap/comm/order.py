@@ -102,6 +102,7 @@ class Streams:
             current.wait_event(self._returned)
 
     def step_is_issued(self, buffer_index: int) -> None:
+        """Note that all readers of the other staging buffer have been issued."""
         if self._on_gpu:
             self._issued[buffer_index].record(self.main_stream)
 

@@ -73,7 +73,7 @@ class Reach:
         return node[(source - self.node_of(source).start) % len(node)]
 
     def sources_of(self, rank: int) -> Sequence[int]:
-        """Return the ranks of other nodes whose messages `rank` receives, in order."""
+        """Return the ranks of other nodes whose messages `rank` receives."""
         here = self.node_of(rank)
         return [source for node in self.nodes if node != here for source in node[rank - here.start :: len(here)]]
 

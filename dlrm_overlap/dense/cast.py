@@ -32,7 +32,7 @@ class CastWeights:
         """tensors that the stream reads, kept until the current stream has waited for it"""
         # Used instead of the parameters: autograd would call their hooks even without a gradient.
         self.anchor = torch.empty(0, device="cpu", requires_grad=True)
-        """requires a gradient, for autograd functions that write gradients themselves"""
+        """requires a gradient, as an input of autograd functions that write gradients themselves"""
 
     def on_complete(self, complete: Callable[[str], None]) -> None:
         """Call `complete` with a parameter's name, on the writing stream, once its gradient is written."""
@@ -45,7 +45,6 @@ class CastWeights:
         self.flat.zero(self._others)
 
     def of(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Return weights to compute with."""
         return {
             key: _CastOnce.apply(self.anchor, self.shadow(parameter), self, self._name_of[parameter])
             if self._name_of[parameter] in self._names
@@ -58,8 +57,7 @@ class CastWeights:
         return self.flat.shadow.views[self._name_of[parameter]]
 
     def later(self, parameters: Iterable[nn.Parameter], write: Callable[[list[torch.Tensor]], None]) -> None:
-        """Call `write`, after gradients that others wait for, with the contiguous float32 tensors to write gradients
-        to.
+        """Call `write` with contiguous float32 tensors to write gradients to, after those that others wait for.
 
         Calls run in order; the gradients of one may be reduced while the next runs.
         """
@@ -84,7 +82,6 @@ class CastWeights:
 
     @torch.no_grad()
     def write_concurrently(self) -> None:
-        """Write the gradients taken so far, on a separate stream."""
         if self._stream is None:
             self._write()
             return
@@ -95,7 +92,7 @@ class CastWeights:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Write the remaining gradients, and zeros for parameters that got none."""
+        """Write the remaining gradients, and zeros for parameters without one."""
         if self._in_use:
             assert self._stream is not None
             torch.cuda.current_stream(self.flat.device).wait_stream(self._stream)

@@ -34,7 +34,8 @@ Later = Callable[[str, Write], None]
 def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later) -> torch.Tensor:
     """Return the cross network's output [b, N], in the dtype of x0; differentiable once.
 
-    Layer l computes x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, section 3.2).
+    Layer l computes x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, sections 3.2
+    and 3.3).
 
     Args:
         x0: [b, N] floating point, contiguous; requires a gradient in training, and is unchanged until the backward.
@@ -126,7 +127,6 @@ def _products_into(out: Sequence[torch.Tensor], left: torch.Tensor, right: torch
 
 
 def _as_batch(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return tensors as one view [n, ..] if they have a constant stride in one storage."""
     if not tensors:
         return None
     first = tensors[0]

@@ -15,7 +15,7 @@ class FlatPosition(NamedTuple):
 
     begin: int
     end: int
-    """where the next parameter begins; the gap is zero"""
+    """where the next one begins; the gap is zero"""
     shape: torch.Size
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,6 @@ class FlatParameters:
             self.shadow.tensor.copy_(self.weights.tensor)
 
     def like(self, dtype: torch.dtype) -> FlatTensor:
-        """Return a zeroed flat tensor."""
         zeros = torch.zeros(self._elements, dtype=dtype, device=self.device)
         return FlatTensor(zeros, {name: position.of(zeros) for name, position in self._all_positions.items()})
 
@@ -114,7 +113,7 @@ class FlatParameters:
             torch._foreach_zero_(views)  # pyright: ignore[reportPrivateImportUsage]
 
     def show_gradients(self, names: Iterable[str] | None = None) -> None:
-        """Make the gradients of `names` (None: all) views again, or None if idle."""
+        """Make the gradients of `names` (None: all) views, or None if idle."""
         for name in self.parameters if names is None else names:
             parameter, view = self.parameters[name], None if name in self.idle else self.gradients.views[name]
             if parameter.grad is not view:
@@ -172,7 +171,6 @@ def copy_all(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
 
 
 def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, int]]:
-    """Return slice -> its holder's name, and its first element there."""
     holders: dict[int, list[tuple[str, TableBatchedEmbeddingSlice]]] = {}
     for name, parameter in parameters.items():
         if isinstance(parameter, TableBatchedEmbeddingSlice):
@@ -185,7 +183,6 @@ def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, int]
 
 
 def unsupported_by_flat(parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """Return why `FlatParameters` cannot move parameters, or None."""
     for name, given in parameters.items():
         parameter = given._original_tensor if isinstance(given, TableBatchedEmbeddingSlice) else given
         if type(parameter) is not nn.Parameter:

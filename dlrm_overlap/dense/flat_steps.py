@@ -20,7 +20,6 @@ _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")  # options that change 
 
 
 def unsupported_by_flat_steps(optimizer: Any) -> str | None:
-    """Return why `FlatSteps` does not support `optimizer`, or None."""
     name = type(optimizer).__name__
     if type(optimizer) not in _KINDS:
         return f"{name} is none of torch.optim's SGD, Adagrad, Adam and AdamW"
@@ -109,7 +108,6 @@ class FlatSteps:
 
     @torch.no_grad()
     def _take_over(self) -> None:
-        """Replace the optimizer's state, or torch.optim's initial state, by views of the flat tensors."""
         self._taken_over, self._made = self._optimizer.state, set[str]()
         for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
             for name in names:
@@ -174,7 +172,6 @@ def take_steps(each: Sequence[FlatSteps], ranges: Iterable[tuple[int, int]]) -> 
 
 
 def _numbers(kind: str, group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return a row of `FlatUpdate.numbers` for a parameter group."""
     decay = group.get("weight_decay", 0.0)
     if kind == "sgd":
         momentum = group.get("momentum", 0.0)

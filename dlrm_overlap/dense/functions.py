@@ -13,7 +13,7 @@ class StoreOptions(NamedTuple):
     programs: int = 16
     """of 32 warps each"""
     piece_elements: int = 4 << 20
-    """approximate; a piece is reduced at once, and updated while the next is sent"""
+    """approximate number that is reduced at once, and updated while the next are sent"""
     wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
 
 

@@ -140,7 +140,7 @@ class GradientBuckets:
             pass
 
     def finish_in_ranges(self) -> Iterator[tuple[int, int]]:
-        """As `finish`, but make the current stream wait for one range [first, end) at a time, in multiples of `BLOCK`.
+        """As `finish`, but make the current stream wait for one range [first, end), multiples of `BLOCK`, at a time.
 
         Exhaust the iterator: its ranges cover all, first the shards, then the others in order.
         """
@@ -241,7 +241,7 @@ class GradientBuckets:
             bucket.waiting = set(bucket.names) - self._flat.idle
 
     def _find_idle(self, without: set[str]) -> None:
-        """Find the parameters `without` a gradient on every rank; a collective."""
+        """A collective."""
         names = list(self._bucket_of)
         idle = torch.tensor([name in without for name in names], dtype=torch.int32, device=self._flat.device)
         if self._ranks > 1:

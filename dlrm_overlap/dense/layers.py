@@ -18,8 +18,6 @@ _MAX_FEATURES, _MAX_ELEMENTS = 128, 1 << 15
 
 
 class Layer(NamedTuple):
-    """The parameters of a layer, or their gradients."""
-
     weight: torch.Tensor
     """[N, K]"""
     bias: torch.Tensor
@@ -109,7 +107,6 @@ def _columns_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 def fits(features: int, dim: int) -> bool:
-    """Return whether `interact` supports these sizes."""
     return features <= _MAX_FEATURES and product_block(features) * product_block(dim) <= _MAX_ELEMENTS
 
 

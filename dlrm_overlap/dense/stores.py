@@ -142,7 +142,6 @@ class StoreReduction:
 
     @torch.no_grad()
     def reduce(self, number: int) -> None:
-        """Reduce range `number` and signal its pieces' flags."""
         if number == 0:
             self._epochs.each[0].value += 1
         ready, pieces = self._cut[number]
@@ -156,7 +155,7 @@ class StoreReduction:
 
     @torch.no_grad()
     def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
-        """Make the current stream wait for one piece at a time, and yield the end of each."""
+        """Make the current stream wait for one piece at a time, and yield its end."""
         for _, pieces in self._cut:
             for piece in pieces:
                 torch.cuda.current_stream(self._flat.device).wait_event(self._arrived[piece.slot])

@@ -21,7 +21,7 @@ from dlrm_overlap.dense.gemm.products import ParallelProducts
 
 
 class Shard(NamedTuple):
-    """Elements [offsets, offsets + its own shape) of a parameter of shape `shape`, which one rank holds."""
+    """Elements [offsets, offsets + its own shape) of a parameter of shape `shape`."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -75,9 +75,8 @@ def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 def divide_pairs(mlp: MLP, products: ParallelProducts) -> list[tuple[int, int]]:
     """Divide layers 0 and 1, 2 and 3, .. of `mlp` in place, the same on all ranks; return their indices.
 
-    A last layer without a pair stays whole, and so does a pair whose inner width is not divisible by the number of
-    ranks, or whose activations have parameters. Other activations must be elementwise. Checkpoints of whole and divided
-    layers are interchangeable.
+    A pair stays whole if its inner width is not divisible by the number of ranks, or its activations have parameters.
+    Other activations must be elementwise. Checkpoints of whole and divided layers are interchangeable.
     """
     layers: list[Any] = list(mlp._mlp)  # type: ignore[arg-type]
     pairs = []

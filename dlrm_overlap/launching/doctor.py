@@ -25,7 +25,7 @@ class Finding(NamedTuple):
 
 
 def run_doctor() -> int:
-    """Print the report. Return 0 if training can run here, else 1."""
+    """Print the report, and return 0 if training can run here, else 1."""
     broken = []
     for finding in _findings():
         print(f"{'wrong' if finding.cure else 'ok':6} {finding.name}: {finding.detail}")

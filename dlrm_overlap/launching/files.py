@@ -148,7 +148,6 @@ def write_json(path: Path, content: Any, key: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush creations and renamings in `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -157,7 +156,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove a killed process's temporary files from `folder`, whose lock must be held."""
+    """Remove temporary files of killed processes; the folder's lock must be held."""
     for file in folder.glob(_TEMPORARIES):
         with contextlib.suppress(OSError):
             file.unlink()

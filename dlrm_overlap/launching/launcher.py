@@ -174,7 +174,6 @@ def _from_slurm(environ: Mapping[str, str], rank: int, size: int) -> World:
 
 
 def _slurm_nodes(environ: Mapping[str, str], size: int) -> tuple[int, int]:
-    """Return the number of nodes of this step, and of tasks on this node."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", str(size))
     node = _integer(environ, "SLURM_NODEID", "srun")
     nodes, here = 0, None
@@ -214,7 +213,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _master_addr(environ: Mapping[str, str]) -> str:
-    """Return MASTER_ADDR without an IPv6 address's brackets, "" if it is not set."""
+    """Return MASTER_ADDR without an IPv6 address's brackets, "" if unset."""
     given = environ.get("MASTER_ADDR", "")
     try:
         address = ipaddress.IPv6Address(given[1:-1] if given == f"[{given[1:-1]}]" else given)

@@ -165,8 +165,7 @@ def with_new_names(argv: Sequence[str]) -> list[str]:
 def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> dict[str, Any]:
     """Return the values of `tree` by dotted key; `section` is the dataclass of its keys.
 
-    Raises:
-        InputError: naming `path`, the key after `prefix`, and the nearest known key or the value's rule.
+    An `InputError` names `path`, the key after `prefix`, and the nearest known key or the value's rule.
     """
     if not isinstance(tree, dict):
         raise InputError(
@@ -196,7 +195,6 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
 
 
 def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[str, Any]:
-    """Return sections with user-chosen names, as objects of the dataclass `member`."""
     if not isinstance(tree, dict):
         raise InputError(f"{path}: {key}: {tree!r} must be sections by name, each with its keys")
     made = {}
@@ -208,13 +206,12 @@ def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[s
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
-    """Return "did you mean X?" with the most similar of `known`, or else a list of all."""
+    """Return "did you mean X?" with the most similar of `known`, or a list of all."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
 def _suggest_option(name: str, known: Sequence[str]) -> str:
-    """Return "did you mean X or Y?" with the options of the same last part, or else the most similar one."""
     name = "--" + name.lstrip("-").replace("-", "_")
     tail = name.rpartition(".")[2].lstrip("-")
     found = [each for each in known if re.fullmatch(rf"--(.*\.)?{re.escape(tail)}", each)]

@@ -136,9 +136,7 @@ def _resolve(world: World, timeout_s: float) -> tuple[Any, ...]:
 
 
 def check_identical(facts: Mapping[str, Any], group: "dist.ProcessGroup") -> None:
-    """Raise an `InputError` on all ranks that names the keys of `facts` in which a rank differs from rank 0; a
-    collective.
-    """
+    """Raise an `InputError` on all ranks that names the `facts` in which a rank differs; a collective."""
     from dlrm_overlap.comm.every_rank import gathered
 
     first, *others = gathered(dict(facts), group)

@@ -90,7 +90,7 @@ def install_command(build: str) -> str:
 
 
 def _load_fbgemm() -> str:
-    """Import FBGEMM and return why it cannot be used here, or an empty string."""
+    """Return why FBGEMM cannot be used here, or an empty string."""
     import torch
 
     level = logging.root.manager.disable
@@ -114,5 +114,5 @@ def _load_fbgemm() -> str:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return major and minor version: (2, 11) of 2.11.0+cu130."""
+    """Return (2, 11) of 2.11.0+cu130."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))

@@ -41,12 +41,12 @@ def _average_share(
 
     Order: an earlier kernel of the stream has waited for the ranks' flags: their gradients are ready and may be
     overwritten. The last program sets element `slot` of every rank's flags to `epoch` + `clock`, a release at system
-    scope that covers all stores. A rank that has acquired it may read the mean, and knows that this rank no longer
-    accesses the share.
+    scope that covers all stores. A rank that has acquired it may read the mean; this rank no longer accesses the share.
 
     Example: rank 0 of 2 owns elements 1 2 of 1 2 3 4, and rank 1 has 5 6 7 8. Rank 0 stores 3 4 at both ranks.
 
-    Source: reduce-scatter and all-gather (Thakur, Rabenseifner and Gropp, 2005, section 4.5).
+    Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005, section
+    4.5.
     """
     elements = lines * LINE
     for block in range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):

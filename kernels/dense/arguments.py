@@ -38,7 +38,6 @@ class FlatUpdate(NamedTuple):
     kind: str
     """a key of `STATES`"""
     decays: bool
-    """whether some weight decay is not 0"""
     weights: torch.Tensor
     """[n] float32"""
     gradients: torch.Tensor
@@ -88,7 +87,6 @@ class CrossGradient(NamedTuple):
 
 
 def product_block(size: int) -> int:
-    """Return the block size for `size` rows or columns in a product."""
     return max(16, power_of_2(size))
 
 

@@ -154,7 +154,7 @@ def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Te
 
 
 def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
-    """Write the outputs of `CrossGradient` for layer `layer`, from 0, of `layers`, on the current stream."""
+    """Write the outputs of `CrossGradient` for layer `layer`, from 0, of `layers`."""
     tile = _BACKWARD if layer > 0 else _BACKWARD_FIRST
     (rows, width), (at_once, turns) = tensors.x0.shape, tile
     kernel = specialised(

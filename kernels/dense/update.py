@@ -131,7 +131,7 @@ def _compiled_update(kind: str, decays: bool, shadow: torch.dtype | None) -> Com
 
 
 def begin_update(update: FlatUpdate) -> None:
-    """Count an update and compute its factors, on the current stream, before the first `update_range`."""
+    """Count an update and compute its factors, before the first `update_range`."""
     kernel = specialised(_begin_update, num_warps=1, KIND=update.kind, DECAYS=update.decays)
     kernel(update.step.numel(), (), update.step, update.numbers, update.factors)
 

@@ -36,11 +36,9 @@ class Tiling(NamedTuple):
 
 
 class Signals(NamedTuple):
-    """The flags of the shards' rows; they are set to `flags.clock`."""
-
     flags: Flags
     """element (w, i) covers rows [i * slot_rows, (i + 1) * slot_rows) of a shard: rows that rank w has sent, or this
-    rank's rows that w has multiplied; `counts` is not used"""
+    rank's rows that w has multiplied. They are set to `clock`; `counts` is not used"""
     slot_rows: int
 
 

@@ -66,7 +66,6 @@ def tile_at(tile, blocks, columns, owners, world_size, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _multiply(left, weight, begin, k, accumulator, OPTIONS: tl.constexpr):
-    """Return `accumulator` + left @ the block of `weight` at column `begin` and row `k`."""
     right = weight.load([begin, k]).T if OPTIONS.by_k else weight.load([k, begin])  # [block_k, block_n]
     if OPTIONS.interpreted:  # the interpreter would multiply the bits of bfloat16 as integers
         left, right = left.to(tl.float32), right.to(tl.float32)
@@ -144,7 +143,6 @@ def _count_tile(
     epoch,
     OPTIONS: tl.constexpr,
 ):
-    """Count a tile that has been stored; the program that counts a region's last tile sets its flag at the owner."""
     region = first // slot_rows
     rows = tl.minimum(slot_rows, shard_rows - region * slot_rows)
     counter = done + owner * tl.cdiv(shard_rows, slot_rows) + region

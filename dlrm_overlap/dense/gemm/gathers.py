@@ -29,7 +29,7 @@ class _Rows:
         self._windows, self._x_shard = windows, x_shard
         self._at = [window.view("memory", each).view(x_shard.dtype)[:size].view(-1, inner) for each in range(ranks)]
         self.received = self._at[rank]
-        """[M, K] in this rank's window"""
+        """in this rank's window"""
         begin_call(windows.done, rank)
         windows.engine.follow()
 
@@ -60,7 +60,7 @@ def copied(
         copy engine    |               | send to r+1, flag | send to r+2, flag | send to r+3, flag, ..
         local copies   |               | own rows, if kept |     | rows of r-1, if kept | ..
 
-    Only the last peer's rows are cut: all other products or copies are hidden.
+    If links take longer, all products but the last are hidden, so the last peer's rows are cut.
 
     Source: T3 (Pati et al., ASPLOS 2024): chunks in an order that is staggered by rank, moved by DMA.
     """

@@ -90,7 +90,6 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 def _before_activation(gradient: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Return the gradient of the activation's input; `out` is the output of a relu."""
     return gradient if out is None else torch.ops.aten.threshold_backward(gradient, out, 0)
 
 

@@ -105,7 +105,7 @@ class ParallelProducts:
         return self.windows
 
     def check(self) -> None:
-        """Raise `ExchangeTimeoutError` if the GPU has recorded that a wait expired, without waiting for it."""
+        """Raise the recorded `ExchangeTimeoutError` of a wait, if any; does not wait for the GPU."""
         if self.windows is not None:
             self.windows.check()
 

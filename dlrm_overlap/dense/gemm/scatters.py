@@ -38,17 +38,16 @@ class _Partials:
 
     @property
     def offset_bytes(self) -> int:
-        """Offset of this rank's partial products in every window."""
         return self.windows.rank * self._lines * LINE * self._dtype.itemsize
 
     def target(self, owner: int) -> torch.Tensor:
-        """Return this rank's partial products at `owner`, [M / W, N]."""
+        """Return [M / W, N]: this rank's partial products at `owner`."""
         first = self.windows.rank * self._lines * LINE
         memory = self.window.view("memory", owner).view(self._dtype)
         return memory[first : first + self.rows * self.columns].view(self.rows, self.columns)
 
     def add_up(self, arrived: Flags, begin: int, end: int) -> None:
-        """Wait for flags, then add up the rows [begin, end) of all ranks; the last call has the last row."""
+        """Wait for flags, then add up the rows [begin, end) of all ranks, the last rows last."""
         windows, is_last = self.windows, end == self.rows
         wait_flags(arrived, windows.rank, 0)
         sum_parts(self._parts, windows.done, windows.counted, windows.rank, (begin, end), is_last)

@@ -89,10 +89,8 @@ class ProductWindows:
         self.local_copies = CopyEngine(device)
         """copies within this GPU"""
         self.events = [torch.cuda.Event() for _ in range(self.world_size * SLOTS)]
-        """for the consecutive parts of a call"""
 
     def _flags_for(self, name: str, slots: Mapping[int, int]) -> Flags:
-        """Return the flags `name`; a wait is for the first slots[w] of each peer w."""
         counts = [slots.get(rank, 0) * int(rank != self.rank) for rank in range(self.world_size)]
         return Flags(
             addresses=self._flags.addresses(name),
@@ -107,10 +105,8 @@ class ProductWindows:
     def begin(self, size_bytes: int) -> Arena:
         """Begin a call on the current stream, after the previous one; return the first window that is large enough.
 
-        It is the same one on all ranks. If there is none, one is made: a collective that may not be captured.
-
-        Raises:
-            InputError: on every rank, if there is no memory.
+        It is the same one on all ranks. If there is none, one is made: a collective that may not be captured, with the
+        errors of the constructor.
         """
         assert not self.in_progress, "a reduce-scatter is in progress; finish it before the next product"
         if not any(window.size_bytes >= size_bytes for window in self.arenas):
@@ -119,11 +115,9 @@ class ProductWindows:
         return next(window for window in self.arenas if window.size_bytes >= size_bytes)
 
     def check(self) -> None:
-        """Raise `ExchangeTimeoutError` if the GPU has recorded that a wait expired."""
         self._record.raise_expired(self._timeout_s, MISSING)
 
     def close(self) -> None:
-        """Wait for all issued work, then free the memory; a collective."""
         settle(self.group, self.device, self.check)
         for arena in (self._flags, *self.arenas):
             arena.close()
