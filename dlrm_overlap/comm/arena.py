@@ -1,7 +1,7 @@
 """Memory that the ranks of a node share; the only file that uses PyTorch's symmetric memory.
 
 Producers store data, then set a flag at the consumer to the step's epoch (signal), for which the consumer waits. Flags
-only grow. On GPUs kernels signal and wait, on CPUs `HostArena` does.
+only grow. On CPUs `HostArena` signals and waits, on GPUs kernels do.
 """
 
 import mmap
@@ -102,7 +102,7 @@ class Arena(ABC):
         return self.view(name, self.rank)
 
     def addresses(self, name: str) -> torch.Tensor:
-        """Return [reached] int64 on the device: this process's addresses of region `name` of each reached rank.
+        """Return [reached] int64 on the device: addresses of region `name` of each reached rank.
 
         The first call copies them to the device, and must not be captured.
         """

@@ -1,4 +1,4 @@
-"""Errors that kernels write to page-locked memory, which the host reads without waiting for the device."""
+"""Errors that kernels write to page-locked memory, which the host reads at any time."""
 
 from collections.abc import Callable, Sequence
 

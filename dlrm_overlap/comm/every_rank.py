@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class _Fault(NamedTuple):
-    """An exception as it is sent to the other ranks; the smallest decides the error of all."""
+    """An exception as other ranks get it; the smallest decides the error of all."""
 
     is_mistake: bool
     """whether it is an `InputError`"""

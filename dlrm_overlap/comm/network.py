@@ -88,7 +88,7 @@ def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
 
 
 def _refuse(why: str, group: dist.ProcessGroup) -> None:
-    """Raise the ranks' fault on all ranks, preferably the cause of the others' faults."""
+    """Raise a fault of some rank on all ranks, preferably one that caused others."""
     if found := faults(why and f"{why} (rank {group.rank()})", group):
         cause = min(found, key=lambda fault: "has not started" in fault)
         raise InputError(f"embedding.internode: puts, but {cause}; take messages")

@@ -52,7 +52,7 @@ class OnStream:
 
 
 class CurrentStream:
-    """Returns the current stream of a CUDA device (with index), as the same object while it does not change."""
+    """Returns the current stream of a CUDA device (with index): the same object while it does not change."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._raw = device, -1

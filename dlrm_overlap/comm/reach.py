@@ -37,7 +37,7 @@ class Reach:
     why: str = ""
     """why there is more than one node"""
     group: dist.ProcessGroup | None = None
-    """ranks of this node, if they are GPUs and not all ranks, for symmetric memory"""
+    """ranks of this node, if GPUs and not all ranks, for symmetric memory"""
 
     @staticmethod
     def of_one_node(group: dist.ProcessGroup) -> "Reach":
@@ -49,7 +49,6 @@ class Reach:
 
     @cached_property
     def here(self) -> range:
-        """Ranks of this rank's node."""
         return self.node_of(self.rank)
 
     @cached_property
@@ -83,7 +82,7 @@ class Reach:
 
     @cached_property
     def max_sources(self) -> int:
-        """The number of sources of the first rank of a node, which has the most."""
+        """Number of sources of a node's first rank, which has the most."""
         return max(len(self.sources_of(node.start)) for node in self.nodes)
 
     def summary(self) -> str:

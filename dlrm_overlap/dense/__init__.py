@@ -1,1 +1,1 @@
-"""Dense parameters as one flat tensor, updated by one kernel, with gradients reduced in flat buckets."""
+"""Dense parameters as one flat tensor, with gradients that are reduced in buckets."""

@@ -1,4 +1,4 @@
-"""Dense parameters as views of one flat tensor; gradients and optimizer state have the same layout."""
+"""Dense parameters, their gradients and optimizer state as views of flat tensors."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -129,8 +129,8 @@ class FlatParameters:
     def adopt_gradients(self, names: Iterable[str] | None = None) -> list[torch.Tensor]:
         """Copy gradients that are not views to the flat tensor, by few kernels, and restore the views.
 
-        None counts as zero, and stays None for idle parameters. Keep the returned gradients until the copy is done, if
-        another stream made them.
+        None counts as zero, and stays None if idle. Keep the returned gradients until the copy is done, if another
+        stream made them.
         """
         views, gradients = list[torch.Tensor](), list[torch.Tensor]()
         for name in self.parameters if names is None else names:

@@ -50,10 +50,10 @@ class CollectiveReduction:
         yield self._gradients.numel()
 
     def check(self) -> None:
-        """Do nothing: collectives record no errors."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Do nothing: there is no shared memory."""
+        """Do nothing."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class GradientBuckets:
         """Hook into the backward of the parameters of `flat`; a collective, with the errors of `StoreReduction`.
 
         Args:
-            dtype: in which gradients are sent and added up, float32 or bfloat16.
+            dtype: float32 or bfloat16, in which gradients are sent and added up.
             bucket_bytes: minimum size of a bucket except the last.
             order: context of each reduction, to order it among all communication.
             stores: reduce by stores to peers' memory, which all ranks must reach; None uses the group's all-reduce.

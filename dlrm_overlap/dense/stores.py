@@ -99,7 +99,7 @@ class StoreReduction:
 
         Args:
             group: ranks that reach each other's memory.
-            dtype: in which gradients are sent, float32 or bfloat16; sums are float32.
+            dtype: float32 or bfloat16, in which gradients are sent; sums are float32.
             ranges: of elements, multiples of `LINE`; every step reduces all, in order.
             options: the same on all ranks.
 

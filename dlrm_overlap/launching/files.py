@@ -76,11 +76,7 @@ def hold_folder(folder: Path, key: str) -> Iterator[bool]:
     """Hold the lock of `folder` during the block, and yield whether it is held.
 
     The lock is a flock on `.lock`, which ends with this process; forked children do not hold it. Without locks in the
-    file system a warning is logged.
-
-    Raises:
-        InputError: if another process, which it names, holds the lock; `key` is the option of the folder.
-        OSError: if the lock file cannot be created.
+    file system a warning is logged. An `InputError` names the process that holds the lock, and the option `key`.
     """
     path = folder / LOCK_NAME
     try:

@@ -28,7 +28,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
 
     If a rank fails, the others are killed, and standard error names it. SIGUSR1 is forwarded to the ranks, and SIGTERM,
     SIGHUP and SIGINT as SIGTERM, so that they may save; a second signal ends all at once. The exit code is
-    `lifetime.SAVED` if all have saved, else 128 + signal. After an earlier signal no rank is started.
+    `lifetime.SAVED` if all have saved, else 128 + signal.
 
     Ranks lead process groups, so their loader processes end with them, and the kernel kills ranks whose launcher is
     killed. Call it in the main thread. Raises `InputError` inside another launcher of several processes.

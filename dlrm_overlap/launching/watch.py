@@ -100,10 +100,7 @@ class Watch:
         os._exit(1)
 
     def _diagnose(self) -> tuple[list[str], list[int], bool]:
-        """Return a line per rank, silent ones first; the ranks that answer; whether another one moves.
-
-        A rank moves if it was in another call half a timeout ago.
-        """
+        """Return a line per rank, silent ones first; the ranks that answer; whether another one moves."""
         frame = sys._current_frames()[self._watched]
         here = f"rank {self._rank}: in step {self.progress.step}, {_where(frame)}"
         gone = [f"rank 0, which holds the ranks' store, does not answer: {_SILENT}", here], [], False

@@ -7,7 +7,7 @@ import torch
 from dlrm_overlap.kernels.tuning import power_of_2
 
 BLOCK = 1024
-"""elements of a program; flat tensors are multiples of it, so the kernel needs no mask"""
+"""elements of a program; flat tensors are multiples of it, so kernels need no mask"""
 
 LINE = 64
 """elements at whose multiples parameters begin in flat tensors: 256 bytes of float32, as cuBLAS and NCCL prefer"""

@@ -1,7 +1,4 @@
-"""The backward of ReLU and bias, and a last layer of one output, each in one pass.
-
-For a product of one column cuBLAS launches several kernels, none of which masks the gradient for the previous layer.
-"""
+"""The backward of ReLU and bias, and a last layer of one output, for which cuBLAS launches several kernels."""
 
 from typing import Any
 

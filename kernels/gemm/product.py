@@ -1,7 +1,7 @@
 """Products of matrices with communication inside: tiles wait for rows that peers send, or are stored at peers.
 
-A persistent kernel computes x @ weight^T tile by tile, by TMA and wgmma on Hopper. The rows of x (gathered), or of the
-result (scattered), are in W shards, one per rank.
+A persistent kernel computes x @ weight^T by TMA and wgmma on Hopper. The rows of x (gathered), or of the result
+(scattered), are in W shards, one per rank.
 
 Source: Flux (Chang et al., arXiv 2406.06858).
 """
@@ -99,8 +99,7 @@ def product(
         owners: [W] int32, the order of the shards: the rank itself, then its peers as their rows arrive; if scattered,
             the peers first.
         signals: flags of arriving rows, or of stored ones; then a slot has whole tiles.
-        bias: [N] of any float type; None if scattered.
-        activation: none | relu; none if scattered.
+        bias, activation: [N] of any float type, none | relu; not if scattered.
     """
     (m, k), n, by_k, world_size = x.shape, weight.shape[0], weight.is_contiguous(), owners.numel()
     assert x.dtype == weight.dtype in (torch.bfloat16, torch.float16), f"{x.dtype}, {weight.dtype}: not two bytes"

@@ -42,11 +42,11 @@ def all_gather_matmul(
         x_shard: [M / W, K] of this rank, float16 or bfloat16; serially also float32. Autocast casts all tensors.
         weight: [N, K], this rank's shard.
         bias: [N], this rank's shard, or None.
-        way: auto | serial | copies | tiles | triggered, see `products`.
+        way: see `products`.
 
     Returns:
-        [M, N], of the dtype of `x_shard`; sums are float32, but if cuBLAS splits K it adds up the splits in that dtype,
-        unless `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is off.
+        [M, N], of the dtype of `x_shard`. If cuBLAS splits K it adds up the splits in that dtype, not float32, unless
+        `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is off.
 
     Raises:
         InputError: on every rank, if there is no memory for windows or, unless `way` is auto, if the ranks cannot

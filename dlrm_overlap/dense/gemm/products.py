@@ -45,7 +45,7 @@ class ParallelProducts:
     """Both operators, without autograd, between the ranks of one group.
 
     All ranks make the same calls in the same order, on one stream or on ordered streams. The first call of a size is a
-    collective that allocates memory, so it may not be captured. A deep copy of a layer shares this object.
+    collective that allocates memory, so it may not be captured. Deep copies of a layer share this object.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, wait_timeout_s: float = 600.0) -> None:
@@ -73,7 +73,7 @@ class ParallelProducts:
         return gather(self._open_windows(), x_shard, layer, parts, keep)
 
     def begin_reduce_scatter(self, x: torch.Tensor, layer: ProductLayer, way: str) -> Finish:
-        """Begin `operators.matmul_reduce_scatter`; calling the returned function, once, returns its output."""
+        """Begin `operators.matmul_reduce_scatter`; call the returned function, once, for its output."""
         x = _aligned(x)
         way, parts = self._choose(False, len(x), x, layer, way)
         if way == "serial":
