@@ -12,15 +12,15 @@ from torchrec.streamable import Pipelineable
 
 
 def table_keys(tables: int) -> list[str]:
-    """Return the feature names of T tables, in the model's order: `t_00`, `t_01`, ..."""
+    """`t_00`, `t_01`, ... in the model's order."""
     width = max(2, len(str(tables - 1)))
     return [f"t_{t:0{width}}" for t in range(tables)]
 
 
 class Lease:
-    """Keeps a slot of shared memory for a batch until the batch is dropped and its copies to a GPU are done.
+    """Keeps a slot of shared memory for a batch; a lease that is dropped appends itself to `returned`.
 
-    A lease that is dropped appends itself to `returned`, for the slot's owner to take.
+    The slot is free once the copies to a GPU are done, too.
     """
 
     def __init__(self, slot: int, returned: deque["Lease"]) -> None:
@@ -29,12 +29,10 @@ class Lease:
         self._copied: torch.cuda.Event | None = None
 
     def copying(self) -> None:
-        """Record that copies from the slot have been enqueued on the current stream."""
         self._copied = torch.cuda.Event()
         self._copied.record()
 
     def is_copied(self) -> bool:
-        """Return whether these copies are done."""
         return self._copied is None or self._copied.query()
 
     def __del__(self) -> None:
@@ -43,8 +41,6 @@ class Lease:
 
 @dataclass
 class Batch(Pipelineable):
-    """The samples of one rank and step."""
-
     dense: torch.Tensor
     """[b, F] float32"""
     sparse: KeyedJaggedTensor
@@ -52,13 +48,12 @@ class Batch(Pipelineable):
     labels: torch.Tensor
     """[b] float32, or [b, L] with several labels per sample, each 0 or 1"""
     lease: Lease | None = None
-    """of the slot that holds the tensors, if they are views of a loader's memory"""
 
     @classmethod
     def from_tensors(
         cls, dense: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, labels: torch.Tensor
     ) -> "Batch":
-        """Build a batch from dense [b, F], lengths [T*b], values [sum of lengths], labels [b] or [b, L]."""
+        """`dense` is [b, F], `lengths` [T*b], `values` [sum of lengths], `labels` [b] or [b, L]."""
         keys = table_keys(lengths.numel() // len(labels))
         return cls(dense, KeyedJaggedTensor(keys, values=values, lengths=lengths), labels)
 
@@ -69,7 +64,6 @@ class Batch(Pipelineable):
 
     @classmethod
     def join(cls, batches: Sequence["Batch"]) -> "Batch":
-        """Concatenate batches."""
         lengths = [batch.sparse.lengths().view(len(batch.sparse.keys()), -1) for batch in batches]
         tables = [
             batch.sparse.values().split(bags.sum(dim=1).tolist()) for batch, bags in zip(batches, lengths, strict=True)
@@ -82,7 +76,6 @@ class Batch(Pipelineable):
         )
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """Return the batch on `device`."""
         moved = Batch(
             self.dense.to(device, non_blocking=non_blocking),
             self.sparse.to(device, non_blocking=non_blocking),
@@ -93,60 +86,52 @@ class Batch(Pipelineable):
         return moved
 
     def clone(self) -> "Batch":
-        """Return a copy."""
         return Batch.from_tensors(*(tensor.clone() for tensor in self.tensors))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Record `stream` as a user of the tensors' memory."""
         self.dense.record_stream(stream)
         self.sparse.record_stream(stream)  # type: ignore[arg-type]
         self.labels.record_stream(stream)
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in page-locked memory; a batch on a GPU is returned as is."""
         if self.dense.is_cuda:
             return self
         return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
 
 
 class Dataset:
-    """A stream of samples in a fixed order, read by position.
-
-    A step's global batch is the samples [step * B, (step + 1) * B), of which each rank reads an equal share.
-    """
+    """A stream of samples, read by position; step s trains on the samples [s * B, (s + 1) * B)."""
 
     rows: Sequence[int]
-    """rows of each table"""
     pooling: Sequence[float]
-    """mean number of ids per bag, of each table"""
+    """mean number of ids per bag of each table"""
     bag_sizes: Sequence[tuple[int, int]]
-    """minimum and maximum number of ids per bag, of each table"""
+    """minimum and maximum number of ids per bag of each table"""
     dense_features: int
-    """number of dense features, F"""
+    """F"""
     num_samples: int | None
     """None for an endless stream"""
     labels: Mapping[str, float] = MappingProxyType({"label": 1.0})
     """name of each of L labels -> weight of its loss"""
     packed: Any = None
-    """the `RecordLayout` of `records`, if samples are stored as records"""
+    """the `RecordLayout` of `records`; None if samples are not stored as records"""
     on_gpu: bool = False
     """whether `read` makes the samples on a GPU, on the current stream"""
 
     @property
     def max_ids(self) -> int:
-        """Maximum number of ids of one sample, over all tables."""
         return sum(most for _, most in self.bag_sizes)
 
     def fingerprint(self) -> str:
-        """Return a text that identifies the samples; empty if the configuration determines them."""
+        """Identifies the samples; empty if the configuration determines them."""
         return ""
 
     def records(self, first: int, count: int) -> torch.Tensor:
-        """Return records [count, record_bytes] uint8, if `packed`."""
+        """Return [count, record_bytes] uint8, if `packed`."""
         raise NotImplementedError
 
     def read(self, first: int, count: int) -> Batch:
-        """Return the samples [first, first + count), on the CPU unless `on_gpu`.
+        """Return samples, on the CPU unless `on_gpu`.
 
         Raises:
             InputError: if a label is not 0 or 1, a dense feature is not finite or an id is not in its table.

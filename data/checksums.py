@@ -1,4 +1,4 @@
-"""Checksums of a file's blocks, computed when the file is written and compared when a block is first read."""
+"""Checksums of a file's blocks, computed on writing and compared when a block is first read."""
 
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,14 +12,11 @@ BLOCK_BYTES = 1 << 18
 
 
 class ChecksumWriter:
-    """Writes arrays to a file and computes the XXH3 checksum of each block of the file."""
-
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._block, self._filled = file, xxhash.xxh3_64(), 0
         self._checksums: list[int] = []
 
     def write(self, array: np.ndarray) -> None:
-        """Append an array."""
         rest = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._file.write(rest.data)
         while len(rest):
@@ -30,7 +27,6 @@ class ChecksumWriter:
                 self._end_block()
 
     def finish(self) -> np.ndarray:
-        """End the writing and return the checksums of all blocks, [blocks] uint64."""
         if self._filled:
             self._end_block()
         return np.array(self._checksums, "<u8")
@@ -42,10 +38,10 @@ class ChecksumWriter:
 
 
 class CheckedArray:
-    """An array mapped from a file, which checks each block when a process first reads rows of it."""
+    """An array mapped from a file; each block is checked when the process first reads it."""
 
     def __init__(self, file: Path, array: np.ndarray, checksums: np.ndarray) -> None:
-        """Take the array [n, ..], which is the whole `file`, and the checksums of its blocks."""
+        """`array` [n, ..] is the whole `file`."""
         self._file, self._array, self._checksums = file, array, checksums
         self._bytes = array.reshape(-1).view(np.uint8)
         self._row_bytes = array[:1].nbytes
@@ -56,11 +52,7 @@ class CheckedArray:
         return len(self._array)
 
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
-        """Return the rows of a slice without a step or of an array of positions, which must not be modified later.
-
-        Raises:
-            InputError: if a block of these rows has changed.
-        """
+        """Raise an InputError if a block has changed. `rows` has no step and must not be modified later."""
         # All fields of a batch are unpacked from the same `rows` object.
         if self._last[0] is not rows:
             self._check(rows)
@@ -92,7 +84,6 @@ class CheckedArray:
 
 
 def digest_of(*parts: Any) -> str:
-    """Return the XXH3 checksum of the bytes of `parts` in hexadecimal."""
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part)

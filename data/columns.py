@@ -1,7 +1,7 @@
 """Reads cells of a table's columns as numbers or as keys of categorical values.
 
-A cell means the same in every file format. It is missing if it is null, NaN, or an entry of the schema's `missing`, as
-text or as a number. Text converts to numbers, true and false to 1 and 0, and numbers to Python's text for them.
+In every file format, a cell is missing if it is null, NaN, or an entry of the schema's `missing`, as text or as a
+number. Text converts to numbers, true and false to 1 and 0, and numbers to Python's text for them.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def _hexadecimal(text: str) -> int | None:
 
 
 def _key(number: int) -> int | None:
-    """Return a number from -2^63 to 2^64 - 1 as the int64 of the same bits, None for any other number."""
+    """Return the int64 of the same bits as a number from -2^63 to 2^64 - 1."""
     if not -(1 << 63) <= number < 1 << 64:
         return None
     return number - (1 << 64) if number >= 1 << 63 else number
@@ -56,7 +56,6 @@ class _Kind(NamedTuple):
     rule: str
     """in messages: a cell is not .."""
     read: Callable[[str], Any]
-    """parses a text; None if it is no such number"""
     fast: Sequence[pa.DataType]
     """Arrow types to try for all cells at once, before `read`"""
     dtype: type
@@ -71,8 +70,6 @@ _KINDS = {
 
 
 class Missing:
-    """The entries of a schema's `missing`, as text and as numbers."""
-
     def __init__(self, entries: Sequence[str]) -> None:
         self.words = frozenset(entries)
         self.texts = pa.array([entry.encode() for entry in entries], pa.binary())
@@ -88,17 +85,10 @@ class Column:
     def __init__(
         self, block: pa.RecordBatch, name: str, row: int, missing: Missing, separator: bool | str = False
     ) -> None:
-        """Read the column `name` of `block`.
+        """Read the column `name` of `block`, whose first row in its file is `row`.
 
-        Args:
-            block: rows of the table.
-            name: of the column.
-            row: the block's first row in its file, for messages.
-            missing: the schema's entries.
-            separator: False for single values, True for lists, a text for lists or for text to split.
-
-        Raises:
-            InputError: if the column's type does not fit `separator`.
+        `separator` is False for single values, True for lists, a text for lists or for text to split; an InputError if
+        the column's type does not fit it.
         """
         self._name, self._row, self._missing = name, row, missing
         self._ends: np.ndarray | None = None  # [n] int64, end of each row's list in the cells
@@ -135,7 +125,7 @@ class Column:
         return np.where(missing, np.nan, numbers)
 
     def keys(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return keys [m] int64, where they are missing [m] bool, and the lists' ends [n] int64, or None without lists.
+        """Return keys [m] int64, where they are missing [m] bool, and ends of lists [n] int64 or None.
 
         Missing elements of lists are left out.
         """
@@ -145,7 +135,6 @@ class Column:
         return keys[~missing], missing[~missing], np.append(0, (~missing).cumsum())[self._ends]
 
     def _require(self, good: np.ndarray, rule: str) -> None:
-        """Raise an InputError that names the first cell that is not `good` [m] bool."""
         if not good.all():
             bad = int(good.argmin())
             row = self._row + (bad if self._ends is None else int(self._ends.searchsorted(bad, "right")))
@@ -161,7 +150,7 @@ class Column:
             raise InputError(f"row {self._row}, column {self._name}: {error}") from None
 
     def _texts(self) -> Any:
-        """Return binary text [m], null where missing."""
+        """Return binary [m], null where missing."""
         cells = self._cells
         with self._named():
             if types.is_floating(cells.type) or types.is_boolean(cells.type):
@@ -198,7 +187,6 @@ class Column:
         return numbers, missing
 
     def _read_fast(self, cells: Any, kind: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return what `_read_each` does, or None if Arrow cannot convert all cells."""
         cells = pc.binary_replace_slice(cells, 0, 0, b"0x") if kind == "hex" else cells
         for of_arrow in _KINDS[kind].fast:
             try:
@@ -221,7 +209,6 @@ class Column:
 
 
 def _plain(array: Any) -> Any:
-    """Decode dictionaries, and return NaN as null, text and dates as binary."""
     if types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if types.is_floating(array.type):

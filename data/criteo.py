@@ -21,19 +21,14 @@ _NPY_HEADER_BYTES = 1 << 16  # limit; numpy writes 128 for an array of numbers
 class Criteo(Days):
     """Days mapped from disk: day_i_dense.npy, float32 [n, 13]; day_i_labels.npy, int32 [n] or [n, 1]; and the ids.
 
-    TorchRec's ids are in day_i_sparse.npy, int32 [n, 26]. MLPerf's multi-hot ids are in day_i_sparse_multi_hot.npz,
-    which has 0.npy .. 25.npy, one for each table, int32 [n, ids a bag].
+    TorchRec's ids are in day_i_sparse.npy, int32 [n, 26]; MLPerf's multi-hot ids in day_i_sparse_multi_hot.npz, which
+    has 0.npy .. 25.npy, one for each table, int32 [n, ids per bag].
     """
 
     id_cure = "correct the file, or set data.tables.rows to the rows that the ids of all days were made for"
 
     def __init__(self, path: str | Path, tables: TablesConfig, multi_hot: bool):
-        """Map the days of the folder `path`.
-
-        Raises:
-            InputError: if `tables` has no rows, if a day is missing, or if a file is missing, malformed, compressed or
-                of another length than its day's others.
-        """
+        """Map the days of the folder `path`; an InputError if `tables` has no rows or a file is malformed."""
         if tables.rows is None:
             raise InputError("data.tables.rows: null, but Criteo's arrays name no rows; set data.tables.rows")
         rows = [tables.rows] * CRITEO_TABLES if isinstance(tables.rows, int) else tables.rows
@@ -60,13 +55,12 @@ def _open_day(name: str, multi_hot: bool) -> Day:
 
 
 def _map_npy(file: Path, dtype: type, columns: int) -> np.ndarray:
-    """Map an npy file of [n, columns], or of [n] for one column."""
+    """The array is [n, columns], or [n] for one column."""
     with _named(file):
         return _map(file, 0, dtype, columns)
 
 
 def _map_member(file: Path, info: zipfile.ZipInfo) -> np.ndarray:
-    """Map a member of an npz file, int32 [n, ids a bag]."""
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError("compressed, so it cannot be mapped; write it by numpy.savez")
     with file.open("rb") as stream:
@@ -79,7 +73,7 @@ def _map_member(file: Path, info: zipfile.ZipInfo) -> np.ndarray:
 def _map(file: Path, offset: int, dtype: type, columns: int | None) -> np.ndarray:
     """Map the array whose npy header is at `offset`, as [n, columns], or with any columns if None.
 
-    Type, shape and size are checked before anything of the array's size is allocated.
+    Everything is checked before memory of the array's size is allocated.
     """
     with file.open("rb") as stream:
         stream.seek(offset)

@@ -1,7 +1,4 @@
-"""Days of samples as arrays, in memory or mapped from disk, read one after the other.
-
-Positions continue from day to day and wrap around at the end. Every value is checked when it is read.
-"""
+"""Days of samples as arrays: positions continue from day to day, and values are checked when they are read."""
 
 import copy
 import functools
@@ -25,8 +22,6 @@ Samples = slice | np.ndarray  # numbers of samples in a day
 
 @dataclass(frozen=True)
 class Ragged:
-    """The ids of a table whose bags differ in size."""
-
     values: np.ndarray | CheckedArray
     """[m] int32, bag after bag"""
     ends: np.ndarray
@@ -35,10 +30,9 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Day:
-    """The samples of one day, as arrays or as `records.Packed`, which unpacks records on access."""
+    """The samples of one day, as arrays or as `records.Packed`."""
 
     name: str
-    """common part of the files' paths, such as folder/day_0"""
     labels: np.ndarray
     """[n, L], any number type"""
     dense: np.ndarray
@@ -63,7 +57,7 @@ class Day:
         return ids.values[np.repeat(ends - sizes, sizes) + within].reshape(-1), sizes
 
     def bag_sizes(self, table: int) -> tuple[int, int, int]:
-        """Return the minimum and maximum bag size and the number of ids, of a day that is not empty."""
+        """Return the minimum and maximum bag size and the number of ids of a day with samples."""
         ids = self.ids[table]
         if isinstance(ids, Ragged):
             sizes = np.diff(ids.ends, prepend=0)
@@ -73,15 +67,12 @@ class Day:
 
 
 class Days(Dataset):
-    """Days, read one after the other."""
-
     held_out: int | None = None
-    """number of last samples to evaluate on; None leaves it to data.eval_fraction"""
+    """number of last samples to evaluate on; None: data.eval_fraction decides"""
     cure = "correct the file"
     id_cure = cure
 
     def __init__(self, days: Sequence[Day], rows: Sequence[int], max_rows: int | None):
-        """Take the days, the rows that each table's ids were made for, and the cap that folds ids by modulo."""
         self.made_for: list[int] = list(rows)
         self.rows: list[int] = [min(table_rows, max_rows or table_rows) for table_rows in rows]
         self._moduli = [kept if kept < made else 0 for kept, made in zip(self.rows, rows, strict=True)]
@@ -94,14 +85,13 @@ class Days(Dataset):
         sizes = [[day.bag_sizes(t) for t in range(len(self.rows))] for day in days if len(day.labels)]
         least, most, total = np.array(sizes).transpose(2, 0, 1)
         self.pooling: list[float] = (total.sum(0) / self.num_samples).tolist()
-        """mean number of ids per bag, of each table"""
         self.bag_sizes = list(zip(least.min(0).tolist(), most.max(0).clip(1).tolist(), strict=True))
         self.dense_features: int = days[0].dense.shape[1]
 
     def part(self, start: int, num_samples: int, shuffle: int = 0, seed: int = 0) -> "Days":
-        """Return the samples [start, start + num_samples) as a data set whose positions wrap at its own end.
+        """Return a data set of the samples [start, start + num_samples), whose positions wrap at its own end.
 
-        With `shuffle`, each window of that many successive samples is permuted by `seed`, differently in each pass.
+        With `shuffle`, each window of that many samples is permuted, differently in each pass.
         """
         part = copy.copy(self)
         part._start, part.num_samples = start, num_samples
@@ -109,7 +99,7 @@ class Days(Dataset):
         return part
 
     def fingerprint(self) -> str:
-        """Return the number of samples and a digest of evenly spaced ones, of all days and not just this part."""
+        """Return the number of samples and a digest of evenly spaced ones, of all days."""
         positions = np.linspace(0, self._ends[-1] - 1, _FINGERPRINTED).astype(np.int64)
         digest = hashlib.sha256()
         for tensor in self._gather(positions).tensors:
@@ -117,11 +107,10 @@ class Days(Dataset):
         return f"{self._ends[-1]} samples, {digest.hexdigest()[:12]}"
 
     def read(self, first: int, count: int) -> Batch:
-        """Return the samples [first, first + count), modulo the number of samples."""
         return self._gather(self._positions(np.arange(first, first + count)))
 
     def records(self, first: int, count: int) -> torch.Tensor:
-        """Return the same samples as records, as a view of the file if they are successive."""
+        """Return [count, record_bytes] uint8, a view of the file if the samples are successive."""
         found = []
         for day, samples in self._stretches(self._positions(np.arange(first, first + count))):
             assert day.records is not None, "packed days have records"
@@ -131,8 +120,7 @@ class Days(Dataset):
     def _positions(self, positions: np.ndarray) -> np.ndarray:
         """Return the positions in all days of this part's `positions`, which wrap around at the end.
 
-        Example: 6 samples in windows of 4. Positions 0 to 3 are samples 0 to 3 in some order, positions 4 and 5 are
-        samples 4 and 5 in some order, and positions 6 to 9 are samples 0 to 3 in another order.
+        Example: 6 samples in windows of 4. Positions 0 to 3 and 6 to 9 are samples 0 to 3 in two different orders.
         """
         if not self._shuffle:
             return self._start + positions % self.num_samples
@@ -146,7 +134,6 @@ class Days(Dataset):
         return found
 
     def _stretches(self, positions: np.ndarray) -> list[tuple[Day, Samples]]:
-        """Return the samples at `positions` [count] day by day, successive ones as a slice."""
         found, numbers = [], np.searchsorted(self._ends, positions, "right")
         for part in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(numbers)) + 1):
             day = self._days[i := int(numbers[part[0]])]
@@ -157,7 +144,6 @@ class Days(Dataset):
         return found
 
     def _gather(self, positions: np.ndarray) -> Batch:
-        """Return the samples at `positions` as a batch, checked."""
         stretches = self._stretches(positions)
         dense = np.concatenate([day.dense[samples] for day, samples in stretches], dtype=np.float32)
         labels = np.concatenate([day.labels[samples] for day, samples in stretches], dtype=np.float32)

@@ -1,7 +1,7 @@
-"""Converts a table's columns to samples: rows of categorical values, and transformed dense features.
+"""Converts a table's columns to samples.
 
-The key of a categorical value is a 64-bit integer: the value itself, or the BLAKE2b hash of a text. A vocabulary has
-row 0 for missing values, row 1 for all rare values, and rows from 2 on for the others in ascending order of keys.
+The key of a categorical value is the 64-bit integer itself, or the BLAKE2b hash of a text. A vocabulary has row 0 for
+missing values, row 1 for all rare values, and rows from 2 on for the others in ascending order of keys.
 """
 
 import numpy as np
@@ -16,8 +16,6 @@ _LEAST_PENDING = 1 << 18
 
 
 class _Vocabulary:
-    """Counts a column's keys, then numbers the frequent ones."""
-
     def __init__(self, min_count: int) -> None:
         self.keys = self.counts = np.empty(0, np.int64)
         """[k] int64, keys in ascending order, and their counts"""
@@ -61,13 +59,12 @@ class Encoder:
         """whether `learn` needs all blocks, followed by `finish`, before the first `encode`"""
 
     def learn(self, row: int, block: pa.RecordBatch) -> None:
-        """Count the values of a block."""
         for name, vocabulary in self._vocabularies.items():
             keys, missing, _ = self._keys(row, block, name)
             vocabulary.count(keys[~missing])
 
     def finish(self) -> dict[str, np.ndarray]:
-        """Return each column's vocabulary: NAME.keys [k] int64, ascending, and NAME.counts [k] int64."""
+        """Return each column's vocabulary: NAME.keys, ascending, and NAME.counts, both [k] int64."""
         learnt = {}
         for name, vocabulary in self._vocabularies.items():
             vocabulary.number()
@@ -76,12 +73,11 @@ class Encoder:
 
     @property
     def rows(self) -> list[int]:
-        """Rows of each table."""
         columns = self._schema.categorical.items()
         return [column.rows or _FIRST_KNOWN + len(self._vocabularies[name].keys) for name, column in columns]
 
     def encode(self, row: int, block: pa.RecordBatch) -> Day:
-        """Return the samples of a block that begins at `row` of its file; without dense columns one feature is 1."""
+        """`row` is the block's first row in its file. Without dense columns, one feature is 1."""
         labels = [Column(block, name, row, self._missing).labels() for name in self._schema.labels]
         dense = [self._dense(row, block, name) for name in self._schema.dense] or [np.ones(block.num_rows)]
         ids = [self._ids(row, block, name) for name in self._schema.categorical]
@@ -106,7 +102,7 @@ class Encoder:
 
 
 def hashed_rows(keys: np.ndarray, rows: int) -> np.ndarray:
-    """Return the rows [d] int32 of keys [d] int64: 1 + mix(key) % (rows - 1), since row 0 is for missing values."""
+    """Return rows [d] int32 of keys [d] int64: 1 + mix(key) % (rows - 1), since row 0 is for missing values."""
     mixed = keys.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
     mixed ^= mixed >> np.uint64(32)
     return (mixed % np.uint64(max(rows - 1, 1))).astype(np.int32) + np.int32(rows > 1)

@@ -1,4 +1,4 @@
-"""Opens a run's two data sets and reads their batches ahead of the training loop."""
+"""Opens a run's two data sets, and reads their batches ahead of the training loop."""
 
 import math
 import time
@@ -23,14 +23,13 @@ PREPARE_TOGETHER = (
     "its ids were made by another vocabulary or hash, so no key makes them fit; prepare both in one `dlrm-overlap "
     "prepare` command, or, to prepare them apart, hash every column into the same rows in both"
 )
-"""in messages: why samples with other rows are refused, and the cure"""
 
 
 def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Dataset, Dataset]:
     """Return the data sets to train on and to evaluate on.
 
     Raises:
-        InputError: if files are missing or malformed, no sample is held out, or the two sets have different rows.
+        InputError: if files are malformed, no sample is held out, or the two sets have different rows.
     """
     if config.kind == "synthetic":
         if device.type == "cuda":
@@ -55,7 +54,6 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
 
 
 def other_ids(rows: Sequence[int], expected: Sequence[int]) -> str:
-    """Return in words how tables of `rows` differ from `expected` ones; empty if they do not."""
     if len(rows) != len(expected):
         return f"{len(rows)} tables, not {len(expected)} as"
     pairs = enumerate(zip(rows, expected, strict=True))
@@ -64,11 +62,7 @@ def other_ids(rows: Sequence[int], expected: Sequence[int]) -> str:
 
 
 def open_files(config: DataConfig, path: str | None) -> Days:
-    """Open the samples at `path` in the format of config.kind.
-
-    Raises:
-        InputError: if they are missing, empty or malformed.
-    """
+    """Open the samples at `path` in the format of config.kind; an InputError if missing, empty or malformed."""
     assert path is not None, "DataConfig.require_source asks for the path of a file kind"
     if config.kind == "prepared":
         return Prepared(path, config.tables)
@@ -78,11 +72,9 @@ def open_files(config: DataConfig, path: str | None) -> Days:
 class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     """Iterates once over one rank's batches of some steps, read ahead of the training loop.
 
-    The batch of step s has the samples [s W b + rank b, s W b + rank b + b), for b samples per rank on W ranks. A data
-    set on the GPU makes them in `next`, on the current stream, without workers.
-
-    Reading starts at the first `next`. The readers end after the last batch, when a read fails, or when the loader is
-    dropped, closed, or leaves its `with` block.
+    The batch of step s has the samples [s W b + rank b, s W b + rank b + b), for b samples per rank on W ranks. Reading
+    starts at the first `next`. The readers end after the last batch, when a read fails, or when the loader is dropped
+    or closed. A data set on the GPU needs none: it makes samples in `next`, on the current stream.
     """
 
     def __init__(
@@ -97,15 +89,14 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         pin_memory: bool,
         timeout_s: float = math.inf,
     ) -> None:
-        """Prepare to read; no process starts yet.
+        """No process starts yet.
 
         Args:
             workers: reader processes, forked (so data sets must not touch CUDA); they end with the thread that asks
                 for the first batch. With 0, `next` reads.
             prefetch: batches that each worker reads ahead.
-            pin_memory: return page-locked batches, for runs on a GPU. A worker's memory is reused once its batch is
-                dropped and the copies that `Batch.to` started are done; keep a `clone` instead. `next` unpacks records
-                on the GPU, on the current stream.
+            pin_memory: return page-locked batches. Their memory is reused once they are dropped and the copies that
+                `Batch.to` started are done. `next` unpacks records on the GPU, on the current stream.
             timeout_s: seconds to wait for a worker's batch.
         """
         is_packed = dataset.packed is not None and pin_memory and workers > 0
@@ -131,10 +122,8 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self.read_ahead = 0 if reads_here else workers * slots
         """maximum number of batches read before `next` asks for them"""
         self.wait_s = 0.0
-        """seconds spent in `next` so far"""
 
     def __next__(self) -> Batch:
-        """Return the next batch, ready for the current stream if it is on a GPU."""
         start = time.perf_counter()
         try:
             return next(self._source)
@@ -145,7 +134,6 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self.close()
 
     def close(self) -> None:
-        """End the reading; `next` returns no batch afterwards."""
         self._source.close()
 
 

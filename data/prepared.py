@@ -33,17 +33,14 @@ _CURE = "copy the folder again, or run `dlrm-overlap prepare` again"
 
 
 class Prepared(Days):
-    """The samples of a folder that `dlrm-overlap prepare` wrote, mapped as one day."""
-
     cure = id_cure = "prepare the samples again"
 
     def __init__(self, path: str | Path, tables: TablesConfig):
         """Map the folder `path`.
 
         Raises:
-            InputError: if meta.json is missing or wrong, if `tables` has other rows than the ids were made for (unless
-                both fold to the same), or if a file is missing or has changed; for changed blocks of samples, reading
-                raises it.
+            InputError: if a file is missing or has changed (for blocks of samples, on reading), or if `tables` has
+                other rows than the ids were made for, unless both fold to the same.
         """
         folder = Path(path)
         layout, digest = _read_meta(folder / _META)
@@ -124,8 +121,6 @@ def _digest_of(layout: RecordLayout, checksums: np.ndarray) -> str:
 
 
 class _Files:
-    """Maps the files of a prepared folder in the order of their `checksums`."""
-
     def __init__(self, folder: Path, checksums: np.ndarray) -> None:
         self._folder, self._checksums = folder, checksums
 
@@ -154,11 +149,7 @@ def _map(file: Path, dtype: str, shape: tuple[int, ...] | None = None) -> np.nda
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[None]:
-    """Create the folder `target`, and delete it if the block fails.
-
-    Raises:
-        InputError: if it exists or cannot be written.
-    """
+    """Create the folder `target`, and delete it if the block fails; an InputError if it exists or is not writable."""
     try:
         target.mkdir(parents=True)
         try:
@@ -171,7 +162,6 @@ def new_folder(target: Path) -> Iterator[None]:
 
 
 def write_samples(target: Path, layout: RecordLayout, blocks: Iterable[Day]) -> RecordLayout:
-    """Write samples to `target`, and return `layout` with the number of samples."""
     samples = 0
     ids = dict.fromkeys(layout.lists, 0)
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
 """Samples as records of bytes, and their unpacking on a GPU.
 
-A record has F dense features (float32), L labels (a byte each), and the ids of each table with bags of a fixed size, in
+A record has F dense features (float32), L labels (a byte each), and the ids of tables with bags of a fixed size, in
 this order. An id takes the bytes that its table's greatest row needs. Numbers are little-endian.
 """
 
@@ -40,26 +40,23 @@ class RecordLayout:
     """Layout and number of records: the content of a prepared folder's meta.json."""
 
     labels: Mapping[str, float]
-    """name -> weight of its loss"""
     dense: int
-    """number of dense features, F"""
+    """F"""
     rows: Sequence[int]
     """rows that each table's ids were made for"""
     sizes: Sequence[int | None]
-    """ids per bag of each table; None if bags differ in size, in which case their ids are not in records"""
+    """ids per bag of each table; None if bags differ in size, whose ids are not in records"""
     samples: int = 0
     held_out: int | None = None
-    """number of last samples to evaluate on; None leaves it to data.eval_fraction"""
+    """number of last samples to evaluate on; None: data.eval_fraction decides"""
     moduli: Sequence[int] = ()
     """per table, the modulus that folds ids when they are unpacked; 0 for none"""
 
     @property
     def lists(self) -> list[int]:
-        """The tables whose bags differ in size."""
         return [t for t, size in enumerate(self.sizes) if size is None]
 
     def fields(self) -> list[Field]:
-        """Return the fields of a record."""
         tables = zip(self.rows, self.sizes, self.moduli or [0] * len(self.rows), strict=True)
         shapes = [(4, self.dense, _FLOAT, 0), (1, len(self.labels), _LABEL, 0)]
         shapes += [(_bytes_below(rows), size, _ID, modulus) for rows, size, modulus in tables if size]
@@ -69,12 +66,11 @@ class RecordLayout:
 
     @cached_property
     def record_bytes(self) -> int:
-        """Size of a record."""
         last = self.fields()[-1]
         return last.offset + last.width * last.count
 
     def pack(self, day: Day) -> np.ndarray:
-        """Return the records of `day`, [n, record_bytes] uint8."""
+        """Return records [n, record_bytes] uint8."""
         samples = len(day.labels)
         tables = [day.bags(t, slice(0, samples))[0].astype("<i4") for t, size in enumerate(self.sizes) if size]
         numbers = [day.dense.astype("<f4"), np.asarray(day.labels).astype(np.uint8), *tables]
@@ -93,7 +89,7 @@ class Packed:
     """A field of records as an array of numbers [n, count], unpacked on access."""
 
     def __init__(self, records: np.ndarray, field: Field) -> None:
-        """Take records [n, record_bytes] uint8."""
+        """`records` is [n, record_bytes] uint8."""
         self._records, self._field = records, field
         self.shape = len(records), field.count
 
@@ -107,8 +103,6 @@ class Packed:
 
 
 class Unpacker:
-    """Unpacks records on a GPU."""
-
     def __init__(self, layout: RecordLayout, device: torch.device) -> None:
         fields = layout.fields()
         counts = torch.tensor([field.count for field in fields])
@@ -119,7 +113,7 @@ class Unpacker:
         self._lengths: dict[int, torch.Tensor] = {}
 
     def __call__(self, records: torch.Tensor) -> Batch:
-        """Return the batch of records [b, record_bytes] uint8 on the device."""
+        """`records` is [b, record_bytes] uint8 on the device."""
         from dlrm_overlap.kernels.unpack import unpack  # needs Triton
 
         samples, features, labels = len(records), self._layout.dense, len(self._layout.labels)

@@ -1,10 +1,8 @@
 """Batches from reader processes, through a ring of slots in shared memory from which a GPU copies directly.
 
-A reader receives the number of a free slot, fills the slot and sends its number back with the lengths of the tensors.
-The training process returns views of the slot; unpickling, mapping or copying batches would keep its interpreter from
-launching kernels. The slot is free again once the batch is dropped and its copies to the GPU are done.
-
-A reader may be killed at any instruction, so processes share no lock; each reader has its own pipe.
+A reader receives the number of a free slot, fills the slot and sends the number back with the lengths of the tensors.
+The training process does not unpickle, map or copy batches, since that would delay its kernel launches. A reader may be
+killed at any instruction, so processes share no lock; each has its own pipe.
 """
 
 import gc
@@ -29,9 +27,9 @@ from dlrm_overlap.data.batch import Lease
 from dlrm_overlap.launching.lifetime import end_with_parent
 
 Form = Sequence[tuple[tuple[int, ...], torch.dtype]]
-"""shape and dtype of each tensor of the largest batch; a batch may fill fewer elements of each"""
+"""shape and dtype of each tensor of the largest batch"""
 Lent = tuple[list[torch.Tensor], Lease | None]
-"""a batch's tensors, and the lease of the slot that they are views of; None if they are copies"""
+"""a batch's tensors, and the lease of their slot; None if they are copies"""
 
 _POLL_MS = 50
 _ALIGNED_BYTES = 64  # a kernel reads records by 16 bytes
@@ -40,10 +38,10 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Ring:
-    """An iterator over the batches `read(step)` of `steps`, in order, read by `workers` processes.
+    """An iterator over the batches `read(step)` of `steps`, in order; worker i modulo `workers` reads the i-th.
 
-    Worker i modulo `workers` reads the i-th step. With `pin`, slots are page-locked for the current GPU and batches are
-    views of them; otherwise batches are copies. The readers end with the thread that made the ring.
+    With `pin`, slots are page-locked for the current GPU and batches are views of them; otherwise batches are copies.
+    The readers end with the thread that made the ring.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class Ring:
 
         Raises:
             InputError: from the data set, or if a reader has died or takes longer than `timeout_s`.
-            RuntimeError: with the traceback of any other failure of a reader.
+            RuntimeError: with the traceback of another failure.
         """
         if self._next == len(self._steps):
             raise StopIteration
@@ -115,7 +113,6 @@ class Ring:
         return copies, None
 
     def close(self) -> None:
-        """End the reader processes."""
         if not self._workers:
             return
         self._end()
@@ -132,7 +129,6 @@ class Ring:
             self._free(self._returned.popleft().slot)
 
     def _check_readers(self, deadline: Deadline) -> None:
-        """Raise an InputError if a reader has ended, or is still reading at the deadline."""
         step, count = self._steps[self._next], len(self._workers)
         for number, process in enumerate(self._workers):
             if code := process.exitcode:
@@ -152,7 +148,6 @@ class Ring:
 
 
 def _make_slots(form: Form, count: int) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
-    """Return memory that forked processes share, and the tensors of each slot in it."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in form]
     padded = [-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes]
     # Anonymous memory uses neither a file nor a container's small /dev/shm.
@@ -171,7 +166,6 @@ def _fill(
     pipe: Any,
     parent: int,
 ) -> None:
-    """Read each step into a free slot, in a reader process."""
     end_with_parent(parent)
     gc.freeze()  # existing objects belong to the parent
     gc.enable()

@@ -1,6 +1,6 @@
-"""A schema: a YAML file that says which columns of a table are labels, dense features and categorical features.
+"""A schema: a YAML file that says what the columns of a table are (docs/configuration.md).
 
-The categorical features are the tables `t_00`, `t_01`, .. in the file's order. docs/configuration.md has an example.
+The categorical features are the tables `t_00`, `t_01`, .. in the file's order.
 """
 
 from collections.abc import Mapping
@@ -27,15 +27,13 @@ Delimiter = Annotated[str, ValueRule("one ASCII character", lambda value: len(va
 
 @dataclass(frozen=True)
 class Label:
-    """A column of labels 0 and 1, a task of the model."""
-
     weight: NonNegativeFloat = 1.0
     """weight of its loss in the sum over all labels"""
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A column of numbers. A missing number becomes 0 after the transform."""
+    """A missing number becomes 0 after the transform."""
 
     transform: Literal["none", "log1p"] = "none"
     """log1p: log(1 + max(x, 0)), as for Criteo"""
@@ -43,8 +41,6 @@ class Dense:
 
 @dataclass(frozen=True)
 class Categorical:
-    """A column of values or of lists of values: a feature with its own table."""
-
     type: Literal["string", "int", "hex"] = "string"
     """int and hex: 64-bit integers, or decimal or hexadecimal text"""
     rows: PositiveInt | None = None
@@ -57,8 +53,6 @@ class Categorical:
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns of a table and their format in files."""
-
     labels: Mapping[str, Label] = field(default_factory=dict)
     dense: Mapping[str, Dense] = field(default_factory=dict)
     categorical: Mapping[str, Categorical] = field(default_factory=dict)
@@ -89,16 +83,11 @@ class Schema:
 
     @property
     def names(self) -> list[str]:
-        """Names of the columns that are read."""
         return [*self.labels, *self.dense, *self.categorical]
 
 
 def read_schema(path: Path) -> Schema:
-    """Return the schema in the YAML file `path`.
-
-    Raises:
-        InputError: naming the file, the key and the rule that it breaks.
-    """
+    """Return the schema in a YAML file; an InputError names the file, the key and the rule that it breaks."""
     try:
         with path.open() as file:
             tree = yaml.load(file, UniqueKeyLoader)
@@ -114,7 +103,7 @@ def read_schema(path: Path) -> Schema:
 
 
 def criteo_schema(rows: int | None, min_count: int | None = None) -> Schema:
-    """Return the schema of Criteo's click logs: a label, 13 counts and 26 hexadecimal numbers between tabs."""
+    """Criteo's click logs: a label, 13 counts and 26 hexadecimal numbers between tabs."""
     dense, tables = [f"I{i + 1}" for i in range(CRITEO_DENSE)], [f"C{t + 1}" for t in range(CRITEO_TABLES)]
     return Schema(
         delimiter="\t",

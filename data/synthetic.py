@@ -1,8 +1,8 @@
 """Endless synthetic click logs: Zipf-distributed ids, and labels from a hidden teacher model.
 
-Sample i is a function of (seed, split, i) only, drawn from a fixed range of a counter-based random stream (Philox,
-Salmon et al., SC 2011). It has the same bits on any rank, on CPUs and GPUs (`synthetic_device.py`): ids and lengths
-come from integers, and floating-point operations round identically everywhere.
+Sample i is drawn from a fixed range of a counter-based random stream (Philox, Salmon et al., SC 2011) of (seed, split).
+It has the same bits on every rank and device (`synthetic_device.py`): ids and lengths come from integers, and
+floating-point operations round identically everywhere.
 """
 
 import math
@@ -23,14 +23,13 @@ NORMAL_SCALE = math.sqrt(3 / (2.0**32 - 1))  # scales the centered sum of four 1
 
 
 class Synthetic(Dataset):
-    """Synthetic samples: near-normal dense features in (-3.5, 3.5), Zipf-distributed ids, a teacher's labels.
+    """Samples with near-normal dense features in (-3.5, 3.5).
 
     The splits are different streams with the same tables and teacher. Reading beyond `num_samples` continues the
     stream. data.tables.max_rows makes tables smaller instead of folding ids.
     """
 
     def __init__(self, config: DataConfig, split: Literal["train", "eval"]):
-        """Build the stream of `split`."""
         tables, number = config.tables, config.tables.number()
         assert tables.rows is not None, "DataConfig checks that synthetic tables have rows"
         cap = tables.max_rows or math.inf
@@ -38,7 +37,6 @@ class Synthetic(Dataset):
         self.num_samples: int | None = None if split == "train" else config.eval_samples
         self.bag_sizes: list[tuple[int, int]] = [parse_multi_hot(spec) for spec in _per_table(tables.multi_hot, number)]
         self.pooling: list[float] = [(low + high) / 2 for low, high in self.bag_sizes]
-        """mean number of ids per bag, of each table"""
 
         rng = np.random.default_rng((config.seed, 2))
         shapes = list(zip(self.rows, _per_table(tables.zipf_alpha, number), strict=True))
@@ -53,7 +51,7 @@ class Synthetic(Dataset):
         self._blocks_per_sample = math.ceil((self._first_id + self.max_ids) / DRAWS_PER_BLOCK)
 
     def read(self, first: int, count: int) -> Batch:
-        """Return the samples [first, first + count), count >= 1."""
+        """`count` is at least 1."""
         if count > _BLOCK_SAMPLES:
             blocks = range(first, first + count, _BLOCK_SAMPLES)
             return Batch.join([self.read(block, min(_BLOCK_SAMPLES, first + count - block)) for block in blocks])

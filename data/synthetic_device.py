@@ -14,12 +14,9 @@ from dlrm_overlap.kernels.synthetic import Source, draw_samples
 
 
 class DeviceSynthetic(Synthetic):
-    """The samples of `Synthetic`, on a GPU."""
-
     on_gpu = True
 
     def __init__(self, config: DataConfig, split: Literal["train", "eval"], device: torch.device):
-        """Build the stream of `split`, and copy its tables to `device`."""
         super().__init__(config, split)
         teacher, (least, most) = self._teacher, np.array(self.bag_sizes).T
         arrays = (
@@ -37,11 +34,10 @@ class DeviceSynthetic(Synthetic):
         self._source = Source(*tensors, end=CURVE_END, bias=teacher.bias, scale=NORMAL_SCALE, ids=ids)
 
     def read(self, first: int, count: int) -> Batch:
-        """Make the samples [first, first + count), count >= 1, on the current stream."""
+        """Make the samples on the current stream; `count` is at least 1."""
         return Batch.from_tensors(*draw_samples(self._source, first, count))
 
     def _tables_of_ids(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the columns, tables and cells of a `Source`."""
         columns = np.full(self._blocks_per_sample * DRAWS_PER_BLOCK, -1, dtype=np.int32)
         tables, cells, begins, words, column = [], [], {}, 0, self._first_id
         for t, (table, (_, most)) in enumerate(zip(self._tables, self.bag_sizes, strict=True)):
@@ -62,7 +58,7 @@ class DeviceSynthetic(Synthetic):
 
 
 def _cells(ranks: ZipfRanks) -> np.ndarray:
-    """Return the cells of `ranks` in the kernel's layout, [cells * 8] int64."""
+    """Return the kernel's layout, [cells * 8] int64."""
     cells = np.zeros((len(ranks.thresholds), 8), dtype=np.int64)
     cells[:, 0] = ranks.thresholds.view(np.int64)
     for word, part in enumerate((ranks.first_ranks, ranks.slopes.view(np.int64), ranks.curves.view(np.int64))):

@@ -1,4 +1,4 @@
-"""Reads files of samples by a schema: text (CSV, TSV, plain or compressed), Parquet and Arrow IPC files."""
+"""Reads files of samples by a schema: text (CSV, TSV; plain or compressed), Parquet and Arrow IPC."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -26,10 +26,8 @@ _DAY = re.compile(r"day_(\d{1,3})(?!\d)")  # longer numbers are dates
 def table_files(path: Path) -> list[Path]:
     """Return the file `path`, or the files of the folder `path` in natural order: day_2 before day_10.
 
-    Names that begin with `.` or `_` and subfolders are left out.
-
-    Raises:
-        InputError: if there is no file, a file both plain and compressed, or a gap in day_0, day_1, ..
+    Names that begin with `.` or `_` are left out. An InputError if there is no file, a file both plain and compressed,
+    or a gap in day_0, day_1, ..
     """
     if path.is_file():
         return [path]
@@ -44,11 +42,7 @@ def table_files(path: Path) -> list[Path]:
 
 
 def read_blocks(file: Path, schema: Schema, block_bytes: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield the number of each block's first row, where a header counts and blank lines do not, and the block.
-
-    Raises:
-        InputError: if a column is missing or appears twice.
-    """
+    """Yield each block and the number of its first row in the file, where a header counts and blank lines do not."""
     row = 1
     if not file.stat().st_size:
         return

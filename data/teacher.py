@@ -25,10 +25,10 @@ class Teacher:
     A row's score is a hash of its id. A bag's signal is the sum of its rows' scores, standardised to mean 0 and
     variance 1 for every bag size; with a half-life, later ids of the bag have less weight. The logit is a weighted sum
     of dense features, signals, and products of a signal with a dense feature or another signal, which only a model with
-    an interaction layer can learn. The best possible AUROC is near 0.9, the click rate near 0.37.
+    an interaction layer can learn. The best AUROC is near 0.9.
 
-    Labels have the same bits on every processor: bags' sums are integers, the rest is float64 sums and products in a
-    fixed order, and linear interpolation between exact values replaces the sigmoid, within 3e-6.
+    Labels have the same bits on every processor: sums of bags are integers, the rest is float64 sums and products in a
+    fixed order, and linear interpolation replaces the sigmoid, within 3e-6.
     """
 
     bias = _BIAS
@@ -42,7 +42,7 @@ class Teacher:
         half_lives: Sequence[int],
     ):
         self.keys = rng.integers(2**32, size=len(tables), dtype=np.uint32)
-        """[T] uint32, key of each table's hash"""
+        """[T] uint32, keys of the hashes"""
         self.weights: dict[int, np.ndarray] = {}
         """table with a half-life -> [largest bag] uint32, weight of an id by its position in the bag, in 256ths"""
         means, factors, starts, start = [], [], [], 0
@@ -66,7 +66,6 @@ class Teacher:
         self.factor_starts = np.array(starts, dtype=np.int64)
         """[T] int64, index into `means` and `factors` of bags of 0 ids"""
         self.signals = [t for t, table in enumerate(tables) if table.rows > 1]
-        """tables of more than one row, whose signals count"""
         bags, dense = len(self.signals), dense_features
         groups = [dense, bags, min(dense, bags), len(list(pairwise(range(bags))))]
         present = sum(share for share, size in zip(_VARIANCE_SHARES, groups, strict=True) if size)
@@ -84,7 +83,7 @@ class Teacher:
         self._curve = click_curve()
 
     def logit(self, dense: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return the logits [b] float64 of dense [b, F], lengths [T, b] and values [sum of lengths]."""
+        """Return [b] float64; `dense` is [b, F], `lengths` [T, b], `values` [sum of lengths]."""
         features, signals = dense.T.astype(np.float64), self._signals(lengths, values)
         # Term by term, since the rounding of a matrix product depends on the number of samples.
         logit = np.full(len(dense), self.bias)
@@ -101,7 +100,7 @@ class Teacher:
         return logit
 
     def click_probability(self, dense: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return the click probabilities [b] float64."""
+        """Return [b] float64."""
         position = self.logit(dense, lengths, values)
         np.clip(position, -CURVE_END, CURVE_END, out=position)
         position += CURVE_END
@@ -111,7 +110,6 @@ class Teacher:
         return begin + (self._curve[piece + 1] - begin) * (position - piece)
 
     def _signals(self, lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
-
         # A bag's sum is a difference of running sums modulo 2**32, which is exact for up to 65,536 scores of 16 bits.
         running = np.zeros(values.size + 1, dtype=np.uint32)
         ids = lengths.sum(axis=1)
@@ -126,7 +124,7 @@ class Teacher:
 
 
 def scores(ids: np.ndarray, keys: np.ndarray | np.uint32) -> np.ndarray:
-    """Return scores uint32, uniform in [0, 65536), of `ids` int32, hashed with one key or one key per id."""
+    """Return scores uint32, uniform in [0, 65536), of `ids` int32; `keys` is one key or one per id."""
     bits = ids.view(np.uint32) ^ keys
     for multiplier in (0x9E3779B1, 0x85EBCA77):
         bits *= np.uint32(multiplier)
@@ -137,7 +135,6 @@ def scores(ids: np.ndarray, keys: np.ndarray | np.uint32) -> np.ndarray:
 
 
 def _score_moments(table: ZipfTable, key: np.uint32) -> tuple[float, float]:
-    """Return mean and standard deviation of a drawn id's score, exactly for the 4096 most popular rows."""
     ranks = np.arange(min(table.rows, 4096))
     own = scores(table.row_ids(ranks), key).astype(np.float64)
     probability = table.ranks.probability(ranks)

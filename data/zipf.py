@@ -11,21 +11,21 @@ _WITHIN = 1 - 2.0**-48  # keeps a rounded position below its item's width
 
 
 class ZipfRanks:
-    """Ranks in the order of popularity, P(rank r) = (r + 1)**-alpha / Z for r = 0 .. rows - 1, any alpha >= 0.
+    """Ranks in the order of popularity, P(rank r) = (r + 1)**-alpha / Z for r = 0 .. rows - 1, alpha >= 0.
 
-    Walker's alias method (Vose, A linear algorithm for generating random numbers with a given distribution, IEEE TSE
-    1991): a draw's high bits choose one of 2**bits cells of equal probability. A threshold divides a cell between two
-    items, each a rank or a range of ranks, and the position in the item's part of the cell selects the rank.
+    Walker's alias method: a draw's high bits choose one of 2**bits cells of equal probability. A threshold divides a
+    cell between two items, each a rank or a range of ranks, and the position in the item's part selects the rank.
 
-    Each of the first 128 ranks is an item. Each later octave of ranks has 16 items of the same width, or 64 if alpha is
+    Each of the first 128 ranks is an item; each later octave of ranks has 16 items of the same width, or 64 if alpha is
     above 4. Within an item, the rank is a quadratic function of the draw that preserves the ratio of densities at the
     item's ends. The relative error of a row's probability is below 0.04% at alpha 1.05, 0.2% at 2, and 0.9% at any.
 
-    A draw uses integers and single float64 sums, products and conversions, which round identically everywhere unless a
-    product and a sum are fused.
+    Products and sums of float64 must not be fused, so that they round identically everywhere.
 
-    Example: rows 3 and alpha 0 give 4 cells, and each item has the mass of 4/3 cells. Cell 0 is item 0's, the first 2/3
-    of cell 1 item 1's and the rest item 0's, the first 1/3 of cell 2 item 2's and the rest item 1's, cell 3 item 2's.
+    Example: rows 3 and alpha 0 give 4 cells and items of the mass of 4/3 cells. Cell 0 is item 0's, the first 2/3 of
+    cell 1 item 1's and the rest item 0's, the first 1/3 of cell 2 item 2's and the rest item 1's, cell 3 item 2's.
+
+    Source: Vose, A linear algorithm for generating random numbers with a given distribution, IEEE TSE 1991.
     """
 
     def __init__(self, rows: int, alpha: float):
@@ -55,7 +55,7 @@ class ZipfRanks:
         """Return each item's first rank, width, mass (Z in total) and skew.
 
         After the head, the mass of rank r is the integral of t**-alpha over [r + .5, r + 1.5] (midpoint rule), with a
-        relative error of alpha (alpha + 1) / (24 r**2): below 6e-6 at alpha 1.05, below 2e-4 at alpha 8.
+        relative error of alpha (alpha + 1) / (24 r**2).
         """
         excess, head = self._excess, min(self.rows, 1 << _HEAD_BITS)
         step_bits = 4 if excess <= 3 else 6
@@ -72,7 +72,6 @@ class ZipfRanks:
         return first[kept], width[kept], mass[kept], skew[kept]
 
     def probability(self, ranks: np.ndarray) -> np.ndarray:
-        """Return the probabilities of `ranks`, float64."""
         return (ranks + 1.0) ** -(self._excess + 1) / self._total
 
     def draw(self, draws: np.ndarray) -> np.ndarray:
@@ -93,17 +92,15 @@ class ZipfRanks:
 
 
 class ZipfTable:
-    """Maps the popularity ranks of a table to its rows."""
-
     def __init__(self, ranks: ZipfRanks, offset: int):
-        """Take the ranks, and an offset in [0, rows) that makes equal tables differ."""
+        """`offset` in [0, rows) makes equal tables differ."""
         self.ranks, self.rows = ranks, ranks.rows
         rows = self.rows
         self.multiplier = next(m for m in range(int(0.618 * rows), rows + 1) if math.gcd(m, rows) == 1)
         self.offset = offset
 
     def row_ids(self, ranks: np.ndarray) -> np.ndarray:
-        """Return the rows, int32 in [0, rows), of `ranks`: a bijection that scatters the popular rows."""
+        """Map ranks to rows, int32 in [0, rows): a bijection that scatters the popular rows."""
         ids = ranks * self.multiplier
         ids += self.offset
         # The remainder; numpy vectorises division by a scalar, but not `%`.
@@ -112,7 +109,7 @@ class ZipfTable:
 
 
 def _alias(mass: np.ndarray, cells: int) -> tuple[list[float], np.ndarray]:
-    """Divide cells among items of `mass`: return item i's share of cell i, and the item that has the rest."""
+    """Return item i's share of cell i, and the item that has the rest of the cell."""
     left = (np.append(mass, np.zeros(cells - len(mass))) * cells).tolist()
     share, other = [1.0] * cells, np.arange(cells)
     small = [item for item in range(cells) if left[item] < 1]

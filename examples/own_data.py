@@ -2,8 +2,8 @@
 
     python examples/own_data.py --folder own_data --nproc 2        # on GPUs, or on a CPU if there are none
 
-The table is created here as a Parquet file (CSV works, too). Its 39 columns are two labels, 8 numbers, 28 strings and a
-list. docs/configuration.md describes schemas.
+The table is created here as a Parquet file. Its 39 columns are two labels, 8 numbers, 28 strings and a list.
+docs/configuration.md describes schemas.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def make_table(rows: int) -> pa.Table:
 
 
 def run(folder: Path, rows: int, options: list[str]) -> int:
-    """Write the table and its schema to `folder`, prepare it, and train with `options` of `dlrm-overlap train`."""
+    """`options` are of `dlrm-overlap train`."""
     folder.mkdir(parents=True, exist_ok=True)
     parquet.write_table(make_table(rows), folder / "samples.parquet")
     (folder / "schema.yaml").write_text(SCHEMA + "\n")

@@ -4,9 +4,7 @@
     python examples/own_model.py                                            # one process
 
 The dot product of a user vector and an item vector is the logit of a click. Only two lines differ from TorchRec
-(--backend torchrec): the sharder and the pipeline (docs/torchrec.md).
-
-You can ignore the warnings: TorchRec's planner warns about its own estimates, PyTorch about how TorchRec uses DDP.
+(--backend torchrec): the sharder and the pipeline (docs/torchrec.md). Ignore the planner's and PyTorch's warnings.
 """
 
 import argparse
@@ -76,7 +74,6 @@ def synthetic_batches(steps: int, rank: int) -> Iterator[Batch]:
 
 
 def main() -> None:
-    """Build the model, shard it and train it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", choices=["torchrec", "nccl", "pgas", "fused"], default="pgas")
     parser.add_argument("--steps", type=int, default=100)

@@ -16,30 +16,28 @@ class Bags(NamedTuple):
     values: torch.Tensor
     """[n] int32 or int64, row ids"""
     offsets: torch.Tensor
-    """[features * B + 1] int32 or int64: bag f * B + s of feature f and sample s begins here in `values`"""
+    """[features * B + 1] int32 or int64: bag f * B + s of feature f and sample s begins here"""
     first_sample: torch.Tensor
-    """[W + 1] int32, first sample of each rank, and the end"""
+    """[W + 1] int32: first sample of each rank, and the end"""
     samples: int
     """samples of all ranks, B"""
     samples_per_rank: int
     """largest number of samples of a rank, b"""
     weights: torch.Tensor | None = None
-    """[n] float32, factors of the ids' rows"""
+    """[n] float32: factors of the ids' rows"""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Values, offsets and weights, as kernels take them: without weights, the values again, unread."""
+        """As kernels take them: without weights, the values again, unread."""
         return self.values, self.offsets, self.values if self.weights is None else self.weights
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureTable:
-    """The features that one launch pools, whose tables have the same dim and type."""
-
     entries: torch.Tensor
     """[F, 6] int64: see the columns in `pooling`"""
     dim: int
-    """D, a multiple of 4, at most 1024"""
+    """a multiple of 4, at most 1024"""
     weight_dtype: torch.dtype
     """float32, float16 or bfloat16"""
     alignment: int
@@ -47,32 +45,31 @@ class FeatureTable:
     column_alignment: int
     """elements, a power of two up to 16, that divide every column"""
     leaves_out: bool = False
-    """whether empty bags of some features are not stored"""
+    """whether some features' empty bags are not stored"""
 
 
 EVERY_BAG = -1
-"""share of a row shard that stores a partial sum for empty bags too"""
+"""share of a row shard that also stores a partial sum for empty bags"""
 
 
 class Partials(NamedTuple):
     """The partial sums of one table in a window, one for each row shard."""
 
     columns: Sequence[int]
-    """first column of each row shard's partial sum; the total is stored at the first"""
+    """first column of each partial sum; the total is stored at the first"""
     dim: int
     shares: Sequence[int] = ()
-    """for each row shard, the feature of the input whose non-empty bags have a partial sum, or EVERY_BAG; empty if
-    unknown"""
+    """for each row shard, the feature whose non-empty bags have a partial sum, or EVERY_BAG; empty if unknown"""
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """The windows that kernels store into, one for each destination rank."""
+    """One window for each destination rank."""
 
     addresses: torch.Tensor
     """[W] int64"""
     stride: int
-    """elements of a window's row, D_total"""
+    """elements of a window's row"""
     dtype: torch.dtype
     """the wire type: float32, bfloat16 or float16"""
     alignment: int = 16

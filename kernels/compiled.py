@@ -17,8 +17,7 @@ class CompiledKernel:
     """A `@triton.jit` kernel with its compile-time arguments fixed, launched by position.
 
     Triton's own launch inspects every argument, which takes longer than a small kernel. This class inspects those of
-    the first launch only, so kernels and callers follow four rules. `check` asserts them at the first launch, and at
-    every launch under Triton's interpreter.
+    the first launch only, so kernels and callers follow four rules, which `check` asserts:
 
     - Order: launches pass the run-time arguments in the order of the kernel's parameters.
     - Integers: the kernel names them in `do_not_specialize`; those of 64 bits are annotated as `tl.int64`.
@@ -26,8 +25,7 @@ class CompiledKernel:
     - Types: `dtypes` has those of all tensors whose type the constants leave open.
 
     Example:
-        # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
-        scale = CompiledKernel(_scale, num_warps=4, BLOCK=1024)
+        scale = CompiledKernel(_scale, num_warps=4, BLOCK=1024)  # _scale(values, count, factor, BLOCK: tl.constexpr)
         scale(programs, (values.dtype,), values, values.numel(), 0.5)
     """
 
@@ -47,15 +45,13 @@ class CompiledKernel:
 
         Args:
             kernel: its `tl.constexpr` parameters come last.
-            num_warps: warps per program.
-            num_stages: loads of a pipelined loop in flight at once; None takes Triton's default.
-            fuse_sums: let a product and a sum become one instruction, which rounds once. Without, results have a CPU's
-                bits.
+            num_stages: loads of a pipelined loop in flight at once.
+            fuse_sums: let a product and a sum become one instruction. Without, results have a CPU's bits.
             registers: limit of a thread's registers.
             libraries: name and file of each library of device functions.
             prepare: called with the module's handle before the first launch.
-            constants: values of the `tl.constexpr` parameters, in their order. The fields of a named tuple are
-                constants, too; they must not be functions, whose changes Triton's cache on disk would not see there.
+            constants: the `tl.constexpr` parameters, in their order. Fields of a named tuple are constants, too, but
+                must not be functions, whose changes Triton's cache on disk would not see there.
         """
         constants = {name: _with_constant_fields(value) for name, value in constants.items()}
         names = tuple(inspect.signature(kernel.fn).parameters)
@@ -70,10 +66,7 @@ class CompiledKernel:
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
 
     def __call__(self, programs: int, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> None:
-        """Launch `programs` programs on the current stream; 0 launches nothing.
-
-        `dtypes` are the types of the tensors whose type the constants leave open. The first of `arguments` is a tensor.
-        """
+        """Launch `programs` programs on the current stream, or nothing if 0. The first of `arguments` is a tensor."""
         if programs == 0:
             return
         if INTERPRETED:
@@ -87,11 +80,9 @@ class CompiledKernel:
 
     @property
     def name(self) -> str:
-        """The kernel's name."""
         return self._kernel.__name__
 
     def compiled(self, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> Any:
-        """Return the compiled kernel for such arguments, compiled at the first call."""
         key = arguments[0].device.index, dtypes
         if key not in self._compiled:
             self._compiled[key] = self.compile(*arguments)
@@ -100,14 +91,12 @@ class CompiledKernel:
         return self._compiled[key]
 
     def compile(self, *arguments: Any) -> Any:
-        """Return the compiled kernel for these arguments without launching it."""
         self.check(*arguments)
         compiled = self._kernel.warmup(*arguments, **self.constants, **self._options, grid=(1,))
         compiled._init_handles()
         return compiled
 
     def check(self, *arguments: Any) -> None:
-        """Assert that these arguments follow the rules of the class, as far as their values show it."""
         kernel = self._kernel
         assert len(arguments) == len(self.arguments), (
             f"{kernel.__name__}: {len(arguments)} arguments are passed; pass {', '.join(self.arguments)}"
@@ -127,7 +116,6 @@ class CompiledKernel:
 
 
 def _with_constant_fields(value: Any) -> Any:
-    """Return a named tuple whose fields are constants to Triton, or the value itself."""
     return value._make(map(tl.constexpr, value)) if hasattr(value, "_fields") else value
 
 

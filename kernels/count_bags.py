@@ -16,11 +16,10 @@ BLOCK = 64 if INTERPRETED else 2048  # bags that a program reads at a time
 def _count_bags(lengths, numbers: tl.int64, features: tl.int64, samples: tl.int64, BLOCK: tl.constexpr):
     """Count the ids of feature t, as program t.
 
-    Memory: reads row t of `lengths` [T, b]. `numbers` is the address of three rows of int64, `features` apart, in
-    page-locked host memory: ids of each feature, of its largest bag, and minus those of its smallest. Stores element t
-    of each: 0, -2^31, -2^31 without samples.
+    Memory: `lengths` is [T, b]. `numbers` is the address of the three rows of `reference.count_bags`, int64, `features`
+    apart, in page-locked host memory.
 
-    Order: no two programs share an element. The host may read them after an event that follows the kernel.
+    Order: the host may read them after an event that follows the kernel.
 
     Example: bags f: [5] [], g: [7, 7] [1] have the lengths 1 0 2 1, which give the rows 1 3, 1 2, 0 -1.
     """
@@ -42,10 +41,9 @@ def _count_bags(lengths, numbers: tl.int64, features: tl.int64, samples: tl.int6
 
 
 def count_bags(lengths: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Count the ids of features as `reference.count_bags` does, on the current stream; the host does not wait.
+    """Store `reference.count_bags` of `lengths` [T, b] to `numbers` [3, T] int64 in page-locked host memory.
 
-    `lengths` [T, b] is int32 or int64, contiguous. `numbers` [3, T] int64 is in page-locked host memory, its rows
-    contiguous.
+    `lengths` is int32 or int64, contiguous; so are the rows of `numbers`.
     """
     features, samples = lengths.shape
     kernel = specialised(_count_bags, num_warps=8, BLOCK=BLOCK)

@@ -1,9 +1,9 @@
 """Divides published ids into shares, so that each owner of a row-wise sharded table reads only the ids of its rows.
 
-A window (see `pull_ids`) holds the ids of T features and then, from word `values_at` on, those of S shares, share after
-share, bag after bag, each minus the share's first id. The offsets begin at word `offsets_at`: of the features' bags
-[T * b]; then b words, the first of which ends the features' ids; then of the shares' bags [S * b + 1]. So share s is
-read like a feature, number T + 1 + s.
+A window (see `pull_ids`) holds the ids of T features and, from word `values_at` on, those of S shares, share after
+share, bag after bag, each minus the share's first id. From word `offsets_at` on are the offsets: of the features' bags
+[T * b]; b words, beginning with the end of the features' ids; of the shares' bags [S * b + 1]. So share s is read like
+feature T + 1 + s.
 
 Example: T = 1, b = 2, bags [5, 1] [7, 4], shares of the ids 0 .. 3 and 4 .. 7. The first share has the bags [1] [], the
 second [1] [3, 0].
@@ -28,16 +28,14 @@ SHARE_COLUMNS = tl.constexpr(3)
 
 
 class Shares(NamedTuple):
-    """The shares, and where they are in the window."""
-
     entries: torch.Tensor
-    """[S, 3] int64: feature, first id, and the id after the last one; ids are unsigned, a negative id is 2^32 + id"""
+    """[S, 3] int64: feature, first id, and the id after the last; ids are unsigned"""
     room: int
-    """words of the window for the features' ids"""
+    """words for the features' ids"""
     values_at: int
-    """word where the shares' ids begin"""
+    """word where they begin"""
     values: int
-    """words of the window for the shares' ids"""
+    """words for the shares' ids"""
     offsets_at: int
     """word where the offsets begin"""
     features: int
@@ -64,13 +62,10 @@ def _divide_ids(
 ):
     """Count the ids of BAGS bags of one share or, with FILL, store them in the bag's order; a lane takes a bag.
 
-    Memory: without FILL, stores to `counts`. With FILL, stores the share's ids, each minus its first id, and with
-    WEIGHTED their weights; nothing from word `values_end` on, so that a batch that exceeds its capacity overwrites
-    nothing.
+    Memory: with FILL, stores ids and, if WEIGHTED, weights, but nothing from word `values_end` on: a batch that exceeds
+    its capacity overwrites nothing. Without FILL, stores to `counts`.
 
     Order: the fill runs after the cumulative sum of the counts, and before the flag that publishes the ids.
-
-    Source: ours. TorchRec uses FBGEMM's `block_bucketize_sparse_features` before its All-to-All.
     """
     number = tl.program_id(0) // blocks
     sample = (tl.program_id(0) % blocks) * BAGS + tl.arange(0, BAGS)
@@ -108,11 +103,9 @@ def _compiled(fill: bool, weighted: bool = False) -> CompiledKernel:
 
 
 def divide_ids(window: torch.Tensor, shares: Shares, samples: int, counts: torch.Tensor) -> None:
-    """Write the shares' ids and offsets to a window that holds the features' ids, on the current stream.
+    """Write the shares' ids and offsets to a window that holds the features' ids.
 
-    Args:
-        samples: samples of a feature, b.
-        counts: [1 + S * b or more] int32, scratch; its first element is `values_at` and stays.
+    `counts` [1 + S * b or more] int32 is scratch memory, except its first element, `values_at`.
     """
     number = shares.entries.shape[0]
     blocks = -(-samples // _BAGS)

@@ -10,8 +10,7 @@
 Bits need no sort, give rows in ascending order, in which host memory is faster, and the same result every time.
 
 Example: 4 slots hold rows 7 3 9 5. None was used again; 9 and 5 came in the last step; the hand is at slot 0. A step
-names rows 8 8 2. Their bits are set, and slots 0 and 1 may be taken. Row 2 replaces row 7 in slot 0, row 8 replaces row
-3 in slot 1, the ids become 1 1 0, and the hand moves to slot 2.
+names rows 8 8 2. Row 2 takes slot 0, row 8 slot 1, the ids become 1 1 0, and the hand moves to slot 2.
 """
 
 from functools import partial
@@ -31,7 +30,7 @@ _NUM_WARPS = 4
 
 @triton.jit
 def _first_row(offsets, first_rows, position, mask, samples, features, HALVINGS: tl.constexpr):
-    """Return [N], the element of `first_rows` of the feature whose bags hold the id at `position` [N]."""
+    """Return [N]: the element of `first_rows` of the feature whose bags hold the id at `position` [N]."""
     # Binary search of the feature: the first one whose bags end after the position.
     low = tl.zeros_like(position)
     high = low + features
@@ -84,7 +83,6 @@ def _look_up(
 
 @triton.jit
 def _count_ones(word):
-    """Return the number of bits that are set in each uint32."""
     pairs = word - ((word >> 1) & 0x55555555)
     fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
     return (((((fours >> 4) + fours) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
@@ -128,8 +126,6 @@ def _count(
     """Count the bits of one block, or the slots of one block that may be taken.
 
     Memory: a slot that this step names gains a use, up to MAX_USES.
-
-    Order: no two programs share an element.
     """
     program = tl.program_id(0)
     if program < word_blocks:
@@ -144,7 +140,6 @@ def _count(
 
 @triton.jit
 def _list_rows(named, entering, words, block, begin, WORDS: tl.constexpr):
-    """Store the rows of one block's bits to `entering`, from element `begin` on, and clear the bits."""
     number, word = _load_words(named, words, block, WORDS)
     inside = _count_ones(word)
     into = entering + begin + tl.cumsum(inside, 0) - inside
@@ -174,7 +169,8 @@ def _list_slots(
 ):
     """Store the slots of one block that are taken to `taken`, and move the hand past them.
 
-    The block's free slots without uses begin at number `first_idle` of all `idles`, the others at `first_other`.
+    Of all free slots, those without uses come first, `idles` in number: this block's begin at number `first_idle`, its
+    free slots with uses at `first_other`.
     """
     mask, slot, _, left, free = _load_slots(used_at, uses, clock, slots, block, SLOTS)
     # Number the block's slots: those without uses come first.
@@ -210,8 +206,6 @@ def _list(
     """List the rows of one block that enter, or the slots of one block: row entering[i] takes slot taken[i].
 
     Memory: the hand's next slot is stored to `clock[2]`, since other programs still read `clock[1]`.
-
-    Order: no two programs share an element.
     """
     program = tl.program_id(0)
     entries = tl.load(ends + word_blocks - 1)
@@ -252,12 +246,7 @@ def _take(
     word_blocks,
     BLOCK: tl.constexpr,
 ):
-    """Assign slots to the rows that enter, as program p of P the blocks p, p + P, .. of BLOCK.
-
-    Memory: stores the slots' former rows to `leaving`, and the number of entries to `count`.
-
-    Order: no two programs share an element.
-    """
+    """Assign slots to the rows that enter, as program p of P the blocks p, p + P, .. of BLOCK."""
     entries = tl.load(ends + word_blocks - 1)
     step = tl.load(clock).to(tl.int32)
     for first in range(tl.program_id(0) * BLOCK, entries, tl.num_programs(0) * BLOCK):
@@ -305,8 +294,6 @@ def _replace(
 
 
 class Blocks(NamedTuple):
-    """What one program takes: powers of two."""
-
     ids: int = 1024
     words: int = 1024
     slots: int = 1024
@@ -324,19 +311,15 @@ def find_slots(
     first_rows: torch.Tensor,
     blocks: Blocks = _BLOCKS,
 ) -> Swaps:
-    """Find slots for the rows that a step names, and replace its ids by the slots, on the current stream.
+    """Find slots for the rows that a step names, and replace its ids by the slots; `state` and `ids` are updated in
+    place.
 
-    There must be enough slots for the rows of this step and the last one together.
+    There must be enough slots for the rows of this step and the last one together; they enter in ascending order.
 
     Args:
-        state: updated in place.
-        ids: [n] int32, ids within their tables, feature after feature; updated in place.
+        ids: [n] int32, ids within their tables, feature after feature.
         offsets: [F * B + 1] int32 or int64, of the bags of F features; later ids belong to feature F.
-        samples: B.
         first_rows: [F + 1 or more] int64: first row of each feature's table in the cache; ids stay if it is negative.
-
-    Returns:
-        The rows that leave and enter, the latter in ascending order.
     """
     if not (ids.is_cuda or INTERPRETED):
         return reference.find_slots(state, ids, offsets, samples, first_rows)

@@ -17,17 +17,14 @@ _JIT_OPTIONS = {"do_not_specialize": ["rank", "world_size", "slots", "first_slot
 
 @dataclass(frozen=True, eq=False)
 class Flags:
-    """The ready flags of all ranks, as one rank sees them.
-
-    A flag holds the epoch of its last signal, and is never reset.
-    """
+    """The ready flags of all ranks. A flag holds the epoch of its last signal, and is never reset."""
 
     addresses: torch.Tensor
-    """[W] int64, address of each rank's flags [W, slots] int64; rank w signals row w. Ranks of this node only"""
+    """[W] int64: address of each rank's flags [W, slots] int64, row w signalled by rank w; ranks of this node only"""
     clock: torch.Tensor
-    """[1] int64, added to epochs on the device, see `comm/counters.py`"""
+    """[1] int64: added to epochs on the device, see `comm/counters.py`"""
     local: torch.Tensor
-    """[W, slots] int64, this rank's flags"""
+    """[W, slots] int64: this rank's flags"""
     counts: torch.Tensor
     """[W] int32: the first counts[w] slots of row w are in use"""
     timeout: int
@@ -38,8 +35,8 @@ class Flags:
 
 @triton.jit(**_JIT_OPTIONS)
 def _signal_flags(
-    peers_ready,
-    clock,
+    peers_ready,  # [W] int64, addresses of flags [W, slots]
+    clock,  # [1] int64, added to `epoch`
     rank,
     world_size,
     slots,
@@ -49,35 +46,28 @@ def _signal_flags(
 ):
     """Set this rank's flag `first_slot` to `epoch` + `clock` at every rank; the grid is one program.
 
-    Memory: one element of each rank's flags [W, slots], at the addresses `peers_ready` [W].
-
     Order: releases at system scope, which cover all stores of earlier kernels on the stream.
-
-    Example: rank 2 of 3 signals slot 1 of 4 with epoch 7: element 2 * 4 + 1 = 9 of each rank's flags becomes 7.
     """
     primitives.signal_flags(peers_ready, rank * slots + first_slot, world_size, epoch + tl.load(clock), PEERS)
 
 
 @triton.jit(**_JIT_OPTIONS)
 def _wait_for_flags(
-    ready,
-    counts,
-    clock,
+    ready,  # [W, slots] int64
+    counts,  # [W] int32, flags in use
+    clock,  # [1] int64, added to `epoch`
     status,
     rank,
     world_size,
     slots,
     epoch: tl.int64,
-    timeout: tl.int64,
+    timeout: tl.int64,  # ns; turns under the interpreter
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Wait, as program p, for the flags [p * BLOCK, (p + 1) * BLOCK) of `ready` [W, slots].
+    """Wait, as program p, for the flags [p * BLOCK, (p + 1) * BLOCK); see `primitives.wait_for_flags`.
 
-    Memory: the program reads this rank's flags; the first counts[w] flags of row w are in use. After `timeout` it
-    writes a record by way of `status`, and stops the GPU's work.
-
-    Order: acquires at system scope. The next kernels on the stream see the peers' stores before these signals.
+    Order: acquires at system scope: the next kernels on the stream see the peers' stores before these signals.
     """
     first = tl.program_id(0) * BLOCK
     epoch = epoch + tl.load(clock)
@@ -89,13 +79,13 @@ def _wait_kernel(block: int) -> CompiledKernel:
 
 
 def signal_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
-    """Set `slot` of `rank` to `epoch` + `flags.clock` at every rank that has an address, after all earlier work."""
+    """Set `slot` of `rank` to `epoch` + `flags.clock` at every rank of the node, after all earlier work."""
     kernel, arguments = _signalling(flags, rank, slot, epoch)
     kernel(1, (), *arguments)
 
 
 def prepare_signals(flags: Flags, rank: int, slot: int) -> Launch:
-    """Return the launch of `signal_flags` that is called with the epoch alone."""
+    """Return the launch of `signal_flags`, called with the epoch."""
     kernel, arguments = _signalling(flags, rank, slot, epoch=0)
     return Launch(kernel, 1, (), arguments, changing=("epoch",))
 
@@ -116,7 +106,7 @@ def wait_flags(flags: Flags, rank: int, epoch: int) -> None:
 
 
 def prepare_wait(flags: Flags, rank: int) -> Launch:
-    """Return the launch of `wait_flags` that is called with the epoch alone."""
+    """Return the launch of `wait_flags`, called with the epoch."""
     kernel, programs, arguments = _waiting(flags, rank, epoch=0)
     return Launch(kernel, programs, (), arguments, changing=("epoch",))
 

@@ -1,16 +1,11 @@
-"""The groups of rows in which a message is sent to another node; sender and receiver compute the same ones.
+"""The groups of rows in which a message is sent to another node, computed by both sender and receiver.
 
-A put costs a network card some hundred ns, whatever its size. So a message is cut into groups of equally many rows,
-each of at least `aggregate_bytes` except the last one, and a group is sent by one put when its last row is finished.
+A put costs a network card some hundred ns, whatever its size, so each group is one put of at least `aggregate_bytes`.
 
-Source: the aggregator of Chen et al. 2024, which also sends a group that has waited too long; in the simulation of 16
-nodes such a limit does not change a step's time.
+Source: the aggregator of Chen et al. 2024, without its limit of the time that a group waits.
 """
 
 
 def group_rows(row_bytes: int, aggregate_bytes: int, least_rows: int = 1) -> int:
-    """Return the rows of a group: the smallest multiple of `least_rows` that has `aggregate_bytes` bytes.
-
-    Example: 512 bytes a row, 64 KB a group: 128 rows.
-    """
+    """Return the smallest multiple of `least_rows` that has `aggregate_bytes` bytes."""
     return least_rows * max(1, -(-aggregate_bytes // (least_rows * max(1, row_bytes))))

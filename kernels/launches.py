@@ -1,7 +1,7 @@
 """Launches that are prepared once, then issued in two microseconds each, and the cache that finds them again.
 
 Triton's launcher asks the driver about every tensor argument. A `Launch` keeps the arguments in a buffer, laid out as
-the kernel reads them; a call overwrites those that have changed (what it saves: docs/results/lab.md).
+the kernel reads them; a call overwrites those that have changed (docs/results/lab.md).
 """
 
 import ctypes
@@ -26,13 +26,9 @@ _NONE: Any = object()
 class StepCache(Generic[Key, Value]):
     """Values by keys such as the sizes of a batch: all that captures have used, and the 64 others used last.
 
-    A CUDA graph holds the addresses of its kernels' tensors, and no references. If one of them is freed, a replay reads
-    and writes other owners' memory. So a value that is used during a capture is held as long as the cache. Others may
-    be dropped: kernels that read them are issued before the next owner of their memory uses it. A value must hold the
-    tensors that it is made from.
-
-    Example: a step is captured, then batches of 100 other sizes are evaluated, then the graph is launched. The value of
-    the captured step is still there, with those of the last 64 sizes.
+    A CUDA graph holds addresses of its kernels' tensors, but no references, so values used during a capture are held as
+    long as the cache. Others may be dropped: kernels that read them are issued before the next owner of their memory
+    uses it. A value must hold the tensors that it is made from.
     """
 
     def __init__(self) -> None:
@@ -43,7 +39,6 @@ class StepCache(Generic[Key, Value]):
         """captured values that `get` does not return any more"""
 
     def __len__(self) -> int:
-        """Return the number of keys that have a value."""
         return len(self._captured) + len(self._others)
 
     def get(self, key: Key, make: Callable[[*Arguments], Value], *arguments: *Arguments) -> Value:
@@ -62,7 +57,7 @@ class StepCache(Generic[Key, Value]):
         return value
 
     def forget(self) -> None:
-        """Let all values be made again, since their sources have changed; values that captures have used are held."""
+        """Let all values be made again; values that captures have used are held."""
         self._replaced += self._captured.values()
         self._captured, self._others = {}, {}
 
@@ -78,8 +73,8 @@ def prepared(
 ) -> Callable[[Owner, Sequence[torch.Tensor], *Arguments], Prepared]:
     """Make a method that prepares launches return those of an earlier call with the same key.
 
-    The method takes the tensors that each call of a launch gives, and everything else that the launch is made from,
-    which is hashable. The key is the types and devices of the tensors, and the rest. See `launches_of` for the cache.
+    The method takes the tensors that each call of a launch gives, whose types and devices are in the key, then
+    everything else that the launch is made from, which is hashable.
 
     Example:
         @prepared
@@ -102,7 +97,7 @@ def prepared(
 
 
 def launches_of(owner: Any) -> StepCache[tuple[Any, ...], Any]:
-    """Return what `prepared` methods of an object have made; `forget` it if the object's tensors move."""
+    """Return the cache of an object's `prepared` methods; `forget` it if the object's tensors move."""
     return vars(owner).setdefault("_prepared_launches", StepCache())
 
 
@@ -113,8 +108,6 @@ _NUMBERS = int, float
 
 
 class _Config(ctypes.Structure):
-    """The driver's CUlaunchConfig."""
-
     _fields_ = (
         ("programs", ctypes.c_uint),
         ("programs_yz", ctypes.c_uint * 2),
@@ -129,14 +122,12 @@ class _Config(ctypes.Structure):
 class Launch:
     """A kernel with its arguments; each call gives some of them again.
 
-    It has one caller: two threads must not call it at the same time. It holds the tensors that stay. The tensors of a
-    call have the type and the device of the first ones; nothing checks that except Triton's interpreter, which checks
-    types.
+    Two threads must not call it at the same time. It holds the tensors that stay. The tensors of a call have the type
+    and the device of the first ones, which is not checked, except for types by Triton's interpreter.
 
     Example:
         # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
         launch = Launch(scale, programs, (values.dtype,), (values, values.numel(), 0.5), changing=("values",))
-        launch(values)
         launch(others)  # of the same number and type
     """
 
@@ -151,8 +142,7 @@ class Launch:
         """Compile the kernel, if need be, and pack the arguments.
 
         Args:
-            kernel: the kernel.
-            programs: number of programs; 0 launches nothing. None: each call gives the number.
+            programs: 0 launches nothing. None: each call gives the number.
             dtypes: see `CompiledKernel`.
             arguments: all run-time arguments; the first is a tensor.
             changing: names of the arguments that each call gives, in its order.
@@ -168,7 +158,6 @@ class Launch:
             self._arguments[index] = None
 
     def _pack(self, compiled: Any) -> None:
-        """Lay the arguments out as the kernel's function has its parameters, and prepare the driver's call."""
         # Check what the driver's call assumes.
         driver, metadata = _driver(), compiled.metadata
         devices = {argument.device for argument in self._arguments if isinstance(argument, torch.Tensor)}
@@ -230,7 +219,6 @@ def _type_of(argument: Any) -> Any:
 
 
 def _stored(argument: Any, size: int) -> Any:
-    """Return the C type of an argument in a parameter of `size` bytes."""
     kinds = {torch.Tensor: "pointer", int: "integer", float: "float"}
     kind = next(kind for known, kind in kinds.items() if isinstance(argument, known))
     known = {
@@ -250,7 +238,6 @@ def _driver() -> ctypes.CDLL:
 
 
 def _parameters(driver: ctypes.CDLL, function: ctypes.c_void_p) -> list[tuple[int, int]]:
-    """Return the offset and the size in bytes of each of a function's parameters."""
     found: list[tuple[int, int]] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     ask = driver.cuFuncGetParamInfo

@@ -1,8 +1,8 @@
-"""Messages between nodes in groups of rows: each group is put into the peer's heap, with a signal, when it is complete.
+"""Messages between nodes in groups of rows: each group is put into the peer's heap when it is complete.
 
-A message has a *run* of rows for each rank of the receiving node. Runs are cut into groups of the same number of rows,
-except the last (`grouping`). The put of a group sets its own signal to the epoch after the data has arrived. Nothing is
-reset, and puts may overtake each other.
+A message has a *run* of rows for each rank of the receiving node, cut into groups of the same number of rows, except
+the last. The put of a group sets its own signal to the epoch after the data has arrived: nothing is reset, and puts may
+overtake each other.
 """
 
 from typing import NamedTuple
@@ -21,37 +21,34 @@ _LANES = 128  # groups that a program waits for at a time, a thread each
 
 
 class Groups(NamedTuple):
-    """How a message is cut; sender and receiver derive it from sizes that both know."""
+    """How a message is cut, derived from sizes that both sender and receiver know."""
 
     rows: int
-    """rows of a group, a multiple of 8; the last group of a run may have fewer"""
+    """rows of a group, a multiple of 8"""
     each: int
     """groups of the longest run; group i of run r has number r * each + i"""
 
     @staticmethod
     def of(longest: int, row_bytes: int, aggregate_bytes: int) -> "Groups":
-        """Return how to cut a message whose longest run has `longest` rows of `row_bytes`."""
+        """Return how to cut a message whose longest run has `longest` rows."""
         rows = group_rows(row_bytes, aggregate_bytes, _MIN_ROWS)
         return Groups(rows, max(1, -(-longest // rows)))
 
 
 class Outgoing(NamedTuple):
-    """A message in this rank's heap and its destination in a peer's, both as addresses in this rank's heap."""
+    """A message in this rank's heap and its destination in a peer's, as addresses in this rank's heap."""
 
     shift_bytes: int
     """bytes from where kernels stage the message to where it arrives"""
     signals: int
-    """address of the signal of its first group"""
+    """address of its first group's signal"""
     peer: int
 
 
 class Waiting(NamedTuple):
-    """How long a wait for a signal may take, and where one that expires is recorded."""
-
     timeout: int
     """ns; turns under the interpreter"""
     status: torch.Tensor
-    """[1 + kinds] int64 on the device, see `primitives.record`"""
 
 
 @triton.jit(do_not_specialize=["rank", "peer", "signal", "epoch"])
@@ -64,7 +61,7 @@ def _send_signal(
     epoch: tl.int64,
     FORM: tl.constexpr,
 ):
-    """Set a signal in the heap of `peer` to `epoch` + `clock_word`, by one program; see `put_signal`."""
+    """Set a signal in the heap of `peer` to `epoch` + `clock_word`; the grid is one program."""
     nothing = tl.zeros((), tl.int64)
     put_signal(heaps, rank, peer, signal, signal, nothing, signal, epoch + tl.load(clock_word), FORM)
 
@@ -85,16 +82,11 @@ def _wait_message(
     FORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Wait for the groups of run p of a message, as program p; a lane takes a group.
-
-    A wait that exceeds `timeout` is recorded and stops the kernel, as in `primitives.wait_for_flags`.
+    """Wait for the groups of run p of a message, as program p, with a lane for each group; see `wait_for_flags`.
 
     Memory: reads the signals from number p * `each` on. No signal is set to a later epoch before this wait has ended.
 
-    Order: signals are read relaxed until all have reached the epoch, then acquired at system scope (with NVSHMEM by its
-    own wait, which makes bytes visible that a network card has written). A barrier follows.
-
-    Example: a run of 20 rows, groups of 16 rows: the program waits for signals 0 and 1.
+    Order: acquires at system scope, then a barrier. NVSHMEM's wait also makes visible what a network card has written.
     """
     run = tl.program_id(0)
     groups = tl.cdiv(tl.load(first_sample + run + 1) - tl.load(first_sample + run), group_rows)
@@ -106,7 +98,7 @@ def _wait_message(
         flags = words + tl.where(waiting, at, 0)
         # Read relaxed, all lanes at once: one read takes about a microsecond.
         if poll(flags, waiting, epoch, timeout, INTERPRETED) < epoch:
-            # The wait has expired: record the signal that is furthest behind.
+            # The wait has expired: record the signal of the earliest epoch.
             seen = tl.load(flags, mask=waiting, other=epoch, volatile=True)  # [LANES]
             missing = run * each + begin + tl.argmin(seen, 0)
             record(status, EXPIRED, rank, source, missing, epoch, tl.min(seen, 0))
@@ -145,15 +137,10 @@ def wait_message(
     epoch: int,
     first_sample: torch.Tensor,
 ) -> None:
-    """Make the current stream wait for a message; one program waits for each run.
+    """Make the current stream wait until the signals of a message have reached `epoch` + `clock` [1] int64.
 
-    A wait that lasts longer than `waiting.timeout` is recorded and stops the GPU's work.
-
-    Args:
-        source: rank that sends the message.
-        signals: address of its first group's signal.
-        clock: [1] int64; signals must reach `epoch` + `clock`.
-        first_sample: [runs + 1] int32: run r has the rows of samples [first_sample[r], first_sample[r + 1]).
+    A wait that lasts longer than `waiting.timeout` is recorded and stops the GPU's work. `signals` is the address of
+    the first group's signal; `first_sample` [runs + 1] int32 are the first samples of the runs, and the end.
     """
     _wait_kernel(heap)(
         first_sample.numel() - 1, (),

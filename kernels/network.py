@@ -1,15 +1,12 @@
-"""Device functions that put bytes into the memory of a rank of another node and then signal it, from within a kernel.
+"""Device functions that put bytes into the memory of a rank of another node and then signal it.
 
-A *heap* is memory that every rank has in the same size and layout; an address in this rank's heap also names the same
-position in any other rank's. A *put* copies bytes to a peer's heap and then stores a number at a *signal*, a word of
-that heap: a peer that sees the number sees the bytes. A kernel is compiled for one of two forms, `FORM`:
+A *heap* is memory of the same size and layout on every rank; an address in this rank's heap also names the same
+position in any other's. A *put* copies bytes to a peer's heap, then stores a number at a *signal*, a word of that heap.
+`FORM` is `nvshmem`, or `stores` under the interpreter and between GPUs that reach each other.
 
-- `nvshmem`: NVSHMEM's device functions; between nodes a network card or a proxy thread of the host sends the bytes. -
-`stores`: stores into the peer's heap, under the interpreter or between GPUs that reach each other.
+NVSHMEM's wait, which has no time limit, is called only after the signal has arrived, to make the bytes visible.
 
-NVSHMEM's own, unbounded wait is called only after the signal has arrived, for what it does after a wait.
-
-Source: the puts of arXiv 2305.06942, section 3.2, and of Chen et al. 2024, both between nodes by NVSHMEM.
+Source: arXiv 2305.06942, section 3.2, and Chen et al. 2024, both between nodes by NVSHMEM.
 """
 
 from collections.abc import Callable
@@ -33,15 +30,14 @@ class Network(NamedTuple):
     form: str
     """nvshmem | stores"""
     heaps: torch.Tensor
-    """[W] int64: address of each rank's heap, a multiple of 16; under nvshmem only this rank's is read"""
+    """[W] int64: address of each rank's heap, a multiple of 16; nvshmem reads only this rank's"""
     rank: int
     library: str | None = None
-    """nvshmem: path of libnvshmem_device.bc, which kernels are linked with"""
+    """nvshmem: path of libnvshmem_device.bc"""
     prepare: Callable[[int], None] | None = None
-    """nvshmem: called with a loaded module's handle before its first launch, to register this rank's heap"""
+    """nvshmem: called with a module's handle before its first launch, to register this rank's heap"""
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a `CompiledKernel` that uses these functions."""
         if self.library is None:
             return {}
         return {"libraries": (("libnvshmem_device", self.library),), "prepare": self.prepare}
@@ -77,19 +73,14 @@ def signal_wait(signal, comparison, value, _semantic=None):  # type: ignore[no-u
 
 @triton.jit
 def put_signal(heaps, rank, peer, source, target, size_bytes, signal, value, FORM: tl.constexpr):
-    """Put bytes from this rank's heap into the heap of `peer`, and then store `value` at a signal there.
+    """Put bytes from this rank's heap into the heap of `peer`, then store `value` at a signal; all threads call it.
 
-    `source`, `target` and `signal` are int64 addresses in this rank's heap; the latter two name positions in the
-    peer's. `source` and `target` are multiples of 16, `size_bytes` int64 of 8; 0 stores only the signal. All threads
-    take part.
-
-    Memory: `source` must not change before `peer` has seen the signal, since a put does not wait. `heaps` is [W] int64.
+    Memory: `source`, `target` and `signal` are int64 addresses in this rank's heap; the latter two name positions in
+    the peer's. `source` and `target` are multiples of 16, `size_bytes` int64 of 8; 0 stores only the signal. `source`
+    must not change before `peer` has seen the signal.
 
     Order: a barrier comes first, so the put covers all that the program's threads have stored or acquired. The signal
-    is stored after the bytes: a rank that acquires it in `messages.wait_message` sees them.
-
-    Example: heaps at 0 on rank 0 and at 1000 on rank 1. Rank 0 puts 64 bytes, source 128, target 512, signal 8, value
-    3: bytes 128 .. 191 of its memory go to 1512 .. 1575 of rank 1's, then 3 is stored at 1008.
+    is stored after the bytes: a rank that acquires it sees them.
     """
     if FORM == "nvshmem":
         # NVSHMEM's put of a block begins and ends with a barrier.

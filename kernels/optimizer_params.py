@@ -1,4 +1,4 @@
-"""The rows' optimizers as callers see them: their numbers and states."""
+"""The numbers and states of the rows' optimizers."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,10 @@ import torch
 
 
 class OptimizerParams(NamedTuple):
-    """The numbers of a row optimizer at one step; each optimizer reads some. FBGEMM's names follow a semicolon."""
+    """The numbers of a row optimizer at one step. FBGEMM's names follow a semicolon."""
 
     lr: float
-    """learning rate"""
     eps: float = 0.0
-    """added to a square root"""
     l2: float = 0.0
     """added to the gradient; weight_decay under WeightDecayMode.L2"""
     decoupled: float = 0.0
@@ -48,7 +46,6 @@ STATES: dict[str, tuple[str, ...]] = {
 
 
 def state_bytes(optimizer: str, dim: float) -> float:
-    """Return the bytes of all states of a row."""
     return sum(4 * dim if kind == "elements" else 4 for kind in STATES[optimizer])
 
 

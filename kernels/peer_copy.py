@@ -1,4 +1,4 @@
-"""Stores rows of any type into the memory of other ranks by a kernel, which then signals each rank."""
+"""A kernel that stores rows of any type into the memory of other ranks, and then signals each rank."""
 
 from math import gcd
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from dlrm_overlap.kernels.primitives import count_and_signal
 from dlrm_overlap.kernels.tuning import power_of_2
 
 PROGRAMS = 64
-"""of 16 warps. 16 or 32 programs are up to 10% slower alone on H200 (docs/results/collectives.md)"""
+"""of 16 warps; 16 or 32 programs are up to 10% slower on H200 (docs/results/collectives.md)"""
 _NUM_WARPS = 16
 _LANE_BYTES = 64  # bytes in flight a lane
 WORDS = {1: (tl.int8, 1), 2: (tl.int16, 1), 4: (tl.int32, 1), 8: (tl.int32, 2), 16: (tl.int32, 4)}
@@ -20,28 +20,23 @@ WORDS = {1: (tl.int8, 1), 2: (tl.int16, 1), 4: (tl.int32, 1), 8: (tl.int32, 2), 
 
 
 class Rows(NamedTuple):
-    """The rows that one rank sends: one to each of the other ranks, and to itself if `own`.
-
-    Example: rank 1 of 3 with stride 100, row_bytes 100, offset 4100: bytes 200 .. 299 of the source go to bytes 4100 ..
-    of rank 2's memory, 0 .. 99 to bytes 4100 .. of rank 0's.
-    """
+    """The rows that one rank sends: one to each of the other ranks, and to itself if `own`."""
 
     source: torch.Tensor
-    """contiguous: the rows one after the other, or the one row that goes to all ranks"""
+    """contiguous: all rows, or the one row that goes to all ranks"""
     stride: int
     """bytes between the rows; 0 if one row goes to all"""
     row_bytes: int
-    """bytes of a row; 0: only the flags are set"""
+    """0: only the flags are set"""
     targets: torch.Tensor
     """[W] int64: address of each rank's memory, a multiple of 16"""
     offset: int
     """byte of the memory where this rank's row begins"""
     own: bool
-    """whether this rank's own row is stored, too"""
 
     @property
     def word(self) -> int:
-        """Largest power of two, up to 16, that divides every address and size in bytes."""
+        """Return the largest power of two, up to 16, that divides every address and size in bytes."""
         return gcd(16, self.source.data_ptr(), self.stride, self.row_bytes, self.offset)
 
 
@@ -49,9 +44,9 @@ class RowFlags(NamedTuple):
     """The flag that the last program of a launch sets at every rank."""
 
     addresses: torch.Tensor
-    """[W] int64: address of each rank's flags, [W, 1] int64; row w belongs to rank w"""
+    """[W] int64: address of each rank's flags [W, 1] int64; row w belongs to rank w"""
     counted: torch.Tensor
-    """[1] int32: programs that have finished; 0 before and after. Kernels that share it must not overlap"""
+    """[1] int32: finished programs, 0 before and after; kernels that share it must not overlap"""
     clock: torch.Tensor
     """[1] int64: epoch that the flag is set to"""
 
@@ -78,16 +73,12 @@ def _store_rows(
     """Store a row to each of the `destinations` next ranks, as program p of P the tasks p, p + P, ..
 
     A task is a block of BLOCK elements of one row. Tasks alternate between the ranks, from the next one on, so that no
-    two ranks send to the same peer, and local stores overlap with those over links.
+    two ranks send to the same peer, and local stores overlap with remote ones.
 
-    Memory: a lane moves WORD bytes at a time.
+    Order: the program that ends last sets element `rank` of every rank's flags to `clock`: a release at system scope
+    that covers the stores of all programs.
 
-    Order: no two programs share an element. The program that ends last sets element `rank` of every rank's flags to
-    `clock`: a release at system scope that covers the stores of all programs. A rank that has acquired it may read the
-    row.
-
-    Example: rank 1 of 3, two blocks a row, destinations 3: 2a 0a 1a 2b 0b 1b, where 2a is the first block of rank 2's
-    row.
+    Example: rank 1 of 3, two blocks a row: 2a 0a 1a 2b 0b 1b, where 2a is the first block of rank 2's row.
     """
     elements = words * VECTOR
     for task in range(tl.program_id(0), destinations * tl.cdiv(elements, BLOCK), tl.num_programs(0)):
@@ -111,12 +102,9 @@ def _compiled(world_size: int, word: int) -> CompiledKernel:
 
 
 def store_rows(rows: Rows, flags: RowFlags, rank: int, programs: int = PROGRAMS) -> None:
-    """Store this rank's rows at the other ranks, then set its flag at every rank, all on the current stream.
+    """Store this rank's rows at the other ranks, then set its flag to `flags.clock` at every rank.
 
-    Args:
-        rows: the same on all ranks except the source.
-        flags: set to `flags.clock`, also after all earlier work of the stream.
-        programs: upper limit; small rows take fewer.
+    All ranks give the same `rows`, except the source.
     """
     world_size, kernel = rows.targets.numel(), _compiled(rows.targets.numel(), rows.word)
     elements = rows.row_bytes // rows.word * kernel.constants["VECTOR"]

@@ -1,14 +1,15 @@
-"""Device building blocks: the task order, flags with bounded waits, and records that the host reads.
+"""Device building blocks: the task order, flags with bounded waits, and records for the host.
 
 Memory order, the same in every kernel. Producer: all threads store; a barrier, `tl.debug_barrier()`; one thread
-releases a flag or a count. Consumer: one thread acquires it; a barrier; all threads load. Ranks use system scope,
-programs of one GPU use GPU scope, also for stores into a peer's memory: a scope has to include the two threads that
-synchronise, and no others (PTX ISA, sections 8.7 and 8.9.4). Such pairs extend base causality order, which is
-transitive (8.9.5): a release also covers everything that its thread has acquired.
+releases a flag or a count. Consumer: one thread acquires it; a barrier; all threads load. A scope has to include the
+two threads that synchronise, and no others (PTX ISA, sections 8.7 and 8.9.4): system scope between ranks, GPU scope
+between programs of one GPU, also for stores into a peer's memory. Causality order is transitive (8.9.5): a release also
+covers everything that its thread has acquired. Unless a kernel says otherwise, no two of its programs share an element
+that one of them stores.
 
-Example: a thread of program A stores into a peer's window. A barrier orders that before A's count, a release at GPU
-scope. Program B counts last, acquires the count, and signals the peer by a release at system scope. The peer acquires
-the flag, so the store precedes its loads.
+Example: program A stores into a peer's window, and counts itself by a release at GPU scope. Program B counts last,
+acquires the count, and signals the peer by a release at system scope. The peer acquires the flag, so A's store precedes
+its loads.
 """
 
 import triton
@@ -32,7 +33,7 @@ def task_at(
     blocks,
     SCHEDULE: tl.constexpr,
 ):
-    """Return (destination, feature, block) of the task at `position`, scalar or tensor, in the order of `schedule`."""
+    """Return (destination, feature, block) of the task at `position`, in the order of `schedule`."""
     each = features * blocks
     if SCHEDULE == "balanced":
         turn = position % world_size
@@ -48,11 +49,10 @@ def task_at(
 def record(status, KIND: tl.constexpr, a, b, c, d, e):
     """Write the record of KIND for the host, unless there is one already.
 
-    Memory: `status` [1 + kinds] int64 holds the address of the records in the host's memory, then a lock for each kind;
+    Memory: `status` [1 + kinds] int64 holds the address of the records in host memory, then a lock for each kind, since
     not every bus supports atomics on host memory.
 
-    Order: words 1 .. 5, then word 0, by which the host knows the record. A kernel that is stopped loses stores in
-    flight.
+    Order: words 1 .. 5, then word 0, by which the host knows the record.
     """
     lock = status + KIND
     if tl.atomic_add(lock, 1) == 0:
@@ -84,7 +84,7 @@ def signal_flag(flag, epoch):
 
 @triton.jit
 def signal_flags(peers_ready, slot, world_size, epoch, PEERS: tl.constexpr):
-    """Store `epoch` to element `slot` of every rank's flags, at addresses `peers_ready` [W], as `signal_flag` does."""
+    """Store `epoch` to element `slot` of every rank's flags, at the addresses `peers_ready` [W]; see `signal_flag`."""
     peer = tl.arange(0, PEERS)
     mask = peer < world_size
     # [PEERS]
@@ -115,10 +115,10 @@ def oldest_epoch(flags, mask, epoch, SEM: tl.constexpr):
 
 @triton.jit
 def time_since(began, turn, INTERPRETED: tl.constexpr, ALONE: tl.constexpr):
-    """Return the ns since `began`, a result of `clock`, the same in all threads; turns, under the interpreter.
+    """Return the ns since `began`, a result of `clock`; turns, under the interpreter.
 
-    Each warp reads another time, and one that decides alone could stop the kernel before the record is written. So all
-    use the first thread's time, unless the warp is ALONE: other warps do something else.
+    All threads use the first one's time: a warp that decided by its own could stop the kernel before the record is
+    written. If ALONE, other warps do something else, and the warp uses its own.
     """
     waited = clock(turn, INTERPRETED) - began
     if not (INTERPRETED or ALONE) and cuda.num_warps() > 1:
@@ -128,9 +128,9 @@ def time_since(began, turn, INTERPRETED: tl.constexpr, ALONE: tl.constexpr):
 
 @triton.jit
 def poll(flags, mask, epoch, timeout, INTERPRETED: tl.constexpr):
-    """Return `epoch` once `flags` [N] have reached it where `mask`, or the least of them after `timeout`.
+    """Return `epoch` once all `flags` [N] in `mask` have reached it, or the least of them after `timeout`.
 
-    All threads of a program take part. Order: none, the caller acquires the flags.
+    All threads of the program call it. Order: none, the caller acquires the flags.
     """
     began = clock(0, INTERPRETED)
     turn = 0
@@ -157,14 +157,12 @@ def wait_for_flags(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Wait until those of the flags [first, first + BLOCK) of `ready` [W, slots] that are in use have reached `epoch`.
+    """Wait until the flags [first, first + BLOCK) of `ready` [W, slots] that are in use have reached `epoch`.
 
     The first counts[w] flags of row w, which rank w signals, are in use. After `timeout` ns (turns, under the
-    interpreter) the program records the missing flag and stops the kernel: to go on would be to train on old values.
+    interpreter) the program records the missing flag and stops the kernel, which would otherwise use old values.
 
-    Order: acquired once all have reached `epoch`, at system scope; then a barrier.
-
-    Example: slots 3, counts [2, 0], first 0, BLOCK 4: the program waits for elements 0 and 1.
+    Order: acquires at system scope, then a barrier.
     """
     index = first + tl.arange(0, BLOCK)
     source = index // slots
@@ -198,10 +196,10 @@ def wait_for_few(
     LANES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Wait, as `wait_for_flags` does, for `count` flags of `ready` [W, slots], at most LANES: first, first + apart, ..
+    """Wait for `count` flags of `ready`, at most LANES: first, first + apart, ..; see `wait_for_flags`.
 
     A proxy fence follows, so that reads by TMA also come after. The result is 0, computed from the flags: code that
-    must come after the wait can be made to depend on it.
+    must come after the wait can depend on it.
     """
     lane = tl.arange(0, LANES)
     mask = lane < count

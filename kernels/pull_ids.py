@@ -1,9 +1,8 @@
 """The input_dist of ids without the host: each rank publishes its samples' ids in a window, and owners read them there.
 
 A window is int32. It holds the ids of T features, feature after feature, bag after bag; their weights, if any, as
-float32 `weights_at` words after the ids; and, from word `offsets_at` on, the offsets [T * b + 1] of the bags. The ids
-arrive in the order of the lookup (`Bags`): shard after shard, in each the bags of rank 0 first. Pair shard * W + rank
-is one of the owner's F shards and a source rank.
+float32 `weights_at` words after the ids; and, from word `offsets_at` on, the bags' offsets [T * b + 1]. Ids arrive in
+the order of `Bags`. Pair shard * W + rank is one of the owner's F shards and a source rank.
 
 Example: W = 2, b = 2. Rank 0 publishes the bags f: [5] [], g: [7, 7] [1], rank 1 publishes f: [] [9], g: [2] []. The
 owner of g finds 3 ids of pair 0 at source 1, which arrive at 0, and 1 id of pair 1 at source 1, which arrives at 3:
@@ -58,13 +57,10 @@ def _locate_ids(
 ):
     """Find where the ids of each pair are in their rank's window and where they arrive; the grid is one program.
 
-    Memory: reads the features' offsets in all windows. If a rank has more ids of a feature than its capacity, or fewer
-    than 0, no id of the step arrives, and every rank records that. Without LENGTHS, pairs are known, and the program
-    only checks that each rank has published `total` ids.
+    Memory: if a rank has more ids of a feature than its capacity, or fewer than 0, every rank records that, and no id
+    of the step arrives. Without LENGTHS, the program only checks that each rank has published `total` ids.
 
     Order: runs after the wait for the ranks' flags.
-
-    Example: the module's example gives `sources` 1 1, `counts` 3 1, `arrivals` 0 3 4.
     """
     # Check the number of ids of every feature of every rank.
     exceeded = 0
@@ -133,11 +129,7 @@ def _pull_ids(
     number `shards` pads `values` with zeros, so that the number of sorted ids is constant, and divides the zeros evenly
     among the bags of one additional feature.
 
-    Order: no two programs share an element. Published ids stay until their rank has seen this rank's flag of the next
-    step.
-
-    Example: the module's example with capacity 6. The task of pair 1 stores id 2 to values[3], and 3 4 to offsets[2]
-    and offsets[3]. Padding stores zeros to values[4] and values[5], and 4 4 5 5 6 to offsets[4] and after.
+    Order: published ids stay until their rank has seen this rank's flag of the next step.
     """
     task = tasks + tl.program_id(0) * TASK_COLUMNS
     shard = tl.load(task + SHARD)
@@ -182,8 +174,6 @@ def _pull_ids(
 
 
 class Arrivals(NamedTuple):
-    """Where the ids of each pair are, and where they arrive."""
-
     sources: torch.Tensor
     """[F * W] int32: offset of each pair's first id in its window"""
     counts: torch.Tensor
@@ -193,18 +183,16 @@ class Arrivals(NamedTuple):
 
 
 class Published(NamedTuple):
-    """The ranks' published ids, and the features that the caller reads."""
-
     windows: torch.Tensor
     """[W] int64: address of each rank's window"""
     offsets_at: int
-    """word of a window"""
+    """word where the bags' offsets begin"""
     weights_at: int
     """words from an id to its weight"""
     requested: torch.Tensor
     """[F] int32: feature of each of this rank's shards"""
     rows: torch.Tensor
-    """[F] int32: rows of each shard's table, negative if ids outside it are not recorded"""
+    """[F] int32: rows of each shard's table, negative if ids outside are not recorded"""
     capacities: torch.Tensor
     """[T] int32: upper limit of each feature's ids in a rank's batch"""
 
@@ -212,10 +200,8 @@ class Published(NamedTuple):
 def pull_tasks(capacities: Sequence[int], world_size: int, samples: int, padded: int, block: int) -> list[list[int]]:
     """Return the rows of the task table: all blocks of all pairs, shard after shard, block after block.
 
-    Args:
-        capacities: for each of the owner's shards, the upper limit of ids in one rank's batch.
-        padded: number of ids that the arriving ids are padded to; 0 for no padding.
-        block: ids of a task.
+    `capacities` has the upper limit of each shard's ids in one rank's batch; `padded` is the number of ids after
+    padding, or 0.
     """
     tasks = []
     for shard, capacity in enumerate(capacities):
@@ -230,12 +216,9 @@ def pull_tasks(capacities: Sequence[int], world_size: int, samples: int, padded:
 def locate_ids(
     published: Published, arrivals: Arrivals, status: torch.Tensor, samples: int, lengths: bool, total: int
 ) -> None:
-    """Find where the ids of each pair are and arrive, on the current stream; see `_locate_ids`.
+    """Find where the ids of each pair are and arrive; see `_locate_ids`.
 
-    Args:
-        arrivals: overwritten if `lengths`.
-        lengths: whether the lengths of bags vary.
-        total: if they do not, the number of ids of a rank's batch.
+    `arrivals` is overwritten if the `lengths` of bags vary; if not, each rank's batch must have `total` ids.
     """
     kernel = specialised(_locate_ids, num_warps=_NUM_WARPS, LENGTHS=lengths, BLOCK=_PAIRS)
     world_size = published.windows.numel()
@@ -259,15 +242,10 @@ def pull_ids(
     check: bool,
     block: int = BLOCK_IDS,
 ) -> None:
-    """Copy the ids of this rank's shards out of the ranks' windows, on the current stream; see `_pull_ids`.
+    """Copy the ids of this rank's shards out of the ranks' windows; see `_pull_ids`.
 
-    Args:
-        tasks: [tasks, 3] int32, the table of `pull_tasks`.
-        values: [capacity] int32, overwritten.
-        offsets: [(F + 1) * W * b + 1] int32, overwritten if `lengths`, else given.
-        weights: [capacity] float32, overwritten where ids are; None if ids have no weights.
-        lengths: whether the lengths of bags vary; then `tasks` pad `values` to its whole length.
-        check: compare ids with the rows of their tables.
+    `tasks` are those of `pull_tasks`. If the `lengths` of bags vary, they pad `values` to its whole length, and
+    `offsets` are overwritten, else given.
     """
     kernel = specialised(
         _pull_ids, num_warps=_NUM_WARPS, LENGTHS=lengths, WEIGHTED=weights is not None, CHECK=check, BLOCK=block

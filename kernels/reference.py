@@ -1,6 +1,4 @@
-"""The kernels' maths in plain PyTorch, which tests compare kernels with and CPUs run; `gemm.reference` has the
-products'.
-"""
+"""The kernels' maths in plain PyTorch, which tests compare kernels with and which runs on CPUs."""
 
 from collections.abc import Sequence
 
@@ -26,10 +24,9 @@ def pool(
 
     Args:
         weight: [rows, D], any float type.
-        lengths: [n] int, ids of each bag.
-        values: [sum of lengths] int, row ids, bag after bag; rows are added up in this order, in float32.
-        mean: divide the sum by the number of ids.
-        id_weights: [sum of lengths] float32, factor of each id's row; None: all are 1.
+        lengths: [n] int.
+        values: [sum of lengths] int, bag after bag; rows are added up in this order, in float32.
+        id_weights: [sum of lengths] float32, factor of each id's row.
     """
     bag = torch.repeat_interleave(lengths.long())
     pooled = torch.zeros(lengths.numel(), weight.shape[1], dtype=torch.float32, device=weight.device)
@@ -46,10 +43,9 @@ def divide_ids(
     """Return the ids of each share minus its first id, their positions in `values`, and the lengths [shares * samples].
 
     Args:
-        values: [n] int32, ids, bag after bag.
+        values: [n] int32, bag after bag.
         offsets: [features * samples + 1] int32, of the bags.
         shares: feature, first id and end of each; ids are unsigned, a negative id is 2^32 + id.
-        samples: samples of a feature.
     """
     lengths, ids, positions = [], [], []
     for feature, first, end in shares:
@@ -66,8 +62,7 @@ def divide_ids(
 def add_partials(window: torch.Tensor, sums: Sequence[Partials], offsets: torch.Tensor | None = None) -> None:
     """Add up the partial sums in a window [b, columns], in float32, in the order of the row shards; in place.
 
-    With `offsets` [shards * b + 1] int32, of the bags of each share, the partial sums of empty bags have not arrived
-    and are not read.
+    With `offsets` [shards * b + 1] int32, of the bags of each share, partial sums of empty bags are not read.
     """
     for sum in sums:
         total = torch.zeros(window.shape[0], sum.dim, dtype=torch.float32, device=window.device)
@@ -81,22 +76,16 @@ def add_partials(window: torch.Tensor, sums: Sequence[Partials], offsets: torch.
 
 
 def have_ids(offsets: torch.Tensor, feature: int, samples: int) -> torch.Tensor:
-    """Return [samples] bool: whether each bag of a feature has ids, from `offsets` [features * samples + 1]."""
+    """Return [samples] bool, from `offsets` [features * samples + 1]: whether each bag of a feature has ids."""
     return offsets[feature * samples : (feature + 1) * samples + 1].diff() > 0
 
 
 def pull_ids(
     published: Sequence[tuple[torch.Tensor, torch.Tensor]], requested: Sequence[int], samples: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids of the features `requested`, each with the bags of the first rank's samples first.
+    """Return the ids of the features `requested`, each with the first rank's bags first, and the bags' offsets.
 
-    Args:
-        published: for each rank the ids of all features, bag after bag, and the offsets [features * samples + 1], both
-            int.
-        samples: samples of a rank, b.
-
-    Returns:
-        values [n] and offsets [len(requested) * W * b + 1], of the types in which they are published.
+    `published` has each rank's ids of all features, bag after bag, and the offsets [features * samples + 1].
     """
     values, lengths = [published[0][0][:0]], [published[0][1][:0]]
     for feature in requested:
@@ -111,8 +100,7 @@ def pull_ids(
 def count_bags(lengths: torch.Tensor) -> torch.Tensor:
     """Return [3, T]: the ids of each feature, of its largest bag, and minus those of its smallest bag.
 
-    Without samples these are 0, -2^31 and -2^31. `lengths` [T, b] int and the result have one type, which the sums must
-    fit.
+    Without samples these are 0, -2^31 and -2^31. The result has the type of `lengths` [T, b], which the sums must fit.
     """
     if not lengths.shape[1]:
         none = lengths.new_full((len(lengths),), -(2**31))
@@ -128,10 +116,9 @@ def expand_rows(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def sum_rows(gradient: torch.Tensor, positions: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return [rows, D] float32: the sum of the gradients [n, D] of each position, in their order.
+    """Return [rows, D] float32: the sum of the gradients [n, D] of each row, in their order.
 
-    Args:
-        positions: [n] int, the row of each gradient; negative for none.
+    `positions` [n] int is the row of each gradient; negative for none.
     """
     named = (positions >= 0).nonzero().flatten()
     sums = torch.zeros(rows, gradient.shape[1], device=gradient.device)
@@ -139,11 +126,9 @@ def sum_rows(gradient: torch.Tensor, positions: torch.Tensor, rows: int) -> torc
 
 
 def unpack(records: torch.Tensor, fields: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the numbers of records, [words * b] int32: field after field, in each sample after sample.
+    """Return the numbers of records [b, record_bytes] uint8, [words * b] int32: field after field, sample after sample.
 
-    Args:
-        records: [b, record_bytes] uint8.
-        fields: offset, width, count, kind, modulus and start of each, as `kernels/unpack.py` describes them.
+    `fields` are rows of the table of fields, see `kernels/unpack.py`.
     """
     found = []
     for offset, width, count, kind, modulus, _ in fields:
@@ -171,7 +156,7 @@ def update_rows(
 
     Args:
         weight: [rows, D], any float type.
-        states: the optimizer's states, each [rows, D] or [rows], of the gradient's type.
+        states: each [rows, D] or [rows], of the gradient's type.
         ids: [n] int64, row ids, in any order.
         gradient: [n, D] float32 or float64, the type of all arithmetic; the gradient of each id's bag.
         optimizer: FBGEMM's name, a key of `_UPDATES`.
@@ -268,7 +253,6 @@ _UPDATES = {
 def find_slots(
     state: CacheState, ids: torch.Tensor, offsets: torch.Tensor, samples: int, first_rows: torch.Tensor
 ) -> Swaps:
-    """Find slots for the rows that a step names, and replace its ids by them."""
     # Find the rows of the ids, and which of them have slots.
     step, hand, _ = state.clock.tolist()
     slots = state.row_in.numel()
@@ -305,7 +289,6 @@ def find_slots(
 
 
 def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:
-    """Copy rows of a cache to their table, and other rows of the table to their slots."""
     slots, leaving, entering = (each[: int(swaps.count)] for each in swaps[:3])
     leaves, enters = leaving >= 0, entering >= 0
     home[leaving[leaves]] = cached[slots[leaves]]
@@ -313,7 +296,6 @@ def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:
 
 
 def begin_update(update: FlatUpdate) -> None:
-    """Count an update before its first range; Adam's bias correction needs the count."""
     update.step.add_(1)
 
 
@@ -353,12 +335,10 @@ def _update_row(update: FlatUpdate, row: int, part: slice) -> None:
 
 
 def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-    """Write out = x0 * (w + bias) + x, computed in float32."""
     out.copy_(x0.float() * (w.float() + bias) + x.float())
 
 
 def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
-    """Write du and its sums, and for layer 0 dx, computed in float32."""
     gradient, dx0 = tensors.gradient.float(), torch.zeros_like(tensors.x0, dtype=torch.float32)
     for k in range(layers - 1, layer - 1, -1):
         if k < layers - 1:
@@ -384,7 +364,6 @@ def interact(embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None
 
 
 def gradient_of_interaction(gradient: torch.Tensor, embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:
-    """Write the gradient of `embeddings`, computed in float32."""
     each = embeddings.float().unflatten(1, (features, -1))
     rows, columns = torch.triu_indices(features, features, offset=1)
     dim = each.shape[2]
@@ -403,14 +382,13 @@ def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-    """Write out = x @ weight + bias, computed in float32."""
     out.copy_((x.float() * weight.float()).sum(1) + bias.float())
 
 
 def gradient_of_logits(
     gradient: torch.Tensor, output: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, sums: torch.Tensor
 ) -> None:
-    """Write the gradient of ReLU's input, and sums in float32."""
+    """Write the gradient of ReLU's input, and sums, in float32."""
     each, width = gradient.float()[:, None], output.shape[1]
     mask_and_sum(each * weight.float(), output, out, sums[:, :width])
     for group, part in enumerate(torch.cat((each * output.float(), each), dim=1).split(GROUP)):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 MOST_USES = 3
-"""upper limit of a row's reference counter in the CLOCK replacement"""
+"""upper limit of a row's reference counter"""
 _NEVER = -2  # earlier than any step, so that the first step may replace the slot
 
 
@@ -16,21 +16,20 @@ class CacheState(NamedTuple):
     """
 
     slot_of: torch.Tensor
-    """[R] int32, -1 without a slot"""
+    """[R] int32: -1 without a slot"""
     row_in: torch.Tensor
-    """[S] int64, -1 without a row"""
+    """[S] int64: -1 without a row"""
     used_at: torch.Tensor
-    """[S] int32, last step that used the slot"""
+    """[S] int32: last step that used the slot"""
     uses: torch.Tensor
-    """[S] int32, reference counters: a use adds 1, up to `MOST_USES`; the clock's hand subtracts 1"""
+    """[S] int32: reference counters; a use adds 1, up to `MOST_USES`, the clock's hand subtracts 1"""
     named: torch.Tensor
-    """[ceil(R / 32)] int32, a bit for each row, 0 between steps"""
+    """[ceil(R / 32)] int32: a bit for each row, 0 between steps"""
     clock: torch.Tensor
     """[3] int64: number of the next step, and the slot at the hand, twice"""
 
     @classmethod
     def empty(cls, rows: int, slots: int, device: torch.device) -> "CacheState":
-        """Return the state of an empty cache."""
         return cls(
             torch.full((rows,), -1, dtype=torch.int32, device=device),
             torch.full((slots,), -1, dtype=torch.int64, device=device),
@@ -42,17 +41,15 @@ class CacheState(NamedTuple):
 
 
 class Swaps(NamedTuple):
-    """Rows that move between a cache and its table: entry i stores a slot to one row of the table, then another row to
-    the slot.
+    """Rows that move between a cache and its table: entry i stores a slot to a row, then another row to the slot.
 
     No slot and no row is in two entries.
     """
 
     slots: torch.Tensor
-    """[n] int64"""
     leaving: torch.Tensor
-    """[n] int64, row that receives the slot's content; negative for none"""
+    """[n] int64: row that receives the slot's content; negative for none"""
     entering: torch.Tensor
-    """[n] int64, row that moves into the slot; negative for none"""
+    """[n] int64: row that moves into the slot; negative for none"""
     count: torch.Tensor
-    """[1] int64, number of valid entries"""
+    """[1] int64: number of valid entries"""

@@ -1,7 +1,6 @@
 """Swaps rows between a cache in GPU memory and their table in host memory that the GPU can access.
 
-The kernel itself accesses host memory and reads the number of rows on the device, so a captured step needs neither the
-CPU nor a copy engine. Rows are sent in both directions at once.
+The kernel reads the number of rows on the device, so a captured step needs neither the CPU nor a copy engine.
 """
 
 from math import gcd
@@ -43,16 +42,13 @@ def _swap_rows(
 ):
     """Swap the rows of entries 0 .. count - 1, as program p of P the blocks p, p + P, .. of ROWS entries.
 
-    P is one for every SHARE words, but at least MIN_PROGRAMS and at most what is launched; other programs return at
-    once.
+    P is one for every SHARE words, at least MIN_PROGRAMS and at most what is launched; others return at once.
 
     Memory: entry i copies row slots[i] of `cached` to row leaving[i] of `home`, then row entering[i] of `home` to row
-    slots[i] of `cached`. No row is named twice, so STAGES - 2 blocks are loaded ahead.
+    slots[i]. No row is named twice, so STAGES - 2 blocks are loaded ahead.
 
     Order: the thread that stores a word of a slot has loaded it before, since all blocks have the same layout, which
     `tests/kernels/vectors.py` checks; a barrier would keep Triton from pipelining the loop.
-
-    Example: slots 2 0, leaving 7 -1, entering 5 9: slot 2 is copied to row 7, row 5 to slot 2, and row 9 to slot 0.
     """
     home = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGNMENT)
     rows = tl.load(count)
@@ -85,9 +81,9 @@ def _compiled(words: int, alignment: int) -> CompiledKernel:
 
 
 def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:
-    """Copy rows of a cache to their table, and other rows of the table to their slots, on the current stream.
+    """Copy rows of a cache to their table, and other rows of the table to their slots.
 
-    `home` [R, D] or [R] is the table: contiguous, rows of a multiple of 4 bytes, in memory that the device can access.
+    `home` [R, D] or [R] is contiguous, with rows of a multiple of 4 bytes, in memory that the device can access;
     `cached` [S, D] or [S] has the same type.
     """
     if not (home.is_cuda or INTERPRETED):

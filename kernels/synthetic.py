@@ -1,9 +1,8 @@
 """Makes synthetic samples from a counter-based random stream: dense features, bag sizes, ids and labels.
 
-The stream is numpy's Philox 4x64-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011): a counter
-value gives a block of four 64-bit draws. A sample has a fixed number of blocks: draw 0 is for the label, then come
-dense features, bag sizes, and, table after table, ids, as many as the largest bag holds. `data/synthetic.py` makes
-bit-identical samples on a CPU.
+The stream is numpy's Philox 4x64-10 (Salmon et al., SC 2011): a counter value gives a block of four 64-bit draws. A
+sample has a fixed number of blocks: draw 0 is for the label, then come dense features, bag sizes, and, table after
+table, ids, as many as the largest bag holds. `data/synthetic.py` makes bit-identical samples on a CPU.
 """
 
 from typing import NamedTuple
@@ -34,24 +33,24 @@ BLOCK = 32 if INTERPRETED else 128  # samples of a program, one a thread
 
 
 class Source(NamedTuple):
-    """The tensors and numbers that the samples of a split are made from."""
+    """What the samples of a split are made from."""
 
     key: torch.Tensor
     """[2] int64: bits of Philox's key"""
     bag_sizes: torch.Tensor
     """[T, 2] int64: smallest bag and number of sizes of each table"""
     columns: torch.Tensor
-    """[4 * blocks] int32: table that each of a sample's draws belongs to; -1 if it is not for an id"""
+    """[4 * blocks] int32: table of each of a sample's draws; -1 if it is not for an id"""
     tables: torch.Tensor
-    """[T, 10] int64; the constants above are the columns"""
+    """[T, 10] int64: see the columns above"""
     cells: torch.Tensor
-    """[words] int64: for each popularity (`data/zipf.py`) its cells, each a threshold and, for each of two items, the
-    first rank and the bits of the float64 slope and curve; for each table whose ids count by position, the weights"""
+    """[words] int64: the cells of each popularity (`data/zipf.py`), each a threshold and, for two items, the first rank
+    and the bits of the float64 slope and curve; then the weights of tables whose ids count by position"""
     signals: torch.Tensor
-    """[S, 2] int64, a row for each table with a signal: table, and element of `factors` for an empty bag, which may be
-    before the table's first element"""
+    """[S, 2] int64, for each table with a signal: table, and index in `factors` of an empty bag, even if no bag is that
+    small"""
     weights: torch.Tensor
-    """[S, 3] float64: weights of a table's signal, of signal * dense feature, and of signal * previous signal"""
+    """[S, 3] float64: weights of a signal, of signal * dense feature, and of signal * previous signal"""
     dense_weights: torch.Tensor
     """[F] float64"""
     factors: torch.Tensor
@@ -69,7 +68,7 @@ class Source(NamedTuple):
 
 @triton.jit
 def draw_block(key, sample, block, blocks):
-    """Return the four draws, uint64, of `block` of each of `sample` (int64)."""
+    """Return the four draws, uint64, of `block` of each `sample` (int64)."""
     # numpy advances the counter before it draws, hence the 1.
     counter = (sample * blocks + block + 1).to(tl.uint64)
     rest = tl.zeros_like(counter)
@@ -95,13 +94,9 @@ def _draw_features(
 ):
     """Draw dense features and bag sizes: a program makes one block of four draws for each of BLOCK samples.
 
-    Memory: stores, for its samples, up to four columns of `dense` and rows of `lengths`, with those of `sums`.
+    Memory: stores up to four columns of `dense` and rows of `lengths` and `sums`.
 
-    Order: no two programs share an element.
-
-    Example: 2 features and 3 tables. Block 0 has the draws of the label, of both features, and of the bag size of table
-    0; block 1 those of the bag sizes of tables 1 and 2, and two for ids, which `_draw_ids` makes again. A draw whose
-    upper half is 2**31 gives the size 2 + (2**31 * 4 >> 32) = 4 of 2..5.
+    Example: 2 features, 3 tables. Block 0 has the draws of the label, both features, and the bag size of table 0.
     """
     groups = tl.cdiv(count, BLOCK)
     block = tl.program_id(0) // groups
@@ -146,12 +141,7 @@ def _draw_ids(
 
     Memory: with RANGES, bags have `lengths`, otherwise all bags of a table have MAX_IDS ids.
 
-    Order: no two programs share an element of `values`; sums are relaxed atomics of integers, whose order does not
-    matter.
-
-    Example: 100 samples, table 0 with 3 ids a bag, table 1 with 2. The second id of sample 7 in table 1 is at 3 * 100 +
-    7 * 2 + 1. With 2 cells, a draw of 0.75 * 2**64 is at 2**62 of 2**63 in cell 1; past a threshold of 2**61, that is a
-    third of the cell's second item.
+    Order: sums are relaxed atomics of integers, whose order does not matter.
     """
     groups = tl.cdiv(count, BLOCK)
     block = first_block + tl.program_id(0) // groups
@@ -223,12 +213,7 @@ def _draw_labels(
 ):
     """Draw the labels of BLOCK samples.
 
-    Order: no two programs share an element. The terms of a logit are added in a fixed order, and every product and sum
-    is rounded, as on a CPU.
-
-    Example: bias -1, no dense weights, one signal of weight 2. A bag of 3 ids has the mean 300 and the factor 0.01, so
-    one with the sum 350 has the signal (350 - 300) * 0.01 = 0.5 and the logit -1 + 2 * 0.5 = 0. With END 16 and 2048
-    pieces, that is where piece (0 + 16) * 64 = 1024 begins.
+    The terms of a logit are added in a fixed order, and every product and sum is rounded, as on a CPU.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
@@ -265,8 +250,7 @@ def draw_samples(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the samples [first, first + count): dense features [b, F], lengths [T * b] and ids int32, labels [b].
 
-    Lengths and ids are table after table. All come from kernels on the current stream; the host waits only for the
-    number of ids, if the bags of a table differ in size.
+    Lengths and ids are table after table. The host waits only for the number of ids, if bags of a table differ in size.
     """
     key, device, features, tables = source.key, source.key.device, len(source.dense_weights), len(source.bag_sizes)
     blocks, groups, first_draw = len(source.columns) // 4, -(-count // BLOCK), 1 + features + tables

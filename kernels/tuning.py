@@ -9,25 +9,19 @@ from dlrm_overlap.kernels.bags import FeatureTable
 
 
 class Tuning(NamedTuple):
-    """How a launch is cut into tasks and programs."""
-
     task_bags: int
     """bags per task, a power of two"""
     unroll: int
     """rows of each bag that are loaded at a time"""
     num_warps: int
-    """warps per program"""
     groups: int = 1
-    """groups of bags that a program of the persistent kernel pools one after the other"""
+    """groups of bags that a persistent program pools one after the other"""
     checked_ids: int = 64
     """ids of each bag that are checked at a time, a power of two"""
 
 
 class PoolingOptions(NamedTuple):
-    """Options of a kernel that pools."""
-
     rank: int
-    """rank of the caller"""
     schedule: str
     """linear | remote_first | balanced, see `schedule`"""
     tuning: Tuning
@@ -36,7 +30,6 @@ class PoolingOptions(NamedTuple):
 
 
 def power_of_2(n: int) -> int:
-    """Return the smallest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()
 
 
@@ -47,7 +40,7 @@ def _short_ids(dim: int, itemsize: int) -> int:
 
 
 def has_short_bags(table: FeatureTable, values: torch.Tensor, offsets: torch.Tensor) -> bool:
-    """Return whether the bags of an input are short on average, from the shapes alone (limits: docs/results/lab.md)."""
+    """Return whether the bags are short on average, from the shapes of an input alone (limits: docs/results/lab.md)."""
     return values.numel() <= _short_ids(table.dim, table.weight_dtype.itemsize) * (offsets.numel() - 1)
 
 
@@ -78,6 +71,6 @@ def tuning_for(dim: int, itemsize: int, groups: int = 1, short: bool = False) ->
 
 @lru_cache
 def put_tuning_for(dim: int, itemsize: int) -> Tuning:
-    """Return the tuning for messages to other nodes, with more warps: all warps of a program put its group."""
+    """Return the tuning for messages to other nodes: more warps, since all warps of a program put its group."""
     tuning = tuning_for(dim, itemsize)
     return tuning._replace(task_bags=min(8, 4 * tuning.task_bags), num_warps=4 * tuning.num_warps)

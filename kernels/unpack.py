@@ -31,11 +31,8 @@ def _unpack_records(
 ):
     """Unpack numbers of records, as program p the words [p * BLOCK, (p + 1) * BLOCK) of `out`.
 
-    Order: no two programs share an element.
-
     Example: 2 samples, records of 5 bytes: a label, then two ids of 2 bytes. 1 7 0 8 0 and 0 9 0 0 1 give the float32
-    bits of 1.0 and 0.0, then 7 8 9 256. Word 4 is number 4 // 2 = 2 of a record, an id. Ids begin at word 1 * 2, so it
-    is the third: sample 1's first id, byte 1 of record 1.
+    bits of 1.0 and 0.0, then 7 8 9 256.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < words * samples
@@ -56,12 +53,9 @@ def _unpack_records(
 
 
 def unpack(records: torch.Tensor, fields: torch.Tensor, field_of: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of records as `reference.unpack` does, [words * b] int32, on the current stream.
+    """Return the numbers of records as `reference.unpack` does, [words * b] int32.
 
-    Args:
-        records: [b, record_bytes] uint8, less than 2^31 bytes.
-        fields: [fields, 6] int64; the constants above are the columns.
-        field_of: [words] int32: field of each number of a record.
+    `records` have less than 2^31 bytes; `field_of` is the field of each number of a record.
     """
     samples, record_bytes = records.shape
     words = field_of.numel()

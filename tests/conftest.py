@@ -1,4 +1,4 @@
-"""What all tests share: the sample data, and starting ranks."""
+"""Fixtures and helpers for all tests."""
 
 import contextlib
 import csv
@@ -29,14 +29,14 @@ PYTHON_PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPAT
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported: kernels then run on CPU tensors
-    torch.set_num_threads(1)  # of small tensors: more threads wait for each other longer than they compute
+    torch.set_num_threads(1)  # tensors are small: more threads wait longer than they compute
     from tests.interpreter import quicken
 
     quicken()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Take the options of `tests/gpu/test_exchange.py`."""
+    """Add the options of `tests/gpu/test_exchange.py`."""
     parser.addoption("--nproc", type=int, help="ranks, a GPU each where there are any")
     parser.addoption("--ranks_per_gpu", type=int, help="ranks that share a GPU, which times nothing")
     parser.addoption("--left", help="file of the checks to run, if it is there, which takes those that do not pass")
@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no GPU, but those that have a fixture decide where they run."""
+    """Skip GPU tests without a GPU, except those whose fixture decides where they run."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") and "schedule" not in getattr(item, "fixturenames", ()):
@@ -53,7 +53,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def world_of_one() -> Iterator[dist.ProcessGroup]:
-    """A process group of this process alone."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     assert dist.group.WORLD is not None
@@ -61,25 +60,27 @@ def world_of_one() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+# Each makes something that is not a file: to read it fails, blocks for ever or does not end.
 NO_FILES: dict[str, Callable[[Path], Any]] = {
     "a folder": Path.mkdir,
     "a pipe": os.mkfifo,
     "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
     "a device": lambda path: path.symlink_to("/dev/zero"),
 }
-"""each makes something at a path that is not a file: reading it fails, waits for ever or does not end"""
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
-    """Wait until `condition` holds, or fail with `what` there is meanwhile."""
+def wait_until(
+    condition: Callable[[], object], timeout_s: float, what: str | Callable[[], object], every_s: float = 0.005
+) -> None:
+    """Wait until `condition` holds, or fail with `what`, a message or a function that returns one."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
+        assert time.monotonic() < deadline, what() if callable(what) else what
+        time.sleep(every_s)
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs, or is stopped; one that has ended does not, though its parent has yet to ask."""
+    """Return whether a process runs or is stopped; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -87,10 +88,10 @@ def is_alive(pid: int) -> bool:
 
 
 def listening_on(pid: int | None = None) -> list[tuple[str, int]]:
-    """Return the addresses and ports that process `pid`, by default any process, listens on by TCP."""
+    """Return the TCP addresses and ports that process `pid`, by default any process, listens on."""
     sockets, found = set(), []
     for file in Path(f"/proc/{pid}/fd").iterdir() if pid else []:
-        with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
             sockets.add(os.readlink(file))
     for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -103,7 +104,7 @@ def listening_on(pid: int | None = None) -> list[tuple[str, int]]:
 
 
 def configuration(*argv: str) -> Config:
-    """Return what a command line of keys makes of the configuration."""
+    """Return the configuration of a command line of keys."""
     return parse_config(Config, "test", "", argv)[0]
 
 
@@ -117,7 +118,7 @@ def refuses(rule: str | None = None) -> Iterator[pytest.ExceptionInfo[InputError
 
 @contextmanager
 def file_limit(size_bytes: int) -> Iterator[None]:
-    """Let no file grow beyond `size_bytes`: to this process its disk is full."""
+    """Let no file grow beyond `size_bytes`, as if the disk were full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:
@@ -127,7 +128,6 @@ def file_limit(size_bytes: int) -> Iterator[None]:
 
 
 def run_cli(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run `dlrm-overlap ARGV` and return its exit code and output."""
     ours = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
     environment = {k: v for k, v in os.environ.items() if k not in ours} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "dlrm_overlap", *argv]
@@ -146,7 +146,7 @@ def run_cli(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[s
 
 
 def run_quickstart(folder: Path, name: str, nproc: int, *options: str) -> subprocess.CompletedProcess[str]:
-    """Train the quickstart on `nproc` CPU processes, logging every step, and return exit code and output."""
+    """Train the quickstart on `nproc` CPU processes, and log every step."""
     argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu"]
     argv += ["--nproc", str(nproc)] if nproc > 1 else []
     argv += ["--log.dir", str(folder), "--log.name", name, "--log.every", "1", "--checkpoint.last", "false", *options]
@@ -154,14 +154,14 @@ def run_quickstart(folder: Path, name: str, nproc: int, *options: str) -> subpro
 
 
 def train_quickstart(folder: Path, name: str, nproc: int, *options: str) -> Path:
-    """Train the quickstart as `run_quickstart` does, check that it ends well, and return the run's folder."""
+    """Train the quickstart as `run_quickstart` does, check that it succeeds, and return the run's folder."""
     result = run_quickstart(folder, name, nproc, *options)
     assert result.returncode == 0, result.stderr
     return folder / name
 
 
 def read_table(page: str, header: str) -> list[list[str]]:
-    """Return the cells of the rows of the table of `page`, a Markdown file, that begins with `header`."""
+    """Return the cells of the table that begins with `header` in `page`, a Markdown file."""
     lines = Path(page).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(header)) + 2
     end = next(i for i, line in enumerate([*lines, ""]) if i >= start and not line.lstrip().startswith("|"))
@@ -169,7 +169,6 @@ def read_table(page: str, header: str) -> list[list[str]]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -181,7 +180,7 @@ def read_metrics(run: Path, key: str) -> dict[int, float]:
 
 
 def assert_losses_agree(run: Path, reference: Path, rtol: float) -> None:
-    """Check that two runs logged the same steps with losses equal up to `rtol`."""
+    """Check that two runs logged the same steps with losses that differ by at most `rtol`, relatively."""
     losses, expected = read_metrics(run, "train/loss"), read_metrics(reference, "train/loss")
     assert list(losses) == list(expected)
     worst = max(expected, key=lambda step: abs(losses[step] - expected[step]) / abs(expected[step]))

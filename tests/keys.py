@@ -1,8 +1,7 @@
-"""Writes the table of all keys in docs/configuration.md: key, default, and the string below the field in config.py.
+"""The command `python -m tests.keys` writes the table of all keys in docs/configuration.md.
 
-    python -m tests.keys
-
-`tests/unit/test_docs.py` fails while the page has another table.
+A row has the key, the default, and the string below the field in config.py. `tests/unit/test_docs.py` fails while the
+page has another table.
 """
 
 import json
@@ -17,7 +16,6 @@ _HEAD = "| key | default | meaning |\n|---|---|---|\n"
 
 
 def rows() -> list[str]:
-    """Return a row of the table for each key, in the order of the fields."""
     found = []
     for key in keys_of(Config):
         meaning = meanings_of(key.section)[key.name.rpartition(".")[2]].replace("|", "\\|")
@@ -26,7 +24,7 @@ def rows() -> list[str]:
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table of today's keys."""
+    """Return the page with the current table."""
     table = _HEAD + "\n".join(rows()) + "\n"
     return re.sub(re.escape(_HEAD) + r"(?:\|.*\n)*", lambda _: table, page)
 

@@ -1,8 +1,8 @@
 """The command `python -m tests.skew FILE`: the Zipf exponents of the columns of Criteo's text.
 
-Of a column with fewer values than a tenth of the rows it is the likeliest exponent of the counts, most frequent value
-first; of others, whose ranks so few rows do not show, the one at which so many values are expected to be seen. The
-number of all values of such a column must be known: these are those of Criteo Kaggle.
+If a column has fewer values than a tenth of the rows, this is the most likely exponent for the counts, in descending
+order. Otherwise too few rows show the ranks, and it is the exponent at which the expected number of values seen is the
+observed one. This needs the number of all values of the column: those of Criteo Kaggle are given.
 """
 
 import sys
@@ -18,7 +18,7 @@ KAGGLE_VALUES = [
 
 
 def _surplus(alpha: float, counts: np.ndarray, values: int) -> float:
-    """Return a number that is above 0 where `alpha` is too small, and below where it is too large."""
+    """Return a number that is positive if `alpha` is too small, and negative if it is too large."""
     seen, drawn = len(counts), counts.sum()
     if seen < drawn / 10:
         ranks = np.log(np.arange(1, seen + 1))
@@ -29,7 +29,7 @@ def _surplus(alpha: float, counts: np.ndarray, values: int) -> float:
 
 
 def exponent(counts: np.ndarray, values: int) -> float:
-    """Return the exponent of a column's counts, [values seen] in descending order; it has `values` in all."""
+    """Return the exponent of a column with `values` values; counts: [values seen], in descending order."""
     low, high = 0.0, 5.0
     for _ in range(30):
         middle = (low + high) / 2
@@ -38,7 +38,7 @@ def exponent(counts: np.ndarray, values: int) -> float:
 
 
 def main() -> None:
-    """Print the exponent of each column, and the medians of those above and below 1,000 values."""
+    """Print the exponent of each column, and the medians of columns with more and fewer than 1,000 values."""
     rows = [line.split("\t")[14:] for line in Path(sys.argv[1]).read_text().splitlines()]
     found = []
     for column, values in zip(zip(*rows, strict=True), KAGGLE_VALUES, strict=True):

@@ -1,7 +1,7 @@
-"""Processes that have torch and TorchRec from their first moment, which take 8 seconds of a core to import.
+"""Processes that start with torch and TorchRec imported, which takes 8 seconds of a core.
 
-multiprocessing's fork server imports them once for all tests. A command line and its ranks are forked from it, and go
-on as `python -m dlrm_overlap` does; so are the ranks of `run_ranks`. Not where CUDA is: it bears no fork.
+multiprocessing's fork server imports them once for all tests. Command lines, their ranks, and the ranks of `run_ranks`
+are forked from it, and continue as `python -m dlrm_overlap` does. Not with CUDA, which does not support fork.
 """
 
 import mmap
@@ -28,7 +28,7 @@ def _run() -> None:
 
 
 class Command:
-    """`dlrm-overlap ARGV` under way; it has the methods of a `subprocess.Popen` that tests use."""
+    """A running `dlrm-overlap ARGV`, with the methods of a `subprocess.Popen` that tests use."""
 
     def __init__(
         self,
@@ -46,12 +46,11 @@ class Command:
             folder: the working folder.
             environ: all environment variables.
             streams: files for standard output and standard error.
-            mark: file, not empty, that the command's processes map into their memory, so that `/proc` shows whose they
-                are. Their environment does not: `/proc` shows the fork server's.
-            rank_main: runs the command line on a rank, in place of `python -m dlrm_overlap`.
+            mark: a file, not empty, that the command's processes map into their memory, so that `/proc` identifies
+                them; as their environment, it shows the fork server's.
+            rank_main: runs the command line on a rank, instead of `python -m dlrm_overlap`.
         """
-        arguments = (argv, folder, environ, streams, mark, rank_main)
-        self._process = _CONTEXT.Process(target=_begin, args=arguments)
+        self._process = _CONTEXT.Process(target=_begin, args=(argv, folder, environ, streams, mark, rank_main))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -105,7 +104,7 @@ def _begin(
 
 
 def _go_on(argv: Sequence[str], environ: Mapping[str, str], main: Callable[[], None]) -> None:
-    """Run `main` with what a process has that is executed anew: its own arguments, variables and signal handlers."""
+    """Run `main` with the arguments, environment and signal handlers of a new process."""
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = ["dlrm-overlap", *argv]
@@ -116,7 +115,7 @@ def _go_on(argv: Sequence[str], environ: Mapping[str, str], main: Callable[[], N
 
 
 class _Rank:
-    """A rank, forked from its launcher; it has the methods of a `subprocess.Popen` that `launching.spawn` uses."""
+    """A rank forked from its launcher, with the methods of a `subprocess.Popen` that `launching.spawn` uses."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""`dlrm-overlap bench all`: measures the figures of the documentation, README's first (docs/results/figures.md).
-
-Complete measurements are named `NAME.csv` and skipped by a later call. torch is only imported to count GPUs.
-"""
+"""`dlrm-overlap bench all`: measures the figures of the documentation, README's first (docs/results/figures.md)."""
 
 import contextlib
 import shlex
@@ -50,7 +47,6 @@ MEASUREMENTS = {
 
 
 def words_of(name: str, nproc: int, output: Path) -> list[str]:
-    """Return the words after `dlrm-overlap` of a measurement."""
     words = ["bench", *MEASUREMENTS[name].split(), "--output", str(output)]
     if "--nproc" not in words:
         words += ["--nproc", str(nproc)]
@@ -60,11 +56,7 @@ def words_of(name: str, nproc: int, output: Path) -> list[str]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the measurements that are left, each as a command; return 1 if one failed or was cut off.
-
-    Raises:
-        InputError: for a mistake in `argv`, or if there is no GPU.
-    """
+    """Run the measurements that are left, each as a command; return 1 if one failed or was cut off."""
     names = list(MEASUREMENTS)
     parser = Parser("dlrm-overlap bench all", "Measure the figures of the documentation, README's first.")
     parser.add_argument(

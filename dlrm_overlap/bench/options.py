@@ -1,6 +1,6 @@
 """The figures and their options. Does not import torch, so that mistakes are reported at once.
 
-A new figure is a line in FIGURES and a file in `figures/` with `run(kind, ranks)`, which is called on all ranks and
+A figure is an entry of FIGURES and a module in `figures/` with `run(kind, ranks)`, which all ranks call and which
 returns the exit code. Options are in `ranks.values`.
 """
 
@@ -26,14 +26,10 @@ def _words(choices: Sequence[str], default: Sequence[str], help: str) -> Setting
 
 
 class Figure(NamedTuple):
-    """A figure of `bench`."""
-
     summary: str
     options: Mapping[str, Settings]
     module: str
-    """module in `figures/` whose `run` measures it"""
     needs_peers: bool = False
-    """whether it needs at least two ranks"""
 
 
 _STEP = {
@@ -84,6 +80,5 @@ FIGURES = {
 
 
 def options_of(kind: str) -> dict[str, Settings]:
-    """Return the options of a figure, by name without dashes."""
     output = {"type": FullPath, "default": f"runs/bench/{kind}.csv", "help": "CSV file to append the rows to"}
     return {**FIGURES[kind].options, "output": output}

@@ -28,11 +28,7 @@ def _command_line() -> str:
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], command: str | None = None) -> None:
-    """Append `rows` to a CSV file, with the environment and their command, by default this process's.
-
-    Raises:
-        InputError: if the file has other columns or cannot be written.
-    """
+    """Append `rows` to a CSV file, with the environment and their command, by default this process's."""
     about = {"command": command or _command_line(), **environment()}
     full = [{**{key: _written(value) for key, value in row.items()}, **about} for row in rows]
     header = list(full[0])
@@ -66,6 +62,5 @@ def report(rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Pat
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Print `rows` as a table, leaving out columns without a value."""
     filled = [column for column in columns if any(row.get(column) is not None for row in rows)]
     print(format_table([filled, *([_written(row.get(column)) or "-" for column in filled] for row in rows)]))

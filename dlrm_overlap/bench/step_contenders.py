@@ -1,17 +1,13 @@
-"""The contenders of `bench step`: the configuration with some keys changed. Does not import torch.
-
-What keys cannot express is in `figures.step.build`.
-"""
+"""The contenders of `bench step`: keys, and what `figures.step.build` adds to them. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Keys = Mapping[str, Any]
-"""dotted key -> value that replaces the configuration's"""
 
 
 def _keys(backend: str, pipeline: str = "torchrec", dense: bool = True) -> Keys:
-    """Return the keys of a backend; `dense` compiles the dense part and, if the step is not captured, captures it."""
+    """`dense` compiles the dense part and, if the step is not captured, captures the dense part."""
     return {
         "embedding.backend": backend,
         "train.pipeline": pipeline,
@@ -72,18 +68,16 @@ GROUPS = {
     "strongest": tuple(f"torchrec_strongest{name}" for name in _STRONGEST),
     "ablation": ("pgas", *(f"pgas_graph_{name}" for name in _ABLATION)),
 }
-"""name -> the contenders that it selects"""
 
 # The default of `bench step`.
 USUAL = ("torchrec", "torchrec_strongest", "pgas", "fused", "fused_graph", "pgas_graph")
 
 
 def expand(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the contenders that `names` select, each once, in order."""
     return tuple(dict.fromkeys(each for name in names for each in GROUPS.get(name, (name,))))
 
 
-def heats(names: Sequence[str], at_once: int) -> list[tuple[str, ...]]:
+def split_into_groups(names: Sequence[str], at_once: int) -> list[tuple[str, ...]]:
     """Split contenders into groups of at most `at_once`, which fit a GPU; the last contender is in every group.
 
     Example: a, b, c, d, e, three at once: (a, b, e), (c, d, e).

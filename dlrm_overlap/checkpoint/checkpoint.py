@@ -76,12 +76,10 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
 
 
 def extents_to_store(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> list[Extent]:
-    """Return this rank's extents of the model and optimizer; they share memory with the state."""
     return local_extents(model.state_dict(), optimizer.state_dict(), cuts_of(model))
 
 
 def world() -> dist.ProcessGroup:
-    """Return the process group of all ranks."""
     assert dist.group.WORLD is not None, "a checkpoint is found and written by all ranks"
     return dist.group.WORLD
 
@@ -90,7 +88,7 @@ def agree_on(path: Path) -> Manifest:
     """Check the files of the checkpoint `path` and return its manifest; a collective.
 
     Raises:
-        DamagedError: on all ranks, if the checkpoint is incomplete.
+        DamagedError: on all ranks, if it is incomplete.
         InputError: on all ranks, if they see different checkpoints.
     """
     try:
@@ -111,10 +109,8 @@ def agree_on(path: Path) -> Manifest:
 
 
 class Checkpointer:
-    """Writes the checkpoints of a run to a folder, keeps the newest, and finds the one to resume from."""
-
     def __init__(self, folder: Path, keep: int, shape: dict[str, Any], settings: dict[str, Any] | None = None) -> None:
-        """Keep the last `keep` checkpoints in `folder`; `shape` is `checkpoint_shape`, `settings` is `trained_with`."""
+        """`shape` is `checkpoint_shape`, `settings` is `trained_with`."""
         self.folder = folder
         self.keep = keep
         self.shape = shape
@@ -127,11 +123,11 @@ class Checkpointer:
     def resume(self, resume: str, changed: bool, load: Callable[[Path, Manifest], Loaded]) -> Loaded | None:
         """Return `load` of the checkpoint that `checkpoint.resume` names, or None without any; a collective.
 
-        `auto` takes the newest save that is not damaged. `changed` is `checkpoint.allow_config_mismatch`; `load` raises
-        a DamagedError on all ranks.
+        `auto` takes the newest save for which `load` raises no DamagedError, on all ranks. `changed` is
+        `checkpoint.allow_config_mismatch`.
 
         Raises:
-            InputError: if the checkpoint is damaged, differs between ranks, or does not fit this run (`check_fits`).
+            InputError: if the checkpoint is damaged, differs between ranks, or does not fit this run.
         """
         if resume == "never":
             return None
@@ -161,11 +157,7 @@ class Checkpointer:
         )
 
     def make_shared_folder(self) -> None:
-        """Make the folder and check that every rank sees it; a collective.
-
-        Raises:
-            InputError: on all ranks, if a rank does not see it.
-        """
+        """Make the folder; an InputError on all ranks if a rank does not see it. A collective."""
         if dist.get_rank() == 0:
             make_folder(self.folder)
         dist.barrier()
@@ -189,9 +181,6 @@ class Checkpointer:
         """Write `step_<step>` from all ranks, remove surplus checkpoints, and return the new one; a collective.
 
         Args:
-            step: number of steps taken.
-            extents: `extents_to_store`, or a copy of it.
-            metrics: of an evaluation after this step.
             group: of all ranks, used by nothing else meanwhile.
             about: `self.about` when `extents` were copied.
 
@@ -279,7 +268,6 @@ def _writing(final: Path) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, or the link to it, which disappears at once."""
     removed = path.with_name(f"{_PARTIAL}removed_{path.name}")
     os.replace(path, removed)
     with suppress(OSError):  # the next save tries again
@@ -287,9 +275,6 @@ def _remove(path: Path) -> None:
 
 
 def cuts_of(model: nn.Module) -> dict[str, Cut]:
-    """Return, for each dense parameter that is divided over ranks, its whole shape and the offsets of this rank's
-    share.
-    """
     return {name: (shard.shape, shard.offsets) for name, shard in shards_of(model).items()}
 
 

@@ -41,21 +41,18 @@ _ByteRange = tuple[str, int, int]  # file, first byte, number of bytes
 
 
 class Writer(FileSystemWriter):
-    """Writes this rank's file and, on rank 0, `.metadata`."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.fs = self._files = _ChecksummedFiles()
 
     @property
     def pieces(self) -> dict[str, list[Piece]]:
-        """The pieces of each file that this rank has written."""
         return {name.removesuffix(".tmp"): pieces for name, pieces in self._files.pieces.items()}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write the tensors of `plan`, copying one at a time to the CPU.
 
-        DCP's writer copies ahead with CUDA, and so a background save would wait for, and fail with, training steps.
+        DCP's writer copies ahead with CUDA, so a background save would wait for training steps, and fail with them.
         """
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results = []
@@ -116,17 +113,14 @@ class Reader(FileSystemReader):
             self._fault, self._metadata = error, dcp.Metadata({})
 
     def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
-        """Return the metadata, without tensors if it is damaged."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise the error of the metadata, if there is one."""
         if self._fault is not None:
             raise self._fault
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
-        """Read what `plan` asks for, each piece once."""
         wanted: dict[_ByteRange, list[ReadItem]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
@@ -177,11 +171,7 @@ class Reader(FileSystemReader):
 
 
 def read_metadata(checkpoint: Path, manifest: Manifest) -> dcp.Metadata:
-    """Return what `.metadata` says about the tensors of `checkpoint`.
-
-    Raises:
-        DamagedError: if it cannot be read, or belongs to other files.
-    """
+    """Return what `.metadata` says about tensors; a DamagedError if it is unreadable or belongs to other files."""
     file = checkpoint / METADATA
     try:
         with CheckedFile(file, 0, manifest.files[METADATA]) as pieces:
@@ -200,8 +190,8 @@ def read_metadata(checkpoint: Path, manifest: Manifest) -> dcp.Metadata:
 class _Unpickler(pickle.Unpickler):
     """Unpickles DCP's metadata, and nothing else.
 
-    A pickle can modify the classes it is given, so it gets new subclasses, whose instances change to the real class
-    once they have their fields.
+    A pickle can modify classes, so it gets new subclasses, whose instances change to the real class once they have
+    their fields.
     """
 
     _CLASSES: ClassVar = {
@@ -222,7 +212,6 @@ class _Unpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a name in the pickle refers to; refuse names that checkpoints do not contain."""
         if (true := self._CLASSES.get((module, name))) is not None:
             return _fresh(true)
         if (function := self._FUNCTIONS.get((module, name))) is not None:

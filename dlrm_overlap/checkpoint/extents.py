@@ -1,7 +1,7 @@
 """Extents: the elements [offsets, offsets + sizes) of the unsharded model's tensors that a rank holds.
 
-A run with another plan fills its extents from the stored ones that overlap them. Row-wise Adagrad has one number per
-row; for a table cut by columns there is one per cut, stored as a tensor [rows] such as `momentum1@0:64`.
+A run with another plan fills its extents from the stored ones that overlap them. For a table cut by columns, row-wise
+Adagrad has a number per row and cut, stored as tensors [rows] such as `momentum1@0:64`.
 """
 
 import math
@@ -36,22 +36,19 @@ class Extent:
 
     @property
     def name(self) -> str:
-        """Name of the whole tensor: its keys, joined as DCP does."""
         return ".".join(self.path)
 
     @property
     def stored_name(self) -> str:
-        """Name of the stored tensor."""
         return self.name if self.columns is None else f"{self.name}@{self.columns[0]}:{self.columns[1]}"
 
 
 def local_extents(
     model: Mapping[str, Any], optimizer: Mapping[str, Any], shards: Mapping[str, Cut] | None = None
 ) -> list[Extent]:
-    """Return this rank's extents, which share memory with the state.
+    """Return this rank's extents, which share memory with the state dicts of TorchRec's model and optimizer.
 
-    `model` and `optimizer` are state_dicts of DistributedModelParallel and CombinedOptimizer; `shards` has the cuts of
-    dense parameters that are divided over ranks.
+    `shards` has the cuts of dense parameters that are divided over ranks.
     """
     shards = shards or {}
     extents = [
@@ -72,7 +69,7 @@ def _cut_of(parameter: str, shards: Mapping[str, Cut]) -> Cut | None:
 
 
 def _extents_of(path: tuple[str, ...], tensor: Any, table: Any = None, cut: Cut | None = None) -> Iterator[Extent]:
-    """Yield this rank's extents of `tensor`, which may be a state of `table`'s optimizer, or `cut` over ranks."""
+    """`tensor` may be a state of `table`'s optimizer, or `cut` over ranks."""
     if cut is not None:
         yield Extent(path, *cut, tensor)
     elif not isinstance(tensor, ShardedTensor):
@@ -96,7 +93,6 @@ def _boxes(tensor: ShardedTensor) -> dict[tuple[int, ...], Box]:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no element is NaN or infinite."""
     if not (tensor.is_floating_point() and tensor.numel()):
         return True
     for elements in tensor.detach().reshape(-1).split(_CHUNK):
@@ -109,8 +105,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def sources(extent: Extent, stored: Iterable[str]) -> dict[str, int]:
     """Return the stored tensors that fill `extent`, each with its number of columns.
 
-    An extent of several cuts gets their mean, weighted by columns, exactly what one shard would have had; a part of a
-    cut gets the cut's number, an approximation.
+    An extent of several cuts gets their mean, weighted by columns, as one shard would have had; a part of a cut gets
+    the cut's number, an approximation.
     """
     if extent.name in stored:
         return {extent.name: 1}

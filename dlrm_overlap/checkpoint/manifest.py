@@ -28,10 +28,7 @@ _FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp")
 
 @dataclass(frozen=True)
 class Manifest:
-    """Facts about a checkpoint."""
-
     step: int
-    """number of steps taken"""
     shape: dict[str, Any]
     """must be equal in a run that loads it"""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +36,6 @@ class Manifest:
     saved: int = 0
     """number of this save in its folder; the last save has the greatest, even if a run went back"""
     metrics: dict[str, float] = field(default_factory=dict)
-    """of an evaluation after this step, if there was one"""
     about: dict[str, Any] = field(default_factory=dict)
     """information: the resolved configuration, the plan, the number of ranks"""
     files: dict[str, list[Piece]] = field(default_factory=dict)
@@ -48,16 +44,13 @@ class Manifest:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether changed bits are detected; the previous format has no checksums."""
         return self.format == FORMAT
 
     def size_of(self, file: str) -> int:
-        """Return the size of `file` in bytes."""
         return sum(piece.size for piece in self.files[file])
 
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
-    """Write `manifest` to the folder `checkpoint`, and sync it."""
     with (checkpoint / MANIFEST).open("wb") as file:
         file.write(_sealed(json.dumps(dataclasses.asdict(manifest), indent=1).rstrip("}\n").encode()))
         file.flush()
@@ -135,12 +128,7 @@ def _is_number(value: Any) -> bool:
 
 
 def read_complete(checkpoint: Path) -> Manifest:
-    """Return the manifest of `checkpoint` after checking its files' sizes.
-
-    Raises:
-        DamagedError: if a file is missing, irregular, or has another size.
-        InputError: as `read_manifest` does.
-    """
+    """Return the manifest after checking the files' sizes; raises as `read_manifest` does."""
     manifest = read_manifest(checkpoint)
     for name in manifest.files:
         path, expected = checkpoint / name, manifest.size_of(name)
@@ -155,28 +143,26 @@ def read_complete(checkpoint: Path) -> Manifest:
 
 
 def without_checksums(checkpoint: Path) -> str:
-    """Return the warning for a checkpoint without checksums."""
     return f"{checkpoint} was saved by an earlier version without checksums, so damage to its tensors is not detected"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is a checkpoint's folder; it may be damaged."""
+    """Whether `path` is a checkpoint's folder; it may be damaged."""
     return os.path.exists(path / MANIFEST)  # pathlib would raise if the name is too long
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the folders in `folder` named like checkpoints, by step."""
     named = (path for path in folder.glob("step_*") if _STEP.fullmatch(path.name))
     return sorted((path for path in named if path.is_dir()), key=lambda path: int(path.name[5:]))
 
 
 def same_checkpoint(folder: Path, path: Path) -> Path | None:
-    """Return the checkpoint in `folder` that `path` refers to, possibly through a link, or None."""
+    """Return the checkpoint in `folder` that `path` refers to, possibly through a link."""
     return next((each for each in checkpoint_folders(folder) if path.exists() and each.samefile(path)), None)
 
 
 def newest_first(folder: Path) -> tuple[dict[Path, Manifest], list[Path]]:
-    """Return the manifests of the checkpoints in `folder`, last save first, and the folders without a readable one."""
+    """Return the manifests in `folder`, last save first, and the checkpoints without a readable one."""
     manifests, unreadable = dict[Path, Manifest](), list[Path]()
     for path in checkpoint_folders(folder):
         try:
@@ -187,17 +173,13 @@ def newest_first(folder: Path) -> tuple[dict[Path, Manifest], list[Path]]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint in `folder` that `auto` tries first, or None."""
+    """Return the checkpoint in `folder` that `auto` tries first."""
     manifests, unreadable = newest_first(folder)
     return next(iter([*unreadable, *manifests]), None)
 
 
 def locate_checkpoint(path: Path, key: str) -> Path:
-    """Return `path` if it is a checkpoint; for a run's folder, its last save.
-
-    Raises:
-        InputError: naming the option `key`, if it is neither.
-    """
+    """Return `path` if it is a checkpoint; for a run's folder, its last save. An InputError names the option `key`."""
     if is_checkpoint(path):
         return path
     if newest := newest_checkpoint(path / "checkpoints"):
@@ -209,7 +191,6 @@ def locate_checkpoint(path: Path, key: str) -> Path:
 
 
 def differences(manifest: Manifest, shape: dict[str, Any]) -> str:
-    """Describe the fields of `shape` that differ in a checkpoint; empty if none do."""
     had = manifest.shape
     return "; ".join(
         f"{key} {_short(had.get(key))}, this run has {_short(has)}" for key, has in shape.items() if had.get(key) != has
@@ -221,8 +202,7 @@ def check_fits(
 ) -> None:
     """Check that a run of `shape` (`checkpoint_shape`) and `settings` (`trained_with`) can resume from `path`.
 
-    Raises:
-        InputError: with all differences of the model or, unless `changed`, of the settings.
+    An InputError lists all differences of the model or, unless `changed`, of the settings.
     """
     if differing := differences(manifest, shape):
         raise InputError(

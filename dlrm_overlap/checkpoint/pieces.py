@@ -1,6 +1,6 @@
-"""Checksums of the pieces of files, computed on writing and checked on reading. Does not import torch.
+"""Checksums of the pieces that cover a file, computed on writing and checked on reading. Does not import torch.
 
-Pieces cover a file. A large tensor is one piece, so that `torch.load` reads it straight into its memory.
+A large tensor is one piece, so that `torch.load` reads it straight into its memory.
 """
 
 import io
@@ -26,15 +26,13 @@ class DamagedError(InputError):
 
 
 class Piece(NamedTuple):
-    """A range of bytes of a file."""
-
     size: int
     checksum: str
     """xxh3_128 in hexadecimal; empty in a format without checksums"""
 
 
 class ChecksummedFile:
-    """A new file with checksums of its pieces; a context manager."""
+    """A new file with checksums of its pieces; a context manager, which syncs the file unless the block failed."""
 
     def __init__(self, path: Path) -> None:
         self.pieces: list[Piece] = []
@@ -60,28 +58,23 @@ class ChecksummedFile:
         return len(body) + self.write(end)
 
     def end_piece(self) -> None:
-        """End the current piece, if it has any bytes."""
         if size := self.tell() - self._begin:
             self.pieces.append(Piece(size, self._hash.hexdigest()))
             self._hash, self._begin = xxh3_128(), self._begin + size
 
     def tell(self) -> int:
-        """Return the number of bytes written."""
         return self._file.tell()
 
     def flush(self) -> None:
-        """Flush buffers to the operating system."""
         self._file.flush()
 
     def fileno(self) -> int:
-        """Return the file descriptor."""
         return self._file.fileno()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        """Close the file, and sync it unless the block failed."""
         with self._file:
             self._thread.shutdown()
             self.end_piece()
@@ -91,12 +84,9 @@ class ChecksummedFile:
 
 
 class CheckedFile(io.RawIOBase):
-    """Consecutive pieces of a file, readable as a file; a context manager.
+    """Consecutive pieces of a file, readable as a file from position 0; a context manager.
 
-    A piece is checked before its bytes are returned, or on exit if it was not read.
-
-    Raises:
-        DamagedError: if the file cannot be read, or a checksum differs.
+    A piece is checked before its bytes are returned, or on exit if it was not read; a DamagedError if that fails.
     """
 
     def __init__(self, path: Path, begin: int, pieces: list[Piece]) -> None:
@@ -113,24 +103,19 @@ class CheckedFile(io.RawIOBase):
             raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Return the position relative to the first piece."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set and return the position."""
         self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` as far as there are bytes, and return their number."""
         view, done = memoryview(buffer).cast("B"), 0
         while done < len(view) and self._position < self._size:
             index = bisect_right(self._begins, self._position) - 1
@@ -173,7 +158,6 @@ class CheckedFile(io.RawIOBase):
         raise self.fault
 
     def __exit__(self, error: object, *_: object) -> None:
-        """Check the pieces that were not read, unless the block failed, and close the file."""
         with self._file:
             for index in sorted(self._unread) if error is None else ():
                 self._read(index, memoryview(bytearray(self._pieces[index].size)))

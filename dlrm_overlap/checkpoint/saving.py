@@ -1,9 +1,9 @@
-"""The saves of a run. They stop training, or a thread writes a copy of the state while training continues.
+"""The saves of a run: they stop training, or a thread writes a copy of the state.
 
     training  | steps 1 .. s | check, copy to the CPU | steps s + 1, .. | next save: wait for the thread
     thread    |                                       | write, rename   |
 
-Every weight, optimizer state and the loss of a held-out batch must be finite.
+The check refuses weights, optimizer states and held-out losses that are not finite.
 """
 
 import logging
@@ -37,7 +37,7 @@ class NotFiniteError(InputError):
 
 
 def require_finite(fault: str, step: int, config: Config) -> None:
-    """Raise `NotFiniteError` if the state after `step` has a `fault`, which is the same on all ranks."""
+    """`fault` describes the state after `step`, and is the same on all ranks."""
     train, embedding = config.train, config.embedding
     if fault:
         raise NotFiniteError(
@@ -47,7 +47,7 @@ def require_finite(fault: str, step: int, config: Config) -> None:
 
 
 class Saves:
-    """The saves of a run. All ranks call the same methods after the same steps, with no step in flight."""
+    """All ranks call the same methods after the same steps, with no step in flight."""
 
     def __init__(
         self,
@@ -106,12 +106,12 @@ class Saves:
     def save(self, step: int, metrics: dict[str, float] | None = None, background: bool = False) -> None:
         """Save a checkpoint after `step` steps, unless that is done; a collective.
 
-        An error that a kernel recorded is raised first. `metrics` are of an evaluation after this step. With
-        `background` and `checkpoint.asynchronous`, a thread writes a copy of the state, and `finish` raises its errors.
+        `metrics` are of an evaluation after this step. With `background` and `checkpoint.asynchronous`, a thread writes
+        a copy of the state, and `finish` raises its errors. An error that a kernel recorded is raised first.
 
         Raises:
             InputError: on all ranks, if a rank cannot write, now or in the previous save.
-            NotFiniteError: if a weight, an optimizer state or the loss of a batch is not finite.
+            NotFiniteError: if a weight, an optimizer state or the loss of a held-out batch is not finite.
         """
         if step == self.step:
             return
@@ -146,7 +146,6 @@ class Saves:
 
     @torch.no_grad()
     def _copy(self, extents: list[Extent]) -> list[Extent]:
-        """Copy `extents` to CPU memory that is allocated once, pinned if they are on a GPU."""
         copies = []
         for extent in extents:
             source, key = extent.tensor, (extent.stored_name, extent.offsets)
@@ -158,17 +157,12 @@ class Saves:
         return copies
 
     def finish(self) -> None:
-        """Wait for the background save, if any; a collective.
-
-        Raises:
-            InputError: on all ranks, if a rank could not write.
-        """
+        """Wait for the background save, if any, and raise its InputError on all ranks; a collective."""
         if self._background is not None:
             background, self._background = self._background, None
             background.result()
 
     def close(self, error: Exception) -> None:
-        """Give a background save limited time when the run ends by `error`."""
         if self._background is None:
             return
         is_on_all_ranks = isinstance(error, InputError)  # else other ranks may have ended
@@ -178,7 +172,7 @@ class Saves:
 
 
 def _bytes_of_copy(tensor: torch.Tensor) -> int:
-    """Return the size of a copy; pinned memory is rounded up to a power of 2."""
+    # Pinned memory is rounded up to a power of 2.
     return 1 << max(0, tensor.nbytes - 1).bit_length() if tensor.is_cuda else tensor.nbytes
 
 

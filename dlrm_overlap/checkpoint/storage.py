@@ -51,12 +51,9 @@ def save_extents(
     group: dist.ProcessGroup | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Piece]]:
-    """Write all ranks' extents to the new folder `folder`, each once; a collective.
+    """Write all ranks' extents to the new folder `folder`, each once, and return each file's pieces; a collective.
 
-    `group` has all ranks and is used by nothing else meanwhile. `tick` is called for each piece.
-
-    Returns:
-        The pieces of each file, for the manifest.
+    `group` is used by nothing else meanwhile. `tick` is called for each piece.
 
     Raises:
         OSError: on all ranks, if one of them cannot write.
@@ -88,14 +85,13 @@ def load_extents(path: Path, extents: Sequence[Extent], tick: Callable[[], None]
 
 
 def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Load the weights of a checkpoint, without optimizer state, into `model`; otherwise as `load_extents`."""
+    """Load weights only; otherwise as `load_extents`."""
     state = model.state_dict()
     load_extents(path, local_extents(state, {"state": {}}, cuts))
     model.load_state_dict(state)
 
 
 def find_faults(path: Path) -> list[str]:
-    """Return faults of a checkpoint's tensors: unreadable or not finite."""
     planner = _VerifyPlanner([], lambda: None)
     try:
         _read(path, planner)
@@ -105,7 +101,7 @@ def find_faults(path: Path) -> list[str]:
 
 
 def read_unsharded(path: Path) -> dict[str, Any]:
-    """Return the checkpoint in memory: {"model": weights by name, "optimizer": states}; an InputError if unreadable."""
+    """Return {"model": weights by name, "optimizer": states}, all in memory; an InputError if unreadable."""
     planner = _EmptyStateDictLoadPlanner()
     _read(path, planner)
     return planner.original_state_dict
@@ -137,7 +133,7 @@ def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Plans the writing of this rank's extents; DCP removes duplicates of other ranks."""
+    """DCP removes extents that other ranks have, too."""
 
     def __init__(self, extents: Sequence[Extent], tick: Callable[[], None]) -> None:
         super().__init__()
@@ -219,7 +215,6 @@ class _LoadPlanner(DefaultLoadPlanner):
         self._tick()
 
     def take_means(self) -> None:
-        """Fill extents that are means of several stored tensors."""
         for extent, parts in self._means:
             total = torch.stack([columns * part for columns, part in parts]).sum(0)
             extent.tensor.detach().copy_(total / sum(columns for columns, _ in parts))

@@ -11,11 +11,6 @@ from dlrm_overlap.launching.text_table import plain
 
 
 def show(path: Path) -> str:
-    """Return the manifest of a checkpoint as lines of text.
-
-    Raises:
-        InputError: if `path` is not a checkpoint, or its manifest is damaged.
-    """
     _check_named(path)
     manifest = read_manifest(path)
     about = manifest.about
@@ -36,11 +31,6 @@ def show(path: Path) -> str:
 
 
 def verify(path: Path) -> list[str]:
-    """Return the faults of a checkpoint, if any: damaged files, tensors that are not finite.
-
-    Raises:
-        InputError: if `path` is not a checkpoint.
-    """
     _check_named(path)
     try:
         read_complete(path)
@@ -54,10 +44,7 @@ def verify(path: Path) -> list[str]:
 def export(path: Path, output: Path) -> None:
     """Write a checkpoint as one file for `torch.load`: {"model": weights by name, "optimizer": states}.
 
-    Names are sorted, numbers in numeric order, whatever ranks and plan wrote them. All tensors are in memory at once.
-
-    Raises:
-        InputError: if the checkpoint is damaged, or `output` exists or cannot be written.
+    The order of names does not depend on ranks or plan. All tensors are in memory at once.
     """
     if output.exists():
         raise InputError(f"export: {output} exists; name a new file")
@@ -81,7 +68,6 @@ def _check_named(path: Path) -> None:
 
 
 def _by_name(state: Any) -> Any:
-    """Sort the keys of nested dictionaries, t_2 before t_10."""
     if not isinstance(state, dict):
         return state
     parts = {key: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", key)] for key in state}

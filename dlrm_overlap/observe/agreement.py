@@ -1,10 +1,8 @@
 """Whether the losses of a run agree with those of the reference.
 
-A loss agrees if its relative difference is at most `rtol`. On GPUs, atomics add in random order, and training amplifies
-the rounding until even two runs of the reference differ by more. So the tolerance grows to a multiple of the greatest
-difference between repeated reference runs so far, looking ahead by a quarter of the steps plus one logged loss, but not
-beyond 0.1. The multiples were chosen so that fewer than 1 in 100 copies of a small DLRM are refused. A fault below the
-noise is not found, and a good run of a model that diverges in jumps may be refused.
+A loss agrees if its relative difference is at most `rtol` or, if more, a multiple of the greatest difference between
+reference runs so far, looking ahead by a quarter of the steps plus one logged loss, up to 0.1. The multiples are chosen
+to refuse fewer than 1 in 100 copies of a small DLRM. A fault below the noise is not found.
 """
 
 import math
@@ -28,17 +26,13 @@ def difference(loss: float | None, expected: float | None) -> float:
 
 
 def greatest_difference(losses: Losses, reference: Losses) -> float | None:
-    """Return the greatest finite relative difference between a loss and the reference's, or None."""
+    """The difference is relative; None if no two losses are finite."""
     found = (difference(losses.get(step), expected) for step, expected in reference.items())
     return max(filter(math.isfinite, found), default=None)
 
 
 def loss_tolerance(reference: Losses, again: Sequence[Losses], rtol: float) -> dict[int, float]:
-    """Return step -> greatest relative difference from the reference's loss that agrees, at least `rtol`.
-
-    `again` are the losses of repeated runs of the reference. Example: one repeated run differs by 1e-4 at the only
-    step, so the tolerance is 25 times that.
-    """
+    """Return step -> greatest relative difference that agrees; `again` are repeated runs of the reference."""
     steps = sorted(reference)
     factor = _FACTOR_OF_ONE if len(again) == 1 else _FACTOR_OF_MORE
     noise = [max((difference(run.get(step), reference[step]) for run in again), default=0.0) for step in steps]
@@ -49,10 +43,7 @@ def loss_tolerance(reference: Losses, again: Sequence[Losses], rtol: float) -> d
 
 
 def find_fault(losses: Losses, reference: Losses, again: Sequence[Losses], rtol: float) -> str | None:
-    """Describe the first step whose loss is missing, not finite or beyond its `loss_tolerance`; None without one.
-
-    The runs `again` of the reference must be complete and finite too.
-    """
+    """Describe the first step at which a loss of any run is missing or not finite, or `losses` exceed the tolerance."""
     tolerance = loss_tolerance(reference, again, rtol)
     runs = [losses, reference, *again]
     for step in sorted({step for run in runs for step in run}):

@@ -24,11 +24,7 @@ _CPU_NOTE = "On CPUs, plain PyTorch replaces the kernels of pgas and fused: only
 
 
 def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) -> dict[str, Any]:
-    """Return the contents of `comparison.json` for `folders`, run -> its folder.
-
-    The first run is the reference, and the next `noise_runs` repeat it. `rtol` is the greatest relative difference of a
-    logged training loss that agrees, unless noise widens it.
-    """
+    """Return the contents of `comparison.json`; the first run is the reference, the next `noise_runs` repeat it."""
     reference, *others = folders
     # A run whose loss was not finite ended early and has no summary.
     summaries = {name: read_summary(folder) or {} for name, folder in folders.items()}
@@ -62,7 +58,6 @@ def _ratio(numerator: float, denominator: float) -> float | None:
 
 
 def _read_losses(folder: Path) -> dict[int, float]:
-    """Return step -> logged training loss; NaN if it is not a finite number."""
     losses = {}
     for record in read_records(folder / "metrics.jsonl"):
         if "train/loss" in record:
@@ -72,7 +67,6 @@ def _read_losses(folder: Path) -> dict[int, float]:
 
 
 def comparison_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
-    """Return a header and a row per backend of a text table."""
     rows = [["backend", *_COLUMNS, "losses"]]
     for backend, result in comparison["backends"].items():
         difference = result["max_relative_difference"]
@@ -93,7 +87,7 @@ def report(
     noise_runs: int = 0,
     show: Callable[[str], None] = print,
 ) -> list[str]:
-    """Write `compare_runs` to the JSON file `output`, show its table, and return a line for each run that disagrees."""
+    """Write `compare_runs` to a JSON file, show its table, and return a line for each run that disagrees."""
     comparison = compare_runs(folders, rtol, noise_runs)
     write_atomically(output, json.dumps(comparison, indent=1) + "\n")
     show(format_table(comparison_rows(comparison)) + f"\n{_CPU_NOTE}" * (comparison["device"] == "cpu"))

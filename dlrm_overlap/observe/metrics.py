@@ -22,15 +22,11 @@ _MAX_BUFFERED = 1 << 20
 def evaluation_metrics(
     logits: torch.Tensor, labels: torch.Tensor, names: Sequence[str] = ("label",), weights: Sequence[float] = (1.0,)
 ) -> dict[str, float]:
-    """Return loss, AUROC, NE (`normalised_entropy`), calibration and accuracy of all ranks' predictions.
+    """Return metrics of `logits`, [n] or [n, L] float32, and equally shaped `labels`, 0 or 1.
 
     Calibration is the sum of predicted probabilities over the sum of labels; accuracy uses the threshold 0.5. AUROC and
-    NE are NaN if all labels are equal, calibration if all are 0, and every metric if a logit is NaN. With L labels,
-    metrics are means over labels, the loss is weighted by `weights`, and METRIC/NAME is the metric of one label.
-
-    Args:
-        logits: [n] or [n, L] float32.
-        labels: as `logits`; 0 or 1.
+    NE are NaN if all labels are equal, calibration if all are 0, every metric if a logit is NaN. With L labels, metrics
+    are means over labels, the loss is weighted by `weights`, and METRIC/NAME is the metric of one label.
     """
     columns = (each.double().view(len(each), -1).unbind(1) for each in (logits, labels))
     values = by_label({name: _of_label(*each) for name, *each in zip(names, *columns, strict=True)})
@@ -58,16 +54,10 @@ def _of_label(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
 def gather_predictions(
     logits: torch.Tensor, labels: torch.Tensor, batch_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather all ranks' logits and labels in the order of the data set, [steps * W * b] or [steps * W * b, L]; a
-    collective.
+    """Gather all ranks' logits and labels in the order of the data set, [steps * W * b, ..]; a collective.
 
-    Rank r has the r-th b samples of each global batch: after three steps with b = 1, two ranks have samples 0, 2, 4 and
-    1, 3, 5.
-
-    Args:
-        logits: [steps * b] or [steps * b, L] float32; the same shape on every rank.
-        labels: as `logits`.
-        batch_size: b, samples per rank and step.
+    `logits` and `labels` are [steps * b] or [steps * b, L], of one shape on every rank, for a batch size b. Rank r has
+    the r-th b samples of each global batch.
     """
     local = torch.stack((logits, labels))
     gathered = local.new_empty((dist.get_world_size(), *local.shape))
@@ -80,12 +70,12 @@ def gather_predictions(
 class RunningMetrics:
     """Accumulates the predictions of a rank's training steps; `take` and `state` are collectives.
 
-    Each label has a row of float64 sums: histograms of the logits of negative and positive samples, the losses, and the
-    predicted probabilities. The device only accumulates until a log line reads them.
+    Each label has a row of float64 sums on the device: histograms of the logits of negative and positive samples, the
+    losses, and the predicted probabilities.
     """
 
     def __init__(self, names: Sequence[str], samples: int, steps: int, device: torch.device) -> None:
-        """Take the labels' names, the samples per rank and step, and the steps between two log lines."""
+        """`samples` are per rank and step; `steps` is the number of steps between two log lines."""
         self._names, labels = names, len(names)
         # Predictions are buffered over several steps, so that most steps only pay for two copies.
         buffered = max(1, min(steps, _MAX_BUFFERED // (samples * labels)))
@@ -94,7 +84,7 @@ class RunningMetrics:
         self._lifetime = self._window.to("cpu", copy=True)
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add the logits and labels of a step, each [b] or [b, L]; enqueues copies on the current stream."""
+        """Enqueue copies of a step's logits and labels, each [b] or [b, L], on the current stream."""
         for copy, each in zip(self._buffer[self._count], (logits, labels), strict=True):
             copy.copy_(each.view(copy.shape))
         self._count += 1
@@ -111,14 +101,13 @@ class RunningMetrics:
         self._window[:, _PREDICTED] += logits.sigmoid().sum(1, dtype=torch.float64)
 
     def take(self) -> dict[str, float]:
-        """Return the metrics of all ranks' steps since the last call; as lifetime_*, those of all steps."""
+        """Return metrics of all ranks since the last call and, as lifetime_*, since the start."""
         window = self._of_all_ranks()
         self._window.zero_()
         self._lifetime += window
         return self._named(window) | {f"lifetime_{key}": value for key, value in self.lifetime().items()}
 
     def _of_all_ranks(self) -> torch.Tensor:
-        """Return all ranks' sums since the last `take`, on the CPU."""
         if self._count:
             self._accumulate_buffer()
         found = self._window.clone()
@@ -126,7 +115,6 @@ class RunningMetrics:
         return found.cpu()
 
     def lifetime(self) -> dict[str, float]:
-        """Return the metrics of all steps that `take` has included."""
         return self._named(self._lifetime)
 
     def _named(self, sums: torch.Tensor) -> dict[str, float]:
@@ -139,11 +127,7 @@ class RunningMetrics:
         return list(zip(where.tolist(), flat[where].tolist(), strict=True))
 
     def load(self, state: Sequence[Sequence[Any]]) -> None:
-        """Continue from the result of `state`.
-
-        Raises:
-            ValueError: if `state` did not return it; the sums are then 0.
-        """
+        """Continue from the result of `state`; a ValueError if it is another value, then the sums are 0."""
         self._lifetime.zero_()
         sums = self._lifetime.clone().view(-1)
         try:
@@ -181,7 +165,7 @@ def normalised_entropy(loss: float, rate: float) -> float:
 
 
 def by_label(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics' means over labels and, if there are several, each label's as METRIC/LABEL."""
+    """Return means over labels and, if there are several, each label's metrics as METRIC/LABEL."""
     each = list(found.values())
     values = {key: sum(metrics[key] for metrics in each) / len(each) for key in each[0]}
     if len(found) > 1:
@@ -190,14 +174,11 @@ def by_label(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 class StepTimer:
-    """Times steps: on a GPU by events, on a CPU by its clock."""
-
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Mark the border between two steps."""
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -206,10 +187,7 @@ class StepTimer:
             self._marks.append(time.perf_counter())
 
     def take_ms(self) -> list[float]:
-        """Return the times between marks since the last call, in ms; waits for the last mark on a GPU.
-
-        The last mark is the first one of the next call.
-        """
+        """Return the times between marks since the last call; waits for the last mark on a GPU."""
         marks = self._marks
         self._marks = marks[-1:]
         if not self.cuda:
@@ -220,10 +198,7 @@ class StepTimer:
 
 
 def make_tracer(path: Path, before: int, steps: int) -> profile:
-    """Return a profiler that traces `steps` steps after `before` others into the Chrome trace `path`.
-
-    Call its `step` after each step. It starts up in the step before the traced ones.
-    """
+    """Return a profiler that traces `steps` steps after `before` others; call its `step` after each step."""
 
     def write(profiler: profile) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,12 +210,11 @@ def make_tracer(path: Path, before: int, steps: int) -> profile:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return this process's peak memory in bytes: allocated on its GPU, or resident on a CPU."""
+    """Return this process's peak memory: allocated on its GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def quantile(values: list[float], q: float) -> float:
-    """Return the q-quantile of `values`, or NaN if there are none."""
     return torch.tensor(values, dtype=torch.float64).quantile(q).item() if values else math.nan

@@ -23,12 +23,7 @@ class MetricsFile:
     """`metrics.jsonl`: one JSON object per line, with null for NaN."""
 
     def __init__(self, path: Path, keep_up_to_step: int) -> None:
-        """Open `path` to append, dropping damaged lines, and lines after `keep_up_to_step`, which a resumed run
-        repeats.
-
-        Raises:
-            InputError: if it cannot be read or written.
-        """
+        """Open `path` to append, dropping damaged lines and those after `keep_up_to_step`."""
         lines = _whole_lines(path) if keep_up_to_step else []
         kept = [line for line, record in lines if record["step"] <= keep_up_to_step]
         write_atomically(path, "".join(f"{line}\n" for line in kept))
@@ -50,16 +45,10 @@ class MetricsFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl; one warning counts damaged lines.
-
-    Raises:
-        InputError: if it cannot be read.
-    """
     return [record for _, record in _whole_lines(path)]
 
 
@@ -86,7 +75,6 @@ def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a number in the range of a float."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
@@ -95,18 +83,13 @@ def _refuse(constant: str) -> float:
 
 
 def nan_as_none(value: Any) -> Any:
-    """Replace every NaN and infinity by None, since JSON has neither."""
     if isinstance(value, dict):
         return {k: nan_as_none(v) for k, v in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace `path` atomically.
-
-    Raises:
-        InputError: if it cannot be written; the old file stays.
-    """
+    """Replace `path` atomically; an InputError if it cannot be written, and the old file stays."""
     try:
         with replacing(path) as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
@@ -117,17 +100,12 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def has_results(folder: Path) -> bool:
-    """Return whether a run has written results to `folder`."""
     metrics = folder / "metrics.jsonl"
     return (folder / "summary.json").exists() or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move the content of `folder`, whose lock this process holds, to a subfolder earlier_<N>; None if it is empty.
-
-    Raises:
-        InputError: if it cannot be moved.
-    """
+    """Move the content of `folder`, whose lock this process holds, to a subfolder earlier_<N>; None if it is empty."""
     found = [path for path in folder.iterdir() if path.name != LOCK_NAME and not path.match(f"{_EARLIER}*")]
     if not found:
         return None
@@ -142,10 +120,7 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of the finished run in `folder`, with NaN for null.
-
-    None if there is none or, with a warning, if it is damaged.
-    """
+    """Return the summary of a run, with NaN for null; None if it is missing or, with a warning, damaged."""
     path = folder / "summary.json"
     try:
         with open_file(path) as file:
@@ -164,11 +139,6 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file of an earlier run, if it exists.
-
-    Raises:
-        InputError: if it cannot be removed.
-    """
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

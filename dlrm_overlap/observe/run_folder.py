@@ -1,7 +1,4 @@
-"""The folder of a run, locked by rank 0.
-
-Nodes may have different folders of the same name, so rank 0 alone reads files on which decisions depend.
-"""
+"""The folder of a run. Only rank 0 reads it for decisions, since nodes may have different folders of one name."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,9 +17,7 @@ T = TypeVar("T")
 def from_rank_0(find: Callable[[], T]) -> T:
     """Call `find` on rank 0 and return its result on all ranks; a collective.
 
-    Raises:
-        InputError: on all ranks, if `find` raises one.
-        PeerError: on the other ranks, if `find` raises another error.
+    Its InputError is raised on all ranks; for another error the other ranks raise PeerError.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -33,10 +28,9 @@ def from_rank_0(find: Callable[[], T]) -> T:
 
 @contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Let rank 0 create `folder`, remove a killed run's temporary files, and hold its lock; entering is a collective.
+    """Create `folder` on rank 0, remove a killed run's temporary files, and hold its lock; entering is a collective.
 
-    Raises:
-        InputError: on all ranks, if the folder is not writable, or another process holds its lock.
+    An InputError on all ranks if it is not writable, or another process holds its lock.
     """
 
     def hold() -> None:

@@ -1,4 +1,4 @@
-"""The log of a run: log lines, `metrics.jsonl`, TensorBoard, configuration and summary; and a trace of each rank."""
+"""The log of a run: log lines, `metrics.jsonl`, TensorBoard, configuration, summary, and a trace of each rank."""
 
 import contextlib
 import json
@@ -43,10 +43,9 @@ def start_logging(rank: int) -> None:
 
 
 def check_folder(config: Config) -> None:
-    """Check that a run of `config` overwrites no results; those before a first checkpoint do not count.
+    """Refuse a run that would overwrite results, mix checkpoints of two runs, or move away the one to resume from.
 
-    Raises:
-        InputError: if it would overwrite results, mix checkpoints of two runs, or move away the one to resume from.
+    Results before a first checkpoint do not count.
     """
     folder, resume = config.folder, config.checkpoint.resume
     if config.log.overwrite:  # everything in the folder is moved away, once its lock is held
@@ -71,8 +70,6 @@ def check_folder(config: Config) -> None:
 
 
 class RunLog:
-    """The log of one run; all ranks call the same methods."""
-
     def __init__(
         self, config: Config, world: World, device: torch.device, folder: Path, start: int, plan: ShardingPlan
     ) -> None:
@@ -127,7 +124,6 @@ class RunLog:
                 self._board.close()
 
     def advance(self) -> None:
-        """Count one step."""
         if self._tracer:
             self._tracer.step()
 
@@ -141,16 +137,14 @@ class RunLog:
         metrics: Mapping[str, float],
         asked_to_end: bool = False,
     ) -> None:
-        """Log the steps since the last call, and let the ranks agree on ending early; a collective.
+        """Log the steps since the last call, up to `step`, and let the ranks agree on ending early; a collective.
 
         Args:
-            step: the last of these steps.
             loss_sum: [] sum of this rank's losses over these steps.
-            step_ms: times of these steps on this rank.
-            wait_s: this rank's wait for input since the start; the maximum over ranks is logged.
-            lr_factor: of the learning rates.
-            metrics: of all ranks (`RunningMetrics`).
-            asked_to_end: by this rank; `self.asked_to_end` becomes true if any rank was asked.
+            step_ms: of these steps on this rank.
+            wait_s: this rank's wait for input since the start.
+            metrics: of all ranks.
+            asked_to_end: of this rank; `self.asked_to_end` becomes true if any rank was asked.
 
         Raises:
             InputError: on all ranks, if the run's folder or metrics.jsonl is gone.
@@ -190,7 +184,6 @@ class RunLog:
         log.info("step %d: loss %.4f, %.1f ms a step, %.1f ms of it input wait", step, self.loss, mean_ms, wait_ms)
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Log an evaluation after `step`."""
         self._write(step, {f"eval/{key}": value for key, value in values.items()})
         log.info(
             "step %d: held out AUROC %.4f, NE %.4f, loss %.4f", step, values["auroc"], values["ne"], values["loss"]
@@ -199,8 +192,7 @@ class RunLog:
     def summary(self, step: int, values: dict[str, float], trained: Mapping[str, float]) -> dict[str, Any]:
         """Write `summary.json` and return the summary; a collective.
 
-        `values` are the metrics of the last evaluation, `trained` of all training samples. Times are this rank's,
-        without warm-up if possible; memory is the maximum over ranks.
+        `values` are of the last evaluation, `trained` of all training samples. Times are this rank's.
         """
         times = self.step_ms[WARMUP_STEPS:] or self.step_ms
         memory = torch.tensor(memory_bytes(self.device), dtype=torch.float64, device=self.device)
@@ -225,7 +217,6 @@ class RunLog:
         return summary
 
     def _write(self, step: int, values: dict[str, float]) -> None:
-        """Write metrics to file and TensorBoard; only warn if the disk is full."""
         try:
             if self._metrics:
                 self._metrics.write({"step": step, **values})

@@ -43,15 +43,11 @@ _HOST_CALLS = ("cuda_runtime", "cuda_driver")
 
 
 class Span(NamedTuple):
-    """A period of time, in us."""
-
     begin: float
     end: float
 
 
 class GpuWork(NamedTuple):
-    """A kernel or a copy on the GPU."""
-
     name: str
     stream: int
     span: Span
@@ -63,7 +59,6 @@ class GpuWork(NamedTuple):
 
     @property
     def stores(self) -> bool:
-        """Whether it looks up rows and stores them to peers."""
         return re.search(_STORES, self.name) is not None
 
     @property
@@ -73,7 +68,7 @@ class GpuWork(NamedTuple):
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the complete events of a Chrome trace, which may be gzipped; an InputError if it is not one."""
+    """Return the complete events of a Chrome trace, possibly gzipped; an InputError if it is not one."""
     try:
         with open_file(path) as file, gzip.open(file) if path.suffix == ".gz" else nullcontext(file) as stream:
             events = [event for event in json.load(stream)["traceEvents"] if event.get("ph") == "X"]
@@ -86,7 +81,6 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_valid(event: dict[str, Any]) -> bool:
-    """Return whether the fields of an event that this file reads have the right types."""
     is_work = event.get("cat") in _GPU_WORK
     return (
         is_number(event.get("ts", 0))
@@ -100,7 +94,6 @@ def _is_valid(event: dict[str, Any]) -> bool:
 
 
 def gpu_work(events: Iterable[dict[str, Any]]) -> list[GpuWork]:
-    """Return the kernels and copies among `events` that ran on the GPU."""
     return [
         GpuWork(event["name"], event["args"]["stream"], Span(event["ts"], event["ts"] + event["dur"]))
         for event in events
@@ -109,12 +102,10 @@ def gpu_work(events: Iterable[dict[str, Any]]) -> list[GpuWork]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Return the time that `spans` cover, in us."""
     return exclusive({"": spans})[""]
 
 
 def union(spans: Iterable[Span], window: Span) -> list[Span]:
-    """Return the parts of `window` that `spans` cover, in order."""
     found: list[Span] = []
     for span in sorted(spans):
         begin, end = max(span.begin, window.begin), min(span.end, window.end)
@@ -149,10 +140,9 @@ def exclusive(groups: Mapping[str, Iterable[Span]]) -> dict[str, float]:
 
 
 def shares(work: Sequence[GpuWork], window: Span | None = None) -> dict[str, float]:
-    """Return how `window`, by default the time of all `work`, is used: compute, exposed, copying, idle, exposed_most in
-    us.
+    """Return the us of compute, exposed, copying, idle and exposed_most in `window`, by default the time of all `work`.
 
-    The first four add up; an instant counts for the first that applies. Copies are within this GPU or from the CPU.
+    An instant counts for the first of the first four that applies. Copies are within this GPU or from the CPU.
     """
     window = window or Span(min(each.span.begin for each in work), max(each.span.end for each in work))
     groups = {name: list[Span]() for name in ("compute", "stores", "exposed", "copying")}
@@ -168,10 +158,7 @@ def shares(work: Sequence[GpuWork], window: Span | None = None) -> dict[str, flo
 
 
 def issued_work(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `events` without GPU work issued before the trace began, by a CPU that ran ahead.
-
-    All are returned if the trace has no CPU calls.
-    """
+    """Return `events` without GPU work issued before the trace began; all of them if it has no CPU calls."""
     calls = {_call(event) for event in events if event.get("cat") in _HOST_CALLS} - {None}
     return [event for event in events if event.get("cat") not in _GPU_WORK or not calls or _call(event) in calls]
 
@@ -181,11 +168,7 @@ def _call(event: dict[str, Any]) -> int | None:
 
 
 def summarise(path: Path) -> str:
-    """Return a table of the kinds of work in a trace: ms a step, and ms in which nothing else runs.
-
-    Raises:
-        InputError: if the file is not a trace, or has no GPU work.
-    """
+    """Return a table of the kinds of work: ms per step, and ms in which nothing else runs."""
     events = read_events(path)
     work = gpu_work(issued_work(events))
     if not any(each.span.end > each.span.begin for each in work):

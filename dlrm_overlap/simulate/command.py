@@ -1,4 +1,4 @@
-"""`dlrm-overlap simulate`: print and write simulated times, optionally of all combinations of some keys' values."""
+"""`dlrm-overlap simulate`: print and write simulated times, optionally for all combinations of some keys' values."""
 
 import csv
 import itertools
@@ -18,11 +18,6 @@ _SHOWN = ("what", "backend", "world_size", "nodes", "samples", "ms", "samples_pe
 
 
 def run(argv: Sequence[str], description: str) -> int:
-    """Simulate, print and write the rows, and return exit code 0.
-
-    Raises:
-        InputError: if a key, a value or a file is wrong.
-    """
 
     def parse(options: Sequence[str]) -> tuple[SimulateConfig, Any]:
         return parse_config(SimulateConfig, "dlrm-overlap simulate", description, options, _add_options)
@@ -56,7 +51,6 @@ def _add_options(parser: Parser) -> None:
 
 
 def _read_vary(texts: Sequence[str], argv: Sequence[str]) -> dict[str, list[str]]:
-    """Return option -> values, given the `texts` KEY=A,B,.. of all `--vary` and the whole command line `argv`."""
     known = ["config", *(key.name for key in keys_of(SimulateConfig))]
     given = {word.partition("=")[0] for word in argv}
     varied: dict[str, list[str]] = {}
@@ -73,7 +67,6 @@ def _read_vary(texts: Sequence[str], argv: Sequence[str]) -> dict[str, list[str]
 
 
 def describe(config: SimulateConfig) -> dict[str, Any]:
-    """Simulate and return a row: keys of the exchange and the network, the work and the time."""
     work, ms, _ = simulate(config)
     embedding, network = config.embedding, config.network
     return {

@@ -9,8 +9,6 @@ from dlrm_overlap.config import Config, InputError, NonNegativeFloat, PositiveFl
 
 @dataclass(frozen=True)
 class LookupConfig:
-    """Speed of a lookup kernel."""
-
     gb_per_s: PositiveFloat = 4225.0
     """memory bandwidth, for rows that miss the cache, ids, offsets and pooled embeddings"""
     bag_ns: NonNegativeFloat = 0.0
@@ -26,8 +24,6 @@ class LookupConfig:
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """Speed of the update of rows."""
-
     gb_per_s: PositiveFloat = 4225.0
     """memory bandwidth, for all bytes of an update as `embedding.traffic.update_bytes` counts them"""
     us: NonNegativeFloat = 0.0
@@ -92,13 +88,12 @@ class NetworkConfig:
 
     @property
     def world_size(self) -> int:
-        """Number of GPUs."""
         return self.nodes * self.gpus_per_node
 
 
 @dataclass(frozen=True)
 class SimulateConfig(Config):
-    """One simulation: a run whose configuration has the tables' rows, and the machines that it runs on."""
+    """A run whose configuration has the tables' rows, and the machines that it runs on."""
 
     what: Literal["stage", "backward", "step"] = "step"
     """stage: lookup and exchange, forward only; backward: from the embeddings' gradient to the updated rows (push has
@@ -121,15 +116,14 @@ class SimulateConfig(Config):
 
     @property
     def update_rates(self) -> UpdateConfig:
-        """Rates of the row update in the exchange's backward."""
         return self.gpu.baseline_update if self.is_collective else self.gpu.update
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of an id and of an offset: a captured step's are int32."""
+        """Of an id and of an offset: a captured step's are int32."""
         return 4 if self.what == "step" else 8
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes per element of pooled embeddings and their gradients as sent between ranks."""
+        """Per element of pooled embeddings and their gradients as sent between ranks."""
         return 4 if self.embedding.resolved_wire_dtype(self.train.precision) == "fp32" else 2

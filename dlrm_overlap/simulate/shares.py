@@ -16,8 +16,6 @@ _CAPACITY_BYTES = _GPU_BYTES * 4 // 5  # for a rank's tables: `embedding.plan` r
 
 
 class SimulatedShard(NamedTuple):
-    """Columns and rows of a table on a rank."""
-
     rank: int
     columns: int
     rows: float
@@ -25,16 +23,16 @@ class SimulatedShard(NamedTuple):
 
 
 class SimulatedShares(NamedTuple):
-    """Work of each rank, [W] each, relative to the mean rank's if no table were cut by rows."""
+    """[W] each: work of each rank, relative to the mean rank's without tables cut by rows."""
 
     memory: np.ndarray
     """row elements read"""
     links: np.ndarray
     """columns pooled per sample"""
     ids: np.ndarray
-    """ids looked up and sorted; every shard of a table that is cut by columns counts all of its ids"""
+    """ids looked up and sorted; each shard of a table cut by columns counts all of the table's"""
     near: np.ndarray
-    """columns sent to another rank of the node per sample of that rank, on average; their gradients come back"""
+    """columns sent to another rank of the node per sample of that rank, on average"""
     away: np.ndarray
     """the same for a rank of another node"""
     sums: np.ndarray
@@ -50,14 +48,13 @@ def shares_of(
 ) -> SimulatedShares:
     """Return the ranks' shares of `loads` under `plan`, the shards of each table.
 
-    For a table that is cut by rows, the exchange sends a shard's partial sums within the node only for bags that have
-    ids of the shard. For samples of other nodes, the G ranks of a node gather all its partial sums, each rank for one
-    sample in G, add them up and send the sums. A `dense` collective also does so for samples of its own node (exact
-    for table-row-wise shards, approximate for others).
+    For a table that is cut by rows, a shard sends partial sums within the node only for bags that have ids of the
+    shard. For samples of other nodes, the G ranks of a node gather all its partial sums, each rank for one sample in G,
+    and send the sums. A `dense` collective does so for samples of its own node, too (exact for table-row-wise shards).
 
-    Example: 2 ranks of a node share a table of 2 ids per bag and 64 columns by rows. Each rank reads one row per sample
-    and has 1 of `memory` and `ids`. It pools 64 columns, while the mean of whole tables is 32, so it has 2 of `links`.
-    It has 3/4 of that of `near`, since a fourth of the bags have no id of its rows; with `dense` it has 2.
+    Example: 2 ranks of a node share a table of 2 ids per bag and 64 columns by rows. Each has 1 of `memory` and `ids`,
+    2 of `links` (64 columns, while the mean of whole tables is 32), and 1.5 of `near`, since a fourth of the bags have
+    no id of its rows; with `dense` it has 2.
     """
     W, G = world_size, gpus_per_node
     found = np.zeros((6, W))
@@ -82,11 +79,6 @@ def shares_of(
 def plan_tables(
     loads: tuple[TableLoad, ...], plan: str, optimizer: Any, world_size: int, gpus_per_node: int, samples: int
 ) -> list[list[SimulatedShard]]:
-    """Return the shards of each table under `plan`, a value of `embedding.plan`.
-
-    Raises:
-        InputError: if the tables do not fit.
-    """
     if plan != "auto":
         return _torchrecs(loads, plan, optimizer, world_size, gpus_per_node, samples)
     if len(set(loads)) == 1 and len(loads) % world_size == 0:  # an equal number for each rank
@@ -106,7 +98,6 @@ def plan_tables(
 def _torchrecs(
     loads: Sequence[TableLoad], plan: str, optimizer: Any, world_size: int, gpus_per_node: int, samples: int
 ) -> list[list[SimulatedShard]]:
-    """Return the shards that TorchRec's planner chooses, given the ids per bag, for fused lookups."""
     import torch
     from torchrec.distributed.planner import ParameterConstraints, Topology
     from torchrec.distributed.planner.types import PlannerError

@@ -1,15 +1,7 @@
-"""The embedding stage and its backward in closed form: when every rank has pooled, sent and received everything.
+"""The embedding stage and its backward in closed form (docs/simulator.md).
 
 A phase takes as long as the most loaded resource that it uses: on each rank the memory, each direction of the links
 within the node and of the NIC, and the issue of puts. An exchange ends on all ranks when it ends on the last one.
-
-**pgas and fused.** A rank pools while it stores to peers and puts to other nodes, and the next batch's ids use the same
-links. Sums of tables that are cut by rows over a node's ranks are put once these have pooled everything. Gradients are
-sent in parts of a rank's tables, the first half as long as the others; the rows of one part are updated while the next
-is sent. The ids were sorted during the forward.
-
-**torchrec.** FBGEMM's lookup, a copy of the output into the send buffer, a collective, and the pass that unpacks. The
-gradients are packed and sent by a collective, the ids are sorted, and FBGEMM updates all rows.
 """
 
 import math
@@ -26,10 +18,9 @@ _PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.gradient_layout` cuts a 
 
 
 def link_seconds(config: SimulateConfig, near_bytes: np.ndarray, away_bytes: np.ndarray) -> np.ndarray:
-    """Return [4, W], how long each rank's links out and in, and its NIC out and in, are busy.
+    """Return [4, W] seconds in which each rank's links out and in, and its NIC out and in, are busy.
 
     Each rank sends `near_bytes`, [W], to each other rank of its node, and `away_bytes` to each rank of other nodes.
-    Gradients, which return the same ways, take the same times with out and in exchanged.
 
     Example: 2 nodes of 2 ranks, near [1, 0, 0, 0] and away [0, 0, 3, 0] bytes at 1 byte a second: rank 0's link is busy
     for 1 s out and rank 1's for 1 s in, rank 2's NIC for 6 s out, and the NICs of ranks 0 and 1 for 3 s in.
@@ -56,10 +47,7 @@ def arrival_s(config: SimulateConfig, sent_s: np.ndarray) -> float:
 
 
 def all_reduce_s(config: SimulateConfig, nbytes: float) -> float:
-    """Return the time of an all-reduce of `nbytes` per rank.
-
-    It is a ring reduce-scatter within each node, recursive halving and doubling between nodes, and a ring all-gather.
-    """
+    """Time a ring reduce-scatter within nodes, recursive halving and doubling between nodes, and a ring all-gather."""
     gpu, network, G, N = config.gpu, config.network, config.network.gpus_per_node, config.network.nodes
     within_s = (G - 1) / G * nbytes / gpu.link_gb_per_s / 1e9 + (G - 1) * gpu.peer_us / 1e6
     between_s = (N - 1) / N * nbytes / G / network.nic_gbit_per_s * 8 / 1e9
@@ -68,20 +56,20 @@ def all_reduce_s(config: SimulateConfig, nbytes: float) -> float:
 
 
 def pooled_seconds(config: SimulateConfig, work: SimulatedWorkload) -> np.ndarray:
-    """Return [W], how long pooled embeddings, or their gradients, occupy the busiest link of each rank."""
+    """Return [W] seconds of each rank's busiest link for pooled embeddings, or for gradients in the other direction."""
     return link_seconds(config, work.pair_bytes * work.shares.near, work.pair_bytes * work.shares.away).max(0)
 
 
 def has_few_bags(work: SimulatedWorkload) -> bool:
-    """Return whether `backends.fused` gives its persistent kernel tasks of a single group of bags."""
+    """Whether tasks are of a single group of bags, as in `backends.fused`."""
     return work.bags < _MANY_BAGS and work.ids > work.bags
 
 
 def pooling_s(lookup: LookupConfig, work: SimulatedWorkload) -> np.ndarray:
-    """Return [W], how long each rank pools without `lookup.us`, if nothing delays it.
+    """Return [W] seconds in which each rank pools, without `lookup.us`, if nothing delays it.
 
-    Tables are read one after the other. A table takes the longer of the memory's time for the rows that miss the cache
-    and the cache's time for all rows.
+    Tables follow each other. Each takes the longer of the memory's time for rows that miss the cache and the cache's
+    time for all rows.
     """
     through_cache_s = work.read_bytes / lookup.cached_gb_per_s
     rows_s = np.maximum(work.missed_bytes / lookup.gb_per_s, through_cache_s).sum() / 1e9
@@ -93,7 +81,7 @@ def pooling_s(lookup: LookupConfig, work: SimulatedWorkload) -> np.ndarray:
 def put_bytes(config: SimulateConfig, work: SimulatedWorkload) -> float:
     """Return the bytes of one put to another node, as `kernels.grouping` groups rows.
 
-    A put has at least a pooled embedding (pgas) or a slice (fused), and at most everything that the node receives.
+    A put has at least a pooled embedding (pgas) or a slice (fused), and at most all that the node receives.
     """
     embedding = config.embedding
     bags = embedding.slice_bags if embedding.backend == "fused" else 1
@@ -103,7 +91,6 @@ def put_bytes(config: SimulateConfig, work: SimulatedWorkload) -> float:
 
 
 def forward(config: SimulateConfig, work: SimulatedWorkload, begin_s: float) -> float:
-    """Return when all ranks have their pooled embeddings, if the stage begins at `begin_s`."""
     gpu, network, shares = config.gpu, config.network, work.shares
     lookup = gpu.baseline if config.is_collective else gpu.fused if config.embedding.backend == "fused" else gpu.pgas
     begun, pool_s = begin_s + lookup.us / 1e6, pooling_s(lookup, work)
@@ -134,26 +121,24 @@ def forward(config: SimulateConfig, work: SimulatedWorkload, begin_s: float) -> 
 
 
 def sort_s(rates: UpdateConfig, work: SimulatedWorkload) -> np.ndarray:
-    """Return [W], how long each rank's sort of its ids needs all multiprocessors."""
+    """Return [W] seconds in which the sort of ids needs all multiprocessors."""
     return work.ids * work.shares.ids * rates.sort_ns / 1e9
 
 
 def rows_s(rates: UpdateConfig, work: SimulatedWorkload) -> np.ndarray:
-    """Return [W], how long the update of all rows of each rank takes if nothing else runs."""
+    """Return [W] seconds of the update of all rows if nothing else runs."""
     return (work.update_bytes / rates.gb_per_s / 1e9 + rates.us / 1e6) * work.shares.memory
 
 
 class BackwardTimes(NamedTuple):
-    """Times of a backward, in seconds."""
-
     arrived_s: float
     """when the owners of the rows have all gradients"""
     updated_s: np.ndarray
     """[W] when each rank's rows are updated"""
     updates_s: np.ndarray
-    """[W] how long each rank's updates run while products share the GPU"""
+    """[W] duration of the updates while products share the GPU"""
     products_s: np.ndarray
-    """[W] when the products that share the GPU end"""
+    """[W] when these products end"""
 
 
 def backward(
@@ -162,8 +147,7 @@ def backward(
     """Return when gradients arrive and rows are updated.
 
     A rank has its gradient at `begin_s`, [W], and its ids are sorted at `sorted_s`, [W]; the collective backward sorts
-    them after the gradients arrive. Products that run at the same time would end at `products_s`, [W], if they ran
-    alone.
+    them after the gradients arrive. Concurrent products would end at `products_s`, [W], if they ran alone.
     """
     gpu, kernel_s, alone_s = config.gpu, config.gpu.kernel_us / 1e6, rows_s(config.update_rates, work)
     arrived, links_s = float(begin_s.max()), pooled_seconds(config, work)

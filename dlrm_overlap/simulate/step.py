@@ -1,4 +1,4 @@
-"""A training step in closed form: the graph of docs/architecture/step.md (pgas, fused), and TorchRec's step.
+"""A training step in closed form: the captured step of docs/architecture/step.md, and TorchRec's step.
 
     next batch's ids             | sent during the forward
     lookup, exchange             | while the bottom MLP's forward runs
@@ -10,8 +10,8 @@
     update of rows               | part by part, once the gradients have arrived and the ids are sorted
     all-reduce, optimizer        | after all products and the push
 
-Under torchrec all weight gradients are part of the backward, a collective sends the packed gradients of embeddings, and
-dense gradients are summed in buckets, the first of them during the head's backward.
+Under torchrec all weight gradients are part of the backward, and dense gradients are summed in buckets, the first of
+them during the head's backward.
 """
 
 from itertools import pairwise
@@ -27,13 +27,13 @@ from dlrm_overlap.simulate.workload import SimulatedWorkload, build_workload
 _OPTIMIZER_BYTES = 26  # read and written per parameter by Adagrad with a bfloat16 shadow
 _BUCKETS = 4  # of dense gradients under torchrec
 # Dependent kernels, counted in traced steps. A layer (or cross layer) has a product and an activation in the forward;
-# two products, two sums of the bias' gradient and the activation's gradient in the backward. A step has a number for
-# the loss and casts.
+# two products, two sums of the bias' gradient and the activation's gradient in the backward. The loss and
+# casts have a fixed number.
 _FORWARD, _BACKWARD, _LOSS = 2, 5, 9
 
 
 class DenseSeconds(NamedTuple):
-    """Times of the dense part in seconds, including the overhead of dependent kernels."""
+    """One rank's times in the dense part, including the overhead of dependent kernels."""
 
     bottom_forward: float
     head_forward: float
@@ -47,7 +47,6 @@ class DenseSeconds(NamedTuple):
 
 
 def dense_seconds(config: SimulateConfig, work: SimulatedWorkload) -> DenseSeconds:
-    """Return the dense part's times on one rank, from the operation counts of `traffic.count_dense`."""
     model, gpu, tables, dense_features = config.model, config.gpu, work.tables, config.data.dense_features
     counts = count_dense(model, tables, dense_features, work.samples)
     rate, kernel_s = gpu.tflop_per_s * 1e12, gpu.kernel_us / 1e6
@@ -75,21 +74,13 @@ def dense_seconds(config: SimulateConfig, work: SimulatedWorkload) -> DenseSecon
 
 
 class Simulated(NamedTuple):
-    """A simulated stage, backward or step."""
-
     work: SimulatedWorkload
     ms: float
-    """time until the last rank ends"""
     updates_ms: float = 0.0
-    """how long the mean rank's row updates run, with whatever shares the GPU"""
+    """mean time of a rank's row updates, with whatever shares the GPU"""
 
 
 def simulate(config: SimulateConfig) -> Simulated:
-    """Simulate a stage, a backward or a step.
-
-    Raises:
-        InputError: as `build_workload`.
-    """
     work = build_workload(config)
     if config.what == "stage":
         return Simulated(work, forward(config, work, 0.0) * 1e3)

@@ -1,4 +1,4 @@
-"""Work per step: the mean rank's, counted by `embedding.traffic` as in `bench`, and each rank's share of it."""
+"""Work per step: the mean rank's, counted as in `bench`, and each rank's share of it."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,42 +17,34 @@ CACHE_BYTES = 25e6  # half of an H200's L2: each half caches what its own multip
 
 
 class SimulatedWorkload(NamedTuple):
-    """One step of the mean of W ranks, and the ranks' shares of it."""
+    """One step of the mean rank of W, and the ranks' shares of it."""
 
     world_size: int
     samples: int
-    """samples per rank, b"""
+    """per rank, b"""
     tables: int
-    """tables of all ranks"""
     bags: int
-    """bags that a rank pools: its tables', for the samples of all ranks"""
+    """pooled by a rank: its tables', for the samples of all ranks"""
     hbm_bytes: float
     """memory traffic of the forward, as `bench.harness.limits` counts it"""
     read_bytes: np.ndarray
-    """[T] the part of `hbm_bytes` that reads rows, per table"""
+    """[T] part of `hbm_bytes`: reads of rows, per table"""
     missed_bytes: np.ndarray
-    """[T] the part of `read_bytes` that misses the cache"""
+    """[T] part of `read_bytes` that misses the cache"""
     link_bytes: float
-    """bytes sent to peers in the forward, if no table is cut by rows"""
+    """sent to peers in the forward, if no table is cut by rows"""
     pair_bytes: float
     """pooled embeddings sent from one rank to another, if no table is cut by rows"""
     pooled_bytes: float
     """a rank's pooled embeddings of all tables, after the exchange"""
     update_bytes: float
-    """memory traffic of the backward"""
     id_bytes: float
-    """ids and offsets that a rank sends to others"""
     ids: float
-    """ids that a rank looks up"""
     shares: SimulatedShares
 
 
 def build_workload(config: SimulateConfig) -> SimulatedWorkload:
-    """Return the mean rank's work, and each rank's share of it under the plan.
-
-    Raises:
-        InputError: if the tables do not fit, or the ranks cannot share the global batch evenly.
-    """
+    """An InputError if the tables do not fit, or the ranks cannot share the global batch evenly."""
     tables, embedding, world_size = config.data.tables, config.embedding, config.network.world_size
     number, dim = tables.number(CRITEO_TABLES), config.model.dim
     samples = config.train.samples_per_rank(world_size)
@@ -105,8 +97,8 @@ def build_workload(config: SimulateConfig) -> SimulatedWorkload:
 def misses(rows: int, alpha: float, ids: float, cached_rows: float) -> float:
     """Return how many of `ids` independent ids miss an LRU cache of `cached_rows` rows.
 
-    Misses are cold until the cache is full, after as many ids as name `cached_rows` distinct rows. From then on the
-    miss rate is the rate at which further ids would name new rows (Denning & Schwartz 1972).
+    Misses are cold until `cached_rows` distinct rows fill the cache. From then on the miss rate is the rate at which
+    further ids would name new rows (Denning & Schwartz 1972).
 
     Example: of 1000 equally likely rows 100 are cached. 105 ids fill the cache, and 9 of 10 later ids miss.
     """

@@ -38,7 +38,7 @@ MakeSharders = Callable[[EmbeddingConfig, str, int], list[ModuleSharder[Any]]]
 
 
 class LearningRate:
-    """MLPerf's schedule: linear warm-up, then constant, then quadratic decay to zero, for every parameter."""
+    """MLPerf's schedule: linear warm-up, then constant, then quadratic decay to zero."""
 
     def __init__(self, optimizer: CombinedOptimizer, config: TrainConfig) -> None:
         self.config = config
@@ -47,7 +47,7 @@ class LearningRate:
         self.current: float | None = None
 
     def factor(self, step: int) -> float:
-        """Return what to multiply the configured learning rates by at `step`, counted from 0."""
+        """Return the factor of the learning rates at `step`, counted from 0."""
         config = self.config
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
@@ -57,7 +57,6 @@ class LearningRate:
         return 1.0
 
     def set(self, step: int) -> None:
-        """Set the learning rates of `step`, counted from 0; does nothing if they have not changed."""
         factor = self.factor(step)
         if factor != self.current:
             for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
@@ -125,7 +124,7 @@ def assemble(
             model,
             optimizer,
             device,
-            bound=capacity,
+            capacity=capacity,
             group=group,
             casts=casts,
             gradient_dtype=WIRE_DTYPES[config.train.gradient_dtype],
@@ -153,9 +152,7 @@ def _torchrec_pipeline(
 
 
 def takes_graph(config: Config, model: DistributedModelParallel, device: torch.device) -> bool:
-    """Return whether `GraphTrainPipeline` trains a sharded model, the same on every rank; log why not, if it was
-    expected.
-    """
+    """Return whether `GraphTrainPipeline` trains a model, the same on every rank; log why not, if it was expected."""
     kind = config.train.pipeline
     if kind == "torchrec" or (kind == "auto" and device.type != "cuda"):
         return False
@@ -167,7 +164,6 @@ def takes_graph(config: Config, model: DistributedModelParallel, device: torch.d
 
 
 def build_optimizer(model: DistributedModelParallel, config: TrainConfig) -> CombinedOptimizer:
-    """Return one optimizer for dense parameters and tables, whose updates are fused into their backward."""
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "sgd": torch.optim.SGD,
         "adagrad": partial(torch.optim.Adagrad, eps=config.eps),

@@ -1,4 +1,4 @@
-"""Target attention: reduces a sample's history to what matters to its candidate."""
+"""Target attention: pools a sample's history by its relevance to the candidate."""
 
 from typing import Any, NamedTuple
 
@@ -15,14 +15,12 @@ _MAX_PAGE = 128  # entries; larger pages waste memory on a history's last one, s
 class TargetAttention(nn.Module):
     """Multi-head attention of a sample's candidate over the rows and positions of its history.
 
-    As in the Deep Interest Network (Zhou et al., KDD 2018, arXiv 1706.06978, section 4.3), with scaled dot products.
-    Keys and values are rows plus a learnt vector per position, without layers of their own, which the query's and the
-    output's can absorb. One more position has no row and is never masked, for empty histories. Nothing is read back
-    from the device.
+    As in the Deep Interest Network (arXiv 1706.06978, section 4.3), with scaled dot products. Keys and values are rows
+    plus a learnt vector per position, without layers of their own, which the query's and the output's can absorb. One
+    more position has no row and is never masked, for empty histories. Nothing is read back from the device.
     """
 
     def __init__(self, config: SequenceConfig, dim: int) -> None:
-        """`dim` is D, the columns of the tables."""
         super().__init__()
         self.heads, self.dim = config.heads, dim
         self.query = nn.Linear(dim, config.heads * dim)
@@ -30,7 +28,7 @@ class TargetAttention(nn.Module):
         self.position = nn.Parameter(torch.randn(config.positions + 1, dim) * dim**-0.5)
 
     def forward(self, candidate_bD: torch.Tensor, rows_nD: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the output for each candidate, [b, D].
+        """Return the output [b, D].
 
         Args:
             candidate_bD: pooled embeddings.
@@ -56,7 +54,7 @@ class Pages(NamedTuple):
     There are m = n // C + b + 1 pages for n rows of b histories; the last is empty. Each sample has K * C entries, the
     last C empty.
 
-    Source: Kwon et al., Efficient Memory Management for Large Language Model Serving, arXiv 2309.06180, section 4.1.
+    Source: Kwon et al., arXiv 2309.06180, section 4.1.
 
     Example: C = 2, 3 positions, so K = 3; histories of 4 and 1 ids in 6 rows. Pages 0, 1 and 2 hold rows 0 1, 2 _ and 4
     _; pages 3, 4, 5 are empty. Row 3 is beyond the positions, and row 5 belongs to no history.
@@ -67,7 +65,7 @@ class Pages(NamedTuple):
     sample: torch.Tensor
     """[m] int64: sample of each page"""
     number: torch.Tensor
-    """[m] int64: index of each page in its sample; of an empty page, an index without rows"""
+    """[m] int64: index of each page in its sample; for an empty page, an index without rows"""
     page: torch.Tensor
     """[b, K] int64: pages of each sample; m - 1 if there is none"""
     entry: torch.Tensor
@@ -140,7 +138,6 @@ class AttendToRows(torch.autograd.Function):
             queries: [b, H, D]; all tensors have the same floating dtype.
             rows: [n, D]; finite.
             scores: [b, H, K * C]: products of queries and positions.
-            pages: of the rows.
             positions: index of the entry without a row that is never masked.
         """
         is_masked = pages.is_empty.clone()
@@ -164,7 +161,6 @@ class AttendToRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of queries, rows and scores."""
         of_found, of_weights = gradients
         queries, keys, weights = ctx.saved_tensors
         pages, heads = ctx.pages, queries.shape[1]

@@ -1,7 +1,4 @@
-"""Trains one configuration with several backends in turn; `observe.comparison` compares the results.
-
-On GPUs the reference is trained again to measure its own nondeterminism (`observe.agreement`).
-"""
+"""Trains one configuration with several backends in turn; `observe.comparison` compares the results."""
 
 import dataclasses
 import gc
@@ -23,8 +20,7 @@ log = logging.getLogger("dlrm_overlap")
 def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) -> dict[str, Config]:
     """Return run -> its configuration, trained from the first step and without checkpoints.
 
-    The runs are named after their backends. After the first, the reference, come `noise_runs` repeats of it:
-    torchrec_again, torchrec_again_2, ..
+    Runs have the names of their backends; repeats of the first one are torchrec_again, torchrec_again_2, ..
     """
     checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0, last=False)
     configs = {}

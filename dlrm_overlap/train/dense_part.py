@@ -27,7 +27,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def divide_head(head: Head, products: ParallelProducts) -> None:
-    """Divide pairs of layers of the top MLP over ranks, before it is compiled or gets an optimizer."""
+    """Divide pairs of layers of the top MLP over ranks; call this before it is compiled or gets an optimizer."""
     pairs = divide_pairs(head.top, products) if products.world_size > 1 else []
     if products.rank == 0:
         layers = " and ".join(f"{first + 1}, {second + 1}" for first, second in pairs) or "none"
@@ -37,8 +37,8 @@ def divide_head(head: Head, products: ParallelProducts) -> None:
 def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
     """Compile the bottom MLP and the head for batches of `samples`, by calling each once.
 
-    Call this before DDP wraps the model, inside which torch.compile would split its graphs at DDP's buckets. A divided
-    head is not compiled, since torch.compile cannot trace its communication.
+    Call this before DDP wraps the model, inside which torch.compile would split its graphs at DDP's buckets.
+    torch.compile cannot trace the communication of a divided head.
     """
     parts = _without_divided(task)
     for part in parts:
@@ -51,7 +51,7 @@ def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
 
 
 def compile_loss(task: TrainTask) -> None:
-    """Let torch.compile fuse the loss, some fifteen kernels, into one kernel each for forward and backward."""
+    """Compile the loss, some fifteen kernels, into one kernel each for forward and backward."""
     task.loss.in_training = _compiled(task.loss.compute)
 
 
@@ -91,9 +91,8 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
 
     A divided head stays eager: its communication would have no fixed order among TorchRec's collectives.
 
-    Returns:
-        The nodes that accumulate gradients. DDP waits for only one of the streams that fill a bucket, so all nodes are
-        created on the current stream, before warm-up or capture would create them on others.
+    Returns the nodes that accumulate gradients. They are created on the current stream, before warm-up or capture
+    create them on others: DDP waits for only one of the streams that fill a bucket.
     """
     capture = torch.cuda.graph
     parts = _without_divided(task)
@@ -112,8 +111,7 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
 def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool) -> CastWeights:
     """Let the dense part train with the shadow of its parameters, which is cast once a step.
 
-    Biases of the cross network are not cast, because autocast also computes its sums in float32. With `compiled`,
-    torch.compile compiles all but the top MLP of a divided head, and `cross` or `interact` computes the interaction.
+    Biases of the cross network are not cast, because autocast also computes its sums in float32.
     """
     bottom, head = task.dlrm.bottom, task.dlrm.head
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
@@ -152,7 +150,6 @@ def _with_casts(part: nn.Module, casts: CastWeights, compiled: bool) -> Callable
 
 
 def _relu_layers(mlp: nn.Module) -> list[nn.Linear] | None:
-    """Return the layers of an MLP if ReLU follows each of them, else None."""
     each = list(mlp._mlp) if isinstance(mlp, MLP) else []  # type: ignore[arg-type]
     if not each or not all(isinstance(layer, Perceptron) and layer._activation_fn is torch.relu for layer in each):
         return None
@@ -185,7 +182,6 @@ def _top_with_casts(head: Head, casts: CastWeights, compiled: bool) -> Callable[
 
 
 def _layers_with_casts(layers: Sequence[nn.Linear], casts: CastWeights) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes layers by `relu_layers`, with the first one's columns padded."""
     each = [tuple(layer.parameters()) for layer in layers]  # weight, bias
     first = casts.shadow(each[0][0])
     known, width = first.shape[1], _aligned(first.shape[1])

@@ -1,7 +1,4 @@
-"""`dlrm-overlap eval`: evaluates a checkpoint on held-out samples, with any number of ranks, backend and plan.
-
-The configuration is the checkpoint's, or `--config FILE`; options change its keys.
-"""
+"""`dlrm-overlap eval`: evaluates a checkpoint on held-out samples, with any number of ranks, backend and plan."""
 
 from argparse import ArgumentParser
 from dataclasses import replace
@@ -20,7 +17,6 @@ _OPTION = "--checkpoint"
 
 
 def run(argv: list[str], description: str) -> int:
-    """Evaluate the checkpoint that `argv` names on all ranks, and return the exit code."""
     named = _named(argv)
     takes_stored = named is not None and not any(option.partition("=")[0] == "--config" for option in argv)
     defaults = stored_config(named) if named is not None and takes_stored else None
@@ -57,7 +53,7 @@ def run(argv: list[str], description: str) -> int:
 
 
 def _named(argv: list[str]) -> Path | None:
-    """Return the checkpoint that `argv` names, if any, before the other options are parsed."""
+    """Return the checkpoint that `argv` names, before the other options are parsed."""
     finder = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument(_OPTION, nargs="?", type=Path)
     path = finder.parse_known_args(argv)[0].checkpoint
@@ -65,7 +61,7 @@ def _named(argv: list[str]) -> Path | None:
 
 
 def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
-    """Return the `evaluation_metrics` of the checkpoint `path`, the number of samples, and the setting.
+    """Return the `evaluation_metrics` of a checkpoint, the number of samples, and the setting.
 
     Raises:
         InputError: if the checkpoint is damaged or, before the process group is made, does not fit the model or data.
@@ -110,7 +106,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """Return the configuration in the checkpoint `path`, nested as in a file."""
+    """Return the configuration in a checkpoint, nested as in a file."""
     config = read_manifest(path).about.get("config", {})
     read_tree(config, Config, path)
     return config

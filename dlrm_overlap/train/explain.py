@@ -35,7 +35,6 @@ class PlannedTable(NamedTuple):
     """A table of a sharded or planned model; a data-parallel one has no shards, and all ranks."""
 
     module: str
-    """path of the module that has the table"""
     table: str
     sharding: str
     """TorchRec's sharding type"""
@@ -48,7 +47,6 @@ class PlannedTable(NamedTuple):
     memory: str
     """device, host or cached (by FBGEMM if it is not exchanged)"""
     captured: bool
-    """whether its lookup is captured"""
     why_not: str | None
     """why it is not exchanged or, if it is, not captured"""
 
@@ -62,7 +60,6 @@ class Explanation:
     """why the dense optimizer steps after the graphs; empty if captured, None if not given"""
 
     def __str__(self) -> str:
-        """Return the text table."""
         lines = [("module", "table", "sharding", "ranks", "shard", "memory", "exchanged", "captured", "why not")]
         for each in self.tables:
             shard = f"{each.rows} x {each.columns}" if each.rows else "whole"
@@ -78,12 +75,11 @@ class Explanation:
 class _Collection(NamedTuple):
     path: str
     params: Mapping[str, ParameterSharding]
-    """table -> its sharding"""
+    """by table"""
     why_not: Mapping[str, str | None]
     uncaptured: str | None
-    """why it prevents the capture of steps, or None"""
+    """why it prevents the capture of steps"""
     cached: Collection[str] = ()
-    """tables whose rows the exchange caches, or would"""
 
 
 def explain(
@@ -99,7 +95,7 @@ def explain(
         model: sharded, or with a plan. For tables sharded by TorchRec, the answer assumes our sharder's defaults.
         plan: of a model that is not sharded; needs no process group.
         fused_params: for the sharder, with a plan.
-        optimizer: for a `GraphTrainPipeline`; sets `why_after`.
+        optimizer: sets `why_after`.
 
     Raises:
         InputError: if no module is sharded and there is no plan.
@@ -125,7 +121,6 @@ _WHY_EAGER = "_graph_why_eager"  # attribute of a model
 
 
 def note_why_eager(model: nn.Module, reason: str) -> None:
-    """Record why the steps of a model could not be captured, for `explain`."""
     setattr(model, _WHY_EAGER, reason)
 
 

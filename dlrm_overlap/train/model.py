@@ -50,12 +50,10 @@ class Part(nn.Module):
     """replaces `compute` in training; set by `train.dense_part`"""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Map the inputs of `compute` to its output."""
         trains = self.training and self.in_training is not None
         return self.in_training(*inputs) if trains else self.compute(*inputs)  # type: ignore[misc]
 
     def compute(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Compute the module eagerly."""
         raise NotImplementedError
 
 
@@ -78,8 +76,6 @@ class Loss(Part, nn.BCEWithLogitsLoss):
 
 
 class Head(Part):
-    """Interaction, top MLP and logit."""
-
     def __init__(self, config: ModelConfig, tables: int) -> None:
         super().__init__()
         features = tables + 1
@@ -101,8 +97,8 @@ class Head(Part):
 class DLRM(nn.Module):
     """The Deep Learning Recommendation Model (arXiv 1906.00091), or MLPerf's variant with DCNv2.
 
-    Tables are on the meta device until they are sharded. `TargetAttention` reduces a history table (`model.sequence`)
-    to one more input of the interaction, after the bottom MLP's output.
+    Tables are on the meta device until they are sharded. `TargetAttention` reduces a history table to one more input of
+    the interaction, after the bottom MLP's output.
     """
 
     def __init__(self, config: ModelConfig, rows: Sequence[int], dense_features: int, weight_dtype: str) -> None:
@@ -144,12 +140,12 @@ class DLRM(nn.Module):
 
     @property
     def front_columns(self) -> int:
-        """Columns in front of the pooled embeddings: outputs of the bottom MLP and of attention, if there is one."""
+        """Columns of the outputs of the bottom MLP and, with histories, of attention."""
         return self.dim if self.history_key is None else 2 * self.dim
 
     @property
     def joins_in_place(self) -> bool:
-        """Whether the embedding leaves room for those columns in front of its output."""
+        """True if the embedding leaves room for those columns in front of its output."""
         return getattr(self.embedding, "leading_columns", 0) == self.front_columns
 
 
@@ -172,7 +168,7 @@ def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
 def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
     """Wait for the exchange and concatenate `front` and the pooled embeddings by columns.
 
-    `front` is written in place if the output has room, which it lacks if TorchRec exchanged it or it was copied.
+    `front` is written in place unless TorchRec has exchanged the output, or it was copied.
     """
     values, dim = in_order(pooled, keys), front.shape[1]
     width = dim + values.shape[1]
@@ -183,7 +179,7 @@ def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.T
 
 
 def concatenated(front: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-    """Concatenate `front` [b, D or 2 D] and pooled embeddings [b, T * D] by columns, in the dtype of `front`."""
+    """Concatenate [b, D or 2 D] and pooled embeddings [b, T * D] by columns, in the dtype of `front`."""
     return torch.cat((front, pooled.to(front.dtype)), dim=1)
 
 
@@ -198,7 +194,6 @@ class JoinInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, front: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Return [b, (n + T) * D]."""
         ctx.dim = front.shape[1]
         shape, first = (pooled.shape[0], ctx.dim + pooled.shape[1]), pooled.storage_offset() - ctx.dim
         embeddings = pooled.new_empty(0).set_(pooled.untyped_storage(), first, shape, pooled.stride())
@@ -207,14 +202,11 @@ class JoinInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of `front` and `pooled`, as views."""
         (gradient,) = gradients
         return gradient[:, : ctx.dim], gradient[:, ctx.dim :]
 
 
 class TrainTask(nn.Module):
-    """A DLRM with its loss over this rank's samples of a batch."""
-
     def __init__(self, dlrm: DLRM, device_type: str, bf16: bool, label_weights: Sequence[float] = (1.0,)) -> None:
         super().__init__()
         self.dlrm = dlrm

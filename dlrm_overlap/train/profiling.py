@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, and how long a captured step would take; for any PyTorch program.
+"""Measures where the time of a training step goes, for any PyTorch program.
 
 A step's length is measured without the profiler, which slows the CPU; times of kernels come from a trace.
 """
@@ -25,17 +25,15 @@ class Profile:
     """Where the time of a step goes on each rank; `str` formats a report."""
 
     device: str
-    """name of the GPU, or cpu"""
     steps: int
     """number of steps timed, and of steps traced"""
     ranks: Sequence[dict[str, float]]
     """each rank's parts of a step in ms (`step_parts`)"""
     tables: str | None = None
-    """`explain` of a given model"""
 
     @property
     def captured_ms(self) -> tuple[float, float] | None:
-        """Estimated time of a captured step of the same kernels, (lower, upper) limit; None without GPU times.
+        """Estimated (lower, upper) limit in ms of a captured step of the same kernels; None without GPU times.
 
         The GPU never waits for the CPU; communication is fully hidden (lower limit), or exposed as now (upper limit).
         Collectives count on the rank where they are shortest, since they include the wait for later ranks.
@@ -49,7 +47,6 @@ class Profile:
         )
 
     def __str__(self) -> str:
-        """Return the report: mean and maximum over ranks of each part, and the estimate."""
         lines = [["ms a step", "mean", "max", "on rank"]]
         for name in self.ranks[0]:
             ms = [parts.get(name, 0.0) for parts in self.ranks]
@@ -71,11 +68,7 @@ class Profile:
 
 
 def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> dict[str, float]:
-    """Return the parts of a step in ms from the complete `events` of a trace; `step_ms` is a step without the profiler.
-
-    Example: in a step of 10 ms, a product runs from 0 to 4 and NCCL's all-to-all from 3 to 6. The GPU is busy for 6: it
-    computes for 4, and 2 are exposed communication. It waits for the CPU for 4; collectives take 3.
-    """
+    """Return the parts of a step in ms from a trace's complete `events`; `step_ms` is a step without the profiler."""
     work = gpu_work(issued_work(events))
     if not work:
         return {"step": step_ms}
@@ -95,18 +88,10 @@ def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> 
 def profile_steps(
     step: Callable[[], object], model: nn.Module | None = None, *, steps: int = 10, after: int = 10
 ) -> Profile:
-    """Take training steps and return where their time goes, on all ranks; a collective.
+    """Time and trace training steps on all ranks; a collective.
 
-    `after` steps are skipped, `steps` are timed, one is skipped, and `steps` are traced.
-
-    Args:
-        step: takes one training step; given on every rank.
-        model: sharded; the report explains its tables, or raises an InputError.
-        steps: number of steps to time, and to trace.
-        after: number of steps to skip first.
-
-    Example:
-        print(profile_steps(lambda: pipeline.progress(batches), model))
+    `after` steps are skipped, `steps` are timed, one is skipped, and `steps` are traced. The report explains the tables
+    of `model`, which must be sharded.
     """
     tables = None if model is None else str(explain(model))
     for _ in range(after):

@@ -1,7 +1,4 @@
-"""Runs a command on all ranks: parses options, starts or detects ranks, and calls the command's work.
-
-Does not import torch, so that mistakes are reported before any rank starts.
-"""
+"""Runs a command on all ranks. Does not import torch, so that mistakes are reported before any rank starts."""
 
 import contextlib
 import logging
@@ -38,8 +35,6 @@ _NOT_COMPARED = ("config", "nproc")  # the resolved configuration is compared in
 
 @dataclass(frozen=True)
 class Ranks:
-    """A command's options, and this rank."""
-
     config: Config
     values: Any
     """all parsed options, including the command's own"""
@@ -120,7 +115,6 @@ def run_on_ranks(
 
     Args:
         command: its words, such as ["bench", "input"]; `argv` has the options after them.
-        add_options: adds the command's own options.
         check: raises an InputError before any rank starts.
         defaults: replace the keys' defaults, nested as in a file.
     """
@@ -158,7 +152,6 @@ def run_on_ranks(
 
 
 def check_data(data: DataConfig) -> None:
-    """Raise an InputError unless the files in `data` exist."""
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
         if data.kind != "synthetic" and path is not None and not os.path.exists(path):
             raise InputError(f"{key}: {path}: no such file or folder on this machine; give one that is there")
@@ -177,7 +170,6 @@ def check_writable(folder: Path, key: str) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Raise an InputError unless the file `path` can be written."""
     if path.is_dir():
         raise InputError(f"--output: {path} is a folder; name a file in it")
     check_writable(path.parent, "--output")
@@ -202,7 +194,6 @@ def check_start(config: Config, device: "torch.device") -> None:
 
 
 def _count_processes(nproc: int | str, config: Config) -> int:
-    """Return the number of processes for `--nproc`; print it for `auto`."""
     if nproc != "auto":
         return int(nproc)
     gpus = process_group.visible_gpus(config.train.device)

@@ -1,4 +1,4 @@
-"""One rank's model and data: `StepRunner` takes training steps and evaluates."""
+"""Training steps and evaluation on one rank."""
 
 import math
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def total_steps(config: Config, train: Dataset, world_size: int) -> int:
 
 
 class StepRunner:
-    """Takes training steps and evaluates. All ranks call the same methods in the same order."""
+    """One rank's model and data. All ranks call the same methods in the same order."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class StepRunner:
         make_sharders: MakeSharders = build_sharders,
         progress: Progress | None = None,
     ) -> None:
-        """Build the model on this rank's device; a collective. `progress` reports to a `Watch`."""
+        """Build the model; a collective."""
         self.progress = progress or Progress()
         self.config, self.world, self.device = config, world, device
         self.train_data, self.held_out_data = train, held_out
@@ -66,7 +66,7 @@ class StepRunner:
         self.model, self.optimizer, self.pipeline, self.plan = assemble(config, world, device, train, make_sharders)
         self.learning_rate = LearningRate(self.optimizer, config.train)
         self.predictions: list[torch.Tensor] = []
-        """this rank's logits and labels of the last step, valid until the next"""
+        """logits and labels of this rank's last step, valid until the next"""
 
     @contextmanager
     def raising_kernel_errors(self) -> Iterator[None]:
@@ -153,12 +153,10 @@ class StepRunner:
         )
 
     def _peer_memory_owners(self) -> "list[GraphTrainPipeline | ParallelProducts | Exchange]":
-        """Return the objects with memory that peers access, in the order of release."""
         pipelines = [self.pipeline] if isinstance(self.pipeline, GraphTrainPipeline) else []
         return [*pipelines, *products_of(self.model), *exchanges(self.model)]
 
     def check(self) -> None:
-        """Raise the error that this rank's kernels recorded."""
         for owner in self._peer_memory_owners():
             owner.check()
 

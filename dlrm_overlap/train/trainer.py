@@ -1,7 +1,4 @@
-"""A training run: `Trainer.fit` trains, evaluates, saves and resumes.
-
-docs/architecture.md follows one step, `StepRunner.step`, file by file.
-"""
+"""A training run; docs/architecture.md follows one step file by file."""
 
 import logging
 import math
@@ -31,7 +28,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 class PreemptedError(Exception):
-    """The run ended before its last step because it was asked to; every rank raises it after the same step."""
+    """A run was asked to end before its last step; every rank raises this after the same step."""
 
 
 class _Segment(Iterator[Batch]):
@@ -54,7 +51,7 @@ class Trainer(StepRunner):
     """A `StepRunner` that also evaluates on a schedule, logs, saves and resumes."""
 
     def __init__(self, *args: Any, end: EndRequest | None = None, **options: Any) -> None:
-        """Build the model from the arguments of `StepRunner`; `end` asks `fit` to end early."""
+        """Take the arguments of `StepRunner`; `end` asks `fit` to end early."""
         super().__init__(*args, **options)
         config, train = self.config, self.train_data
         self._end, self.folder, self.start = end or EndRequest(), config.folder, 0
@@ -96,7 +93,7 @@ class Trainer(StepRunner):
         Raises:
             InputError: if this run cannot resume from the folder's checkpoint, or another run holds the lock.
             NotFiniteError: if a loss or a weight is not finite.
-            PreemptedError: if a rank was asked to end. The state is saved, if this run saves at all.
+            PreemptedError: if a rank was asked to end; the state is saved, if this run saves at all.
         """
         with hold_run_folder(self.folder):
             try:
@@ -172,9 +169,7 @@ class Trainer(StepRunner):
         )
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:
-        """Take the steps [first, last), fewer if the run is to end; return the last step. No batch is in flight
-        afterwards.
-        """
+        """Take the steps [first, last), fewer if the run is to end; return the last. No batch is left in flight."""
         segment = _Segment(batches, last - first)
         self.pipeline.reset()
         timer = StepTimer(self.device)
@@ -210,7 +205,6 @@ class Trainer(StepRunner):
         return values
 
     def save(self, step: int, metrics: dict[str, float] | None = None, background: bool = False) -> None:
-        """Save a checkpoint after `step`; see `Saves.save`."""
         self.checkpointer.about["trained_metrics"] = self.running.state()
         self.saves.save(step, metrics, background)
 
@@ -219,7 +213,7 @@ class Trainer(StepRunner):
         return self.checkpointer.resume(config.resume, config.allow_config_mismatch, self._resume_from)
 
     def _resume_from(self, checkpoint: Path, manifest: Manifest) -> dict[str, Any] | None:
-        """Load `checkpoint`, or return the folder's summary if its run is finished."""
+        """Load `checkpoint`, unless its run is finished: then return the folder's summary."""
         config = self.config
         summary, target = from_rank_0(lambda: read_summary(self.folder)), config.train.target_auroc
         if summary is not None and (config.checkpoint.resume == "auto" or manifest.step >= summary["steps"]):

@@ -22,20 +22,20 @@ LR, EPS, L2, DECOUPLED, MAX_NORM, BETA1, BETA2, COUNT, HALFLIFE, DECAY_AFTER, MA
 
 
 class OptimizerRows(NamedTuple):
-    """Rows that are updated in the same way: they have one dim, one type, one optimizer and one allocation."""
+    """Rows of one dim, type, optimizer and allocation, which are updated in the same way."""
 
     index: int
     """index of the range in `InputFeatures.boundaries`"""
     weights: torch.Tensor
-    """any shape, float32, float16 or bfloat16: allocation of the rows, updated in place"""
+    """float32, float16 or bfloat16: allocation of the rows, updated in place"""
     states: tuple[torch.Tensor, ...]
-    """any shape, float32: allocation of each state, updated in place"""
+    """float32: allocation of each state, updated in place"""
     weight_at: int
     """may be negative: the row of key k begins at element 4 * weight_at + k * D"""
     state_at: tuple[int, ...]
-    """the same for each state; if a state has one number per row, key k has element state_at + k"""
+    """the same for each state; with one number per row, key k has element state_at + k"""
     dim: int
-    """D, a multiple of 4, at most 1024"""
+    """a multiple of 4, at most 1024"""
     any_mean: bool
     """whether a feature of the range is a mean"""
     optimizer: str
@@ -45,17 +45,14 @@ class OptimizerRows(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The optimizer's numbers at one step: the last arguments of `RowUpdate`'s kernel.
-
-    A captured step reads those of the step in which it is replayed.
-    """
+    """The optimizer's numbers at one step, the last arguments of `RowUpdate`'s kernel."""
 
     numbers: torch.Tensor
-    """[12] float32, `OptimizerParams` on the device, with the `count` of step 0"""
+    """[12] float32: `OptimizerParams`, with the `count` of step 0"""
     clock: torch.Tensor
-    """[1] int64, added to `step`, see `comm/counters.py`"""
+    """[1] int64: added to `step`, see `comm/counters.py`"""
     step: int = 0
-    """number of the step minus `clock`, may be negative"""
+    """step minus `clock`, may be negative"""
     seed: int = 0
     """seed of stochastic rounding at step 0, from 0 to 2^31 - 1"""
     factor: float = 1.0
@@ -63,20 +60,15 @@ class Rule(NamedTuple):
 
 
 class RowKind(NamedTuple):
-    """The compile-time constants of rows that are updated in the same way."""
-
     states: tuple[str | None, ...]
     """MOST_STATES: `elements`, `number` or None, see `STATES`"""
     dim: int
     block_dim: int
-    """the next power of two"""
     weight_type: tl.dtype
     stochastic: bool
 
 
 class RowPointers(NamedTuple):
-    """Where a kernel finds the rows, see `OptimizerRows`, with MOST_STATES states."""
-
     weights: Any
     states: Any
     weight_at: Any
@@ -84,23 +76,18 @@ class RowPointers(NamedTuple):
 
 
 class StepRule(NamedTuple):
-    """The rule of one step in a kernel's registers."""
-
     numbers: Any
     lr: Any
     eps: Any
     count: Any
-    """float32: steps of the optimizer, this one included"""
+    """steps of the optimizer, this one included"""
     seed: Any
     factor: Any
 
 
 @triton.jit
 def rule_at(numbers, clock, step, seed, factor):
-    """Return the rule of the step `step` + clock[0].
-
-    Example of the seed: SEED_STEP 24301, seed 2^31 - 1, step 2, clock -1: 24300.
-    """
+    """Return the rule of the step `step` + clock[0]."""
     step += tl.load(clock)
     count = step.to(tl.float32) + tl.load(numbers + COUNT)
     seed = ((seed + SEED_STEP * step) & 0x7FFFFFFF).to(tl.int32)
@@ -109,10 +96,7 @@ def rule_at(numbers, clock, step, seed, factor):
 
 @triton.jit
 def elements(first, key, ROW: tl.constexpr):
-    """Return the offsets [N, block_dim] of the elements of the rows of `key` [N]; key 0 begins at unit `first`.
-
-    Example: dim 8, first 3: the row of key 2 has the elements (3 + 2 * 2) * 4 = 28 .. 35.
-    """
+    """Return the offsets [N, block_dim] of the rows of `key` [N]; key 0 begins at unit `first`, of 4 elements."""
     return (first + key * (ROW.dim // 4))[:, None] * 4 + tl.arange(0, ROW.block_dim)[None, :]
 
 
@@ -161,7 +145,7 @@ def store_updated_rows(
     UPDATE: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """Update the result of `load_rows` by `total` [N, block_dim] times the rule's factor, by an optimizer's UPDATE."""
+    """Update the rows of `load_rows` by the gradient `total` [N, block_dim] times the rule's factor."""
     step = UPDATE(stored, key, mask, weight, state, total * rule.factor, rule, ROW)
     at, both = elements(stored.weight_at, key, ROW), mask[:, None] & (tl.arange(0, ROW.block_dim) < ROW.dim)[None, :]
     value = rounded(weight - step, at, rule.seed, ROW.weight_type, ROW.stochastic)
@@ -197,7 +181,6 @@ def _adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr
 
 @triton.jit
 def _rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
-    """As Adagrad, with one number per row, to which the mean of the gradient's squares is added."""
     squares = state[0] + _sum_of_squares(gradient, ROW) / ROW.dim
     _store_state(stored, key, mask, squares, 0, ROW)
     return (rule.lr / (tl.sqrt_rn(squares) + rule.eps))[:, None] * gradient
@@ -205,7 +188,7 @@ def _rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.c
 
 @triton.jit
 def _decaying_rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
-    """As row-wise Adagrad, with L2 or decoupled decay, and a limit of the row's norm."""
+    """Row-wise Adagrad with L2 or decoupled decay, and a limit of the row's norm."""
     gradient += tl.load(rule.numbers + L2) * weight
     step = _rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, ROW)
     step += rule.lr * tl.load(rule.numbers + DECOUPLED) * weight
@@ -217,7 +200,7 @@ def _decaying_rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, 
 
 @triton.jit
 def _rowwise_adagrad_with_counter(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
-    """As row-wise Adagrad, with a decay that depends on how often and how recently the row was used.
+    """Row-wise Adagrad with a decay that depends on how often and how recently the row was used.
 
     States: the sum of squares, the count of the row's last step (0 before its first), and the row's counter.
     """
@@ -247,7 +230,7 @@ def _rowwise_adagrad_with_counter(stored, key, mask, weight, state, gradient, ru
 
 @triton.jit
 def _corrected(mean, rule, BETA: tl.constexpr):
-    """Return a moving mean that began at 0, corrected for that."""
+    """Correct a moving mean that began at 0."""
     return mean / (1.0 - _power(tl.load(rule.numbers + BETA), rule.count)).to(tl.float32)
 
 
@@ -279,7 +262,7 @@ def _adam(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
 
 @triton.jit
 def _lamb(stored, key, mask, weight, state, gradient, rule, ROW: tl.constexpr):
-    """As Adam, with the step scaled to the norm of lr times the row."""
+    """Adam's step, scaled to the norm of lr times the row."""
     step = _adams_direction(stored, key, mask, weight, state, gradient, rule, ROW)
     norm = tl.sqrt_rn(_sum_of_squares(weight, ROW)) / tl.sqrt_rn(_sum_of_squares(step, ROW))
     return (rule.lr * norm)[:, None] * step
@@ -296,4 +279,3 @@ OPTIMIZERS: dict[str, Any] = {
     "lamb": _lamb,
     "partial_rowwise_lamb": _lamb,
 }
-"""update of each optimizer, by FBGEMM's name"""

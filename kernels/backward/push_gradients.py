@@ -1,11 +1,8 @@
-"""Gradients stored into the windows of the ranks that hold the rows, straight from where autograd left them.
+"""Stores gradients into the windows of the ranks that hold the rows, straight from where autograd left them.
 
 A rank's gradient window is [D_local * B] of the wire type: the shard whose columns begin at `start` of D_local has its
-[B, D] from element start * B on. Shards are sent in parts. Each part has its own flag, so that its rows are updated
-while the next part is sent. One launch sends all parts of a dim: one for each part would queue after the dense kernels.
-
-Example: two ranks of two samples; rank 1 holds a table of dim 4. Rank 0 stores its gradient [2, 4] of that table to
-elements 0 .. 7 of rank 1's window, rank 1 stores its own to elements 8 .. 15.
+[B, D] from element start * B on. Shards are sent in parts, each with its own flag, so that its rows are updated while
+the next part is sent. One launch sends all parts of a dim: one for each part would queue after the dense kernels.
 """
 
 from collections.abc import Sequence
@@ -51,11 +48,11 @@ class ShardTable:
     """The shards of one dim, by part and owner."""
 
     entries: torch.Tensor
-    """[parts, W, most, 3] int64, see the columns above"""
+    """[parts, W, most, 3] int64: see the columns above"""
     counts: torch.Tensor
-    """[parts] int32, largest number of shards of a rank"""
+    """[parts] int32: largest number of shards of a rank"""
     dim: int
-    """D, a multiple of 4, at most 1024"""
+    """a multiple of 4, at most 1024"""
     source_alignment: int
     """elements, a power of two up to 16, that divide every column of the gradient"""
     start_alignment: int
@@ -64,38 +61,36 @@ class ShardTable:
 
 @dataclass(frozen=True)
 class PartFlags:
-    """The flags of the parts at every rank."""
-
     addresses: torch.Tensor
-    """[W] int64, address of each rank's flags [W, parts] int64; rank w signals row w"""
+    """[W] int64: address of each rank's flags [W, parts] int64; rank w signals row w"""
     done: torch.Tensor
-    """[parts] int32, programs that have finished the part; 0 before and after each exchange"""
+    """[parts] int32: programs that have finished the part; 0 between exchanges"""
     clock: torch.Tensor
-    """[1] int64, see `Flags`"""
+    """[1] int64: see `Flags`"""
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "scale", "epoch"], do_not_specialize_on_alignment=["offsets"])
 def _push_gradients(
-    gradient,
-    offsets,
-    shards,
-    counts,
-    windows,
-    peers_ready,
-    done,
-    clock,
+    gradient,  # [samples, D_total], rows STRIDE elements apart
+    offsets,  # [shares * samples + 1] int32, of the bags
+    shards,  # [parts, W, most, 3] int64
+    counts,  # [parts] int32, largest number of shards of a rank
+    windows,  # [W] int64, addresses
+    peers_ready,  # [W] int64, addresses of flags [W, parts]
+    done,  # [parts] int32, finished programs of all launches
+    clock,  # [1] int64, added to `epoch`
     rank,
     world_size,
     parts,
     first_part,
     end_part,
     most,
-    blocks,
+    blocks,  # tasks of a shard
     samples,
-    batch: tl.int64,
-    first_sample: tl.int64,
+    batch: tl.int64,  # samples of all ranks
+    first_sample: tl.int64,  # of this rank
     scale,
-    programs,
+    programs,  # of all launches
     epoch: tl.int64,
     SCHEDULE: tl.constexpr,
     PEERS: tl.constexpr,
@@ -114,16 +109,15 @@ def _push_gradients(
 
     A task is up to ROWS samples of one shard; program p of P does the tasks p, p + P, .. of each part.
 
-    Memory: the program reads `gradient`, b rows STRIDE elements apart, and stores it in the wire type, times `scale` if
-    SCALED, to the rows from `first_sample` on of the shard's [B, DIM] in one window. With SHARES it skips bags that
-    have no ids of a shard's rows, by `offsets` [shares * samples + 1]. No two programs store to the same address.
-    `done` [parts] counts the programs of all dims' launches.
+    Memory: `gradient` is stored in the wire type, times `scale` if SCALED, to the rows from `first_sample` on of the
+    shard's [B, DIM]. With SHARES, bags without ids of a shard's rows are skipped.
 
     Order: the program counts itself after its share of a part (acquire and release, GPU scope). The last of `programs`
-    has acquired what all others have released, and signals the part at every rank, with `epoch` + `clock` (release,
-    system scope), while others go on with the next part.
+    has acquired what all others have released, and signals the part at every rank (release, system scope), while others
+    go on with the next part.
 
-    Source: ours; the zero-copy stores of `store_pooled`, in the other direction.
+    Example: two ranks of two samples; rank 1 holds a table of dim 4. Rank 0 stores its gradient [2, 4] to elements 0 ..
+    7 of rank 1's window, rank 1 its own to elements 8 .. 15.
     """
     at = tl.arange(0, BLOCK_DIM)
     for part in range(first_part, end_part):
@@ -182,20 +176,14 @@ def prepare_push_gradients(
     epoch. The last program of a part signals it at every rank, with the epoch plus `flags.clock`.
 
     Args:
-        gradient: [b, D_total] float32, bfloat16 or float16: rows of contiguous elements, each at a multiple of 16
-            bytes. It may be some columns of a wider tensor.
+        gradient: [b, D_total] float32, bfloat16 or float16, also some columns of a wider tensor: rows of contiguous
+            elements, each at a multiple of 16 bytes.
         tables: one for each dim, each with all parts.
-        windows: each rank's gradient window, [D_local * B]; their stride is not used.
-        flags: flags of all parts.
-        rank: rank that has the gradient.
-        schedule: see `schedule`.
+        windows: [D_local * B] each; their stride is not used.
         first_sample: the rank's first sample in the global batch.
-        batch: samples of all ranks, B.
         most_samples: largest number of samples of a rank.
-        scale: factor of the gradient.
         programs: programs of each launch, of 32 warps; links need few.
-        first_part: first part to send.
-        end_part: the part after the last.
+        end_part: the part after the last to send.
         offsets: [shares * b + 1] int32, the rank's bags of each share; empty ones get no gradient. None: all get one.
     """
     assert gradient.stride(1) == 1

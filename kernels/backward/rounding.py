@@ -6,14 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x, at, seed, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Return float32 `x` rounded to TYPE: to the nearest number or, if STOCHASTIC, up or down at random.
+    """Return float32 `x` rounded to TYPE: to the nearest number or, if STOCHASTIC, up or down at random, keeping the
+    mean.
 
-    The probability to round up keeps the mean. The random bits are a hash of `seed` and `at`, the element's offset.
-    NaN, infinity and numbers not below the largest of TYPE are rounded to the nearest, so that no update overflows by
-    chance.
-
-    Example: float16, whose numbers near 1 are 2^-10 apart. 1 + 2^-12 becomes 1 + 2^-10 one time in four, else 1. 65510
-    becomes 65504, the largest number, and 65530 infinity.
+    The random bits are a hash of `seed` and `at`, the element's offset. NaN, infinity and numbers not below the largest
+    of TYPE are rounded to the nearest, so that no update overflows by chance.
     """
     if not STOCHASTIC:
         return x.to(TYPE)

@@ -1,6 +1,6 @@
 """The preparation of an update, from the ids alone: it runs before any gradient has arrived.
 
-The ids come sorted by row. A run is the ids of one row; a chunk is a piece of a long run.
+A run is the ids of one row, in sorted order; a chunk is a piece of a long run.
 """
 
 from typing import NamedTuple
@@ -33,15 +33,15 @@ _CUT_RUNS = 128  # runs that a program of _cut_runs, one warp, looks at side by 
     do_not_specialize=["words", "ids", "batch", "bits", "row_units"], do_not_specialize_on_alignment=["offsets"]
 )
 def _place_gradients(
-    infos,
-    offsets,
-    input_features,
-    scales,
-    shared,
+    infos,  # [ids] int32
+    offsets,  # [features * batch + 1], of the bags
+    input_features,  # [features + 1, 4] int64
+    scales,  # [ids] float32
+    shared,  # [words] int32
     words,
     ids: tl.int64,
-    batch: tl.int64,
-    bits,
+    batch: tl.int64,  # samples of all ranks
+    bits,  # of an info that hold the sample
     row_units: tl.int64,
     ANY_MEAN: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -49,16 +49,12 @@ def _place_gradients(
 ):
     """Replace BLOCK ids' infos, which name their bags, by the offsets of the bags' gradients; and zero `shared`.
 
-    Memory: `infos` [ids] int32 is overwritten: feature << bits | sample becomes an offset in units of 4 elements, in
-    the gradient window or, if `row_units` is not 0, in a tensor with that number of units for each sample. With
-    ANY_MEAN, `scales` [ids] float32 becomes 1 / length of each id's bag, by `offsets`, or 1 for a sum; with WEIGHTED,
-    it is multiplied by the weights that it holds. `shared` [words] int32 becomes 0.
+    Memory: an info, feature << bits | sample, becomes an offset in units of 4 elements, in the gradient window or, if
+    `row_units` is not 0, in a tensor with that number of units for each sample. With ANY_MEAN, `scales` becomes 1 /
+    length of each id's bag, or 1 for a sum; with WEIGHTED, it is multiplied by the weights that it holds.
 
-    Order: no two programs share an element.
-
-    Example: batch 10, bits 4, and a feature 2 of dim 8 whose shard begins at column 12. An id of its sample 5 has info
-    2 << 4 | 5 = 37. It becomes 12 / 4 * 10 + 5 * 8 / 4 = 40: the gradient begins at element 160 of the window. With
-    rows of 7 units it becomes 12 / 4 + 5 * 7 = 38.
+    Example: batch 10, bits 4, a feature 2 of dim 8 whose shard begins at column 12. An id of its sample 5 has info 37 =
+    2 << 4 | 5, which becomes 12 / 4 * 10 + 5 * 8 / 4 = 40.
     """
     # Find the gradients: everything is [BLOCK].
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -88,7 +84,7 @@ def _place_gradients(
 
 @triton.jit
 def _find_ranges(run_keys, runs, boundaries, bounds, ranges, RANGES: tl.constexpr):
-    """Store to `bounds` [ranges] int64 the first run whose key is at least each of `boundaries`, by binary search."""
+    """Store to `bounds` [ranges] int64 the first run whose key is at least each of `boundaries`."""
     i = tl.arange(0, RANGES)
     mask = i < ranges
     boundary = tl.load(boundaries + i, mask=mask, other=0)
@@ -105,14 +101,14 @@ def _find_ranges(run_keys, runs, boundaries, bounds, ranges, RANGES: tl.constexp
 
 @triton.jit(do_not_specialize=["ranges"])
 def _cut_runs(
-    run_keys,
-    run_starts,
-    run_count,
-    boundaries,
-    shared,
-    chunk_run,
-    chunk_first,
-    bounds,
+    run_keys,  # [runs], ascending
+    run_starts,  # [runs + 1] int32
+    run_count,  # [1] int32
+    boundaries,  # [ranges] int64
+    shared,  # [1 + most chunks] int32
+    chunk_run,  # [most chunks] int32
+    chunk_first,  # [most chunks] int32
+    bounds,  # [ranges] int64
     ranges,
     CHUNK_IDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -120,15 +116,13 @@ def _cut_runs(
 ):
     """Cut runs of more than CHUNK_IDS ids into chunks. Program 0 also finds the runs of each range.
 
-    Memory: the program reads `run_starts` of the `run_count` [1] runs, takes numbers for its chunks from
-    shared[CHUNKS], and writes for chunk c its run to chunk_run[c] and the number of the run's first chunk to
-    chunk_first[c], both int32.
+    Memory: takes numbers for its chunks from shared[CHUNKS], and writes for chunk c its run to chunk_run[c] and the
+    number of the run's first chunk to chunk_first[c].
 
     Order: the kernel before has zeroed `shared`. The atomic on shared[CHUNKS] is relaxed, since it only hands out
     numbers: those of a run are consecutive, in no fixed order of programs.
 
-    Example: CHUNK_IDS 3, runs of 1, 7, 2 and 5 ids: the second has 3 chunks and the fourth 2. One program takes numbers
-    0 .. 4: chunk_run is 1 1 1 3 3, chunk_first 0 0 0 3 3.
+    Example: CHUNK_IDS 3, runs of 1, 7, 2 and 5 ids: chunk_run is 1 1 1 3 3, chunk_first 0 0 0 3 3.
     """
     runs = tl.load(run_count)
     if tl.program_id(0) == 0:
@@ -159,84 +153,71 @@ def _cut_runs(
 
 @triton.jit
 def chunk_ids_of(length, CHUNK_IDS: tl.constexpr):
-    """Return the ids of a chunk of a run of `length`. Up to 2^24 ids, a run has no more chunks than a chunk has ids.
-
-    Example: CHUNK_IDS 128. A run of 200 ids has chunks of 128 ids; one of 20,000, more than 128 * 128, has chunks of
-    512.
-    """
+    """Return the ids of a chunk of a run of `length`. Up to 2^24 ids, a run has no more chunks than a chunk has ids."""
     ids = tl.where(length > CHUNK_IDS * CHUNK_IDS, CHUNK_IDS * 4, CHUNK_IDS)
     ids = tl.where(length > CHUNK_IDS * CHUNK_IDS * 16, CHUNK_IDS * 16, ids)
     return tl.where(length > CHUNK_IDS * CHUNK_IDS * 256, CHUNK_IDS * 64, ids)
 
 
 class SortedIds(NamedTuple):
-    """The ids of one input, sorted by the rows that they name."""
-
     run_keys: torch.Tensor
     """[at least runs] int32 or int64, ascending: first key of the run's table + its row"""
     run_starts: torch.Tensor
-    """[at least runs + 1] int32, first id of each run"""
+    """[at least runs + 1] int32: first id of each run"""
     run_count: torch.Tensor
     """[1] int32"""
     infos: torch.Tensor
-    """[n] int32, bag of each id: feature << bits | sample, ascending within a run"""
+    """[n] int32: bag of each id, feature << bits | sample, ascending within a run"""
     bits: int
     """bits of an info that hold the sample"""
     offsets: torch.Tensor
     """[features * B + 1] int32 or int64, of the bags"""
     samples: int
-    """samples of all ranks, B"""
+    """samples of all ranks"""
     weights: torch.Tensor | None = None
-    """[n] float32, factors of the ids' gradients, in the order of the infos"""
+    """[n] float32: factors of the ids' gradients, in the order of the infos"""
 
 
 class InputFeatures(NamedTuple):
-    """The features of one input: where their gradients are, and which rows they name."""
-
     entries: torch.Tensor
-    """[features + 1, 4] int64, see the columns above; the last row is for padding ids"""
+    """[features + 1, 4] int64: see the columns above; the last row is for padding ids"""
     any_mean: bool
     boundaries: torch.Tensor
-    """[ranges + 1] int64, ascending: the first key of each `RowUpdate`'s rows, and the end"""
+    """[ranges + 1] int64, ascending: first key of each `RowUpdate`'s rows, and the end"""
 
 
 class PreparedRuns(NamedTuple):
-    """The runs of one input's ids, ready for `RowUpdate`: the first arguments of its kernel, and `weighted`."""
+    """The runs of one input's ids: the first arguments of `RowUpdate`'s kernel, and `weighted`."""
 
     run_keys: torch.Tensor
-    """see `SortedIds`"""
     run_starts: torch.Tensor
-    """see `SortedIds`"""
     gradient_at: torch.Tensor
-    """[n] int32, offset of each id's gradient, in units of 4 elements"""
+    """[n] int32: offset of each id's gradient, in units of 4 elements"""
     scales: torch.Tensor
-    """[n] float32, factor of each gradient; any tensor if ids have no weights and no feature is a mean"""
+    """[n] float32: factor of each gradient; not read without weights and means"""
     shared: torch.Tensor
     """[1 + most chunks] int32: the number of chunks, then counts of finished ones, 0 between updates"""
     chunk_run: torch.Tensor
-    """[most chunks] int32, run of each chunk"""
+    """[most chunks] int32: run of each chunk"""
     chunk_first: torch.Tensor
-    """[most chunks] int32, first chunk of each chunk's run"""
+    """[most chunks] int32: first chunk of each chunk's run"""
     bounds: torch.Tensor
-    """[ranges + 1] int64, first run of each range, and the end"""
+    """[ranges + 1] int64: first run of each range, and the end"""
     weighted: bool
 
 
 class Preparation:
-    """The kernels that prepare the update of an input's rows, called once a step.
+    """The kernels that prepare the update of an input's rows, called once a step, by one thread at a time.
 
-    The ids of all steps have the same types, bags and features, and all or none have weights. Like a `Launch`, it has
-    one caller.
+    The ids of all steps have the same types, bags and features, and all or none have weights.
     """
 
     def __init__(self, ids: SortedIds, features: InputFeatures, row_units: int = 0, chunk_ids: int = CHUNK_IDS) -> None:
-        """Prepare the launches.
+        """Prepare the launches; the ids may be those of any step.
 
         Args:
-            ids: ids of any step.
-            features: features of the input.
             row_units: 0 for gradients in a window; or the units of 4 elements of a row, if they are [B, D_total].
-            chunk_ids: longer runs are cut into chunks, see `chunk_ids_of`.
+            chunk_ids: see `chunk_ids_of`.
         """
         assert features.entries.shape[0] * ids.samples < 2**31, "FBGEMM's infos have 32 bits"
         assert row_units * ids.samples <= 2**31, "offsets are int32"

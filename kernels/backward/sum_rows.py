@@ -1,8 +1,6 @@
-"""Gradients summed by row, where many ids of a batch name the same row: each sum is then sent once.
+"""Sums gradients by row, where many ids of a batch name the same row: each sum is then sent once.
 
-The sum is an update by `update_rows` of rows of zeros, by SGD at a learning rate of -1: in float32, in a fixed order.
-
-Example: rows 2 0 2 of gradients g, h, i. Row 0 becomes h and row 2 becomes g + i.
+The sum is an update of rows of zeros by SGD at a learning rate of -1: in float32, in a fixed order.
 """
 
 from typing import NamedTuple
@@ -21,20 +19,19 @@ class Runs(NamedTuple):
     """Gradients [n, D] sorted by the row that each is added to."""
 
     rows: torch.Tensor
-    """[n or more] int32, row of each run, all different"""
+    """[n or more] int32: row of each run, all different"""
     starts: torch.Tensor
     """[n + 1 or more] int32: run i has the gradients order[starts[i]] .. order[starts[i + 1] - 1]"""
     count: torch.Tensor
-    """[1] int32: number of runs"""
     order: torch.Tensor
-    """[n] int32, overwritten by a sum"""
+    """[n] int32: overwritten by a sum"""
 
 
 class RowSums:
-    """The sum on a GPU. It makes the tensors that a capture cannot make."""
+    """The sum on a GPU; it holds the tensors that a capture cannot make."""
 
     def __init__(self, dim: int, device: torch.device) -> None:
-        """Take the columns of a row, a multiple of 4."""
+        """`dim` is a multiple of 4."""
         self._dim, units = dim, dim // 4
         entries = torch.tensor([[0, units, 0, 0], [0, units, 0, 0]], dtype=torch.int64, device=device)
         # One range of all rows: only its two ends are searched for, so that rows need no order.
@@ -46,11 +43,7 @@ class RowSums:
     def __call__(self, gradient: torch.Tensor, runs: Runs, rows: int, chunk_ids: int = CHUNK_IDS) -> torch.Tensor:
         """Return the sums [rows, D] float32, zeros where a row has no gradient.
 
-        Args:
-            gradient: [n, D] float32, bfloat16 or float16, contiguous.
-            runs: the order of the gradients; overwritten.
-            rows: number of rows.
-            chunk_ids: see `Preparation`.
+        `gradient` [n, D] is float32, bfloat16 or float16, contiguous; `runs`, its order, is overwritten.
         """
         assert gradient.is_contiguous()
         sums = torch.zeros(rows, self._dim, device=gradient.device)

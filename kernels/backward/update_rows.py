@@ -1,8 +1,7 @@
 """The update of a rank's rows from the gradients in its window: sums in float32, one read and one write of each row.
 
-The ids are sorted by row, see `Preparation`. Programs sum the chunks of long runs, and update short runs side by side,
-longer ones one at a time. So a row in n bags costs no more than n rows in one bag each. Sums have a fixed order: equal
-gradients give equal bits.
+Programs sum the chunks of long runs, and update short runs side by side, longer ones one at a time. So a row in n bags
+costs no more than n rows in one bag each. Sums have a fixed order: equal gradients give equal bits.
 """
 
 from typing import Any, NamedTuple
@@ -35,8 +34,6 @@ _TILE_ELEMENTS = 512  # per warp: elements of one run's gradients that it loads 
 
 
 class RunTiling(NamedTuple):
-    """The compile-time constants by which runs are cut into tasks."""
-
     runs: int
     """runs that a program updates side by side"""
     short_ids: int
@@ -44,14 +41,11 @@ class RunTiling(NamedTuple):
     tile: int
     """ids of a longer run that are loaded at a time"""
     chunk_ids: int
-    """see `chunk_ids_of`"""
     scaled: bool
     """whether gradients have factors"""
 
 
 class RunPointers(NamedTuple):
-    """Where a kernel finds the runs, see `PreparedRuns`, and the gradients."""
-
     keys: Any
     starts: Any
     gradient_at: Any
@@ -192,7 +186,7 @@ def _update_run(
     do_not_specialize=["range_index", "weight_at", "first_at", "second_at", "third_at", "step", "seed", "factor"]
 )
 def _update_rows(
-    run_keys,
+    run_keys,  # these eight as in `PreparedRuns`
     run_starts,
     gradient_at,
     scales,
@@ -200,18 +194,18 @@ def _update_rows(
     chunk_run,
     chunk_first,
     bounds,
-    gradient,
-    weights,
+    gradient,  # see `RowUpdate`
+    weights,  # see `OptimizerRows`, also for the states
     first_states,
     second_states,
     third_states,
-    chunk_sums,
+    chunk_sums,  # [most chunks, dim] float32
     range_index,
     weight_at: tl.int64,
     first_at: tl.int64,
     second_at: tl.int64,
     third_at: tl.int64,
-    numbers,
+    numbers,  # these five as in `Rule`
     clock,
     step: tl.int64,
     seed: tl.int64,
@@ -224,17 +218,13 @@ def _update_rows(
 
     A task is one chunk, whose gradients are summed, or `TILING.runs` consecutive runs, whose rows are updated.
 
-    Memory: the program reads `numbers` and `clock`, see `Rule`, the results of `Preparation`, and gradients in this
-    rank's window. It updates rows in `weights` and their states, each by one program alone, and stores the sums of
-    chunks to `chunk_sums` [chunks, dim].
+    Memory: each row and its states are updated by one program alone.
 
     Order: on the stream, the kernel follows the wait for the gradients' flags. Programs count a run's stored chunks in
-    `shared` (acquire and release, GPU scope); the last one sees the sums of all. Other tasks share nothing.
+    `shared` (acquire and release, GPU scope); the last one sees the sums of all.
 
     Example: runs a, b, c and d of 1, 1, 7 and 1 ids, chunks of 3 ids, 2 runs a task. Tasks 0, 1 and 2 sum the chunks of
-    c; the last of them to finish updates c. Task 3 updates a and b. Task 4 updates d, and leaves c out.
-
-    Source: ours; the ids are sorted by row as in FBGEMM's backward.
+    c; the last to finish updates c. Task 3 updates a and b, task 4 updates d.
     """
     runs = RunPointers(run_keys, run_starts, gradient_at, scales, gradient)
     stored = RowPointers(
@@ -282,11 +272,11 @@ def _compiled(
 class RowUpdate:
     """The update of one range of rows: a call updates each row that a step's ids name, in place.
 
-    It holds the rows and their states: make another one when they move. Like a `Launch`, it has one caller.
+    Make another one when the rows or their states move. Only one thread may call it at a time.
     """
 
     def __init__(self, rows: OptimizerRows, chunk_ids: int = CHUNK_IDS) -> None:
-        """Take the rows, and `chunk_ids` as given to `Preparation`."""
+        """`chunk_ids` is the one given to `Preparation`."""
         self._rows, self._chunk_ids, self._runs_a_task = rows, chunk_ids, _runs_a_task(rows.dim)
         self._launches: dict[tuple[bool, torch.dtype, torch.dtype], Launch] = {}
         """by whether ids have weights, and the types of keys and gradient; a call gives all else that differs"""
@@ -294,11 +284,8 @@ class RowUpdate:
     def __call__(self, runs: PreparedRuns, gradient: torch.Tensor, rule: Rule) -> None:
         """Update each row of the range that `runs` name, once, by the sum of its bags' gradients.
 
-        Args:
-            runs: the step's runs.
-            gradient: [D_local * B] of the wire type, this rank's window, see `push_gradients`; or [B, D_total], if
-                `Preparation` was given `row_units`.
-            rule: the optimizer's numbers at this step.
+        `gradient` is this rank's window, [D_local * B] of the wire type, see `push_gradients`; or [B, D_total], if
+        `Preparation` was given `row_units`.
         """
         assert gradient.numel() <= 2**33, (
             f"a gradient window of {gradient.numel()} elements: offsets, int32, count fours of up to 2^33"

@@ -1,7 +1,7 @@
-"""The sum of partial sums: several ranks hold rows of a table that is cut by rows, and each stores its share of a bag.
+"""Adds up the partial sums of a table that is cut by rows: each rank with some of its rows stores its share of a bag.
 
-Example: a window of rows of 12 columns, a table of dim 4 at column 0 that is cut over three ranks. The partial sums are
-in columns 0 .. 3, 4 .. 7 and 8 .. 11 of each sample's row; the kernel stores their sum to 0 .. 3.
+Example: a table of dim 4 cut over three ranks. The partial sums are in columns 0 .. 3, 4 .. 7 and 8 .. 11 of a sample's
+row; the kernel stores their sum to 0 .. 3.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,13 @@ FIRST_SHARD = tl.constexpr(2)  # pairs: first column of the row shard's partial 
 
 
 class PartialTable(NamedTuple):
-    """The sums of a window."""
-
     entries: torch.Tensor
-    """[S, 2 + 2 * most] int64, see the columns above"""
+    """[S, 2 + 2 * most] int64: see the columns above"""
     alignment: int
     """elements, a power of two up to 16, that divide every column and dim"""
 
 
 def partial_table(sums: Sequence[Partials], alignment: int, device: torch.device) -> PartialTable:
-    """Return the table of `sums`."""
     most = max(len(each.columns) for each in sums)
     rows = []
     for columns, dim, shares in sums:
@@ -47,11 +44,11 @@ def partial_table(sums: Sequence[Partials], alignment: int, device: torch.device
 
 @triton.jit(do_not_specialize=["samples", "blocks", "width"], do_not_specialize_on_alignment=["offsets"])
 def _add_partials(
-    window,
-    sums,
-    offsets,
+    window,  # [samples, STRIDE]
+    sums,  # [S, width] int64
+    offsets,  # [shares * samples + 1] int32, of the bags
     samples,
-    blocks,
+    blocks,  # programs of each sum
     width,
     STRIDE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -61,13 +58,10 @@ def _add_partials(
 ):
     """Add up one sum in ROWS rows of the window.
 
-    Memory: the program reads the partial sums of its rows, adds them in float32 in the order of the row shards, and
-    stores the total over the first one. No other program touches these columns and rows. With SOME, partial sums of
-    empty bags, by `offsets` [shares * samples + 1], are missing and not read, unless the share is EVERY_BAG.
+    Memory: partial sums are added in float32 in the order of the row shards, and the total overwrites the first. With
+    SOME, partial sums of empty bags are not read, unless the share is EVERY_BAG.
 
     Order: on the stream, the kernel follows the wait for the peers' flags.
-
-    Source: ours. TorchRec reduce-scatters the partial sums, `PooledEmbeddingsReduceScatter`.
     """
     sum_entry = sums + (tl.program_id(0) // blocks) * width
     row = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
@@ -94,12 +88,9 @@ def _add_partials(
 
 
 def add_partials(window: torch.Tensor, table: PartialTable, offsets: torch.Tensor | None = None) -> None:
-    """Add up the partial sums in a window.
+    """Add up the partial sums in a window [b, columns] float32, bfloat16 or float16, in place.
 
-    Args:
-        window: [b, columns] float32, bfloat16 or float16; totals are stored in place.
-        table: the sums.
-        offsets: [shares * b + 1] int32, bags of each share, whose empty ones have no partial sum; None: all have one.
+    `offsets` [shares * b + 1] int32 are the bags of each share; empty ones have no partial sum. None: all have one.
     """
     samples, (sums, width) = window.shape[0], table.entries.shape
     blocks = -(-samples // _ROWS)

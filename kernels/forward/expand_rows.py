@@ -1,4 +1,4 @@
-"""Copies of rows: each distinct row has arrived once, and every id that names it gets a copy.
+"""Copies rows: each distinct row has arrived once, and every id that names it gets a copy.
 
 Example: rows a, b, c and slots 2 0 2 -1 give c a c and a row of zeros.
 """
@@ -16,22 +16,17 @@ _NUM_WARPS = 4
 
 @triton.jit(do_not_specialize=["count"])
 def _expand_rows(
-    rows,
-    slots,
-    expanded,
+    rows,  # [n, DIM]
+    slots,  # [count] int32
+    expanded,  # [count, DIM]
     count,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Copy the rows that ROWS of `slots` name.
-
-    Memory: the program reads `slots` [count] int32 and `rows` [n, DIM], and stores to `expanded` [count, DIM], of the
-    same type; zeros where a slot is negative.
+    """Copy the rows that ROWS of `slots` name; zeros where a slot is negative.
 
     Order: on the stream, the kernel follows the wait for the peers' flags.
-
-    Source: ours. TorchRec uses `index_select` to undo its index deduplication.
     """
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_DIM)[None, :]
@@ -43,14 +38,9 @@ def _expand_rows(
 
 
 def expand_rows(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the row of each slot, or zeros for a negative slot.
+    """Return the row of each of `slots` [m] int32, [m, D], or zeros for a negative one.
 
-    Args:
-        rows: [n, D] float32, bfloat16 or float16, contiguous.
-        slots: [m] int32.
-
-    Returns:
-        [m, D], of the type of the rows.
+    `rows` [n, D] are float32, bfloat16 or float16, contiguous.
     """
     assert rows.is_contiguous()
     expanded = rows.new_empty(slots.numel(), rows.shape[1])

@@ -1,4 +1,4 @@
-"""Shared by the kernels of the forward: device functions that pool bags and store the result, and constants."""
+"""Constants and device functions of the forward's kernels, which pool bags and store the result."""
 
 from typing import NamedTuple
 
@@ -25,35 +25,28 @@ JIT_OPTIONS = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment":
 
 
 class Pooling(NamedTuple):
-    """The compile-time constants that the kernels of the forward share."""
-
     schedule: str
-    """linear | remote_first | balanced"""
     bags: int
     """bags that a program pools at a time"""
     unroll: int
-    """rows of each bag that are loaded at a time"""
     stride: int
-    """elements of a window's row"""
     dim: int
     block_dim: int
     """the next power of two"""
     weight_type: tl.dtype
     wire_type: tl.dtype
     alignment: int
-    """bytes that divide the address and the size of a table's row"""
+    """bytes that divide a table's address and its rows' size"""
     window_alignment: int
     """bytes that divide a window's address"""
     column_alignment: int
     """elements that divide a column of the window"""
     check: int
-    """ids of each bag that are checked at a time; 0 checks none"""
+    """ids of each bag that are checked at a time; 0: none"""
     leaves_out: bool
-    """whether empty bags of some features are not stored"""
 
 
 def pooling_constants(features: FeatureTable, windows: Windows, options: PoolingOptions) -> Pooling:
-    """Return the constant POOLING of a kernel."""
     tuning = options.tuning
     return Pooling(
         schedule=options.schedule,
@@ -125,14 +118,12 @@ def pool(
     status,
     POOLING: tl.constexpr,
 ):
-    """Return the pooled embeddings [bags, block_dim] float32 of samples `sample` [bags], and which of them to store.
+    """Return the pooled embeddings [bags, block_dim] float32 of samples `sample` [bags], and which of them to store
+    [bags].
 
     `feature` points to a row of the feature table. Rows are added in the order of the ids, in float32, times the ids'
-    weights if `id_weights` are float32. Where `live` is false, the result is 0. The second result [bags] is `live`,
-    without empty bags that are left out. A table has at least one row, since masked lanes read id 0.
-
-    Example: unroll 2, bags [5, 7, 7] and [5] of a table of 6 rows. The first becomes [5, 0, 0]. The first turn adds
-    rows 5 and 0 to the first bag and row 5 to the second, the second turn row 0 to the first.
+    weights if `id_weights` are float32; the result is 0 where `live` is false. A table has at least one row, since
+    masked lanes read id 0.
     """
     # Find the bags.
     bag = tl.load(feature + INPUT_FEATURE) * batch + sample
@@ -182,8 +173,8 @@ def store_rows(
 ):
     """Store `rows` [R, block_dim] to rows `sample` [R] of `window`, STRIDE apart, from `column` on, where `live`.
 
-    The caller gives the divisors of `window` and `column` where it loads them, so that lanes store 16 bytes: a hint on
-    an argument is lost by inlining.
+    The caller gives the divisors of `window` and `column` where it loads them, so that lanes store 16 bytes: inlining
+    loses hints on arguments.
     """
     at = tl.arange(0, POOLING.block_dim)
     offset = sample.to(tl.int64)[:, None] * STRIDE + column + at[None, :]

@@ -1,7 +1,6 @@
-"""Pooled embeddings from another node, copied to their columns in the windows of this node's ranks.
+"""Copies pooled embeddings from another node to their columns in the windows of this node's ranks.
 
-A message of one rank has a row for each sample of this node's ranks, with the columns that the sender pools. Rows are
-copied in the largest words of 8, 4 or 2 bytes that fit.
+A message of one rank has a row for each sample of this node's ranks, with the columns that the sender pools.
 """
 
 from math import gcd
@@ -20,17 +19,16 @@ _NUM_WARPS = 8
 
 
 class PutColumns(NamedTuple):
-    """Where the columns of a message's rows go, the same in every window."""
+    """Where the columns of a message's rows go, in every window."""
 
     columns: torch.Tensor
-    """[n] int32, offset in a window's row of each word of a message's row, in words"""
+    """[n] int32: offset in a window's row of each word of a message's row; words of 8, 4 or 2 bytes, the largest that
+    fit"""
     word_bytes: int
 
     @staticmethod
     def of(shards: list[tuple[int, int]], stride: int, itemsize: int, device: torch.device) -> "PutColumns":
-        """Return the columns of `shards`, each with its dim and its first column in a window's row, in a message's
-        order.
-        """
+        """Return the columns of `shards`, each a dim and a first column in a window's row, in a message's order."""
         word = gcd(8, *((column * itemsize) for shard in shards for column in shard), stride * itemsize)
         starts = [(dim * itemsize // word, column * itemsize // word) for dim, column in shards]
         columns = [column + at for words, column in starts for at in range(words)]
@@ -39,16 +37,16 @@ class PutColumns(NamedTuple):
 
 @triton.jit(do_not_specialize=["ranks", "words", "pitch", "stride", "blocks", "here"])
 def _put_columns(
-    message,
-    columns,
-    windows,
-    first_sample,
-    ranks,
-    words,
+    message,  # [rows, pitch] words
+    columns,  # [words] int32
+    windows,  # [ranks] int64, addresses
+    first_sample,  # [ranks + 1] int32
+    ranks,  # of this node
+    words,  # of a message's row that are copied
     pitch,
-    stride: tl.int64,
-    blocks,
-    here,
+    stride: tl.int64,  # words from one row of a window to the next
+    blocks,  # programs of each rank
+    here,  # index of this rank in the node
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WORD: tl.constexpr,
@@ -57,16 +55,7 @@ def _put_columns(
 
     Program p serves the node's rank (here + 1 + p / blocks) modulo `ranks`, so that ranks begin with different windows.
 
-    Memory: the program reads rows of `message`, `pitch` words apart, and `columns` [words]. It stores them to one
-    window, `stride` words apart. `first_sample` [ranks + 1]: the node's ranks' first samples in the global batch, and
-    the end.
-
-    Order: no two programs share an address. The kernel that signals for the sender comes next on the stream.
-
-    Example: ranks 2 and 3 with samples 5 .. 7 and 8 .. 9, a message of 5 rows of 4 words, columns [8, 9, 2, 3]. Its
-    rows 3 and 4 are rank 3's: their words go to words 8, 9, 2 and 3 of rows 0 and 1 of its window.
-
-    Source: ours; the last leg of a hierarchical All-to-All.
+    Order: the kernel that signals for the sender comes next on the stream.
     """
     rank = (here + 1 + tl.program_id(0) // blocks) % ranks
     begin = tl.load(first_sample + rank)
@@ -96,12 +85,10 @@ def put_columns(
 
     Args:
         message: [rows, pitch] of the wire type, contiguous, at a multiple of 16 bytes.
-        put: columns of its rows in a window's row.
-        windows: [ranks] int64, addresses of the node's ranks' windows, multiples of 16.
+        windows: [ranks] int64, addresses, multiples of 16.
         first_sample: [ranks + 1] int32, first samples in the global batch, and the end.
         stride: elements of a window's row.
         most_samples: at least the samples of any of these ranks.
-        here: index of the caller among them.
     """
     words, ranks = put.columns.numel(), windows.numel()
     if not words:

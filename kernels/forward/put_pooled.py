@@ -1,7 +1,4 @@
-"""The forward to another node: programs pool bags into a message, and put each group of its rows once it is finished.
-
-Programs pool as in `store_pooled`, but all features of some samples first, so that the first groups are sent early.
-"""
+"""The forward to another node: programs pool bags into a message, and put each group of rows when it is finished."""
 
 import torch
 import triton
@@ -27,7 +24,7 @@ _JIT_OPTIONS = JIT_OPTIONS | {"do_not_specialize": JIT_OPTIONS["do_not_specializ
 
 @triton.jit
 def completes(count, rows, whole):
-    """Add `rows` finished rows to a group's `count` [1] int32; return whether that makes it `whole`, and reset it then.
+    """Add `rows` finished rows to a group's `count` [1] int32; return whether it is now `whole`, and reset it then.
 
     Order: a barrier, then the count (release, GPU scope). The program that completes the group acquires and releases at
     system scope, since a network card may read the group next. Others do not acquire, which would empty L1.
@@ -42,43 +39,39 @@ def completes(count, rows, whole):
 
 @triton.jit(**_JIT_OPTIONS)
 def _put_pooled(
-    values,
-    offsets,
-    id_weights,
-    first_sample,
-    features,
-    windows,
-    status,
-    heaps,
-    counts,
-    clock_word,
+    values,  # [ids] int32 or int64
+    offsets,  # [features * batch + 1], of the bags
+    id_weights,  # [ids] float32, or `values` again
+    first_sample,  # [ranks + 1] int32
+    features,  # [features_here, 6] int64
+    windows,  # [ranks] int64: where each rank's rows begin in the message
+    status,  # see `record`
+    heaps,  # [W] int64, addresses
+    counts,  # [ranks * groups] int32: finished rows
+    clock_word,  # [1] int64
     rank,
     peer,
     features_here,
-    every_feature,
-    blocks,
-    batch,
-    group_blocks,
-    groups,
-    shift: tl.int64,
-    signals: tl.int64,
+    every_feature,  # features of all launches that fill the message
+    blocks,  # tasks of a feature for each destination
+    batch,  # samples of all ranks
+    group_blocks,  # tasks of a feature in a group
+    groups,  # of each rank
+    shift: tl.int64,  # bytes from the message here to where it arrives
+    signals: tl.int64,  # address of the first group's signal
     epoch: tl.int64,
     FORM: tl.constexpr,
     POOLING: tl.constexpr,
 ):
     """Do one task: pool bags of one feature into the message, and put the group if this task completes it.
 
-    A group is the samples of `group_blocks` tasks for one rank of the other node, with all features.
+    A group is the samples of `group_blocks` tasks for one rank of the other node, with all features. Tasks take all
+    features of some samples first, so that the first groups are sent early.
 
-    Memory: the program stores [bags, dim] of the wire type to the message in this rank's heap, whose rows for rank i of
-    the node begin at `windows`[i]. `counts` [ranks * groups] int32 counts the finished rows of each group, for each of
-    `every_feature` features; it is 0 before and after all launches of an epoch. Groups and signals go to the heap of
-    `peer`.
+    Memory: stores [bags, dim] to the message in this rank's heap. `counts` are 0 before and after all launches of an
+    epoch.
 
     Order: the program that completes a group acquires all of it, see `completes`, before it puts the group.
-
-    Example: a node of ranks 2 and 3 with 4 samples each, two features, 2 bags a task, groups of 2 blocks. Programs 0 ..
-    3 pool rank 2's samples; the last of the four to count puts the group. Programs 4 .. 7 do the same for rank 3.
 
     Source: arXiv 2305.06942, section 3.2; Chen et al. 2024.
     """
@@ -127,21 +120,13 @@ def put_pooled(
     clock: torch.Tensor,
     epoch: int,
 ) -> None:
-    """Pool every bag of one node's samples into a message, and put its groups.
+    """Pool every bag of one node's samples into a message, and put its groups; the signals are set to `epoch` +
+    `clock`.
 
     Args:
         bags: `first_sample` has the ranks of the other node.
-        features: features to pool.
         windows: where these ranks' rows begin in the message; the stride is the message's pitch.
-        status: see `Flags`.
-        options: see `PoolingOptions`.
-        heap: the heaps of all ranks.
-        message: destination of the rows.
-        groups: a group has samples of one rank.
-        counts: [at least ranks * groups.each] int32, 0 before and after all launches of an epoch.
         every_feature: features of all launches that fill the message.
-        clock: [1] int64; the signals are set to `epoch` + `clock`.
-        epoch: see `clock`.
     """
     bags_a_task = options.tuning.task_bags
     assert options.tuning.groups == 1, "a program does one task, which it pools as one group"

@@ -3,7 +3,7 @@
 A slice is some consecutive bags of one feature for one destination, pooled in one or more tasks. `in_place`, rows are
 stored straight into the windows instead, and one signal follows all tasks.
 
-A grid of any size makes progress. A program waits only once no task is left, when running programs have drawn all
+A grid of any size makes progress: a program waits only once no task is left, when running programs have drawn all
 tasks, and none of these waits before its tasks are counted.
 """
 
@@ -36,30 +36,28 @@ _REGISTERS = 64
 
 @dataclass(frozen=True)
 class SliceState:
-    """Memory that the programs of the persistent kernel share; `done` and `ticket` are 0 before and after a launch."""
+    """Memory that the programs of a launch share; `done` and `ticket` are 0 before and after it."""
 
     staging: torch.Tensor
-    """[at least W * F * b * D, b rounded up to whole tasks] of the wire type; may be empty in place"""
+    """[at least W * F * b * D] of the wire type, b rounded up to whole tasks; may be empty in place"""
     done: torch.Tensor
     """[at least W * F * slices] int32: finished tasks of each slice"""
     ticket: torch.Tensor
-    """[3] int32: the next task, the number of programs that found none left, and stored tasks (in place)"""
+    """[3] int32: the next task, the programs that found none left, and stored tasks (in place)"""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """How the persistent kernel sends its results."""
-
     bags: int
     """bags of a slice, a multiple of the tuning's task_bags"""
     first_slot: int
     """slot of the first slice; slice i of feature f has slot first_slot + f * ceil(b / bags) + i"""
     in_place: bool
-    """store tasks straight into the peers' windows, without slices; needs at least one task"""
+    """store straight into the peers' windows, without slices; needs at least one task"""
     signals: bool = True
     """in place: signal slot 0 at every rank, as the last launch of the step"""
     end_wait: bool = True
-    """end only when all slots of `Flags.counts` have reached the epoch"""
+    """end when all slots of `Flags.counts` have reached the epoch"""
 
 
 @triton.jit
@@ -72,10 +70,7 @@ def put_by_stores(
     ROWS: tl.constexpr,
     POOLING: tl.constexpr,
 ):
-    """Put `staged` [end - first, dim] to rows [first, end) of a peer's window, ROWS at a time. The caller signals next.
-
-    Example: first 4, end 7, ROWS 2: rows 0 and 1 of `staged` go to rows 4 and 5 of the window, then row 2 to row 6.
-    """
+    """Put `staged` [end - first, dim] to rows [first, end) of a peer's window, ROWS at a time; the caller signals."""
     at = tl.arange(0, POOLING.block_dim)
     for begin in range(first, end, ROWS):
         sample = begin + tl.arange(0, ROWS)
@@ -88,29 +83,29 @@ def put_by_stores(
 
 @triton.jit(**JIT_OPTIONS)
 def _put_slices(
-    values,
-    offsets,
-    id_weights,
-    first_sample,
-    features,
-    windows,
-    status,
-    peers_ready,
-    ready,
-    counts,
-    clock_word,
-    staging,
-    done,
-    ticket,
+    values,  # [ids] int32 or int64
+    offsets,  # [features * batch + 1], of the bags
+    id_weights,  # [ids] float32, or `values` again
+    first_sample,  # [W + 1] int32
+    features,  # [features_here, 6] int64
+    windows,  # [W] int64, addresses
+    status,  # see `record`
+    peers_ready,  # [W] int64, addresses of flags
+    ready,  # [W, slots] int64, this rank's flags
+    counts,  # [W] int32, flags in use
+    clock_word,  # [1] int64, added to `epoch`
+    staging,  # [W * features_here, bags of all tasks, dim]
+    done,  # [W * features_here * slices] int32
+    ticket,  # [3] int32, see `SliceState`
     rank,
     world_size,
     features_here,
-    blocks,
-    batch,
+    blocks,  # tasks of a feature for each destination
+    batch,  # samples of all ranks
     slots,
-    first_slot,
+    first_slot,  # of the first slice
     epoch: tl.int64,
-    timeout: tl.int64,
+    timeout: tl.int64,  # ns; turns under the interpreter
     IN_PLACE: tl.constexpr,
     SIGNAL: tl.constexpr,
     PEERS: tl.constexpr,
@@ -124,20 +119,17 @@ def _put_slices(
 ):
     """Take tasks until none is left, each GROUPS groups of bags; put the slices that this program completes.
 
-    Memory: the program reads ids and rows in this rank's memory. It stores rows to this rank's window, to `staging` [W
-    * F, tasks' bags, dim] or, IN_PLACE, to a peer's window; slices and flags to the peers. `done` [W * F * slices] and
-    `ticket` [3]: see `SliceState`. Flags are set to `epoch` + `clock_word` [1].
+    Memory: stores rows to this rank's window, to `staging` or, IN_PLACE, to a peer's window; slices and flags to the
+    peers.
 
     Order: a program that has stored a task counts it (release, GPU scope). The one that completes a slice acquires it,
     puts it, and signals (release, system scope). The kernel's end orders stores into this rank's own window. IN_PLACE
     with SIGNAL, programs count all their tasks at the end, and the one that completes the sum signals, which covers all
-    stores of this launch and earlier ones on the stream. With END_WAIT, programs then wait for the flags in `ready` [W,
-    slots].
+    stores of this launch and earlier ones on the stream. With END_WAIT, programs then wait for the flags in `ready`.
 
-    Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order, staged.
-    Program A draws task 0, stages samples 4 and 5, and counts 1 of 2. Program B draws task 1, and stores samples 0 and
-    1 into this rank's window. B draws task 2 while A is at task 3: B stages samples 6 and 7, counts 2 of 2, puts the
-    four rows to rank 1's window, and signals there.
+    Example: rank 0 of 2, 4 samples a rank, tasks of 2 bags, slices of 2 tasks. Program A stages samples 4 and 5.
+    Program B stages samples 6 and 7, which completes the slice: it puts four rows to rank 1's window, and signals
+    there.
 
     Source: arXiv 2305.06942, section 3.
     """
@@ -210,8 +202,6 @@ def _put_slices(
 
 
 class SlicedPut(NamedTuple):
-    """Everything that a launch of the persistent kernel needs, except its epoch and its number of programs."""
-
     bags: Bags
     features: FeatureTable
     windows: Windows
@@ -221,7 +211,7 @@ class SlicedPut(NamedTuple):
     slices: Slices
 
     def launch(self, programs: int) -> Launch:
-        """Return the launch, which is called with `Bags.tensors` of the types and samples of `bags`, and the epoch.
+        """Return the launch, called with `Bags.tensors` of the types and samples of `bags`, and the epoch.
 
         It holds all tensors but the rows, and is valid while they are at the addresses in `features`.
         """
@@ -229,7 +219,7 @@ class SlicedPut(NamedTuple):
         return Launch(self._kernel(), programs, dtypes, self._arguments(epoch=0), changing)
 
     def resident_programs(self) -> int:
-        """Return how many programs of this launch one multiprocessor holds at once."""
+        """Return how many programs one multiprocessor holds at once."""
         from cuda.bindings import driver
 
         compiled = self._kernel().compile(*self._arguments(epoch=1))

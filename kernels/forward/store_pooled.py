@@ -21,31 +21,30 @@ from dlrm_overlap.kernels.tuning import PoolingOptions
 
 @triton.jit(**JIT_OPTIONS)
 def _store_pooled(
-    values,
-    offsets,
-    id_weights,
-    first_sample,
-    features,
-    windows,
-    status,
+    values,  # [ids] int32 or int64
+    offsets,  # [features * batch + 1], of the bags
+    id_weights,  # [ids] float32, or `values` again
+    first_sample,  # [W + 1] int32
+    features,  # [features_here, 6] int64
+    windows,  # [W] int64, addresses
+    status,  # see `record`
     rank,
     world_size,
     features_here,
-    blocks,
-    batch,
+    blocks,  # tasks of a feature for each destination
+    batch,  # samples of all ranks
     POOLING: tl.constexpr,
 ):
     """Do one task: pool bags of one feature, and store them into the window of the rank that has the samples.
 
-    Memory: the program reads ids and rows in this rank's memory, and stores [bags, dim] of the wire type to one window
-    [b, D_total], this rank's or a peer's. It may replace ids in `values`, see `check_ids`.
+    Memory: stores [bags, dim] of the wire type to one window [b, D_total]. It may replace ids in `values`, see
+    `check_ids`.
 
-    Order: no two programs store to the same address. The next kernel on the stream signals; its release covers the
-    stores.
+    Order: the next kernel on the stream signals; its release covers the stores.
 
-    Example: rank 1 of 2, 4 samples a rank, one feature of dim 4 at column 4, 2 bags a task, balanced order. Program 0
-    pools samples 0 and 1, and stores them to rows 0 and 1, columns 4 .. 7, of rank 0's window. Program 1 does the same
-    for samples 4 and 5 and rank 1's window. Programs 2 and 3 fill rows 2 and 3.
+    Example: rank 1 of 2, 4 samples a rank, a feature of dim 4 at column 4, 2 bags a task, balanced order. Program 0
+    stores samples 0 and 1 to rows 0 and 1, columns 4 .. 7, of rank 0's window, program 1 samples 4 and 5 to those of
+    rank 1's.
 
     Source: Chen et al. 2024; zero-copy variant of arXiv 2305.06942.
     """
@@ -69,7 +68,7 @@ def prepare_store_pooled(
     """Return the launch that pools every bag into the windows; it is called with `Bags.tensors` of a step.
 
     It sends no signal: launch `signal_flags` next. A step's ids have the types and samples of `bags`. The launch holds
-    all other tensors but the rows: it is valid while they are at the addresses in `features`. For `status` see `Flags`.
+    all other tensors but the rows: it is valid while they are at the addresses in `features`.
     """
     assert options.tuning.groups == 1, "a program does one task, which it pools as one group"
     world_size, features_here = windows.addresses.numel(), features.entries.shape[0]

@@ -1,9 +1,8 @@
-"""Captured steps on a CPU: a stand-in for a CUDA graph that takes the step anew, with what a graph would find.
+"""Captured steps on a CPU: a stand-in for a CUDA graph that takes the step again under the conditions of a replay.
 
-A graph's replay reads and writes the memory of its capture, with the arguments of its capture, and nothing happens on
-the node. So the stand-in gives the step the buffers of ids that it had when it was captured, puts back what a replay
-leaves alone, such as the parameters' `grad`, and checks that every window is the one of the capture, and every number
-that of its argument and word.
+A replay reads and writes the memory of its capture, with the arguments of its capture, and changes nothing on the host.
+So the stand-in gives the step the id buffers of the capture, restores what a replay does not change, such as the
+parameters' `grad`, and checks that every window is the captured one, and every number its argument plus its word.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from tests.distributed.interpreted import without_streams
 
 
 class StandIn(CapturedStep):
-    """See the module; `taken` counts what became of the steps."""
+    """See the module; `taken` counts captured and replayed steps."""
 
     taken: dict[str, int]
     ids: ModelIds
@@ -38,12 +37,7 @@ class StandIn(CapturedStep):
     parameters: Sequence[torch.nn.Parameter]
 
     def __init__(
-        self,
-        step: Callable[[], Any],
-        order: CommunicationOrder,
-        counters: Sequence[Counters],
-        pool: Any,
-        stream: Any,
+        self, step: Callable[[], Any], order: CommunicationOrder, counters: Sequence[Counters], pool: Any, stream: Any
     ) -> None:
         self._step, self._order, self._counters, self.pool = step, order, counters, pool
         self.captured_values = [[value + 1 for value in values] for values in self.values]
@@ -52,7 +46,7 @@ class StandIn(CapturedStep):
         self._captured = False
 
     def launch(self) -> Any:
-        """Take the step that has been captured. On the node, that is all as in an eager step."""
+        """Take the captured step, which does on the host what an eager step does."""
         assert not self._captured
         self._captured = True
         self.taken["captured"] += 1
@@ -61,14 +55,14 @@ class StandIn(CapturedStep):
     def replay(self) -> Any:
         self.taken["replayed"] += 1
         senders = self.ids.senders
-        on_the_node = [list(sender._sent) for sender in senders]
+        on_the_host = [list(sender._sent) for sender in senders]
         given = {sender: self.planned.active.ids[path].tensor for sender, path in self.ids.sent_ahead}
         gradients = [parameter.grad for parameter in self.parameters]
         for sender, read in zip(senders, self._read, strict=True):
             sender._sent.clear()
-            sender._sent.extend(SentIds(given[sender], _anew(arrived)) for _, arrived in read)
+            sender._sent.extend(SentIds(given[sender], _fresh_ids(arrived)) for _, arrived in read)
         output = self._take()
-        for sender, sent in zip(senders, on_the_node, strict=True):
+        for sender, sent in zip(senders, on_the_host, strict=True):
             sender._sent.clear()
             sender._sent.extend(sent)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -79,7 +73,7 @@ class StandIn(CapturedStep):
         before = self.values
         for each in self._counters:
             each.advance()
-        # Within a graph nothing hands the learning rate on: what comes before each replay does.
+        # The learning rate is passed on before each replay, not within a graph.
         with without_streams(), self.ids.steady(), patch.object(FlatSteps, "refresh", lambda _: None):
             self._order.begin()
             output = self._step()
@@ -90,14 +84,13 @@ class StandIn(CapturedStep):
             for name, counter, value, argument in zip(names, each.each, values, arguments, strict=True):
                 assert counter.argument == argument, f"{name}: argument {counter.argument}, captured {argument}"
                 assert int(counter.word) + argument == counter.value, f"{name}: what a kernel finds"
-                assert name in ("steps", "dense gradients") or (counter.value - value) % 2 == 0, (
-                    f"{name}: another window than captured"
-                )
+                same = name in ("steps", "dense gradients") or (counter.value - value) % 2 == 0
+                assert same, f"{name}: another window than captured"
         return output
 
 
-def _anew(arrived: ArrivedIds) -> ArrivedIds:
-    """Return the ids that are in the memory of some that arrived before."""
+def _fresh_ids(arrived: ArrivedIds) -> ArrivedIds:
+    """Return new tensors of ids in the memory of earlier ones."""
     own = _fresh(arrived.replicated) if arrived.replicated is not None else None
     return arrived._replace(ids=_fresh(arrived.ids), replicated=own)
 
@@ -110,7 +103,7 @@ def _fresh(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 @contextmanager
 def captures() -> Iterator[dict[str, int]]:
-    """Let pipelines that are made within capture their steps by stand-ins; yields how many were captured, and replayed.
+    """Let new pipelines capture their steps by stand-ins; yields the numbers of captured and replayed steps.
 
     Ids are exchanged as on GPUs, into memory that is the same in every other step.
     """

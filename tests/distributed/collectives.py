@@ -12,16 +12,15 @@ from dlrm_overlap.bench.harness.communications import Payload, wrong
 from dlrm_overlap.bench.harness.peer_memory import PeerMemory
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.distributed.interpreted import without_streams
-from tests.distributed.models import world
+from tests.distributed.models import CPU, world
 
-CPU = torch.device("cpu")
 PARTS = (1, 7, 9001)
 """float32 elements of a row: of odd sizes, and of more than a block of the kernel"""
 STEPS = 2
 
 
 def check_rows(way: str, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
-    """Calls of all sizes alternate, by ranks that are late at random. On GPUs, too."""
+    """Calls of all sizes alternate, and ranks are late at random. Used on GPUs, too."""
     late = random.Random(group.rank())
     memory = PeerMemory(group, device, group.size() * max(PARTS))
     payloads = [Payload(part, group, device) for part in PARTS]

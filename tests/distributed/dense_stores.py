@@ -1,13 +1,14 @@
-"""Cases of `test_dense_gradients`: reduced by stores, by the kernels under Triton's interpreter.
+"""Cases of `test_dense_gradients`: gradients reduced by stores, by the kernels under Triton's interpreter.
 
-Ranks are late at random. A gradient is poisoned as soon as its rank has all of it, and is there only when that rank
-raises its flag: whoever reads or writes too early, or too late, leaves something else than the mean.
+Ranks are late at random. A rank fills a gradient with NaN once it has all of the mean, and with numbers just before it
+signals: a read or write that is too early or too late gives something else than the mean.
 """
 
 import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -78,9 +79,7 @@ def _check_mean(dtype: torch.dtype, steps: int) -> None:
         exact = torch.stack(each).double().mean(0).float()
         assert_near(gradient, exact, 1e-6 if dtype == torch.float32 else ROUNDED, f"mean of step {step}")
         if dtype == torch.float32:
-            total = each[0]
-            for other in each[1:]:
-                total = total + other
+            total = reduce(torch.add, each)
             assert_same(gradient, total * (1 / ranks), f"sum in the order of the ranks in step {step}")
         gathered = [torch.empty_like(gradient) for _ in range(ranks)]
         if step % 10 == 0:
@@ -97,7 +96,7 @@ def _check_mean(dtype: torch.dtype, steps: int) -> None:
 
 
 def _check_dead_peer() -> None:
-    """All ranks but the culprit name the rank for which they wait in vain."""
+    """The other ranks name the culprit, which never signals."""
     flat, reduction = _reduction(torch.float32)
     _reduce(reduction, flat, lambda: None)
     dist.barrier()
@@ -117,7 +116,7 @@ def _check_dead_peer() -> None:
 
 
 def _check_updates() -> None:
-    """Updated piece by piece as gradients arrive: as torch.optim does with the mean."""
+    """Pieces are updated as their gradients arrive, as torch.optim updates all by the mean."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     theirs = nn.Parameter(torch.zeros(ELEMENTS))
     reference = torch.optim.Adagrad([theirs], lr=0.1)
@@ -136,10 +135,7 @@ def _check_updates() -> None:
 
         take_steps([steps], noted(buckets.finish_in_ranges()))
         assert taken == [(0, 1024), (1024, 3072), (3072, 5120)], "pieces of 27 lines, rounded down to blocks"
-        total = _gradient(step, 0)
-        for other in range(1, ranks):
-            total = total + _gradient(step, other)
-        theirs.grad = total * (1 / ranks)
+        theirs.grad = reduce(torch.add, [_gradient(step, other) for other in range(ranks)]) * (1 / ranks)
         reference.step()
         assert_same(flat.weights.views["weight"], theirs.data, f"weights after step {step}")
     dist.barrier()

@@ -1,8 +1,8 @@
-"""Checks of draws of hypothesis on the ranks of a pool; those of pooled tables are in `plans`, the others beside.
+"""Checks of hypothesis's draws on the ranks of a pool: of pooled tables in `plans`, of others in `unpooled_plans`.
 
-The tests draw the same in every run. Other draws, until one fails, of which hypothesis then finds the simplest:
+The tests draw the same in every run. This makes other draws until one fails, and shows the simplest that does:
 
-    python -m tests.distributed.draws CHECK RANKS RANKS_OF_A_HOST EXAMPLES
+    python -m tests.distributed.draws CHECK RANKS RANKS_OF_A_NODE EXAMPLES
 """
 
 import os
@@ -16,33 +16,26 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from tests.distributed.plans import compare_with_stock, drawn_plans, resume
+from tests.distributed.plans import compare_with_torchrec, drawn_plans, resume
 from tests.distributed.unpooled_plans import compare_unpooled, drawn_sequences
 from tests.distributed.workers import RankPool
 
 
 class Check(NamedTuple):
-    """What is drawn, and what is checked of a draw."""
-
     draws: Callable[[int, int], SearchStrategy[Any]]
-    """by the number of ranks, and that of a node's"""
+    """by the number of ranks, and of a node's ranks"""
     make: Callable[[Any, Path], Iterator[Callable[[], None]]]
-    """called on all ranks with a draw and a folder; yields what raises where something does not agree"""
+    """called on all ranks with a draw and a folder; yields checks, which raise AssertionError"""
 
 
 CHECKS = {
-    "stock": Check(drawn_plans, compare_with_stock),
+    "torchrec": Check(drawn_plans, compare_with_torchrec),
     "resume": Check(drawn_plans, resume),
     "unpooled": Check(drawn_sequences, compare_unpooled),
 }
 
 
 def _check(folder: Path, kind: str, local: int, drawn: Any) -> None:
-    """Make one of CHECKS of a draw, on all ranks of the process group.
-
-    Raises:
-        AssertionError: with what does not agree on this rank, once all ranks have come to the end.
-    """
     os.environ["LOCAL_WORLD_SIZE"] = str(local)
     failures = []
     for number, check in enumerate(_with_other_errors(CHECKS[kind].make(drawn, folder)), 1):
@@ -54,7 +47,7 @@ def _check(folder: Path, kind: str, local: int, drawn: Any) -> None:
 
 
 def _with_other_errors(checks: Iterator[Callable[[], None]]) -> Iterator[Callable[[], None]]:
-    """Yield the same; an assertion that fails before all ranks have come to the end ends them."""
+    """Yield the same; an assertion that fails within `checks` ends the ranks, which have not all come to the end."""
     try:
         yield from checks
     except AssertionError as error:
@@ -62,11 +55,7 @@ def _with_other_errors(checks: Iterator[Callable[[], None]]) -> Iterator[Callabl
 
 
 def check_draws(pool: RankPool, kind: str, local: int, examples: int, **options: Any) -> None:
-    """Make one of CHECKS of `examples` draws on the ranks of a pool; `options` are hypothesis's settings.
-
-    Raises:
-        Exception: of the simplest draw that fails.
-    """
+    """Make one of CHECKS of `examples` draws, and raise what the simplest draw that fails raises."""
 
     @settings(
         max_examples=examples,

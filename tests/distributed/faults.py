@@ -1,7 +1,6 @@
-"""Faults for tests: a command whose rank fails at a step, and what must be left behind afterwards, which is nothing.
+"""Commands of which a rank fails at a step; nothing of them may be left afterwards.
 
-`start` runs the command line in a process of its own, with `rank_main` in place of `python -m dlrm_overlap` for the
-ranks: it puts the fault into `Trainer.step` and goes on as the command line does.
+For the ranks, `rank_main` takes the part of `python -m dlrm_overlap`: it puts the fault into `Trainer.step`.
 """
 
 import os
@@ -32,7 +31,6 @@ def fail_at(rank: int, step: int, how: str) -> dict[str, str]:
 
 
 def rank_main() -> None:
-    """Run the command line of a rank, with the fault that the environment asks for."""
     from dlrm_overlap.__main__ import run
 
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -66,13 +64,12 @@ def _install(at: int, how: str) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the ids of the processes that `pid` has started."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return sorted(int(child) for task in tasks for child in task.read_text().split())
 
 
 class Run:
-    """A command under way, all of whose processes carry a mark."""
+    """A command that runs; all of its processes have a mark."""
 
     def __init__(
         self, folder: Path, *argv: str, fault: Mapping[str, str] | None = None, launcher: str = "nproc"
@@ -86,8 +83,8 @@ class Run:
         ours = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
         environ = {name: value for name, value in os.environ.items() if name not in ours}
         environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH, "TMPDIR": str(folder), _MARK: self._mark}
-        heed = "; ".join(f"signal.signal(signal.SIG{name}, signal.SIG_DFL)" for name in ("INT", "QUIT", "HUP"))
-        program = f"import signal, sys; {heed}; sys.executable = {str(wrapper)!r}; "
+        defaults = "; ".join(f"signal.signal(signal.SIG{name}, signal.SIG_DFL)" for name in ("INT", "QUIT", "HUP"))
+        program = f"import signal, sys; {defaults}; sys.executable = {str(wrapper)!r}; "
         program += "from dlrm_overlap.__main__ import run; run()"
         command = [sys.executable, "-c", program, *argv]
         if launcher == "mpirun":
@@ -105,7 +102,7 @@ class Run:
         if launcher == "forked":
             mark = folder / self._mark
             mark.write_text("mapped by each process of the run")
-            self.errors.write_text("")  # not that of a run before
+            self.errors.write_text("")  # an earlier run's may be there
             streams = [Path(os.devnull), self.errors]
             self.process = warm.Command(argv, ROOT, environ, streams, mark, rank_main)
             return
@@ -126,7 +123,6 @@ class Run:
         return found
 
     def wait_for(self, text: str, timeout_s: float = 90) -> None:
-        """Wait until standard error has `text`."""
         deadline = time.monotonic() + timeout_s
         while text not in self.errors.read_text():
             assert self.process.poll() is None, self.errors.read_text()
@@ -134,7 +130,7 @@ class Run:
             time.sleep(0.02)
 
     def end(self, timeout_s: float) -> tuple[int, str]:
-        """Return exit code and standard error, once the command has ended and nothing of it is left."""
+        """Wait for the command's end, check that nothing of it is left, and return exit code and standard error."""
         try:
             code = self.process.wait(timeout_s)
             self.assert_nothing_left()
@@ -144,18 +140,18 @@ class Run:
         return code, self.errors.read_text()
 
     def assert_nothing_left(self) -> None:
-        """Check that no process of the run lives, and that neither memory nor a semaphore of it has a name."""
-        deadline = time.monotonic() + 5  # the kernel takes a moment
-        while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+        """Check that no process of the run is alive, and that none of its shared memory or semaphores has a name."""
+        wait_until(lambda: not self.processes(), 5, self._command_lines, 0.02)  # the kernel takes a moment
         names = _shared_names() - self._others
         # Other programs on this machine may make semaphores, for a moment.
         wait_until(lambda: not any(Path("/dev/shm", name).exists() for name in names), 5, f"{names} stay")
 
+    def _command_lines(self) -> list[bytes]:
+        return [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.processes()]
+
 
 def _shared_names() -> set[str]:
-    """Return the names of shared memory and of semaphores, of whichever process."""
+    """Return the names of all shared memory and semaphores, of any process."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("dlrm_overlap", "sem."))}
 
 

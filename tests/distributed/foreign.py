@@ -213,50 +213,36 @@ class Split(Plain):
 
 
 class TwoSets(Split):
-    """Two collections, each with its own KeyedJaggedTensor of the batch."""
-
     def pooled(self, batch: Any) -> torch.Tensor:
         return _in_order(self.embedding(batch.ids).to_dict() | self.second(batch.others).to_dict())
 
 
 class Permuted(Plain):
-    """Permutes the features of its batches."""
-
     def pooled(self, batch: Any) -> torch.Tensor:
         return _in_order(self.embedding(batch.ids.permute([3, 1, 0, 2])).to_dict())
 
 
 class Jagged(Plain):
-    """Reads the JaggedTensor of `_with_jagged`."""
-
     def hidden(self, batch: Any) -> torch.Tensor:
         lengths, ends = batch.others.lengths()[:, None], batch.others.offsets()[1:, None]
         return super().hidden(batch) * (lengths + ends)
 
 
 class Keyed(Plain):
-    """Reads a KeyedTensor of its batch."""
-
     def hidden(self, batch: Any) -> torch.Tensor:
         return super().hidden(batch) * batch.others["f"] + batch.others.to_dict()["g"]
 
 
 class Sparse(Plain):
-    """Reads a sparse tensor of its batch."""
-
     def hidden(self, batch: Any) -> torch.Tensor:
         return super().hidden(batch) + torch.sparse.mm(batch.others, torch.ones(3, 4 * DIM, device=batch.dense.device))
 
 
 class Weighted(Permuted):
-    """Has ids with weights."""
-
     weighted = True
 
 
 class ByKeyword(Plain):
-    """Calls the collection by keyword."""
-
     def pooled(self, batch: Any) -> torch.Tensor:
         return _in_order(self.embedding(features=batch.ids).to_dict())
 
@@ -283,8 +269,6 @@ class OneFeature(Plain):
 
 
 class UnusedTower(Plain):
-    """Has a tower that the loss does not depend on."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tower = nn.Linear(3, 3)
@@ -312,8 +296,6 @@ class NormalisedOverRanks(Normalised):
 
 
 class Dropping(Plain):
-    """Has a dropout layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.drop = nn.Dropout(0.3)
@@ -344,21 +326,15 @@ class FailsAtFirst(Plain):
         return super().hidden(batch)
 
 
-class InHostMemory(Plain):
-    """Has a table in host memory, which TorchRec serves."""
-
+class InHostMemory(Plain):  # TorchRec keeps such tables
     kernels: ClassVar = {"h": "fused_uvm"}
 
 
 class CollectionInHostMemory(TwoSets):
-    """Has a second collection, all in host memory."""
-
     kernels: ClassVar = {"h": "fused_uvm", "k": "fused_uvm"}
 
 
 class DataParallelCollection(Split):
-    """Has a second collection, all data-parallel."""
-
     kernels: ClassVar = {"h": "dense", "k": "dense"}
 
 
@@ -382,8 +358,6 @@ class Sequences(Plain):
 
 
 class Parted(Plain):
-    """Multiplies by `PartBatch.part`."""
-
     def hidden(self, batch: Any) -> torch.Tensor:
         part = batch.part["scale"] if isinstance(batch.part, dict) else batch.part
         return super().hidden(batch) * part
@@ -404,8 +378,6 @@ class Rows(Plain):
 
 
 class IdsAsNumbers(Plain):
-    """Reads the mean id of a feature."""
-
     def hidden(self, batch: Any) -> torch.Tensor:
         return super().hidden(batch) * (1 + batch.ids["k"].values().float().mean() / ROWS)
 
@@ -418,15 +390,11 @@ class CountedIds(Plain):
 
 
 class NumbersOfIds(Plain):
-    """Reads the number of ids of each feature."""
-
     def hidden(self, batch: Any) -> torch.Tensor:
         return super().hidden(batch) * (batch.ids.length_per_key()[2] / 10)
 
 
 class WeightsOfIds(Plain):
-    """Reads the weights of ids."""
-
     weighted = True
 
     def hidden(self, batch: Any) -> torch.Tensor:
@@ -434,8 +402,6 @@ class WeightsOfIds(Plain):
 
 
 class RowsAsOutput(Rows):
-    """Returns rows of an unpooled table."""
-
     def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         loss, _ = Plain.forward(self, batch)
         return loss, self.rows
@@ -448,8 +414,6 @@ class RowsAsOutput(Rows):
 
 
 class WeightedInHostMemory(InHostMemory):
-    """Has ids with weights, too."""
-
     weighted = True
 
 

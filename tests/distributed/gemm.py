@@ -16,7 +16,7 @@ from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import assert_same
 from tests.distributed.interpreted import without_streams
-from tests.distributed.models import world
+from tests.distributed.models import CPU, world
 from tests.distributed.products import Case, check_operators
 
 CASES = [
@@ -32,14 +32,17 @@ CASES = [
 
 
 def _products() -> ParallelProducts:
-    return ParallelProducts(world(), torch.device("cpu"))
+    return ParallelProducts(world(), CPU)
+
+
+def _check(case: Case, **options: Any) -> None:
+    check_operators(case, (dist.get_rank(), dist.get_world_size()), CPU, **options)
 
 
 def check_serial() -> None:
-    """Every case serially, which auto chooses on a CPU."""
+    """Auto is serial on a CPU."""
     for case in CASES:
-        place = dist.get_rank(), dist.get_world_size()
-        check_operators(case, place, torch.device("cpu"), products=_products())
+        _check(case, products=_products())
 
 
 def check_autocast() -> None:
@@ -86,10 +89,8 @@ def check_compiled() -> None:
 
     @torch.compile(backend=counted)
     def pair(x: torch.Tensor) -> torch.Tensor:
-        return (
-            matmul_reduce_scatter(all_gather_matmul(x * 2, weight, products=products), weight.t(), products=products)
-            + 1
-        )
+        gathered = all_gather_matmul(x * 2, weight, products=products)
+        return matmul_reduce_scatter(gathered, weight.t(), products=products) + 1
 
     out, ranks = pair(x), dist.get_world_size()
     assert graphs, "nothing was compiled"
@@ -98,7 +99,7 @@ def check_compiled() -> None:
     assert weight.grad is not None
 
 
-HALVES = [
+COPIED = [
     Case(19, 7, 3, torch.float16),
     Case(16, 8, 8, torch.bfloat16, bias=False),
     Case(9, 5, 2, torch.float16, bias=False, activation="none"),
@@ -106,7 +107,7 @@ HALVES = [
     Case(2, 5, 3, torch.bfloat16, views=True),
     Case(19, 1500, 2, torch.bfloat16),
 ]
-"""that the interpreter can multiply soon; 19 rows are parts of 8, 8 and 3, or of 16 and 3, or one for 1500 columns"""
+"""small enough for the interpreter; 19 rows are parts of 8, 8 and 3, or of 16 and 3, or one for 1500 columns"""
 
 
 @contextlib.contextmanager
@@ -122,21 +123,20 @@ def _between_gpus(timeout_s: float = 60.0) -> Iterator[ParallelProducts]:
     with without_streams(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(CopyEngine, "wait_counter", counted)
         patch.setattr(ProductWindows, "tiling", Tiling(block_m=16, block_n=16, block_k=16, group=2))
-        products = ParallelProducts(world(), torch.device("cpu"), timeout_s)
+        products = ParallelProducts(world(), CPU, timeout_s)
         yield products
         products.close()
 
 
 def check_copies() -> None:
-    """Copy engines and cuBLAS, with ranks that are late at random."""
-    device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
-    late = random.Random(place[0])
+    """By copy engines and cuBLAS; ranks are late at random."""
+    late = random.Random(dist.get_rank())
     with _between_gpus() as products:
-        with torch.inference_mode():  # training must be able to use memory that it allocates
+        with torch.inference_mode():  # it allocates memory that training uses later
             all_gather_matmul(torch.ones(19, 3).half(), torch.ones(7, 3).half(), products=products, way="copies")
-        for case in HALVES:
+        for case in COPIED:
             time.sleep(late.choice([0, 2e-3]))
-            check_operators(case, place, device, products=products, way="copies")
+            _check(case, products=products, way="copies")
 
 
 TILED = [
@@ -144,16 +144,15 @@ TILED = [
     Case(16, 8, 8, torch.float16, bias=False, activation="none"),
     Case(16, 8, 8, torch.float16, views=True),
 ]
-"""whose N and K are multiples of 8, as are those of their gradients; 21 rows are two tiles"""
+"""N and K are multiples of 8, also in the gradients; 21 rows are two tiles"""
 
 
 def check_tiles() -> None:
-    """One kernel that holds the communication, in windows that copies use, too."""
-    device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
+    """By one kernel with the communication inside, in windows that copies use, too."""
     with _between_gpus() as products:
         for case in TILED:
             for name in ("tiles", "triggered", "copies") if case is TILED[0] else ("tiles",):
-                check_operators(case, place, device, products=products, way=name)
+                _check(case, products=products, way=name)
 
 
 QUICK: dict[str, Callable[[], None]] = {

@@ -1,6 +1,6 @@
-"""The GPU's halves of an exchange on CPU tensors: its kernels run by Triton's interpreter, on no streams.
+"""The GPU's parts of an exchange on CPU tensors: its kernels run by Triton's interpreter, without streams.
 
-A wait counts turns there, 1e9 a second.
+A wait counts its turns there: 1e9 are a second.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from tests.kernels.gradients import sort_ids
 
 
 class SharedHeap:
-    """A heap of processes of one machine, into which interpreted kernels put by stores."""
+    """A heap shared by the processes of one node, into which interpreted kernels put by stores."""
 
     def __init__(self, size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self._arena = open_arena({"heap": Region((size_bytes,), torch.uint8)}, group, device)
@@ -35,40 +35,34 @@ class SharedHeap:
         self.close = self._arena.close
 
 
-def interpreted_halves(
-    stage: Stage,
-    group: dist.ProcessGroup,
-    options: ExchangeOptions,
-    samples: int,
-    reach: Reach | None = None,
+def interpreted_parts(
+    stage: Stage, group: dist.ProcessGroup, options: ExchangeOptions, samples: int, reach: Reach | None = None
 ) -> ExchangeParts:
-    """Return the GPU's halves of an exchange; with a backward of their own to be made and used in `without_streams`.
+    """Return the GPU's parts of an exchange; make and use a backward of its own in `without_streams`.
 
-    Args:
-        reach: the nodes; None asks the options.
+    `reach` gives the nodes; without it, the options do.
     """
-    for lookup in stage.tables.lookups:  # which a CPU's lookup keeps elsewhere
+    for lookup in stage.tables.lookups:  # where a GPU's lookup has them
         lookup.weights_dev, lookup.momentum1_dev = lookup.weights_host, lookup.momentum1_host
     load = Implementation.load
     on_gpu = patch.object(Implementation, "load", lambda implementation, _: load(implementation, "cuda"))
     with on_gpu, patch.object(opening, "ON_CPU", opening.ON_GPU):
         context = stage.layout, stage.tables, options, group, CPU, samples, StepCounters(CPU)
-        halves = build_exchange(ExchangeContext(*context, reach=reach))
-    if isinstance(halves.forward, SlicedForward):
-        halves.forward.grid = lambda *_: 2  # type: ignore[method-assign]
-    return halves
+        parts = build_exchange(ExchangeContext(*context, reach=reach))
+    if isinstance(parts.forward, SlicedForward):
+        parts.forward.grid = lambda *_: 2  # type: ignore[method-assign]
+    return parts
 
 
 def interpreted_forward(stage: Stage, group: dist.ProcessGroup, options: ExchangeOptions, samples: int) -> Forward:
-    """Return the GPU's forward."""
-    return interpreted_halves(stage, group, replace(options, backward="collective"), samples).forward
+    return interpreted_parts(stage, group, replace(options, backward="collective"), samples).forward
 
 
 @contextlib.contextmanager
 def without_streams() -> Iterator[None]:
-    """Let what is issued run at once, whatever its stream, and FBGEMM sort on the CPU, which it cannot.
+    """Run work of any stream at once, and sort ids on the CPU, as FBGEMM does on GPUs only.
 
-    Few programs send gradients, each several tasks: the interpreter runs one after the other.
+    Few programs send gradients, each with several tasks, since the interpreter runs one after the other.
     """
     stream = MagicMock(return_value=MagicMock())
     with (
@@ -96,7 +90,7 @@ def _transpose_embedding_input(
     info_B_num_bits: int,
     info_B_mask: int,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return what FBGEMM's operator of this name does, as far as it is used: see `SortedIds`."""
+    """Return those results of FBGEMM's operator that `SortedIds` uses."""
     features = first_keys.numel() - 1
     samples = (offsets.numel() - 1) // features
     assert samples <= info_B_mask + 1

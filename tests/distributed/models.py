@@ -25,6 +25,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.backends.cpu import CpuPush
@@ -43,8 +44,6 @@ Shards = Mapping[str, Sequence[int] | ParameterShardingGenerator]
 
 
 class Table(NamedTuple):
-    """A table and its shards."""
-
     rows: int
     dim: int
     features: list[str]
@@ -113,15 +112,15 @@ def _sharding(ranks: Sequence[int] | ParameterShardingGenerator) -> ParameterSha
 
 
 def sharding_of(table: Table) -> ParameterShardingGenerator:
-    """Return the generator of a table's sharding; TorchRec's own do not know every cut that its planner makes."""
+    """Return what generates a table's sharding: TorchRec's functions lack some cuts that its planner makes."""
     if table.kind == "data_parallel":
         return data_parallel()
 
     def generate(parameter: Any, local: int, ranks: int, device: str, _: Any) -> ParameterSharding:
         width = table.dim // table.cuts
         cut = calculate_shard_sizes_and_offsets(parameter, ranks, local, table.kind, col_wise_shard_dim=width)
-        places = [placement(device, rank, local) for rank in table.ranks]
-        shards = [ShardMetadata(offset, size, place) for size, offset, place in zip(*cut, places, strict=True)]
+        devices = [placement(device, rank, local) for rank in table.ranks]
+        shards = [ShardMetadata(offset, size, where) for size, offset, where in zip(*cut, devices, strict=True)]
         spec = EnumerableShardingSpec(shards)
         return ParameterSharding(table.kind, "fused_uvm_caching" if table.cached else "fused", table.ranks, spec)
 
@@ -157,15 +156,15 @@ def open_pipeline(
     kind: str,
     model: DistributedModelParallel,
     optimizer: Any,
-    bound: BatchCapacity | None = None,
+    capacity: BatchCapacity | None = None,
     device: torch.device = CPU,
 ) -> Any:
-    """Return TorchRec's pipeline that works ahead, its simplest one, or ours of steps that are captured on GPUs."""
+    """Return TorchRec's simplest pipeline (`none`), its `sparse_dist`, or ours (`graph`)."""
     if kind == "none":
         return TrainPipelineBase(model, optimizer, device)
     if kind == "sparse_dist":
         return TrainPipelineSparseDist(model, optimizer, device)
-    return GraphTrainPipeline(model, optimizer, device, capacity=bound)
+    return GraphTrainPipeline(model, optimizer, device, capacity=capacity)
 
 
 def train(
@@ -178,18 +177,17 @@ def train(
     dense_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     before: Callable[[DistributedModelParallel, CombinedOptimizer], object] = lambda *_: None,
     after: Callable[[DistributedModelParallel, CombinedOptimizer], object] = lambda *_: None,
-    bound: BatchCapacity | None = None,
+    capacity: BatchCapacity | None = None,
     device: torch.device = CPU,
 ) -> dict[str, Any]:
-    """Return what a step on each of `batches` gives on this rank: outputs, weights and states, and what exchanged.
+    """Take a step on each of `batches`, and return this rank's outputs, weights, states, and which exchanges it used.
 
     Args:
-        wrap: gives what the pipeline is given, by the optimizer of all.
+        wrap: makes the optimizer that the pipeline is given of the one of all parameters.
         dense_optimizer: of the dense parameters, at a learning rate of 0.1.
         before: called with the sharded model and the optimizer of all, before the first step.
         after: called with the same, after the last one.
-        bound: of the batches, for captured steps; None is learnt.
-        device: of this rank.
+        capacity: of the batches, for captured steps; None is learnt.
     """
     sharded = DistributedModelParallel(
         model, env=ShardingEnv.from_process_group(world()), device=device, plan=plan, sharders=[sharder]
@@ -202,21 +200,16 @@ def train(
     combined = CombinedOptimizer([sharded.fused_optimizer, ("dense", keyed)])
     before(sharded, combined)
     optimizer = wrap(combined)
-    steps, remaining = open_pipeline(pipeline, sharded, optimizer, bound, device), iter(batches)
+    steps, remaining = open_pipeline(pipeline, sharded, optimizer, capacity, device), iter(batches)
     outputs = []
     for _ in batches:
         outputs.append(steps.progress(remaining))
-        optimizer.zero_grad()  # as a loop of one's own may; the pipelines do without
+        optimizer.zero_grad()  # as a user's loop may; the pipelines do not need it
     after(sharded, combined)
-    states = {
-        f"{name}, {key}": state
-        for name, states in sharded.fused_optimizer.state_dict()["state"].items()
-        for key, state in states.items()
-    }
     result = {
         "outputs": outputs,
         "weights": dict(local_tensors(sharded.state_dict())),
-        "states": dict(local_tensors(states)),
+        "states": optimizer_states(sharded),
         "keys": model.keys,
         "exchanged": [_way(exchange) for exchange in exchanges(sharded)],
     }
@@ -226,7 +219,7 @@ def train(
 
 
 def _way(exchange: Exchange) -> tuple[str, str, int]:
-    """Return backend, backward and the parts of the gradient windows, 0 without any."""
+    """Return backend, backward and the number of parts of the gradient windows, 0 without any."""
     backward = exchange._open().backward
     parts = backward.gradients.parts if isinstance(backward, CpuPush) else 0
     return exchange.options.backend, type(backward).__name__, parts
@@ -238,3 +231,26 @@ def local_tensors(tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tenso
         shards = [s.tensor for s in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]
         for i, shard in enumerate(shards):
             yield f"{name}, shard {i}", shard.clone()
+
+
+def optimizer_states(model: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    """Return copies of what this rank holds of the states of the fused optimizers."""
+    states = model.fused_optimizer.state_dict()["state"].items()
+    return dict(local_tensors({f"{name}, {key}": state for name, each in states for key, state in each.items()}))
+
+
+def draw_ids(
+    generator: torch.Generator,
+    rows: Mapping[str, int],
+    lengths: Sequence[torch.Tensor],
+    ids: torch.dtype,
+    weights: torch.Tensor | None = None,
+) -> KeyedJaggedTensor:
+    """Draw ids of features, whose tables have `rows`, for bags of these lengths; and, of `weights`, one for each id."""
+    drawn = [
+        torch.randint(0, rows[key], (int(n.sum()),), generator=generator) for key, n in zip(rows, lengths, strict=True)
+    ]
+    values = torch.cat(drawn).to(ids)
+    if weights is not None:
+        weights = weights[torch.randint(len(weights), values.shape, generator=generator)]
+    return KeyedJaggedTensor(list(rows), values, weights, lengths=torch.cat(list(lengths)).to(ids))

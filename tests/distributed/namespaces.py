@@ -1,10 +1,9 @@
-"""Two nodes on one machine, as far as the network goes: namespaces with an address each, and a wire between them.
+"""Two nodes on one machine: network namespaces with an address each, and a wire, a veth pair, between them.
 
     node0, 10.77.0.1  eth0 ---- eth0  10.77.0.2, node1
 
-Both ends of the wire, a veth pair, are made inside the namespaces: the machine's own network has nothing of it. A
-namespace lives as long as its keeper, a `cat` that ends with this process, however that ends; nothing has a name in
-/run/netns. Needs root, util-linux and iproute2.
+Both ends of the wire are made inside the namespaces, so the machine's own network does not change. A namespace lives as
+long as its keeper, a `cat` that ends with this process, however that ends. Needs root, util-linux and iproute2.
 """
 
 import contextlib
@@ -24,11 +23,11 @@ INTERFACE = "eth0"
 _CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000  # linux/sched.h
 
 
-class TwoHosts:
+class TwoNodes:
     """The two namespaces; a context manager, which ends all processes in them."""
 
-    def __enter__(self) -> "TwoHosts":
-        """Make both, or skip the test, with what refused."""
+    def __enter__(self) -> "TwoNodes":
+        """Make both, or skip the test with the reason."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.__exit__)
             self._keepers: list[subprocess.Popen[str]] = []
@@ -59,7 +58,6 @@ class TwoHosts:
                 self.run(node, "ip", "link", "set", interface, "up")
 
     def __exit__(self, *_: object) -> None:
-        """End what runs in the namespaces, and with it these."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -68,7 +66,7 @@ class TwoHosts:
             keeper.communicate()
 
     def processes(self) -> list[int]:
-        """Return the ids of the processes in either namespace, but for the keepers."""
+        """Return the ids of the processes in both namespaces, without the keepers."""
         keepers = [keeper.pid for keeper in self._keepers if keeper.poll() is None]
         inside = {os.readlink(f"/proc/{pid}/ns/net") for pid in keepers} - {os.readlink("/proc/self/ns/net")}
         found = []
@@ -82,11 +80,10 @@ class TwoHosts:
         return ["nsenter", "--net", "--uts", "--target", str(self._keepers[node].pid), *argv]
 
     def run(self, node: int, *argv: str) -> None:
-        """Run a command on a node, which must end well."""
         _run(*self._command(node, *argv))
 
     def start(self, node: int, output: Path, environ: dict[str, str], *argv: str) -> subprocess.Popen[bytes]:
-        """Start a command on a node, in the repository's root, that writes all it has to say to a file."""
+        """Start a command on a node, in the repository's root, whose output goes to a file."""
         unset = ("TRITON_INTERPRET", "GLOO_SOCKET_IFNAME")
         kept = {name: value for name, value in os.environ.items() if name not in unset}
         with output.open("wb") as file:
@@ -99,12 +96,12 @@ class TwoHosts:
                 stderr=subprocess.STDOUT,
             )
 
-    def places(self) -> list[str]:
-        """Return the folder of each namespace's handles, for `enter`."""
+    def handles(self) -> list[str]:
+        """Return the folder with each namespace's handles, for `enter`."""
         return [f"/proc/{keeper.pid}/ns" for keeper in self._keepers]
 
     def slow_down(self) -> str:
-        """Let the wire carry 50 Mbit/s, after 1 ms where the kernel can delay; return which of both it does."""
+        """Let the wire carry 50 Mbit/s, after 1 ms if the kernel can delay; return which of both it does."""
         ways = {
             "50 Mbit/s, 1 ms": ("netem", "rate", "50mbit", "delay", "1ms"),
             "50 Mbit/s": ("tbf", "rate", "50mbit", "burst", "64kb", "latency", "500ms"),
@@ -117,7 +114,6 @@ class TwoHosts:
         return "not slowed down: no tc, or neither netem nor tbf in this kernel"
 
     def cut(self) -> None:
-        """Take the wire down, at one of its ends."""
         self.run(1, "ip", "link", "set", INTERFACE, "down")
 
 
@@ -125,17 +121,17 @@ def _run(*argv: str) -> None:
     subprocess.run(argv, check=True, capture_output=True, text=True)
 
 
-def enter(place: str) -> None:
-    """Let this thread, and those that it starts from now on, be on the node of `place`."""
+def enter(handles: str) -> None:
+    """Move this thread, and those that it starts from now on, to the node of these handles."""
     libc: Any = ctypes.CDLL(None, use_errno=True)
     for name, kind in (("net", _CLONE_NEWNET), ("uts", _CLONE_NEWUTS)):
-        with Path(place, name).open() as handle:
+        with Path(handles, name).open() as handle:
             if libc.setns(handle.fileno(), kind):
                 raise OSError(ctypes.get_errno(), f"setns {handle.name}")
 
 
 def sent_bytes() -> int:
-    """Return what this thread's node has sent, with all headers."""
+    """Return how many bytes this thread's node has sent, with all headers."""
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
     (line,) = [line for line in lines if line.strip().startswith(f"{INTERFACE}:")]
     return int(line.split(":")[1].split()[8])

@@ -1,4 +1,4 @@
-"""Models with pooled tables, plans and ways to train them, drawn by hypothesis: the drop-in against stock TorchRec."""
+"""Models with pooled tables, plans and ways to train them, drawn by hypothesis: the drop-in against TorchRec."""
 
 import copy
 import random
@@ -20,7 +20,6 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.data.batch import Batch
@@ -29,7 +28,7 @@ from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import POOLED_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near
 from tests.distributed.captured import captures
-from tests.distributed.models import MEAN, SUM, Model, Table, Tables, make_plan, sharding_of, train, world
+from tests.distributed.models import MEAN, SUM, Model, Table, Tables, draw_ids, make_plan, sharding_of, train, world
 from tests.distributed.workers import logged_messages
 
 _messages = cache(logged_messages)
@@ -44,8 +43,6 @@ KINDS = ("table_wise", "column_wise", "table_column_wise", "data_parallel", *BY_
 
 
 class Way(NamedTuple):
-    """How the drop-in trains."""
-
     backend: str
     pipeline: str
     """none, sparse_dist, graph or, by a stand-in for CUDA graphs, captured"""
@@ -59,8 +56,6 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawn:
-    """A model, its plan, its batches, and how to train it."""
-
     ranks: int
     local: int
     """ranks of a node"""
@@ -102,8 +97,7 @@ class Drawn:
 
 @st.composite
 def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
-    """Draw for `ranks` ranks, of which each node has `local`."""
-    # Its numbers are hypothesis's, which shrinks them to the first choice, the least number, and False.
+    # The numbers are hypothesis's, which shrinks them to the first choice, the least number, and False.
     draw = draw_from(st.randoms(use_true_random=False))
     numbers = iter(range(100))
     tables, others = (drawn_tables(draw, numbers, ranks, local, most) for most in (5, 2))
@@ -113,12 +107,12 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
     sizes = draw.choice([[(1, 1), (3, 3)], [(0, 0), (1, 1), (0, 1), (0, 4), (2, 5)]])
     exchanged = all(any(t.kind != "data_parallel" for t in module.values()) for module in (tables, others))
     by_graph = exchanged and happens(draw, 0.5)
-    # The planner might part a table from the one that is to be beside it, see `drawn_tables`.
-    planner = happens(draw, 0.25) and not any(name.endswith("_beside") for name in (*tables, *others))
-    # Stock TorchRec needs as many samples on every rank to gather the gradients of partial sums, and captured steps do.
+    # The planner might separate a table from its companion, see `drawn_tables`.
+    planner = happens(draw, 0.25) and not any(name.endswith("_companion") for name in (*tables, *others))
+    # TorchRec needs as many samples on every rank to gather the gradients of partial sums, and so do captured steps.
     even = by_graph or any(table.kind in BY_ROWS for table in every) or not happens(draw, 0.5)
     samples = [draw.randrange(1, 7)] * ranks if even else [draw.randrange(7) for _ in range(ranks)]
-    # Captured steps take no data-parallel rows in float16, and round their pooled embeddings as what travels.
+    # Captured steps take no data-parallel rows in float16, and round their pooled embeddings to the wire's type.
     only_fp32 = by_graph and any(table.kind == "data_parallel" for table in every)
     types = "fp32" if only_fp32 else draw.choice(["fp32", "fp32", "fp32", "fp16_rows", "bf16_wire"])
     # The stand-in for CUDA graphs takes thirty times as long.
@@ -131,7 +125,7 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
             for each in (tables, others)
         )
     captured = any(way.pipeline == "captured" for way in ways)
-    # Stock TorchRec finds no divisor of means where there are no samples.
+    # TorchRec finds no divisor of means where there are no samples.
     by_divisor = any(table.kind in BY_ROWS and table.mean for table in every)
     return Drawn(
         ranks,
@@ -155,7 +149,7 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
 
 
 def happens(draw: random.Random, share: float) -> bool:
-    """Return True in a `share` of the draws, and False of the simplest one."""
+    """Return True in a `share` of the draws, and False in the simplest one."""
     return draw.random() > 1 - share
 
 
@@ -186,8 +180,8 @@ def drawn_tables(
             table = table._replace(rows=33)
         tables[f"t{number}"] = table
         if _has_empty_shards(table):
-            # FBGEMM takes a lookup without any rows for one on a GPU, so another table has some on each of these ranks.
-            tables[f"t{number}_beside"] = table._replace(rows=33, features=[f"f{number}c"])
+            # FBGEMM takes a lookup without any rows for one on a GPU, so another table has rows on each of these ranks.
+            tables[f"t{number}_companion"] = table._replace(rows=33, features=[f"f{number}c"])
     return tables
 
 
@@ -214,11 +208,11 @@ def _has_empty_shards(table: Table) -> bool:
     return table.kind in BY_ROWS and (owners - 1) * -(-table.rows // owners) >= table.rows
 
 
-def placed_anew(drawn: Drawn) -> Drawn:
+def _with_another_plan(drawn: Drawn) -> Drawn:
     """Return the same model and batches under another plan; data-parallel tables stay so."""
     draw = random.Random(str(drawn))
 
-    def anew(table: Table) -> Table:
+    def replan(table: Table) -> Table:
         while table.kind != "data_parallel":
             kind = draw.choice([kind for kind in KINDS if kind != "data_parallel"])
             placed, cuts = _place(draw, kind, table.dim, drawn.ranks, drawn.local)
@@ -227,7 +221,7 @@ def placed_anew(drawn: Drawn) -> Drawn:
                 return other
         return table
 
-    tables, others = ({name: anew(t) for name, t in each.items()} for each in (drawn.tables, drawn.others))
+    tables, others = ({name: replan(t) for name, t in each.items()} for each in (drawn.tables, drawn.others))
     return replace(drawn, tables=tables, others=others)
 
 
@@ -279,31 +273,24 @@ def _batches(drawn: Drawn) -> list[Batch]:
         lengths = [
             torch.randint(least, most + 1, (samples,), generator=generator) for least, most in drawn.bag_sizes.values()
         ]
-        values = [
-            torch.randint(0, rows[name], (int(bags.sum()),), generator=generator)
-            for name, bags in zip(drawn.bag_sizes, lengths, strict=True)
-        ]
-        ids = torch.cat(values).to(drawn.ids)
-        # Products with rounded rows have the same sum in every order, and no bag's weights have the sum 0, of which
-        # roundings alone would be left.
-        weights = torch.tensor([0.0, 0.25, 0.5, -2.25])
-        weights = weights[torch.randint(4, ids.shape, generator=generator)] if drawn.weighted else None
-        sparse = KeyedJaggedTensor(list(drawn.bag_sizes), ids, weights, lengths=torch.cat(lengths).to(drawn.ids))
+        # Products with rounded rows have the same sum in every order, and no bag's weights add up to 0, which would
+        # leave nothing but rounding.
+        weights = torch.tensor([0.0, 0.25, 0.5, -2.25]) if drawn.weighted else None
+        sparse = draw_ids(generator, rows, lengths, drawn.ids, weights)
         batches.append(Batch(torch.rand(samples, 1, generator=generator), sparse, torch.empty(0)))
     return batches
 
 
 def _round_rows(model: Any, _: Any) -> None:
-    """Round all weights to multiples of 1 / 256, so that a sum of some has the same bits in every order."""
+    """Round all weights to multiples of 1 / 256, so that their sums have the same bits in every order."""
     for tensor in model.state_dict().values():
         for each in [s.tensor for s in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]:
             each.detach().mul_(256).round_().div_(256)
 
 
 def _sharder(drawn: Drawn, way: Way | None) -> Any:
-    """Return the drop-in, or stock TorchRec's sharder where there is no way."""
     optimizer = OPTIMIZERS[drawn.optimizer]
-    # The epsilon is so large that no gradient is divided by itself.
+    # With an epsilon this large, no gradient is divided by itself.
     params = {"optimizer": optimizer, "learning_rate": 0.5 if drawn.optimizer == "sgd" else 0.05, "eps": 1e-3}
     if way is not None:
         options = {name: getattr(way, name) for name in ("backend", "nodes", "put", "schedule", "slice_bags")}
@@ -315,7 +302,7 @@ def _sharder(drawn: Drawn, way: Way | None) -> Any:
 
 
 def _train(drawn: Drawn, way: Way | None, steps: slice = slice(None), **hooks: Any) -> dict[str, Any]:
-    """Train by the drop-in, or by stock TorchRec where there is no way; `hooks` are `before` and `after`."""
+    """Train by the drop-in, or by TorchRec if there is no way; `hooks` are `before` and `after` of `models.train`."""
     rows = DataType.FP16 if drawn.types == "fp16_rows" else DataType.FP32
     tables, others = (_configs(each, drawn.weighted) for each in (drawn.tables, drawn.others))
     model = Model(tables, others, drawn.weighted, rows)
@@ -328,8 +315,8 @@ def _train(drawn: Drawn, way: Way | None, steps: slice = slice(None), **hooks: A
         patch.object(gradient_layout, "_PART_BYTES", way.part_bytes),
         captures() if captured else nullcontext() as taken,
     ):
-        # A bound that is learnt from so few samples grows with many of them, and no step would be captured.
-        hooks["bound"] = BatchCapacity(max(drawn.samples), drawn.bag_sizes) if captured else None
+        # A capacity learnt from so few samples grows at many steps, and no step would be captured.
+        hooks["capacity"] = BatchCapacity(max(drawn.samples), drawn.bag_sizes) if captured else None
         result = train(model, plan, sharder, batches, "graph" if captured else way.pipeline, **hooks)
     assert taken in (None, {"captured": 2, "replayed": len(batches) - 5}), taken
     return result
@@ -341,25 +328,24 @@ def _assert_outputs_agree(drawn: Drawn, outputs: Sequence[Any], expected: Sequen
         assert_all_near(found, wanted, 0.0 if exact else POOLED_TOLERANCE[drawn.types], f"step {step}, output")
 
 
-def compare_with_stock(drawn: Drawn, _: Path) -> Iterator[Callable[[], None]]:
-    """Train by stock TorchRec and in the drawn ways.
+def compare_with_torchrec(drawn: Drawn, _: Path) -> Iterator[Callable[[], None]]:
+    """Train by TorchRec and in the drawn ways; yield a check of each way.
 
-    Yields:
-        Of each way, a check of outputs, weights and states, that every table was exchanged and every step captured.
+    It checks outputs, weights and states, that every table was exchanged, and that every step was captured.
     """
-    stock, messages = _train(drawn, None), _messages()
+    torchrec, messages = _train(drawn, None), _messages()
     modules = [any(t.kind != "data_parallel" for t in each.values()) for each in (drawn.tables, drawn.others)]
     for way in drawn.ways:
         messages.clear()
         ours = _train(drawn, way)
 
         def check(way: Way = way, ours: dict[str, Any] = ours) -> None:
-            _assert_outputs_agree(drawn, ours["outputs"], stock["outputs"])
-            assert_all_near(ours["weights"], stock["weights"], WEIGHT_TOLERANCE[drawn.types], "weights")
-            # States are squares of gradients, off by twice as much where rows in float16 are rounded to another one.
+            _assert_outputs_agree(drawn, ours["outputs"], torchrec["outputs"])
+            assert_all_near(ours["weights"], torchrec["weights"], WEIGHT_TOLERANCE[drawn.types], "weights")
+            # States are squares of gradients, off by twice as much if rows in float16 are rounded to another number.
             twice = 2 if drawn.types == "fp16_rows" else 1
-            assert_all_near(ours["states"], stock["states"], twice * WEIGHT_TOLERANCE[drawn.types], "states")
-            assert ours["keys"] == stock["keys"], f"columns {ours['keys']} in place of {stock['keys']}"
+            assert_all_near(ours["states"], torchrec["states"], twice * WEIGHT_TOLERANCE[drawn.types], "states")
+            assert ours["keys"] == torchrec["keys"], f"columns {ours['keys']} in place of {torchrec['keys']}"
             assert [used for used, _, _ in ours["exchanged"]] == [way.backend] * sum(modules), ours["exchanged"]
             others = [line for line in messages if "between nodes one message" not in line]
             assert not others, "\n".join(others)
@@ -370,13 +356,10 @@ def compare_with_stock(drawn: Drawn, _: Path) -> Iterator[Callable[[], None]]:
 def resume(drawn: Drawn, folder: Path) -> Iterator[Callable[[], None]]:
     """Train half of the steps, save, and go on: under another plan by a checkpoint's files, or by state dicts.
 
-    One of the halves may be stock TorchRec's.
-
-    Yields:
-        A check that outputs are those of a run of stock TorchRec that goes through.
+    TorchRec may train one of the two. Yields a check that outputs are those of a run of TorchRec without a break.
     """
-    # Stock TorchRec's means depend on the plan, see docs/torchrec.md, and on the cuts of columns row-wise Adagrad and
-    # the order of the columns of a feature that is named twice.
+    # TorchRec's means depend on the plan, see docs/torchrec.md. On the cuts of columns depend row-wise Adagrad and the
+    # order of the columns of a feature that is named twice.
     tables, others = (
         {name: t._replace(mean=False, features=list(dict.fromkeys(t.features))) for name, t in each.items()}
         for each in (drawn.tables, drawn.others)
@@ -408,5 +391,5 @@ def resume(drawn: Drawn, folder: Path) -> Iterator[Callable[[], None]]:
 
     whole = _train(drawn, None)
     begun = _train(drawn, first, slice(2), after=save)
-    ended = _train(placed_anew(drawn) if by_files else drawn, second, slice(2, 4), before=load)
+    ended = _train(_with_another_plan(drawn) if by_files else drawn, second, slice(2, 4), before=load)
     yield lambda: _assert_outputs_agree(drawn, begun["outputs"] + ended["outputs"], whole["outputs"])

@@ -1,6 +1,6 @@
 """Operands of products with their communication inside, and the right results: forward and gradients, in float64.
 
-Every rank makes all ranks' operands from seeds, so each holds its own results against the whole. Imports no pytest.
+Every rank makes the operands of all ranks from seeds. Imports no pytest.
 """
 
 from collections.abc import Callable
@@ -30,13 +30,12 @@ class Case(NamedTuple):
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return numbers of about unit size, of `dtype`."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
 
 def _as_view(operand: torch.Tensor) -> torch.Tensor:
-    """Return the same numbers, from a tensor's element 1 on."""
+    """Return the same numbers in a view that begins at a tensor's element 1."""
     return torch.cat((operand.new_zeros(1), operand.flatten()))[1:].view_as(operand)
 
 
@@ -94,8 +93,7 @@ def scatter_operands(case: Case, rank: int, world_size: int, device: torch.devic
         total = total + functional.linear(*own)
         leaves.append((x, weight, own))
     own_rows = slice(rank * case.rows, (rank + 1) * case.rows)
-    biases = []
-    parts = []
+    biases, parts = [], []
     for each, part in enumerate(total.tensor_split(world_size)):
         biases.append(None if bias is None else bias.double().requires_grad_())
         part = part if biases[each] is None else part + biases[each]
@@ -125,9 +123,9 @@ NAMES = ("output", "gradient of x", "gradient of weight", "gradient of bias")
 def check_operators(
     case: Case, place: tuple[int, int], device: torch.device, looser: float = 1, **options: Any
 ) -> None:
-    """Check both operators, twice: the second time must give the same bits. `looser` is a factor of the tolerance.
+    """Check both operators twice; the second results must have the same bits. `looser` is a factor of the tolerance.
 
-    All calls are made before anything is asserted, since the other ranks may find nothing wrong and go on.
+    All calls come before the first assertion, since other ranks may find nothing wrong and go on.
     """
     calls = []
     for operator, operands_of in ((all_gather_matmul, gather_operands), (matmul_reduce_scatter, scatter_operands)):

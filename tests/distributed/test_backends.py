@@ -1,4 +1,4 @@
-"""Every backend trains as stock TorchRec does: the same losses, step by step, on two and four processes."""
+"""Every backend trains as TorchRec does: the same losses, step by step, on two and four processes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer
 from tests.agreement import EVAL_TOLERANCE, LOSS_TOLERANCE
 from tests.conftest import assert_losses_agree, read_metrics
-from tests.distributed.workers import quickstart, run_ranks, train
+from tests.distributed.workers import quickstart, ran_on_ranks, train
 
 LEARNING_RATE = {"sgd": "20", "rowwise_adagrad": "0.1"}
 COMMON = ["--train.global_batch_size", "256", "--train.steps", "20", "--train.eval_every", "7"]
@@ -69,25 +69,8 @@ def _train_on_four_ranks(folder: Path) -> None:
         _run(folder, f"columns_{backend}", backend, "sgd", *COLUMNS)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _train_all(_train_on_two_ranks, 2, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def variants(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _train_all(_train_variants, 2, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _train_all(_train_on_four_ranks, 4, tmp_path_factory)
-
-
-def _train_all(work: Callable[[Path], None], world_size: int, factory: pytest.TempPathFactory) -> Path:
-    folder = factory.mktemp("backends")
-    run_ranks(work, world_size, folder)
-    return folder
+two_ranks, variants = ran_on_ranks(2, _train_on_two_ranks), ran_on_ranks(2, _train_variants)
+four_ranks = ran_on_ranks(4, _train_on_four_ranks)
 
 
 def _assert_agrees(run: Path, reference: Path, rtol: float) -> None:

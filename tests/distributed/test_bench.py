@@ -1,6 +1,7 @@
 """The benchmarks run, and append comparable rows."""
 
 import shutil
+from itertools import product
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -15,12 +16,12 @@ pytestmark = pytest.mark.slow
 def _bench(
     folder: Path, kind: str, *options: str, config: str = "bench/tiny", nproc: int = 2, timeout_s: float = 120
 ) -> tuple[list[dict[str, str]], CompletedProcess[str]]:
-    """Return the rows that the figure `kind` has appended on CPU ranks, and what it has said."""
+    """Run the benchmark `kind` on CPU ranks, and return its rows and the process's result."""
     output = folder / "rows" / f"{kind}.csv"
     argv = ["bench", kind, "--config", f"configs/{config}.yaml", "--nproc", str(nproc), "--train.device", "cpu"]
     result = run_cli(*argv, *options, "--output", str(output), timeout_s=timeout_s)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count(f"bench {kind}: a rehearsal, since times on CPUs say nothing of GPUs") == 1
+    assert result.stderr.count(f"bench {kind}: a rehearsal, since times on CPUs say nothing about GPUs") == 1
     return read_rows(output), result
 
 
@@ -41,15 +42,19 @@ def test_a_job_has_the_times_of_its_parts(tmp_path: Path) -> None:
     assert 0 < float(row["step_ms"]) < total_s * 1e3 / 20
 
 
+def _numbers(row: dict[str, str]) -> dict[str, float]:
+    suffixes = ("_ms", "_bytes", "_flop", "_per_s")
+    return {key: float(value) for key, value in row.items() if key.endswith(suffixes) and value}
+
+
 def _check_times(row: dict[str, str], baseline: dict[str, str]) -> dict[str, float]:
     """Check a row's agreement, times, limit and speedup; return the row's numbers."""
     assert float(row["max_difference"]) <= float(row["tolerance"])
     assert float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
-    assert row["command"].startswith(
-        f"dlrm-overlap bench {row['kind']} --config configs/bench/tiny.yaml --train.device cpu"
-    )
+    command = f"dlrm-overlap bench {row['kind']} --config configs/bench/tiny.yaml --train.device cpu"
+    assert row["command"].startswith(command)
     assert row["command"].endswith("--nproc 2")
-    value = {key: float(row[key]) for key in row if key.endswith(("_ms", "_bytes", "_per_s")) and row[key]}
+    value = _numbers(row)
     limits = [value[f"{of}_bytes"] / value[f"{of}_gb_per_s"] / 1e6 for of in ("hbm", "link")]
     assert value["limit_ms"] == pytest.approx(max(limits), rel=1e-2)
     assert float(row["fraction_of_limit"]) == pytest.approx(value["limit_ms"] / value["median_ms"], rel=1e-2)
@@ -81,12 +86,11 @@ def test_stage_delivers_what_the_dense_part_takes(tmp_path: Path, wire_dtype: st
 
 
 def test_backward_measures_all_contenders_under_each_optimizer(tmp_path: Path) -> None:
-    """Of ranks with three and two tables, with skewed ids and a narrow wire."""
+    """Ranks have three and two tables, ids are skewed, and the wire's type is bf16."""
     options = ["--data.tables.count", "5", "--embedding.wire_dtype", "bf16", "--data.tables.zipf_alpha", "1.05"]
     rows, _ = _bench(tmp_path, "backward", "--optimizers", "sgd", "adagrad", "--iterations", "3", *options)
-    exact = [("sgd", name) for name in ("baseline", "push", "push_exposed")]
-    contenders = [(row["optimizer"], row["contender"]) for row in rows]
-    assert contenders == exact + [("adagrad", name) for _, name in exact]
+    expected = list(product(("sgd", "adagrad"), ("baseline", "push", "push_exposed")))
+    assert [(row["optimizer"], row["contender"]) for row in rows] == expected
     for row in rows:
         first = rows[0] if row["optimizer"] == "sgd" else rows[3]
         value = _check_times(row, first)
@@ -99,9 +103,8 @@ def test_backward_measures_all_contenders_under_each_optimizer(tmp_path: Path) -
 def test_a_sweep_measures_every_shape(tmp_path: Path) -> None:
     options = ["--pooling_factors", "1", "4", "--dims", "8", "16", "--global_batches", "64", "--iterations", "1"]
     rows, _ = _bench(tmp_path, "sweep", "--data.tables.count", "null", "--data.tables.rows", "[9,8,7,6]", *options)
-    names = ("baseline", "nccl_chunked_2", "pgas", "fused")
-    found = [(row["dim"], row["pooling_factor"], row["contender"]) for row in rows]
-    assert found == [(dim, pooling, name) for dim in ("8", "16") for pooling in ("1", "4") for name in names]
+    expected = product(("8", "16"), ("1", "4"), ("baseline", "nccl_chunked_2", "pgas", "fused"))
+    assert [(row["dim"], row["pooling_factor"], row["contender"]) for row in rows] == list(expected)
 
 
 def test_a_rank_alone_has_no_chunks(tmp_path: Path) -> None:
@@ -117,12 +120,9 @@ def test_step_measures_all_contenders(tmp_path: Path) -> None:
     for row in rows:
         assert (row["world_size"], row["tables"], row["global_batch"], row["steps"]) == ("2", "8", "128", "8")
         assert float(row["max_difference"]) <= float(row["tolerance"])
-        value = {key: float(row[key]) for key in row if key.endswith(("_ms", "_bytes", "_flop", "_per_s")) and row[key]}
-        times = [
-            value["dense_ms"],
-            value["hbm_bytes"] / value["hbm_gb_per_s"] / 1e6,
-            value["link_bytes"] / value["link_gb_per_s"] / 1e6,
-        ]
+        value = _numbers(row)
+        times = [value["dense_ms"]]
+        times += [value[f"{of}_bytes"] / value[f"{of}_gb_per_s"] / 1e6 for of in ("hbm", "link")]
         assert (value["floor_ms"], value["floor_sum_ms"]) == pytest.approx((max(times), sum(times)), rel=1e-2)
     for row in rows:
         fastest = min(float(each["median_ms"]) for each in rows[:2])
@@ -141,11 +141,8 @@ def test_collectives_measures_all_that_can_take_part(tmp_path: Path) -> None:
 
 def test_gemm_measures_what_runs_on_a_cpu(tmp_path: Path) -> None:
     rows, _ = _bench(tmp_path, "gemm", "--shapes", "16x24x32", "--repetitions", "2")
-    operators = ("all_gather", "reduce_scatter")
-    names = ("serial", "auto")
-    assert [(row["operator"], row["contender"]) for row in rows] == [
-        (each, name) for each in operators for name in names
-    ]
+    expected = list(product(("all_gather", "reduce_scatter"), ("serial", "auto")))
+    assert [(row["operator"], row["contender"]) for row in rows] == expected
     for row in rows:
         assert (row["world_size"], row["m"], row["k"], row["n"], row["link_bytes"]) == ("2", "16", "24", "32", "384")
         assert float(row["floor_ms"]) <= float(row["gemm_ms"]) + 384 / float(row["link_gb_per_s"]) / 1e6

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from tests.conftest import ROOT, read_metrics, run_cli, train_quickstart
+from tests.conftest import ROOT, read_metrics, run_cli, train_quickstart, wait_until
 
 BACKENDS = ["torchrec", "pgas", "fused"]
 WANTED = {"train/loss", "speed/step_ms_p50", "speed/samples_per_s"}
@@ -23,7 +22,7 @@ COMPARE = ["compare", "--config", "configs/quickstart.yaml", "--train.device", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A comparison on 2 processes, in a folder that holds an earlier one and its first run."""
+    """A comparison by 2 processes, in a folder with an earlier one and its first run."""
     folder = tmp_path_factory.mktemp("compare")
     (folder / "torchrec").mkdir()
     for file in ("comparison.json", "torchrec/events.out.tfevents.1.earlier", "torchrec/summary.json"):
@@ -60,7 +59,7 @@ def test_every_backend_agrees_with_the_reference(folder: Path) -> None:
         assert (folder / backend / "config.yaml").is_file()
 
 
-def test_the_reference_is_trained_again_and_on_cpus_parts_from_itself_by_nothing(folder: Path) -> None:
+def test_the_reference_is_trained_again_and_on_cpus_differs_from_itself_by_nothing(folder: Path) -> None:
     assert json.loads((folder / "comparison.json").read_text())["noise"] == [0.0]
     again = read_metrics(folder / "torchrec_again", "train/loss")
     assert again == read_metrics(folder / "torchrec", "train/loss")
@@ -78,19 +77,20 @@ def test_table_and_where_to_look(folder: Path) -> None:
 
 @pytest.fixture
 def board(folder: Path) -> Iterator[str]:
-    """The address of a TensorBoard that shows the comparison, and has read all of it."""
+    """The address of a TensorBoard that has read the whole comparison."""
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port", "0", "--load_fast", "false"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         found = (re.search(r"http://\S+", line) for line in process.stderr)
         address = next((match.group() for match in found if match), None)
         assert address, "TensorBoard has ended without an address"
-        deadline = time.monotonic() + 60
-        while not all(_tags(address).get(backend, {}).keys() >= WANTED for backend in BACKENDS):
-            assert time.monotonic() < deadline, _tags(address)
-            time.sleep(0.2)
+        wait_until(lambda: _has_all(_tags(address)), 60, lambda: _tags(address), 0.2)
         yield address
         process.kill()
+
+
+def _has_all(tags: dict[str, dict[str, Any]]) -> bool:
+    return all(tags.get(backend, {}).keys() >= WANTED for backend in BACKENDS)
 
 
 def _tags(board: str) -> dict[str, dict[str, Any]]:
@@ -108,7 +108,7 @@ def test_tensorboard_serves_the_curves_of_every_run(board: str, folder: Path) ->
 
 @pytest.mark.slow
 def test_runs_are_those_of_train(folder: Path, tmp_path: Path) -> None:
-    """The last of the three is compared: what the ones before it left behind in the process would show."""
+    """Of three: what the earlier two left in the process would show in the last."""
     alone = train_quickstart(tmp_path, "alone", 2, "--embedding.backend", BACKENDS[-1], *SHORT)
     assert read_metrics(folder / BACKENDS[-1], "train/loss") == read_metrics(alone, "train/loss")
     assert read_metrics(folder / BACKENDS[-1], "eval/auroc") == read_metrics(alone, "eval/auroc")
@@ -116,7 +116,7 @@ def test_runs_are_those_of_train(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_another_seed_is_found_and_gets_no_speedup(tmp_path: Path) -> None:
-    """The whole command, with the second backend started from other weights, as a broken one would go astray."""
+    """The second backend starts from other weights, as if it were broken."""
     script = f"""
 import dataclasses
 from dlrm_overlap import cli

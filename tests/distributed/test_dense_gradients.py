@@ -1,6 +1,6 @@
 """Two ranks with samples of their own get the mean of their gradients, and train as one under DDP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -15,13 +15,13 @@ from tests.distributed import dense_stores
 from tests.distributed.models import world
 from tests.distributed.workers import cases_on_ranks
 
-pytestmark = pytest.mark.slow  # captured steps, which sum their gradients so, are among the others
+pytestmark = pytest.mark.slow  # tests of captured steps, which sum their gradients so, are not
 
 STEPS = 4
 
 
 class Branches(nn.Module):
-    """A network whose second branch is used where it is asked for, and a layer nowhere."""
+    """A network with a second branch that a forward may leave out, and a layer that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,50 +39,34 @@ def _samples(step: int, rank: int) -> torch.Tensor:
 
 
 def _gradients(model: nn.Module, step: int, rank: int, both: bool = True) -> dict[str, torch.Tensor]:
-    """Return what a rank's backward gives for the weights of `model`."""
     twin = Branches()
     twin.load_state_dict(model.state_dict())
     twin(_samples(step, rank), both).backward()
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.named_parameters()}
 
 
-def _check_mean(dtype: torch.dtype) -> None:
+def _check_mean(dtype: torch.dtype, bucket_bytes: int = 500, both: Sequence[bool] = (True, True)) -> None:
+    """A rank that leaves out the branch, `not both[rank]`, has zeros for it."""
     rank = dist.get_rank()
     model = Branches()
     flat = FlatParameters(dict(model.named_parameters()))
-    buckets = GradientBuckets(flat, world(), dtype, bucket_bytes=500)
+    buckets = GradientBuckets(flat, world(), dtype, bucket_bytes)
     for step in range(STEPS):
         flat.zero()
-        each = [_gradients(model, step, other) for other in range(2)]
-        model(_samples(step, rank)).backward()
-        buckets.finish()
-        assert len(buckets.ranges) > 1
-        for key, view in flat.gradients.views.items():
-            halves = [(gradients[key] / 2).to(dtype) for gradients in each]
-            assert_same(view, (halves[0] + halves[1]).float(), f"{key} in step {step}")
-        flat.weights.tensor.sub_(flat.gradients.tensor)
-
-
-def _check_parts() -> None:
-    """Rank 0 leaves out the branch: its mean is that of rank 1's and zeros."""
-    rank = dist.get_rank()
-    model = Branches()
-    flat = FlatParameters(dict(model.named_parameters()))
-    buckets = GradientBuckets(flat, world(), bucket_bytes=1)
-    for step in range(STEPS):
-        flat.zero()
-        both = [False, True]
         each = [_gradients(model, step, other, both[other]) for other in range(2)]
         model(_samples(step, rank), both[rank]).backward()
         buckets.finish()
+        assert len(buckets.ranges) > 1
         for key, view in flat.gradients.views.items():
-            assert_same(view, (each[0][key] + each[1][key]) / 2, f"{key} in step {step}")
+            first, second = ((gradients[key] / 2).to(dtype) for gradients in each)
+            assert_same(view, (first + second).float(), f"{key} in step {step}")
             assert flat.parameters[key].grad is (None if key.startswith("unused") else view)
+        flat.weights.tensor.sub_(flat.gradients.tensor)
     assert flat.idle == {"unused.weight", "unused.bias"}
 
 
 def _check_ddp(make: Callable[..., torch.optim.Optimizer]) -> None:
-    """Rank 0 leaves out a branch, which learns from rank 1 alone; what no rank uses neither learns nor decays."""
+    """A branch that rank 0 leaves out learns from rank 1 alone; what no rank uses neither learns nor decays."""
     rank = dist.get_rank()
     ours, theirs = Branches(), Branches()
     flat = FlatParameters(dict(ours.named_parameters()))
@@ -104,7 +88,7 @@ def _check_ddp(make: Callable[..., torch.optim.Optimizer]) -> None:
 CASES: dict[str, Callable[[], None]] = {
     "float32": partial(_check_mean, torch.float32),
     "bfloat16": partial(_check_mean, torch.bfloat16),
-    "other parts on each rank": _check_parts,
+    "other parts on each rank": partial(_check_mean, torch.float32, 1, (False, True)),
     "as under DDP, with decay": partial(_check_ddp, torch.optim.AdamW),
 } | dense_stores.CASES
 

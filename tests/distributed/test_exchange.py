@@ -23,7 +23,8 @@ from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
-from tests.distributed.interpreted import interpreted_forward, interpreted_halves, without_streams
+from tests.distributed.interpreted import interpreted_forward, interpreted_parts, without_streams
+from tests.distributed.models import world
 from tests.distributed.tiny_stage import CPU, LEARNING_RATE, Stage
 from tests.distributed.workers import cases_on_ranks, run_ranks
 
@@ -32,13 +33,8 @@ OWNERS = [([8, 4], [4]), ([], []), ([8], [])]  # rank 1 holds no tables
 BATCH_SIZES = [(3, 2, 4), (3, 2, 4), (1, 1, 1), (9, 2, 5), (0, 0, 0), (2, 7, 1), (2, 7, 1)]
 
 
-def _group() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 def _open(**regions: Region) -> HostArena:
-    arena = open_arena(regions, _group(), CPU)
+    arena = open_arena(regions, world(), CPU)
     assert isinstance(arena, HostArena)
     return arena
 
@@ -60,7 +56,7 @@ def check_what_was_stored_before_a_flag_is_there_after_the_wait(rank: int, world
     arena = _open(window=Region((4096,), torch.int64), ready=Region((world_size, 1), torch.int64))
     previous, following = (rank - 1) % world_size, (rank + 1) % world_size
     counts = torch.tensor([int(peer == previous) for peer in range(world_size)])
-    for epoch in range(1, 100):  # a token goes round, from rank 0 on
+    for epoch in range(1, 100):  # a token goes from rank to rank, first to rank 1
         if rank > 0 or epoch > 1:
             token = epoch if rank else epoch - 1
             arena.wait("ready", counts, token, timeout_s=20)
@@ -76,9 +72,8 @@ def check_what_one_rank_cannot_make_is_told_on_all(rank: int, world_size: int) -
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(os, "posix_fallocate", fail)
-        with pytest.raises(
-            InputError, match=r"no room for .* \(No space left" + (r".*\(rank 1\)" if rank != 1 else "")
-        ):
+        told = r"no room for .* \(No space left" + (r".*\(rank 1\)" if rank != 1 else "")
+        with pytest.raises(InputError, match=told):
             _open(window=Region((1000,), torch.int64))
     assert _open(window=Region((1,), torch.int64)).local("window").tolist() == [0]
 
@@ -86,7 +81,7 @@ def check_what_one_rank_cannot_make_is_told_on_all(rank: int, world_size: int) -
 def check_outputs_of_batches_that_change(rank: int, world_size: int) -> None:
     stage = Stage(OWNERS, rank)
     for backend in EXCHANGED:
-        exchange = stage.exchange(_group(), backend)
+        exchange = stage.exchange(world(), backend)
         for number, sizes in enumerate(BATCH_SIZES):
             inputs, expected = stage.inputs(number, sizes)
             with torch.set_grad_enabled(number % 2 == 0):
@@ -99,13 +94,13 @@ def check_outputs_of_batches_that_change(rank: int, world_size: int) -> None:
 def check_what_nobody_waits_for_does_not_break_the_next_step(rank: int, world_size: int) -> None:
     stage = Stage(OWNERS, rank)
     for backend in EXCHANGED:
-        exchange = stage.exchange(_group(), backend)
+        exchange = stage.exchange(world(), backend)
         for number, sizes in enumerate(BATCH_SIZES):
             inputs, expected = stage.inputs(number, sizes)
             awaitable = exchange.start(inputs, sizes)
             if rank == 1 or number == 3:
                 pooled = awaitable.wait().detach()
-                time.sleep(0.05)  # those who do not wait may not overtake
+                time.sleep(0.05)  # ranks that do not wait may not overtake this one
                 assert_same(pooled, expected, f"{backend}, step {number}")
                 del pooled
             del awaitable
@@ -113,10 +108,10 @@ def check_what_nobody_waits_for_does_not_break_the_next_step(rank: int, world_si
 
 
 def check_a_slow_reader_is_not_overtaken(rank: int, world_size: int) -> None:
-    # Without a backward nothing but the exchange keeps the others from running ahead.
+    # Without a backward only the exchange keeps the others from running ahead.
     stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
     for backend in EXCHANGED:
-        exchange = stage.exchange(_group(), backend)
+        exchange = stage.exchange(world(), backend)
         for number in range(6):
             inputs, expected = stage.inputs(number, sizes)
             with torch.no_grad():
@@ -130,9 +125,9 @@ def check_a_slow_reader_is_not_overtaken(rank: int, world_size: int) -> None:
 
 
 def check_a_slow_update_is_not_overtaken(rank: int, world_size: int) -> None:
-    # Without a forward nothing but the gradients' own flags keeps the others from running ahead.
+    # Without a forward only the gradients' flags keep the others from running ahead.
     stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
-    exchange = stage.exchange(_group(), "pgas")
+    exchange = stage.exchange(world(), "pgas")
     running = RunningStep(Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes)))
     exchange.start_forward(running)
     exchange.expect_gradient(running)
@@ -155,7 +150,7 @@ def check_a_slow_update_is_not_overtaken(rank: int, world_size: int) -> None:
 def check_a_rank_that_does_not_step_is_named(rank: int, world_size: int) -> None:
     stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
     for backend in ("pgas", "fused"):
-        exchange = stage.exchange(_group(), backend, wait_timeout_s=1.0)
+        exchange = stage.exchange(world(), backend, wait_timeout_s=1.0)
         inputs, expected = stage.inputs(0, sizes)
         assert_same(exchange.start(inputs, sizes).wait().detach(), expected, backend)
         dist.barrier()
@@ -172,7 +167,7 @@ def check_the_gpus_forward_under_the_interpreter(rank: int, world_size: int) -> 
     staged: dict[str, Any] = {"put": "staged", **half}
     for backend, more in (("nccl", half), ("pgas", {}), ("pgas", half), ("fused", {}), ("fused", staged)):
         options = ExchangeOptions(backend=backend, slice_bags=4, wait_timeout_s=1e-4, **more)
-        forward = interpreted_forward(stage, _group(), options, samples=9)
+        forward = interpreted_forward(stage, world(), options, samples=9)
         for number, sizes in enumerate(BATCH_SIZES[1:6]):
             inputs, expected = stage.inputs(number, sizes)
             step = Step(inputs, BatchSizes.of(sizes))
@@ -191,7 +186,7 @@ def check_the_gpus_forward_names_a_silent_peer_under_the_interpreter(rank: int, 
     stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
     for backend in ("pgas", "fused"):
         options = ExchangeOptions(backend=backend, slice_bags=4, wait_timeout_s=1e-8)
-        forward = interpreted_forward(stage, _group(), options, samples=4)
+        forward = interpreted_forward(stage, world(), options, samples=4)
         if rank != 2:
             step = Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes))
             forward.finish(forward.start(step))
@@ -202,19 +197,17 @@ def check_the_gpus_forward_names_a_silent_peer_under_the_interpreter(rank: int, 
 
 def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) -> None:
     sgd, adagrad, rowwise = EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD
-    ways = [(sgd, "push", False), (adagrad, "push", False), (rowwise, "push", False)]
     half: dict[str, Any] = {"wire_dtype": torch.float16, "output_dtype": torch.float16}
-    # Within a capture: each part is awaited before the next one is pushed.
-    ways += [(adagrad, "push", True)]
-    cases = [*((*way, {}) for way in ways), *((*way, half) for way in ways[1:3])]
-    for optimizer, backward, captured, more in cases:
+    cases = [(sgd, False, {}), *((each, False, more) for more in ({}, half) for each in (adagrad, rowwise))]
+    # Within a capture a rank waits for each part before it pushes the next one.
+    for optimizer, captured, more in [*cases, (adagrad, True, {})]:
         stage, expected = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
-        exchange = expected.exchange(_group(), "pgas", **more)
+        exchange = expected.exchange(world(), "pgas", **more)
         generator = torch.Generator().manual_seed(rank)
         with without_streams(), patch.object(gradient_layout, "_PART_BYTES", 64):
-            options = ExchangeOptions(backward=backward, wait_timeout_s=1e-4, **more)
-            halves = interpreted_halves(stage, _group(), options, samples=9)
-            push: Any = halves.backward
+            options = ExchangeOptions(backward="push", wait_timeout_s=1e-4, **more)
+            gpu = interpreted_parts(stage, world(), options, samples=9)
+            push: Any = gpu.backward
             assert push.gradients.parts > 1
             if captured:
                 push.order.begin()
@@ -239,17 +232,17 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
                     time.sleep(0.05)  # nobody may overtake it
                 push.finish(state)
                 push.check()
-            halves.close()
+            gpu.close()
         exchange.close()
         wanted = expected.rows_and_states()
-        what = f"{optimizer}, {backward}{', captured' * captured}{', half precision' * bool(more)}:"
+        what = f"{optimizer}{', captured' * captured}{', half precision' * bool(more)}:"
         assert_all_near(stage.rows_and_states(), wanted, WEIGHT_TOLERANCE["fp32"], what)
 
 
 def check_the_gpus_backward_names_a_silent_peer_under_the_interpreter(rank: int, world_size: int) -> None:
     stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
     with without_streams():
-        push = interpreted_halves(stage, _group(), ExchangeOptions(wait_timeout_s=1e-8), samples=4).backward
+        push = interpreted_parts(stage, world(), ExchangeOptions(wait_timeout_s=1e-8), samples=4).backward
         if rank != 2:
             step = Step(stage.inputs(0, sizes)[0], BatchSizes.of(sizes))
             pending = push.note_forward(step)
@@ -289,7 +282,7 @@ def test_kernels_of_three_ranks(kernels_ended: Callable[[str], None], name: str)
 
 def _lose_a_rank(folder: Path) -> None:
     stage, sizes = Stage([([8], []), ([4], [])], dist.get_rank()), (3, 3)
-    exchanges = {backend: stage.exchange(_group(), backend, wait_timeout_s=1.0) for backend in ("pgas", "fused")}
+    exchanges = {backend: stage.exchange(world(), backend, wait_timeout_s=1.0) for backend in ("pgas", "fused")}
     inputs, _ = stage.inputs(0, sizes)
     pooled = {backend: exchange.start(inputs, sizes).wait() for backend, exchange in exchanges.items()}
     dist.barrier()
@@ -297,13 +290,11 @@ def _lose_a_rank(folder: Path) -> None:
         os._exit(0)
     for backend, exchange in exchanges.items():
         began = time.monotonic()
-        with pytest.raises(
-            ExchangeTimeoutError, match=r"rank 0 waited 1 s for part 0 of rank 1: expected epoch 1, seen 0;"
-        ):
+        told = r"rank 0 waited 1 s for part 0 of rank 1: expected epoch 1, seen 0;"
+        with pytest.raises(ExchangeTimeoutError, match=told):
             pooled.pop(backend).sum().backward()
-        with pytest.raises(
-            RuntimeError, match=r"finish_backward has failed \(ExchangeTimeoutError: .* of rank 1: .* start again"
-        ):
+        told = r"finish_backward has failed \(ExchangeTimeoutError: .* of rank 1: .* start again"
+        with pytest.raises(RuntimeError, match=told):
             exchange.start(inputs, sizes)
         assert time.monotonic() - began < 10
         (folder / backend).touch()

@@ -1,4 +1,4 @@
-"""Real training runs whose processes are killed, stopped and asked to end: how they end, and that nothing is left."""
+"""Training runs whose processes are killed, stopped or asked to end: how they end, and that nothing is left."""
 
 import os
 import re
@@ -20,7 +20,7 @@ FOREVER = ["--train.steps", "1000000"]
 
 
 def test_a_stopped_rank_is_named_within_the_timeout(tmp_path: Path) -> None:
-    """Runs by a collective and by flags, of which one or the other rank is stopped; all at once, since they wait."""
+    """Runs by a collective and by flags, with either rank stopped; all at the same time, since they wait."""
     runs = {}
     for backend, stopped in (("torchrec", 0), ("torchrec", 1), ("pgas", 0), ("fused", 1)):
         options = ["--embedding.backend", backend, "--embedding.wait_timeout_s", "10"]
@@ -61,7 +61,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_ended(tmp_p
 
 
 def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
-    """One of the loader processes is stopped when the launcher is killed."""
+    """A loader process is stopped when the launcher is killed."""
     run = train(tmp_path, *FOREVER, fault=fail_at(1, 12, "stop_reader"))
     run.wait_for("step 10:")
     ranks = children_of(run.process.pid)
@@ -108,7 +108,7 @@ def test_sigusr1_or_ctrl_c_to_the_launcher_lets_the_ranks_save_and_the_same_comm
 def test_a_run_that_is_asked_while_it_starts_saves_and_ends_with_the_code_of_one_that_can_go_on(
     tmp_path: Path, launcher: str, number: signal.Signals, delay_s: float
 ) -> None:
-    """While the ranks load their libraries, and, where these are loaded, while the ranks meet."""
+    """While the ranks load their libraries or meet."""
     run = train(tmp_path, *FOREVER, launcher=launcher)
     wait_until(lambda: len(children_of(run.process.pid)) == 2, 30, "no ranks")
     time.sleep(delay_s)
@@ -119,7 +119,7 @@ def test_a_run_that_is_asked_while_it_starts_saves_and_ends_with_the_code_of_one
 
 
 def test_a_rank_that_is_asked_while_it_waits_for_another_does_not_wait_for_ever(tmp_path: Path) -> None:
-    """As torchrun asks the ranks that are left when one has failed at its start."""
+    """As torchrun asks the other ranks when one has failed at its start."""
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     world |= {"MASTER_PORT": str(free_port())}
     argv = ["train", "--config", "quickstart", "--train.device", "cpu", "--log.dir", str(tmp_path)]
@@ -165,7 +165,7 @@ def test_a_run_all_of_whose_processes_are_stopped_goes_on_when_they_wake(tmp_pat
             os.kill(pid, number)
         if number == signal.SIGSTOP:
             seen = run.errors.read_text().rpartition("step ")[2].partition(":")[0]
-            time.sleep(7)  # beyond the bound, and below the collective's own of 10 s
+            time.sleep(7)  # longer than the timeout, shorter than the collective's of 10 s
     run.wait_for(f"step {int(seen) + 50}:")
     run.process.terminate()
     code, errors = run.end(30)

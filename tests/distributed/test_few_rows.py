@@ -29,8 +29,6 @@ _RANKS, _SAMPLES, _STEPS, _RATE = 4, 16, 6, 0.5
 
 
 class Case(NamedTuple):
-    """Tables by rows and dims."""
-
     rows: Sequence[int]
     dims: Sequence[int]
     pooling: PoolingType = PoolingType.SUM
@@ -56,10 +54,9 @@ def _collection(case: Case, device: str) -> EmbeddingBagCollection:
 
 
 def _batch(case: Case, step: int, ranks: range) -> tuple[KeyedJaggedTensor, torch.Tensor]:
-    """Return the ids of the samples of `ranks` in a step, and what their embeddings are to be."""
+    """Return the ids of the samples of `ranks` in a step, and the targets of their embeddings."""
     lengths: list[list[torch.Tensor]] = [[] for _ in case.rows]
-    values: list[list[torch.Tensor]] = [[] for _ in case.rows]
-    wanted = []
+    values, wanted = [list[torch.Tensor]() for _ in case.rows], []
     for rank in ranks:
         generator = torch.Generator().manual_seed(100 * step + rank)
         for i, rows in enumerate(case.rows):
@@ -88,9 +85,8 @@ def _train(_: Path, name: str) -> None:
     )
     initialise_tables(sharded, seed=0)
     for table, tensor in zip(plain.parameters(), sharded.state_dict().values(), strict=True):
-        whole = torch.empty(tensor.size()) if group.rank() == 0 else None
-        tensor.gather(dst=0, out=whole)
-        whole = whole if whole is not None else torch.empty(tensor.size())
+        whole = torch.empty(tensor.size())
+        tensor.gather(dst=0, out=whole if group.rank() == 0 else None)
         dist.broadcast(whole, 0)
         table.data.copy_(whole)
     optimizer = torch.optim.SGD(plain.parameters(), lr=_RATE)

@@ -1,10 +1,10 @@
-"""Two ranks and the folder of their run: what one of them sees or has, all of them end by."""
+"""Two ranks and the folder of their run: what one rank finds there ends all."""
 
 import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def _check_a_lock_refuses_all(folder: Path) -> None:
 
 
 def _check_ranks_that_see_other_folders(folder: Path) -> None:
-    """Each rank has a working folder of its own, as on a node of its own, and a `log.dir` in it."""
+    """Each rank has its own working folder, as if on its own node, and `log.dir` in it."""
     saves = [*SMALL, "--checkpoint.last", "true", "--checkpoint.every", "2", "--train.steps", "4"]
     whole = train(quickstart(folder, "whole", *saves))
     here = folder / f"node_{dist.get_rank()}"
@@ -82,7 +82,7 @@ def _check_ranks_that_see_other_folders(folder: Path) -> None:
 
 
 def _check_one_ranks_nan_ends_all(folder: Path) -> None:
-    """A label of rank 1 in step 3 is NaN: the good checkpoint of step 2 stays, and both end alike."""
+    """The loss of rank 1 in step 3 is NaN: the good checkpoint of step 2 stays, and both end with the same error."""
     options = [*SMALL, "--train.steps", "8", "--checkpoint.every", "2", "--checkpoint.keep", "1", "--log.every", "8"]
     take = Trainer.step
     taken = 0
@@ -106,7 +106,7 @@ def _check_one_ranks_nan_ends_all(folder: Path) -> None:
 
 
 def _check_a_removed_folder_ends_all(folder: Path) -> None:
-    """Rank 0 alone sees the folder, and all end at its next log line."""
+    """Only rank 0 sees the folder; all end at its next log line."""
     take = Trainer.step
 
     def and_remove(self: Trainer, batches: Iterator[Batch]) -> torch.Tensor:
@@ -121,7 +121,7 @@ def _check_a_removed_folder_ends_all(folder: Path) -> None:
 
 
 def _check_a_rank_that_moves_is_waited_for(folder: Path) -> None:
-    """Longer than the bound, after which a rank that stands still would be ended."""
+    """Longer than the timeout that ends a rank that stands still."""
     store = dist.FileStore(str(folder / "watch"), 2)  # pyright: ignore[reportPrivateImportUsage]
     watch = Watch(store, dist.get_rank(), 2, timeout_s=1.0)
     for _ in range(40 * dist.get_rank()):
@@ -131,21 +131,18 @@ def _check_a_rank_that_moves_is_waited_for(folder: Path) -> None:
     watch.close()
 
 
-def _check_agreement(folder: Path) -> None:
-    for check in (_check_what_rank_0_finds, _check_a_lock_refuses_all, _check_a_rank_that_moves_is_waited_for):
+CHECKS: dict[str, list[Callable[[Path], None]]] = {
+    "agree": [_check_what_rank_0_finds, _check_a_lock_refuses_all, _check_a_rank_that_moves_is_waited_for],
+    "end": [_check_ranks_that_see_other_folders, _check_one_ranks_nan_ends_all, _check_a_removed_folder_ends_all],
+}
+
+
+def _run(folder: Path, name: str) -> None:
+    for check in CHECKS[name]:
         check(folder)
         dist.barrier()
 
 
-def _check_runs(folder: Path) -> None:
-    for check in (_check_ranks_that_see_other_folders, _check_one_ranks_nan_ends_all, _check_a_removed_folder_ends_all):
-        check(folder)
-        dist.barrier()
-
-
-def test_two_ranks_agree(tmp_path: Path) -> None:
-    run_ranks(_check_agreement, 2, tmp_path)
-
-
-def test_runs_of_two_ranks_end_alike(tmp_path: Path) -> None:
-    run_ranks(_check_runs, 2, tmp_path)
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_ranks_act_as_one(tmp_path: Path, name: str) -> None:
+    run_ranks(_run, 2, tmp_path, name)

@@ -1,4 +1,4 @@
-"""Programs of TorchRec's users give stock's losses under the captured step's logic."""
+"""Programs as users of TorchRec write them give TorchRec's losses under the captured step's logic."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,19 +20,11 @@ from tests.distributed.models import CPU, world
 from tests.distributed.workers import cases_on_ranks
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
-
-
-LATE = ", counted late"
-EAGER = ", uncaptured"
+LATE, EAGER = ", counted late", ", uncaptured"
 
 
 def _compare(case: str) -> None:
-    """Compare a program.
-
-    Args:
-        case: `LATE` with ids that are counted as those on a GPU, when the step before has been taken; `EAGER` as a
-            pipeline on a CPU trains.
-    """
+    """Compare a program: `EAGER` as on CPUs, or captured; `LATE` with ids that are counted after the step before."""
     name = case.removesuffix(LATE).removesuffix(EAGER)
     if case.endswith(EAGER):
         compare(name, world(), CPU)
@@ -70,9 +62,8 @@ def test_a_part_that_differs_in_every_batch_is_named_once(caplog: pytest.LogCapt
     assert tuple(taken.values()) == (0, 0)
     assert len(dropped) == 3, "after 3, 6 and 12 steps"
     told = "part part is 1, and was 0 in the first batch; give it as a tensor to have such steps captured"
-    assert [message for message in caplog.messages if "part part is" in message] == [
-        f"train pipeline: the step of such a batch is eager: {told}"
-    ]
+    found = [message for message in caplog.messages if "part part is" in message]
+    assert found == [f"train pipeline: the step of such a batch is eager: {told}"]
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -89,13 +80,8 @@ def test_a_model_that_was_trained_by_ids_takes_a_tensor_dict() -> None:
 
 # What every `make test` runs; the rest differs little from it.
 QUICK = ["split", "two_sets_fixed", "one_feature", "slotted_batch", "clipped_adamw", "momentum", "in_host_memory"]
-QUICK += [
-    "collection_in_host_memory",
-    "data_parallel_collection",
-    "longer_sequences",
-    "longer_bags",
-    "longer_bags_than_fixed",
-]
+QUICK += ["collection_in_host_memory", "data_parallel_collection"]
+QUICK += ["longer_sequences", "longer_bags", "longer_bags_than_fixed"]
 QUICK += ["short_last_batch_fixed", "unlike_samples", "own_forward", "longer_bags" + LATE]
 QUICK += ["valid_samples", "other_types", "rows", "rows" + EAGER, "ids_as_numbers"]
 QUICK += ["no_samples", "tensor_dict", "jagged_batch"]
@@ -104,11 +90,11 @@ ended, more_ended = cases_on_ranks(2, _compare, QUICK), cases_on_ranks(2, _compa
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_as_under_stock(ended: Callable[[str], None], name: str) -> None:
+def test_losses_are_those_of_torchrec(ended: Callable[[str], None], name: str) -> None:
     ended(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_as_under_stock_too(more_ended: Callable[[str], None], name: str) -> None:
+def test_losses_of_more_programs_are_those_of_torchrec(more_ended: Callable[[str], None], name: str) -> None:
     more_ended(name)

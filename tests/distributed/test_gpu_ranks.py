@@ -97,7 +97,7 @@ def test_checks_of_two_ranks_run_on_pairs_and_the_rest_on_all(tmp_path_factory: 
     schedule = Schedule(checks, 4, 1, lambda: tmp_path_factory.mktemp("set"), 600.0, left)
     results = {name: schedule.result(name) for name in checks}
     schedule.close()
-    assert {name for name, result in results.items() if result.told != "ok"} == {"ids_nccl"}
+    assert {name for name, result in results.items() if result.outcome != "ok"} == {"ids_nccl"}
     assert left.read_text() == "ids_nccl\n"
     report = schedule.report(slowest=2)
     assert report[0].startswith("4 of 4 checks ran in ")
@@ -107,7 +107,7 @@ def test_checks_of_two_ranks_run_on_pairs_and_the_rest_on_all(tmp_path_factory: 
 def test_what_did_not_run_in_time_is_named(tmp_path: Path) -> None:
     left = tmp_path / "left.txt"
     schedule = Schedule(CHECKS, 2, 1, lambda: tmp_path, 0.0, left)
-    assert [schedule.result(name).told for name in CHECKS] == [None, None]
+    assert [schedule.result(name).outcome for name in CHECKS] == [None, None]
     schedule.close()
     assert schedule.report()[-1] == "2 did not run: ids_pgas dims_pgas"
     assert left.read_text() == "ids_pgas\ndims_pgas\n"

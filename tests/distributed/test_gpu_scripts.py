@@ -1,6 +1,6 @@
 """The scripts of `tests/gpu` that are run by hand, rehearsed on CPU ranks: each runs to its end, and gives its rows.
 
-What they say about time means nothing here. Steps are captured by stand-ins, and products are not compiled.
+Their times mean nothing here. Steps are captured by stand-ins, and products are not compiled.
 """
 
 import os
@@ -49,7 +49,7 @@ def _run_step_parts(folder: Path) -> None:
     options = {"samples": [4], "seconds": 0.01, "output": folder / "parts.csv"}
     with patch.dict(STEP_CONTENDERS, keys), patch.object(step_parts, "_FIRST_STEPS", 4), captures() as taken:
         assert step_parts.work(_ranks(_TINY, **options)) == 0
-    assert taken["captured"] == 3 * 2, "each variant is captured anew"
+    assert taken["captured"] == 3 * 2, "each variant is captured again"
     assert taken["replayed"] > 0
 
 
@@ -71,14 +71,12 @@ def test_caching(tmp_path: Path) -> None:
 
 
 def _captured(step: Callable[[], Any], warmup: int = 3) -> Any:
-    """Return a stand-in for a graph of a step, whose replay takes the step."""
     for _ in range(warmup):
         step()
     return SimpleNamespace(replay=step)
 
 
 def _times(graphs: Any) -> list[float]:
-    """Replay each graph, and return a time of each."""
     for graph in graphs:
         graph.replay()
     return [1.0 for _ in graphs]
@@ -110,10 +108,8 @@ def test_cross(capsys: pytest.CaptureFixture[str]) -> None:
 def _run_kernels_alone(folder: Path) -> None:
     os.chdir(folder)
     sys.argv = ["tests.gpu.kernels_alone"]
-    assert (
-        kernels_alone.run_on(CPU, ["-p", "no:cacheprovider", str(Path(__file__).parents[1] / "kernels/test_flags.py")])
-        == 0
-    )
+    tests = str(Path(__file__).parents[1] / "kernels/test_flags.py")
+    assert kernels_alone.run_on(CPU, ["-p", "no:cacheprovider", tests]) == 0
 
 
 def test_kernels_alone(tmp_path: Path) -> None:
@@ -123,6 +119,5 @@ def test_kernels_alone(tmp_path: Path) -> None:
 def test_every_script_is_rehearsed() -> None:
     folder = Path(kernels_alone.__file__).parent
     scripts = {path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()}
-    assert scripts == {
-        each.__name__.rpartition(".")[2] for each in (caching, cross, dense, kernels_alone, stages, step_parts)
-    }
+    rehearsed = (caching, cross, dense, kernels_alone, stages, step_parts)
+    assert scripts == {each.__name__.rpartition(".")[2] for each in rehearsed}

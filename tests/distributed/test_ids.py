@@ -1,8 +1,7 @@
 """Ids to the owners of their rows, between two processes: the ids that arrive, and errors of those that cannot."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from tests.agreement import assert_same
 from tests.conftest import refuses
 from tests.distributed.models import world
 from tests.distributed.tiny_stage import CPU, ROWS, Stage
-from tests.distributed.workers import cases_on_ranks
+from tests.distributed.workers import cases_on_ranks, logged_messages
 
 BOTH = [([8, 4], [4]), ([8], [])]  # dims of each rank's tables: summed ones, averaged ones
 ALONE = [([8, 4], [4]), ([], [])]  # rank 1 holds none
@@ -41,14 +40,10 @@ def _keys(stage: Stage) -> list[str]:
     return [key for key in KEYS if key in owned or key == "unused"]
 
 
-def _bound(stage: Stage, sizes: Sizes) -> BatchCapacity:
-    return BatchCapacity(SAMPLES, {key: sizes[key] for key in _keys(stage)})
-
-
 def _open(stage: Stage, sizes: Sizes, kind: type[IdExchange]) -> IdExchange:
-    """Return an exchange of ids by itself, on a node, or on a GPU as the interpreter has it."""
+    """Return an exchange of ids only, for CPUs, or for GPUs by the interpreter."""
     layout = joined(stage.layout)
-    ids = IdLayout(layout, _keys(stage), _bound(stage, sizes))
+    ids = IdLayout(layout, _keys(stage), BatchCapacity(SAMPLES, {key: sizes[key] for key in _keys(stage)}))
     options = ExchangeOptions(wait_timeout_s=TIMEOUT_S[kind], aggregate_bytes=0)  # each part of a message by itself
     counters = StepCounters(CPU)
     context = ExchangeContext(layout, stage.tables, options, world(), CPU, SAMPLES, counters, ids=ids)
@@ -57,7 +52,6 @@ def _open(stage: Stage, sizes: Sizes, kind: type[IdExchange]) -> IdExchange:
 
 
 def _batch(stage: Stage, sizes: Sizes, step: int, rank: int, samples: int, dtype: torch.dtype) -> KeyedJaggedTensor:
-    """Return the ids of a rank's samples, which every rank knows."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     lengths = [torch.randint(sizes[k][0], sizes[k][1] + 1, (samples,), generator=generator) for k in _keys(stage)]
     values = torch.randint(0, ROWS, (int(torch.cat(lengths).sum()),), generator=generator)
@@ -69,7 +63,7 @@ def _mine(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
 
 def _assert_arrived(arrived: ArrivedIds, stage: Stage, batches: Sequence[KeyedJaggedTensor], what: str) -> None:
-    """Check that the ids of this rank's shards are here, rank 0's samples first, and behind them only zeros."""
+    """Check that the ids of this rank's shards have arrived, rank 0's samples first, then only zeros."""
     samples = batches[0].stride()
     assert arrived.batch.per_rank == (samples,) * len(batches)
     names = [shard.feature_name for shard in stage.layout.by_owner[stage.rank]]
@@ -95,20 +89,14 @@ def _check_what_arrives(kind: type[IdExchange], owners: Any, sizes: Sizes, dtype
         exchange.check()
         _assert_arrived(arrived, stage, batches, f"step {step}")
         if before is not None and before[0].batch == arrived.batch:
-            _assert_arrived(*_with_stage(before, stage), f"step {step - 1}, when the next has been sent")
+            _assert_arrived(before[0], stage, before[1], f"step {step - 1}, when the next has been sent")
         before = arrived, batches
     assert exchange.windows.epoch == 7
     exchange.close()
 
 
-def _with_stage(
-    before: tuple[ArrivedIds, list[KeyedJaggedTensor]], stage: Stage
-) -> tuple[ArrivedIds, Stage, list[KeyedJaggedTensor]]:
-    return before[0], stage, before[1]
-
-
 def _check_shapes_stay(kind: type[IdExchange], sizes: Sizes) -> None:
-    """On a GPU the number of ids is the same in every step, and so are the addresses of every other one."""
+    """On a GPU every step has the same number of ids, and every other one the same addresses."""
     stage = Stage(BOTH, dist.get_rank())
     exchange = _open(stage, sizes, kind)
     found = []
@@ -121,25 +109,26 @@ def _check_shapes_stay(kind: type[IdExchange], sizes: Sizes) -> None:
     assert found[0][2] != found[1][2]
 
 
-def _check_room_beyond_the_ids(kind: type[IdExchange], sizes: Sizes) -> None:
-    """A static batch has more room than ids: lengths, or a count, say how many are there."""
+def _check_padding(kind: type[IdExchange], sizes: Sizes) -> None:
+    """A static batch has padding after its ids: lengths, or a count, say how many ids it has."""
     stage = Stage(BOTH, dist.get_rank())
     exchange = _open(stage, sizes, kind)
     batches = [_batch(stage, sizes, 0, rank, SAMPLES, torch.int64) for rank in range(2)]
     ids = _mine(batches)
-    room = torch.cat([ids.values(), torch.full((500,), 7)])
+    values = torch.cat([ids.values(), torch.full((500,), 7)])
     count = torch.tensor([ids.values().numel()], dtype=torch.int32)
-    arrived = exchange.send(KeyedJaggedTensor(ids.keys(), room, lengths=ids.lengths(), stride=SAMPLES), SAMPLES, count)
+    padded = KeyedJaggedTensor(ids.keys(), values, lengths=ids.lengths(), stride=SAMPLES)
+    arrived = exchange.send(padded, SAMPLES, count)
     exchange.check()
-    _assert_arrived(arrived, stage, batches, "with room")
+    _assert_arrived(arrived, stage, batches, "with padding")
 
 
 def _check_too_many(kind: type[IdExchange], sizes: Sizes, told: str) -> None:
-    """Rank 1 brings an id more of a feature than its bound: every rank raises, whatever it owns."""
+    """Rank 1 has an id of a feature too many: every rank raises, whatever it owns."""
     stage = Stage(ALONE, dist.get_rank())
     exchange = _open(stage, sizes, kind)
     batches = [_batch(stage, sizes, 0, rank, SAMPLES, torch.int32) for rank in range(2)]
-    _assert_arrived(exchange.send(mine := _mine(batches), mine.stride()), stage, batches, "a batch within its bound")
+    _assert_arrived(exchange.send(mine := _mine(batches), mine.stride()), stage, batches, "a batch within its capacity")
     if stage.rank == 1:
         lengths = batches[1].lengths().clone()
         place = batches[1].keys().index("rank0_2") * SAMPLES
@@ -157,18 +146,8 @@ TOO_MANY = {
 }
 
 
-@contextmanager
-def _messages() -> Any:
-    messages: list[str] = []
-    handler, log = logging.Handler(), logging.getLogger("dlrm_overlap")
-    handler.emit = lambda record: messages.append(record.getMessage())
-    log.addHandler(handler)
-    yield messages
-    log.removeHandler(handler)
-
-
 def _check_outside(kind: type[IdExchange], sizes: Sizes, mode: BoundsCheckMode) -> None:
-    """Rank 1 brings an id outside the table of a feature that rank 0 owns: rank 0 reports it, and takes row 0."""
+    """Rank 1 has an id outside a table of rank 0, which reports it, and takes row 0."""
     for bad, said in ((ROWS, ROWS), (2**40, 2**31 - 1), (-1, -1), (-(2**40), -1)):
         stage = Stage(BOTH, dist.get_rank(), mode)
         exchange = _open(stage, sizes, kind)
@@ -179,7 +158,8 @@ def _check_outside(kind: type[IdExchange], sizes: Sizes, mode: BoundsCheckMode) 
         where = "id 5 of feature rank0_1 in the batch of rank 1"
         told = f"{where}: rank0_1: id {said} is outside its table of {ROWS} rows; map ids into 0 .. {ROWS - 1}"
         stops = mode == BoundsCheckMode.FATAL and stage.rank == 0
-        with _messages() as messages, pytest.raises(ValueError, match=told) if stops else nullcontext():
+        messages = logged_messages()
+        with pytest.raises(ValueError, match=told) if stops else nullcontext():
             for _ in range(1 if mode == BoundsCheckMode.FATAL else 2):
                 arrived = exchange.send(_mine(batches).to(CPU), SAMPLES)
                 exchange.check()
@@ -188,11 +168,11 @@ def _check_outside(kind: type[IdExchange], sizes: Sizes, mode: BoundsCheckMode) 
         if not stops:
             ids.values()[first + 5] = 0
             _assert_arrived(arrived, stage, batches, f"{bad} under {mode.name}")
-        dist.barrier()  # what the other still reads stays until here
+        dist.barrier()  # the other rank may still read until here
 
 
 def _check_refusals(kind: type[IdExchange]) -> None:
-    """What a batch must be is checked before anything has begun."""
+    """A batch is checked before anything is sent."""
     stage = Stage(BOTH, dist.get_rank())
     exchange = _open(stage, RANGES, kind)
     batches = [_batch(stage, RANGES, 0, rank, SAMPLES, torch.int32) for rank in range(2)]
@@ -222,7 +202,7 @@ for _kind in (HOST, DEVICE) if INTERPRETED else (HOST,):
         CASES[f"{_of} ids arrive"] = partial(_check_what_arrives, _kind, BOTH, _sizes, torch.int32)
         CASES[f"{_of} int64"] = partial(_check_what_arrives, _kind, BOTH, _sizes, torch.int64)
         CASES[f"{_of} a rank without tables"] = partial(_check_what_arrives, _kind, ALONE, _sizes, torch.int32)
-        CASES[f"{_of} room"] = partial(_check_room_beyond_the_ids, _kind, _sizes)
+        CASES[f"{_of} padding"] = partial(_check_padding, _kind, _sizes)
         CASES[f"{_of} too many"] = partial(_check_too_many, _kind, _sizes, TOO_MANY[_lengths])
         if _kind is DEVICE:
             CASES[f"{_of} shapes stay"] = partial(_check_shapes_stay, _kind, _sizes)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import dlrm_overlap
 from dlrm_overlap.launching.launcher import free_port
 from tests.conftest import PYTHON_PATH, ROOT
 from tests.distributed.launchers import MPI_AS_ROOT, NO_MPI, find_mpirun, mpi_is_here
 
+FOR_RANKS = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 RANK = """\
 import os, sys, time
 import torch
@@ -49,24 +50,19 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def command(launcher: str, program: Path, *arguments: str) -> list[str]:
-    if launcher == "single":
-        return [sys.executable, str(program), *arguments]
-    if launcher == "nproc":  # with the program in place of `python -m dlrm_overlap`
-        start = f"import sys; from dlrm_overlap.launching.spawn import spawn; sys.executable = {str(program)!r}; "
-        return [sys.executable, "-c", f"{start}sys.exit(spawn({list(arguments)!r}, 2))"]
-    if launcher == "torchrun":
-        agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        return [sys.executable, *agent, str(program), *arguments]
-    if not mpi_is_here():
-        pytest.skip(NO_MPI)
-    return [find_mpirun() or "", "-n", "2", "--bind-to", "none", sys.executable, str(program), *arguments]
-
-
 def start(launcher: str, program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    if launcher == "mpirun" and not mpi_is_here():
+        pytest.skip(NO_MPI)
+    # `spawn` with the program in place of `python -m dlrm_overlap`.
+    spawn = f"import sys; from dlrm_overlap.launching.spawn import spawn; sys.executable = {str(program)!r}; "
+    argv = {
+        "single": [sys.executable, str(program), *arguments],
+        "nproc": [sys.executable, "-c", f"{spawn}sys.exit(spawn({list(arguments)!r}, 2))"],
+        "torchrun": [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(program), *arguments],
+        "mpirun": [find_mpirun() or "", "-n", "2", "--bind-to", "none", sys.executable, str(program), *arguments],
+    }[launcher]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
-    environ = clean | MPI_AS_ROOT | {"PYTHONPATH": str(Path(dlrm_overlap.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    argv = command(launcher, program, *arguments)
+    environ = clean | MPI_AS_ROOT | FOR_RANKS
     return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=50, check=False)
 
 
@@ -87,8 +83,8 @@ def test_ranks_meet(program: Path, tmp_path: Path, launcher: str, source: str, s
 
 
 def test_ranks_meet_at_an_ipv6_address(program: Path, tmp_path: Path) -> None:
-    environ = os.environ | {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
-    environ |= {"MASTER_ADDR": "[::1]", "MASTER_PORT": str(free_port())}
+    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "[::1]", "MASTER_PORT": str(free_port())}
+    environ = os.environ | FOR_RANKS | meet
     command = [sys.executable, program, tmp_path / "out"]
     ranks = [subprocess.Popen(command, env=environ | {"RANK": str(rank)}) for rank in range(2)]
     assert [rank.wait(50) for rank in ranks] == [0, 0]
@@ -107,15 +103,14 @@ def test_one_failing_rank_ends_the_run(program: Path, tmp_path: Path, launcher: 
 
 @pytest.mark.slow
 def test_a_node_whose_configuration_differs_is_refused_on_both(tmp_path: Path) -> None:
-    """Two agents of torchrun, a rank each: the second agent's file is stale."""
+    """Two agents of torchrun with a rank each; the second has other options."""
     port = free_port()
     train = ["-m", "dlrm_overlap", "train", "--config", "configs/quickstart.yaml", "--train.device", "cpu"]
     train += ["--log.dir", str(tmp_path), "--train.steps", "2"]
     agents = []
     for node, more in enumerate(([], ["--embedding.lr", "0.3", "--train.optimizer", "adam"])):
         meet = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        command = [sys.executable, "-m", "torch.distributed.run", *meet, "--nproc-per-node", "1", *train, *more]
-        environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
+        command, environ = [*TORCHRUN, *meet, "--nproc-per-node", "1", *train, *more], os.environ | FOR_RANKS
         agents.append(subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True))
     said = [agent.communicate(timeout=120)[1] for agent in agents]
     assert 0 not in [agent.returncode for agent in agents]

@@ -24,23 +24,21 @@ _HEAD_START_S = 1.0
 
 
 def _files_of(pid: str) -> list[str]:
-    """Return what the open files of a process are, such as `socket:[123]`, as far as this user may know."""
-    found = []
+    """Return the open files of a process, such as `socket:[123]`, if this user may list them."""
     with contextlib.suppress(OSError):
-        for file in Path(f"/proc/{pid}/fd").iterdir():
-            found.append(os.readlink(file))
-    return found
+        return [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+    return []
 
 
 def _names_of(pid: str) -> list[str]:
-    """Return the names of a process's Unix sockets, which the kernel tells every user."""
+    """Return the names of a process's Unix sockets, which every user may list."""
     files = _files_of(pid)
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return [line[7].replace("@", "\0", 1) for line in lines if len(line) > 7 and f"socket:[{line[6]}]" in files]
 
 
 def _disturb(user: int, pids: Path, found: Any) -> None:
-    """Look for a way into the ranks of these process ids as `user`, and count what was found."""
+    """Look for a way into the processes with these ids as `user`, and count the ways found."""
     held = []
     for size in itertools.cycle([0, 1, 4, 8, 100, 4096]):
         ranks = pids.read_text().split() if pids.exists() else []

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from dlrm_overlap.launching.launcher import free_port
 from tests.agreement import assert_same
-from tests.conftest import ROOT, read_metrics
-from tests.distributed.namespaces import ADDRESSES, INTERFACE, TwoHosts, enter, sent_bytes
+from tests.conftest import ROOT, read_metrics, wait_until
+from tests.distributed.namespaces import ADDRESSES, INTERFACE, TwoNodes, enter, sent_bytes
 from tests.distributed.tiny_stage import Stage
 from tests.distributed.workers import quickstart, run_ranks, train
 
@@ -24,21 +24,21 @@ _SMALL = ["--train.global_batch_size", "256", "--data.eval_samples", "500", "--e
 
 
 @pytest.fixture
-def nodes() -> Iterator[TwoHosts]:
-    with TwoHosts() as made:
+def nodes() -> Iterator[TwoNodes]:
+    with TwoNodes() as made:
         yield made
     assert made.processes() == []
 
 
-def _start_agents(nodes: TwoHosts, folder: Path, *options: str) -> list[subprocess.Popen[bytes]]:
-    """Start torchrun's agent on each node, with two CPU ranks, by the script and the variables of launch/README.md."""
+def _start_agents(nodes: TwoNodes, folder: Path, *options: str) -> list[subprocess.Popen[bytes]]:
+    """Start torchrun's agent with two CPU ranks on each node, by the script and the variables of launch/README.md."""
     script, config = str(ROOT / "launch/torchrun.sh"), str(ROOT / "configs/quickstart.yaml")
     options = ("--train.device", "cpu", "--log.dir", str(folder), "--log.name", "two_nodes", *_SMALL, *options)
     options += ("--log.tensorboard", "false", "--checkpoint.last", "false")
-    place = {"NNODES": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "NPROC": "2"}
-    place["GLOO_SOCKET_IFNAME"] = INTERFACE  # these nodes' own names lead to no address
+    environ = {"NNODES": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "NPROC": "2"}
+    environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # these nodes' own names lead to no address
     return [
-        nodes.start(node, folder / f"node{node}", place | {"NODE_RANK": str(node)}, script, config, *options)
+        nodes.start(node, folder / f"node{node}", environ | {"NODE_RANK": str(node)}, script, config, *options)
         for node in range(2)
     ]
 
@@ -49,7 +49,7 @@ def _train_on_one_node(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_they_train_over_a_slow_wire_as_one_node_does_and_name_each_other_once_it_is_cut(
-    nodes: TwoHosts, tmp_path: Path
+    nodes: TwoNodes, tmp_path: Path
 ) -> None:
     told = nodes.slow_down()
     forever = ["--train.steps", "1000000", "--log.every", "1", "--embedding.wait_timeout_s", "10"]
@@ -65,14 +65,11 @@ def test_they_train_over_a_slow_wire_as_one_node_does_and_name_each_other_once_i
     assert time.monotonic() - begin < 40
     assert nodes.processes() == []
     assert "2 nodes (ranks 0 to 1, ranks 2 to 3; 2 machines): stores within a node" in said
-    stood = [
-        r"made no progress in step \d+ for 1\d s:\n  rank [23]: silent",
-        r"made no progress .*\n  rank 0, .* does not answer",
-    ]
-    for node, peers in enumerate(("[23]", "[01]")):
+    cases = ("[23]", r"in step \d+ for 1\d s:\n  rank [23]: silent"), ("[01]", r".*\n  rank 0, .* does not answer")
+    for node, (peers, stood) in enumerate(cases):
         said = (tmp_path / f"node{node}").read_text()
         waited = rf"waited 10 s for .* of rank {peers}: expected epoch \d+, seen \d+"
-        assert re.search(f"{stood[node]}|{waited}", said), said
+        assert re.search(f"made no progress {stood}|{waited}", said), said
     run_ranks(_train_on_one_node, 4, tmp_path)
     losses, expected = (read_metrics(tmp_path / name, "train/loss") for name in ("two_nodes", "one_node"))
     assert list(expected) == list(range(1, _COMPARED + 1))
@@ -83,10 +80,10 @@ _OWNERS = [([64, 64], []), ([64], [64]), ([128], []), ([64, 64], [])]  # 128 col
 _SAMPLES, _REPEATED = 16, 10  # of a rank; steps that are counted
 
 
-def _count_what_crosses(folder: Path, places: list[str]) -> None:
+def _count_what_crosses(folder: Path, handles: list[str]) -> None:
     """Take some forwards by an all-to-all and by messages between nodes, and check how many bytes each sends."""
     rank = dist.get_rank()
-    enter(places[rank // 2])
+    enter(handles[rank // 2])
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     group = dist.new_group(backend="gloo")  # the group of all ranks has its sockets outside the namespaces
     assert isinstance(group, dist.ProcessGroup)
@@ -110,7 +107,7 @@ def _count_what_crosses(folder: Path, places: list[str]) -> None:
 
 
 def _traffic_at_rest() -> int:
-    """Return what this rank's node has sent, once all ranks are here and their acknowledgements have been sent."""
+    """Return the bytes sent by this rank's node, once all ranks are here and have sent their acknowledgements."""
     dist.barrier()
     time.sleep(0.1)
     found = sent_bytes()
@@ -119,8 +116,8 @@ def _traffic_at_rest() -> int:
 
 
 @pytest.mark.slow
-def test_pooled_embeddings_cross_once(nodes: TwoHosts, tmp_path: Path) -> None:
-    run_ranks(_count_what_crosses, 4, tmp_path, nodes.places())
+def test_pooled_embeddings_cross_once(nodes: TwoNodes, tmp_path: Path) -> None:
+    run_ranks(_count_what_crosses, 4, tmp_path, nodes.handles())
 
 
 _MEET = """
@@ -135,17 +132,16 @@ except InputError as error:
 
 
 @pytest.mark.slow
-def test_an_interface_that_the_other_node_does_not_reach_is_told_in_one_line(nodes: TwoHosts, tmp_path: Path) -> None:
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0]}
-    place |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+def test_an_interface_that_the_other_node_does_not_reach_is_told_in_one_line(nodes: TwoNodes, tmp_path: Path) -> None:
+    environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0]}
+    environ |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
-        nodes.start(node, tmp_path / f"node{node}", place | {"RANK": str(node)}, sys.executable, "-c", _MEET)
+        nodes.start(node, tmp_path / f"node{node}", environ | {"RANK": str(node)}, sys.executable, "-c", _MEET)
         for node in range(2)
     ]
-    deadline = time.monotonic() + 60
-    while not any(codes := [rank.poll() for rank in ranks]):  # one of the two connects, the other waits for it
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    # One of the two connects, the other waits for it.
+    wait_until(lambda: any(rank.poll() for rank in ranks), 60, "no rank has failed", 0.1)
+    codes = [rank.poll() for rank in ranks]
     assert 1 in codes
     said = (tmp_path / f"node{codes.index(1)}").read_text()
     assert re.search(r"2 ranks do not meet at .*; start all ranks.* GLOO_SOCKET_IFNAME on each node", said), said

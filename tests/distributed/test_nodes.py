@@ -1,4 +1,4 @@
-"""Exchanges between nodes, which are emulated: the same bits as where all ranks store to each other."""
+"""Exchanges between emulated nodes: the same bits as if all ranks store to each other."""
 
 import time
 import weakref
@@ -33,15 +33,16 @@ from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.launches import launches_of
 from tests.agreement import LOSS_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.distributed.captured import captures
-from tests.distributed.interpreted import interpreted_halves, without_streams
+from tests.distributed.interpreted import interpreted_parts, without_streams
+from tests.distributed.models import world
 from tests.distributed.tiny_stage import CPU, ROWS, Stage
 from tests.distributed.workers import cases_on_ranks, make_trainer, quickstart
 
 OWNERS = [([8, 4], [4]), ([], []), ([8], [12]), ([4], [])]  # rank 1 holds no tables
 CUT = [(8, (0, 1)), (4, (2, 3))]
-"""tables cut by rows, of which one node or another has all shards: so the sums have the bits of one node"""
+"""tables cut by rows, each on the ranks of one node, so that sums have the bits of a single node's"""
 BATCH_SIZES = [(3, 2, 4, 1), (1, 1, 1, 1), (9, 2, 5, 3), (2, 7, 0, 4), (0, 0, 3, 0), (0, 0, 0, 0), (3, 2, 4, 1)]
-HOSTS = {
+NODES = {
     "2 of 2": (range(2), range(2, 4)),
     "4 of 1": tuple(range(rank, rank + 1) for rank in range(4)),
     "3 and 1": (range(3), range(3, 4)),  # rank 3 takes three ranks' messages
@@ -54,14 +55,9 @@ WIRES: Sequence[dict[str, Any]] = [
 ]
 
 
-def _group() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 def _exchange(stage: Stage, nodes: str, backend: str, **options: Any) -> Exchange:
-    exchange = stage.exchange(_group(), backend, **options)
-    exchange.reach = Reach(stage.rank, HOSTS[nodes], "emulated")
+    exchange = stage.exchange(world(), backend, **options)
+    exchange.reach = Reach(stage.rank, NODES[nodes], "emulated")
     return exchange
 
 
@@ -84,12 +80,12 @@ def _train(rank: int, exchange: Exchange, stage: Stage) -> list[torch.Tensor]:
 
 def check_bits_are_those_of_one_node(rank: int) -> None:
     every = ["pgas", "fused"]
-    ways = [(EmbOptimType.EXACT_ADAGRAD, WIRES[0], HOSTS, every), (EmbOptimType.EXACT_SGD, WIRES[1], ["2 of 2"], every)]
+    ways = [(EmbOptimType.EXACT_ADAGRAD, WIRES[0], NODES, every), (EmbOptimType.EXACT_SGD, WIRES[1], ["2 of 2"], every)]
     ways += [(EmbOptimType.EXACT_SGD, WIRES[2], ["1 and 3"], ["fused"])]
     for optimizer, more, splits, backends in ways:
         with patch.object(gradient_layout, "_PART_BYTES", 64):
             known = Stage(OWNERS, rank, optimizer=optimizer, cut=CUT)
-            exchange = known.exchange(_group(), "pgas", nodes=1, **more)
+            exchange = known.exchange(world(), "pgas", nodes=1, **more)
             expected = _train(rank, exchange, known)
             assert exchange.reach.is_one_node
             for nodes, backend in ((nodes, backend) for nodes in splits for backend in backends):
@@ -103,14 +99,14 @@ def check_bits_are_those_of_one_node(rank: int) -> None:
 
 def check_nodes_are_found_and_emulated(rank: int) -> None:
     stage = Stage(OWNERS, rank)
-    assert stage.exchange(_group(), "pgas").reach.nodes == (range(4),), "one machine"
-    assert stage.exchange(_group(), "pgas", nodes=2).reach.nodes == HOSTS["2 of 2"]
-    assert stage.exchange(_group(), "nccl", nodes=2).reach.is_one_node, "a collective reaches all"
+    assert stage.exchange(world(), "pgas").reach.nodes == (range(4),), "one machine"
+    assert stage.exchange(world(), "pgas", nodes=2).reach.nodes == NODES["2 of 2"]
+    assert stage.exchange(world(), "nccl", nodes=2).reach.is_one_node, "a collective reaches all"
 
 
 def check_a_rank_that_does_not_step_is_named(rank: int) -> None:
     stage, sizes = Stage(OWNERS, rank), (4, 4, 4, 4)
-    exchange = stage.exchange(_group(), "pgas", nodes=2, wait_timeout_s=1.0)
+    exchange = stage.exchange(world(), "pgas", nodes=2, wait_timeout_s=1.0)
     inputs, _ = stage.inputs(0, sizes)
     exchange.start(inputs, sizes).wait()
     forward: Any = exchange._open().forward
@@ -123,7 +119,7 @@ def check_a_rank_that_does_not_step_is_named(rank: int) -> None:
 
 
 class _Work:
-    """A collective under way that notes whether somebody waits for it."""
+    """A collective that notes whether it is waited for."""
 
     def __init__(self, work: Any) -> None:
         self._work, self.waited = work, False
@@ -133,7 +129,7 @@ class _Work:
         self.waited = True
 
 
-def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
+def check_the_gpus_parts_under_the_interpreter(rank: int) -> None:
     under_way, exchange_ = list[_Work](), ByCollective.exchange
 
     def begin(carrier: ByCollective, messages: Messages) -> _Work:
@@ -151,39 +147,39 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
     for backend, optimizer, more, nodes, by in ways:
         stage, known = (Stage(OWNERS, rank, optimizer=optimizer, cut=CUT) for _ in range(2))
         under_way.clear()
-        exchange, generator = known.exchange(_group(), "pgas", nodes=1, **more), torch.Generator().manual_seed(rank)
+        exchange, generator = known.exchange(world(), "pgas", nodes=1, **more), torch.Generator().manual_seed(rank)
         with without_streams(), patch.object(gradient_layout, "_PART_BYTES", 64), patch.object(ByCollective, *noted):
             options = ExchangeOptions(backend, internode=by, slice_bags=4, wait_timeout_s=1e-4, **more)
-            reach = Reach(rank, HOSTS[nodes], "emulated")
-            halves: Any = interpreted_halves(stage, _group(), options, 9, reach)
+            reach = Reach(rank, NODES[nodes], "emulated")
+            gpu: Any = interpreted_parts(stage, world(), options, 9, reach)
             for number, sizes in enumerate(BATCH_SIZES[index] for index in (3, 2, 3, 3)):
                 inputs, _ = stage.inputs(number, sizes)
                 expected, step = exchange.start(inputs, sizes).wait(), Step(inputs, BatchSizes.of(sizes))
-                pooled = halves.forward.finish(halves.forward.start(step))
-                halves.forward.check()
+                pooled = gpu.forward.finish(gpu.forward.start(step))
+                gpu.forward.check()
                 if number == 0:
                     assert_same(pooled, expected.detach(), f"{options}")
                 gradient = torch.randn(pooled.shape, generator=generator).to(pooled.dtype)
                 expected.backward(gradient)
-                pending = halves.backward.note_forward(step)
-                halves.backward.finish(halves.backward.start(pending, gradient))
-                halves.backward.check()
+                pending = gpu.backward.note_forward(step)
+                gpu.backward.finish(gpu.backward.start(pending, gradient))
+                gpu.backward.check()
                 del pooled, expected
                 if number < 2:  # the third step has the window of the first, the last one the other
-                    halves.forward.skip()
-                    halves.backward.skip()
+                    gpu.forward.skip()
+                    gpu.backward.skip()
             calls = (nodes != "4 of 1") + (by == "messages") + 1
             assert len(under_way) == 4 * calls, "in each step one of sums, of pooled rows, of gradients"
             assert all(work.waited for work in under_way), "a capture would end with a stream that was never joined"
-            pushed = [halves.backward.own, *halves.backward.passed_on.values()]
+            pushed = [gpu.backward.own, *gpu.backward.passed_on.values()]
             assert all(len(launches_of(each)) == 3 for each in pushed), "those of the first step serve the third"
-            halves.close()
+            gpu.close()
         exchange.close()
         assert_all_near(stage.rows_and_states(), known.rows_and_states(), WEIGHT_TOLERANCE["fp32"], f"{backend}, {by}:")
 
 
 def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int) -> None:
-    """By puts and by a collective: the addresses of a message's rows outlive other sizes, and the memory is one."""
+    """The addresses of a captured message's rows stay valid after steps of other sizes; later ones are freed."""
     rows_of_ranks = DeviceLookup.rows_of_ranks
     for internode in ("messages", "puts"):
         stage, made = Stage(OWNERS, rank), list[weakref.ref[torch.Tensor]]()
@@ -199,42 +195,41 @@ def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int
             patch.object(launches, "_MOST", 1),
         ):
             options = ExchangeOptions("pgas", internode=internode, wait_timeout_s=1e-4)
-            reach = Reach(rank, HOSTS["2 of 2"], "emulated")
-            halves: Any = interpreted_halves(stage, _group(), options, 4, reach)
+            reach = Reach(rank, NODES["2 of 2"], "emulated")
+            gpu: Any = interpreted_parts(stage, world(), options, 4, reach)
             at_once: list[int] = []
             for number, sizes in enumerate(((3, 2, 4, 1), (1, 1, 1, 1), (4, 4, 4, 4), (2, 1, 1, 1))):
                 captured = {"is_initialized": lambda: True, "is_current_stream_capturing": lambda n=number: n == 0}
                 with patch.multiple(launches, **captured):
                     inputs, expected = stage.inputs(number, sizes)
                     step = Step(inputs, BatchSizes.of(sizes))
-                    pooled = halves.forward.finish(halves.forward.start(step))
+                    pooled = gpu.forward.finish(gpu.forward.start(step))
                     assert_same(pooled, expected, f"{internode}, step {number}")
                     del pooled
-                    halves.forward.check()
+                    gpu.forward.check()
                 at_once.append(len(made))
         first, second = at_once[:2]
         assert (rank == 1) == (first == 0), "rank 1 has nothing to send"
         assert all(each() is not None for each in made[:first]), "a graph would read memory that has been given away"
         assert not any(each() is not None for each in made[first:second]), "the cache is not bounded"
-        halves.close()
+        gpu.close()
 
 
 def check_tables_that_are_all_cut_by_rows_put_no_rows_under_the_interpreter(rank: int) -> None:
-    """Their sums go by a collective, so messages of puts are empty, and their signals go alone."""
+    """A collective carries their sums, so puts have only signals."""
     stage = Stage([([], [])] * 4, rank, cut=CUT)
     with without_streams():
         options = ExchangeOptions("pgas", internode="puts", wait_timeout_s=1e-4)
-        halves: Any = interpreted_halves(stage, _group(), options, 4, Reach(rank, HOSTS["2 of 2"], "emulated"))
+        gpu: Any = interpreted_parts(stage, world(), options, 4, Reach(rank, NODES["2 of 2"], "emulated"))
         for number, sizes in enumerate(((3, 2, 4, 1), (1, 1, 1, 1), (4, 4, 4, 4))):
             inputs, expected = stage.inputs(number, sizes)
             step = Step(inputs, BatchSizes.of(sizes))
-            assert_same(halves.forward.finish(halves.forward.start(step)), expected, f"step {number}")
-            halves.forward.check()
-        halves.close()
+            assert_same(gpu.forward.finish(gpu.forward.start(step)), expected, f"step {number}")
+            gpu.forward.check()
+        gpu.close()
 
 
 def _ids_of(rank: int, step: int, keys: Sequence[str], samples: int) -> KeyedJaggedTensor:
-    """Return the ids of a rank's samples in a step, which every rank knows."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     lengths = torch.randint(0, 4, (len(keys) * samples,), generator=generator).int()
     values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator).int()
@@ -242,9 +237,9 @@ def _ids_of(rank: int, step: int, keys: Sequence[str], samples: int) -> KeyedJag
 
 
 def _check_ids(rank: int, kind: type[IdExchange], nodes: str) -> None:
-    """Check that this rank gets the ids of its tables from all ranks, in steps of which one is skipped."""
-    stage, group, counters, most = Stage(OWNERS, rank), _group(), StepCounters(CPU), 5
-    layout, reach = joined(stage.layout), Reach(rank, HOSTS[nodes], "emulated")
+    """Check that this rank gets the ids of its tables from all ranks; one step is skipped."""
+    stage, group, counters, most = Stage(OWNERS, rank), world(), StepCounters(CPU), 5
+    layout, reach = joined(stage.layout), Reach(rank, NODES[nodes], "emulated")
     keys = sorted(shard.feature_name for shard in stage.shards)
     ids = IdLayout(layout, keys, BatchCapacity(most, dict.fromkeys(keys, (0, 3))))
     options = ExchangeOptions(wait_timeout_s=20.0 if kind is CpuIdExchange else 1e-3)
@@ -269,7 +264,7 @@ def _check_ids(rank: int, kind: type[IdExchange], nodes: str) -> None:
 
 
 def check_ids_reach_nodes_of_several_ranks(rank: int) -> None:
-    for nodes in HOSTS:
+    for nodes in NODES:
         _check_ids(rank, CpuIdExchange, nodes)
 
 

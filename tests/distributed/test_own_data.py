@@ -1,4 +1,4 @@
-"""A table of one's own with several labels, from its file to an evaluated and an exported model."""
+"""A user's table with several labels, from its file to an evaluated model."""
 
 import json
 import re
@@ -13,7 +13,6 @@ from tests.conftest import read_metrics, run_cli
 
 
 def train(folder: Path, name: str, steps: int, *options: str) -> dict[str, Any]:
-    """Train on 2 CPU processes; return the summary."""
     source = ["--data.kind", "prepared", "--data.path", str(folder / "days"), "--model.top_mlp", "[64, 32, 2]"]
     run = ["--log.dir", str(folder), "--log.name", name, "--log.every", "4", "--train.steps", str(steps)]
     ranks = ["--nproc", "2", "--train.device", "cpu", "--train.batch_size", "64", "--data.workers", "1"]
@@ -35,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("options", [["--embedding.backend", "pgas", "--train.pipeline", "graph"]])
-def test_other_backends_and_stopped_runs_log_the_same(folder: Path, options: list[str]) -> None:
+def test_other_backends_and_stopped_runs_log_the_same(folder: Path) -> None:
+    options = ["--embedding.backend", "pgas", "--train.pipeline", "graph"]
     train(folder, "graph", 8, *options)
     summary = train(folder, "graph", 16, *options)  # goes on after step 8
     whole = json.loads((folder / "torchrec" / "summary.json").read_text())
@@ -59,7 +58,7 @@ def test_a_checkpoint_is_evaluated_with_all_labels(folder: Path) -> None:
         assert found[key] == pytest.approx(summary[f"eval_{key}"], rel=1e-5)
 
 
-def test_a_day_that_was_prepared_apart_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_day_that_was_prepared_separately_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own_data.parquet.write_table(own_data.make_table(1500), folder / "later.parquet")
     paths = [str(folder / "later.parquet"), str(folder / "later"), "--schema", str(folder / "schema.yaml")]
     assert main(["prepare", "table", *paths]) == 0

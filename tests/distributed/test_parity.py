@@ -6,7 +6,7 @@ import pytest
 
 from tests.agreement import LOSS_TOLERANCE
 from tests.conftest import assert_losses_agree, read_metrics
-from tests.distributed.workers import quickstart, run_ranks, train
+from tests.distributed.workers import quickstart, ran_on_ranks, run_ranks, train
 
 pytestmark = pytest.mark.slow
 
@@ -19,12 +19,7 @@ def _train_with_all_optimizers(folder: Path) -> None:
         train(quickstart(folder, optimizer, *COMMON, "--embedding.optimizer", optimizer, "--embedding.lr", rate))
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One rank's runs."""
-    folder = tmp_path_factory.mktemp("reference")
-    run_ranks(_train_with_all_optimizers, 1, folder)
-    return folder
+reference = ran_on_ranks(1, _train_with_all_optimizers)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

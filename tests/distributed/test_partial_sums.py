@@ -1,8 +1,8 @@
-"""Of tables that are cut by rows, a bag without ids of an owner's rows travels neither way: bytes are counted.
+"""If tables are cut by rows, bags without ids of an owner's rows are sent neither way: bytes are counted.
 
-They are counted where they arrive: a window is filled with NaN before the step, and each element that is none after it
-was stored. TorchRec's are those of its dense collectives. With a chance of 1 - (1 - 1/W)^L a bag of L ids has one of an
-owner's rows. `docs/results/row_bytes.csv` has the shares that are found.
+Windows are filled with NaN before a step, and elements that are numbers after it have arrived. TorchRec's bytes are
+those of its dense collectives. A bag of L ids has one of an owner's rows with the probability 1 - (1 - 1/W)^L. The
+shares are in `docs/results/row_bytes.csv`.
 """
 
 from pathlib import Path
@@ -38,38 +38,33 @@ ROWS, IDS_A_BAG = 1024, (1, 2, 8, 32)
 
 
 class Counted:
-    """An exchange of a workload whose ids it sends itself, and the bytes that arrive in its steps."""
+    """An exchange of a workload that sends the ids, and counts the bytes that arrive in its steps."""
 
     def __init__(self, workload: Workload, options: ExchangeOptions, ids_a_bag: int) -> None:
         """Open the exchange; all ranks call this."""
         self._workload, self._samples = workload, workload.batch_sizes[workload.rank]
         self._layout = joined(workload.layout)
         names = sorted({shard.feature_name for shards in self._layout.by_owner for shard in shards})
-        bound = BatchCapacity(self._samples, dict.fromkeys(names, (ids_a_bag, ids_a_bag)))
-        ids = IdLayout(self._layout, names, bound)
+        ids = IdLayout(self._layout, names, BatchCapacity(self._samples, dict.fromkeys(names, (ids_a_bag, ids_a_bag))))
         about = workload.group, workload.device, self._samples, StepCounters(workload.device)
-        self._halves: ExchangeParts = build_exchange(
+        self._parts: ExchangeParts = build_exchange(
             ExchangeContext(self._layout, workload.tables, options, *about, ids=ids)
         )
-        forward, backward = self._halves.forward, self._halves.backward
+        forward, backward = self._parts.forward, self._parts.backward
         assert isinstance(forward, ZeroCopyForward)
         assert isinstance(backward, WindowBackward)
         self._forward, self._backward = forward, backward
 
     def step(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, int, int]:
-        """Take a step of this rank's ids; all ranks call this.
-
-        Returns:
-            The pooled embeddings [b, D_total], and the bytes that arrived from peers: of the forward, of the backward.
-        """
-        assert self._halves.ids is not None
-        arrived = self._halves.ids.send(features, self._samples)
+        """Return pooled embeddings [b, D_total], and the bytes that arrived from peers in forward and backward."""
+        assert self._parts.ids is not None
+        arrived = self._parts.ids.send(features, self._samples)
         step = Step([arrived.ids], arrived.batch, own_offsets=arrived.own_offsets)
         for pair in (self._forward.windows, self._backward.windows):
             self._clear(pair)
         self._meet()
         started = self._forward.start(step)
-        self._meet()  # all has been stored, and nothing been added up
+        self._meet()  # all is stored, but not yet added up
         forward_bytes = self._arrived_forward()
         pending = self._backward.note_forward(step)
         pooled = self._forward.finish(started, copy=True)
@@ -105,7 +100,7 @@ class Counted:
 
     def close(self) -> None:
         """Free the windows. Every rank must have finished its steps."""
-        self._halves.close()
+        self._parts.close()
 
 
 def _stored_bytes(window: torch.Tensor) -> int:
@@ -113,18 +108,18 @@ def _stored_bytes(window: torch.Tensor) -> int:
 
 
 def _noting(name: str, moved: list[int]) -> Any:
-    """Return a patch of a collective of dense tensors that notes the bytes which a rank gets of its peers."""
+    """Return a patch of a collective of dense tensors that notes the bytes a rank gets from its peers."""
     collective = getattr(dist, name)
 
     def note(output: torch.Tensor, given: torch.Tensor, **options: Any) -> Any:
-        moved.append(abs(output.nbytes - given.nbytes))  # one has the parts of all ranks, the other that of one
+        moved.append(abs(output.nbytes - given.nbytes))  # one holds all ranks' parts, the other one rank's
         return collective(output, given, **options)
 
     return patch.object(dist, name, note)
 
 
 def _count(folder: Path) -> None:
-    """Count the bytes of some batches for each number of ids a bag, of ours and of TorchRec's, both ways."""
+    """Count the bytes of some batches for each bag size, by our exchange and by TorchRec's, both ways."""
     group, found = world(), {}
     for ids_a_bag in IDS_A_BAG:
         config = _config(ids_a_bag)
@@ -155,14 +150,14 @@ def _config(ids_a_bag: int) -> Config:
 
 
 def _check(ranks: int, ids_a_bag: int, share: float, by: str) -> None:
-    """Hold a share of the bytes against the formula, and the page's number against it."""
+    """Compare a share of the bytes with the formula, and with the page's number."""
     assert share == pytest.approx(partial_sums(ids_a_bag, ranks) / ranks, rel=0.02)
     row = {"ranks": str(ranks), "ids_a_bag": str(ids_a_bag), "by": by, "share": f"{share:.1%}"}
     assert row in [{name: line[name] for name in row} for line in read_rows(FOLDER / "row_bytes.csv")]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_bags_without_ids_of_an_owners_rows_do_not_travel(tmp_path: Path, ranks: int) -> None:
+def test_bags_without_ids_of_an_owners_rows_are_not_sent(tmp_path: Path, ranks: int) -> None:
     run_ranks(_count, ranks, tmp_path)
     for ids_a_bag, (forward, backward, scattered, gathered) in torch.load(tmp_path / "bytes.pt").items():
         assert (forward, scattered) == (backward, gathered), "the gradient of each partial sum returns"
@@ -171,15 +166,12 @@ def test_bags_without_ids_of_an_owners_rows_do_not_travel(tmp_path: Path, ranks:
 
 @pytest.mark.parametrize("ranks", [16, 64])
 @pytest.mark.parametrize("ids_a_bag", IDS_A_BAG)
-def test_bags_are_divided_so_on_more_ranks(ranks: int, ids_a_bag: int) -> None:
-    """The ids of a batch are divided among owners, whose bags with ids are those that travel."""
-    config = _config(ids_a_bag)
-    samples = 64 * 64
-    ids = open_datasets(config.data)[0].read(0, samples).sparse
-    rows = ROWS // ranks
-    shares = [
-        (feature, owner * rows, (owner + 1) * rows) for feature in range(len(ids.keys())) for owner in range(ranks)
-    ]
+def test_bags_of_more_ranks_follow_the_formula(ranks: int, ids_a_bag: int) -> None:
+    """The ids of a batch are divided among owners; only bags with ids are sent."""
+    samples, rows = 64 * 64, ROWS // ranks
+    ids = open_datasets(_config(ids_a_bag).data)[0].read(0, samples).sparse
+    owners = [(owner * rows, (owner + 1) * rows) for owner in range(ranks)]
+    shares = [(feature, *owned) for feature in range(len(ids.keys())) for owned in owners]
     _, _, lengths = reference.divide_ids(ids.values().int(), ids.offsets(), shares, samples)
     filled = (lengths.view(-1, ranks, ranks, samples // ranks) > 0).float()  # of each feature, owner and sample's rank
     from_peers = filled.mean(dim=(0, 3)).masked_fill(torch.eye(ranks) > 0, 0.0)

@@ -1,4 +1,4 @@
-"""Plans of every kind that TorchRec's planner makes: the drop-in trains and resumes as stock does, see `draws`."""
+"""Plans of every kind that TorchRec's planner makes: the drop-in trains and resumes as TorchRec does, see `draws`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,9 +13,7 @@ from tests.distributed.workers import RankPool
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
 FEW = 6
-MANY = {2: {"stock": 50, "resume": 12, "unpooled": 12}, 4: {"stock": 40, "resume": 8, "unpooled": 8}}  # by ranks
-
-
+MANY = {2: {"torchrec": 50, "resume": 12, "unpooled": 12}, 4: {"torchrec": 40, "resume": 8, "unpooled": 8}}  # by ranks
 Pools = Callable[[int, int], RankPool]
 
 

@@ -1,4 +1,4 @@
-"""Programs of TorchRec's users give stock's losses once two of their lines are changed."""
+"""Programs of TorchRec's users give the same losses once two of their lines are changed."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from tests.distributed.captured import captures
 from tests.distributed.workers import cases_on_ranks
 from tests.programs.two_lines import PROGRAMS, compare
 
-# Steps of programs whose captured ones, by a stand-in for CUDA graphs, are not like those of foreign ones.
+# Steps of programs whose captured steps are not covered by `foreign`.
 CAPTURED = {"accumulation": 12, "dlrm_main": 24, "frozen_tower": 10, "histories": 10, "multi_task": 20}
 BY_GRAPHS = ", captured"
 

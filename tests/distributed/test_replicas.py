@@ -17,14 +17,13 @@ from torchrec.distributed.sharding_plan import row_wise
 from torchrec.distributed.types import ShardingPlan, ShardingStrategy
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.unsupported import unsupported_by_exchange
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near
-from tests.distributed.models import CPU, MEAN, SUM, Model, Tables, make_plan, open_pipeline, world
+from tests.distributed.models import CPU, MEAN, SUM, Model, Tables, draw_ids, make_plan, open_pipeline, world
 from tests.distributed.workers import logged_messages, run_ranks
 
 RANKS, GROUP, STEPS, SAMPLES = 4, 2, 4, 5
@@ -36,15 +35,14 @@ TABLES: Tables = {
 }
 SHARDS: dict[str, Any] = {"whole": [1], "columns": [0, 1], "rows": row_wise(compute_kernel="fused"), "everywhere": []}
 WAYS = {"nccl": "sparse_dist", "pgas": "sparse_dist", "fused": "none", "pgas_graph": "graph", "fused_graph": "graph"}
-"""by name the pipeline; the backend comes first"""
-STOCK = "sparse_dist"
+"""way, which begins with its backend -> pipeline"""
 ADAGRAD: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.5, "eps": 1e-3}
 SGD: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 1024.0}
 """a power of two so large that rows before and after a step give their gradient almost exactly"""
 
 
 class CpuCollection(DMPCollection):
-    """A `DMPCollection` of CPU ranks; TorchRec asks for others, and for a mean, which gloo does not reduce to."""
+    """A `DMPCollection` of CPU ranks. TorchRec's needs other devices, and means, which gloo does not compute."""
 
     device: Any = property(lambda _: CPU, lambda *_: None)
     _device: Any = device
@@ -69,8 +67,7 @@ def _batches() -> list[Batch]:
     batches = []
     for _ in range(STEPS):
         lengths = torch.randint(0, 4, (4, SAMPLES), generator=generator)
-        ids = torch.randint(0, 10, (int(lengths.sum()),), generator=generator)
-        sparse = KeyedJaggedTensor(["f0", "f1", "f2", "f3"], ids, lengths=lengths.flatten())
+        sparse = draw_ids(generator, dict.fromkeys(["f0", "f1", "f2", "f3"], 10), [*lengths], torch.int64)
         batches.append(Batch(torch.rand(SAMPLES, 1, generator=generator), sparse, torch.empty(0)))
     return batches
 
@@ -91,7 +88,7 @@ def _lookups(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
 class ScaledAdagrad:
     """Row-wise Adagrad whose sum of squares is divided by the number of groups (arXiv 2508.03854), written out.
 
-    It comes after each step of plain SGD, by which it finds the gradients, and updates the rows from where they were.
+    Called after each step of plain SGD, it finds the gradients by it, and updates the rows as they were before.
     """
 
     def __init__(self, model: CpuCollection) -> None:
@@ -149,7 +146,7 @@ def _train(
 
 def _train_all(folder: Path) -> None:
     messages = logged_messages()
-    saved = {"stock": _train(EmbeddingBagCollectionSharder(dict(ADAGRAD)), STOCK)}
+    saved = {"torchrec": _train(EmbeddingBagCollectionSharder(dict(ADAGRAD)), "sparse_dist")}
     for way, pipeline in WAYS.items():
         sharder = OverlapEmbeddingBagCollectionSharder(dict(ADAGRAD), backend=way.partition("_")[0], slice_bags=4)
         saved[way] = _train(sharder, pipeline)
@@ -177,20 +174,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_outputs_rows_and_states(saved: list[dict[str, Any]], way: str) -> None:
     tolerance = WEIGHT_TOLERANCE["fp32"]
     for rank in range(RANKS):
-        ours, stock = saved[rank][way], saved[rank]["stock"]
-        for step, (outputs, expected) in enumerate(zip(ours["outputs"], stock["outputs"], strict=True)):
+        ours, torchrec = saved[rank][way], saved[rank]["torchrec"]
+        for step, (outputs, expected) in enumerate(zip(ours["outputs"], torchrec["outputs"], strict=True)):
             assert_all_near(outputs, expected, tolerance, f"rank {rank}, step {step}, output")
-        assert_all_near(ours["trained"], stock["trained"], tolerance, f"rank {rank}, trained")
+        assert_all_near(ours["trained"], torchrec["trained"], tolerance, f"rank {rank}, trained")
         assert ours["used"] == [way.partition("_")[0]] * 2
         assert not saved[rank]["log"]["messages"], "everything is exchanged, and taken by the pipeline"
 
 
 def test_adagrad_scaled_by_the_number_of_groups(saved: list[dict[str, Any]]) -> None:
-    """By its square root times the learning rate and epsilon."""
+    """TorchRec's, with the learning rate and epsilon times the square root of that number, is the paper's."""
     for rank in range(RANKS):
-        scaled, expected, stock = (saved[rank][name]["trained"] for name in ("scaled", "written out", "stock"))
+        scaled, expected, other = (saved[rank][name]["trained"] for name in ("scaled", "written out", "torchrec"))
         assert_all_near(scaled, expected, WEIGHT_TOLERANCE["fp32"], f"rank {rank}, trained")
-        assert not torch.allclose(scaled[0], stock[0], rtol=1e-2), "the factor makes a difference"
+        assert not torch.allclose(scaled[0], other[0], rtol=1e-2), "the factor makes a difference"
 
 
 def test_fully_sharded_rows_stay_with_torchrec(saved: list[dict[str, Any]]) -> None:

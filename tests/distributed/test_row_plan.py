@@ -15,7 +15,7 @@ from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import EVAL_TOLERANCE, LOSS_TOLERANCE
 from tests.conftest import read_metrics
 from tests.distributed.models import CPU, SUM, Tables, table_configs, world
-from tests.distributed.workers import make_trainer, quickstart, run_ranks, train
+from tests.distributed.workers import make_trainer, quickstart, ran_on_ranks, run_ranks, train
 
 OPTIONS = ["--data.tables.multi_hot", "[40, 0..6, 1, 1, 2, 1, 1, 1]", "--data.eval_samples", "1001"]
 OPTIONS += ["--train.global_batch_size", "256", "--checkpoint.every", "10"]
@@ -59,11 +59,7 @@ def _train_all(folder: Path) -> None:
         dist.barrier()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("row_plan")
-    run_ranks(_train_all, 2, folder)
-    return folder
+folder = ran_on_ranks(2, _train_all)
 
 
 @pytest.mark.parametrize("name", ["torchrec", "pgas", "captured", "pgas_from_whole", "whole_from_pgas"])

@@ -10,7 +10,7 @@ from dlrm_overlap.train.evaluation import evaluate
 from dlrm_overlap.train.explain import explain
 from tests.agreement import LOSS_TOLERANCE
 from tests.conftest import assert_losses_agree, configuration, read_metrics
-from tests.distributed.workers import make_trainer, ranks_here, run_ranks, train
+from tests.distributed.workers import make_trainer, ran_on_ranks, ranks_here, train
 
 STEPS = 12
 
@@ -44,11 +44,7 @@ def _work(folder: Path) -> None:
     assert found["auroc"] == read_metrics(whole, "eval/auroc")[STEPS]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sequence")
-    run_ranks(_work, 2, folder)
-    return folder
+runs = ran_on_ranks(2, _work)
 
 
 @pytest.mark.parametrize("name", ["pgas", "fused", "two_nodes"])

@@ -1,10 +1,10 @@
-"""Any TorchRec model under the drop-in sharder trains as under stock TorchRec: outputs by name, weights, states.
+"""Any TorchRec model under the drop-in sharder trains as under TorchRec's: outputs by name, weights, states.
 
 To the last bit where gradients go by the collective; up to the order of sums where they are pushed.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,14 @@ from tests.distributed.models import (
     SUM,
     Model,
     Tables,
+    draw_ids,
     local_tensors,
     make_plan,
     table_configs,
     train,
     world,
 )
-from tests.distributed.workers import logged_messages, run_ranks
+from tests.distributed.workers import logged_messages, ran_on_ranks, run_ranks
 
 STEPS = 3
 # Two tables share a feature, and one of them has another of its own.
@@ -64,15 +65,8 @@ TABLES: Tables = {
     "wide_mean": (40, 64, ["f4"], MEAN),
 }
 OTHER_TABLES = {"other": (25, 8, ["f5"], SUM)}  # of a second module
-ROWS = {
-    "f4": 40,
-    "f2": 50,
-    "unused": 3,
-    "f0": 30,
-    "f5": 25,
-    "f3": 10,
-    "shared": 20,
-}  # in another order than the tables'
+# In another order than the tables'.
+ROWS = {"f4": 40, "f2": 50, "unused": 3, "f0": 30, "f5": 25, "f3": 10, "shared": 20}
 
 TABLE_WISE = {"narrow": [0], "mean": [1], "two_features": [0], "small": [1], "wide_mean": [1]}
 PLANS = {
@@ -105,7 +99,7 @@ class Case:
 
 ADAGRAD, ROWWISE_ADAGRAD = EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD
 DECAY = {"optimizer": ROWWISE_ADAGRAD, "weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2}
-CLIPPED = {"gradient_clipping": True, "max_gradient": 2e-4}  # a bound that many gradients of these models are beyond
+CLIPPED = {"gradient_clipping": True, "max_gradient": 2e-4}  # less than many gradients of these models
 CASES = {plan: Case(plan) for plan in (*PLANS, "planner")} | {
     "int64": Case(ids=torch.int64),
     "uneven_batches": Case("columns_and_data_parallel", batch_sizes=(2, 9)),
@@ -125,7 +119,7 @@ CASES = {plan: Case(plan) for plan in (*PLANS, "planner")} | {
     "graph_data_parallel": Case("columns_and_data_parallel", pipeline="graph"),
     "graph_two_data_parallel": Case("data_parallel", pipeline="graph"),
     "fp16_rows": Case(rows=DataType.FP16),
-    # Stock TorchRec sends float32 from a rank without tables, and FBGEMM has no output in bfloat16 on a CPU.
+    # TorchRec sends float32 from a rank without tables, and FBGEMM has no output in bfloat16 on a CPU.
     "fp16_output": Case("columns_and_data_parallel", other=(0, 1), fused_params={"output_dtype": SparseType.FP16}),
     "graph_fp16_output": Case(pipeline="graph", other=(0, 1), fused_params={"output_dtype": SparseType.FP16}),
     "fp16_codecs": Case("columns_and_data_parallel", codecs=CommType.FP16),
@@ -133,11 +127,6 @@ CASES = {plan: Case(plan) for plan in (*PLANS, "planner")} | {
     "weighted": Case("columns_and_data_parallel", weighted=True),
     "weighted_fp16_rows": Case(weighted=True, rows=DataType.FP16, fused_params={"optimizer": ROWWISE_ADAGRAD}),
     "graph_weighted": Case("columns_and_data_parallel", weighted=True, pipeline="graph"),
-}
-WAYS: dict[str, dict[str, Any]] = {
-    "nccl": {"backend": "nccl"},
-    "pgas": {"backend": "pgas"},
-    "fused": {"backend": "fused"},
 }
 PUSHING = ("pgas", "fused")
 
@@ -150,9 +139,8 @@ def _make_plan(case: Case, model: Model, sharder: ModuleSharder) -> ShardingPlan
     )
     constraints = dict.fromkeys([*TABLES, *OTHER_TABLES], allowed)
     topology = Topology(world_size=2, local_world_size=2, compute_device="cpu")
-    return EmbeddingShardingPlanner(topology=topology, constraints=constraints).collective_plan(
-        model, [sharder], world()
-    )
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    return planner.collective_plan(model, [sharder], world())
 
 
 def _batches(case: Case) -> Iterator[Batch]:
@@ -160,15 +148,9 @@ def _batches(case: Case) -> Iterator[Batch]:
     samples = case.batch_sizes[dist.get_rank()]
     for _ in range(STEPS):
         lengths = torch.randint(0, 4, (len(ROWS), samples), generator=generator)
-        values = [
-            torch.randint(0, rows, (int(bags.sum()),), generator=generator)
-            for rows, bags in zip(ROWS.values(), lengths, strict=True)
-        ]
-        ids = torch.cat(values).to(case.ids)
         # Products with powers of two are exact: FBGEMM may round a product and a sum at once.
-        powers = torch.tensor([-2.0, -0.5, 0.0, 0.25, 1.0])
-        weights = powers[torch.randint(5, ids.shape, generator=generator)] if case.weighted else None
-        sparse = KeyedJaggedTensor(list(ROWS), ids, weights=weights, lengths=lengths.flatten().to(case.ids))
+        weights = torch.tensor([-2.0, -0.5, 0.0, 0.25, 1.0]) if case.weighted else None
+        sparse = draw_ids(generator, ROWS, list(lengths), case.ids, weights)
         yield Batch(torch.rand(samples, 1, generator=generator), sparse, torch.empty(0))
 
 
@@ -181,109 +163,122 @@ def _train(case: Case, sharder: ModuleSharder) -> dict[str, Any]:
 
 
 def _train_all(folder: Path) -> None:
-    """Train every case with stock TorchRec and with the drop-in in all WAYS, and save what all gave."""
     messages = logged_messages()
     for name, case in CASES.items():
         params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5, **case.fused_params}
         codecs = _codecs(case.codecs, case.codecs) if case.codecs else None
-        saved: dict[str, Any] = {"stock": _train(case, EmbeddingBagCollectionSharder(dict(params), codecs))}
-        for way in WAYS:
+        saved: dict[str, Any] = {"torchrec": _train(case, EmbeddingBagCollectionSharder(dict(params), codecs))}
+        for backend in EXCHANGED:
             messages.clear()
-            sharder = OverlapEmbeddingBagCollectionSharder(dict(params), codecs, slice_bags=4, **WAYS[way])
-            ours = _train(case, sharder)
-            saved[way] = ours | {"log": list(messages)}
+            sharder = OverlapEmbeddingBagCollectionSharder(dict(params), codecs, backend=backend, slice_bags=4)
+            saved[backend] = _train(case, sharder) | {"log": list(messages)}
         torch.save(saved, folder / f"{name}_{dist.get_rank()}.pt")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sharder")
-    run_ranks(_train_all, 2, folder)
-    return folder
+folder = ran_on_ranks(2, _train_all)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backend", EXCHANGED)
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_weights_and_states(folder: Path, name: str, way: str) -> None:
-    case = CASES[name]
-    pushed = way in PUSHING
+def test_trains_as_under_torchrec_and_logs_once_what_falls_back(folder: Path, name: str, backend: str) -> None:
+    case, pushed, lines = CASES[name], backend in PUSHING, list[str]()
+    if case.pipeline == "graph" and not pushed:
+        reason = f"backend {backend} waits for the host"
+        lines = [f"train pipeline: TorchRec's, since the step cannot be captured: {reason}"]
     # FBGEMM's update is given float32 by us and float16 by TorchRec, and adds up either in its own order.
     same_order = not pushed and "output_dtype" not in case.fused_params
     tolerance = 0.0 if same_order else WEIGHT_TOLERANCE["fp16_rows" if case.rows == DataType.FP16 else "fp32"]
     for rank in range(2):
         saved = torch.load(folder / f"{name}_{rank}.pt")
-        ours, stock = saved[way], saved["stock"]
-        for step, (outputs, expected) in enumerate(zip(ours["outputs"], stock["outputs"], strict=True)):
+        ours, torchrec = saved[backend], saved["torchrec"]
+        for step, (outputs, expected) in enumerate(zip(ours["outputs"], torchrec["outputs"], strict=True)):
             assert_all_near(outputs, expected, tolerance if step else 0.0, f"rank {rank}, step {step}, output")
-        assert_all_near(ours["weights"], stock["weights"], tolerance, f"rank {rank}, weight")
-        assert_all_near(ours["states"], stock["states"], tolerance, f"rank {rank}, state")
-        assert ours["keys"] == stock["keys"], "columns lie where a model finds them that reads them by position"
-        used = WAYS[way]["backend"], *(("CpuPush", 1) if pushed else ("CollectiveBackward", 0))
-        assert ours["exchanged"] == [used] * 2
+        assert_all_near(ours["weights"], torchrec["weights"], tolerance, f"rank {rank}, weight")
+        assert_all_near(ours["states"], torchrec["states"], tolerance, f"rank {rank}, state")
+        assert ours["keys"] == torchrec["keys"], "the order of columns, for models that read them by position"
+        assert ours["exchanged"] == [(backend, *(("CpuPush", 1) if pushed else ("CollectiveBackward", 0)))] * 2
+        assert ours["log"] == (lines if rank == 0 else [])
 
 
-def _why_not_captured(way: str) -> str | None:
-    backend = WAYS[way]["backend"]
-    return None if way in PUSHING else f"backend {backend} waits for the host"
+FUSED, BY_ROWS = table_wise(0, compute_kernel="fused"), row_wise(compute_kernel="fused")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
-def test_what_falls_back_is_logged_once(folder: Path, name: str, way: str) -> None:
-    case, lines = CASES[name], []
-    if case.pipeline == "graph" and (reason := _why_not_captured(way)) is not None:
-        lines += [f"train pipeline: TorchRec's, since the step cannot be captured: {reason}"]
-    for rank in range(2):
-        saved = torch.load(folder / f"{name}_{rank}.pt")
-        assert sorted(saved[way]["log"]) == (sorted(lines) if rank == 0 else [])
+def _fused_with(**changes: Any) -> ParameterShardingGenerator:
+    return lambda *given: replace(FUSED(*given), **changes)
+
+
+def _shard(
+    sharder: Any,
+    group: dist.ProcessGroup,
+    ways: Mapping[str, ParameterShardingGenerator],
+    tables: Tables,
+    weighted: bool = False,
+) -> Any:
+    module = EmbeddingBagCollection(table_configs(tables), is_weighted=weighted, device=torch.device("meta"))
+    plan = construct_module_sharding_plan(module, dict(ways), sharder, 1, 1, "cpu")
+    sharded = sharder.shard(module, dict(plan), ShardingEnv.from_process_group(group), CPU)
+    initialise_tables(sharded, seed=0)
+    return sharded
+
+
+def _shard_alone(sharder: Any, group: dist.ProcessGroup, way: ParameterShardingGenerator = FUSED) -> Any:
+    return _shard(sharder, group, {"other": way}, OTHER_TABLES)
+
+
+def _ids(features: Sequence[str], ids: list[int], lengths: list[int]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(list(features), torch.tensor(ids), lengths=torch.tensor(lengths))
+
+
+def _by_name(pooled: Any) -> dict[str, torch.Tensor]:
+    return dict(sorted(pooled.to_dict().items()))
+
+
+def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
 
 
 @pytest.mark.parametrize("where", ["post_lookup", "post_odist", "optim_state"])
 def test_steps_that_are_tracked_stay_with_torchrec(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    sharded = _shard_alone(OverlapEmbeddingBagCollectionSharder(), FUSED, world_of_one)
+    sharded = _shard_alone(OverlapEmbeddingBagCollectionSharder(), world_of_one)
     seen: list[Any] = []
     registered = sharded._lookups[0] if where == "optim_state" else sharded
     getattr(registered, f"register_{where}_tracker_fn")(lambda *found: seen.append(found))
     for _ in range(2):
-        sharded(KeyedJaggedTensor(["f5"], torch.tensor([1, 2]), lengths=torch.tensor([2]))).values()
+        sharded(_ids(["f5"], [1, 2], [2])).values()
     assert len(seen) == 2
-    lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
-    assert lines == ["backend pgas: steps stay with TorchRec: a tracker is registered"]
+    assert _lines(caplog) == ["backend pgas: steps stay with TorchRec: a tracker is registered"]
 
 
 @pytest.mark.parametrize("backend", ["pgas", "nccl"])
 def test_weights_of_ids_are_trained(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, backend: str
 ) -> None:
-    """As those of a feature processor."""
     gradients = []
     for sharder in (OverlapEmbeddingBagCollectionSharder(backend=backend), EmbeddingBagCollectionSharder()):
-        sharded = _shard_alone(sharder, FUSED, world_of_one)
-        initialise_tables(sharded, seed=0)
         weights = torch.tensor([0.5, -2.0], requires_grad=True)
         ids = KeyedJaggedTensor(["f5"], torch.tensor([1, 2]), weights, lengths=torch.tensor([2]))
-        sharded(ids).values().square().sum().backward()
+        _shard_alone(sharder, world_of_one)(ids).values().square().sum().backward()
         gradients.append(weights.grad)
     assert gradients[0] is not None
     assert gradients[0].any()
     assert_near(gradients[0], gradients[1], WEIGHT_TOLERANCE["fp32"], "gradient of the weights")
-    assert not [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
+    assert not _lines(caplog)
 
 
 def _train_processed(folder: Path, by_rows: bool) -> None:
-    """Train a position's weights and tables by stock and by the drop-in, and compare."""
+    """Train tables and the weights of positions under TorchRec and under the drop-in, and compare."""
     tables: Tables = {"a": (20, 8, ["f0"], SUM), "b": (30, 4, ["f1"], SUM)}
     given, messages = [], logged_messages()
     for kind in (EmbeddingBagCollectionSharder, OverlapEmbeddingBagCollectionSharder):
         collection = EmbeddingBagCollection(table_configs(tables), is_weighted=True, device=torch.device("meta"))
-        positions: Any = {name: PositionWeightedModule(3, torch.device("cpu")) for name in ("f0", "f1")}
+        positions: Any = {name: PositionWeightedModule(3, CPU) for name in ("f0", "f1")}
         sharder: Any = FeatureProcessedEmbeddingBagCollectionSharder(
             kind({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5})
         )
         module = FeatureProcessedEmbeddingBagCollection(collection, positions)
-        way = row_wise(compute_kernel="fused") if by_rows else table_wise(1, compute_kernel="fused")
+        way = BY_ROWS if by_rows else table_wise(1, compute_kernel="fused")
         plan = construct_module_sharding_plan(module, dict.fromkeys(tables, way), sharder, 2, 2, "cpu")
         sharded = sharder.shard(module, dict(plan), ShardingEnv.from_process_group(world()), CPU)
         initialise_tables(sharded, seed=0)
@@ -296,9 +291,7 @@ def _train_processed(folder: Path, by_rows: bool) -> None:
             gradients = {name: p.grad for name, p in sharded.named_parameters() if p.grad is not None}
             given[-1] |= {f"gradient of {name}": gradient.clone() for name, gradient in gradients.items()}
     assert not [message for message in messages if "TorchRec" in message], messages
-    assert dist.get_rank() == 0 or any(name.startswith("gradient of _feature_proc") for name in given[0]), list(
-        given[0]
-    )
+    assert dist.get_rank() == 0 or any(name.startswith("gradient of _feature_proc") for name in given[0]), [*given[0]]
     for step in range(2):
         assert_all_near(given[2 + step], given[step], WEIGHT_TOLERANCE["fp32"], f"step {step}:")
 
@@ -311,69 +304,56 @@ def test_weights_of_feature_processors_are_trained(tmp_path: Path, by_rows: bool
 def test_the_output_in_the_models_order(world_of_one: dist.ProcessGroup) -> None:
     tables: Tables = {"a": (5, 4, ["x", "y"], SUM), "b": (5, 8, ["y"], SUM), "c": (5, 4, ["z"], SUM)}
     tables = dict(tables) | {"d": (5, 4, ["x"], SUM)}
-    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
-    ways = {"a": FUSED, "b": data_parallel(), "c": column_wise([0], compute_kernel="fused"), "d": FUSED}
-    sharder: Any = OverlapEmbeddingBagCollectionSharder(output_order="model")
-    ordered: Any = OverlapEmbeddingBagCollectionSharder()
-    plan = dict(construct_module_sharding_plan(module, dict(reversed(ways.items())), sharder, 1, 1, "cpu"))
-    environment = ShardingEnv.from_process_group(world_of_one)
-    ids = KeyedJaggedTensor(["x", "y", "z"], torch.tensor([1, 2, 3]), lengths=torch.ones(3, dtype=torch.int64))
-    by_model, by_plan = (each.shard(module, plan, environment, CPU)(ids) for each in (sharder, ordered))
-    assert by_model.keys() == ["x@a", "y@a", "z", "x@d", "y@b"], "what TorchRec keeps comes last"
-    assert by_plan.keys() != by_model.keys()
-    assert by_plan.keys() == EmbeddingBagCollectionSharder().shard(module, plan, environment, CPU)(ids).keys()
+    ways = {"d": FUSED, "c": column_wise([0], compute_kernel="fused"), "b": data_parallel(), "a": FUSED}
+    ordered, ours = (OverlapEmbeddingBagCollectionSharder(output_order=order) for order in ("model", "plan"))
+    ids = _ids("xyz", [1, 2, 3], [1, 1, 1])
+    by_model, by_plan, by_torchrec = (
+        _shard(sharder, world_of_one, ways, tables)(ids).keys()
+        for sharder in (ordered, ours, EmbeddingBagCollectionSharder())
+    )
+    assert by_model == ["x@a", "y@a", "z", "x@d", "y@b"], "what TorchRec keeps comes last"
+    assert by_model != by_plan == by_torchrec
 
 
 @pytest.mark.parametrize("bad", [-1, 5, 1 << 31, 1 << 40])
 def test_an_id_outside_a_table_that_is_cut_by_rows(world_of_one: dist.ProcessGroup, bad: int) -> None:
-    """Where ids are sent by the exchange, the owner of the last rows reports it, by the bounds check's mode."""
-    module = EmbeddingBagCollection(table_configs({"t": (5, 4, ["f"], SUM)}), device=torch.device("meta"))
-    sharder: Any = OverlapEmbeddingBagCollectionSharder({"bounds_check_mode": BoundsCheckMode.FATAL})
-    plan = construct_module_sharding_plan(module, {"t": row_wise(compute_kernel="fused")}, sharder, 1, 1, "cpu")
-    sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
+    """If the exchange sends the ids, the owner of the last rows reports it as the mode of the bounds check says."""
+    sharder = OverlapEmbeddingBagCollectionSharder({"bounds_check_mode": BoundsCheckMode.FATAL})
+    sharded = _shard(sharder, world_of_one, {"t": BY_ROWS}, {"t": (5, 4, ["f"], SUM)})
     sharded.take_ids(["f"], BatchCapacity(2, {"f": (0, 2)}))
-    sharded(KeyedJaggedTensor(["f"], torch.tensor([4, 0, 1]), lengths=torch.tensor([2, 1]))).wait()
+    sharded(_ids("f", [4, 0, 1], [2, 1])).wait()
     told = min(bad, 2**31 - 1)
     with pytest.raises(ValueError, match=rf"id 1 of feature f in the batch of rank 0: f: id {told} is outside"):
-        sharded(KeyedJaggedTensor(["f"], torch.tensor([4, bad, 1]), lengths=torch.tensor([2, 1]))).wait()
+        sharded(_ids("f", [4, bad, 1], [2, 1])).wait()
 
 
-def test_a_module_that_was_sharded_anew_takes_no_ids(world_of_one: dist.ProcessGroup) -> None:
-    """It has another exchange, which a pipeline has not told of bounds yet."""
-    module = EmbeddingBagCollection(table_configs({"t": (5, 4, ["f"], SUM)}), device=torch.device("meta"))
-    sharder: Any = OverlapEmbeddingBagCollectionSharder()
-    plan = construct_module_sharding_plan(module, {"t": FUSED}, sharder, 1, 1, "cpu")
-    environment = ShardingEnv.from_process_group(world_of_one)
-    sharded = sharder.shard(module, plan, environment, CPU)
-    ids = KeyedJaggedTensor(["f"], torch.tensor([4, 0, 1]), lengths=torch.tensor([2, 1]))
+def test_a_module_that_was_sharded_again_takes_no_ids(world_of_one: dist.ProcessGroup) -> None:
+    """It has another exchange, which no pipeline has told the capacity yet."""
+    sharded = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, {"t": FUSED}, {"t": (5, 4, ["f"], SUM)})
+    ids = _ids("f", [4, 0, 1], [2, 1])
     before = sharded(ids).values()
     sharded.take_ids(["f"], BatchCapacity(2, {"f": (0, 2)}))
-    sharded.update_shards({}, environment, CPU)
-    assert_all_near({"f": sharded(ids).values()}, {"f": before}, 0.0, "output")
+    sharded.update_shards({}, ShardingEnv.from_process_group(world_of_one), CPU)
+    assert_same(sharded(ids).values(), before, "output")
 
 
 @pytest.mark.parametrize(("output_order", "takes_ids"), [("plan", False), ("model", False), ("model", True)])
 def test_means_of_row_wise_tables_are_divided(
     world_of_one: dist.ProcessGroup, output_order: str, takes_ids: bool
 ) -> None:
-    """TorchRec divides all means behind the exchange where one table is row-wise, whose shards hold parts of them."""
+    """If a table is row-wise, its shards hold parts of means, so TorchRec divides all means after the exchange."""
     tables: Tables = {"a": (5, 4, ["x"], MEAN), "b": (5, 8, ["y"], MEAN), "c": (5, 4, ["z"], SUM)}
-    module = EmbeddingBagCollection(table_configs(tables), is_weighted=True, device=torch.device("meta"))
-    ways = {"a": row_wise(compute_kernel="fused"), "b": FUSED, "c": FUSED}
-    values, weights = torch.tensor([1, 2, 2, 3, 4]), torch.tensor([0.5, 2.0, 1.0, 4.0, 0.25])
-    ids = KeyedJaggedTensor(["x", "y", "z"], values, weights, lengths=torch.tensor([2, 2, 1]))
-    ours: Any = OverlapEmbeddingBagCollectionSharder(output_order=output_order)
-    found = []
-    stock: Any = EmbeddingBagCollectionSharder()
-    for sharder in (ours, stock):
-        plan = construct_module_sharding_plan(module, ways, sharder, 1, 1, "cpu")
-        sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
-        initialise_tables(sharded, seed=0)
-        if takes_ids and sharder is ours:
-            sharded.take_ids(["x", "y", "z"], BatchCapacity(1, dict.fromkeys("xyz", (0, 2))), weighted=True)
-        found.append(dict(sorted(sharded(ids).to_dict().items())))
-    assert_all_near(found[0], found[1], 0.0, "output")
-    assert all(pooled.any() for pooled in found[0].values())
+    ways = {"a": BY_ROWS, "b": FUSED, "c": FUSED}
+    weights = torch.tensor([0.5, 2.0, 1.0, 4.0, 0.25])
+    ids = KeyedJaggedTensor([*"xyz"], torch.tensor([1, 2, 2, 3, 4]), weights, lengths=torch.tensor([2, 2, 1]))
+    sharder = OverlapEmbeddingBagCollectionSharder(output_order=output_order)
+    ours = _shard(sharder, world_of_one, ways, tables, weighted=True)
+    if takes_ids:
+        ours.take_ids([*"xyz"], BatchCapacity(1, dict.fromkeys("xyz", (0, 2))), weighted=True)
+    torchrec = _shard(EmbeddingBagCollectionSharder(), world_of_one, ways, tables, weighted=True)
+    found = _by_name(ours(ids))
+    assert_all_near(found, _by_name(torchrec(ids)), 0.0, "output")
+    assert all(pooled.any() for pooled in found.values())
 
 
 @pytest.mark.parametrize("output", [SparseType.BF16, DataType.FP16])
@@ -381,20 +361,16 @@ def test_means_of_row_wise_tables_are_divided(
 def test_outputs_in_half_precision_are_those_in_float32_rounded(
     world_of_one: dist.ProcessGroup, output: SparseType | DataType, copy_output: bool
 ) -> None:
-    ids = KeyedJaggedTensor(["f5"], torch.tensor([1, 2, 7]), lengths=torch.tensor([2, 0, 1]))
     dtype = torch.bfloat16 if output == SparseType.BF16 else torch.float16
     rounded: list[torch.Tensor] = []
     for params in ({}, {"output_dtype": output}):
-        sharder: Any = OverlapEmbeddingBagCollectionSharder({"learning_rate": 1.0, **params}, copy_output=copy_output)
-        sharded = _shard_alone(sharder, FUSED, world_of_one)
-        initialise_tables(sharded, seed=0)
-        pooled = sharded(ids).values()
+        sharder = OverlapEmbeddingBagCollectionSharder({"learning_rate": 1.0, **params}, copy_output=copy_output)
+        sharded = _shard_alone(sharder, world_of_one)
+        pooled = sharded(_ids(["f5"], [1, 2, 7], [2, 0, 1])).values()
         assert pooled.dtype == (dtype if params else torch.float32)
         rounded.append(pooled.detach().to(dtype))
         pooled.float().square().sum().backward()
-        rounded += [
-            shard.tensor.clone() for shard in sharded.state_dict()["embedding_bags.other.weight"].local_shards()
-        ]
+        rounded += [tensor for _, tensor in local_tensors(sharded.state_dict())]
         assert sharded.leading_columns == 0
         del pooled
         sharded.exchange.close()
@@ -404,66 +380,53 @@ def test_outputs_in_half_precision_are_those_in_float32_rounded(
 
 @pytest.mark.parametrize("backend", EXCHANGED)
 @pytest.mark.parametrize("decay", [0.0, 0.1])  # with a decay, FBGEMM's own operator updates the rows
-def test_autocast_of_another_half_type_than_the_wire(
+def test_autocast_to_another_half_type_than_the_wire_changes_nothing(
     world_of_one: dist.ProcessGroup, backend: str, decay: float
 ) -> None:
-    """Autocast refuses to join tensors of the half type that is not its own; what is exchanged is not its concern."""
-    ids = KeyedJaggedTensor(["f5"], torch.tensor([1, 2, 7]), lengths=torch.tensor([2, 0, 1]))
+    """Autocast refuses to concatenate tensors of another half type than its own."""
     found: list[list[torch.Tensor]] = []
+    params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 1.0, "weight_decay_mode": WeightDecayMode.L2}
     for enabled in (False, True):
-        params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 1.0, "weight_decay_mode": WeightDecayMode.L2}
-        sharded = _shard_alone(
-            OverlapEmbeddingBagCollectionSharder(params, backend=backend, wire_dtype="fp16"), FUSED, world_of_one
-        )
-        initialise_tables(sharded, seed=0)
+        sharder = OverlapEmbeddingBagCollectionSharder(params, backend=backend, wire_dtype="fp16")
+        sharded = _shard_alone(sharder, world_of_one)
         for lookup in sharded._lookups:
             lookup._emb_modules[0].emb_module.update_hyper_parameters({"weight_decay": decay})
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            pooled = sharded(ids).values()
+            pooled = sharded(_ids(["f5"], [1, 2, 7], [2, 0, 1])).values()
             pooled.square().sum().backward()
-        rows = sharded.state_dict()["embedding_bags.other.weight"].local_shards()[0].tensor
-        found.append([pooled.detach(), rows.clone()])
+        found.append([pooled.detach(), *dict(local_tensors(sharded.state_dict())).values()])
         sharded.exchange.close()
-    for name, beside, alone in zip(("pooled embeddings", "rows"), found[1], found[0], strict=True):
-        assert_same(beside, alone, name)
+    for name, actual, expected in zip(("pooled embeddings", "rows"), found[1], found[0], strict=True):
+        assert_same(actual, expected, name)
+
+
+TWO_TABLES: Tables = {"a": (5, 4, ["x"], SUM), "b": (5, 8, ["y"], SUM)}
 
 
 def test_outputs_of_several_types_stay_with_torchrec(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of two tables, or of one and the wire."""
-    tables: Tables = {"a": (5, 4, ["x"], SUM), "b": (5, 8, ["y"], SUM)}
-    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
-    environment = ShardingEnv.from_process_group(world_of_one)
     for wire_dtype, types in (("fp32", (DataType.FP16, DataType.FP32)), ("bf16", (DataType.FP16, DataType.FP16))):
-        sharder: Any = OverlapEmbeddingBagCollectionSharder(wire_dtype=wire_dtype)
-        plan = dict(construct_module_sharding_plan(module, dict.fromkeys(tables, FUSED), sharder, 1, 1, "cpu"))
-        for parameter, output in zip(plan.values(), types, strict=True):
-            parameter.output_dtype = output
-        assert sharder.shard(module, plan, environment, CPU).exchange is None
-    told = ("outputs of types fp16 and fp32", "output of type fp16: leave wire_dtype out")
-    assert [message.rpartition("TorchRec: ")[2] for message in caplog.messages] == [*told]
+        ways = {name: _fused_with(output_dtype=output) for name, output in zip(TWO_TABLES, types, strict=True)}
+        sharder = OverlapEmbeddingBagCollectionSharder(wire_dtype=wire_dtype)
+        assert _shard(sharder, world_of_one, ways, TWO_TABLES).exchange is None
+    told = ["outputs of types fp16 and fp32", "output of type fp16: leave wire_dtype out"]
+    assert [message.rpartition("TorchRec: ")[2] for message in caplog.messages] == told
 
 
 def test_the_strictest_bounds_check_of_a_module_holds(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where none of them stops the run, row 0 is taken under each, as by TorchRec."""
-    tables: Tables = {"a": (5, 4, ["x"], SUM), "b": (5, 8, ["y"], SUM)}
-    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
-    ours: Any = OverlapEmbeddingBagCollectionSharder()
-    stock: Any = EmbeddingBagCollectionSharder()
-    found = []
-    for sharder in (ours, stock):
-        plan = dict(construct_module_sharding_plan(module, dict.fromkeys(tables, FUSED), sharder, 1, 1, "cpu"))
-        plan["a"].bounds_check_mode, plan["b"].bounds_check_mode = BoundsCheckMode.IGNORE, BoundsCheckMode.V2_WARNING
-        sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
-        initialise_tables(sharded, seed=0)
-        ids = KeyedJaggedTensor(["x", "y"], torch.tensor([1, 7, 3]), lengths=torch.tensor([2, 1]))
-        found.append(dict(sorted(sharded(ids).to_dict().items())))
-    assert_all_near(found[0], found[1], 0.0, "output")
-    lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
-    assert [line.partition(";")[0] for line in lines] == ["x: id 7 is outside its table of 5 rows"]
+    """If none of them stops the run, row 0 is taken under each, as by TorchRec."""
+    modes = {"a": BoundsCheckMode.IGNORE, "b": BoundsCheckMode.V2_WARNING}
+    ways = {name: _fused_with(bounds_check_mode=mode) for name, mode in modes.items()}
+    ours, torchrec = (
+        _by_name(_shard(sharder, world_of_one, ways, TWO_TABLES)(_ids("xy", [1, 7, 3], [2, 1])))
+        for sharder in (OverlapEmbeddingBagCollectionSharder(), EmbeddingBagCollectionSharder())
+    )
+    assert_all_near(ours, torchrec, 0.0, "output")
+    assert [line.partition(";")[0] for line in _lines(caplog)] == ["x: id 7 is outside its table of 5 rows"]
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -476,20 +439,14 @@ def test_a_table_that_names_a_feature_twice(world_of_one: dist.ProcessGroup, ord
         "c": (5, 8, ["x", "z", "x"], MEAN),
         "d": (5, 4, ["y", "y"], SUM),
     }
-    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
-    ways = {"a": FUSED, "b": row_wise(compute_kernel="fused"), "d": data_parallel()}
-    ways["c"] = column_wise([0, 0], compute_kernel="fused")
-    ids = KeyedJaggedTensor(["x", "y", "z"], torch.tensor([1, 2, 2, 3, 4]), lengths=torch.tensor([2, 2, 1]))
-    ours: Any = OverlapEmbeddingBagCollectionSharder(output_order=order)
-    stock: Any = EmbeddingBagCollectionSharder()
+    ways = {"a": FUSED, "b": BY_ROWS, "d": data_parallel(), "c": column_wise([0, 0], compute_kernel="fused")}
+    ours = OverlapEmbeddingBagCollectionSharder(output_order=order)
     found: list[list[torch.Tensor]] = []
-    for sharder in (ours, stock):
-        plan = construct_module_sharding_plan(module, ways, sharder, 1, 1, "cpu")
-        sharded: Any = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
-        initialise_tables(sharded, seed=0)
+    for sharder in (ours, EmbeddingBagCollectionSharder()):
+        sharded = _shard(sharder, world_of_one, ways, tables)
         if captured and sharder is ours:
-            sharded.take_ids(["x", "y", "z"], BatchCapacity(1, dict.fromkeys("xyz", (0, 2))))
-        pooled = sharded(ids).wait()
+            sharded.take_ids([*"xyz"], BatchCapacity(1, dict.fromkeys("xyz", (0, 2))))
+        pooled = sharded(_ids("xyz", [1, 2, 2, 3, 4], [2, 2, 1])).wait()
         columns = zip(pooled.keys(), pooled.values().split(pooled.length_per_key(), dim=1), strict=True)
         by_name = [column for _, column in sorted(columns, key=lambda each: each[0])]
         torch.stack([number * column.sum() for number, column in enumerate(by_name)]).sum().backward()
@@ -504,43 +461,35 @@ def test_a_table_that_names_a_feature_twice(world_of_one: dist.ProcessGroup, ord
 def test_that_the_drop_in_is_active_is_one_line(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hooked = {"extra_optimizer_config": WRITEBACK}
     with caplog.at_level("INFO", "dlrm_overlap"):
-        for way, params in ((FUSED, {}), (row_wise(compute_kernel="fused"), {}), (FUSED, hooked)):
-            _shard_alone(OverlapEmbeddingBagCollectionSharder(params), way, world_of_one)
+        for way, params in ((FUSED, {}), (BY_ROWS, {}), (FUSED, {"extra_optimizer_config": WRITEBACK})):
+            _shard_alone(OverlapEmbeddingBagCollectionSharder(params), world_of_one, way)
     lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
-    told = ("1 of 1 tables exchanged, update by push", "0 of 1 tables exchanged, update by FBGEMM")
-    assert lines == [f"backend pgas: {told[0]}", f"backend pgas: {told[0]}", f"backend pgas: {told[1]}"]
+    pushed, others = "1 of 1 tables exchanged, update by push", "0 of 1 tables exchanged, update by FBGEMM"
+    assert lines == [f"backend pgas: {told}" for told in (pushed, pushed, others)]
 
 
 def test_lookups_called_apart_stay_with_torchrec(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a managed-collision module calls them."""
-    sharded = _shard_alone(OverlapEmbeddingBagCollectionSharder(), FUSED, world_of_one)
-    ids = KeyedJaggedTensor(["f5"], torch.tensor([1, 2]), lengths=torch.tensor([2]))
+    sharded = _shard_alone(OverlapEmbeddingBagCollectionSharder(), world_of_one)
+    ids = _ids(["f5"], [1, 2], [2])
     for _ in range(2):
         context = sharded.create_context()
         arrived = sharded.input_dist(context, ids).wait().wait()
         apart = sharded.output_dist(context, sharded.compute(context, arrived)).wait()
         assert_same(apart.values(), sharded(ids).values(), "pooled embeddings")
-    lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
-    assert lines == ["backend pgas: steps stay with TorchRec: another module calls compute and output_dist"]
+    assert _lines(caplog) == ["backend pgas: steps stay with TorchRec: another module calls compute and output_dist"]
 
 
 def _codecs(forward: CommType, backward: CommType, scale: float | None = None) -> dict[str, QuantizedCommCodecs] | None:
     return get_qcomm_codecs_registry(QCommsConfig(forward, backward, backward_loss_scale=scale))
 
 
-def _shard_alone(sharder: Any, way: ParameterShardingGenerator, group: dist.ProcessGroup) -> Any:
-    module = EmbeddingBagCollection(table_configs(OTHER_TABLES), device=torch.device("meta"))
-    plan = construct_module_sharding_plan(module, {"other": way}, sharder, 1, 1, "cpu")
-    return sharder.shard(module, dict(plan), ShardingEnv.from_process_group(group), CPU)
-
-
 WRITEBACK = UserEnabledConfigDefinition(use_writeback_bwd_prehook=True)
-FUSED = table_wise(0, compute_kernel="fused")
 FP16, BF16, INT8 = CommType.FP16, CommType.BF16, CommType.INT8
+FP16_OUTPUT = {"output_dtype": SparseType.FP16}
 
 
 @pytest.mark.parametrize(
@@ -551,12 +500,7 @@ FP16, BF16, INT8 = CommType.FP16, CommType.BF16, CommType.INT8
         (FUSED, {}, _codecs(FP16, BF16), "quantised communication: bf16 and fp16"),
         (FUSED, {}, _codecs(INT8, INT8), "quantised communication: int8"),
         (FUSED, {}, _codecs(FP16, FP16, 8.0), "quantised communication: fp16 and fp16 with a loss scale"),
-        (
-            FUSED,
-            {"output_dtype": SparseType.FP16},
-            _codecs(FP16, FP16),
-            "quantised communication of output of type fp16",
-        ),
+        (FUSED, FP16_OUTPUT, _codecs(FP16, FP16), "quantised communication of output of type fp16"),
     ],
     ids=["dense", "writeback", "two_codecs", "int8_codecs", "loss_scale", "codecs_and_output"],
 )
@@ -568,14 +512,12 @@ def test_reasons_to_fall_back(
     codecs: dict[str, QuantizedCommCodecs] | None,
     reason: str,
 ) -> None:
-    sharder: Any = OverlapEmbeddingBagCollectionSharder(params, codecs)
-    assert _shard_alone(sharder, way, world_of_one).exchange is None
-    lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
-    assert len(lines) == 1
-    assert lines[0].endswith(f" tables stay with TorchRec: {reason}")
+    assert _shard_alone(OverlapEmbeddingBagCollectionSharder(params, codecs), world_of_one, way).exchange is None
+    (line,) = _lines(caplog)
+    assert line.endswith(f" tables stay with TorchRec: {reason}")
 
 
-def test_a_wire_type_beside_codecs_of_another_is_refused() -> None:
+def test_a_wire_type_with_codecs_of_another_is_refused() -> None:
     told = "wire_dtype: 'bf16', but qcomm_codecs_registry has fp16; give one of the two"
     with refuses(told):
         OverlapEmbeddingBagCollectionSharder(None, _codecs(FP16, FP16), wire_dtype="bf16")

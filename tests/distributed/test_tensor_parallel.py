@@ -1,9 +1,10 @@
-"""A top MLP that is divided over the ranks trains like a replicated one, and resumes from its checkpoint."""
+"""A top MLP that is divided over the ranks trains as a replicated one does, and resumes from its checkpoint."""
 
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from tests.agreement import LOSS_TOLERANCE
 from tests.conftest import assert_losses_agree, read_metrics
@@ -13,57 +14,40 @@ pytestmark = pytest.mark.slow
 
 # Layers 1 and 2 and layers 3 and 4 are pairs, layer 5 has none.
 COMMON = ["--model.top_mlp", "[48,20,32,16,8,1]", "--train.global_batch_size", "192", "--data.eval_samples", "300"]
-# Adagrad hides a gradient of another size, which SGD shows; its state, which SGD has not, is part of a checkpoint.
+# SGD shows a gradient of another size, which Adagrad hides; Adagrad has a state, which is part of a checkpoint.
 ADAGRAD = ["--train.steps", "40", "--checkpoint.every", "20"]
 SGD = ["--train.steps", "30", "--train.optimizer", "sgd", "--train.lr", "0.5"]
 GRAPH = ["--embedding.backend", "pgas", "--train.pipeline", "graph"]
 TENSOR = ["--model.top_parallel", "tensor"]
 
 
-def _run(folder: Path, name: str, *options: str) -> None:
-    train(quickstart(folder, f"{name}_{dist.get_world_size()}", *COMMON, *options))
+RUNS = [  # name, which ends in the number of ranks; the checkpoint that it starts from; options
+    ("adagrad_1", "", [*ADAGRAD, *TENSOR]),
+    ("sgd_1", "", [*SGD, *TENSOR]),
+    ("sgd_2", "", [*SGD, *TENSOR]),
+    ("sgd_graph_2", "", [*SGD, *TENSOR, *GRAPH]),
+    ("adagrad_2", "", [*ADAGRAD, *TENSOR, *GRAPH]),
+    ("goes_on_2", "adagrad_1/checkpoints/step_20", [*TENSOR, "--embedding.backend", "nccl"]),
+    ("adagrad_4", "", [*ADAGRAD, *TENSOR]),
+    ("goes_on_4", "adagrad_2/checkpoints/step_20", [*TENSOR, *GRAPH, "--train.flat_dense", "false"]),
+    ("whole_2", "adagrad_4/checkpoints/step_20", ["--checkpoint.every", "5"]),
+    ("goes_on_3", "whole_2/checkpoints/step_25", TENSOR),  # 3 ranks divide the first pair alone
+    ("goes_on_1", "adagrad_4/checkpoints/step_20", []),
+]
 
 
-def _from(folder: Path, run: str, step: int = 20) -> list[str]:
-    return ["--train.steps", "30", "--checkpoint.resume", str(folder / run / "checkpoints" / f"step_{step}")]
-
-
-def _train_on_one(folder: Path) -> None:
-    _run(folder, "adagrad", *ADAGRAD, *TENSOR)
-    _run(folder, "sgd", *SGD, *TENSOR)
-
-
-def _train_on_two(folder: Path) -> None:
-    _run(folder, "sgd", *SGD, *TENSOR)
-    _run(folder, "sgd_graph", *SGD, *TENSOR, *GRAPH)
-    _run(folder, "adagrad", *ADAGRAD, *TENSOR, *GRAPH)
-    _run(folder, "goes_on", *_from(folder, "adagrad_1"), *TENSOR, "--embedding.backend", "nccl")
-
-
-def _train_on_four(folder: Path) -> None:
-    _run(folder, "adagrad", *ADAGRAD, *TENSOR)
-    _run(folder, "goes_on", *_from(folder, "adagrad_2"), *TENSOR, *GRAPH, "--train.flat_dense", "false")
-
-
-def _go_on_undivided(folder: Path) -> None:
-    _run(folder, "whole", *_from(folder, "adagrad_4"), "--checkpoint.every", "5")
-
-
-def _go_on_divided_again(folder: Path) -> None:
-    _run(folder, "goes_on", *_from(folder, "whole_2", 25), *TENSOR)  # 3 ranks divide the first pair alone
-
-
-def _go_on_alone(folder: Path) -> None:
-    _run(folder, "goes_on", *_from(folder, "adagrad_4"))
+def _train_some(_: Path, folder: Path, runs: Sequence[tuple[str, str, list[str]]]) -> None:
+    for name, start, options in runs:
+        resume = ["--train.steps", "30", "--checkpoint.resume", str(folder / start)] if start else []
+        train(quickstart(folder, name, *COMMON, *resume, *options))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders of runs; names end in the number of ranks; the layers of one rank are whole."""
+    """The folders of all runs; the layers of one rank are whole."""
     folder = tmp_path_factory.mktemp("runs")
-    works = (_train_on_one, 1), (_train_on_two, 2), (_train_on_four, 4), (_go_on_undivided, 2)
-    for work, ranks in (*works, (_go_on_divided_again, 3), (_go_on_alone, 1)):
-        run_ranks(work, ranks, folder)
+    for ranks, some in groupby(RUNS, lambda run: int(run[0][-1])):
+        run_ranks(_train_some, ranks, tmp_path_factory.mktemp("ranks"), folder, list(some))
     return folder
 
 
@@ -80,7 +64,7 @@ def test_losses_are_those_of_whole_layers(runs: Path, run: str) -> None:
 
 
 @pytest.mark.parametrize("run", ["goes_on_2", "goes_on_4", "whole_2", "goes_on_3", "goes_on_1"])
-def test_goes_on_from_a_checkpoint_of_layers_that_were_divided_otherwise(runs: Path, run: str) -> None:
+def test_goes_on_from_a_checkpoint_of_layers_that_were_divided_in_another_way(runs: Path, run: str) -> None:
     losses, expected = read_metrics(runs / run, "train/loss"), read_metrics(runs / "adagrad_1", "train/loss")
     assert min(losses) == (26 if run == "goes_on_3" else 21)
     for step, loss in losses.items():

@@ -16,7 +16,7 @@ from tests.distributed.workers import quickstart, run_ranks, train
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart, whole, on 2 processes."""
+    """The whole quickstart on 2 processes."""
     return train_quickstart(tmp_path_factory.mktemp("train"), "torchrec", 2, "--train.eval_every", "150")
 
 
@@ -52,7 +52,6 @@ def _on_days(folder: Path) -> list[str]:
 
 
 def _train_several(folder: Path, whole: Path) -> None:
-    """Runs that are about one thing each, on ranks that are started once."""
     epoch = [*_on_days(folder), "--log.dir", str(folder), "--log.name", "epoch"]
     train(configuration(*epoch))
     resolved = ["--config", str(whole / "config.yaml"), "--log.dir", str(folder), "--log.name", "again"]
@@ -65,7 +64,6 @@ def _train_several(folder: Path, whole: Path) -> None:
 
 @pytest.fixture(scope="module")
 def several(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `_train_several`'s runs."""
     folder = tmp_path_factory.mktemp("several")
     run_ranks(_train_several, 2, _npy_days(folder, 1000), run)
     return folder
@@ -83,17 +81,13 @@ def test_tensorboard_shows_curves_and_texts(run: Path) -> None:
     events = EventAccumulator(str(run))
     events.Reload()
     scalars = set(events.Tags()["scalars"])
+    speeds = ("samples_per_s", "step_ms", "step_ms_p10", "step_ms_p50", "step_ms_p90", "input_wait_ms")
     assert {
         "train/loss",
         "eval/auroc",
         "eval/ne",
-        "speed/samples_per_s",
-        "speed/step_ms",
-        "speed/step_ms_p10",
-        "speed/step_ms_p50",
-        "speed/step_ms_p90",
-        "speed/input_wait_ms",
         "memory/peak_bytes",
+        *(f"speed/{each}" for each in speeds),
     } <= scalars
     assert {tag.split("/")[0] for tag in events.Tags()["tensors"]} >= {"plan", "config"}
     losses = {event.step: event.value for event in events.Scalars("train/loss")}
@@ -106,7 +100,7 @@ def _refusal(*argv: str) -> str:
     result = run_cli(*options)
     assert result.returncode == 2, result.stderr
     line, *later = [line for line in result.stderr.splitlines() if line.startswith("dlrm-overlap:")]
-    # On a busy machine rank 0 may take longer to end than rank 1 holds the same back.
+    # On a busy machine rank 0 may take longer to end than rank 1 waits before it says the same.
     assert all(each.startswith("dlrm-overlap: rank 1: ") for each in later), later
     assert "Traceback" not in result.stderr
     return line
@@ -160,7 +154,7 @@ def test_a_bad_id_ends_the_run_in_one_line_that_names_it(tmp_path: Path) -> None
     np.save(tmp_path / "day_0_sparse.npy", sparse)
     result = run_cli("train", *_on_days(tmp_path), "--nproc", "2", "--log.dir", str(tmp_path / "runs"))
     assert result.returncode == 2
-    # Every rank finds it, in the samples of which it takes the fingerprint; on a busy machine two may say so.
+    # Every rank finds it as it takes the samples' fingerprint; on a busy machine two may say so.
     (line,) = {line for line in result.stderr.splitlines() if not re.match(r"[\d:]+ rank \d: ", line)}
     assert line.startswith(f"dlrm-overlap: {tmp_path}/day_0, sample 555: id of table 7 is 50, not from 0 to 49"), line
 

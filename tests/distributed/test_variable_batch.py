@@ -1,9 +1,10 @@
-"""Features with batches of their own: each step is exchanged and captured, and trains as stock TorchRec does.
+"""Variable batches: each step is exchanged and captured, and trains as TorchRec does.
 
-Stock gets a bag for each sample, since on a CPU its lookups (FBGEMM's) take no such batches.
+TorchRec gets a bag for each sample, since FBGEMM's lookups take no variable batch on a CPU.
 """
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,8 @@ from tests.distributed.models import CPU, MEAN, SUM, Model, Table, Tables, make_
 from tests.distributed.workers import logged_messages, run_ranks
 
 STEPS = 7
-BOUND = BatchCapacity(
-    4, dict.fromkeys("fghij", (0, 3))
-)  # one that is learnt from so few samples grows, and steps are eager
+# A capacity that is learnt from so few samples grows, and steps are eager.
+CAPACITY = BatchCapacity(4, dict.fromkeys("fghij", (0, 3)))
 TABLES: Tables = {
     "whole": (20, 8, ["f", "g"], MEAN),
     "shared": (20, 4, ["g"], SUM),
@@ -75,49 +75,47 @@ def _expanded(batch: Batch) -> Batch:
     return Batch(batch.dense, sparse, batch.labels)
 
 
-def _train(sharder: Any, pipeline: str, batches: list[Batch], bound: BatchCapacity | None = None) -> dict[str, Any]:
+def _train(sharder: Any, pipeline: str, batches: list[Batch], capacity: BatchCapacity | None = None) -> dict[str, Any]:
     model, ranks = Model(TABLES, OTHERS), list(range(dist.get_world_size()))
 
     def cut_by_nodes(name: str, kind: str, owners: list[int], cuts: int) -> Any:
         return sharding_of(Table(*TABLES[name][:3], False, kind, owners, cuts))
 
-    places: Any = {"whole": [0], "shared": [0], "columns": [1, 0]}  # rank 1 has no whole table
-    places["of_a_node"] = cut_by_nodes("of_a_node", "table_row_wise", ranks[-LOCAL:], 1)
-    places["grid"] = cut_by_nodes("grid", "grid_shard", ranks, len(ranks) // LOCAL)
-    plan = make_plan(model, places, BY_ROWS, sharder, local_size=LOCAL)
+    shards: Any = {"whole": [0], "shared": [0], "columns": [1, 0]}  # rank 1 has no whole table
+    shards["of_a_node"] = cut_by_nodes("of_a_node", "table_row_wise", ranks[-LOCAL:], 1)
+    shards["grid"] = cut_by_nodes("grid", "grid_shard", ranks, len(ranks) // LOCAL)
+    plan = make_plan(model, shards, BY_ROWS, sharder, local_size=LOCAL)
     evaluated = []
 
     def evaluate(sharded: DistributedModelParallel, optimizer: CombinedOptimizer) -> None:
         """Evaluate before the first step, when no exchange takes ids yet."""
         sharded.eval()
         with torch.no_grad():
-            evaluated.append(open_pipeline(pipeline, sharded, optimizer, bound, CPU).progress(iter(batches[:1])))
+            evaluated.append(open_pipeline(pipeline, sharded, optimizer, capacity, CPU).progress(iter(batches[:1])))
         sharded.train()
 
-    given = train(model, plan, sharder, batches, pipeline, before=evaluate, bound=bound)
+    given = train(model, plan, sharder, batches, pipeline, before=evaluate, capacity=capacity)
     return given | {"outputs": evaluated + given["outputs"]}
 
 
 def _check(_: Path) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL)  # which TorchRec asks for
+    os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL)  # TorchRec reads it
     params = {"learning_rate": 0.5}
     whole = [_expanded(batch) for batch in _batches(4)]
-    stock, messages = _train(EmbeddingBagCollectionSharder(dict(params)), "none", whole), logged_messages()
+    torchrec, messages = _train(EmbeddingBagCollectionSharder(dict(params)), "none", whole), logged_messages()
     for pipeline in ("none", "sparse_dist", "graph", "captured"):
-        if pipeline == "captured":
-            with captures() as taken:
-                ours = _train(OverlapEmbeddingBagCollectionSharder(dict(params)), "graph", _batches(4), BOUND)
-            assert taken == {"captured": 2, "replayed": STEPS - 5}, taken
-        else:
-            ours = _train(OverlapEmbeddingBagCollectionSharder(dict(params)), pipeline, _batches(4))
-        for step, pair in enumerate(zip(ours["outputs"], stock["outputs"], strict=True)):
+        sharder, captured = OverlapEmbeddingBagCollectionSharder(dict(params)), pipeline == "captured"
+        with captures() if captured else nullcontext() as taken:
+            ours = _train(sharder, "graph" if captured else pipeline, _batches(4), CAPACITY if captured else None)
+        assert taken in (None, {"captured": 2, "replayed": STEPS - 5}), taken
+        for step, pair in enumerate(zip(ours["outputs"], torchrec["outputs"], strict=True)):
             assert_all_near(*pair, WEIGHT_TOLERANCE["fp32"], f"{pipeline}, step {step}, output")
-        assert_all_near(ours["weights"], stock["weights"], WEIGHT_TOLERANCE["fp32"], f"{pipeline}, weights")
+        assert_all_near(ours["weights"], torchrec["weights"], WEIGHT_TOLERANCE["fp32"], f"{pipeline}, weights")
         assert not [message for message in messages if "TorchRec" in message], messages
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_they_are_trained_as_by_stock(tmp_path: Path, ranks: int) -> None:
+def test_they_are_trained_as_by_torchrec(tmp_path: Path, ranks: int) -> None:
     run_ranks(_check, ranks, tmp_path)
 
 
@@ -126,8 +124,7 @@ def _ids(**more: Any) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["f", "g"], values, lengths=lengths, stride_per_key_per_rank=[[2], [3]], **more)
 
 
-def test_empty_bags_are_added_and_not_taken() -> None:
-    """The example of the module."""
+def test_empty_bags_are_added_and_not_used() -> None:
     inverse = ["g", "f"], torch.tensor([[0, 1, 2], [0, 1, 0]])
     even = with_even_batches(_ids(inverse_indices=inverse))
     assert even.stride_per_key() == [3, 3]
@@ -144,7 +141,7 @@ def test_shared_bags_are_repeated() -> None:
     assert_same(ids.values(), torch.tensor([5, 7, 5, 1, 2, 3]), "ids")
     assert with_bags_of_samples(ids) is ids
     counts = [len(with_even_batches_of(_ids(inverse_indices=inverse), each).ids[0].values()) for each in ("", "f")]
-    assert counts == [5, 6], "they are so for unpooled tables alone"
+    assert counts == [5, 6], "they are repeated for unpooled tables only"
 
 
 def test_without_inverse_indices_they_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Models with unpooled tables, trained under stock TorchRec and under the drop-in. Imports no pytest."""
+"""Models with unpooled tables, trained under TorchRec and under the drop-in. Imports no pytest."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,6 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -35,10 +34,10 @@ from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder,
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
-from tests.distributed.models import Table, local_tensors, sharding_of
+from tests.distributed.models import Table, local_tensors, open_pipeline, optimizer_states, sharding_of, world
 
 DIM = 8
-TABLES = {  # table -> rows, features; f is of two tables, and no table reads x
+TABLES = {  # table -> rows, features; f has two tables, x has none
     "shared": (20, ["f", "g"]),
     "columns": (30, ["h", "f"]),
     "rows": (13, ["k"]),
@@ -47,7 +46,7 @@ TABLES = {  # table -> rows, features; f is of two tables, and no table reads x
 ROWS = {"k": 13, "f": 20, "x": 5, "g": 20, "h": 30, "m": 40, "p": 25, "q": 6}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5},
-    "dense_sgd": {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1},  # that of the dense parameters
+    "dense_sgd": {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1},  # the dense parameters' rate
     "adagrad": {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1, "eps": 0.1},
     "rowwise_adagrad": {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "eps": 1e-3},
 }
@@ -59,73 +58,65 @@ class Case:
     """A model, how its tables are cut, and its batches."""
 
     plan: str = "mixed"
-    """mixed, or one way of all tables; of tables of one's own they say it"""
+    """mixed, or one way for all tables; `tables` have their own"""
     bags: tuple[int, int] = (0, 5)
-    """the least and the most ids of a sample's sequence"""
+    """least and most ids of a sample's sequence"""
     sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """the same of features that have others"""
+    """the same for single features"""
     samples: Sequence[int] = (4,)
     """of each rank, in turns"""
     optimizer: str = "sgd"
     kernel: str = "fused"
-    """the compute kernel of tables that are not one's own"""
+    """compute kernel of `TABLES`"""
     clipped: bool = False
-    """whether gradients are, at a bound that many are beyond"""
+    """whether gradients are clipped, many of them"""
     pooled: bool = False
-    """whether there is a pooled collection beside, and tables that every rank holds"""
+    """whether there is a pooled collection, too, and data-parallel tables"""
     repeated: int = 0
-    """how often one id is in a sequence more of rank 0"""
+    """how often an id is in another sequence of rank 0"""
     steps: int = 3
     longer: Mapping[int, int] = field(default_factory=dict)
-    """by step: how many times as long its sequences are"""
+    """step -> factor of the lengths of its sequences"""
     need_indices: bool = False
     rows: DataType = DataType.FP32
     few: int = 0
-    """of how many ids most are drawn; 0: all"""
+    """number of ids of which most are drawn; 0 for all"""
     tables: Mapping[str, Table] | None = None
-    """of one's own in place of TABLES, all of one dim"""
+    """used in place of `TABLES`, all of one dim"""
     features: Sequence[str] = tuple(ROWS)
     """in the order of the batches"""
     ids: torch.dtype = torch.int64
-    own_batches: bool = False
+    variable_batch: bool = False
     """whether half of a feature's sequences are of several samples"""
-    bound: BatchCapacity | None = None
+    capacity: BatchCapacity | None = None
     """of captured steps; None is learnt"""
     nodes: int | Literal["auto"] = "auto"
-    """that are emulated"""
+    """emulated nodes"""
 
     @property
     def rows_of(self) -> dict[str, int]:
-        """The ids of each feature are below this."""
+        """Feature -> number of rows."""
         if self.tables is None:
             return ROWS
-        tables = self.tables.values()
-        return {
-            name: min([t.rows for t in tables if name in t.features], default=ROWS.get(name, 3))
-            for name in self.features
-        }
+        rows = {name: [t.rows for t in self.tables.values() if name in t.features] for name in self.features}
+        return {name: min(each, default=ROWS.get(name, 3)) for name, each in rows.items()}
 
 
 class Model(nn.Module):
-    """Weighs every row by its place in its sequence, so that an order that is wrong gives another loss."""
+    """Weighs every row by its position in its sequence, so that a wrong order gives another loss."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         tables = TABLES if case.tables is None else {name: (t.rows, t.features) for name, t in case.tables.items()}
         (dim,) = {DIM} if case.tables is None else {table.dim for table in case.tables.values()}
         configs = [
-            EmbeddingConfig(
-                name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, data_type=case.rows
-            )
+            EmbeddingConfig(rows, dim, name=name, feature_names=features, data_type=case.rows)
             for name, (rows, features) in tables.items()
         ]
         meta = torch.device("meta")
         self.sequences = EmbeddingCollection(configs, device=meta, need_indices=case.need_indices)
         if case.pooled:
-            bags = [
-                EmbeddingBagConfig(name=f"t_{key}", num_embeddings=ROWS[key], embedding_dim=dim, feature_names=[key])
-                for key in ("p", "q")
-            ]
+            bags = [EmbeddingBagConfig(ROWS[key], dim, name=f"t_{key}", feature_names=[key]) for key in "pq"]
             self.pooled = EmbeddingBagCollection(bags, device=meta)
         self.dense = nn.Linear(3, dim, bias=False)
 
@@ -137,7 +128,7 @@ class Model(nn.Module):
 
 
 class _Pulled(torch.autograd.Function):
-    """0, with a gradient of 3 for the room behind `count` rows, which must reach no row of a table."""
+    """Returns 0, and a gradient of 3 for the padding after `count` rows, which must reach no row of a table."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, count: int) -> torch.Tensor:
@@ -152,7 +143,7 @@ class _Pulled(torch.autograd.Function):
 
 @torch.fx.wrap
 def _loss_and_output(found: Any, scale: torch.Tensor, pooled: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss, and all elements of the sequences, without room behind them."""
+    """Return the loss, and all elements of the sequences without padding."""
     loss, given = scale.square().sum(), list[torch.Tensor]()
     if pooled is not None:
         by_key = pooled.to_dict()
@@ -160,11 +151,11 @@ def _loss_and_output(found: Any, scale: torch.Tensor, pooled: Any) -> tuple[torc
     for _, each in sorted(found.items()):
         values, lengths = each.values(), each.lengths().long()
         sample = torch.repeat_interleave(lengths)
-        place = torch.arange(1, len(sample) + 1, device=values.device)[:, None]
+        position = torch.arange(1, len(sample) + 1, device=values.device)[:, None]
         given += [values[: len(sample)].detach(), lengths[: len(lengths) * bool(len(sample))]]
         if (ids := each.weights_or_none()) is not None:
             given.append(ids[: len(sample)])
-        weighed = values[: len(sample)].float() * scale[sample] * (1 + place / max(1, len(sample)))
+        weighed = values[: len(sample)].float() * scale[sample] * (1 + position / max(1, len(sample)))
         loss = loss + weighed.square().sum() / max(1, len(sample))
         loss = loss + _Pulled.apply(values, len(sample))
     return loss, torch.cat([each.flatten().double() for each in given])
@@ -201,26 +192,25 @@ def make_plan(model: Model, case: Case, sharders: Sequence[Any], world_size: int
     return ShardingPlan(plans)
 
 
-def batches(case: Case, rank: int, stand_in: bool) -> Iterator[Batch]:
+def batches(case: Case, rank: int, placeholder: bool) -> Iterator[Batch]:
     """Yield the batches of a rank.
 
-    Args:
-        stand_in: in place of no sample, which stock TorchRec does not take, have one without ids, whose gradient is 0;
-            and a sequence for every sample, since stock TorchRec loses gradients of one that samples share.
+    With `placeholder`, as TorchRec needs it, a batch without samples has one without ids, whose gradient is 0, and
+    every sample has its own sequence: TorchRec loses gradients of a sequence that samples share.
     """
     generator = torch.Generator().manual_seed(rank)
     for step in range(case.steps):
         samples = case.samples[rank % len(case.samples)]
-        stands_in = stand_in and samples == 0
-        samples = 1 if stands_in else samples
+        empty = placeholder and samples == 0
+        samples = 1 if empty else samples
         lengths, values = [], []
         for key, rows in case.rows_of.items():
             least, most = case.sizes.get(key, case.bags)
-            bags = -(-samples // 2) if case.own_batches else samples
+            bags = -(-samples // 2) if case.variable_batch else samples
             some = torch.randint(least, most + 1, (bags,), generator=generator)
-            some *= case.longer.get(step, 1) * (not stands_in)
-            if step == 0 and case.longer:  # from which the bound is learnt
-                some[:] = most * (not stands_in)
+            some *= case.longer.get(step, 1) * (not empty)
+            if step == 0 and case.longer:  # from which the capacity is learnt
+                some[:] = most * (not empty)
             ids = torch.randint(0, rows, (int(some.sum()),), generator=generator)
             if case.few:
                 ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.98, ids % case.few, ids)
@@ -232,9 +222,9 @@ def batches(case: Case, rank: int, stand_in: bool) -> Iterator[Batch]:
             lengths.append(some)
             values.append(ids)
         keys, own = list(case.rows_of), dict[str, Any]()
-        if case.own_batches:
+        if case.variable_batch:
             inverse = torch.randint(0, -(-samples // 2), (len(keys), samples), generator=generator)
-            if stand_in:
+            if placeholder:
                 bags = [each.split(sizes.tolist()) for each, sizes in zip(values, lengths, strict=True)]
                 values = [torch.cat([of[i] for i in row]) for of, row in zip(bags, inverse.tolist(), strict=True)]
                 lengths = [sizes[row] for sizes, row in zip(lengths, inverse, strict=True)]
@@ -242,7 +232,7 @@ def batches(case: Case, rank: int, stand_in: bool) -> Iterator[Batch]:
                 strides = [[len(each)] for each in lengths]
                 own = {"stride_per_key_per_rank": strides, "inverse_indices": (keys, inverse)}
         sparse = KeyedJaggedTensor(keys, torch.cat(values).to(case.ids), lengths=torch.cat(lengths), **own)
-        dense = torch.rand(samples, 3, generator=generator) * (not stands_in)
+        dense = torch.rand(samples, 3, generator=generator) * (not empty)
         yield Batch(dense, sparse, torch.zeros(samples, 1))
 
 
@@ -255,31 +245,22 @@ def train(
 ) -> dict[str, Any]:
     """Return this rank's outputs, by step, then its parameters and states.
 
-    Args:
-        around: called with the sharded model and a step's number, where the step begins, True, and when it has ended.
+    `around` is called with the sharded model and a step's number before the step, with True, and after it, with False.
     """
     torch.manual_seed(0)
     model, world_size = Model(case), dist.get_world_size()
     plan = make_plan(model, case, sharders, world_size, device.type)
-    group = dist.group.WORLD
-    assert group is not None
-    env = ShardingEnv.from_process_group(group)
+    env = ShardingEnv.from_process_group(world())
     sharded = DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=list(sharders))
     initialise_tables(sharded, seed=0)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     nn.init.uniform_(model.dense.weight.data, 0.5, 1.0, generator=torch.Generator(device.type).manual_seed(0))
     keyed = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", keyed)])
-    kinds: dict[str, Any] = {"none": TrainPipelineBase, "sparse_dist": TrainPipelineSparseDist}
-    if pipeline in kinds:
-        steps = kinds[pipeline](sharded, optimizer, device)
-    else:
-        steps = GraphTrainPipeline(sharded, optimizer, device, capacity=case.bound)
+    steps = open_pipeline(pipeline, sharded, optimizer, case.capacity, device)
     given: dict[str, torch.Tensor] = {}
-    stand_in = isinstance(sharders[0], EmbeddingCollectionSharder) and not isinstance(
-        sharders[0], OverlapEmbeddingCollectionSharder
-    )
-    remaining = batches(case, dist.get_rank(), stand_in)
+    placeholder = not isinstance(sharders[0], OverlapEmbeddingCollectionSharder)
+    remaining = batches(case, dist.get_rank(), placeholder)
     for step in range(case.steps):
         around(sharded, step, True)
         output = steps.progress(remaining)
@@ -287,14 +268,13 @@ def train(
         optimizer.zero_grad()
         given[f"output of step {step}"] = output.clone()
     if pipeline != "sparse_dist":
-        (batch,) = batches(replace(case, steps=1, longer={0: 3}), 10 + dist.get_rank(), stand_in)
+        (batch,) = batches(replace(case, steps=1, longer={0: 3}), 10 + dist.get_rank(), placeholder)
         sharded.eval()
         with torch.inference_mode() if pipeline == "graph" else torch.no_grad():
             output = steps.progress(iter([batch])) if pipeline == "graph" else sharded(batch.to(device))[1]
         given["evaluated"] = output.clone()
     given |= dict(local_tensors(sharded.state_dict()))
-    for name, states in sharded.fused_optimizer.state_dict()["state"].items():
-        given |= {f"{key} of {name}": each for key, each in local_tensors(states)}
+    given |= optimizer_states(sharded)
     found = exchanges(sharded)
     assert all(isinstance(each, UnpooledExchange) for each in found[:1])
     if isinstance(steps, GraphTrainPipeline):
@@ -312,7 +292,7 @@ def _params(case: Case) -> dict[str, Any]:
     return {**OPTIMIZERS[case.optimizer], **({"gradient_clipping": True, "max_gradient": 0.02} if case.clipped else {})}
 
 
-def stock_sharders(case: Case) -> list[Any]:
+def torchrec_sharders(case: Case) -> list[Any]:
     params = _params(case)
     return [EmbeddingCollectionSharder(dict(params)), EmbeddingBagCollectionSharder(dict(params))]
 

@@ -1,4 +1,4 @@
-"""Models with unpooled tables, plans and ways to train them, drawn by hypothesis: as `plans` are."""
+"""Models with unpooled tables, plans and ways to train them, drawn by hypothesis as in `plans`."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -17,15 +17,13 @@ from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
 from tests.distributed.captured import captures
 from tests.distributed.models import CPU, Table
 from tests.distributed.plans import drawn_tables, happens
-from tests.distributed.unpooled import Case, our_sharders, stock_sharders, train
+from tests.distributed.unpooled import Case, our_sharders, torchrec_sharders, train
 
 KINDS = ("table_wise", "column_wise", "row_wise")
-"""what TorchRec shards unpooled tables by, but data-parallel, which it pools on a CPU"""
+"""TorchRec's ways to shard unpooled tables, without data-parallel, which it pools on a CPU"""
 
 
 class Way(NamedTuple):
-    """How the drop-in trains."""
-
     backend: str
     pipeline: str
     """graph or, by a stand-in for CUDA graphs, captured"""
@@ -34,21 +32,18 @@ class Way(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A model, its plan and its batches, and how to train it."""
-
     case: Case
     ways: Sequence[Way]
 
 
 @st.composite
 def drawn_sequences(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
-    """Draw for `ranks` ranks, of which TorchRec takes `local` for those of a node."""
     draw = draw_from(st.randoms(use_true_random=False))
     dim = draw.choice([4, 8, 20, 192])
     tables = drawn_tables(draw, iter(range(100)), ranks, local, 4, KINDS, [dim])
     cuts = draw.choice([cuts for cuts in range(1, ranks + 1) if dim % (4 * cuts) == 0])
     tables = {
-        name: _as_stock_takes_it(draw, table, ranks, cuts)._replace(cached=happens(draw, 0.3))
+        name: _as_torchrec_takes_it(draw, table, ranks, cuts)._replace(cached=happens(draw, 0.3))
         for name, table in tables.items()
     }
     features = list(dict.fromkeys(name for table in tables.values() for name in table.features))
@@ -65,7 +60,7 @@ def drawn_sequences(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
     rows = DataType.FP16 if happens(draw, 0.2) else DataType.FP32
     sizes = {name: draw.choice([(1, 1), (0, 0), (0, 1), (0, 4), (3, 3), (2, 9)]) for name in features}
     samples = [draw.randrange(1, 7)] * ranks if even else [draw.randrange(7) for _ in range(ranks)]
-    bound = (
+    capacity = (
         BatchCapacity(samples[0], sizes, distinct={name: t.rows for name, t in tables.items()}) if captured else None
     )
     case = Case(
@@ -76,7 +71,7 @@ def drawn_sequences(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
         optimizer=draw.choice(["sgd", "adagrad", "rowwise_adagrad"]),
         pooled=pooled,
         steps=7 if captured else 3,
-        bound=bound,  # one that is learnt of so few samples grows, and steps between are eager
+        capacity=capacity,  # learnt from so few samples it grows, and steps between are eager
         need_indices=happens(draw, 0.5),
         clipped=happens(draw, 0.2),
         rows=rows,
@@ -86,11 +81,11 @@ def drawn_sequences(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
     return Drawn(case, ways)
 
 
-def _as_stock_takes_it(draw: random.Random, table: Table, ranks: int, cuts: int) -> Table:
-    """Return a table that names no feature twice, which TorchRec would give twice as many columns.
+def _as_torchrec_takes_it(draw: random.Random, table: Table, ranks: int, cuts: int) -> Table:
+    """Return a table that names no feature twice, since TorchRec would give it twice as many columns.
 
-    FBGEMM takes unpooled shards of one width. Stock TorchRec's Adagrad has been seen to write outside its memory on a
-    CPU where a rank has several shards of a table's columns.
+    FBGEMM takes unpooled shards of one width. TorchRec's Adagrad has written outside its memory on a CPU if a rank had
+    several shards of a table's columns.
     """
     table = table._replace(features=list(dict.fromkeys(table.features)))
     if table.kind != "column_wise":
@@ -99,13 +94,9 @@ def _as_stock_takes_it(draw: random.Random, table: Table, ranks: int, cuts: int)
 
 
 def compare_unpooled(drawn: Drawn, _: Path) -> Iterator[Callable[[], None]]:
-    """Train by stock TorchRec and in the drawn ways.
-
-    Yields:
-        Of each way, a check of outputs, weights and states, and that steps were captured.
-    """
+    """Train by TorchRec and in the drawn ways; yield a check of each way: outputs, weights, states, captured steps."""
     case = drawn.case
-    stock = train(case, stock_sharders(case), "none", CPU)
+    torchrec = train(case, torchrec_sharders(case), "none", CPU)
     tolerance = WEIGHT_TOLERANCE["fp16_rows" if case.rows == DataType.FP16 else "fp32"]
     for way in drawn.ways:
         sharders: list[Any] = our_sharders(case, backend=way.backend)
@@ -113,7 +104,7 @@ def compare_unpooled(drawn: Drawn, _: Path) -> Iterator[Callable[[], None]]:
         blocks = patch.object(distinct_ids, "_LEAST_BLOCK", way.least_block)
         with blocks, captures() if captured else nullcontext() as taken:
             ours = train(case, sharders, "graph" if captured else way.pipeline, CPU)
-        expected = {key: value for key, value in stock.items() if key in ours}
+        expected = {key: value for key, value in torchrec.items() if key in ours}
 
         def check(ours: dict[str, Any] = ours, expected: dict[str, Any] = expected, taken: Any = taken) -> None:
             assert_same(ours["output of step 0"], expected["output of step 0"], "first output")

@@ -36,7 +36,7 @@ from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
 from tests.agreement import LOSS_TOLERANCE, WEIGHT_TOLERANCE, assert_near
-from tests.distributed.models import local_tensors
+from tests.distributed.models import local_tensors, optimizer_states
 
 STEPS = 4
 SAMPLES = 12
@@ -358,14 +358,10 @@ def train(
         for step, batch in enumerate(_batches(group.rank(), device))
     }
     rows = dict(local_tensors(model.state_dict()))
-    states = {
-        f"{name}, {key}": state
-        for name, states in model.fused_optimizer.state_dict()["state"].items()
-        for key, state in states.items()
-    }
+    states = optimizer_states(model)
     for exchange in exchanges(model):
         exchange.close()
-    return given | rows | dict(local_tensors(states))
+    return given | rows | states
 
 
 def compare(

@@ -30,6 +30,12 @@ from tests.conftest import ROOT, configuration
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 
+def _start(world_size: int, work: Callable[..., None], folder: Path, *arguments: Any) -> Any:
+    method = "spawn" if torch.cuda.is_available() else warm.START_METHOD
+    arguments = (world_size, work, folder, *arguments)
+    return start_processes(_rank, arguments, nprocs=world_size, join=False, start_method=method)
+
+
 def run_ranks(
     work: Callable[..., None], world_size: int, folder: Path, *arguments: Any, timeout_s: float = 300
 ) -> None:
@@ -38,30 +44,31 @@ def run_ranks(
     Raises:
         Exception: with the traceback of the first rank that failed; the others are ended.
     """
-    method = "spawn" if torch.cuda.is_available() else warm.START_METHOD
-    context = start_processes(
-        _rank, (world_size, work, folder, *arguments), nprocs=world_size, join=False, start_method=method
-    )
-    assert context is not None
-    deadline = time.monotonic() + timeout_s
+    context, deadline = _start(world_size, work, folder, *arguments), time.monotonic() + timeout_s
     try:
         while not context.join(timeout=1):
             assert time.monotonic() < deadline, f"{work.__name__}: ranks still run after {timeout_s:g} s"
     finally:
         for process in context.processes:
-            process.kill()  # type: ignore[union-attr]
+            process.kill()
+
+
+def ran_on_ranks(world_size: int, work: Callable[[Path], None]) -> Any:
+    """Return a fixture for the module that assigns it: the folder in which `work(folder)` has run on all ranks."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("ranks")
+        run_ranks(work, world_size, folder)
+        return folder
+
+    return folder
 
 
 class RankPool:
-    """CPU processes that share a process group and wait for work, so that many calls start them once.
-
-    Example:
-        with RankPool(2, folder) as pool:
-            pool.run(work, 1)  # work(folder / "1", 1) on both ranks
-    """
+    """CPU processes that share a process group and wait for work, so that many calls start them once."""
 
     def __init__(self, world_size: int, folder: Path, timeout_s: float = 120) -> None:
-        """Take the number of ranks, a folder of theirs, and the most seconds of a call."""
         self.world_size = world_size
         self._folder, self._timeout_s, self._calls = folder, timeout_s, 0
         self._processes: list[Any] = []
@@ -77,12 +84,12 @@ class RankPool:
         self._processes = []
 
     def run(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Run `work(folder, *arguments)` on all ranks, each time with another folder; start them where none wait.
+        """Run `work(folder, *arguments)` on all ranks, each time with another folder; start them if they do not run.
 
         Raises:
-            AssertionError: that `work` raises at its end, of all ranks that do; they wait for the next call.
-            RuntimeError: of any other error, with that of the first rank that had one, or of a call that takes too
-                long; the ranks are ended, since some may wait for others.
+            AssertionError: with what all ranks have asserted in vain at the end of `work`; they wait for the next call.
+            RuntimeError: with the first other error, or since the call takes longer than `timeout_s`; all ranks are
+                ended, since some may wait for others.
         """
         self._calls += 1
         if not self._processes:
@@ -106,21 +113,17 @@ class RankPool:
         assert not errors, "\n\n".join(errors)
 
     def _start(self) -> None:
-        method = "spawn" if torch.cuda.is_available() else warm.START_METHOD
         pairs = [multiprocessing.Pipe() for _ in range(self.world_size)]
         self._pipes = [ours for ours, _ in pairs]
         folder = self._folder / f"ranks_{self._calls}"
         folder.mkdir()
-        arguments = (self.world_size, _serve, folder, [theirs for _, theirs in pairs])
-        context = start_processes(_rank, arguments, nprocs=self.world_size, join=False, start_method=method)
-        assert context is not None
-        self._processes = list(context.processes)
+        self._processes = list(_start(self.world_size, _serve, folder, [theirs for _, theirs in pairs]).processes)
         for _, theirs in pairs:
             theirs.close()
 
 
 def _serve(_: Path, pipes: Sequence[Any]) -> None:
-    """Do the work that comes through this rank's pipe, until the process is ended; answer (is in step, error)."""
+    """Do the work that arrives in this rank's pipe, until the process is ended; answer (is in step, error)."""
     pipe = pipes[dist.get_rank()]
     while True:
         work, folder, arguments = pipe.recv()
@@ -143,37 +146,27 @@ def logged_messages() -> list[str]:
     return messages
 
 
-def _run_cases(
-    run: Callable[[str], None], world_size: int, folder: Path, cases: Sequence[str]
-) -> Callable[[str], None]:
-    """Run `run(case)` for each of `cases` on ranks as `run_ranks` does, up to the first that fails.
-
-    Returns:
-        What fails the test of a case that did not end well on all ranks: it shows the error, or which case had it.
-    """
-    error = ""
-    try:
-        run_ranks(_run_each, world_size, folder, run, *cases)
-    except ProcessRaisedException as raised:
-        error = str(raised)
-
-    def check(case: str) -> None:
-        if not (folder / case).exists():
-            failed = next(case for case in cases if not (folder / case).exists())
-            pytest.fail(error if case == failed else f"did not run, since {failed} failed", pytrace=False)
-
-    return check
-
-
 def cases_on_ranks(world_size: int, run: Callable[[str], None], cases: Sequence[str]) -> Any:
-    """Return a fixture of the module that assigns it: it runs `run(case)` for each of `cases` on as many ranks.
+    """Return a fixture for the module that assigns it, which runs `run(case)` for each of `cases` on all ranks.
 
-    It gives what fails the test of a case that did not end well on all ranks.
+    The fixture is a function that fails the test of a case that did not end well on all ranks. It shows the error, or
+    which earlier case had one.
     """
 
     @pytest.fixture(scope="module")
     def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-        return _run_cases(run, world_size, tmp_path_factory.mktemp("ranks"), cases)
+        folder, error = tmp_path_factory.mktemp("ranks"), ""
+        try:
+            run_ranks(_run_each, world_size, folder, run, *cases)
+        except ProcessRaisedException as raised:
+            error = str(raised)
+
+        def check(case: str) -> None:
+            if not (folder / case).exists():
+                failed = next(case for case in cases if not (folder / case).exists())
+                pytest.fail(error if case == failed else f"did not run, since {failed} failed", pytrace=False)
+
+        return check
 
     return ended
 
@@ -209,7 +202,6 @@ def quickstart(folder: Path, name: str, *options: str) -> Config:
 
 
 def world_here() -> World:
-    """Return this rank's place in the process group, all of whose ranks are CPU processes of this machine."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     return World(rank, rank, world_size, world_size, LOOPBACK, 1, "nproc")
 
@@ -220,7 +212,6 @@ def make_trainer(config: Config) -> Trainer:
 
 
 def ranks_here(config: Config) -> Ranks:
-    """Return what a command's work is given on this rank."""
     return Ranks(config, SimpleNamespace(), world_here(), torch.device("cpu"))
 
 

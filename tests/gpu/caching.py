@@ -1,8 +1,8 @@
 """Tables in the host's memory with a cache of rows on the GPU: `torchrun --nproc-per-node 1 -m tests.gpu.caching`.
 
-It trains every optimizer with tables on the device, with a cache of two steps' ids and with one of all rows, through
-evaluations, states that are read and written to between two steps, and a save that is loaded; losses and states must
-have the same bits. Options are those of `dlrm-overlap train`.
+It trains with every optimizer with tables on the device, with a cache of two steps' ids, and with a cache of all rows,
+through evaluations, reads and writes of states between two steps, and a checkpoint that is loaded. Losses and states
+must have the same bits. Options are those of `dlrm-overlap train`.
 """
 
 import sys
@@ -42,7 +42,7 @@ def _batches(trainer: Trainer, step: int) -> Iterator[Batch]:
 
 
 def _rows(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Return this rank's rows and their optimizer's states, which are those of the tables themselves."""
+    """Return this rank's rows and their optimizer's states; no copies."""
     extents = extents_to_store(trainer.model, trainer.optimizer)
     return {f"{extent.stored_name} {extent.offsets}": extent.tensor for extent in extents}
 
@@ -55,8 +55,8 @@ def _same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what:
 def _same_rows(found: Trainer, expected: Trainer) -> None:
     ours, plain = _rows(found), _rows(expected)
     assert ours.keys() == plain.keys()
-    unlike = [name for name, rows in plain.items() if not torch.equal(ours[name], rows)]
-    assert not unlike, f"other bits without a cache: {', '.join(unlike)}"
+    different = [name for name, rows in plain.items() if not torch.equal(ours[name], rows)]
+    assert not different, f"other bits without a cache: {', '.join(different)}"
 
 
 def _check(ranks: Ranks, optimizer: Any) -> None:
@@ -93,7 +93,10 @@ def _check(ranks: Ranks, optimizer: Any) -> None:
     dist.broadcast_object_list(folder)
     checkpointer = Checkpointer(Path(folder[0]), keep=1, shape={})
     checkpointer.write(3 * _TURN, extents_to_store(small.model, small.optimizer))
-    for trainer, stream in ((plain, streams[0]), (whole, streams[2])):  # of which steps the load leaves the count alone
+    for trainer, stream in (
+        (plain, streams[0]),
+        (whole, streams[2]),
+    ):  # the load undoes these steps
         train(trainer, stream, 3)
         trainer.pipeline.reset()
         checkpointer.load(Path(folder[0]) / f"step_{3 * _TURN}", trainer.model, trainer.optimizer)
@@ -110,7 +113,6 @@ def _caches(trainer: Trainer) -> list[RowCache]:
 
 
 def work(ranks: Ranks) -> int:
-    """Check each optimizer on this rank."""
     known = get_args(TableOptimizer) if ranks.device.type == "cuda" else _ON_CPUS
     return run_parts({name: partial(_check, ranks, name) for name in known})
 

@@ -1,12 +1,10 @@
-"""What a run of the checks on GPUs says at its end."""
-
 import pytest
 
 REPORT = pytest.StashKey[list[str]]()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write how long the checks took, and which did not run."""
+    """Report how long the checks took, and which did not run."""
     if lines := terminalreporter.config.stash.get(REPORT, []):
         terminalreporter.section("checks")
         for line in lines:

@@ -1,8 +1,8 @@
 """The command: `python -m tests.gpu.cross`, on one GPU, in about a minute.
 
-Times, in CUDA graphs and in turns, the head of MLPerf's DLRM-DCNv2, forward and backward, as torch.compile makes it
-from TorchRec's module and as it is here, whose gradients must not part. Needs no pytest;
-`tests.gpu.kernels_alone tests/kernels/test_cross.py` holds the kernels against their twins.
+Times the head of MLPerf's DLRM-DCNv2, forward and backward, in CUDA graphs that alternate: TorchRec's module under
+torch.compile, and this project's, whose gradients must agree. Needs no pytest; the command
+`tests.gpu.kernels_alone tests/kernels/test_cross.py` compares the kernels with their twins.
 """
 
 import sys
@@ -22,7 +22,6 @@ DEVICE = torch.device("cuda", 0)
 
 
 def bf16(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return normally distributed numbers."""
     return torch.randn(*shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE).bfloat16()
 
 
@@ -63,13 +62,13 @@ class HeadStep:
 
 
 def time_head(samples: int) -> None:
-    """Print what the head takes, whole by torch.compile and with `cross`, and how far their gradients part."""
+    """Print the times of the head with torch.compile and with `cross`, and the difference of their gradients."""
     steps = {"compiled": HeadStep(False, samples), "ours": HeadStep(True, samples)}
     losses = {name: step().item() for name, step in steps.items()}
     first, second = (step.flat.gradients.tensor for step in steps.values())
     apart = float((first - second).norm() / first.norm())
     print(f"head, losses {losses}, dense gradients apart by {apart:.1e} of their norm")
-    assert apart < 0.2, "more than the rounding of bfloat16 and the ReLUs that it switches parts the gradients"
+    assert apart < 0.2, "gradients differ by more than bfloat16's rounding and the ReLUs that it switches"
     names = [f"{name}, {part}" for part in ("forward", "both") for name in steps]
     graphs = [capture(step.forward) for step in steps.values()] + [capture(step) for step in steps.values()]
     for name, us in zip(names, times_us(graphs), strict=True):
@@ -77,7 +76,7 @@ def time_head(samples: int) -> None:
 
 
 def main() -> int:
-    """Time the head; return 1 if its gradients part, 2 without a GPU."""
+    """Time the head; return 1 if its gradients differ, 2 without a GPU."""
     if not torch.cuda.is_available():
         print("tests.gpu.cross: no GPU is there, and one must be; run it where nvidia-smi shows one", file=sys.stderr)
         return 2

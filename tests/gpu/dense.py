@@ -1,7 +1,7 @@
 """The command: `python -m tests.gpu.dense`, on one GPU.
 
-Checks the steps of the dense parameters against torch.optim, eagerly and in CUDA graphs, then prints how long an update
-takes. Needs no pytest.
+Checks the steps of the dense parameters against torch.optim, eager and in CUDA graphs, then prints the time of an
+update. Needs no pytest.
 """
 
 import sys
@@ -39,7 +39,7 @@ def _parameters(device: torch.device) -> dict[str, nn.Parameter]:
 
 
 def _rate(step: int) -> float:
-    """Return the learning rate of a step, which changes in most."""
+    """Return the learning rate of a step, which most steps change."""
     return LR * (1 + step % 5) / (1 + step % 3)
 
 
@@ -50,7 +50,7 @@ def _randomise(gradients: dict[str, torch.Tensor], step: int) -> None:
 
 
 def check_taken_over(form: str, device: torch.device) -> None:
-    """Hold captured, clipped steps of torch.optim's optimizers with two groups, and shadows, against their own."""
+    """Compare captured, clipped steps with two groups, and shadows, with those of torch.optim's optimizers."""
     sides = [_parameters(device) for _ in range(2)]
     wrappers = [_clipped(form, parameters) for parameters in sides]
     flat = FlatParameters(sides[0], shadow_dtype=torch.bfloat16)
@@ -80,7 +80,7 @@ def check_taken_over(form: str, device: torch.device) -> None:
         assert_same(flat.shadow.views[name], parameter.data.bfloat16(), f"shadow of {name}")
         for key, value in wrappers[1].state[sides[1][name]].items():
             ours = wrappers[0].state[parameter][key]
-            # Squares of gradients are off by twice as much as the norm by which these are clipped.
+            # Squares of gradients have twice the relative error of the norm by which they are clipped.
             assert_near(ours, value.to(device), 2 * WEIGHT_TOLERANCE["fp32"], f"{key} of {name}")
     used = sum(parameter.numel() for parameter in flat.parameters.values())
     for tensor in (flat.weights.tensor, *each[0].update.states):
@@ -95,7 +95,7 @@ def _clipped(form: str, parameters: dict[str, nn.Parameter]) -> GradientClipping
 
 
 def time_update(kind: str, shadow: torch.dtype | None, device: torch.device) -> str:
-    """Return a line that says how long an update of `TIMED_ELEMENTS` parameters takes, captured and replayed."""
+    """Return a line with the time of a captured update of `TIMED_ELEMENTS` parameters."""
     weight = nn.Parameter(torch.randn(TIMED_ELEMENTS, device=device))
     flat = FlatParameters({"weight": weight}, shadow_dtype=shadow)
     steps = FlatSteps(flat, _FORMS[kind]([weight], lr=LR))

@@ -1,12 +1,11 @@
-"""Tests of `tests/kernels` on one GPU, in one process, whose kernels are compiled where they are interpreted elsewhere.
+"""Tests of `tests/kernels` on one GPU, in one process, with compiled kernels, which are interpreted elsewhere.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no python -m tests.gpu.kernels_alone \
         tests/kernels -k "divide_ids or pull_ids or add_partials"
 
-Arguments are pytest's. Ranks are windows of one memory, so no peer is needed, and without a cache every tensor is an
-allocation of its own, beyond whose ends the sanitizer sees a kernel read or write. Random numbers are those of a CPU.
-A test may fail here, where it makes tensors on a named device, or compares bits with a twin whose sums on a GPU are in
-no order.
+Arguments are pytest's. Ranks are windows in the memory of one GPU. Without a cache every tensor is a separate
+allocation, so the sanitizer finds reads and writes beyond its ends. Random numbers are a CPU's. A test may fail here
+if it makes tensors on a named device, or compares bits with a twin whose sums on a GPU have no fixed order.
 """
 
 import sys
@@ -20,18 +19,16 @@ import torch
 def main() -> int:
     """Run the tests on the GPU; return pytest's exit code."""
     if not torch.cuda.is_available():
-        sys.exit(
-            "tests.gpu.kernels_alone: needs an NVIDIA GPU; without one, pytest tests/kernels interprets the kernels"
-        )
+        sys.exit("tests.gpu.kernels_alone: needs an NVIDIA GPU; without one, run pytest tests/kernels")
     return run_on(torch.device("cuda"), sys.argv[1:])
 
 
 def run_on(device: torch.device, argv: Sequence[str]) -> int:
-    """Let tests make their tensors on `device`, and run those that `argv` names."""
+    """Run the tests that `argv` names with their tensors on `device`."""
     torch.set_default_device(device)
     for name in ("rand", "randint", "randn", "randperm"):
         setattr(torch, name, _moved(getattr(torch, name), device))
-    from tests.kernels import emulation  # which makes tensors, too
+    from tests.kernels import emulation  # after the default device is set, since it makes tensors
 
     emulation.interpreted, emulation.CPU = pytest.mark.filterwarnings("default"), device
     emulation.to_wire = lambda pooled, wire: pooled.to(wire)  # a GPU rounds to the nearest

@@ -1,4 +1,4 @@
-"""What commands on GPUs share: steps as CUDA graphs, timed in turns, and parts that run whatever fails before."""
+"""Helpers for commands on GPUs: steps as CUDA graphs, their times, and parts that run whatever fails before."""
 
 import shlex
 import statistics
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def capture(step: Callable[[], Any], warmup: int = 3) -> torch.cuda.CUDAGraph:
-    """Return a graph of the step, which is taken `warmup` times before."""
+    """Return a graph of the step, after `warmup` eager steps."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -27,7 +27,7 @@ def capture(step: Callable[[], Any], warmup: int = 3) -> torch.cuda.CUDAGraph:
 
 
 def times_us(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int = 15, replays: int = 4) -> list[float]:
-    """Return the median time of a replay of each graph, in us; they take turns."""
+    """Return the median time of a replay of each graph, in us; the graphs alternate."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     taken: list[list[float]] = [[] for _ in graphs]
     for _ in range(rounds):
@@ -43,7 +43,7 @@ def times_us(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int = 15, replays: 
 
 
 def run_parts(parts: Mapping[str, Callable[[], Any]]) -> int:
-    """Run all parts, one after a failure of another too, and return how many failed."""
+    """Run all parts, also after a failure, and return the number of failures."""
     failed = 0
     for name, part in parts.items():
         try:
@@ -56,5 +56,5 @@ def run_parts(parts: Mapping[str, Callable[[], Any]]) -> int:
 
 
 def torchrun_line(module: str) -> str:
-    """Return the command that this process is a rank of, as a user would type it."""
+    """Return the command that started this process and the other ranks, as a user would type it."""
     return shlex.join(["torchrun", "--nproc-per-node", str(dist.get_world_size()), "-m", module, *sys.argv[1:]])

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m tests.gpu.stages --config configs/bench/dim128.yaml --output stages.csv
 
-Under both sharders the ids are at their owners before a step begins, ours as captured steps send them, and a step ends
-when outputs are there, or rows updated. `gpu_ms` is the GPU's own time; outputs and rows must agree first.
+With both sharders the ids are at their owners before a step begins (ours as captured steps send them), and a step ends
+when its outputs are complete, or its rows updated. `gpu_ms` is the GPU's time; outputs and rows must agree first.
 """
 
 import sys
@@ -43,10 +43,10 @@ _OPTIMIZER, _REPETITIONS, _BAGS = "rowwise_adagrad", 30, (1, 8, 32)
 
 
 class _Captured(Contender):
-    """Our exchange as captured steps take it: the ids were published, so empty bags of shares travel neither way."""
+    """Our exchange as in captured steps: ids were published, so empty bags of row shards are not sent."""
 
     def __init__(self, workload: Workload, config: Config, backend: str, sparse: Sequence[KeyedJaggedTensor]) -> None:
-        """Open the exchange and send the ids `sparse` of the workload's batches to their owners; a collective."""
+        """Open the exchange, and send the ids `sparse` of the workload's batches to their owners; a collective."""
         super().__init__(backend, workload)
         options = exchange_options(config, backend)
         self._exchange = Exchange(workload.layout, workload.tables, options, workload.group, workload.device)
@@ -54,24 +54,20 @@ class _Captured(Contender):
         most = sparse[0].lengths().view(len(keys), samples).amax(1).tolist()
         sizes = {key: (size, size) for key, size in zip(keys, most, strict=True)}
         sender = IdSender(self._exchange, keys, BatchCapacity(samples, sizes))
-        self._arrived: dict[int, ArrivedIds] = {}
-        """by the batch of the workload; copies, since later ids take their memory"""
+        self._arrived: dict[int, ArrivedIds] = {}  # by id(batch); copies, since later ids overwrite them
         for batch, features in zip(workload.batches, sparse, strict=True):
             sender.send(features.to(workload.device))
             _, arrived = sender._sent.pop()
             assert arrived.own_offsets is not None, "tables that are cut by rows"
-            self._arrived[id(batch)] = arrived._replace(
-                ids=_copied(arrived.ids), own_offsets=arrived.own_offsets.clone()
-            )
+            offsets = arrived.own_offsets.clone()
+            self._arrived[id(batch)] = arrived._replace(ids=_copied(arrived.ids), own_offsets=offsets)
 
     def step(self, batch: Ids) -> torch.Tensor:
-        """Pool."""
         arrived = self._arrived[id(batch)]
         step = Step([arrived.ids], arrived.batch, own_offsets=arrived.own_offsets)
         return self._exchange.start_step(step).wait()
 
     def close(self) -> None:
-        """Free the windows."""
         self._exchange.close()
 
 
@@ -87,7 +83,6 @@ class _Whole(Contender):
         self._forward, self.close = forward, forward.close
 
     def step(self, batch: GradientBatch) -> None:
-        """Pool, and update the rows."""
         with torch.enable_grad():
             pooled = self._forward.step(batch.ids)
             pooled.backward(batch.gradient.to(pooled.dtype))
@@ -98,11 +93,12 @@ def _measure_rows(config: Config, ranks: Ranks, group: dist.ProcessGroup, ids_a_
     sparse, size = read_ids(config, group, ranks.device), ranks.world.local_world_size
     workload = make_workload(config, sparse, group, ranks.device, size, optimizer=_OPTIMIZER, cut_rows=True)
     batches = make_batches(workload)
-    pooling: list[Contender] = [TorchRec(workload)]
-    pooling += [_Captured(workload, config, name, sparse) for name in ("pgas", "fused")]
-    made: list[Contender] = [TorchRec(workload)]
-    made += [_Captured(workload, config, name, sparse) for name in ("pgas", "fused")]
-    whole: list[Contender] = [_Whole(each) for each in made]
+
+    def contenders_of_forward() -> list[Contender]:
+        return [TorchRec(workload), *(_Captured(workload, config, name, sparse) for name in ("pgas", "fused"))]
+
+    pooling = contenders_of_forward()
+    whole: list[Contender] = [_Whole(each) for each in contenders_of_forward()]
     faults = disagreements(pooling, check_outputs(pooling, workload))
     faults += disagreements(whole, check_rows(whole, workload, batches, _OPTIMIZER), "rows or states")
     rows = []
@@ -122,7 +118,6 @@ def _measure_rows(config: Config, ranks: Ranks, group: dist.ProcessGroup, ids_a_
 
 
 def work(ranks: Ranks) -> int:
-    """Measure the stage; rank 0 prints and appends the rows."""
     group, found = ranks.connect(), list[dict[str, Any]]()
     config = replace(ranks.config, train=replace(ranks.config.train, precision="bf16"))
     for ids_a_bag in _BAGS:
@@ -136,7 +131,6 @@ def work(ranks: Ranks) -> int:
 
 
 def add_options(parser: Parser) -> None:
-    """Add this command's options to a parser."""
     parser.add_argument("--output", default="stages.csv", help="CSV file to append the rows to")
 
 

@@ -1,11 +1,11 @@
-"""What the sort of the ids and the update of rows cost a captured step, and at which clock the GPU takes it.
+"""The time of a captured step that the sort of ids and the update of rows take, and the GPU's clock meanwhile.
 
     torchrun --nproc-per-node 2 -m tests.gpu.step_parts --config configs/bench/step_mlperf.yaml --output parts.csv
 
-It times `pgas_graph` of `bench step` three times, at each number of `--samples`: whole; with the rows of each step
-updated by the ids of one batch, which was sorted before (`no_sort`); and without an update of rows, too (`no_update`).
-It is no training: the last two update wrong rows or none. Each runs for `--seconds`, since a limit of power may lower
-the clock only after a while. Meanwhile rank 0 asks nvidia-smi for its GPU's clock and power.
+It times three variants of `pgas_graph` of `bench step` at each number of `--samples`: whole; with the rows of each step
+updated by the ids of one batch that was sorted before (`no_sort`); and also without an update of rows (`no_update`).
+The last two update wrong rows or none. Each runs for `--seconds`, since a power limit may lower the clock only after a
+while. Meanwhile rank 0 queries nvidia-smi for its GPU's clock and power.
 """
 
 import statistics
@@ -40,7 +40,7 @@ _SHOWN = ("variant", "global_batch", "steps", "p10_ms", "median_ms", "p90_ms", "
 
 @contextmanager
 def sampled(device: torch.device, columns: dict[str, Any]) -> Iterator[None]:
-    """Fill `columns` with the median clock and power of a GPU in the block, and how often power limited the clock."""
+    """Fill `columns` with a GPU's median clock and power during the block, and how often power limited the clock."""
     columns |= dict.fromkeys(("sm_mhz", "power_w", "capped_fraction"))
     if device.type != "cuda":
         yield
@@ -53,7 +53,7 @@ def sampled(device: torch.device, columns: dict[str, Any]) -> Iterator[None]:
     finally:
         process.terminate()
         lines = [line.split(", ") for line in process.communicate()[0].splitlines() if line.count(", ") == 2]
-    lines = lines[len(lines) // 4 :]  # nvidia-smi is there before the first step
+    lines = lines[len(lines) // 4 :]  # nvidia-smi starts before the first step
     if not lines:
         return
     columns["sm_mhz"] = statistics.median(float(line[0]) for line in lines)
@@ -62,14 +62,14 @@ def sampled(device: torch.device, columns: dict[str, Any]) -> Iterator[None]:
 
 
 def time_variant(run: TrainingRun, name: str, seconds: float) -> dict[str, Any]:
-    """Return the row of one variant, as the methods of `Push` are now: its steps are captured anew."""
+    """Return the row of a variant, with steps captured with the current methods of `Push`."""
     pipeline = run.trainer.pipeline
     assert isinstance(pipeline, GraphTrainPipeline), "steps are captured"
     pipeline._release_graphs()
     first_ms = torch.tensor(quantile(run.time(_FIRST_STEPS)[0], 0.5))
     dist.broadcast(first_ms := first_ms.to(run.trainer.device), 0)
     steps = max(_FIRST_STEPS, round(seconds * 1e3 / float(first_ms)))
-    time.sleep(1.0)  # all variants begin with a GPU that has been idle
+    time.sleep(1.0)  # all variants begin with an idle GPU
     columns: dict[str, Any] = {}
     with sampled(run.trainer.device, columns):
         ms, _ = run.time(steps)
@@ -79,7 +79,7 @@ def time_variant(run: TrainingRun, name: str, seconds: float) -> dict[str, Any]:
 
 def time_variants(ranks: Ranks, config: Config, seconds: float) -> list[dict[str, Any]]:
     """Return a row for each variant of a configuration."""
-    torch._dynamo.reset()  # or a second number of samples would be compiled for any
+    torch._dynamo.reset()  # or a second number of samples would be compiled with dynamic shapes
     trainer = build(ranks, _CONTENDER, config)
     run = TrainingRun(_CONTENDER, trainer, read_batches(trainer, _BATCHES))
     run.losses(1)  # the first step opens the pipeline
@@ -91,11 +91,8 @@ def time_variants(ranks: Ranks, config: Config, seconds: float) -> list[dict[str
             sorted_once[id(push)] = sort(push, pending)
         return sorted_once[id(push)]
 
-    def leave_out(*_: Any) -> None:
-        pass
-
     changes: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
-        "whole": (sort, update), "no_sort": (sort_once, update), "no_update": (sort_once, leave_out)
+        "whole": (sort, update), "no_sort": (sort_once, update), "no_update": (sort_once, lambda *_: None)
     }  # fmt: skip
     rows = []
     for name, methods in changes.items():
@@ -120,7 +117,6 @@ def work(ranks: Ranks) -> int:
 
 
 def add_options(parser: Parser) -> None:
-    """Add the options beside the configuration's."""
     parser.add_argument("--samples", type=PositiveInt, nargs="+", default=[8192, 16384], help="samples of a rank")
     parser.add_argument("--seconds", type=PositiveFloat, default=2.0, help="that each variant runs")
     parser.add_argument("--output", default="parts.csv", help="the rows are appended to this file")

@@ -1,8 +1,8 @@
-"""The embedding exchange on GPUs: checks that all ranks take together, on ranks that are started once for most.
+"""The embedding exchange on GPUs: checks that all ranks run together, most of them on the same processes.
 
-`--nproc` and `--ranks_per_gpu` say how many ranks there are. Where there is no GPU, `--nproc 2` runs the checks that
-need none on CPU processes. `--left FILE` continues a run that has ended early: it runs the checks that the file names,
-if the file is there, and writes the checks that have not passed to it.
+`--nproc` and `--ranks_per_gpu` set the number of ranks. Without a GPU, `--nproc 2` runs the checks that need none, on
+CPU processes. `--left FILE` continues a run that ended early: it runs the checks that the file names, if it exists,
+and writes the checks that have not passed to it.
 """
 
 from collections.abc import Iterator
@@ -42,14 +42,14 @@ def schedule(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def _why_not(check: Check, name: str, ranks_per_gpu: int) -> str:
-    """Return why a check cannot run here; empty if it can."""
+    """Return why a check cannot run here, or an empty string."""
     if check.gpu_only and not torch.cuda.is_available():
         return "needs NVIDIA GPUs"
     return why_not_shared(name) if ranks_per_gpu > 1 else ""
 
 
 def _name_of(item: pytest.Item) -> str:
-    """Return the name of the check that a test runs; empty for another test."""
+    """Return the name of the check that a test runs; empty for other tests."""
     found = isinstance(item, pytest.Function) and item.originalname == test_exchange.__name__
     return item.name.removeprefix(f"{test_exchange.__name__}[").removesuffix("]") if found else ""
 
@@ -58,8 +58,8 @@ def _name_of(item: pytest.Item) -> str:
 def test_exchange(schedule: Schedule, name: str) -> None:
     if name not in schedule.checks:
         pytest.skip(_why_not(CHECKS[name], name, schedule.ranks_per_gpu) or "has passed before, by --left")
-    told = schedule.result(name).told
-    if told is None:
+    outcome = schedule.result(name).outcome
+    if outcome is None:
         pytest.skip("the time of --budget_s was not enough")
-    if told != "ok":
-        pytest.fail(told, pytrace=False)
+    if outcome != "ok":
+        pytest.fail(outcome, pytrace=False)

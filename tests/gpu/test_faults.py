@@ -1,4 +1,4 @@
-"""Ranks on GPUs that are stopped, killed and asked to end, between captured steps: how the run ends."""
+"""Ranks on GPUs that are stopped, killed and asked to end between captured steps."""
 
 import re
 import signal
@@ -35,7 +35,7 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torchrec", "fused"])
-def test_a_run_that_is_asked_to_end_saves_what_it_goes_on_from(tmp_path: Path, backend: str) -> None:
+def test_a_run_that_is_asked_to_end_saves_what_it_resumes_from(tmp_path: Path, backend: str) -> None:
     run = train(tmp_path, *ON_GPUS, "--embedding.backend", backend, fault=fail_at(1, 42, "term"))
     code, errors = run.end(200)
     assert code == SAVED, errors

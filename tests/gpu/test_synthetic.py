@@ -1,5 +1,3 @@
-"""Samples that a GPU makes are those of the CPU, bit for bit."""
-
 import pytest
 import torch
 
@@ -26,7 +24,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
-def test_samples_are_those_of_the_cpu(config: DataConfig) -> None:
+def test_samples_are_those_of_the_cpu_bit_for_bit(config: DataConfig) -> None:
     expected, made = Synthetic(config, "train"), DeviceSynthetic(config, "train", torch.device("cuda", 0))
-    for first in (0, SAMPLES, 10**12 + 7):  # at the last place, counters are beyond 32 bits
+    for first in (0, SAMPLES, 10**12 + 7):  # at the last one, counters have more than 32 bits
         assert_same_samples(made.read(first, SAMPLES), expected.read(first, SAMPLES))

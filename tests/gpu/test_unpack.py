@@ -1,5 +1,3 @@
-"""Records that a GPU unpacks are those that plain PyTorch unpacks."""
-
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,7 @@ def test_batches_of_a_loader_are_those_of_the_cpu(tmp_path: Path, max_rows: int 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), Loader(train, 4099, 0, 1, range(20), 3, 2, True) as loader:
         for step, batch in enumerate(loader):
-            torch.cuda._sleep(1_000_000)  # the next slot must stay as it is until the copy that waits for this is done
+            torch.cuda._sleep(1_000_000)  # the next slot must not change until its copy, which waits for this, is done
             assert batch.dense.is_cuda
             stream.synchronize()
             assert_same_samples(batch.to(torch.device("cpu")), train.read(step * 4099, 4099))

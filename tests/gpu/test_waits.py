@@ -1,5 +1,3 @@
-"""How long a wait has lasted, as each thread of a program of many warps sees it."""
-
 import pytest
 import torch
 import triton
@@ -25,6 +23,6 @@ def _times(seen, own, TURNS: tl.constexpr, THREADS: tl.constexpr):
 def test_all_warps_of_a_program_see_one_time() -> None:
     seen, own = (torch.empty(PROGRAMS * TURNS, 32 * WARPS, dtype=torch.int64, device="cuda") for _ in range(2))
     CompiledKernel(_times, num_warps=WARPS, TURNS=TURNS, THREADS=32 * WARPS)(PROGRAMS, (), seen, own)
-    assert (own != own[:, :1]).any(), "each by its own clock, warps see times that differ"
+    assert (own != own[:, :1]).any(), "by their own clocks, warps see different times"
     assert (seen == seen[:, :1]).all()
-    assert (seen.view(PROGRAMS, TURNS, -1)[:, -1] > 0).all(), "and time goes on"
+    assert (seen.view(PROGRAMS, TURNS, -1)[:, -1] > 0).all(), "time passes"

@@ -1,4 +1,4 @@
-"""What Triton makes of a kernel for an H200, which a CPU can compile for but not run."""
+"""Kernels compiled for an H200, which needs no GPU."""
 
 import os
 import subprocess
@@ -19,8 +19,8 @@ def compile_for_h200(made: CompiledKernel, types: Mapping[str, str]) -> Any:
 
     Args:
         made: the kernel, its constants and its options.
-        types: of its run-time arguments, by name, as Triton writes them: `*bf16`, `i64`; those left out are i32, and
-            more than the kernel has do no harm.
+        types: name of a run-time argument -> type, as Triton writes it: `*bf16`, `i64`. Others are i32; names that
+            the kernel does not have are ignored.
     """
     kernel: Any = made._kernel
     types = {**types, **dict.fromkeys(made.constants, "constexpr")}
@@ -35,7 +35,7 @@ def compile_for_h200(made: CompiledKernel, types: Mapping[str, str]) -> Any:
 
 
 def run_without_interpreter(module: str) -> None:
-    """Run a module in a process of its own: what is interpreted in this one cannot be compiled here."""
+    """Run a module in another process: this one interprets kernels, and cannot compile them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     argv, root = [sys.executable, "-m", module], Path(__file__).parents[2]
     result = subprocess.run(argv, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)

@@ -1,6 +1,6 @@
-"""Several ranks in one process: tables, ids and windows are CPU tensors, kernels run one rank after another.
+"""Several ranks in one process: tables, ids and windows are CPU tensors, and kernels run one rank after another.
 
-Triton's interpreter takes 0.1 to 0.6 ms an operation, and runs the programs of a launch one after the other.
+Triton's interpreter takes 0.1 to 0.6 ms an operation, and runs the programs of a launch one after another.
 """
 
 from collections.abc import Sequence
@@ -24,38 +24,30 @@ from tests.kernels.tasks import TaskGrid
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="CPU tensors need TRITON_INTERPRET=1")
 
-GUARD = -7.0  # around the elements that a kernel may write; those are poisoned with NaN
-_GUARDS = 8  # at each end of what must begin at a multiple of 16 bytes
+GUARD = -7.0  # around the elements that a kernel may write, which are NaN before
+_GUARDS = 8  # at each end of a tensor that must begin at a multiple of 16 bytes
 CPU = torch.device("cpu")
-CLOCK = torch.zeros(1, dtype=torch.int64)
-"""of eager steps: nothing is counted on the device"""
+CLOCK = torch.zeros(1, dtype=torch.int64)  # of eager steps: nothing is counted on the device
 
 
 @dataclass(frozen=True)
 class Case:
     """What ranks pool, and how."""
 
-    batch_sizes: tuple[int, ...] = (5, 3)
-    """samples of each rank"""
-    features: tuple[int, ...] = (3, 2)
-    """features that each rank pools. The first two are of one table; odd ones are means, even ones sums"""
+    batch_sizes: tuple[int, ...] = (5, 3)  # samples of each rank
+    features: tuple[int, ...] = (3, 2)  # that each rank pools; the first two share a table; odd ones are means
     dim: int = 12
     weights: torch.dtype = torch.float32
     wire: torch.dtype = torch.float32
     ids: torch.dtype = torch.int32
     offsets: torch.dtype = torch.int32
     schedule: str = "balanced"
-    gap: int = 4
-    """guard columns around each feature: 4 gives columns that 4 divides, but 8 does not"""
-    longest: int = 4
-    """ids of the longest bag"""
-    tuning: Tuning | None = None
-    """None takes the default for dim"""
+    gap: int = 4  # guard columns around each feature: columns are multiples of 4, but not of 8
+    longest: int = 4  # ids of the longest bag
+    tuning: Tuning | None = None  # None is the default for dim
     check: bool = True
-    leaves_out: bool = False
-    """whether empty bags of even features are not stored"""
-    weighted: bool = False
-    """whether ids have weights"""
+    leaves_out: bool = False  # whether empty bags of even features are not stored
+    weighted: bool = False  # whether ids have weights
 
     @property
     def world_size(self) -> int:
@@ -63,7 +55,7 @@ class Case:
 
 
 def to_wire(pooled: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
-    """Return `pooled` as the interpreter stores it: it cuts bfloat16 off where hardware rounds to the nearest."""
+    """Return `pooled` as the interpreter stores it: it truncates to bfloat16 where hardware rounds to the nearest."""
     if wire == torch.bfloat16:
         pooled = (pooled.contiguous().view(torch.int32) & -0x10000).view(torch.float32)
     return pooled.to(wire)
@@ -79,13 +71,12 @@ class Ids:
         self.lengths[1:2] = case.longest
         self.offsets = torch.cat((torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0))).to(case.offsets)
         count = int(self.lengths.sum())
-        # One element in: batches are views that begin anywhere.
+        # The values begin one element into their storage: batches are views that may begin anywhere.
         self.storage = torch.full((count + 2,), -1, dtype=case.ids)
         self.values = self.storage[1:-1]
         self.values.copy_(torch.randint(0, rows, (count,), generator=generator))
-        drawn = torch.randint(-4, 5, (count + 1,), generator=generator)[1:] / 4
+        drawn = torch.randint(-4, 5, (count + 1,), generator=generator)[1:] / 4  # some are 0 or negative
         self.weights = drawn if case.weighted else None
-        """0 and numbers below it among them"""
 
     def bags(self, feature: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return lengths, ids and their weights of the bags of samples first .. end - 1 of the input's `feature`."""
@@ -96,7 +87,7 @@ class Ids:
 
 
 class World:
-    """All ranks of a case: what each is given, and what its kernels are expected to leave in the windows."""
+    """All ranks of a case: their inputs, and the expected content of their windows."""
 
     ROWS = 11
 
@@ -107,18 +98,17 @@ class World:
         self.tuning = case.tuning or tuning_for(case.dim, case.weights.itemsize)
         self.samples = max(case.batch_sizes)
         self.ids = [Ids(case, count, self.ROWS, generator) for count in case.features]
-        # Each rank's tables are in one allocation, the second behind the first, and rows that belong to no table last.
+        # Each rank's tables are in one allocation, one after another; the last rows belong to no table.
         self.storage = [
             torch.randn(max(1, count) + 1, self.ROWS, case.dim, generator=generator).to(case.weights)
             for count in case.features
         ]
         self.columns = self._columns()
         self.stride = sum(case.features) * (case.dim + case.gap) + case.gap
-        # A row above and below what the fullest rank may write.
+        # With a guard row above and below the rows of the rank with the most samples.
         self.windows = [torch.full((self.samples + 2, self.stride), GUARD, dtype=case.wire) for _ in case.batch_sizes]
         self.records = [DeviceErrorRecord(CPU) for _ in case.batch_sizes]
-        self.rows_to_check = [self.ROWS] * max(case.features)
-        """of each feature of a rank; negative, its bad ids are not recorded"""
+        self.rows_to_check = [self.ROWS] * max(case.features)  # by feature; if negative, bad ids are not recorded
         self._poison()
 
     def _columns(self) -> list[list[int]]:
@@ -126,8 +116,8 @@ class World:
         return [[next(starts) for _ in range(count)] for count in self.case.features]
 
     @cached_property
-    def _places(self) -> list[tuple[int, int, slice]]:
-        """Rank, feature there and its columns, of all features."""
+    def _shards(self) -> list[tuple[int, int, slice]]:
+        """Rank, feature of this rank and its columns, for all features."""
         return [
             (rank, feature, slice(column, column + self.case.dim))
             for rank, columns in enumerate(self.columns)
@@ -136,7 +126,7 @@ class World:
 
     def _poison(self) -> None:
         for window, samples in zip(self.windows, self.case.batch_sizes, strict=True):
-            for _, _, columns in self._places:
+            for _, _, columns in self._shards:
                 window[1 : samples + 1, columns] = torch.nan
 
     def table(self, rank: int, feature: int) -> torch.Tensor:
@@ -144,7 +134,7 @@ class World:
         return self.storage[rank][max(0, feature - 1)]
 
     def input_feature(self, rank: int, feature: int) -> int:
-        """Return the index of the feature in its input, which has them in reverse order; that must not matter."""
+        """Return the index of the feature in its input, whose order is reversed."""
         return self.case.features[rank] - 1 - feature
 
     def pooled(self, rank: int, feature: int, destination: int) -> torch.Tensor:
@@ -154,15 +144,15 @@ class World:
         return reference.pool(self.table(rank, feature), lengths, values, feature % 2 == 1, weights)
 
     def expected(self) -> list[torch.Tensor]:
-        """Return the windows as they are to be, guards included. Sums run in the order of the ids: to the last bit."""
+        """Return the windows, guards included. Sums are in the order of the ids, so they are equal to the last bit."""
         windows = [torch.full_like(window, GUARD) for window in self.windows]
         for destination, (window, samples) in enumerate(zip(windows, self.case.batch_sizes, strict=True)):
-            for rank, feature, columns in self._places:
+            for rank, feature, columns in self._shards:
                 pooled = to_wire(self.pooled(rank, feature, destination), self.case.wire)
                 if self.case.leaves_out and feature % 2 == 0:
                     first, end = self.first_sample[destination : destination + 2].tolist()
                     lengths, *_ = self.ids[rank].bags(self.input_feature(rank, feature), first, end)
-                    pooled[lengths == 0] = torch.nan  # as before
+                    pooled[lengths == 0] = torch.nan  # not written
                 window[1 : samples + 1, columns] = pooled
         return windows
 
@@ -178,17 +168,10 @@ class World:
     def feature_table(self, rank: int) -> FeatureTable:
         case, features = self.case, range(self.case.features[rank])
         tables = [self.table(rank, feature) for feature in features]
-        entries = [
-            [
-                table.data_ptr(),
-                self.rows_to_check[feature],
-                column,
-                self.input_feature(rank, feature),
-                feature % 2,
-                1 - feature % 2,
-            ]
-            for feature, table, column in zip(features, tables, self.columns[rank], strict=True)
-        ]
+        entries = []
+        for feature, table, column in zip(features, tables, self.columns[rank], strict=True):
+            is_mean, read_from = feature % 2, self.input_feature(rank, feature)
+            entries.append([table.data_ptr(), self.rows_to_check[feature], column, read_from, is_mean, 1 - is_mean])
         return FeatureTable(
             entries=torch.tensor(entries, dtype=torch.int64).view(-1, 6),
             dim=case.dim,
@@ -207,11 +190,8 @@ class World:
 
     def store_pooled(self, rank: int) -> None:
         """Run the zero-copy kernel of one rank."""
-        status = self.records[rank].status
-        bags = self.bags(rank)
-        prepare_store_pooled(bags, self.feature_table(rank), self.destinations(), status, self.options(rank))(
-            *bags.tensors
-        )
+        bags, features, status = self.bags(rank), self.feature_table(rank), self.records[rank].status
+        prepare_store_pooled(bags, features, self.destinations(), status, self.options(rank))(*bags.tensors)
 
     def assert_no_record(self) -> None:
         for rank, record in enumerate(self.records):
@@ -220,7 +200,7 @@ class World:
 
 
 class SlicedWorld(World):
-    """A world whose ranks put slices: with flags, and what the persistent kernel's programs share."""
+    """A world whose ranks put slices: with flags, and the state that a persistent kernel's programs share."""
 
     def __init__(self, case: Case, slice_tasks: int = 2, first_slot: int = 0, spare: int = 0, seed: int = 0) -> None:
         """Make slices of `slice_tasks` tasks, and `spare` more slots than the ranks need."""
@@ -238,7 +218,7 @@ class SlicedWorld(World):
         self.shared = [self._make_shared(grid) for grid in self.grids]
 
     def _make_shared(self, grid: TaskGrid) -> tuple[SliceState, torch.Tensor, torch.Tensor]:
-        """Return the state of a rank's programs, and its staging and counters with a guard at each end."""
+        """Return the state of a rank's programs, and its staging buffer and counters with their guards."""
         pairs = grid.world_size * grid.features
         staged = pairs * grid.blocks * grid.task_bags * self.case.dim
         staging = torch.full((staged + 2 * _GUARDS,), GUARD, dtype=self.case.wire)
@@ -249,7 +229,7 @@ class SlicedWorld(World):
         return SliceState(staging[_GUARDS:-_GUARDS], done[_GUARDS:-_GUARDS], ticket), staging, done
 
     def flags(self, rank: int, counts: Sequence[int] | None = None, timeout: int = 3) -> Flags:
-        """Return a rank's flags; it waits for the first counts[w] of rank w, `timeout` turns at most."""
+        """Return a rank's flags; it waits for the first counts[w] of rank w, for up to `timeout` turns."""
         return Flags(
             addresses=torch.tensor([ready.data_ptr() for ready in self.ready]),
             clock=CLOCK,
@@ -268,9 +248,9 @@ class SlicedWorld(World):
         in_place: bool = False,
         raises: bool = True,
     ) -> None:
-        """Run the persistent kernel of one rank; it waits at the end if `counts` say for what.
+        """Run the persistent kernel of one rank; at its end it waits for `counts` flags, if given.
 
-        In place, a rank without features only raises its flag, as the exchange has it.
+        In place, a rank without features only signals, as in the exchange.
         """
         self.in_place = in_place
         if self.in_place and not self.case.features[rank]:
@@ -285,18 +265,16 @@ class SlicedWorld(World):
         put.launch(programs)(*bags.tensors, epoch)
 
     def assert_flags(self, epoch: int) -> None:
-        """Check that all slots in use are at `epoch`, but a rank's own, and that no other was touched.
+        """Check that all used slots, except a rank's own, are at `epoch`, and that no other was changed.
 
-        In place these are the first slots of all ranks, their own included.
+        In place, these are the first slots of all ranks, their own included.
         """
         for rank, ready in enumerate(self.ready):
             expected = torch.zeros_like(ready)
-            if self.in_place:
-                expected[:, 0] = epoch
-                assert_same(ready, expected, f"flags at rank {rank} (source, slot)")
-                continue
             for source, used in enumerate(self.used):
-                if source != rank:
+                if self.in_place:
+                    expected[source, 0] = epoch
+                elif source != rank:
                     expected[source, self.first_slot : self.first_slot + used] = epoch
             assert_same(ready, expected, f"flags at rank {rank} (source, slot)")
 

@@ -1,4 +1,4 @@
-"""Rows to update in one process: tables, ids and gradients are CPU tensors, what is to come of them is float64."""
+"""Rows to update in one process: tables, ids and gradients are CPU tensors, and expected results are float64."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,78 +13,65 @@ from dlrm_overlap.kernels.reference import update_rows
 from tests.agreement import assert_same
 from tests.kernels.emulation import GUARD
 
-# Float32 against float64, relative and absolute: weights and states are near 1, a step rounds some ten times.
+# Float32 against float64, relative and absolute: weights and states are near 1, and a step rounds about ten times.
 TOLERANCE = 1e-6
-# A gradient, an accumulated square and eps of like size: a step that takes any of them wrongly is far off.
 
 
 class StepNumbers(NamedTuple):
-    """The optimizer's numbers at a step, as the node knows them."""
+    """The optimizer's numbers at a step, as the host knows them."""
 
     numbers: OptimizerParams
     seed: int = 3
     factor: float = 0.5
 
     def rule(self) -> Rule:
-        """Return them as kernels take them: the step is number 7, of which 5 are counted on the device."""
+        """Return them as kernels take them, at step 7: 5 steps are counted on the device, and 2 on the host."""
         seed = (self.seed - 0x5EED * 7) % 2**31
         at_step_0 = self.numbers._replace(count=self.numbers.count - 7)
         return Rule(torch.tensor(at_step_0), torch.tensor([5]), 2, seed, self.factor)
 
     def with_rate(self, lr: float) -> "StepNumbers":
-        """Return them with another learning rate."""
         return self._replace(numbers=self.numbers._replace(lr=lr))
 
 
+# A gradient, an accumulated square and eps are of similar size, so that an error in any of them shows.
 RULE = StepNumbers(OptimizerParams(lr=0.5, eps=0.25))
 _DECAYING = OptimizerParams(lr=0.5, eps=0.25, l2=0.2, decoupled=0.1, max_norm=2.5)
 _MEANS = OptimizerParams(lr=0.5, eps=0.25, decoupled=0.1, beta1=0.5, beta2=0.9375, count=3)
-# The third state's rows have had steps at counts 0, which is never, to 8; `count` is 9.
+# The third state's rows had their last steps at counts 0 (never) to 8; `count` is 9.
 _COUNTER = OptimizerParams(lr=0.5, eps=0.25, decoupled=0.125, halflife=4, decay_after=2, max_rate=1.5, count=9)
-RULES = {
-    "sgd": RULE,
-    "adagrad": RULE,
-    "rowwise_adagrad": RULE,
-    "decaying_rowwise_adagrad": RULE._replace(numbers=_DECAYING),
-    "rowwise_adagrad_with_counter": RULE._replace(numbers=_COUNTER),
-    "adam": RULE._replace(numbers=_MEANS),
-    "partial_rowwise_adam": RULE._replace(numbers=_MEANS),
-    "lamb": RULE._replace(numbers=_MEANS),
-    "partial_rowwise_lamb": RULE._replace(numbers=_MEANS),
-}
-"""of each optimizer, all of whose numbers count"""
+RULES: dict[str, StepNumbers] = dict.fromkeys(("sgd", "adagrad", "rowwise_adagrad"), RULE)
+RULES |= dict.fromkeys(("adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"), RULE._replace(numbers=_MEANS))
+RULES["decaying_rowwise_adagrad"] = RULE._replace(numbers=_DECAYING)
+RULES["rowwise_adagrad_with_counter"] = RULE._replace(numbers=_COUNTER)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Tables that are updated alike."""
+    """Tables with the same dim and optimizer."""
 
-    tables: tuple[tuple[int, ...], ...]
-    """of each row of each table, how many ids name it. The first table has two features, the others one"""
+    tables: tuple[tuple[int, ...], ...]  # ids of each row of each table; the first table has two features, others one
     dim: int = 12
     optimizer: str = "sgd"
-    means: bool = False
-    """the first table's second feature is a mean, all others are sums"""
+    means: bool = False  # the first table's second feature is a mean; all others are sums
     weights: torch.dtype = torch.float32
     stochastic: bool = False
 
 
-MIXED = Rows(((5, 1, 0, 23, 4, 2), (0, 1, 3)))  # 23 ids over 9 bags: duplicates within bags and across them
+MIXED = Rows(((5, 1, 0, 23, 4, 2), (0, 1, 3)))  # 23 ids in 9 bags: duplicates within bags and across them
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is updated, and by what gradients."""
+    """The rows that are updated, and their gradients."""
 
     ranges: tuple[Rows, ...] = (MIXED,)
-    samples: int = 9
-    """of all ranks"""
+    samples: int = 9  # of all ranks
     chunk_ids: int = 4
     wire: torch.dtype = torch.float32
     ids: torch.dtype = torch.int64
     offsets: torch.dtype = torch.int64
-    weighted: bool = False
-    """whether ids have weights: fourths up to 1, 0 and numbers below it among them"""
+    weighted: bool = False  # whether ids have weights: multiples of 1/4 from -1 to 1
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -96,11 +83,11 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def sort_ids(
     keys: torch.Tensor, bags: torch.Tensor, samples: int, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the first four of `SortedIds` as FBGEMM's sort gives them, and garbage behind the last run.
+    """Return the first four of `SortedIds` as FBGEMM's sort gives them, with garbage after the last run.
 
     Args:
-        keys: [n] int64, of each id, its table's first key + its row.
-        bags: [n] int64, of each id, feature * samples + sample.
+        keys: [n] int64, each id's row + its table's first key.
+        bags: [n] int64, each id's feature * samples + sample.
         samples: of all ranks.
         bits: of a sample in an id's info.
     """
@@ -116,8 +103,6 @@ def sort_ids(
 
 
 class Feature(NamedTuple):
-    """One feature of an input."""
-
     range: int
     first_key: int
     mean: bool
@@ -126,7 +111,7 @@ class Feature(NamedTuple):
 class Model:
     """The tables of a case, the ids of one input and their bags' gradients. Every fifth bag is empty.
 
-    Gradients are eighths below 16, so that sums of them are exact in any order, and on any wire.
+    Gradients are multiples of 1/8 below 16: their sums are exact in any order and in any wire dtype.
     """
 
     def __init__(self, case: Case, seed: int = 0) -> None:
@@ -147,8 +132,7 @@ class Model:
                 self.features += [Feature(index, key, mean) for mean in means]
                 key += len(counts)
             self.first_keys.append(key)
-        # Bits of the sample in an id's info: so many that with three features or more a feature's index
-        # reaches the sign.
+        # Bits of the sample in an id's info: with three features or more, a feature's index reaches the sign bit.
         self.bits = 32 - max(2, (len(self.features) - 1).bit_length())
         self.bags, order = torch.cat(bags).sort(stable=True)
         self.keys = torch.cat(keys)[order]
@@ -163,14 +147,13 @@ class Model:
         self._make_gradients()
 
     def _bags(self, first_feature: int, features: int, ids: int) -> torch.Tensor:
-        """Return a bag for each of a table's ids, none a multiple of five."""
+        """Return a bag for each of a table's ids; none is a multiple of five."""
         samples = self.case.samples
         candidates = torch.arange(first_feature * samples, (first_feature + features) * samples)
         candidates = candidates[candidates % 5 != 0]
         return candidates[torch.randint(candidates.numel(), (ids,), generator=self._generator)]
 
     def _make_rows(self) -> None:
-        """Make the rows of each range and their states, with guards at both ends."""
         self.weights: list[torch.Tensor] = []
         self.states: list[list[torch.Tensor]] = []
         for index, rows in enumerate(self.case.ranges):
@@ -189,10 +172,10 @@ class Model:
                 self.states[-1][2][1:-1] += torch.arange(count)
 
     def _make_gradients(self) -> None:
-        """Make the window, of NaN where there is no gradient: between the shards, and for empty bags."""
+        """Make the window, with NaN where there is no gradient: between the shards, and for empty bags."""
         samples = self.case.samples
         dims = [self.case.ranges[feature.range].dim for feature in self.features]
-        # The other way round than the features, which must not matter.
+        # In the reverse order of the features.
         self.starts = [4 + sum(dim + 4 for dim in dims[index + 1 :]) for index in range(len(dims))]
         columns = 4 + sum(dim + 4 for dim in dims)
         self.window = torch.full((columns * samples,), torch.nan, dtype=self.case.wire)
@@ -203,22 +186,20 @@ class Model:
         self.draw_gradients()
 
     def draw_gradients(self) -> None:
-        """Draw other gradients."""
         for gradient, lengths in zip(self.gradients, self.lengths.view(-1, self.case.samples), strict=True):
             drawn = torch.randint(-127, 128, gradient.shape, generator=self._generator) / 8
             gradient.copy_(drawn.masked_fill((lengths == 0)[:, None], torch.nan))
 
     def rows(self, index: int) -> torch.Tensor:
-        """Return the rows of a range without their guards, [rows, D]."""
+        """Return [rows, D], the rows of a range without their guards."""
         return self.weights[index][4:-4].view(-1, self.case.ranges[index].dim)
 
     def touched(self, index: int) -> torch.Tensor:
-        """Return whether ids name each row of a range, [rows] bool."""
+        """Return [rows] bool, whether any id names each row of a range."""
         first, end = self.first_keys[index : index + 2]
         return self.keys.bincount(minlength=end)[first:end] > 0
 
     def sorted_ids(self) -> SortedIds:
-        """Return what FBGEMM's sort gives."""
         samples = self.case.samples
         run_keys, run_starts, run_count, infos = sort_ids(self.keys, self.bags, samples, self.bits)
         runs, weights = (run_keys.to(self.case.ids), run_starts, run_count), self.id_weights
@@ -254,12 +235,11 @@ class Model:
         )
 
     def update(self, runs: PreparedRuns, index: int = 0, rule: StepNumbers | None = None) -> None:
-        """Run the kernel that updates the rows of a range."""
         rule = rule or RULES[self.case.ranges[index].optimizer]
         RowUpdate(self.row_range(index), self.case.chunk_ids)(runs, self.window, rule.rule())
 
     def totals(self, index: int) -> torch.Tensor:
-        """Return the sum of the gradients of each row of a range, [rows, D] float64."""
+        """Return [rows, D] float64, the sum of the gradients of each row of a range."""
         totals = torch.zeros(self.rows(index).shape, dtype=torch.float64)
         for i, feature in enumerate(self.features):
             if feature.range == index:
@@ -273,7 +253,7 @@ class Model:
         return totals
 
     def expected(self, index: int = 0, rule: StepNumbers | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the weights and the states of a range as an update of those at hand is to leave them, float64."""
+        """Return the float64 weights and states of a range that an update must lead to."""
         rows, touched = self.case.ranges[index], self.touched(index).nonzero().flatten()
         rule = rule or RULES[rows.optimizer]
         weights, states = self.weights[index].double(), [state.double() for state in self.states[index]]
@@ -286,9 +266,9 @@ class Model:
         return weights, states
 
     def check_update(self, runs: PreparedRuns, index: int = 0, rule: StepNumbers | None = None) -> None:
-        """Update a range, and check it, guards and untouched rows included, and that `runs` serve another update.
+        """Update a range and check all of it, guards included, and that `runs` can serve another update.
 
-        SGD on sums is exact but for the last rounding, so that it must be right to the last bit.
+        SGD on sums is exact except for the last rounding, so it must be equal to the last bit.
         """
         rows, touched = self.case.ranges[index], self.touched(index)
         weights, states = self.expected(index, rule)

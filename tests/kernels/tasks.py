@@ -1,4 +1,4 @@
-"""The order of tasks in plain Python: `primitives.task_at` is its twin on the device."""
+"""The order of tasks in plain Python, the twin of `primitives.task_at` on the device."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,13 +6,10 @@ from typing import NamedTuple
 
 
 class Task(NamedTuple):
-    """The bags of the destination's samples [block * task_bags, (block + 1) * task_bags), for one feature.
-
-    `feature` counts the features that are pooled on this rank.
-    """
+    """The bags of the destination's samples [block * task_bags, (block + 1) * task_bags), for one feature."""
 
     destination: int
-    feature: int
+    feature: int  # among those pooled on this rank
     block: int
 
 
@@ -22,12 +19,9 @@ class TaskGrid:
 
     rank: int
     world_size: int
-    features: int
-    """features pooled on this rank, F"""
-    samples: int
-    """samples of a rank, b"""
+    features: int  # pooled on this rank
+    samples: int  # of a rank
     task_bags: int
-    """bags a task"""
 
     @property
     def blocks(self) -> int:
@@ -48,5 +42,4 @@ class TaskGrid:
         return Task((first + turn) % self.world_size, within // self.blocks, within % self.blocks)
 
     def order(self, schedule: str) -> Iterator[Task]:
-        """Yield all tasks in the order of `schedule`."""
         return (self.task_at(position, schedule) for position in range(len(self)))

@@ -1,5 +1,3 @@
-"""Partial sums added up, under Triton's interpreter: every element of a window."""
-
 import pytest
 import torch
 
@@ -15,15 +13,15 @@ pytestmark = interpreted
 @pytest.mark.parametrize("some", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("samples", [0, 1, 19])
-def test_every_element(samples: int, dtype: torch.dtype, some: bool) -> None:
-    """Sums of other numbers of shards and other dims, one of them longer than a program takes at once."""
+def test_partial_sums_are_added_and_no_other_element_changes(samples: int, dtype: torch.dtype, some: bool) -> None:
+    """Of other numbers of shards and other dims, one of them longer than a program takes at once."""
     sums = [
         Partials([4, 300, 316], 8, [0, 1, 2]),
         Partials([20, 400, 536], 132, [4, 3, EVERY_BAG]),
         Partials([160, 308, 324, 328], 4, [0, 1, 2, 3]),
     ]
     generator = torch.Generator().manual_seed(1)
-    # Whose sums are exact in every type: the interpreter cuts bits off where a GPU rounds.
+    # Values whose sums are exact in every type: the interpreter truncates where a GPU rounds.
     window = (torch.randint(-32, 32, (samples, 668), generator=generator) / 8).to(dtype)
     offsets = None
     if some:

@@ -1,5 +1,3 @@
-"""The all-reduce of dense gradients under Triton's interpreter, several ranks in one process."""
-
 import pytest
 import torch
 
@@ -11,14 +9,12 @@ from tests.agreement import assert_near, assert_same
 from tests.kernels.emulation import CLOCK, interpreted, to_wire
 
 SLOTS, SLOT, EPOCH = 3, 1, 5
-TYPES = [torch.float32, torch.bfloat16]
-every_type = pytest.mark.parametrize("dtype", TYPES)
-# Ranks, and lines of a range that begins after one line: fewer than ranks, unequal shares, two blocks.
+# Ranks, and lines of a range that begins after one line: fewer than ranks, of unequal shares, of two blocks.
 CASES = [(1, 3), (2, 1), (2, 301), (3, 4), (4, 143), (5, 7)]
 
 
 class Ranks:
-    """Ranks with random gradients of a line, a range, and a line, and their flags."""
+    """Ranks with flags and random gradients: of a line, a range, and a line."""
 
     def __init__(self, world_size: int, lines: int) -> None:
         generator = torch.Generator().manual_seed(lines)
@@ -34,7 +30,7 @@ class Ranks:
         return Flags(addresses, CLOCK, self.flags[0], unused, timeout=3, status=unused)
 
     def check_flags(self, rank: int) -> None:
-        """Check that `rank` has set its flag at every rank, and no other, and reset it."""
+        """Check that `rank` has set its flag at every rank, and no other flag, and reset it."""
         assert not self.counted.any(), "the count is ready for the next kernel"
         for peer, flags in enumerate(self.flags):
             assert flags[rank, SLOT] == EPOCH, f"flag of rank {rank} at rank {peer}"
@@ -47,7 +43,7 @@ class Ranks:
 
 
 @interpreted
-@every_type
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize(("world_size", "lines"), CASES)
 def test_owners_store_the_mean_of_their_share(world_size: int, lines: int, programs: int, dtype: torch.dtype) -> None:

@@ -1,5 +1,3 @@
-"""What a `CompiledKernel` asks of what it is given, and that its launches pass them in order."""
-
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,7 +28,7 @@ def _make(kernel: Any) -> CompiledKernel:
 
 
 @every_kernel
-def test_constants_and_the_number_of_arguments_are_the_kernels(kernel: Any) -> None:
+def test_constants_and_the_number_of_arguments_must_be_the_kernels(kernel: Any) -> None:
     with pytest.raises(AssertionError, match=r"_add: its parameters do not end in \['WARPS', 'BLOCK'\]"):
         CompiledKernel(kernel, num_warps=1, WARPS=1, BLOCK=4)
     with pytest.raises(AssertionError, match="_add: 1 arguments are passed; pass into, values, count, epoch"):
@@ -38,7 +36,7 @@ def test_constants_and_the_number_of_arguments_are_the_kernels(kernel: Any) -> N
 
 
 @every_kernel
-def test_a_tensor_that_begins_anywhere_is_refused_unless_it_is_named(kernel: Any) -> None:
+def test_a_tensor_that_is_not_aligned_is_refused_unless_it_is_named(kernel: Any) -> None:
     compiled, aligned = _make(kernel), torch.zeros(8)
     compiled.check(aligned, aligned[1:], 1, 1.0)
     compiled.check(aligned[4:], aligned[3:], 1, 1.0)

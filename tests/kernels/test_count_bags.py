@@ -1,5 +1,3 @@
-"""Counts of ids and bag sizes under Triton's interpreter, against the twin."""
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ pytestmark = interpreted
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("samples", [0, 1, BLOCK - 1, 2 * BLOCK + 3])
-def test_numbers_stand_among_those_of_other_features(samples: int, dtype: torch.dtype) -> None:
+def test_bags_are_counted_as_by_the_twin_and_no_other_column_is_written(samples: int, dtype: torch.dtype) -> None:
     lengths = torch.randint(3, 60, (4, samples), generator=torch.Generator().manual_seed(0)).to(dtype)
     lengths[2] = 0  # a feature of empty bags
     numbers = torch.full((3, 9), -7)
@@ -23,5 +21,5 @@ def test_numbers_stand_among_those_of_other_features(samples: int, dtype: torch.
     assert (numbers[:, 7:] == -7).all()
 
 
-def test_the_worked_example() -> None:
+def test_the_twin_counts_bags_as_in_its_example() -> None:
     assert reference.count_bags(torch.tensor([[1, 0], [2, 1]])).tolist() == [[1, 3], [1, 2], [0, -1]]

@@ -1,5 +1,3 @@
-"""The elementwise kernels of the cross network against their twins."""
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from tests.kernels.emulation import interpreted, to_wire
 
 ROWS, LAYERS = GROUP + 7, 3
 _SUMS = 1e-5  # another order of float32 sums
-every_width = pytest.mark.parametrize("width", [13, 40, 200])  # the last of two programs a row
+every_width = pytest.mark.parametrize("width", [13, 40, 200])  # the last takes two programs a row
 
 
 def _random(seed: int, *shape: int) -> torch.Tensor:
@@ -21,7 +19,7 @@ def _random(seed: int, *shape: int) -> torch.Tensor:
 @interpreted
 @every_width
 @pytest.mark.parametrize("first", [True, False])
-def test_a_layer_agrees_with_its_twin(width: int, first: bool) -> None:
+def test_a_cross_layer_agrees_with_its_twin(width: int, first: bool) -> None:
     x0, w = _random(0, ROWS, width), _random(1, ROWS, width)
     x, bias = x0 if first else _random(2, ROWS, width), torch.randn(width)
     found, expected = torch.full_like(x0, torch.nan), torch.empty(ROWS, width)
@@ -31,7 +29,7 @@ def test_a_layer_agrees_with_its_twin(width: int, first: bool) -> None:
 
 
 def _gradient(width: int, written: torch.dtype) -> CrossGradient:
-    """Return the tensors of a gradient; outputs hold NaN and have the type `written`."""
+    """Return the tensors of a gradient; those that are written have type `written`, and are NaN before."""
     x0 = _random(0, ROWS, width)
     later, w = stack(LAYERS - 1, x0), stack(LAYERS, x0)
     for seed, each in enumerate((*later, *w)):
@@ -44,7 +42,7 @@ def _gradient(width: int, written: torch.dtype) -> CrossGradient:
 @interpreted
 @every_width
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_the_gradient_of_a_layer_agrees_with_its_twin(width: int, layer: int) -> None:
+def test_the_gradient_of_a_cross_layer_agrees_with_its_twin(width: int, layer: int) -> None:
     found, expected = _gradient(width, torch.bfloat16), _gradient(width, torch.float32)
     cross.gradient_of_layer(found, layer, LAYERS)
     reference.gradient_of_layer(expected, layer, LAYERS)

@@ -1,5 +1,3 @@
-"""Ids divided into shares under Triton's interpreter, against the reference."""
-
 import pytest
 import torch
 
@@ -14,17 +12,10 @@ GUARD = -7
 
 
 @pytest.mark.parametrize("samples", [1, 5, 130])
-def test_shares_of_three_features(samples: int) -> None:
-    """Two features are cut, one of them in two ways; ids outside a table are in its last share."""
-    shares = [
-        (0, 0, 4),
-        (0, 4, EVERY_ID),
-        (2, 0, 3),
-        (2, 0, 5),
-        (2, 3, EVERY_ID),
-        (2, 5, EVERY_ID),
-        (2, EVERY_ID, EVERY_ID),
-    ]
+def test_ids_are_divided_into_shares_of_rows(samples: int) -> None:
+    """Two of three features are cut, one in two ways; ids outside a table are in the share of its last rows."""
+    shares = [(0, 0, 4), (0, 4, EVERY_ID), (2, 0, 3), (2, 0, 5)]
+    shares += [(2, first, EVERY_ID) for first in (3, 5, EVERY_ID)]
     generator = torch.Generator().manual_seed(samples)
     lengths = torch.randint(0, 4, (3 * samples,), generator=generator)
     values = torch.randint(-1, 9, (int(lengths.sum()),), dtype=torch.int32, generator=generator)
@@ -52,18 +43,15 @@ def test_shares_of_three_features(samples: int) -> None:
     assert torch.equal(window[untouched], before[untouched])
 
 
-def test_the_reference() -> None:
-    """The example of the module."""
-    ids, positions, lengths = reference.divide_ids(
-        torch.tensor([5, 1, 7, 4], dtype=torch.int32), torch.tensor([0, 2, 4]), [(0, 0, 4), (0, 4, EVERY_ID)], 2
-    )
+def test_the_twin_divides_ids_as_in_its_example() -> None:
+    values, shares = torch.tensor([5, 1, 7, 4], dtype=torch.int32), [(0, 0, 4), (0, 4, EVERY_ID)]
+    ids, positions, lengths = reference.divide_ids(values, torch.tensor([0, 2, 4]), shares, 2)
     assert ids.tolist() == [1, 1, 3, 0]
     assert positions.tolist() == [1, 0, 2, 3]
     assert lengths.tolist() == [1, 0, 1, 2]
 
 
-def test_a_batch_beyond_its_capacity_stays_in_its_words() -> None:
-    """Wrong offsets must not lead outside the words for ids."""
+def test_offsets_beyond_the_capacity_write_nothing_beyond_the_window() -> None:
     samples, room, shared = 2, 4, 4
     window = torch.full((8 + 6 * samples + 1,), GUARD, dtype=torch.int32)
     window[:4] = torch.tensor([0, 1, 2, 3])

@@ -1,5 +1,3 @@
-"""Flags and bounded waits under Triton's interpreter, where a wait's bound counts turns."""
-
 import pytest
 import torch
 import triton
@@ -21,7 +19,7 @@ def _flags(ready: list[torch.Tensor], rank: int, counts: list[int], record: Devi
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_a_flag_is_raised_at_every_rank(world_size: int) -> None:
+def test_a_rank_signals_every_rank(world_size: int) -> None:
     ready = [torch.full((world_size, 4), 6) for _ in range(world_size)]
     rank, slot, epoch = world_size // 2, 2, 7
     signal_flags(_flags(ready, rank, [0] * world_size, DeviceErrorRecord(CPU)), rank, slot, epoch)
@@ -32,7 +30,7 @@ def test_a_flag_is_raised_at_every_rank(world_size: int) -> None:
 
 
 def _wait(ready: torch.Tensor, counts: list[int], epoch: int) -> list[int] | None:
-    """Let rank 1 wait, and return what is recorded."""
+    """Let rank 1 wait, and return the record of a wait that expired."""
     record = DeviceErrorRecord(CPU)
     before = ready.clone()
     wait_flags(_flags([ready] * len(counts), 1, counts, record), 1, epoch)
@@ -54,14 +52,14 @@ def test_a_wait_that_expires_names_the_flag(peer: int, slot: int) -> None:
     assert _wait(ready, counts=[700] * 3, epoch=9) == [1, peer, slot, 9, 8]
 
 
-def test_flags_out_of_use_are_not_awaited() -> None:
+def test_no_wait_is_for_unused_flags() -> None:
     ready = torch.full((3, 5), 9)
     ready[0, 2:], ready[1, 1:] = 0, 0
     assert _wait(ready, counts=[2, 1, 5], epoch=9) is None
     assert _wait(ready, counts=[2, 2, 5], epoch=9) == [1, 1, 1, 9, 0]
 
 
-def test_of_several_missing_flags_the_one_furthest_behind_is_named() -> None:
+def test_a_wait_that_expires_names_the_flag_of_the_lowest_epoch() -> None:
     ready = torch.full((3, 5), 9)
     ready[0, 1], ready[2, 3], ready[2, 4] = 8, 2, 7
     assert _wait(ready, counts=[5] * 3, epoch=9) == [1, 2, 3, 9, 2]
@@ -77,7 +75,7 @@ def _record_bad_id(records: DeviceErrorRecord, feature: int, sample: int, rows: 
     _record[(1,)](records.status, feature, sample, rows, KIND=BAD_ID)
 
 
-def test_a_wait_that_expires_after_a_bad_id_is_recorded_and_the_bad_id_too() -> None:
+def test_a_bad_id_and_a_wait_that_expires_later_are_both_recorded() -> None:
     records = DeviceErrorRecord(CPU)
     _record_bad_id(records, 4, 5, 6)
     assert (records.bad_id(), records.expired(), records.empty) == ([4, 5, 6], None, False)
@@ -93,5 +91,5 @@ def test_a_wait_that_expires_after_a_bad_id_is_recorded_and_the_bad_id_too() -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["waits", "vectors"])
 def test_compiled_kernels_are_as_they_must_be(module: str) -> None:
-    """Each warp decides by one time, words are of 16 bytes, and tensor cores multiply: see the modules."""
+    """All warps decide by one time, words have 16 bytes, and products use tensor cores: see the modules."""
     run_without_interpreter(f"tests.kernels.{module}")

@@ -1,5 +1,3 @@
-"""Products with communication inside under Triton's interpreter, several ranks in one process."""
-
 from typing import NamedTuple
 
 import pytest
@@ -18,7 +16,7 @@ NEAR = {torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
 class Case(NamedTuple):
-    """Sizes that are not multiples of the tiles', and options."""
+    """Sizes that are not multiples of the tiles', and a product's epilogue."""
 
     world_size: int
     shard_rows: int
@@ -40,12 +38,9 @@ CASES = {
     "slots_of_two_tiles": Case(2, 33, 40, 24, slot_rows=32, tiling=TILING._replace(group=8)),
     "one_rank": Case(1, 37, 8, 8, torch.float16, order="remote_first"),
 }
+_SLOW = {name: pytest.mark.slow for name in CASES if name != "two_ranks"}
 every_case = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=name, marks=[] if name == "two_ranks" else pytest.mark.slow)
-        for name, case in CASES.items()
-    ],
+    "case", [pytest.param(case, id=name, marks=_SLOW.get(name, ())) for name, case in CASES.items()]
 )
 
 
@@ -56,7 +51,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, acti
 
 
 class Ranks:
-    """Ranks with random matrices, x sharded by rows, or x and weight by K; and their flags."""
+    """Ranks with flags and random matrices: shards of the rows of x, and parts of the sum over K."""
 
     def __init__(self, case: Case) -> None:
         generator = torch.Generator().manual_seed(case.shard_rows)
@@ -83,7 +78,7 @@ class Ranks:
         return Signals(flags, self.case.slot_rows)
 
     def owners(self, rank: int, own_first: bool) -> torch.Tensor:
-        """Return the ranks in order, `rank` first or last."""
+        """Return the ranks in order, with `rank` the first or the last."""
         turns = staggered_peers(rank, self.case.world_size)
         return torch.tensor([rank, *turns] if own_first else [*turns, rank], dtype=torch.int32)
 
@@ -93,7 +88,7 @@ class Ranks:
 
 @interpreted
 @every_case
-def test_a_gathered_product_awaits_its_rows(case: Case) -> None:
+def test_a_gathered_product_is_that_of_all_rows(case: Case) -> None:
     ranks = Ranks(case)
     x, weight, rank = ranks.x[0], ranks.weight[0], case.world_size - 1
     ranks.ready[rank][:rank, : ranks.regions] = EPOCH  # its own rows and earlier ones have arrived
@@ -106,7 +101,7 @@ def test_a_gathered_product_awaits_its_rows(case: Case) -> None:
 
 
 @interpreted
-def test_a_gathered_product_names_the_rows_that_do_not_come() -> None:
+def test_a_gathered_product_names_the_rows_that_do_not_arrive() -> None:
     ranks = Ranks(CASES["two_ranks"])
     ranks.ready[1][0, :2] = torch.tensor([EPOCH, EPOCH - 1])
     out = torch.empty(ranks.m, ranks.case.n, dtype=ranks.case.dtype)

@@ -1,5 +1,3 @@
-"""The kernels of the dot products of all pairs against their twins, and these against autograd."""
-
 import pytest
 import torch
 
@@ -11,8 +9,8 @@ from tests.agreement import assert_near
 from tests.kernels.emulation import interpreted
 
 SAMPLES = 3
-SHAPES = {"of_no_power_of_two": (5, 12, 24), "more_than_a_block": (17, 16, 152), "two": (2, 4, 5)}
-"""features, dim, width of the output, of which some columns are zeros"""
+# Features, dim, width of the output, whose last columns are zeros.
+SHAPES = {"not_powers_of_two": (5, 12, 24), "more_than_a_block": (17, 16, 152), "two": (2, 4, 5)}
 every_shape = pytest.mark.parametrize(("features", "dim", "width"), SHAPES.values(), ids=SHAPES)
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -51,7 +49,7 @@ def test_the_function_is_the_models_interaction(features: int, dim: int, width: 
     assert_near(embeddings.grad, plain.grad, TOLERANCES[torch.float32], "gradient")
 
 
-def test_more_embeddings_than_registers_hold_are_left_out() -> None:
+def test_more_embeddings_than_registers_hold_are_not_supported() -> None:
     assert fits(27, 128)
     assert fits(128, 256)
     assert not fits(129, 16)

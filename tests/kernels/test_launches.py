@@ -1,5 +1,3 @@
-"""What a `Launch` gives the driver, that calls change what they name and nothing else, and when one is prepared."""
-
 import ctypes
 import struct
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ def _kernel() -> CompiledKernel:
     return CompiledKernel(_store, num_warps=2, BLOCK=4)
 
 
-def test_a_call_changes_what_it_names() -> None:
+def test_a_call_changes_only_the_arguments_it_names() -> None:
     into, first, second = torch.zeros(4), torch.full((4,), 2.0), torch.full((4,), 3.0)
     launch = Launch(_kernel(), 1, (), (into, first, 10, 0.5, 0), changing=("values", "epoch"))
     assert into.tolist() == [0, 0, 0, 0], "nothing is launched before the first call"
@@ -77,26 +75,24 @@ def test_a_launch_is_prepared_once_for_each_owner_type_and_argument() -> None:
     assert (scaled.prepared, other.prepared) == (4, 1)
 
 
-_PLACES = ((0, 8), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8), (40, 8))
+_LAYOUT = ((0, 8), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8), (40, 8))
 
 
 class _Driver:
     """The driver's functions, for a kernel with the parameters of `_store` and Triton's two scratch pointers."""
-
-    PLACES = _PLACES
 
     def __init__(self) -> None:
         self.launched: list[Any] = []
         self.status = 0
 
     def cuFuncGetParamInfo(self, function: Any, index: Any, offset: Any, size: Any) -> int:  # noqa: N802
-        if index.value >= len(self.PLACES):
+        if index.value >= len(_LAYOUT):
             return 1
-        offset._obj.value, size._obj.value = self.PLACES[index.value]
+        offset._obj.value, size._obj.value = _LAYOUT[index.value]
         return 0
 
-    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, told: Any) -> int:  # noqa: N802
-        words = (ctypes.c_void_p * 5).from_address(told.value)
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: Any) -> int:  # noqa: N802
+        words = (ctypes.c_void_p * 5).from_address(extra.value)
         assert (words[0], words[2], words[4], parameters) == (1, 2, None, None)
         size = ctypes.c_size_t.from_address(words[3] or 0).value
         given = struct.unpack("@QQifqQQ", ctypes.string_at(words[1] or 0, size))
@@ -121,7 +117,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> _Driver:
     return fake
 
 
-def test_the_driver_is_given_each_argument_where_the_kernel_has_it(driver: _Driver) -> None:
+def test_each_argument_is_at_its_offset_in_the_parameters(driver: _Driver) -> None:
     into, first, second = torch.zeros(4), torch.zeros(4), torch.zeros(4)
     launch = Launch(_kernel(), 3, (), (into, first, 10, 0.5, 0), changing=("values", "epoch"))
     launch(second, 2**40)
@@ -133,7 +129,7 @@ def test_the_driver_is_given_each_argument_where_the_kernel_has_it(driver: _Driv
     ]
 
 
-def test_a_call_says_of_how_many_programs_a_launch_is_that_knows_none(driver: _Driver) -> None:
+def test_a_launch_without_a_number_of_programs_takes_it_from_each_call(driver: _Driver) -> None:
     values = torch.zeros(4)
     launch = Launch(_kernel(), None, (), (values, values, 10, 0.5, 0), changing=("epoch",))
     for programs in (5, 0, 2):

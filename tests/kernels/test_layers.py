@@ -1,5 +1,3 @@
-"""The kernels between the products of layers with ReLU against their twins, and the layers against autograd."""
-
 import pytest
 import torch
 from torch import nn
@@ -15,7 +13,7 @@ from tests.kernels.emulation import interpreted
 @interpreted
 @pytest.mark.parametrize("width", [130, 7])
 @pytest.mark.parametrize("rows", [GROUP, GROUP + 3])
-def test_the_kernel_agrees_with_its_twin(rows: int, width: int) -> None:
+def test_the_gradient_of_relu_and_bias_agrees_with_its_twin(rows: int, width: int) -> None:
     gradient, output = (torch.randn(rows, width).bfloat16() for _ in range(2))
     output.relu_()
     masked = [torch.full_like(gradient, torch.nan) for _ in range(2)]
@@ -46,15 +44,15 @@ def test_a_layer_of_one_output_agrees_with_its_twin(width: int) -> None:
 
 @pytest.mark.parametrize("outputs", [4, 1])
 @pytest.mark.parametrize("needed", [True, False])
-def test_the_layers_are_autograds(needed: bool, outputs: int) -> None:
+def test_layers_with_relu_have_the_gradients_of_autograd(needed: bool, outputs: int) -> None:
     torch.manual_seed(0)
     modules = [nn.Linear(5, 6), nn.Linear(6, outputs)]
     layers = [Layer(module.weight, module.bias) for module in modules]
-    places = [Layer(*(torch.full_like(each, torch.nan) for each in layer)) for layer in layers]
+    buffers = [Layer(*(torch.full_like(each, torch.nan) for each in layer)) for layer in layers]
     x, gradient = torch.randn(GROUP + 2, 5), torch.randn(GROUP + 2, outputs)
     wide, plain = torch.nn.functional.pad(x, (0, 3)).requires_grad_(needed), x.clone().requires_grad_(needed)
     padded = [layers[0]._replace(weight=torch.nn.functional.pad(modules[0].weight, (0, 3))), layers[1]]
-    found = relu_layers(wide, padded, lambda: places, torch.empty(0, requires_grad=True))
+    found = relu_layers(wide, padded, lambda: buffers, torch.empty(0, requires_grad=True))
     expected = modules[1](modules[0](plain).relu())
     expected = expected.relu() if outputs > 1 else expected
     assert_near(found.view_as(expected), expected, 1e-6, "output")
@@ -64,7 +62,7 @@ def test_the_layers_are_autograds(needed: bool, outputs: int) -> None:
         assert wide.grad is not None
         assert plain.grad is not None
         assert_near(wide.grad[:, :5], plain.grad, 1e-5, "gradient of the input")
-    for layer, place in zip(layers, places, strict=True):
-        for parameter, written in zip(layer, place, strict=True):
+    for layer, buffer in zip(layers, buffers, strict=True):
+        for parameter, written in zip(layer, buffer, strict=True):
             assert parameter.grad is not None
             assert_near(written, parameter.grad, 1e-5, "gradient of a parameter")

@@ -1,5 +1,3 @@
-"""The kernels around products with communication inside, under Triton's interpreter, several ranks in one process."""
-
 from dataclasses import replace
 
 import pytest
@@ -17,7 +15,7 @@ pytestmark = interpreted
 
 
 class Ranks:
-    """The flags DONE of all ranks, and the clock of one, at call 6."""
+    """The DONE flags of all ranks, and the clock of one rank, at call 6."""
 
     def __init__(self, world_size: int, rank: int) -> None:
         self.rank, self.records = rank, DeviceErrorRecord(CPU)
@@ -29,7 +27,7 @@ class Ranks:
         self.done = Flags(addresses, self.clock, self.at[rank], counts, timeout=3, status=self.records.status)
 
 
-def test_a_call_begins_when_all_peers_are_through_with_the_one_before() -> None:
+def test_a_call_begins_when_all_peers_have_finished_the_one_before() -> None:
     ranks = Ranks(3, 1)
     begin_call(ranks.done, 1)
     assert (ranks.clock.item(), ranks.records.empty) == (7, True)
@@ -56,8 +54,8 @@ def test_parts_are_summed_in_the_order_of_the_ranks(
     middle = min(8, rows)
     for begin, end in ((0, middle), (middle, rows)) if middle < rows else ((0, rows),):
         sum_parts(summed, done, ranks.counted, ranks.rank, (begin, end), last=end == rows)
-        signalled = [flags[ranks.rank, 0].item() for flags in ranks.at]
-        assert signalled == [9] * world_size if end == rows else 9 not in signalled
+        signaled = [flags[ranks.rank, 0].item() for flags in ranks.at]
+        assert signaled == [9] * world_size if end == rows else 9 not in signaled
     expected = reference.sum_parts(parts.float(), added, relu)
     assert_same(out[: rows * columns].view(rows, columns), to_wire(expected, dtype), "sums")
     assert not ranks.counted.any()

@@ -1,5 +1,3 @@
-"""Rows stored at the ranks, then flags, under Triton's interpreter, several ranks in one process."""
-
 import pytest
 import torch
 
@@ -8,8 +6,8 @@ from tests.agreement import assert_same
 from tests.kernels.emulation import interpreted
 
 EPOCH, GUARD = 5, 0x55
-BLOCK_BYTES = 16 * 32 * 64  # with the widest words
-# Ranks, bytes of a row, bytes at which the memory's rows begin and by which the source is shifted.
+BLOCK_BYTES = 16 * 32 * 64  # of the widest words
+# Ranks, bytes of a row, bytes before the memory's rows, bytes before the source.
 CASES = [(1, 48, 0, 0), (2, 16, 32, 0), (3, 7, 0, 0), (2, 6, 4, 2), (3, 20, 8, 4), (4, 24, 0, 8), (2, 0, 0, 0)]
 CASES += [(2, BLOCK_BYTES + 16, 16, 0), (3, 2 * BLOCK_BYTES, 0, 0), (2, 4099, 3, 1)]
 
@@ -24,7 +22,7 @@ def test_rows_arrive_and_then_the_flag(world_size: int, row_bytes: int, begin: i
     flags = [torch.zeros(world_size, 1, dtype=torch.int64) for _ in range(world_size)]
     counted = torch.zeros(1, dtype=torch.int32)
     row_flags = RowFlags(torch.tensor([each.data_ptr() for each in flags]), counted, torch.tensor([EPOCH]))
-    own = row_bytes != 20  # otherwise it is there already
+    own = row_bytes != 20  # whether a rank stores its own row, too
     for rank in range(world_size):
         sent = torch.randint(0, 256, (shift + row_bytes * (1 if gather else world_size),), generator=generator)
         source, stride = sent.to(torch.uint8)[shift:], 0 if gather else row_bytes

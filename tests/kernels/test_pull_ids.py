@@ -1,5 +1,3 @@
-"""Ids sent to the owners of their rows, under Triton's interpreter, all ranks' windows in one process."""
-
 from collections.abc import Sequence
 
 import pytest
@@ -18,7 +16,7 @@ _BLOCK = 4
 
 
 class Ranks:
-    """The windows of W ranks of b samples, and what a rank that requests some features should receive."""
+    """The windows of several ranks, and a rank that pulls some features from them."""
 
     def __init__(self, bag_sizes: Sequence[tuple[int, int]], world_size: int = 3, samples: int = 5) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -59,7 +57,7 @@ class Ranks:
         check: bool = True,
         weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return values and offsets as they arrive, padding included, each followed by a guard."""
+        """Return the values and offsets that arrive, with their padding."""
         pairs, batch = len(requested) * self.world_size, self.world_size * self.samples
         capacity = self.world_size * sum(self.capacities[feature] for feature in requested)
         values = torch.full((capacity + 1,), GUARD, dtype=torch.int32)
@@ -71,18 +69,9 @@ class Ranks:
         here = [self.capacities[feature] for feature in requested]
         tasks = pull_tasks(here, self.world_size, self.samples, capacity * lengths, _BLOCK)
         pull_ids(
-            published,
-            arrivals,
-            torch.tensor(tasks).int().view(-1, 3),
-            values[:-1],
-            offsets,
-            weights,
-            self.record.status,
-            self.samples,
-            lengths=lengths,
-            check=check,
-            block=_BLOCK,
-        )
+            published, arrivals, torch.tensor(tasks).int().view(-1, 3), values[:-1], offsets, weights,
+            self.record.status, self.samples, lengths=lengths, check=check, block=_BLOCK,
+        )  # fmt: skip
         assert values[-1] == GUARD
         assert offsets[-1] == GUARD
         return values[:-1], offsets[:-1]
@@ -95,10 +84,9 @@ def test_ids_arrive_with_their_offsets_and_are_padded(requested: list[int], worl
     weights = torch.full((200,), float(GUARD))
     values, offsets = ranks.pull(requested, weights=weights)
     expected_values, expected_offsets = reference.pull_ids(ranks.published, requested, ranks.samples)
-    published = [
-        (window[ranks.weights_at :], bags) for window, (_, bags) in zip(ranks.windows, ranks.published, strict=True)
-    ]
-    expected_weights, _ = reference.pull_ids(published, requested, ranks.samples)
+    published = zip(ranks.windows, ranks.published, strict=True)
+    weighted = [(window[ranks.weights_at :], bags) for window, (_, bags) in published]
+    expected_weights, _ = reference.pull_ids(weighted, requested, ranks.samples)
     arrived, bags = expected_values.numel(), expected_offsets.numel()
     assert_same(weights[:arrived], expected_weights.view(torch.float32), "weights")
     assert (weights[arrived:] == GUARD).all()
@@ -135,7 +123,7 @@ def test_known_lengths_need_no_offsets() -> None:
     assert ranks.record.empty
 
 
-def test_another_number_of_ids_than_is_known_is_recorded() -> None:
+def test_a_number_of_ids_other_than_the_known_one_is_recorded() -> None:
     ranks = Ranks([(2, 2), (1, 1)])
     known = _known(ranks, [2, 1], [1])
     for rank, window in enumerate(ranks.windows):
@@ -146,20 +134,19 @@ def test_another_number_of_ids_than_is_known_is_recorded() -> None:
     assert (record[0], record[2], record[3]) == (1, 14, 15)
 
 
-@pytest.mark.parametrize("requested", [[0], [1], []])  # every rank finds it, whatever it requests
+@pytest.mark.parametrize("requested", [[0], [1], []])  # every rank finds it, whichever features it pulls
 def test_a_batch_beyond_its_capacity_is_recorded(requested: list[int]) -> None:
     ranks = Ranks([(1, 2), (3, 3)])
     ranks.capacities[1] = 14
     for rank in (0, 1):
         window, (_, offsets) = ranks.windows[rank], ranks.published[rank]
         window[ranks.offsets_at + 10 : ranks.offsets_at + offsets.numel()] -= 1  # 14 ids of feature 1, the last 9 bags
-        assert rank < 2
     arrivals = Arrivals(*(torch.zeros(20, dtype=torch.int32) for _ in range(3)))
     locate_ids(ranks.ask(requested), arrivals, ranks.record.status, ranks.samples, lengths=True, total=0)
     assert ranks.record.overflow() == [2, 1, 15, 14]
 
 
-def test_lengths_below_0_are_recorded() -> None:
+def test_negative_lengths_are_recorded() -> None:
     ranks = Ranks([(1, 2), (3, 3)])
     offsets = ranks.windows[1][ranks.offsets_at :]
     offsets[ranks.samples + 1 :] -= int(offsets[-1] - offsets[ranks.samples]) + 4
@@ -173,18 +160,17 @@ def test_lengths_below_0_are_recorded() -> None:
 @pytest.mark.parametrize("wrong", [-1, 100, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize(("check", "rows"), [(True, 100), (True, -100), (False, 100)])
 def test_an_id_outside_its_table_is_recorded_and_row_0_taken(wrong: int, check: bool, rows: int) -> None:
-    """Of a table whose number of rows is negative, none is recorded."""
+    """None is recorded if the number of rows is negative."""
     ranks = Ranks([(2, 2), (1, 3)])
     expected, _ = reference.pull_ids(ranks.published, [1, 0], ranks.samples)
     ranks.windows[1][3] = wrong  # of feature 0, the 4th id of rank 1
     values, _ = ranks.pull([1, 0], rows=rows, check=check)
-    position = expected.numel() - 2 * 10 + 3
-    expected[position] = 0 if check else wrong
+    expected[expected.numel() - 2 * 10 + 3] = 0 if check else wrong
     assert_same(values[: expected.numel()], expected, "values")
     assert ranks.record.bad_arrival() == ([1, 1, 3, wrong, 100] if check and rows > 0 else None)
 
 
-def test_of_a_step_with_a_batch_beyond_its_capacity_no_id_arrives() -> None:
+def test_no_id_arrives_in_a_step_with_a_batch_beyond_its_capacity() -> None:
     ranks = Ranks([(1, 2), (3, 3)])
     ranks.capacities[1] = 14
     values, offsets = ranks.pull([1, 0])

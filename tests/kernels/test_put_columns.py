@@ -1,5 +1,3 @@
-"""A message's rows, put into the windows of a node's ranks: every element, and nothing else."""
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ SIZES = (3, 0, 5)  # samples of the node's ranks
         ([], 4, torch.float32, 8),
     ],
 )
-def test_columns_are_where_they_belong(
+def test_the_columns_of_a_message_are_put_into_the_windows_and_nothing_else(
     shards: list[tuple[int, int]], stride: int, dtype: torch.dtype, word: int
 ) -> None:
     pitch = -(-sum(dim for dim, _ in shards) // 8) * 8

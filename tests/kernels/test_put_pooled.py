@@ -1,5 +1,3 @@
-"""Pooled embeddings put to another node group by group, and what takes them there: every element, and nothing else."""
-
 from collections.abc import Sequence
 
 import pytest
@@ -34,12 +32,12 @@ def _signals(heap: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize(
     ("groups", "puts", "weighted"), [(Groups(16, 1), (1, 1, 0, 0), False), (Groups(8, 2), (1, 1, 1, 0), True)]
 )
-def test_groups_of_a_message_are_pooled_put_and_taken(groups: Groups, puts: Sequence[int], weighted: bool) -> None:
-    """Rank 0 pools for ranks 1 and 2, whose node is another; rank 2 takes the message for both."""
+def test_groups_of_a_message_are_pooled_sent_and_received(groups: Groups, puts: Sequence[int], weighted: bool) -> None:
+    """Rank 0 pools for ranks 1 and 2 of another node; rank 2 takes the message for both."""
     world = World(Case(batch_sizes=(1, 9, 3), features=(2, 0, 0), dim=4, gap=0, weighted=weighted))
     heaps, addresses = _heaps(3)
     sent, arrived = (_rows(heaps[rank], at, 12, 8) for rank, at in ((0, _STAGED), (2, _ARRIVED)))
-    node = world.first_sample[1:].clone()  # where a kernel's tensors may begin
+    node = world.first_sample[1:].clone()  # aligned, as kernels need it
     begins = torch.tensor([sent.data_ptr(), sent.data_ptr() + 9 * 8 * 4])
     out = Outgoing(_ARRIVED - _STAGED, heaps[0].data_ptr() + _SIGNALS, peer=2)
     counts = torch.zeros(4, dtype=torch.int32)
@@ -59,15 +57,11 @@ def test_groups_of_a_message_are_pooled_put_and_taken(groups: Groups, puts: Sequ
     record = DeviceErrorRecord(CPU)
 
     def take() -> None:
-        network, signals, waiting = (
-            Network("stores", addresses, 2),
-            heaps[2].data_ptr() + _SIGNALS,
-            Waiting(9, record.status),
-        )
-        wait_message(network, 0, signals, groups, waiting, CLOCK, 2, node)
-        places = PutColumns.of([(4, 4), (4, 12)], 20, 4, CPU)
+        network, signals = Network("stores", addresses, 2), heaps[2].data_ptr() + _SIGNALS
+        wait_message(network, 0, signals, groups, Waiting(9, record.status), CLOCK, 2, node)
+        columns = PutColumns.of([(4, 4), (4, 12)], 20, 4, CPU)
         addressed = torch.tensor([window.data_ptr() for window in windows])
-        put_columns(arrived, places, addressed, node, 20, 9, here=1)
+        put_columns(arrived, columns, addressed, node, 20, 9, here=1)
 
     take()
     assert record.empty
@@ -81,7 +75,7 @@ def test_groups_of_a_message_are_pooled_put_and_taken(groups: Groups, puts: Sequ
 
 
 @interpreted
-def test_a_message_without_rows_is_a_signal() -> None:
+def test_a_message_without_rows_is_only_a_signal() -> None:
     heaps, addresses = _heaps(2)
     begin = heaps[0].data_ptr()
     out = Outgoing(_ARRIVED - _STAGED, begin + _SIGNALS, peer=1)

@@ -1,5 +1,3 @@
-"""The reference's pooling, which kernels are compared with, against torch's own operator."""
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from dlrm_overlap.kernels import reference
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("most", [0, 3], ids=["empty bags", "some empty bags"])
-def test_pooling_is_embedding_bags(mode: str, most: int) -> None:
+def test_pooling_agrees_with_torchs_embedding_bag(mode: str, most: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(30, 12, generator=generator)
     lengths = torch.randint(0, most + 1, (9,), dtype=torch.int32, generator=generator)
@@ -20,7 +18,7 @@ def test_pooling_is_embedding_bags(mode: str, most: int) -> None:
     torch.testing.assert_close(pooled, expected)
 
 
-def test_worked_example() -> None:
+def test_pooling_is_as_in_its_example() -> None:
     weight = torch.arange(32.0).view(8, 4)
     pooled = reference.pool(weight, torch.tensor([1, 0, 2]), torch.tensor([5, 7, 7]))
     assert pooled.tolist() == [[20.0, 21, 22, 23], [0.0, 0, 0, 0], [56.0, 58, 60, 62]]

@@ -1,5 +1,3 @@
-"""Stochastic rounding at the edges of half precision, under Triton's interpreter: each input by many chances."""
-
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ def _round(x, out, seed, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl
 
 
 def _rounded(x: torch.Tensor, dtype: torch.dtype, stochastic: bool = True) -> torch.Tensor:
-    """Return [n, CHANCES]: each element of `x` [n] float32, rounded so many times."""
+    """Return [n, CHANCES]: each element of `x` [n] float32, rounded CHANCES times."""
     out = torch.empty(x.numel(), CHANCES, dtype=dtype)
     constants: dict[str, Any] = {"TYPE": TYPES[dtype], "STOCHASTIC": stochastic, "BLOCK": CHANCES}
     _round[(x.numel(),)](x, out, 3, **constants)
@@ -35,7 +33,7 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype, stochastic: bool = True) -> to
 
 
 def _of_bits(*bits: int) -> torch.Tensor:
-    """Return the float32 of these bits, and those of the other sign."""
+    """Return the float32 numbers of these bits, and their negatives."""
     positive = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     return torch.cat((positive, -positive))
 
@@ -48,14 +46,14 @@ def test_nan_stays_nan_and_infinity_infinity(dtype: torch.dtype) -> None:
     assert_same(_rounded(infinities, dtype), infinities[:, None].expand(-1, CHANCES).to(dtype), "infinities")
 
 
-def test_a_nan_that_a_cut_would_make_infinity_stays_nan() -> None:
-    # Not asked of bfloat16: the interpreter converts it by a cut, where hardware does not.
+def test_a_nan_that_truncation_would_make_infinity_stays_nan() -> None:
+    # Not tested for bfloat16, to which the interpreter truncates, and hardware does not.
     assert _rounded(_of_bits(0x7F800001), torch.float16).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_numbers_beyond_the_greatest_are_rounded_to_the_nearest(dtype: torch.dtype) -> None:
-    """As long as float16's is 65504 up to 65520, chance makes no infinity; from there on all become one."""
+    """In float16 that is 65504 below 65520, and infinity from there on."""
     greatest = torch.tensor(torch.finfo(dtype).max)
     between = {torch.float16: (65519.99, 65520.0, 65535.99, 65536.0), torch.bfloat16: (3.3960e38,)}[dtype]
     x = torch.tensor([greatest, greatest.nextafter(torch.tensor(torch.inf)), *between, torch.finfo(torch.float32).max])
@@ -74,9 +72,7 @@ def _assert_fair(x: float, below: float, above: float, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(("below", "part"), [(EDGE - STEP, 0.75), (EDGE, 0.25), (EDGE - 2 * STEP, 0.5), (0.0, 0.25)])
-def test_float16_is_rounded_fairly_on_both_sides_of_its_least_normal_number(
-    sign: int, below: float, part: float
-) -> None:
+def test_float16_is_rounded_fairly_around_its_least_normal_number(sign: int, below: float, part: float) -> None:
     x, ends = sign * (below + part * STEP), sorted((sign * below, sign * (below + STEP)))
     _assert_fair(x, ends[0], ends[1], torch.float16)
 
@@ -90,7 +86,7 @@ def test_numbers_below_the_greatest_are_rounded_fairly(dtype: torch.dtype, step:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_what_needs_no_rounding_stays(dtype: torch.dtype) -> None:
+def test_exact_numbers_are_not_changed(dtype: torch.dtype) -> None:
     x = torch.tensor([0.0, 1.0, EDGE, 3 * EDGE, EDGE - STEP, EDGE / 2, STEP, torch.finfo(dtype).max]).to(dtype)
     x = torch.cat((x, -x))
     assert_same(_rounded(x.float(), dtype), x[:, None].expand(-1, CHANCES), "rounded")

@@ -1,5 +1,3 @@
-"""The zero-copy kernel under Triton's interpreter: every element of every window, and ids outside their table."""
-
 import pytest
 import torch
 
@@ -32,12 +30,12 @@ def test_windows_hold_what_the_reference_pools(case: Case) -> None:
 def test_an_id_outside_its_table_is_recorded_and_row_0_is_taken(dtype: torch.dtype, bad: int) -> None:
     world = World(Case(ids=dtype))
     feature, index, sample = 2, 0, 6  # on rank 0: the second sample of rank 1
-    place = int(world.ids[0].offsets[index * 8 + sample])
+    position = int(world.ids[0].offsets[index * 8 + sample])
     assert world.ids[0].lengths[index * 8 + sample] > 1
     assert world.input_feature(0, feature) == index
-    world.ids[0].values[place + 1] = bad
+    world.ids[0].values[position + 1] = bad
     ids = world.ids[0].storage.clone()
-    ids[1 + place + 1] = 0
+    ids[1 + position + 1] = 0
     _run(world)
     assert world.records[0].bad_id() == [index, sample, World.ROWS]
     assert world.records[1].bad_id() is None
@@ -46,7 +44,7 @@ def test_an_id_outside_its_table_is_recorded_and_row_0_is_taken(dtype: torch.dty
 
 
 @pytest.mark.parametrize("checked_ids", [8, 64])
-def test_ids_far_down_a_long_bag_are_looked_at_too(checked_ids: int) -> None:
+def test_ids_at_the_end_of_a_long_bag_are_checked(checked_ids: int) -> None:
     tuning = Tuning(2, unroll=4, num_warps=1, checked_ids=checked_ids)
     world = World(Case((2,), (1,), dim=4, longest=70, tuning=tuning))
     values, end = world.ids[0].values, int(world.ids[0].offsets[2])  # of sample 1, whose bag is the longest
@@ -58,7 +56,7 @@ def test_ids_far_down_a_long_bag_are_looked_at_too(checked_ids: int) -> None:
     world.assert_windows()  # of the ids as they are now
 
 
-def test_a_table_whose_bad_ids_are_not_recorded_hides_no_other() -> None:
+def test_bad_ids_that_are_not_recorded_do_not_hide_those_of_another_table() -> None:
     world = World(Case((4,), (2,), dim=4))
     values, offsets = world.ids[0].values, world.ids[0].offsets
     for bag in (1, 7):
@@ -67,14 +65,14 @@ def test_a_table_whose_bad_ids_are_not_recorded_hides_no_other() -> None:
     world.rows_to_check[first] = -World.ROWS
     _run(world)
     assert world.records[0].bad_id() == [0, 1, World.ROWS]
-    assert values[int(offsets[7])] == 0, "row 0 is taken all the same"
+    assert values[int(offsets[7])] == 0, "row 0 is taken for it, too"
     world.assert_windows()
 
 
 def test_unchecked_ids_are_taken_as_they_are() -> None:
     world = World(Case((4,), (1,), dim=4, check=False))
     values, offsets = world.ids[0].values, world.ids[0].offsets
-    values[int(offsets[1])] = World.ROWS  # the row behind the table, which the allocation holds
+    values[int(offsets[1])] = World.ROWS  # the row after the table, which is in the same allocation
     ids = world.ids[0].storage.clone()
     _run(world)
     world.assert_no_record()

@@ -1,5 +1,3 @@
-"""The kernels' samples are bit-identical to numpy's."""
-
 from typing import Any, Literal
 
 import numpy as np
@@ -16,22 +14,16 @@ from tests.kernels.emulation import CPU, interpreted
 pytestmark = interpreted
 
 FIXED = DataConfig(tables=TablesConfig(rows=[50, 3, 40_000_000, 1], multi_hot=[2, 5, 1, 1], zipf_alpha=[1.05, 0, 1, 2]))
-RANGES = DataConfig(
-    tables=TablesConfig(
-        rows=[50, 2**31 - 1, 1, 700],
-        multi_hot=["0..6", "2..3", 2, "1..1"],
-        zipf_alpha=[2, 1.05, 1, 5],
-        half_life=[2, 0, 0, 1],
-    ),
-    dense_features=2,
-)
+_HOT, _ALPHA = ["0..6", "2..3", 2, "1..1"], [2, 1.05, 1, 5]
+_TABLES = TablesConfig(rows=[50, 2**31 - 1, 1, 700], multi_hot=_HOT, zipf_alpha=_ALPHA, half_life=[2, 0, 0, 1])
+RANGES = DataConfig(tables=_TABLES, dense_features=2)
 NO_SIGNALS = DataConfig(tables=TablesConfig(count=2, rows=1), dense_features=1)
 FEW_DENSE = DataConfig(tables=TablesConfig(rows=[7, 1, 900, 7], zipf_alpha=0.3), dense_features=1, seed=2**31 - 1)
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize("config", [FIXED, RANGES, NO_SIGNALS, FEW_DENSE], ids=["fixed", "ranges", "one_row", "few"])
-def test_samples_are_those_of_the_cpu(config: DataConfig, split: Literal["train", "eval"]) -> None:
+def test_samples_are_those_of_numpy_bit_for_bit(config: DataConfig, split: Literal["train", "eval"]) -> None:
     expected = Synthetic(config, split)
     made = DeviceSynthetic(config, split, CPU)
     for first, count in ((0, 33), (10**12 + 7, 5)):  # more samples than a program has, and counters beyond 32 bits
@@ -53,7 +45,7 @@ def test_equal_tables_share_their_cells() -> None:
 
 
 def test_kernels_fuse_no_product_with_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fused one rounds once, numpy twice. The interpreter cannot show it, so check the option."""
+    """A fused one rounds once where numpy rounds twice. The interpreter fuses nothing, so check the option."""
     made: list[CompiledKernel] = []
 
     def recorded(kernel: Any, **options: Any) -> CompiledKernel:
@@ -66,8 +58,7 @@ def test_kernels_fuse_no_product_with_a_sum(monkeypatch: pytest.MonkeyPatch) -> 
     assert fused == {"_draw_features": True, "_draw_ids": False, "_draw_labels": False}
 
 
-def test_draws_are_those_of_numpy() -> None:
-    """Checks the stream itself: the draws of the label and of the first dense feature."""
+def test_a_dense_feature_is_drawn_from_numpys_philox_stream() -> None:
     made = DeviceSynthetic(FEW_DENSE, "train", CPU)
     sample = 3
     raw = np.random.Philox(key=made._key, counter=sample * made._blocks_per_sample).random_raw(2)

@@ -1,5 +1,3 @@
-"""The kernel that updates the dense parameters against its twin, and the twin against torch.optim."""
-
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -30,42 +28,33 @@ _ROUNDING = 1e-6  # with and without fused products and sums
 
 
 class Form(NamedTuple):
-    """An optimizer of torch.optim, and its settings in an update."""
+    """An optimizer of torch.optim, and its settings as an update has them."""
 
     kind: str
-    make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+    make: Callable[..., torch.optim.Optimizer]
     numbers: tuple[float, ...]
 
 
+_SGD, _ADAGRAD = partial(torch.optim.SGD, lr=RATE), partial(torch.optim.Adagrad, lr=RATE, eps=EPS)
+_ADAM, _ADAMW = (partial(each, lr=RATE, eps=EPS, betas=BETAS) for each in (torch.optim.Adam, torch.optim.AdamW))
+_NESTEROV = partial(_SGD, momentum=0.9, nesterov=True, weight_decay=DECAY)
 FORMS = {
-    "sgd": Form("sgd", lambda weights: torch.optim.SGD(weights, RATE), (RATE, 0, 0, 0, 0, 0, 0)),
-    "sgd_l2": Form("sgd", partial(torch.optim.SGD, lr=RATE, weight_decay=DECAY), (RATE, 0, 0, 0, 0, DECAY, 0)),
-    "momentum": Form(
-        "momentum", partial(torch.optim.SGD, lr=RATE, momentum=0.9, dampening=0.4), (RATE, 0, 0.9, 0.4, 0, 0, 0)
-    ),
-    "nesterov": Form(
-        "momentum",
-        partial(torch.optim.SGD, lr=RATE, momentum=0.9, nesterov=True, weight_decay=DECAY),
-        (RATE, 0, 0.9, 0, 1, DECAY, 0),
-    ),
-    "adagrad": Form("adagrad", partial(torch.optim.Adagrad, lr=RATE, eps=EPS), (RATE, EPS, 0, 0, 0, 0, 0)),
+    "sgd": Form("sgd", _SGD, (RATE, 0, 0, 0, 0, 0, 0)),
+    "sgd_l2": Form("sgd", partial(_SGD, weight_decay=DECAY), (RATE, 0, 0, 0, 0, DECAY, 0)),
+    "momentum": Form("momentum", partial(_SGD, momentum=0.9, dampening=0.4), (RATE, 0, 0.9, 0.4, 0, 0, 0)),
+    "nesterov": Form("momentum", _NESTEROV, (RATE, 0, 0.9, 0, 1, DECAY, 0)),
+    "adagrad": Form("adagrad", _ADAGRAD, (RATE, EPS, 0, 0, 0, 0, 0)),
     "adagrad_decays": Form(
-        "adagrad",
-        partial(torch.optim.Adagrad, lr=RATE, eps=EPS, lr_decay=0.2, weight_decay=DECAY),
-        (RATE, EPS, 0.2, 0, 0, DECAY, 0),
+        "adagrad", partial(_ADAGRAD, lr_decay=0.2, weight_decay=DECAY), (RATE, EPS, 0.2, 0, 0, DECAY, 0)
     ),
-    "adam": Form("adam", partial(torch.optim.Adam, lr=RATE, eps=EPS, betas=BETAS), (RATE, EPS, *BETAS, 0, 0, 0)),
-    "adamw": Form(
-        "adam",
-        partial(torch.optim.AdamW, lr=RATE, eps=EPS, betas=BETAS, weight_decay=DECAY),
-        (RATE, EPS, *BETAS, 0, 0, DECAY),
-    ),
+    "adam": Form("adam", _ADAM, (RATE, EPS, *BETAS, 0, 0, 0)),
+    "adamw": Form("adam", partial(_ADAMW, weight_decay=DECAY), (RATE, EPS, *BETAS, 0, 0, DECAY)),
 }
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
 def _random(seed: int, elements: int) -> torch.Tensor:
-    """Return numbers of many magnitudes, and zeros."""
+    """Return numbers of many magnitudes, some of which are zero."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(elements, generator=generator)
     return numbers.pow(3) * (torch.rand(elements, generator=generator) > 0.1)
@@ -115,7 +104,7 @@ def test_the_twin_has_the_bits_of_torch_optim(form: str) -> None:
 @every_form
 @pytest.mark.parametrize("kernels", [update, reference], ids=["kernel", "twin"])
 def test_each_line_is_updated_by_its_row(form: str, kernels: ModuleType) -> None:
-    """Rows differ in all numbers and counts; lines of row -1 and their states stay as they are."""
+    """Rows differ in all numbers and counts; lines of row -1 and their states are not changed."""
     rows = torch.tensor([1] * 5 + [0] * 20 + [-1] * 3 + [1] * 4 + [0] * 16).int()
     ours, theirs = (_make(form, torch.bfloat16, rows=rows) for _ in range(2))
     before = ours.weights.clone()
@@ -129,20 +118,18 @@ def test_each_line_is_updated_by_its_row(form: str, kernels: ModuleType) -> None
         kernels.begin_update(ours)
         for first, end in ((0, BLOCK), (BLOCK, BLOCK), (BLOCK, 3 * BLOCK)):
             kernels.update_range(ours, first, end)
-        for row in (0, 1):  # as if each were alone
-            alone = theirs._replace(
-                rows=torch.zeros_like(rows), step=theirs.step[row, None], numbers=theirs.numbers[row, None]
-            )
+        for row in (0, 1):  # as if each were the only one
+            step, numbers = theirs.step[row, None], theirs.numbers[row, None]
+            alone = theirs._replace(rows=torch.zeros_like(rows), step=step, numbers=numbers)
             reference.begin_update(alone)
             for line in (rows == row).nonzero().flatten().tolist():
                 reference.update_range(alone, line * LINE, (line + 1) * LINE)
     assert_same(ours.step, torch.tensor([3.0, 6.0]), "step")
-    for name, found, expected in zip(
-        ("weights", *STATES[ours.kind]), (ours.weights, *ours.states), (theirs.weights, *theirs.states), strict=True
-    ):
+    pairs = zip((ours.weights, *ours.states), (theirs.weights, *theirs.states), strict=True)
+    for name, (found, expected) in zip(("weights", *STATES[ours.kind]), pairs, strict=True):
         assert_near(found, expected, _ROUNDING, name)
     left = rows.repeat_interleave(LINE) < 0
-    assert_same(ours.weights[left], before[left], "weights of no row")
+    assert_same(ours.weights[left], before[left], "weights without a row")
     assert ours.shadow is not None
     if kernels is update:
         assert_same(ours.shadow[~left], to_wire(ours.weights, torch.bfloat16)[~left], "shadow")

@@ -1,5 +1,3 @@
-"""Rows updated by sorted ids, under Triton's interpreter, against float64."""
-
 import weakref
 from dataclasses import replace
 
@@ -9,24 +7,18 @@ import torch
 from dlrm_overlap.kernels.backward.optimizers import OPTIMIZERS
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from tests.agreement import assert_same
-from tests.kernels.compiling import run_without_interpreter
 from tests.kernels.emulation import interpreted, to_wire
 from tests.kernels.gradients import MIXED, RULE, RULES, Case, Model, Rows, assert_near
 
 pytestmark = [interpreted, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # of rows that are not stored
 
-# Ranges of unlike dims, optimizers and rows; no id names a row of the second.
+# Ranges of other dims, optimizers and numbers of rows; no id names a row of the second.
 RANGES = (
     replace(MIXED, means=True),
     Rows(((0, 0),), dim=4),
     replace(MIXED, dim=4, optimizer="adagrad"),
     Rows(((2, 0, 60),), dim=8, optimizer="rowwise_adagrad"),
 )
-
-
-@pytest.mark.slow
-def test_every_optimizer_compiles_for_an_h200() -> None:
-    run_without_interpreter("tests.kernels.row_vectors")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -66,14 +58,14 @@ def test_rows_are_updated_once_by_the_sum_of_their_gradients(
     ],
     ids=str,
 )
-def test_every_decay_by_a_counter(numbers: dict[str, float]) -> None:
+def test_rows_decay_by_their_counter(numbers: dict[str, float]) -> None:
     optimizer = "rowwise_adagrad_with_counter"
     model, rule = Model(Case((replace(MIXED, optimizer=optimizer),))), RULES[optimizer]
     model.check_update(model.prepare(), rule=rule._replace(numbers=rule.numbers._replace(**numbers)))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_row_in_every_bag(optimizer: str) -> None:
+def test_a_row_that_every_bag_names_is_updated_once(optimizer: str) -> None:
     model = Model(Case((Rows(((2, 200, 3),), dim=128, optimizer=optimizer),), samples=20))
     assert model.bags[model.keys == 1].unique().numel() == 32, "of 40 bags, 8 are empty"
     runs = model.prepare()
@@ -103,7 +95,7 @@ def test_runs_are_cut_into_chunks(counts: tuple[int, ...], chunks: int) -> None:
 
 LONG_RUNS, NOT_CUT = ((1, 17, 16, 128, 0, 40, 129, 2, 3, 18), False), ((1, 17, 16, 0, 18, 2), True)
 SIDE_BY_SIDE = {4: 8, 64: 4, 128: 2, 256: 1}  # dim -> runs
-A_ROW = ("sgd", "rowwise_adagrad", "lamb")  # which ask nothing, a sum and two norms of a whole row
+A_ROW = ("sgd", "rowwise_adagrad", "lamb")  # which need nothing, a sum and two norms of a whole row
 
 
 @pytest.mark.parametrize(
@@ -130,7 +122,7 @@ def test_runs_can_be_cut_anywhere() -> None:
 
 
 @pytest.mark.slow
-def test_more_runs_than_a_program_cuts() -> None:
+def test_more_runs_than_a_program_cuts_are_updated() -> None:
     counts = torch.ones(2200, dtype=torch.int64)
     counts[[3, 1023, 1024, 2199]] = torch.tensor([7, 20, 5, 300])
     model = Model(Case((Rows((tuple(counts.tolist()),), dim=4),), samples=200))
@@ -142,7 +134,7 @@ def test_more_runs_than_a_program_cuts() -> None:
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
-def test_types(ids: torch.dtype, offsets: torch.dtype, wire: torch.dtype) -> None:
+def test_ids_offsets_and_gradients_have_any_type(ids: torch.dtype, offsets: torch.dtype, wire: torch.dtype) -> None:
     model = Model(Case((replace(MIXED, means=True),), ids=ids, offsets=offsets, wire=wire))
     model.check_update(model.prepare())
 
@@ -161,8 +153,7 @@ def test_ranges_are_updated_one_by_one(order: tuple[int, ...]) -> None:
                 assert_same(actual, state, f"states of range {other}, after an update of {index}")
 
 
-def test_one_update_serves_steps_of_other_types_gradients_and_numbers() -> None:
-    """And holds nothing of a step that is over."""
+def test_one_update_serves_steps_of_other_types_and_numbers_and_keeps_none_of_their_tensors() -> None:
     model = Model(Case((replace(MIXED, optimizer="adagrad", means=True),)))
     update = RowUpdate(model.row_range(0), model.case.chunk_ids)
     steps = [(torch.int64, torch.float32, RULE), (torch.int32, torch.float32, RULE.with_rate(2.0))]
@@ -177,34 +168,34 @@ def test_one_update_serves_steps_of_other_types_gradients_and_numbers() -> None:
         assert_near(model.states[0][0], states[0])
         given = [weakref.ref(tensor) for tensor in (*runs[:-1], window, numbers.numbers)]
         del runs, window, numbers
-        assert not any(tensor() is not None for tensor in given), "a launch holds what it was given"
+        assert all(tensor() is None for tensor in given), "a launch keeps a tensor of its last step"
     assert len(update._launches) == 3
 
 
-def test_no_ids() -> None:
+def test_an_update_without_ids_changes_nothing() -> None:
     model = Model(Case((Rows(((0, 0),), optimizer="adagrad", means=True),)))
     runs = model.prepare()
     assert runs.gradient_at.numel() == 0
     model.check_update(runs)
 
 
-def test_places_scales_and_bounds() -> None:
+def test_the_gradient_the_scale_and_the_range_of_each_id_are_found() -> None:
     model = Model(Case(RANGES))
     keys, order = model.keys.sort(stable=True)
     bags = model.bags[order]
     runs = model.prepare()
-    for i, (bag, place) in enumerate(zip(bags.tolist(), runs.gradient_at.tolist(), strict=True)):
+    for i, (bag, position) in enumerate(zip(bags.tolist(), runs.gradient_at.tolist(), strict=True)):
         feature, sample = divmod(bag, model.case.samples)
         gradient = model.gradients[feature][sample]
-        assert_same(model.window[4 * place :][: gradient.numel()], gradient, f"gradient of id {i}")
+        assert_same(model.window[4 * position :][: gradient.numel()], gradient, f"gradient of id {i}")
         assert not model.features[feature].mean or runs.scales[i] == 1 / model.lengths[bag]
     first_keys = torch.tensor(model.first_keys)
     assert_same(runs.bounds, torch.searchsorted(keys.unique(), first_keys), "bounds")
 
 
-def _twins(optimizer: str, weights: torch.dtype, scale: float = 1.0) -> tuple[Model, Model]:
-    """Return two models of equal rows, the first's of half precision and stochastically rounded, the second's not."""
-    rows = replace(MIXED, dim=1024, optimizer=optimizer)
+def _twins(optimizer: str, weights: torch.dtype, scale: float = 1.0, dim: int = 1024) -> tuple[Model, Model]:
+    """Return two models of equal rows: of half precision with stochastic rounding, and of float32."""
+    rows = replace(MIXED, dim=dim, optimizer=optimizer)
     half = Model(Case((replace(rows, weights=weights, stochastic=True),)))
     half.rows(0).mul_(scale)
     full = Model(Case((rows,)))
@@ -215,7 +206,7 @@ def _twins(optimizer: str, weights: torch.dtype, scale: float = 1.0) -> tuple[Mo
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("weights", [torch.float16, torch.bfloat16])
 def test_half_precision_rows_are_rounded_once(optimizer: str, weights: torch.dtype) -> None:
-    half, full = _twins(optimizer, weights)
+    half, full = _twins(optimizer, weights, dim=128)
     rows = half.row_range(0)._replace(stochastic_rounding=False)
     RowUpdate(rows, half.case.chunk_ids)(half.prepare(), half.window, RULES[optimizer].rule())
     full.update(full.prepare())
@@ -225,7 +216,7 @@ def test_half_precision_rows_are_rounded_once(optimizer: str, weights: torch.dty
 
 
 def _neighbours(exact: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers of a half precision next to float64 `exact`, below and above, or twice itself."""
+    """Return the nearest numbers of `dtype` below and above float64 `exact`, or itself twice."""
     nearest, far = exact.to(dtype), torch.tensor(torch.inf, dtype=dtype)
     below = torch.where(nearest.double() <= exact, nearest, nearest.nextafter(-far))
     above = torch.where(nearest.double() >= exact, nearest, nearest.nextafter(far))
@@ -245,7 +236,7 @@ def test_stochastic_rounding_is_to_a_neighbour_and_fair(weights: torch.dtype, sc
     assert ((rounded == below) | (rounded == above)).all()
     chance = torch.where(above > below, (exact - below) / (above - below), 0.0)
     up = (rounded == above) & (above > below)
-    for some in (chance < 0.5, chance >= 0.5):  # rounding to the nearest is fair to all elements together, not to these
+    for some in (chance < 0.5, chance >= 0.5):  # rounding to the nearest is fair on average, but not in either half
         expected, variance = chance[some].sum(), (chance * (1 - chance))[some].sum()
         assert variance > 400
         assert (up[some].sum() - expected).abs() < 4 * variance.sqrt()

@@ -1,7 +1,7 @@
 """The command: `python -m tests.kernels.vectors`, without TRITON_INTERPRET; needs no GPU.
 
-Compiles kernels of the dense part, of collectives, of caches and of products with communication inside for an H200, and
-checks their instructions: 16 bytes a lane where rows allow it, and tensor cores.
+Compiles kernels for an H200, and checks their instructions: words of 16 bytes a lane, or the widest that rows allow,
+and tensor cores.
 """
 
 import re
@@ -10,21 +10,27 @@ from itertools import product
 import torch
 
 from dlrm_overlap.kernels import peer_copy, swap_rows
+from dlrm_overlap.kernels.backward import update_rows
+from dlrm_overlap.kernels.backward.optimizers import OPTIMIZERS
 from dlrm_overlap.kernels.compiled import TYPES
 from dlrm_overlap.kernels.dense import all_reduce, update
 from dlrm_overlap.kernels.dense.arguments import BLOCK, STATES
 from dlrm_overlap.kernels.gemm import product as products
 from dlrm_overlap.kernels.gemm.product import TILING
+from dlrm_overlap.kernels.optimizer_params import STATES as ROW_STATES
 from tests.kernels.compiling import compile_for_h200
 
 _INSTRUCTIONS = {16: "v4.b32", 8: "v2.b32", 4: "b32", 2: "b16", 1: "b8"}
 _COPY = {"counted": "*i32"} | dict.fromkeys(("source", "stride", "words", "offset"), "i64")
 _COPY |= dict.fromkeys(("targets", "peers_ready", "clock"), "*i64")
-_SHARES = dict.fromkeys(("shares", "peers_ready", "clock"), "*i64") | {
-    "counted": "*i32",
-    "scale": "fp32",
-    "epoch": "i64",
-}
+_SHARES: dict[str, str] = dict.fromkeys(("shares", "peers_ready", "clock"), "*i64")
+_SHARES |= {"counted": "*i32", "scale": "fp32", "epoch": "i64"}
+_ROW_UPDATE: dict[str, str] = dict.fromkeys(("weights", "gradient", "scales"), "*fp32")
+_ROW_UPDATE |= dict.fromkeys(("first_states", "second_states", "third_states", "chunk_sums", "numbers"), "*fp32")
+_ROW_UPDATE |= dict.fromkeys(("run_keys", "bounds", "clock"), "*i64")
+_ROW_UPDATE |= dict.fromkeys(("run_starts", "gradient_at", "shared", "chunk_run", "chunk_first"), "*i32")
+_ROW_UPDATE |= dict.fromkeys(("weight_at", "first_at", "second_at", "third_at", "step", "seed"), "i64")
+_ROW_UPDATE |= {"factor": "fp32"}
 _UPDATE: dict[str, str] = dict.fromkeys(("weights", "gradients", "state", "square", "factors"), "*fp32")
 _UPDATE |= {"shadow": "*bf16", "rows": "*i32"}
 _PRODUCT = {"out": "*bf16", "bias": "*bf16", "done": "*i32", "owners": "*i32", "timeout": "i64"}
@@ -44,8 +50,17 @@ def check_peer_copy() -> None:
         assert text.count("st.global") == turns + 1, f"word {word}\n{text}"
 
 
+def check_update_rows() -> None:
+    """Rows, gradients and states with an element for each of the row's are stored by 16 bytes a lane."""
+    for optimizer in OPTIMIZERS:
+        made = update_rows._compiled(128, torch.float32, False, optimizer, False, 128)
+        text, rows = compile_for_h200(made, _ROW_UPDATE)["ptx"], 1 + ROW_STATES[optimizer].count("elements")
+        # Several runs, two rows at a time of a single run and of a run's last chunk, and a chunk's sum.
+        assert text.count("st.global.v4.b32") >= 4 * rows, f"{optimizer}\n{text}"
+
+
 def check_swap_rows() -> None:
-    """Rows are loaded ahead, in whole words, and the threads that have loaded a slot store to it."""
+    """Rows that are swapped are read ahead, in whole words, and the threads that read a slot store to it."""
     for words, alignment in ((128, 16), (12, 16), (10, 8), (1, 4)):
         stages = compile_for_h200(swap_rows._compiled(words, alignment), _SWAPS)
         text, layouts = stages["ptx"], _ROWS.findall(stages["ttgir"])
@@ -63,11 +78,11 @@ def check_all_reduce() -> None:
         text = compile_for_h200(all_reduce._compiled(world_size, dtype), _SHARES)["ptx"]
         assert text.count("ld.global.v4.b32") == vectors, text
         assert text.count("st.global.v4.b32") == vectors, text
-        assert text.count("st.global") == vectors + 1, f"besides, the count alone is set back\n{text}"
+        assert text.count("st.global") == vectors + 1, f"apart from these only the count is reset\n{text}"
 
 
 def check_update() -> None:
-    """Under each optimizer, with bf16 shadows."""
+    """The update of the dense parameters, with bf16 shadows."""
     lanes = 128
     for kind, states in STATES.items():
         change = update._compiled_update(kind, False, torch.bfloat16)
@@ -105,5 +120,6 @@ def check_products() -> None:
 
 
 if __name__ == "__main__":
-    for check in (check_peer_copy, check_swap_rows, check_all_reduce, check_update, check_products):
+    checks = (check_peer_copy, check_update_rows, check_swap_rows, check_all_reduce, check_update, check_products)
+    for check in checks:
         check()

@@ -1,8 +1,8 @@
 """The command: `python -m tests.kernels.waits`, without TRITON_INTERPRET; needs no GPU.
 
-Compiles for an H200 the kernels that decide by a time, in programs of several warps, and checks that no warp decides by
-its own: a time that was read comes to a condition only by way of a reduction, whose result is one for all threads, or
-of a store by one of them.
+Compiles for an H200 the kernels whose waits expire, in programs of several warps, and checks that no warp decides by
+its own clock: a time reaches a condition only through a reduction, whose result is the same for all threads, or
+through a store by one thread.
 """
 
 import re
@@ -26,35 +26,22 @@ _NAME = re.compile(r"%[\w]+")
 
 
 def _types(names: dict[str, str]) -> dict[str, str]:
-    """Return the type of each name, from the names of each type."""
     return {name: kind for kind, each in names.items() for name in each.split()}
 
 
 _TYPES = _types(
-    {
-        "*i64": "clock clock_word status ready peers_ready features windows",
-        "*i32": "counts",
-        "i64": "timeout epoch",
-    }
+    {"*i64": "clock clock_word status ready peers_ready features windows", "*i32": "counts", "i64": "timeout epoch"}
 )
-_OF_SLICES = _types(
-    {
-        "*i32": "values offsets id_weights first_sample ticket done",
-        "*bf16": "staging",
-    }
-)
+_OF_SLICES = _types({"*i32": "values offsets id_weights first_sample ticket done", "*bf16": "staging"})
 _OF_MESSAGE = _types({"*i32": "first_sample", "i64": "signals", "i32": "rows source"})
 _NONE = torch.empty(0)
 _OF_PRODUCT = _types({"*bf16": "out bias", "*i64": "targets", "*i32": "done owners"})
 
 
 def times_in_conditions(text: str) -> list[str]:
-    """Return the lines of a kernel in Triton's own language that use a time of one warp otherwise than they may.
-
-    They may compute with it, store it, or reduce it.
-    """
+    """Return the lines of a kernel's Triton IR that use the time of one warp other than to compute, store or reduce."""
     found: list[str] = []
-    times: dict[str, int] = {}  # name -> indentation of the line that it is made in; ends with its block
+    times: dict[str, int] = {}  # name -> indentation of the line that defines it; ends with its block
     for line in text.splitlines():
         indentation = len(line) - len(line.lstrip())
         times = {name: depth for name, depth in times.items() if depth <= indentation}
@@ -71,7 +58,7 @@ def times_in_conditions(text: str) -> list[str]:
 
 
 def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
-    """Return the kernels, compiled for several warps a program, and the types of their arguments."""
+    """Return the kernels, of several warps a program, and the types of their arguments."""
     options = PoolingOptions(0, "balanced", tuning_for(1024, 2), check_ids=False)
     features, windows = FeatureTable(_NONE, 1024, torch.bfloat16, 16, 16), Windows(torch.empty(4), 2048, torch.bfloat16)
     unread: Any = None

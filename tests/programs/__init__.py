@@ -1,1 +1,1 @@
-"""Programs in the style of public ones of TorchRec's users, each a file with a `main`; see `two_lines`."""
+"""Programs in the style of TorchRec's users, each a file with a `main`; see `two_lines`."""

@@ -1,4 +1,4 @@
-"""Gradients of four batches for one step of the dense optimizer, scaled and clipped as torch's own loops do it."""
+"""Gradients of four batches accumulated for one step of the dense optimizer, and clipped."""
 
 from typing import Any
 
@@ -12,24 +12,22 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from tests.programs.clicks import clicks, collection, start
+from tests.programs.clicks import clicks, collection, start, train
 
 ROWS = {f"f_{i}": 20_000 for i in range(5)}
 DIM, DENSE, EVERY = 8, 4, 4
 
 
 class Accumulating(OptimizerWrapper):
-    """Takes a step with the sum of the gradients of `EVERY` batches, clipped."""
+    """Steps with the clipped sum of the gradients of `EVERY` batches."""
 
     calls = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Keep the gradients, unless the step before was taken."""
         if self.calls % EVERY == 0:
             self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Any = None) -> None:
-        """Count the batch, and take the step after the last of them."""
         self.calls += 1
         if self.calls % EVERY == 0:
             torch.nn.utils.clip_grad_norm_(list(self.params.values()), max_norm=1.0)
@@ -37,8 +35,6 @@ class Accumulating(OptimizerWrapper):
 
 
 class Ranker(nn.Module):
-    """A network of numbers and pooled embeddings."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.collection = collection(ROWS, DIM)
@@ -46,7 +42,6 @@ class Ranker(nn.Module):
         self.over = nn.Sequential(nn.Linear(inputs, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss twice."""
         pooled = self.collection(batch.sparse_features)
         logits = self.over(torch.cat([batch.dense_features, pooled.values()], dim=1)).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
@@ -54,7 +49,6 @@ class Ranker(nn.Module):
 
 
 def main(steps: int = 200) -> list[torch.Tensor]:
-    """Train, and return the loss of each step."""
     device = start()
     torch.manual_seed(1)
     params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
@@ -65,7 +59,4 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", Accumulating(adam))])
     pipeline = TrainPipelineSparseDist(model, optimizer, device)
 
-    batches, losses = clicks(ROWS, 3, DENSE, 32, steps), []
-    for _ in range(steps):
-        losses.append(pipeline.progress(batches).clone())
-    return losses
+    return train(pipeline, clicks(ROWS, 3, DENSE, 32, steps), steps)

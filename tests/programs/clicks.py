@@ -1,7 +1,8 @@
-"""Made-up clicks in TorchRec's own batches: the labels follow from ids and numbers, so that a model can learn them."""
+"""Synthetic clicks in TorchRec's batches: labels follow from ids and numbers, so that a model can learn them."""
 
 import os
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 def start() -> torch.device:
-    """Make the process group as torchrun's variables say, unless there is one, and return this rank's device."""
+    """Make the process group by torchrun's variables, unless there is one, and return this rank's device."""
     on_gpu = torch.cuda.is_available()
     if not dist.is_initialized():
         if on_gpu:
@@ -22,7 +23,7 @@ def start() -> torch.device:
 
 
 def collection(rows: Mapping[str, int], dim: int) -> EmbeddingBagCollection:
-    """Return a collection of a table for each feature."""
+    """Return a collection with a table for each feature."""
     tables = [
         EmbeddingBagConfig(name=f"t_{key}", embedding_dim=dim, num_embeddings=count, feature_names=[key])
         for key, count in rows.items()
@@ -37,10 +38,10 @@ def clicks(
 
     Args:
         rows: of the table of each feature.
-        most_ids: of a bag. Bags have 0 to so many ids, and where it is 1, one.
+        most_ids: bags have 0 to `most_ids` ids; if it is 1, each has one.
         dense: numbers of a sample.
         samples: of a batch.
-        seed: of another stream of batches.
+        seed: selects a stream of batches.
     """
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     for _ in range(steps):
@@ -54,3 +55,8 @@ def clicks(
             values.append(ids)
         ids = KeyedJaggedTensor(list(rows), torch.cat(values), lengths=torch.cat(lengths))
         yield Batch(numbers, ids, (score > 0).float())
+
+
+def train(pipeline: Any, batches: Iterator[Batch], steps: int) -> list[torch.Tensor]:
+    """Return the loss of each step."""
+    return [pipeline.progress(batches).clone() for _ in range(steps)]

@@ -25,7 +25,6 @@ class Policy(LRScheduler):
     """Learning rates rise linearly, stay, and fall as a parabola."""
 
     def get_lr(self) -> list[float]:
-        """Return the learning rates of the step that comes next."""
         step, factor = self._step_count, 1.0
         if step < WARMUP:
             factor = 1 - (WARMUP - step) / WARMUP
@@ -35,7 +34,6 @@ class Policy(LRScheduler):
 
 
 def evaluate(pipeline: TrainPipelineSparseDist, steps: int) -> torch.Tensor:
-    """Return the mean loss of the validation set."""
     pipeline._model.eval()
     pipeline._connected = False
     batches, losses = clicks(ROWS, 3, 8, 48, steps, seed=1), []
@@ -48,7 +46,7 @@ def evaluate(pipeline: TrainPipelineSparseDist, steps: int) -> torch.Tensor:
 
 
 def main(steps: int = 200) -> list[torch.Tensor]:
-    """Train two epochs with validations within, and return the losses of training and validation."""
+    """Train two epochs, and return the losses of training and validation."""
     device = start()
     torch.manual_seed(1)
     model = DLRMTrain(DLRM_DCN(collection(ROWS, 16), 8, [32, 16], [32, 16, 1], 2, 8, dense_device=device))

@@ -1,4 +1,4 @@
-"""A tower that was trained before, and a head that is trained on top of it."""
+"""A pretrained tower, and a head that is trained on top of it."""
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -10,14 +10,14 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from tests.programs.clicks import clicks, collection, start
+from tests.programs.clicks import clicks, collection, start, train
 
 ROWS = {f"f_{i}": 20_000 for i in range(5)}
 DIM, DENSE = 8, 10
 
 
 class OnTop(nn.Module):
-    """Numbers go through a tower of content that is not trained, nor are its running means."""
+    """Numbers go through a frozen tower, whose running means do not change either."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -27,13 +27,11 @@ class OnTop(nn.Module):
         self.head = nn.Sequential(nn.Linear(DIM * (len(ROWS) + 1), 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
 
     def train(self, mode: bool = True) -> "OnTop":
-        """Leave the tower in evaluation mode."""
         super().train(mode)
         self.tower.eval()
         return self
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss twice."""
         pooled = self.collection(batch.sparse_features)
         with torch.no_grad():
             content = self.tower(batch.dense_features)
@@ -43,7 +41,6 @@ class OnTop(nn.Module):
 
 
 def main(steps: int = 200) -> list[torch.Tensor]:
-    """Train, and return the loss of each step."""
     device = start()
     torch.manual_seed(1)
     model = OnTop(device)
@@ -57,7 +54,4 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", sgd)])
     pipeline = TrainPipelineSparseDist(model, optimizer, device)
 
-    batches, losses = clicks(ROWS, 2, DENSE, 32, steps), []
-    for _ in range(steps):
-        losses.append(pipeline.progress(batches).clone())
-    return losses
+    return train(pipeline, clicks(ROWS, 2, DENSE, 32, steps), steps)

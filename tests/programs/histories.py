@@ -1,4 +1,4 @@
-"""A user's history of items, of whose rows the order counts, beside pooled features and a data-parallel table."""
+"""A user's history of items, whose order matters, with pooled features and a data-parallel table."""
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,14 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from tests.programs.clicks import clicks, start
+from tests.programs.clicks import clicks, start, train
 
 ROWS = {"user": 500, "country": 20, "history": 2000}
 MOST_IDS, DIM = 5, 16
 
 
 class Attends(nn.Module):
-    """A user's pooled embedding asks the history, whose rows have vectors of their positions added."""
+    """A user's pooled embedding attends to the history, whose rows have vectors of their positions added."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -40,7 +40,6 @@ class Attends(nn.Module):
         self.over = nn.Sequential(nn.Linear(3 + 3 * DIM, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss twice."""
         pooled, histories = self.pooled(batch.sparse_features), self.histories(batch.sparse_features)
         user, country = pooled["user"], pooled["country"]
         rows = histories["history"].to_padded_dense(MOST_IDS) + self.position
@@ -51,7 +50,6 @@ class Attends(nn.Module):
 
 
 def main(steps: int = 200) -> list[torch.Tensor]:
-    """Train, and return the loss of each step."""
     device = start()
     torch.manual_seed(1)
     model = Attends(device)
@@ -73,7 +71,4 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", adagrad)])
     pipeline = TrainPipelineSparseDist(model, optimizer, device)
 
-    batches, losses = clicks(ROWS, MOST_IDS, 3, 32, steps), []
-    for _ in range(steps):
-        losses.append(pipeline.progress(batches).clone())
-    return losses
+    return train(pipeline, clicks(ROWS, MOST_IDS, 3, 32, steps), steps)

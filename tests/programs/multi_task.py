@@ -1,6 +1,5 @@
-"""Two tasks with the experts of PLE (Tang et al., RecSys 2020), dropout, and a loss for each task with a weight.
-
-Beside it goes an average of the weights, as one evaluates with in the end.
+"""Two tasks with the experts of PLE (Tang et al., RecSys 2020), dropout, a weighted loss for each task, and an
+average of the weights.
 """
 
 import torch
@@ -24,12 +23,11 @@ WEIGHTS = {"click": 1.0, "like": 0.3}
 
 
 def expert(inputs: int) -> nn.Module:
-    """Return an expert."""
     return nn.Sequential(nn.Linear(inputs, HIDDEN), nn.GELU(), nn.Dropout(0.1))
 
 
 class PLE(nn.Module):
-    """Experts of each task and shared ones; a gate of each task weighs its own and the shared ones."""
+    """Each task has experts and a gate, which weighs them and the shared ones."""
 
     def __init__(self, inputs: int) -> None:
         super().__init__()
@@ -49,8 +47,6 @@ class PLE(nn.Module):
 
 
 class MultiTask(nn.Module):
-    """A collection, and PLE on top of it."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         tables = [

@@ -1,4 +1,4 @@
-"""TorchRec's tutorial: its DLRM, its random data set in a DataLoader, and rows updated in the backward."""
+"""TorchRec's tutorial: its DLRM, its random data set in a DataLoader, and the optimizer in the backward."""
 
 import torch
 from torch.utils.data import DataLoader
@@ -20,7 +20,6 @@ KEYS = ["product", "user", "shop", "time"]
 
 
 def main(steps: int = 200) -> list[torch.Tensor]:
-    """Train, and return the loss of each step."""
     device = start()
     torch.manual_seed(1)
     tables = [

@@ -1,4 +1,4 @@
-"""The programs of this folder, as they are and with the two lines changed that make their steps ours. No pytest."""
+"""The programs of this folder, as they are and with the two lines changed that use this package. Imports no pytest."""
 
 import gc
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.agreement import LOSS_TOLERANCE, assert_near
 
 _HERE = Path(__file__).parent
 PROGRAMS = sorted(path.stem for path in _HERE.glob("*.py") if "\ndef main(" in path.read_text())
-CHANGED = {
+CHANGED = {  # line of a program -> its replacement
     "from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder": (
         "from dlrm_overlap import OverlapEmbeddingBagCollectionSharder as EmbeddingBagCollectionSharder"
     ),
@@ -24,7 +24,6 @@ CHANGED = {
         "from dlrm_overlap import GraphTrainPipeline as TrainPipelineSparseDist"
     ),
 }
-"""line of a program -> the one in its stead"""
 
 
 def load(name: str, ours: bool) -> ModuleType:
@@ -41,8 +40,8 @@ def load(name: str, ours: bool) -> ModuleType:
 
 def compare(name: str, steps: int, tolerance: float = LOSS_TOLERANCE["programs"]) -> None:
     """Check that a program gives the same losses with two lines changed, on the ranks of the process group."""
-    stock, ours = (_run(name, ours, steps) for ours in (False, True))
-    assert_near(ours, stock, tolerance, f"{name}: losses")
+    torchrec, ours = (_run(name, ours, steps) for ours in (False, True))
+    assert_near(ours, torchrec, tolerance, f"{name}: losses")
 
 
 def _run(name: str, ours: bool, steps: int) -> torch.Tensor:
@@ -57,5 +56,5 @@ def _run(name: str, ours: bool, steps: int) -> torch.Tensor:
     losses = torch.cat([loss.reshape(-1) for loss in program.main(steps)]).cpu()
     assert not ours or (made and made[0]._fallback is None), f"{name}: the steps are TorchRec's"
     dist.barrier()
-    gc.collect()  # a program ends with its process; here the next one begins
+    gc.collect()  # a program usually ends with its process
     return losses

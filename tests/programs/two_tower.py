@@ -1,4 +1,4 @@
-"""Two towers, whose negatives are the items of the whole batch, gathered from all ranks within the forward."""
+"""Two towers, whose negatives are the items of the global batch, gathered from all ranks in the forward."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.programs.clicks import clicks, collection, start
+from tests.programs.clicks import clicks, collection, start, train
 
 ROWS = {"user": 500, "history": 300, "item": 300, "words": 200}
 DIM, SAMPLES, TEMPERATURE = 16, 16, 0.2
@@ -35,7 +35,7 @@ class InBatchLoss(nn.Module):
 
 
 class TwoTower(nn.Module):
-    """Places users beside the items that they clicked."""
+    """Embeds users near the items that they clicked."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -45,7 +45,6 @@ class TwoTower(nn.Module):
         self.loss = InBatchLoss()
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss of a batch."""
         pooled = self.collection(batch.sparse_features).to_dict()
         query = self.query(torch.cat([pooled["user"], pooled["history"]], dim=1))
         candidate = self.candidate(torch.cat([pooled["item"], pooled["words"]], dim=1))
@@ -64,7 +63,6 @@ def likes(steps: int) -> Iterator[Batch]:
 
 
 def main(steps: int = 200) -> list[torch.Tensor]:
-    """Train, and return the loss of each step."""
     device = start()
     torch.manual_seed(1)
     params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.2}
@@ -75,7 +73,4 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", adagrad)])
     pipeline = TrainPipelineSparseDist(model, optimizer, device)
 
-    batches, losses = likes(steps), []
-    for _ in range(steps):
-        losses.append(pipeline.progress(batches).clone())
-    return losses
+    return train(pipeline, likes(steps), steps)

@@ -1,6 +1,6 @@
-"""Runs that are killed again and again, and one that goes on for minutes. `make soak` runs them long: half an hour.
+"""Runs that are killed again and again, and a long one. `make soak` runs them for half an hour.
 
-`SOAK_ROUNDS` and `SOAK_SECONDS` set how long; without them they take a minute, among the slow tests.
+`SOAK_ROUNDS` and `SOAK_SECONDS` set how long; without them they take a minute, as slow tests.
 """
 
 import os
@@ -29,7 +29,7 @@ _MOST_GROWTH = 0.02
 
 
 def _strike(run: Run, victim: str) -> int:
-    """Kill one of the run's processes, or ask it to end, and return its exit code, once nothing of it is left."""
+    """Kill one of the run's processes, or ask it to end, and return its exit code when all its processes have ended."""
     if victim == "asked":
         run.process.terminate()
     elif victim == "all":
@@ -44,16 +44,14 @@ def _strike(run: Run, victim: str) -> int:
 
 
 def test_random_kills_and_resumes_lose_nothing(tmp_path: Path) -> None:
-    """After each strike every checkpoint that has a name is whole; in the end the losses are those of a run that was
-    never struck, to the last bit.
-    """
+    """After each kill, every checkpoint is complete; at the end, the losses have the bits of an undisturbed run's."""
     random, folder, whole = Random(0), tmp_path / "struck", tmp_path / "whole"
     folder.mkdir()
     whole.mkdir()
     checkpoints = folder / "run" / "checkpoints"
     for number in range(ROUNDS):
-        beside = ["--checkpoint.asynchronous", random.choice(["true", "false"])]
-        run = train(folder, *EVERY_STEP, *beside, "--train.steps", FOREVER, launcher="forked")
+        how = ["--checkpoint.asynchronous", random.choice(["true", "false"])]
+        run = train(folder, *EVERY_STEP, *how, "--train.steps", FOREVER, launcher="forked")
         if random.random() < 0.8:  # else while it starts, resumes or takes its first steps
             run.wait_for(": loss")
         time.sleep(random.uniform(0, 1))
@@ -64,11 +62,11 @@ def test_random_kills_and_resumes_lose_nothing(tmp_path: Path) -> None:
             assert verify(path) == [], (number, victim)
     reached = max((read_manifest(path).step for path in checkpoint_folders(checkpoints)), default=0)
     steps = ["--train.steps", str(reached + 5)]
-    for place in (folder, whole):
-        code, errors = train(place, *EVERY_STEP, *steps, launcher="forked").end(60 + reached)
+    for each in (folder, whole):
+        code, errors = train(each, *EVERY_STEP, *steps, launcher="forked").end(60 + reached)
         assert code == 0, errors
     assert read_metrics(folder / "run", "train/loss") == read_metrics(whole / "run", "train/loss")
-    struck, expected = (read_metrics(place / "run", "eval/auroc") for place in (folder, whole))
+    struck, expected = (read_metrics(each / "run", "eval/auroc") for each in (folder, whole))
     assert struck == {step: expected[step] for step in struck}, "where it was asked to end, it did not evaluate"
     assert max(struck) == max(expected)
 
@@ -78,15 +76,13 @@ def _resident_bytes(pid: int) -> int:
 
 
 def test_no_process_grows(tmp_path: Path) -> None:
-    """Neither the launcher nor a rank nor a loader process takes more memory late in a run than behind its warm-up.
+    """The launcher, ranks and loader processes of a run that logs, evaluates and saves all the time.
 
-    The run logs, evaluates and saves all the time. Each process's median over the last third of the time is held
-    against that over the third before.
+    The median memory of each process over the last third of the time is compared with that over the second third.
     """
     often = ["--checkpoint.every", "10", "--checkpoint.asynchronous", "true", "--train.eval_every", "25"]
-    run = train(
-        tmp_path, *often, "--train.steps", FOREVER, "--embedding.backend", "pgas", "--data.eval_samples", "1024"
-    )
+    often += ["--embedding.backend", "pgas", "--data.eval_samples", "1024", "--train.steps", FOREVER]
+    run = train(tmp_path, *often)
     run.wait_for(": loss")
     begin, seen = time.monotonic(), defaultdict[int, list[int]](list)
     samples = 0

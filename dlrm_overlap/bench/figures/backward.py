@@ -1,9 +1,8 @@
 """`bench backward`: times the embedding stage's backward, by each way of sending gradients.
 
-A step starts with the gradient [b, D_total] of every rank's samples and ends when the owners have updated their rows.
-Contenders: the baseline (packing, All-to-All, FBGEMM's operator and sort of ids); `push`; `push_exposed`, which
-includes the preparation from ids that overlaps with dense layers in training. `prepare_ms` is the time of that
-preparation.
+A step starts with the gradient [b, D_total] of each rank's samples and ends when the owners have updated their rows.
+Contenders: the baseline (All-to-All, FBGEMM's update); `push`; `push_exposed`, which includes the preparation from ids
+that overlaps with dense layers in training. `prepare_ms` is the time of this preparation.
 """
 
 from collections.abc import Sequence
@@ -44,15 +43,14 @@ _SHOWN = (
 
 
 class GradientBatch(NamedTuple):
-    """Ids of a batch on the ranks that own their rows, and the gradient of its pooled embeddings."""
+    """Ids of a batch on their owners, and the gradient of this rank's samples."""
 
     ids: Ids
     gradient: torch.Tensor
-    """[b, D_total] float32, of this rank's samples, in autograd's layout"""
+    """[b, D_total] float32"""
 
 
 def make_batches(workload: Workload) -> list[GradientBatch]:
-    """Return the workload's batches with gradients of mean 0 and variance 1."""
     shape = workload.batch_sizes[workload.rank], workload.layout.total_dim
     generator = torch.Generator(workload.device).manual_seed(workload.rank)
     make = partial(torch.randn, shape, generator=generator, device=workload.device)
@@ -60,7 +58,7 @@ def make_batches(workload: Workload) -> list[GradientBatch]:
 
 
 class Update(Contender):
-    """One of the exchange's backwards; with `exposed`, each step includes the preparation that needs only ids."""
+    """A backward of the exchange; with `exposed`, each step includes the preparation that needs only ids."""
 
     def __init__(
         self, name: str, workload: Workload, options: ExchangeOptions, batches: Sequence[GradientBatch], exposed: bool
@@ -77,23 +75,21 @@ class Update(Contender):
         return self._parts.backward.prepare(pending) if prepared else pending
 
     def step(self, batch: GradientBatch) -> None:
-        """Send the gradient to the owners and update their rows."""
         pending = self._prepared[id(batch)] if self._prepared else self._begun(batch)
         self._parts.backward.finish(self._parts.backward.start(pending, batch.gradient))
 
     def prepare(self, batch: GradientBatch, *_: object) -> None:
-        """Do the part of a push that needs only ids."""
+        """Do the preparation that needs only ids."""
         pending = self._begun(batch, prepared=True)
         if self.workload.device.type == "cuda":
             self._parts.backward.finish(WindowState(pending, ()))  # only waits for the preparing stream
 
     def close(self) -> None:
-        """Free the windows."""
         self._parts.close()
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure; a collective. Return 1 if rows or states disagree, which leaves an optimizer without rows."""
+    """Return 1 if rows or states disagree; that optimizer has no rows."""
     world, device, values = ranks.world, ranks.device, ranks.values
     config = shape_of(ranks.config, world.world_size, values.tables_per_rank)
     config = with_keys(config, {"train.precision": "fp32"})  # the gradient's dtype
@@ -113,7 +109,7 @@ def run(kind: str, ranks: Ranks) -> int:
 
 
 def make_contenders(config: Config, workload: Workload, batches: Sequence[GradientBatch]) -> list[Update]:
-    """Return the contenders, the baseline first."""
+    """The first contender is the baseline."""
     push = exchange_options(config, "pgas")
     return [
         Update("baseline", workload, replace(push, backend="nccl", backward="collective"), batches, exposed=True),
@@ -126,7 +122,6 @@ def make_contenders(config: Config, workload: Workload, batches: Sequence[Gradie
 def _measure(
     config: Config, workload: Workload, optimizer: str, ceilings: tuple[float, float], iterations: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the contenders' rows, or no rows and a line for each contender that disagrees."""
     batches = make_batches(workload)
     contenders = make_contenders(config, workload, batches)
     agreements = check_rows(contenders, workload, batches, optimizer)

@@ -5,7 +5,7 @@ For M samples of all ranks, K features and N hidden units, `all_gather` maps [M 
     gemm_ms             the product alone, by cuBLAS
     ect_ms              effective communication time: median_ms - gemm_ms
     overlap_efficiency  1 - ect_ms / (ect_ms of `serial`): 1 if the product hides all communication
-    floor_ms            the longer of gemm_ms and link_bytes at link_gb_per_s; of_floor is floor_ms / median_ms
+    floor_ms            the longer of gemm_ms and link_bytes at link_gb_per_s
 
 Source: Flux (Chang et al., arXiv 2406.06858) for ect_ms and overlap_efficiency.
 """
@@ -47,10 +47,9 @@ _SHOWN = (
 
 
 class Case:
-    """One operator at one shape, with this rank's tensors."""
+    """One operator at one shape, with this rank's tensors; W divides M and N."""
 
     def __init__(self, operator: str, shape: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
-        """Draw the tensors of all_gather or reduce_scatter; W must divide M and N."""
         self.operator, self.shape, self.group, self.device = operator, shape, group, device
         self.gathers, ranks, (m, k, n) = operator == "all_gather", group.size(), shape
         generator = torch.Generator(device).manual_seed(group.rank())
@@ -58,10 +57,9 @@ class Case:
         self.x = make(m // ranks, k) if self.gathers else make(m, n // ranks)
         self.weight = (make(n // ranks, k) if self.gathers else make(k, n // ranks)) * self.x.shape[1] ** -0.5
         self.link_bytes = (ranks - 1) * (m // ranks) * k * _DTYPE.itemsize
-        """sent by each rank to its peers"""
 
     def contenders(self, products: ParallelProducts) -> dict[str, Call]:
-        """Return the calls of the contenders that can run; the same on every rank."""
+        """Return the contenders that can run; the same on every rank."""
         left_out = {"triggered"} if self.gathers else set[str]()  # its all-gather is the same as of tiles
         if self.device.type == "cpu" or self.group.size() == 1:
             left_out |= {"torch", "copies", "tiles", "triggered"}
@@ -76,7 +74,6 @@ class Case:
         return calls
 
     def run(self, name: str, products: ParallelProducts) -> torch.Tensor:
-        """Return the operator's output by the contender `name`."""
         if name == "torch":
             import torch.distributed._symmetric_memory
 
@@ -97,7 +94,6 @@ class Case:
         return x
 
     def reference(self) -> torch.Tensor:
-        """Return the expected output, computed in float32."""
         out = functional.linear(self._gathered().float(), self.weight.float())
         if not self.gathers:
             dist.all_reduce(out, group=self.group)  # gloo has no reduce-scatter
@@ -105,13 +101,12 @@ class Case:
         return out
 
     def product(self) -> Call:
-        """Return the product alone, by cuBLAS."""
         x, turned = self._gathered(), self.weight.t()
         return partial(torch.mm, x, turned, out=torch.mm(x, turned))
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure; a collective. Return 1 if an output was wrong; that contender has no row."""
+    """Return 1 if an output was wrong; that contender has no row."""
     device, values = ranks.device, ranks.values
     shapes = [_shape(text, ranks.world.world_size) for text in values.shapes or _SHAPES[device.type]]
     group = ranks.connect()
@@ -149,7 +144,6 @@ def _shape(text: str, world_size: int) -> tuple[int, ...]:
 
 
 def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
-    """Drop each contender whose output is wrong on some rank, and return a line for it."""
     expected, faults = case.reference(), list[str]()
     mean = expected.abs().mean()
     for name, call in list(calls.items()):
@@ -162,7 +156,6 @@ def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
 
 
 def compare(timed: Mapping[str, Timing], gemm: Timing, link_bytes: int, link_gb_per_s: float) -> list[dict[str, Any]]:
-    """Return the columns of all contenders, including `serial`, of one operator at one shape."""
     floor_ms = max(gemm.median_ms, link_bytes / link_gb_per_s / 1e6 if link_bytes else 0.0)
     serial_ms = timed["serial"].median_ms
     hidden = serial_ms - gemm.median_ms

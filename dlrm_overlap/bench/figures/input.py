@@ -20,7 +20,6 @@ _SHOWN = ("cached_median_ms", "loaded_median_ms", "loaded_to_cached", "input_wai
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure and return exit code 0; a collective."""
     # Time steps on the cached batch and steps fed by the loader, in turns.
     trainer = ranks.trainer()
     with trainer.loader(trainer.train_data, 0, sys.maxsize) as loader:

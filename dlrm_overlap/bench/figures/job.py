@@ -15,7 +15,6 @@ _SHOWN = ("step_ms", "samples_per_s_per_gpu", "evaluations_s", "total_s", "eval_
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure and return exit code 0; a collective."""
     output, world_size = Path(ranks.values.output), ranks.world.world_size
     fresh = {"log.dir": str(output.with_suffix("")), "log.overwrite": True, "checkpoint.resume": "never"}
     config = with_keys(ranks.config, fresh)

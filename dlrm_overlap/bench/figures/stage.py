@@ -1,8 +1,7 @@
 """`bench stage` and `bench sweep`: time the embedding stage's forward with every backend (docs/results/stage.md).
 
-The baseline is FBGEMM's lookup, All-to-All and unpacking (Chen et al. 2024); it also runs in chunks of tables, so that
-NCCL sends one while FBGEMM looks up the next. `median_ms` is of back-to-back steps, limited by the CPU on small shapes;
-`gpu_ms` is of steps issued before they start, as in a captured step.
+The baseline is FBGEMM's lookup, All-to-All and unpacking (Chen et al. 2024); it also runs in chunks of tables. Steps of
+`median_ms` are issued back to back, those of `gpu_ms` before they start, as in a captured step.
 """
 
 import itertools
@@ -40,7 +39,7 @@ _SHOWN = (
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure; a collective. Return 1 if outputs disagree on some shape, which then has no rows."""
+    """Return 1 if outputs disagree on some shape, which then has no rows."""
     world, device = ranks.world, ranks.device
     shapes = shapes_of(ranks.values, ranks.config, world.world_size)
     group = ranks.connect()
@@ -58,11 +57,6 @@ def run(kind: str, ranks: Ranks) -> int:
 
 
 def shapes_of(values: Any, config: Config, world_size: int) -> list[Config]:
-    """Return the shape of a figure, or all shapes of a sweep.
-
-    Raises:
-        InputError: if the tables or samples cannot be divided among the ranks, or a sweep reads samples from files.
-    """
     axes = [getattr(values, name, []) for name in ("dims", "global_batches", "pooling_factors")]
     if any(axes) and config.data.kind != "synthetic":
         raise InputError(
@@ -79,7 +73,6 @@ def shapes_of(values: Any, config: Config, world_size: int) -> list[Config]:
 
 
 def make_contenders(kind: str, config: Config, workload: Workload) -> list[Contender]:
-    """Return the contenders, the baseline first."""
     nccl, pgas, fused = (exchange_options(config, name) for name in EXCHANGED)
     first, ours = [Baseline(workload), *make_chunked(workload)], [pgas, fused]
     if kind == "stage":
@@ -92,7 +85,6 @@ def make_contenders(kind: str, config: Config, workload: Workload) -> list[Conte
 def _measure(
     kind: str, iterations: int, config: Config, workload: Workload, ceilings: tuple[float, float]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the contenders' rows, or no rows and a line for each contender that disagrees."""
     contenders = make_contenders(kind, config, workload)
     agreements = check_outputs(contenders, workload)
     faults = disagreements(contenders, agreements)

@@ -35,16 +35,13 @@ class Agreement(NamedTuple):
     max_difference: float
     """0 if bit-identical, infinite if a value is not finite"""
     tolerance: float
-    """greatest difference that agrees"""
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is within the tolerance."""
         return self.max_difference <= self.tolerance
 
 
 def disagreements(contenders: Sequence[Contender], agreements: Sequence[Agreement], what: str = "outputs") -> list[str]:
-    """Return a line for each contender that disagrees in `what`."""
     return [
         f"{contender.name}: {what} differ from the baseline's by {agreement.max_difference:.1e}, tolerance "
         f"{agreement.tolerance:.1e}; no time is reported"
@@ -70,10 +67,10 @@ def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[A
 def check_rows(
     contenders: Sequence[Contender], workload: Workload, batches: Sequence[object], optimizer: str
 ) -> list[Agreement]:
-    """Let every contender update the same rows twice, and compare rows and states with the first's; a collective.
+    """Compare rows and optimizer states after two updates with the first contender's; a collective.
 
-    Differences of rows are relative to the table's greatest change, those of states to the state. States start between
-    0.5 and 1.5 at random, so that reading another row's state shows. Rows and states are restored at the end.
+    Differences of rows are relative to the table's greatest change. States start random, so that reading another row's
+    state shows. Rows and states are restored at the end.
     """
     weights, states = rows_of(workload)
     generator = torch.Generator(workload.device).manual_seed(workload.rank)
@@ -119,7 +116,7 @@ def judge_losses(
     """Return each contender's agreement with the first's losses, and a line for each that disagrees.
 
     The tolerance is the rounding of `precision` or, if more, four times the difference of `again`, a second run of the
-    reference, whose compiled dense part and, on GPUs, FBGEMM's update of hot rows are not deterministic.
+    reference.
     """
     reference, expected = next(iter(losses.items()))
     noise = _relative_difference(again, expected)

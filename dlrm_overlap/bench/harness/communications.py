@@ -27,7 +27,6 @@ class Payload:
 
     @property
     def link_bytes(self) -> int:
-        """Bytes that a rank sends to its peers."""
         return (self.world_size - 1) * self.part * 4
 
 
@@ -41,12 +40,10 @@ class Communication(NamedTuple):
     """issues the communication on the current stream; returns a function that makes that stream wait for it"""
 
     def run(self) -> None:
-        """Issue the communication and wait for it on the current stream."""
         self.begin()()
 
 
 def by_collective(payload: Payload) -> Communication:
-    """Return the collective of the payload's group: NCCL on its own stream, or gloo's threads on a CPU."""
     result = torch.empty_like(payload.input)
 
     def begin() -> Callable[[], object]:

@@ -29,14 +29,12 @@ class Contender(ABC):
 
     @abstractmethod
     def step(self, batch: Any) -> Any:
-        """Run the stage on `batch`.
+        """Take one step; a forward takes `Ids`, a backward a `GradientBatch`.
 
-        A forward takes `Ids` and returns this rank's pooled embeddings [b, D_total] in the model's feature order, valid
-        until the next step; a backward takes a `GradientBatch`.
+        A forward returns this rank's pooled embeddings [b, D_total] in the model's order, valid until the next step.
         """
 
     def cycle(self, batches: Sequence[Any]) -> Callable[[], object]:
-        """Return a function that takes the next step, cycling through `batches`."""
         following = itertools.cycle(batches)
         return lambda: self.step(next(following))
 
@@ -64,7 +62,7 @@ class Baseline(Contender):
         self._receive_sizes = [self._samples * dim for dim in layout.owner_dims]
 
     def step(self, batch: Ids, mark: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """Run the stage, and call `mark` after the lookup and after the All-to-All."""
+        """Call `mark` after the lookup and after the All-to-All."""
         bags = batch.inputs[0]
         pooled = self._lookup(bags.values(), bags.offsets()).to(self.workload.wire_dtype)
         mark()
@@ -79,14 +77,14 @@ class Baseline(Contender):
 
 
 class Chunked(Contender):
-    """The baseline in chunks of tables, whose All-to-All and unpacking overlap with the next lookup; not on CPUs.
+    """The baseline in chunks of tables, whose All-to-All and unpacking overlap with the next lookup.
 
-    All owners have tables of the same dims. Unpacking has a stream of its own, the only one that waits for collectives.
-    Ids of a chunk are contiguous, as in a separate TorchRec group; arranging them is not timed.
+    All owners have tables of the same dims. Unpacking has its own stream, the only one that waits for collectives.
+    Arranging the ids of a chunk is not timed.
     """
 
     def __init__(self, workload: Workload, chunks: int) -> None:
-        """Cut each owner's tables into `chunks` parts, none of them empty."""
+        """Split each owner's tables into `chunks` parts, none of them empty."""
         super().__init__(f"nccl_chunked_{chunks}", workload)
         dims = [shard.dim for shard in workload.layout.by_owner[workload.rank]]
         borders = [chunk * len(dims) // chunks for chunk in range(chunks + 1)]
@@ -98,7 +96,6 @@ class Chunked(Contender):
         self._side_stream: Any = torch.cuda.Stream(workload.device) if workload.device.type == "cuda" else None
 
     def step(self, batch: Ids) -> torch.Tensor:
-        """Run the stage."""
         workload, samples = self.workload, self.workload.batch_sizes[self.workload.rank]
         owners, columns = len(workload.batch_sizes), self._columns[-1][1]
         output = torch.empty(samples, owners, columns, dtype=workload.output_dtype, device=workload.device)
@@ -117,7 +114,7 @@ class Chunked(Contender):
 
 
 def make_chunked(workload: Workload) -> list[Contender]:
-    """Return contenders of 2, 4 and 8 chunks, as far as there are tables; none for one rank, or unequal dims."""
+    """Return contenders of 2, 4 and 8 chunks as far as there are tables; none for one rank or unequal dims."""
     dims = [[shard.dim for shard in shards] for shards in workload.layout.by_owner]
     takes_part = len(dims) > 1 and all(each == dims[0] for each in dims)
     return [Chunked(workload, chunks) for chunks in (2, 4, 8) if takes_part and chunks <= len(dims[0])]
@@ -126,7 +123,7 @@ def make_chunked(workload: Workload) -> list[Contender]:
 def split_lookup(
     lookup: SplitTableBatchedEmbeddingBagsCodegen, borders: Sequence[int]
 ) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """Return lookups of the tables [borders[i], borders[i + 1]) that share rows and output dtype of `lookup`."""
+    """Return lookups of the tables [borders[i], borders[i + 1]) that share the rows of `lookup`."""
     name = "weights_host" if lookup.use_cpu else "weights_dev"
     weights = getattr(lookup, name).detach()
     physical_offsets: Any = lookup.weights_physical_offsets
@@ -150,14 +147,11 @@ def split_lookup(
 
 
 class TorchRec(Contender):
-    """TorchRec's sharded module, called as in its train pipeline."""
-
     def __init__(self, workload: Workload) -> None:
         super().__init__("torchrec", workload)
         assert workload.module._embedding_names == workload.layout.names
 
     def step(self, batch: Ids) -> torch.Tensor:
-        """Run the stage."""
         pooled = self.workload.module.compute_and_output_dist(batch.context, batch.inputs).wait().values()
         return pooled.to(self.workload.output_dtype)
 
@@ -176,9 +170,7 @@ class Overlap(Contender):
         self._exchange = Exchange(workload.layout, workload.tables, forward, workload.group, workload.device)
 
     def step(self, batch: Ids) -> torch.Tensor:
-        """Run the stage."""
         return self._exchange.start(list(batch.inputs), self.workload.batch_sizes).wait()
 
     def close(self) -> None:
-        """Free the exchange's windows."""
         self._exchange.close()

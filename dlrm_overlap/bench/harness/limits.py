@@ -27,20 +27,16 @@ class Limit(NamedTuple):
     hbm_bytes: int
     """read from and written to GPU memory"""
     link_bytes: int
-    """sent to peers"""
     hbm_gb_per_s: float
-    """reads plus writes"""
     link_gb_per_s: float
     """to all peers together; 0 without peers"""
 
     @property
     def hbm_ms(self) -> float:
-        """Time of memory traffic at the measured rate."""
         return self.hbm_bytes / self.hbm_gb_per_s / 1e6
 
     @property
     def link_ms(self) -> float:
-        """Time of link traffic at the measured rate."""
         return self.link_bytes / self.link_gb_per_s / 1e6 if self.link_bytes else 0.0
 
 
@@ -57,7 +53,7 @@ def count_tables(bags: KeyedJaggedTensor, dim: int, element_bytes: int, ranks: i
 def find_limit(workload: Workload, ceilings: tuple[float, float], optimizer: str | None = None) -> tuple[Limit, int]:
     """Return the limit of the forward, or of the backward with `optimizer`, and the ids of a rank; a collective.
 
-    The bytes are the maximum over ranks. Rows count once per id, gradients of bags too; caches can beat this limit.
+    The bytes are the maximum over ranks. Rows and gradients count once per id; caches can beat this limit.
     """
     layout, rank, bags = workload.layout, workload.rank, workload.batches[0].inputs[0]
     first = layout.by_owner[rank][0]
@@ -80,7 +76,6 @@ def find_limit(workload: Workload, ceilings: tuple[float, float], optimizer: str
 
 
 def times(timing: Timing, baseline: Timing, limit: Limit) -> dict[str, Any]:
-    """Return the columns of a contender's times, limit and speedup."""
     limit_ms = max(limit.hbm_ms, limit.link_ms)
     return {
         **asdict(timing),
@@ -92,10 +87,9 @@ def times(timing: Timing, baseline: Timing, limit: Limit) -> dict[str, Any]:
 
 
 def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any]:
-    """Return the columns of the floor of the first step: the longest of products, memory and link traffic.
+    """Return the columns of the first step's floor: the longest of products, memory and link traffic of the mean rank.
 
-    Everything counts once; bytes are the mean over ranks, with no table cut by rows and without histories. Links carry
-    ids, pooled embeddings, their gradients, and dense gradients by a ring all-reduce. Memory carries touched rows,
+    Links carry ids, pooled embeddings, their gradients, and dense gradients by a ring all-reduce. Memory carries rows,
     read, then read and written with their state; ids, embeddings, gradients; dense weights and outputs once.
     """
     config, world_size, samples = trainer.config, trainer.world.world_size, trainer.samples_per_rank
@@ -135,7 +129,7 @@ def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any
 def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
     """Return GB/s of the slowest rank: memory (reads plus writes), links to all peers (0 without); a collective.
 
-    Memory is measured by a copy, links by an all-to-all: the faster of copy engines and stores, or gloo on CPUs.
+    Memory is measured by a copy, links by the faster of copy engines and stores, on CPUs by gloo.
     """
 
     def repeat(call: Callable[[], object]) -> None:

@@ -35,8 +35,7 @@ class PeerMemory:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, elements: int) -> None:
         """Allocate room for results of `elements` float32; a collective.
 
-        Raises:
-            InputError: if the ranks cannot access each other's memory.
+        An InputError if the ranks cannot access each other's memory.
         """
         ranks, self._rank = group.size(), group.rank()
         regions = {name: Region((ranks, 1), torch.int64) for name in ("free", "arrived")}
@@ -61,7 +60,6 @@ class PeerMemory:
         )
 
     def call(self, payload: Payload, way: str) -> Communication:
-        """Return the communication of a payload by one of `ways`."""
         source, row_bytes, rank = payload.input, 4 * payload.part, self._rank
         peers = range(payload.world_size)
         views = [self._arena.view("memory", peer)[: source.numel()].view(source.shape) for peer in peers]
@@ -94,10 +92,6 @@ class PeerMemory:
         return Communication(payload, views[rank], begin)
 
     def close(self) -> None:
-        """Free the memory once all issued work is done; a collective.
-
-        Raises:
-            ExchangeTimeoutError: if a wait timed out.
-        """
+        """Free the memory once all issued work is done; a collective that raises the ExchangeTimeoutError of a wait."""
         settle(self._group, self._arena.device, lambda: self._record.raise_expired(_TIMEOUT_S, "collective's flag"))
         self._arena.close()

@@ -1,4 +1,4 @@
-"""Times of steps and of short pieces of work, as the maximum over ranks. Contenders take turns."""
+"""Times of steps and of short pieces of work."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ _COLLECTIVE_MS = 0.15  # for the CPU to issue one
 
 
 def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """Return the maximum of each value over all ranks; a collective."""
+    """Return each value's maximum over ranks; a collective."""
     maxima = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(maxima, dist.ReduceOp.MAX)
     return maxima.tolist()
@@ -55,11 +55,10 @@ class Timing:
     host_ms: float
     """median time in which the CPU issues a step"""
     steps: int
-    """number of timed steps"""
 
     @staticmethod
     def of(on_device: list[float], on_host: list[float], device: torch.device) -> "Timing":
-        """Return the timing from this rank's times; a collective."""
+        """Return the timing over all ranks; a collective."""
         quantiles = [quantile(on_device, q) for q in (0.1, 0.5, 0.9)]
         mine = [sum(on_device) / len(on_device), *quantiles, quantile(on_host, 0.5)]
         return Timing(*max_over_ranks(mine, device), steps=len(on_device))
@@ -68,10 +67,7 @@ class Timing:
 def take_turns(
     turns: Sequence[Callable[[int], tuple[list[float], list[float]]]], steps: int, device: torch.device
 ) -> list[Timing]:
-    """Time at least `steps` steps of each contender, back to back, in rounds; a collective.
-
-    A turn takes a number of steps and returns their `time_steps`.
-    """
+    """Time at least `steps` steps of each contender in rounds; a collective. `turns` return their `time_steps`."""
     per_round = math.ceil(steps / ROUNDS)
     step_ms: list[list[float]] = [[] for _ in turns]
     host_ms: list[list[float]] = [[] for _ in turns]
@@ -85,7 +81,7 @@ def take_turns(
 def time_steps(
     step: Callable[[], object], steps: int, device: torch.device, mark: Callable[[], object] = lambda: None
 ) -> tuple[list[float], list[float]]:
-    """Return this rank's times of steps, and the CPU times of issuing them, in ms; `mark` is called at each border."""
+    """Return this rank's ms of steps, and of the CPU issuing them; `mark` is called at each border between steps."""
     timer, host_ms = StepTimer(device), list[float]()
     timer.mark()
     mark()
@@ -102,7 +98,7 @@ def time_steps(
 def time_contenders(
     contenders: Sequence[Contender], batches: Sequence[Any], workload: Workload, steps: int
 ) -> list[Timing]:
-    """Time at least `steps` steps of each contender on `batches` by `take_turns`; a collective."""
+    """Time the contenders by `take_turns`; a collective."""
 
     def turn(contender: Contender, steps: int) -> tuple[list[float], list[float]]:
         step = contender.cycle(batches)
@@ -118,9 +114,9 @@ def time_contenders(
 def time_parts(
     step: Callable[..., object], parts: int, batches: Sequence[Any], workload: Workload, steps: int
 ) -> list[float]:
-    """Return the median time in ms of each part of a step, as the maximum over ranks; a collective.
+    """Return the median ms of each part of a step, as the maximum over ranks; a collective.
 
-    `step` takes a batch and a function to call between parts; take it once before.
+    `step` takes a batch and a function to call between parts, and has run before.
     """
     timer = StepTimer(workload.device)
     dist.barrier()
@@ -136,8 +132,8 @@ def time_parts(
 def time_alone(pieces: Sequence[Callable[[], object]], repetitions: int, device: torch.device) -> list[Timing]:
     """Time pieces that start on all ranks together, without CPU time on a GPU; a collective.
 
-    The pieces begin and end on the current stream, and wait at a gate (`_begin_together`) until the CPU has issued
-    them. Each round shuffles them, equally on all ranks: a piece's time depends on the one before it (16 or 18 us).
+    Pieces begin and end on the current stream, and wait at a gate (`_begin_together`) until the CPU has issued them.
+    Each round shuffles them, equally on all ranks: a piece's time depends on the one before it.
     """
     issued_ms = [0.0] * len(pieces)
     for _ in range(_WARMUP_RUNS):
@@ -168,7 +164,7 @@ def _begin_together(device: torch.device, lead_ms: float) -> None:
     """Let the next work on the current stream start on all ranks together; a collective.
 
     On a GPU, an idle kernel first runs for `lead_ms`, while the CPU issues the work. The collective comes after it,
-    since it counts cycles and clocks differ: in the opposite order one of two H200s waited 12 us within the timed work.
+    since the kernel counts cycles and clocks differ between ranks.
     """
     number = torch.zeros(1, device=device)  # filled before the idle kernel
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Trainers that train on the same batches: their losses, and the times of their steps."""
+"""Trainers that train on the same batches: their losses, step times and traces."""
 
 import itertools
 import re
@@ -23,16 +23,14 @@ _AHEAD = 2  # batches that a pipeline prefetches; taken after the timed steps so
 
 
 class TracedSteps(NamedTuple):
-    """Times of traced steps on one rank."""
-
     columns: dict[str, float]
-    """the `shares` of the mean step in ms, and `busy_ms`, in which the GPU is not idle"""
+    """the `shares` of the mean step, and `busy_ms`, in which the GPU is not idle, in ms"""
     timeline: list[tuple[str, float, float]]
-    """the step of median length: kind of work, begin and end in us from the begin of the step"""
+    """the step of median length: kind of work, begin and end in us since the step began"""
 
 
 class TrainingRun:
-    """A contender's trainer and batches. All ranks call the same methods, after which no rank is in a step."""
+    """A contender's trainer and batches. All ranks call the same methods, which finish all steps they begin."""
 
     def __init__(self, name: str, trainer: Trainer, batches: Sequence[Batch]) -> None:
         self.name, self.trainer, self._batches = name, trainer, batches
@@ -44,7 +42,7 @@ class TrainingRun:
         return self.trainer.step(batches)
 
     def losses(self, steps: int) -> list[float]:
-        """Train `steps` steps from the first batch and return their losses, each the mean over all samples."""
+        """Train `steps` steps from the first batch; return their losses, means over all ranks. A collective."""
         segment = self._segment(steps)
         # Cloned, since a captured step returns the same tensor every time.
         losses = torch.stack([self._take_step(segment).detach().clone() for _ in range(steps)]).double()
@@ -53,7 +51,7 @@ class TrainingRun:
         return (losses / dist.get_world_size()).tolist()
 
     def time(self, steps: int, mark: Callable[[], object] = lambda: None) -> tuple[list[float], list[float]]:
-        """Return this rank's `time_steps`, in which the pipeline always prefetches; it is empty at the end."""
+        """Return this rank's `time_steps`; the pipeline prefetches in every timed step."""
         segment = self._segment(_WARMUP_STEPS + steps + _AHEAD)
         step = partial(self._take_step, segment)
         dist.barrier()
@@ -66,12 +64,11 @@ class TrainingRun:
         return found
 
     def traced(self, steps: int) -> TracedSteps:
-        """Trace `steps` steps, and mark the end of each by a kernel that does nothing else. GPU only.
+        """Trace `steps` steps on the GPU; a kernel on the current stream marks their borders.
 
-        The marks are on the current stream, where `time` marks the ends of steps. The host's work within a step is not
-        traced, since that would slow it down.
+        CPU activity is not traced, since that would slow down the steps.
         """
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # the first start takes a second
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             self.time(steps, lambda: torch.cuda._sleep(1))
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json.gz"
@@ -90,7 +87,7 @@ class TrainingRun:
 
 
 def read_batches(trainer: Trainer, count: int) -> list[Batch]:
-    """Return this rank's first `count` batches, in pinned memory for a GPU."""
+    """Return this rank's first `count` batches, in pinned memory if the trainer uses a GPU."""
     samples, world = trainer.samples_per_rank, trainer.world
     firsts = [(step * world.world_size + world.rank) * samples for step in range(count)]
     batches = [trainer.train_data.read(first, samples) for first in firsts]
@@ -101,7 +98,7 @@ def read_batches(trainer: Trainer, count: int) -> list[Batch]:
 
 
 def traced_steps(path: Path) -> TracedSteps:
-    """Return the times of the steps of a Chrome trace, each between two marks."""
+    """Return the times of the steps in a Chrome trace; a step is between two marks."""
     work = gpu_work(read_events(path))
     marks = sorted(each.span.begin for each in work if _MARK.search(each.name))
     assert len(marks) > 1, f"{path}: {len(marks)} marks, but a step is between two"

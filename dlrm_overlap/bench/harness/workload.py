@@ -30,7 +30,7 @@ BATCHES = 4  # used in turn, so that no step finds the rows of the previous one 
 
 
 def with_keys(section: Any, keys: Mapping[str, Any]) -> Any:
-    """Return a configuration or section with other values of dotted keys; contradictions raise an InputError."""
+    """Return `section`, a configuration or part of one, with the values of dotted keys replaced."""
     changes: dict[str, Any] = {}
     for name in dict.fromkeys(key.partition(".")[0] for key in keys):
         inner = {key.removeprefix(f"{name}."): value for key, value in keys.items() if key.startswith(f"{name}.")}
@@ -39,11 +39,7 @@ def with_keys(section: Any, keys: Mapping[str, Any]) -> Any:
 
 
 def shape_of(config: Config, world_size: int, tables_per_rank: int | None) -> Config:
-    """Return `config` with the dtypes of our exchanges and, if given, `tables_per_rank` tables per rank.
-
-    Raises:
-        InputError: if tables or samples cannot be divided among the ranks.
-    """
+    """Return `config` with the dtypes of our exchanges and, if given, `tables_per_rank` tables per rank."""
     keys: dict[str, Any] = {"embedding.backend": "pgas"}
     if tables_per_rank is not None:
         keys["data.tables.count"] = tables_per_rank * world_size
@@ -54,8 +50,6 @@ def shape_of(config: Config, world_size: int, tables_per_rank: int | None) -> Co
 
 
 class Ids(NamedTuple):
-    """Ids of a batch on the ranks that own their rows."""
-
     context: Any
     """filled by TorchRec's input_dist"""
     inputs: Any
@@ -64,8 +58,6 @@ class Ids(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """Tables sharded over all ranks, and batches of ids for them."""
-
     module: ShardedEmbeddingBagCollection
     layout: Layout
     tables: LocalTables
@@ -80,12 +72,11 @@ class Workload:
 
     @property
     def rank(self) -> int:
-        """This rank in the group."""
         return self.group.rank()
 
 
 def read_ids(config: Config, group: dist.ProcessGroup, device: torch.device = _CPU) -> list[KeyedJaggedTensor]:
-    """Return this rank's ids of `BATCHES` batches, in the data set's dtypes; `device` only affects speed."""
+    """Return this rank's ids of `BATCHES` batches; `device` only affects speed."""
     data, _ = open_datasets(config.data, device)
     samples = config.train.samples_per_rank(group.size())
     firsts = [(batch * group.size() + group.rank()) * samples for batch in range(BATCHES)]
@@ -110,9 +101,8 @@ def make_workload(
 ) -> Workload:
     """Shard the tables of `config` and send this rank's batches `sparse` (`read_ids`) to their owners; a collective.
 
-    Rank 0 has the first T / W tables whole, and so on, so the baseline unpacks by one concatenation; with `cut_rows`
-    each table is cut by rows over all ranks. All contenders share TorchRec's FBGEMM storage. Rows round to nearest, not
-    stochastically, so that updates can be compared. Ids are int64, which FBGEMM need not cast.
+    Rank 0 has the first T / W tables whole, and so on, so that the baseline unpacks by one concatenation; with
+    `cut_rows` each table is cut by rows over all ranks. Rows round to nearest, so that updates can be compared.
     """
     # Wire and output dtype, the same for all contenders.
     world_size = group.size()
@@ -153,6 +143,7 @@ def make_workload(
 
 
 def _send_ids(module: ShardedEmbeddingBagCollection, sparse: KeyedJaggedTensor, device: torch.device) -> Ids:
+    # FBGEMM need not cast int64.
     values, lengths = (part.to(device, torch.int64) for part in (sparse.values(), sparse.lengths()))
     context = module.create_context()
     inputs = module.input_dist(context, KeyedJaggedTensor(sparse.keys(), values, lengths=lengths)).wait().wait()
@@ -161,13 +152,11 @@ def _send_ids(module: ShardedEmbeddingBagCollection, sparse: KeyedJaggedTensor, 
 
 
 def exchange_options(config: Config, backend: str) -> ExchangeOptions:
-    """Return the options of an exchange of `backend`, one of `backends.EXCHANGED`."""
     sharder: Any = build_sharders(replace(config.embedding, backend=backend), config.train.precision)[0]
     return sharder.options
 
 
 def describe(config: Config, world_size: int) -> dict[str, Any]:
-    """Return the columns of a run's shape."""
     tables, train = config.data.tables, config.train
     rows, most = tables.rows, tables.max_rows or math.inf
     return {

@@ -1,8 +1,4 @@
-"""The forward and the backward of an exchange on one rank, as every backend has them.
-
-A backend is a subclass of `Forward`, which sends pooled embeddings to the samples' ranks, and the name of a subclass of
-`Backward`, which sends gradients back to the owners of the rows. `dlrm_overlap/backends.py` lists them all.
-"""
+"""The forward and the backward of an exchange on one rank; `dlrm_overlap/backends.py` lists the backends."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -34,7 +30,7 @@ class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract me
     """The forward or the backward of an exchange on one rank."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
-        """Take the context, and the windows that `window_spec` asks for."""
+        """`windows` are as `window_spec` asks for."""
         self.layout, self.tables, self.options = context.layout, context.tables, context.options
         self.group, self.device = context.group, context.device
         self.rank, self.world_size = context.group.rank(), context.group.size()
@@ -42,7 +38,7 @@ class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract me
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec | None:
-        """Return the windows that are needed in every rank's arena, the same on every rank; None if none are."""
+        """Return the windows that every rank's arena needs; the same on every rank."""
         return None
 
     def skip(self) -> None:
@@ -50,17 +46,17 @@ class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract me
         raise NotImplementedError(f"{type(self).__name__} is not captured")
 
     def check(self) -> None:  # noqa: B027  optional
-        """Raise the faults that kernels have recorded since the last call; never waits for the device."""
+        """Raise the errors that kernels have recorded since the last call; never waits for the device."""
 
     def close(self) -> None:  # noqa: B027  optional
         """Release resources that outlive the references to this object."""
 
 
 class Forward(ExchangeDirection, Generic[State]):
-    """The forward on one rank: of each step `start`, then `finish`. Subclasses are also given a `Platform`."""
+    """Pools rows, and sends the pooled embeddings. Subclasses are also given a `Platform`."""
 
     leading = 0
-    """columns in front of the pooled embeddings where they arrive"""
+    """columns in front of the arriving pooled embeddings"""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
         super().__init__(context, windows)
@@ -73,17 +69,17 @@ class Forward(ExchangeDirection, Generic[State]):
 
     @abstractmethod
     def start(self, step: Step) -> State:
-        """Start to pool and to send; return what `finish` needs."""
+        """Start to pool and to send."""
 
     @abstractmethod
     def finish(self, state: State, copy: bool = False) -> torch.Tensor:
-        """Return the pooled embeddings [b, D_total] of this rank's samples, of the wire's dtype, once all have arrived.
+        """Return the pooled embeddings [b, D_total] of this rank's samples, in the wire's dtype, once all have arrived.
 
-        Rows may be apart. Valid until the next `start`, or for good with `copy`.
+        Rows may be apart. Valid until the next `start`; a copy is always valid.
         """
 
     def add_partials(self, step: Step, arrived: torch.Tensor) -> None:
-        """Add up the partial sums in `arrived` [b, leading + arrival_dim] in place, if `_partials` has some."""
+        """Add up the partial sums in `arrived` [b, leading + arrival_dim] in place."""
         if self._on_gpu:
             add_partials(arrived, self._partial_table, step.own_offsets)
         else:
@@ -113,10 +109,10 @@ class Forward(ExchangeDirection, Generic[State]):
         return partial_table(self._partials, gcd(16, *divisible), self.device)
 
     def join_stream(self) -> None:
-        """Make the current stream wait for the stream of the last `start` or `finish`, if that was another one.
+        """Make the current stream wait for the stream of the last `start` or `finish`, if it is another one.
 
-        So `finish` comes after the kernels of `start`, and `start`, after which peers may overwrite the previous step's
-        window, comes after what has read that window.
+        So `finish` follows the kernels of `start`; and `start`, after which peers may overwrite the previous step's
+        window, follows what has read that window.
         """
         if not self._on_gpu:
             return
@@ -128,22 +124,19 @@ class Forward(ExchangeDirection, Generic[State]):
 
 
 class Backward(ExchangeDirection, Generic[State]):
-    """The backward on one rank: of each step `note_forward`, `start`, then `finish`.
+    """Sends gradients and updates rows, in the order of the starts.
 
-    Rows are updated in the order of the starts. A step may be started before the previous one is finished.
+    Call `note_forward`, `start`, then `finish`. A step may be started before the previous one is finished.
     """
 
     @property
     def sent_scale(self) -> float:
-        """Factor by which gradients are multiplied before they are sent.
-
-        On a 16-bit wire it is 1, since a product would be rounded once more, or underflow in float16.
-        """
+        """Factor of the gradients that are sent: 1 on a 16-bit wire, where a product would be rounded, or underflow."""
         return gradient_scale(self.world_size) if self.options.wire_dtype == torch.float32 else 1.0
 
     @property
     def update_scale(self) -> float:
-        """Factor by which the owner of the rows multiplies what it has received."""
+        """Factor of received gradients."""
         return gradient_scale(self.world_size) / self.sent_scale
 
     def note_forward(
@@ -155,54 +148,50 @@ class Backward(ExchangeDirection, Generic[State]):
         return PendingBackward(step, number, rules, trains_weights, ids_ready)
 
     def follow_rules(self, capture: bool = False) -> None:
-        """Update the optimizers' numbers that captured steps read; `capture` says that there will be such steps."""
+        """Update the optimizers' numbers in device memory; with `capture` there will be captured steps, which read
+        them.
+        """
 
     def prepare(self, pending: PendingBackward) -> PendingBackward:
-        """Do the work that needs only the step's ids, and return `pending` with the result. Calling it is optional."""
+        """Do the work that needs only the step's ids, and return `pending` with the result; optional."""
         return pending
 
     @abstractmethod
     def start(self, pending: PendingBackward, gradient: torch.Tensor) -> State:
-        """Start to send the gradient [b, D_total], of the output's dtype and any strides; return what `finish` needs.
-
-        On GPUs this also issues the update of the rows, on another stream.
-        """
+        """Start to send the gradient [b, D_total], of the output's dtype and any strides."""
 
     @abstractmethod
     def finish(self, state: State) -> Sequence[torch.Tensor]:
         """Make the current stream wait until the step has updated this rank's rows.
 
-        Returns the gradient [n] float32 of the ids' weights of each input whose weights require one.
+        Returns, for each input whose ids' weights require a gradient, that gradient [n] float32.
         """
 
 
 def gradient_scale(world_size: int) -> float:
-    """Return the factor of all gradients, as in TorchRec: the loss is a mean over a rank's samples, not over all."""
+    """Return the factor of all gradients, as in TorchRec: the loss is a mean over one rank's samples."""
     return 1.0 / world_size if get_gradient_division() else 1.0
 
 
 class GradientStore(Protocol):
-    """Stores the gradients of the samples of one rank, this one or one of another node, at the owners reached."""
+    """Stores the gradients of one rank's samples at the owners reached."""
 
     def store(self, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int) -> None:
         """Store the parts [first, end) of `scale` times the gradient [b, ..], and signal each part as that rank."""
 
 
 class WindowState(NamedTuple):
-    """A backward under way."""
-
     pending: PendingBackward
     weights_gradients: Sequence[torch.Tensor]
-    """the result of `finish`, complete by then"""
+    """result of `finish`, complete by then"""
 
 
 class WindowBackward(Backward[WindowState]):
-    """A backward whose gradients the samples' ranks store in this rank's window."""
+    """A backward whose gradients arrive in this rank's window."""
 
     own: GradientStore
-    """stores the gradients of this rank's samples"""
     passed_on: Mapping[int, GradientStore]
-    """stores those of samples of other nodes, by the rank that sends them to this one"""
+    """for samples of other nodes, by the rank that sends their gradients to this one"""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
@@ -211,7 +200,6 @@ class WindowBackward(Backward[WindowState]):
         self._transport = GradientTransport(context, context.internode) if context.internode is not None else None
 
     def _make_stores(self, context: ExchangeContext) -> None:
-        """Set `own` and `passed_on`, at the end of a subclass's constructor."""
         self.own, self.passed_on = self._store_by(self.rank, self.layout.output_column, context.ids), {}
         if (internode := context.internode) is not None:
             column = internode.gradient_columns[internode.reach.here].__getitem__
@@ -219,7 +207,7 @@ class WindowBackward(Backward[WindowState]):
 
     @abstractmethod
     def _store_by(self, rank: int, column: ColumnOf, ids: IdLayout | None = None) -> GradientStore:
-        """Return what stores the gradients of a rank's samples; with `ids`, without bags that have not arrived."""
+        """Return a store for a rank's samples; with `ids`, it leaves out bags that have not arrived."""
 
     @staticmethod
     def _gradient_layout(context: ExchangeContext) -> GradientLayout:
@@ -238,5 +226,4 @@ class WindowBackward(Backward[WindowState]):
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec:
-        """Return the windows of the gradients, see `GradientLayout`."""
         return cls._gradient_layout(context).windows

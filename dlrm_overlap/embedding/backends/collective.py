@@ -20,8 +20,6 @@ Given = TypeVar("Given")
 
 
 class CollectiveState(NamedTuple, Generic[Given]):
-    """A forward or a backward under way."""
-
     given: Given
     work: dist.Work
     received: torch.Tensor
@@ -29,7 +27,7 @@ class CollectiveState(NamedTuple, Generic[Given]):
 
 
 class CollectiveForward(Forward[CollectiveState[Step]], Generic[Rows]):
-    """Our lookup into a send buffer [B, D_local], then `all_to_all_single`, then the unpacking."""
+    """Pools into a send buffer [B, D_local], then `all_to_all_single`, then unpacks."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None, platform: Platform[Rows]) -> None:
         super().__init__(context, windows)
@@ -44,7 +42,6 @@ class CollectiveForward(Forward[CollectiveState[Step]], Generic[Rows]):
         self._rows = StepCache[tuple[int, BatchSizes], Rows]()
 
     def start(self, step: Step) -> CollectiveState[Step]:
-        """Pool into the send buffer and start the All-to-All."""
         self.check()
         self.join_stream()  # it has waited for the previous All-to-All, which read the send buffer
         samples, wire = step.batch.total, self.options.wire_dtype
@@ -69,7 +66,7 @@ class CollectiveForward(Forward[CollectiveState[Step]], Generic[Rows]):
         return CollectiveState(step, work, received)
 
     def finish(self, state: CollectiveState[Step], copy: bool = False) -> torch.Tensor:
-        """Wait for the All-to-All, and copy each owner's columns to where the model reads them, in new memory."""
+        """Return the columns in the model's order, in new memory."""
         step, work, buffer = state
         self.join_stream()
         work.wait()
@@ -87,12 +84,11 @@ class CollectiveForward(Forward[CollectiveState[Step]], Generic[Rows]):
         return pooled[:, : self.layout.total_dim].data  # no view, which autograd lets nobody change in place
 
     def check(self) -> None:
-        """Raise what kernels have recorded, see `DeviceLookup.check`."""
         self._lookup.check()
 
 
 class CollectiveBackward(Backward[CollectiveState[PendingBackward]]):
-    """Sends gradients to the owners of the rows by `all_to_all_single`; FBGEMM updates the rows."""
+    """Sends gradients to the owners by `all_to_all_single`; FBGEMM updates the rows."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
         super().__init__(context, windows)
@@ -102,7 +98,6 @@ class CollectiveBackward(Backward[CollectiveState[PendingBackward]]):
         self._columns = None if in_order else [self.layout.owner_columns(rank).to(self.device) for rank in ranks]
 
     def start(self, pending: PendingBackward, gradient: torch.Tensor) -> CollectiveState[PendingBackward]:
-        """Pack the gradient [b, D_total] by owner and start the All-to-All."""
         batch = pending.step.batch
         mine, samples = batch.per_rank[self.rank], batch.total
         dims = self.layout.owner_dims
@@ -121,7 +116,6 @@ class CollectiveBackward(Backward[CollectiveState[PendingBackward]]):
         return CollectiveState(pending, work, received)
 
     def finish(self, state: CollectiveState[PendingBackward]) -> Sequence[torch.Tensor]:
-        """Wait for the gradients of this rank's columns and update its rows."""
         pending, work, received = state
         step = pending.step
         work.wait()
@@ -141,7 +135,7 @@ class CollectiveBackward(Backward[CollectiveState[PendingBackward]]):
 
 
 def pack(by_owner: Sequence[torch.Tensor], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
-    """Return `scale` times a gradient as a collective sends it: flat, the columns [b, D] of one owner after another."""
+    """Return `scale` times a gradient, flat: the columns [b, D] of one owner after another."""
     send = by_owner[0].new_empty(sum(columns.numel() for columns in by_owner), dtype=wire_dtype)
     for sent, columns in zip(send.split([columns.numel() for columns in by_owner]), by_owner, strict=True):
         torch.mul(columns, scale, out=sent.view(columns.shape))

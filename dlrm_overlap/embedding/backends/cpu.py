@@ -1,4 +1,4 @@
-"""The exchange on CPUs, whose processes share memory: the protocol of GPUs, computed by the reference."""
+"""The exchange on CPUs, whose processes share memory: the GPUs' protocol with the reference implementations."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -21,19 +21,17 @@ from dlrm_overlap.kernels import reference
 
 
 def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lengths of the bags [first, end) and a view of their ids."""
     offsets = ids.offsets()
     return ids.lengths()[first:end], ids.values()[int(offsets[first]) : int(offsets[end])]
 
 
 def weights_between(ids: KeyedJaggedTensor, first: int, end: int) -> torch.Tensor | None:
-    """Return a view of the weights of the ids in the bags [first, end), or None if ids have none."""
     weights, offsets = ids.weights_or_none(), ids.offsets()
     return None if weights is None else weights[int(offsets[first]) : int(offsets[end])]
 
 
 def pool_on_cpu(shard: FeatureShard, weight: torch.Tensor, step: Step, first: int, end: int) -> torch.Tensor:
-    """Return the pooled embeddings [end - first, D] float32 of samples first .. end - 1 of the global batch."""
+    """Return the pooled embeddings [end - first, D] float32 of samples [first, end) of the global batch."""
     bag = shard.feature * step.batch.total
     bags = step.inputs[shard.input], bag + first, bag + end
     return reference.pool(weight, *lengths_and_ids(*bags), shard.mean, weights_between(*bags))
@@ -44,7 +42,7 @@ def ids_in_bags(
 ) -> tuple[torch.Tensor, ...]:
     """Return the ids [n] of a shard's bags, the sample [n] of each, and the factor [n, 1] float32 of its row.
 
-    Factors include the ids' weights, if they have some, unless `weighted` is False.
+    Factors include the ids' weights, unless `weighted` is False.
     """
     bags = ids, shard.feature * samples, (shard.feature + 1) * samples
     lengths, values = lengths_and_ids(*bags)
@@ -57,7 +55,6 @@ def ids_in_bags(
 
 
 def zero_weights_gradients(pending: PendingBackward) -> list[torch.Tensor]:
-    """Return zeros [n] for each input whose ids' weights require a gradient."""
     weights = [ids.weights_or_none() for ids in pending.step.inputs]
     return [torch.zeros_like(each) for each in weights if each is not None and each.requires_grad]
 
@@ -65,11 +62,10 @@ def zero_weights_gradients(pending: PendingBackward) -> list[torch.Tensor]:
 def train_weights(
     backward: Backward, step: Step, gradients: Mapping[FeatureShard, torch.Tensor], found: Sequence[torch.Tensor]
 ) -> None:
-    """Compute the gradients of the weights of some shards' ids, before their rows are updated; on any device.
+    """Add the gradients of the ids' weights to `found`, before the rows are updated; on any device.
 
-    A weight's gradient is the dot product of its bag's gradient and its row. As in TorchRec, the mean of the dense
-    gradients divides it by the number of ranks. Captured steps have no such weights: the host waits for numbers of ids.
-    `gradients` [B, D] are as they were sent; the result is added to `found`, which is `zero_weights_gradients`.
+    A weight's gradient is the dot product of its row and its bag's gradient, one of `gradients` [B, D] as sent. As in
+    TorchRec, the mean of the dense gradients divides it by the number of ranks. Captured steps have no such weights.
     """
     weights = [ids.weights_or_none() for ids in step.inputs]
     trained = [number for number, each in enumerate(weights) if each is not None and each.requires_grad]
@@ -86,21 +82,15 @@ def train_weights(
 
 
 class CpuLookup(Lookup[list[torch.Tensor]]):
-    """Pools by the reference, rank by rank; windows are tensors."""
-
     _tables: Sequence[torch.Tensor] = ()
 
     def peers(self, pair: WindowPair, stride: int) -> list[list[torch.Tensor]]:
-        """Return views of windows."""
         return views_of(pair)
 
     def rows_of_ranks(self, rows: torch.Tensor, ranks: range, batch: BatchSizes) -> list[torch.Tensor]:
-        """Return views of the rows."""
         return list(rows.split([batch.per_rank[rank] for rank in ranks]))
 
     def unpack(self, columns: Mapping[FeatureShard, int], stride: int) -> Unpack[list[torch.Tensor]]:
-        """Return a function that copies shard by shard."""
-
         def unpack(rows: torch.Tensor, windows: list[torch.Tensor], ranks: range, batch: BatchSizes) -> None:
             for window, here in zip(windows, self.rows_of_ranks(rows, ranks, batch), strict=True):
                 first = 0
@@ -111,11 +101,9 @@ class CpuLookup(Lookup[list[torch.Tensor]]):
         return unpack
 
     def refresh(self) -> None:
-        """Find the rows of each shard."""
         self._tables = [self._rows.weight(shard) for shard in self._columns]
 
     def store(self, windows: list[torch.Tensor], step: Step, ranks: range | None = None) -> None:
-        """Check the ids, then pool."""
         for shard, weight in zip(self._columns, self._tables, strict=True):
             self._check(shard, weight, step)
         for window, rank in zip(windows, ranks or range(len(step.batch.per_rank)), strict=True):
@@ -149,32 +137,26 @@ class CpuLookup(Lookup[list[torch.Tensor]]):
 
 
 class CpuSignals(Signals):
-    """Signals by the calling thread."""
-
     def signal(self, source: int | None = None, slot: int = 0) -> None:
-        """Set the flag in `slot`."""
         arena = self._pair.arena
         assert isinstance(arena, HostArena)
         for peer in arena.reached:
             arena.signal_flag(self._pair.flags, peer, slot, self._pair.counter.value, source)
 
     def wait(self) -> None:
-        """Poll the flags."""
         assert isinstance(self._pair.arena, HostArena)
         self._pair.arena.wait(self._pair.flags, self._counts, self._pair.counter.value, self._timeout_s, self._unit)
 
 
 def views_of(windows: WindowPair) -> list[list[torch.Tensor]]:
-    """Return the windows of the ranks reached, of even epochs and of odd ones."""
+    """Return the windows of the ranks reached, for even epochs and for odd ones."""
     return [[windows.arena.view(name, rank) for rank in windows.arena.reached] for name in windows.names]
 
 
 class CpuGradientStore(NamedTuple):
-    """A `GradientStore` on a CPU."""
-
     rank: int
     columns: Mapping[FeatureShard, int]
-    """column of each shard of the ranks reached in a row of the gradient"""
+    """first column of each shard in a row of the gradient"""
     ids: IdLayout | None
     layout: GradientLayout
     windows: WindowPair
@@ -182,7 +164,6 @@ class CpuGradientStore(NamedTuple):
     signals: CpuSignals
 
     def store(self, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int) -> None:
-        """Store and signal one part after another."""
         if scale != 1.0:
             gradient = gradient * scale
         samples, begin = gradient.shape[0], step.batch.first_sample[self.rank]
@@ -201,7 +182,7 @@ class CpuGradientStore(NamedTuple):
 
 
 class CpuPush(WindowBackward):
-    """Stores gradients in the owners' windows; the owners update rows when all have arrived."""
+    """Stores gradients in the owners' windows; owners update their rows once all have arrived."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
@@ -218,7 +199,6 @@ class CpuPush(WindowBackward):
         return CpuGradientStore(rank, columns, ids, self.gradients, self.windows, self._peers, self._signals)
 
     def start(self, pending: PendingBackward, gradient: torch.Tensor) -> WindowState:
-        """Store each shard's gradient at its owner, and signal each part."""
         if self._unfinished is not None:  # peers that see this step's flags may overwrite the gradients that it reads
             self.finish(self._unfinished)
         self._unfinished = WindowState(pending, zero_weights_gradients(pending) if pending.trains_weights else ())
@@ -257,13 +237,12 @@ class CpuPush(WindowBackward):
         gradients: Mapping[FeatureShard, torch.Tensor],
         scale: float,
     ) -> None:
-        """Update rows that decay by FBGEMM's operator, which on a CPU reads the decay only for some tables."""
+        """Update rows that decay by FBGEMM, which on a CPU reads the decay only for some tables."""
         # Float32 before the concatenation, since autocast cannot concatenate tensors of the other half type.
         gradient = torch.cat([gradients[shard].float() for shard in lookup.shards], dim=1).mul_(scale)
         FbgemmUpdate(self.tables.lookups[lookup.number]).apply(gradient, bags_of(lookup, step.inputs), rule)
 
     def skip(self) -> None:
-        """Take an epoch in which nothing is stored, after the rows of the previous step are updated."""
         if self._unfinished is not None:
             self.finish(self._unfinished)
         skip_epoch(self.windows, CpuSignals, self.options.wait_timeout_s)

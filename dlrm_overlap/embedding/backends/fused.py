@@ -1,4 +1,4 @@
-"""`fused` on GPUs: one persistent kernel pools, and stores each slice when it is ready (arXiv 2305.06942)."""
+"""`fused` on GPUs: a persistent kernel pools, and stores each slice once it is ready (arXiv 2305.06942)."""
 
 from collections.abc import Sequence
 
@@ -20,11 +20,10 @@ _FEWEST_SHORT_BAGS = 1 << 15  # fewer short bags are cut as long ones
 
 
 def persistent_tuning(table: FeatureTable, samples: int, slice_bags: int, short: bool = False) -> Tuning:
-    """Return how to cut a persistent launch for the bags of `samples` samples, in slices of `slice_bags` bags.
+    """Return the tuning of a persistent kernel for `samples` samples and slices of `slice_bags` bags.
 
-    With many bags a task has twice as many, unless a slice has fewer, since each task has a cost. With many `short`
-    bags (`has_short_bags`) it has four times as many: else the counter from which all programs draw tasks would be the
-    limit (1.1 to 1.3 ns a task on an H200, docs/results/lab.md).
+    Each task has a cost, so if bags are many, a task has twice as many; four times as many of `short` bags
+    (`has_short_bags`), where the shared task counter is the limit (docs/results/lab.md).
     """
     bags = table.entries.shape[0] * samples
     short = short and bags >= _FEWEST_SHORT_BAGS
@@ -36,17 +35,17 @@ def persistent_tuning(table: FeatureTable, samples: int, slice_bags: int, short:
 
 
 class SlicedForward(ZeroCopyForward[Windows]):
-    """Persistent kernels, one for each kind of shards, of which the last returns when all flags are set.
+    """Launches a persistent kernel for each kind of shards; the last one returns when all flags are set.
 
-    `finish` waits for the flags, as in `pgas`, if this rank has nothing to pool, and on several nodes, where programs
-    that wait would occupy the multiprocessors that messages need.
+    `finish` waits for the flags instead if this rank has nothing to pool, and on several nodes, where waiting programs
+    would occupy the multiprocessors that messages need.
     """
 
     lookup: DeviceLookup
 
     @classmethod
     def slices(cls, options: ExchangeOptions, samples: int) -> int:
-        """Return how many slices with a flag each a shard's bags for `samples` samples make; 0 under `direct`."""
+        """Return the number of slices, each with a flag, of a shard's bags; 0 with put `direct`."""
         return -(-samples // options.slice_bags) if options.put == "staged" else 0
 
     def __init__(self, context: ExchangeContext, windows: WindowPair, platform: Platform[Windows]) -> None:
@@ -56,7 +55,6 @@ class SlicedForward(ZeroCopyForward[Windows]):
         self._programs: dict[tuple[int, Tuning], int] = {}
 
     def start(self, step: Step) -> ZeroCopyState:
-        """Launch the kernels."""
         if not self.lookup.pooled_together or step.batch.most == 0:
             return super().start(step)
         signals = self.signals_of(step)
@@ -80,7 +78,7 @@ class SlicedForward(ZeroCopyForward[Windows]):
         batch: BatchSizes,
         short: bool,
     ) -> Launch:
-        """Return the launch of kernel i; it is called with ids like `tensors`, and the epoch."""
+        """Return the launch of kernel i; call it with ids like `tensors`, and the epoch."""
         assert isinstance(signals, DeviceSignals)
         bags = self.lookup.bags(tensors, batch, self.reached)
         last = i == len(self.lookup.pooled_together) - 1
@@ -101,7 +99,7 @@ class SlicedForward(ZeroCopyForward[Windows]):
         return put.launch(self.grid(i, put))
 
     def state(self, i: int, bags: Bags, table: FeatureTable, tuning: Tuning) -> SliceState:
-        """Return the memory that the programs of kernel i share, enough for the largest batch so far."""
+        """Return the memory that the programs of kernel i share, for the largest batch so far."""
         here = self.world_size * table.entries.shape[0]
         slices = here * -(-bags.samples_per_rank // self.options.slice_bags)
         tasks = here * -(-bags.samples_per_rank // tuning.task_bags)
@@ -117,7 +115,7 @@ class SlicedForward(ZeroCopyForward[Windows]):
         return state
 
     def grid(self, i: int, put: SlicedPut) -> int:
-        """Return the number of programs of kernel i: all that are resident at once, or fewer if the options say so."""
+        """Return the number of programs of kernel i: `programs_per_sm`, or all that are resident at once."""
         key = i, put.options.tuning
         if key not in self._programs:
             fit, asked = put.resident_programs(), self.options.programs_per_sm

@@ -1,7 +1,4 @@
-"""Sends ids to the owners of their rows: each rank publishes its ids in its window, and the owners read them there.
-
-`id_layout` has the layout.
-"""
+"""Sends ids to the owners of their rows: ranks publish ids in their windows (`id_layout`), owners read them there."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -30,24 +27,22 @@ from dlrm_overlap.kernels.launches import StepCache
 from dlrm_overlap.kernels.pull_ids import BLOCK_IDS, Arrivals, Published, locate_ids, pull_ids, pull_tasks
 
 Bags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""ids, bag after bag, the offsets of the bags, and the ids' weights or None"""
+"""ids bag by bag, the offsets of the bags, and the ids' weights or None"""
 
 
 class _Prepared(NamedTuple):
     arrivals: Arrivals
     tasks: torch.Tensor
     arrived: list[Bags]
-    """where ids arrive in even epochs and in odd ones"""
+    """where ids arrive, in even epochs and in odd ones"""
 
 
 class IdPull(ABC):
-    """Reads the ids of some shards from the windows of some ranks."""
+    """Reads the ids of some shards from the windows of the ranks `sources`."""
 
     status: torch.Tensor | None = None
-    """see `Signals`"""
 
     def __init__(self, exchange: "IdExchange", shards: Sequence[FeatureShard], sources: range) -> None:
-        """Take the shards, and the ranks to read from."""
         self._exchange, self._ids, self._shards, self._sources = exchange, exchange.ids, shards, sources
         self._rows = [exchange.rows_of(shard) for shard in shards]
         self._features = [self._ids.published(shard) for shard in shards]
@@ -57,15 +52,13 @@ class IdPull(ABC):
 
     @abstractmethod
     def __call__(self, samples: int, buffer_index: int) -> Bags:
-        """Return the ids that the ranks have published in the windows of `buffer_index`."""
+        """Return the ids in the windows of `buffer_index`."""
 
     def check(self) -> None:  # noqa: B027  optional
-        """Raise what kernels have recorded, see `IdExchange.check`."""
+        """See `IdExchange.check`."""
 
 
 class DeviceIdPull(IdPull):
-    """Reads by kernels."""
-
     def __init__(self, exchange: "IdExchange", shards: Sequence[FeatureShard], sources: range) -> None:
         super().__init__(exchange, shards, sources)
         self._device, self._known = exchange.device, exchange.known
@@ -107,7 +100,6 @@ class DeviceIdPull(IdPull):
         return _Prepared(arrivals, self._tensor(tasks).reshape(len(tasks), 3), arrived)
 
     def __call__(self, samples: int, buffer_index: int) -> Bags:
-        """Launch the kernels."""
         found = self._prepared.get(samples, self._prepare, samples)
         published, status = self._published[buffer_index], self._record.status
         locate_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
@@ -116,7 +108,6 @@ class DeviceIdPull(IdPull):
         return bags
 
     def check(self) -> None:
-        """Raise what kernels have recorded."""
         if self._record.empty:
             return
         first_rank = self._sources.start
@@ -138,24 +129,24 @@ def _store(window: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class ArrivedIds(NamedTuple):
-    """The ids of one step: of this rank's shards, which are one input, and of the tables that every rank holds.
+    """The ids that a step looks up, one input for all of this rank's shards.
 
-    Unless lengths are known beforehand, the input has an extra feature after the shards', whose ids, all 0, pad the
-    number of ids to the same in every step.
+    Unless lengths are known beforehand, the input has an extra feature, whose ids are all 0: it pads the number of ids
+    to the same in every step.
     """
 
     ids: KeyedJaggedTensor
     batch: BatchSizes
     replicated: KeyedJaggedTensor | None = None
-    """this rank's ids of the replicated features, padded in the same way; None without such features"""
+    """this rank's ids of replicated features, padded in the same way"""
     own_offsets: torch.Tensor | None = None
     """see `Step.own_offsets`"""
     distinct: Distinct | None = None
-    """if bags are slots, which of this rank's ids are in them"""
+    """for slots: which of this rank's ids are in them"""
 
 
 class IdExchange:
-    """The exchange of ids on one rank; here on GPUs, where the host reads nothing back."""
+    """Sends ids to the owners; on GPUs, nothing is read back."""
 
     pull_type: type[IdPull] = DeviceIdPull
     signals_type: type[Signals] = DeviceSignals
@@ -169,7 +160,7 @@ class IdExchange:
         self.known = ids.known_lengths
         self.bad_ids = BadIds(self.tables.bounds_checks)
         self._pulls = [self.pull_type(self, self.layout.by_owner[self.rank], range(self.world_size))]
-        """for this rank's shards, and for the tables that every rank holds if there are some"""
+        """of this rank's shards and, if there are some, of replicated tables"""
         if self.layout.replicated:
             self._pulls.append(self.pull_type(self, self.layout.replicated, range(self.rank, self.rank + 1)))
         self._status = self._pulls[0].status
@@ -186,19 +177,18 @@ class IdExchange:
         self._counts = torch.full((offsets,), ids.shares_at, dtype=torch.int32, device=self.device)
 
     def send(self, features: KeyedJaggedTensor, samples: int, count: torch.Tensor | None = None) -> ArrivedIds:
-        """Publish the ids of this rank's samples, and return those that this rank's shards look up; a collective.
+        """Publish the ids of this rank's samples, and return the ids of this rank's shards; a collective.
+
+        The result is valid until the call after the next.
 
         Args:
             features: the same keys in every step, with up to `samples` bags a feature.
-            samples: the largest number of samples of a rank; all ranks publish that number.
+            samples: the largest number of samples of a rank.
             count: [1] int32 on the device, the number of ids if `features` is padded; read if lengths are known.
 
-        Returns:
-            The ids, valid until the call after the next.
-
         Raises:
-            InputError: if the keys or the presence of weights changes, weights require a gradient, or there are more
-                samples than the capacity; nothing has begun.
+            InputError: if keys or the presence of weights change, weights require a gradient, or there are too many
+                samples; nothing has begun.
         """
         self._check(features, samples)
         if features.stride() < samples:
@@ -265,11 +255,9 @@ class IdExchange:
             offsets[:1].fill_(values.numel())
 
     def divide(self, window: torch.Tensor, samples: int) -> None:
-        """Publish the ids of each share, taken from the ids of the features in `window`."""
         divide_ids(window, self._shares, samples, self._counts)
 
     def _fetch(self, samples: int) -> ArrivedIds:
-        """Signal, wait for all ranks' ids, and read those of this rank's shards."""
         self.check()
         reach = self.windows.arena.reach
         with self.order:
@@ -289,14 +277,13 @@ class IdExchange:
         return ArrivedIds(ids, batch, own, None if offsets is None else offsets[:published])
 
     def rows_of(self, shard: FeatureShard) -> int:
-        """Return the number of rows of a shard that this rank holds."""
         if shard.owner != EVERY_RANK:
             return self.tables.rows(shard)
         assert self._replicated_tables is not None
         return self._replicated_tables.weight(shard).shape[0]
 
     def report(self, shard: FeatureShard, source: int, index: int, value: int, rows: int) -> None:
-        """Report an id outside its table, see `BadIds`; `value` counts from the first row of the shard."""
+        """Report an id outside its table; `value` is relative to the first row of the shard."""
         name = shard.feature_name
         first, end = shard.rows
         value, rows = value + first, end or rows
@@ -304,11 +291,10 @@ class IdExchange:
         self.bad_ids_of(shard).report(f"{where}: {bad_id_message(name, value, rows)}")
 
     def bad_ids_of(self, shard: FeatureShard) -> BadIds:
-        """Return how to respond to ids outside a shard that this rank holds."""
         return self.own_bad_ids if shard.owner == EVERY_RANK else self.bad_ids
 
     def overflow(self, rank: int, feature: int, count: int, most: int) -> ValueError:
-        """Return the error for a batch that has too many ids, or not the number that was given beforehand."""
+        """Return the error for a batch with too many ids or, if lengths are known, another number of ids."""
         keys = self.ids.keys
         if self.known:
             text = f"{count} ids, but its capacity, with the same number in every bag of a feature, gives {most}"
@@ -329,19 +315,20 @@ class IdExchange:
         return ValueError(f"the batch of rank {rank} has {text}; {cure}, and start again")
 
     def skip(self) -> None:
-        """Take an epoch in which nothing is published; a collective."""
         skip_epoch(self.windows, self.signals_type, self.options.wait_timeout_s, self._status)
 
     def check(self) -> None:
-        """Raise an `ExchangeTimeoutError` if a wait has expired, a ValueError if a batch is beyond the capacity.
+        """Raise or report the errors that kernels have recorded; never waits for the device.
 
-        Raise or log an id outside its table, see `BadIds`. Never waits for the device.
+        Raises:
+            ExchangeTimeoutError: if a wait has expired.
+            ValueError: if a batch is beyond the capacity, or for an id outside its table, see `BadIds`.
         """
         for pull in self._pulls:
             pull.check()
 
     def close(self) -> None:
-        """Drop the pulls, which refer to this exchange, so that no reference cycle keeps memory."""
+        """Drop the pulls, which refer to this exchange: a reference cycle would keep memory."""
         self._pulls.clear()
 
 
@@ -352,10 +339,7 @@ def _input(bags: Bags, samples: int) -> KeyedJaggedTensor:
 
 
 class CpuIdPull(IdPull):
-    """Reads by the reference, and raises faults at once."""
-
     def __call__(self, samples: int, buffer_index: int) -> Bags:
-        """Copy the ids."""
         ids = self._ids
         published = [
             self._offsets(*each, samples) for each in zip(self._sources, self._windows[buffer_index], strict=True)
@@ -383,7 +367,6 @@ class CpuIdPull(IdPull):
         return window, offsets
 
     def _check_rows(self, values: torch.Tensor, bounds: Sequence[int]) -> None:
-        """Replace ids outside their table by 0, or raise if the bounds check says so."""
         shards = zip(self._shards, self._rows, strict=True)
         arrived = [(*each, source) for each in shards for source in self._sources]
         for (shard, rows, source), (begin, end) in zip(arrived, pairwise(bounds), strict=True):
@@ -396,12 +379,10 @@ class CpuIdPull(IdPull):
 
 
 class CpuIdExchange(IdExchange):
-    """`IdExchange` on CPUs."""
-
     pull_type, signals_type = CpuIdPull, CpuSignals
 
     def divide(self, window: torch.Tensor, samples: int) -> None:
-        """Divide the ids by the reference; none of a batch beyond the capacity, whose error comes later."""
+        """Divide the ids, unless the batch exceeds the capacity, whose error comes later."""
         ids, features = self.ids, len(self.ids.keys)
         offsets = window[ids.offsets_at :]
         shared = offsets[(features + 1) * samples :][: len(ids.shares) * samples + 1]

@@ -1,19 +1,14 @@
-"""Sends pooled embeddings and gradients to other nodes: in each way of a step, a rank sends each node one message.
+"""Sends pooled embeddings and gradients to other nodes; in each direction a rank sends each node one message.
 
     current stream  | pool for the other nodes | pool for this node | signal |   bottom MLP ..   | wait for all | output
     NCCL's stream                              | messages out and in ...... |
     passing stream                                                         | unpack into windows, signal as the sender |
 
-    or by puts:
-    current stream  | pool and put by groups   | pool for this node | signal |   bottom MLP ..   | wait for all | output
-    passing stream                             | wait for groups | unpack into windows, signal as the sender |
+By puts, the kernel that pools sends groups of rows, for which the passing stream waits.
 
-Messages are sent by a collective (`messages`), or pooled embeddings by the kernel that pools (`puts`); the sums of a
-node's partial sums are messages of their own (`sums`). The rank that receives a message passes it on: it copies it to
-the windows of all ranks of its node, and signals each as the sender would.
-
-No rank overwrites a window before its reader is done: a rank passes on messages of step e after it has begun step e,
-and so after the flags of step e - 1 of all ranks of its node, as for its own pooled embeddings.
+The receiver of a message copies it to the windows of its node's ranks, and signals each as the sender would. It does so
+for step e after it has begun step e, hence after the flags of step e - 1 of all ranks of its node: so it overwrites no
+window before its reader is done.
 """
 
 from collections.abc import Iterator
@@ -33,7 +28,7 @@ from dlrm_overlap.embedding.windows import Signals, WindowPair
 
 
 class PooledTransport(Generic[Rows]):
-    """Pools for other nodes, and receives what they have pooled for this node's ranks."""
+    """Sends pooled embeddings to other nodes, and passes on what arrives from there to this node's ranks."""
 
     def __init__(
         self,
@@ -44,10 +39,7 @@ class PooledTransport(Generic[Rows]):
         column: ColumnOf,
         stride: int,
     ) -> None:
-        """Take the windows of pooled embeddings, and the lookup for this node.
-
-        A row of a window has `stride` elements, and `column` returns the first one of a shard.
-        """
+        """`lookup` is this node's; a row of a window has `stride` elements, with a shard's from `column` on."""
         self._layout, self._windows, self._lookup = layout, windows, lookup
         self._peers = lookup.peers(windows, stride)
         self._order, self._device, self._here = context.order, context.device, windows.arena.reached
@@ -69,14 +61,13 @@ class PooledTransport(Generic[Rows]):
         }
 
     def prepare(self, step: Step) -> None:
-        """Do what may fail; to be called before the step has begun."""
+        """Do what may fail, before the step begins."""
         self._sent_lookup.refresh()
         if self._sums is not None:
             self._sums.lookup.refresh()
         self._lookup.first_samples(step.batch, self._here)  # on this stream
 
     def send(self, step: Step, signals: Signals) -> None:
-        """Pool for other nodes, and start to send, to receive and to pass on messages."""
         if self._sums is not None:
             self._sums.store(step)
         self._carrier.send(step)
@@ -90,7 +81,6 @@ class PooledTransport(Generic[Rows]):
             self._pass_on(step, signals)
 
     def _passing(self) -> AbstractContextManager[Any]:
-        """Return a context on the stream that passes messages on, which waits for the current one."""
         if self._pass_stream is None:
             return nullcontext()
         self._pass_stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -113,20 +103,16 @@ class PooledTransport(Generic[Rows]):
             torch.cuda.current_stream(self._device).wait_stream(self._pass_stream)
 
     def check(self) -> None:
-        """Raise what kernels have recorded."""
         for part in (self._sent_lookup, self.puts, self._sums):
             if part is not None:
                 part.check()
 
     def close(self) -> None:
-        """Free the memory of messages."""
         if self.puts is not None:
             self.puts.close()
 
 
 class GradientTransport:
-    """Sends this rank's gradients to other nodes, and receives those of ranks there."""
-
     def __init__(self, context: ExchangeContext, layout: InternodeLayout) -> None:
         self._layout = layout
         self._carrier = PackedByCollective(context, layout.gradients)

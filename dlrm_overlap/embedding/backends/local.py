@@ -1,8 +1,4 @@
-"""The lookup of tables that every rank holds, for this rank's samples; nothing is sent.
-
-Rows are pooled into columns of this rank's own output window that no peer stores into, so the output needs no copy. The
-gradient is added to the gradients of the dense lookups' parameters, which the dense part reduces and applies.
-"""
+"""The lookup of tables that every rank holds, for this rank's samples; nothing is sent."""
 
 from abc import abstractmethod
 from typing import Generic, NamedTuple
@@ -25,24 +21,22 @@ from dlrm_overlap.kernels.reference import update_rows
 
 
 class LocalState(NamedTuple):
-    """A step under way."""
-
     own: Step
-    """the step with only this rank's samples, and the ids of replicated features as its one input"""
+    """this rank's samples, with the ids of replicated features as the only input"""
     looked_up: torch.Event | None = None
     """on GPUs, the event after which the backward may read these ids"""
 
 
 class LocalLookup(ExchangeDirection, Generic[Rows]):
-    """The lookup of replicated tables: of each step `pool`, and `start_backward` and `finish_backward` if it trains.
+    """Looks up replicated tables, into columns of this rank's output window that no peer stores into.
 
-    `start_backward` adds to the parameters' gradients, without autograd; the trainer zeroes them before each step.
+    The backward adds to the gradients of the dense lookups' parameters, without autograd; the trainer zeroes them
+    before each step.
     """
 
     lookup_type: type[Lookup[Rows]]
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
-        """Take the windows of the outputs."""
         super().__init__(context, windows)
         assert context.replicated is not None, "a layout with replicated features comes with their tables"
         self.windows, self.replicated = windows, context.replicated
@@ -55,7 +49,7 @@ class LocalLookup(ExchangeDirection, Generic[Rows]):
 
     @abstractmethod
     def own_windows(self) -> list[Rows]:
-        """Return this rank's window as the lookup uses it, of even epochs and of odd ones."""
+        """Return this rank's window, for even epochs and for odd ones."""
 
     def pool(self, step: Step) -> LocalState:
         """Pool into this rank's window of the current step, which has begun."""
@@ -71,20 +65,16 @@ class LocalLookup(ExchangeDirection, Generic[Rows]):
 
     @abstractmethod
     def finish_backward(self) -> None:
-        """Make the current stream wait until the gradients of the last `start_backward` are added."""
+        """Make the current stream wait until the last `start_backward` is done."""
 
 
 class CpuLocalLookup(LocalLookup[list[torch.Tensor]]):
-    """`LocalLookup` on a CPU, by the reference."""
-
     lookup_type = CpuLookup
 
     def own_windows(self) -> list[list[torch.Tensor]]:
-        """Return tensors."""
         return [[self.windows.arena.local(name)] for name in self.windows.names]
 
     def start_backward(self, state: LocalState, gradient: torch.Tensor) -> None:
-        """Add the gradients, feature by feature."""
         own = state.own
         for shard, column in self.columns.items():
             ids, sample, factors = ids_in_bags(own.inputs[0], shard, own.batch.total)
@@ -97,11 +87,7 @@ class CpuLocalLookup(LocalLookup[list[torch.Tensor]]):
 
 
 class DeviceLocalLookup(LocalLookup[Windows]):
-    """`LocalLookup` on a GPU, by the kernels that pool and those that update rows.
-
-    The backward runs on a stream of its own, since the main stream needs the result only to reduce dense gradients: it
-    sorts the ids, then adds the gradients while those of sharded tables are sent.
-    """
+    """`LocalLookup` on a GPU; the backward has its own stream, since only the reduction of dense gradients needs it."""
 
     lookup_type = DeviceLookup
 
@@ -116,7 +102,6 @@ class DeviceLocalLookup(LocalLookup[Windows]):
         self._rule = Rule(numbers, context.counters.steps.word)
 
     def _input_rows(self) -> InputRows:
-        """Return the gradients as `InputRows`, made again when they have moved."""
         if (storage := self.gradients.storage()) != self._storage or self._rows is None:
             self._rows = InputRows(
                 self.layout.replicated, self.gradients, self.columns, dict.fromkeys(self.layout.replicated, 0)
@@ -125,18 +110,15 @@ class DeviceLocalLookup(LocalLookup[Windows]):
         return self._rows
 
     def own_windows(self) -> list[Windows]:
-        """Return addresses."""
         stride = self.options.leading_columns + self.layout.arrival_dim
         windows = [self.windows.arena.local(name) for name in self.windows.names]
         own = [torch.tensor([each.data_ptr()], device=self.device) for each in windows]
         return [Windows(address, stride, self.options.wire_dtype) for address in own]
 
     def pool(self, step: Step) -> LocalState:
-        """Launch the kernels that pool into this rank's window."""
         return LocalState(super().pool(step).own, torch.cuda.current_stream(self.device).record_event())
 
     def start_backward(self, state: LocalState, gradient: torch.Tensor) -> None:
-        """Sort the ids, and add the gradient, on a stream of its own."""
         gradient = in_readable_rows(gradient)
         rows, own = self._input_rows(), state.own
         ids = own.inputs[0]
@@ -154,5 +136,4 @@ class DeviceLocalLookup(LocalLookup[Windows]):
             self._done.record(self._stream)
 
     def finish_backward(self) -> None:
-        """Make the current stream wait until the gradients are added."""
         torch.cuda.current_stream(self.device).wait_event(self._done)

@@ -1,4 +1,4 @@
-"""Pools bags of this rank's shards into the windows of their samples' ranks: what all lookups share, and GPUs'."""
+"""Pools bags of this rank's shards into the windows of their samples' ranks: the interface, and its form for GPUs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +21,14 @@ from dlrm_overlap.kernels.launches import Launch, launches_of, prepared
 from dlrm_overlap.kernels.tuning import PoolingOptions, Tuning, has_short_bags, tuning_for
 
 Rows = TypeVar("Rows")
-"""The memory that rows are stored to: a window for each of some ranks."""
+"""memory that rows are stored to: a window for each of some ranks"""
 
 Unpack = Callable[[torch.Tensor, Rows, range, BatchSizes], None]
-"""Copies rows [samples, pitch] of a message to the windows of the ranks whose samples they are."""
+"""copies rows [samples, pitch] of a message to the windows of the ranks whose samples they are"""
 
 
 ColumnOf = Callable[[FeatureShard], int]
-"""Returns the first column of a shard in a row."""
+"""returns the first column of a shard in a row"""
 
 
 class Lookup(ABC, Generic[Rows]):
@@ -42,7 +42,7 @@ class Lookup(ABC, Generic[Rows]):
         replicated: ReplicatedTables | None = None,
         every_bag: bool = False,
     ) -> None:
-        """Take the shards, each with its first column in a row of a window.
+        """`columns` has the shards, each with its first column in a row of a window.
 
         Their tables are this rank's, or `replicated`. With `every_bag`, zeros are stored for all empty bags.
         """
@@ -54,42 +54,42 @@ class Lookup(ABC, Generic[Rows]):
 
     @abstractmethod
     def peers(self, pair: WindowPair, stride: int) -> list[Rows]:
-        """Return the windows of the ranks reached, of even epochs and of odd ones, with rows of `stride` elements."""
+        """Return the windows of the ranks reached, for even epochs and for odd ones, with rows of `stride` elements."""
 
     @abstractmethod
     def rows_of_ranks(self, rows: torch.Tensor, ranks: range, batch: BatchSizes) -> Rows:
-        """Return the parts of `rows` [samples, pitch] that have the samples of each rank, as windows."""
+        """Return, as windows, the parts of `rows` [samples, pitch] that have the samples of each rank."""
 
     @abstractmethod
     def unpack(self, columns: Mapping[FeatureShard, int], stride: int) -> Unpack[Rows]:
         """Return a function that copies messages to windows with rows of `stride` elements.
 
-        `columns` has the shards of a message in its order, and the first column of each in a row of a window.
+        `columns` has the shards in a message's order, each with its first column in a row of a window.
         """
 
     @abstractmethod
     def refresh(self) -> None:
-        """Find out where the tables are now; to be called before each `store`, before the step has begun."""
+        """Find out where the tables are now; call it before each `store`, before the step has begun."""
 
     @abstractmethod
     def store(self, windows: Rows, step: Step, ranks: range | None = None) -> None:
-        """Pool every bag of the samples of `ranks`, None for all, into the windows of these ranks."""
+        """Pool the bags of the samples of `ranks`, None for all, into the windows of these ranks."""
 
     def first_samples(self, batch: BatchSizes, ranks: range | None = None) -> torch.Tensor | None:
         """Return [R + 1] int32 on the GPU: each rank's first sample, and the end. None on CPUs."""
         return None
 
     def check(self) -> None:
-        """Raise the faults that kernels have recorded; never waits for the device."""
+        """Raise the errors that kernels have recorded; never waits for the device."""
 
 
 class Platform(NamedTuple, Generic[Rows]):
-    """How a forward does its work on one type of device."""
+    """The parts of a forward that depend on the type of device."""
 
     lookup: type[Lookup[Rows]]
     signals: type[Signals]
     adds_sums: bool
-    """whether nodes add up their partial sums before they send them, see `InternodeLayout`"""
+    """see `InternodeLayout`"""
 
 
 class DeviceLookup(Lookup[Windows]):
@@ -115,18 +115,15 @@ class DeviceLookup(Lookup[Windows]):
         """of all sizes: a capture cannot copy them to the GPU again"""
 
     def peers(self, pair: WindowPair, stride: int) -> list[Windows]:
-        """Return the addresses of windows."""
         return pair.peers(stride, self._context.options.wire_dtype)
 
     def rows_of_ranks(self, rows: torch.Tensor, ranks: range, batch: BatchSizes) -> Windows:
-        """Return the address of each rank's first row."""
         begin, row_bytes = batch.first_sample[ranks.start], rows.shape[1] * rows.element_size()
         addresses = [rows.data_ptr() + (batch.first_sample[rank] - begin) * row_bytes for rank in ranks]
         there = torch.tensor(addresses, dtype=torch.int64, device=rows.device)
         return Windows(there, rows.shape[1], rows.dtype, gcd(16, row_bytes))
 
     def unpack(self, columns: Mapping[FeatureShard, int], stride: int) -> Unpack[Windows]:
-        """Return a function that copies by a kernel."""
         dims = [(shard.dim, column) for shard, column in columns.items()]
         put = PutColumns.of(dims, stride, self._context.options.wire_dtype.itemsize, self._device)
 
@@ -161,7 +158,6 @@ class DeviceLookup(Lookup[Windows]):
         )
 
     def first_samples(self, batch: BatchSizes, ranks: range | None = None) -> torch.Tensor:
-        """Return them from a cache."""
         if (batch, ranks) not in self._first_samples:
             first = batch.first_sample if ranks is None else batch.first_sample[ranks.start : ranks.stop + 1]
             self._first_samples[batch, ranks] = torch.tensor(first, dtype=torch.int32, device=self._device)
@@ -173,13 +169,11 @@ class DeviceLookup(Lookup[Windows]):
         return Bags(values, offsets, self.first_samples(batch, ranks), batch.total, batch.most, weights)
 
     def pooling_options(self, tuning: Tuning) -> PoolingOptions:
-        """Return the options of a kernel."""
         # Ids that our own exchange has sent were checked when they arrived.
         check = self.bad_ids.looks and self._context.ids is None
         return PoolingOptions(self._rank, self._context.options.schedule, tuning, check)
 
     def store(self, windows: Windows, step: Step, ranks: range | None = None) -> None:
-        """Launch the zero-copy kernels."""
         for shards, table in zip(self.pooled_together, self.tables, strict=True):
             tensors = tensors_of(step.inputs[shards[0].input])
             short = has_short_bags(table, *tensors[:2])
@@ -195,7 +189,7 @@ class DeviceLookup(Lookup[Windows]):
         ranks: range | None,
         short: bool,
     ) -> Launch:
-        """Return the launch that pools the features of `table`; it is called with ids like `tensors`."""
+        """Return the launch for the features of `table`; call it with ids like `tensors`."""
         options = self.pooling_options(tuning_for(table.dim, table.weight_dtype.itemsize, short=short))
         return prepare_store_pooled(self.bags(tensors, batch, ranks), table, windows, self.record.status, options)
 

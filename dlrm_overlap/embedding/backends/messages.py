@@ -41,16 +41,16 @@ def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
 
 
 Pack = Callable[[Message, torch.Tensor], None]
-"""Fills a message, given as a view [rows, pitch], on the current stream."""
+"""fills a message, given as a view [rows, pitch], on the current stream"""
 MessagesOf = Callable[[BatchSizes], Messages]
-"""Returns the messages of a batch, see `InternodeLayout`."""
+"""returns the messages of a batch, see `InternodeLayout`"""
 
 
 class ByCollective:
-    """What both carriers share.
+    """The base of carriers by a collective.
 
-    Messages have the same memory in all steps, as captured steps need it. The caller orders steps: a message may be
-    filled when that of the previous step has been sent, and is valid until the next step's `receive`.
+    Messages have the same memory in all steps, as captured steps need it. A message may be filled once the previous
+    step's is sent, and is valid until the next step's `receive`; the caller ensures this order.
     """
 
     def __init__(self, context: ExchangeContext, messages_of: MessagesOf) -> None:
@@ -62,13 +62,12 @@ class ByCollective:
         )
 
     def fill(self, step: Step, pack: Pack) -> None:
-        """Fill the messages."""
         for message in self._messages_of(step.batch).sent:
             if message.elements:
                 pack(message, message.within(self._sent))
 
     def exchange(self, messages: Messages) -> dist.Work:
-        """Start the collective, after all work on the current stream, and return its work."""
+        """Start the collective, after all work on the current stream."""
         send_sizes, receive_sizes = self._sizes(messages.sent), self._sizes(messages.received)
         sent, received = self._sent[: sum(send_sizes)], self._received[: sum(receive_sizes)]
         work = dist.all_to_all_single(received, sent, receive_sizes, send_sizes, self._group, async_op=True)
@@ -82,7 +81,6 @@ class ByCollective:
         return sizes
 
     def arrived(self, step: Step, slot: int) -> torch.Tensor:
-        """Return a message, after `receive`."""
         return self._messages_of(step.batch).received[slot].within(self._received)
 
 
@@ -92,12 +90,10 @@ class PackedByCollective(ByCollective):
     _work: dist.Work | None = None
 
     def send(self, step: Step, pack: Pack) -> None:
-        """Fill the messages, and start the collective."""
         self.fill(step, pack)
         self._work = self.exchange(self._messages_of(step.batch))
 
     def receive(self, step: Step) -> None:
-        """Wait for the collective."""
         assert self._work is not None
         self._work.wait()
         self._work = None
@@ -112,8 +108,6 @@ class PooledByCollective(ByCollective, Generic[Rows]):
         self._windows = StepCache[tuple[range, BatchSizes], Rows]()
 
     def send(self, step: Step) -> None:
-        """Pool into the messages."""
-
         def pool(message: Message, sent: torch.Tensor) -> None:
             node, batch = message.node, step.batch
             windows = self._windows.get((node, batch), self._lookup.rows_of_ranks, sent, node, batch)
@@ -122,5 +116,4 @@ class PooledByCollective(ByCollective, Generic[Rows]):
         self.fill(step, pool)
 
     def receive(self, step: Step) -> None:
-        """Run the collective."""
         self.exchange(self._messages_of(step.batch)).wait()

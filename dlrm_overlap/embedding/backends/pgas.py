@@ -18,18 +18,13 @@ from dlrm_overlap.embedding.windows import Signals, WindowPair, WindowSpec, skip
 
 
 class ZeroCopyState(NamedTuple):
-    """A forward under way."""
-
     step: Step
     signals: Signals | None
     """those that `finish` waits for; None if a kernel has waited for them"""
 
 
 class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
-    """Pools into the windows [b, leading + D_total] of the samples' ranks, first for other nodes, then signals.
-
-    `finish` waits for the peers' flags.
-    """
+    """Pools into the windows [b, leading + D_total] of the samples' ranks, first for other nodes, then signals."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair, platform: Platform[Rows]) -> None:
         super().__init__(context, windows)
@@ -39,7 +34,7 @@ class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
         columns = {shard: self.column(shard) for shard in self.layout.by_owner[self.rank]}
         self.lookup = platform.lookup(context, columns, self.bad_ids)
         self.peers = self.lookup.peers(windows, self.stride)
-        """the windows of the ranks reached: of even epochs, of odd ones"""
+        """the windows of the ranks reached, for even epochs and for odd ones"""
         self.reached = windows.arena.reached
         self.transport: PooledTransport[Rows] | None = None
         """to other nodes"""
@@ -51,7 +46,6 @@ class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
         """by slices of a shard"""
 
     def column(self, shard: FeatureShard) -> int:
-        """Return the first column of a shard in a row of a window."""
         return self.leading + self.layout.column(shard)
 
     @classmethod
@@ -65,7 +59,7 @@ class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
 
     @classmethod
     def slices(cls, options: ExchangeOptions, samples: int) -> int:
-        """Return how many slices with a flag each a shard's bags for `samples` samples make; 0 for one flag a rank."""
+        """Return the number of slices, each with a flag, of a shard's bags; 0 for one flag a rank."""
         return 0
 
     def signals_of(self, step: Step) -> Signals:
@@ -95,7 +89,6 @@ class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
         return self.peers[epoch % 2]
 
     def start(self, step: Step) -> ZeroCopyState:
-        """Launch the kernels that pool, and after them the one that signals."""
         signals = self.signals_of(step)
         self.lookup.store(self.begin(step, signals), step, self.reached)
         with self.order:
@@ -103,7 +96,6 @@ class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
         return ZeroCopyState(step, signals)
 
     def finish(self, state: ZeroCopyState, copy: bool = False) -> torch.Tensor:
-        """Make the stream wait for the flags; return a view of the window, or a copy."""
         self.join_stream()
         if state.signals is not None:
             with self.order:
@@ -119,7 +111,6 @@ class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
         return pooled
 
     def skip(self) -> None:
-        """Take an epoch in which nothing is stored."""
         self.join_stream()
         if self.transport is not None and self.transport.puts is not None:
             self.transport.puts.skip()
@@ -127,12 +118,10 @@ class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
             skip_epoch(self.windows, self._signals_type, self.options.wait_timeout_s, self.lookup.record.status)
 
     def check(self) -> None:
-        """Raise what kernels have recorded, see `DeviceLookup.check`."""
         self.lookup.check()
         if self.transport is not None:
             self.transport.check()
 
     def close(self) -> None:
-        """Free the memory of messages."""
         if self.transport is not None:
             self.transport.close()

@@ -1,8 +1,7 @@
 """The backward on GPUs: gradients are stored in the owners' windows, and the owners update each row once.
 
 One stream sends gradients, part by part. Another sorts the ids during the forward, then updates the rows of each part
-when its gradients have arrived, while the main stream runs the bottom MLP's backward and reduces dense gradients. The
-host issues all of this with the backward, since it issues the dense part first.
+once its gradients have arrived. Both run concurrently with the rest of the dense backward.
 """
 
 from collections.abc import Sequence
@@ -38,11 +37,10 @@ class DeviceGradientStore:
     """A `GradientStore` on a GPU, by one kernel for each dim."""
 
     rank: int
-    """the rank whose samples they are"""
     tables: list[ShardTable]
-    """where the shards of each dim are"""
+    """by dim"""
     leaves_out: bool
-    """whether bags that have not arrived are left out"""
+    """True if bags that have not arrived are left out"""
     flags: PartFlags
     windows: WindowPair
     peers: list[Windows]
@@ -50,7 +48,6 @@ class DeviceGradientStore:
     programs: int
 
     def store(self, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int) -> None:
-        """Launch the kernels."""
         offsets = step.own_offsets if self.leaves_out else None
         tensors = (gradient,) if offsets is None else (gradient, offsets)
         windows = self.peers[self.windows.epoch % 2]
@@ -68,7 +65,7 @@ class DeviceGradientStore:
         end: int,
         row_elements: int,
     ) -> list[Launch]:
-        """Return the launches of `store`, for a gradient with rows `row_elements` apart, and maybe offsets."""
+        """Return the launches for a gradient with rows `row_elements` apart, and maybe offsets."""
         return prepare_push_gradients(
             tensors[0],
             self.tables,
@@ -88,8 +85,6 @@ class DeviceGradientStore:
 
 
 class Push(WindowBackward):
-    """Stores gradients in the owners' windows, then updates each touched row once."""
-
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         # The GPU starts programs in the order of priority: first gradients, for which peers wait, then the main
@@ -127,7 +122,6 @@ class Push(WindowBackward):
         return DeviceGradientStore(rank, tables, ids is not None, self._flags, self.windows, self._peers, *how)
 
     def _shard_table(self, dim: int, column: ColumnOf, ids: IdLayout | None) -> ShardTable:
-        """Return where the shards of one dim are in a gradient, and in the windows of the owners reached."""
         starts, reached = self.gradients.starts, self.windows.arena.reached
 
         def present(shard: FeatureShard) -> int:
@@ -150,7 +144,6 @@ class Push(WindowBackward):
         )
 
     def _input_rows(self) -> list[InputRows]:
-        """Return the rows of each of this rank's inputs, made again when the rows have moved."""
         if (storage := self.tables.storage()) != self._storage:
             starts, parts = self.gradients.starts, self.gradients.part_of
             by_input = groupby(self.layout.by_owner[self.rank], key=lambda shard: shard.input)
@@ -159,7 +152,6 @@ class Push(WindowBackward):
         return self._inputs
 
     def follow_rules(self, capture: bool = False) -> None:
-        """Update the optimizers' numbers in device memory if they have changed."""
         self._are_captured = self._are_captured or capture
         if self._are_captured:
             self._rules.follow(self.tables.rules(self._steps.value), self._steps.value)
@@ -176,11 +168,9 @@ class Push(WindowBackward):
         return super().note_forward(step, number, trains_weights, ids_ready)
 
     def prepare(self, pending: PendingBackward) -> PendingBackward:
-        """Sort the ids."""
         return pending._replace(runs=self.sort(pending))
 
     def sort(self, pending: PendingBackward) -> list[PreparedRuns | None]:
-        """Sort the ids of each input, on the update's stream."""
         inputs, samples = pending.step.inputs, pending.step.batch.total
         assert pending.ids_ready is not None
         self._update_stream.wait_event(pending.ids_ready)
@@ -188,7 +178,6 @@ class Push(WindowBackward):
             return [rows.sort(inputs[rows.input], samples) for rows in self._input_rows()]
 
     def start(self, pending: PendingBackward, gradient: torch.Tensor) -> WindowState:
-        """Send the gradient, and update the rows as gradients arrive, on two other streams."""
         self.check()
         step, gradient = pending.step, in_readable_rows(gradient)
         self.windows.begin()
@@ -247,7 +236,7 @@ class Push(WindowBackward):
     def update_range(
         self, pending: PendingBackward, updated: UpdateRange, runs: PreparedRuns, window: torch.Tensor
     ) -> None:
-        """Update the rows of one range, whose gradients have arrived in `window`, unless they are frozen."""
+        """Update the rows of one range, whose gradients have arrived in `window`."""
         if pending.rules[updated.lookup].frozen:
             return
         numbers, since = self._rules.numbers(updated.lookup), self._steps.on_device
@@ -255,7 +244,6 @@ class Push(WindowBackward):
         updated.update(runs, window, rule)
 
     def finish(self, state: WindowState) -> Sequence[torch.Tensor]:
-        """Make the current stream wait until the rows are updated, and the gradient has been read."""
         current = self._current()
         self._updated.record(self._update_stream)
         self._pushed_all.record(self._push_stream)  # done by then, but a capture requires that its streams are joined
@@ -265,9 +253,7 @@ class Push(WindowBackward):
         return state.weights_gradients
 
     def skip(self) -> None:
-        """Take an epoch in which nothing is stored."""
         skip_epoch(self.windows, DeviceSignals, self.options.wait_timeout_s, self._record.status)
 
     def check(self) -> None:
-        """Raise an `ExchangeTimeoutError` if a wait has expired."""
         self._record.raise_expired(self.options.wait_timeout_s, "part")

@@ -6,12 +6,12 @@ Each rank has a heap of the same layout (`comm.network`), with two of each of th
     sent           the messages to other nodes are staged here
     received       the messages of ranks that send here arrive here
 
-Step e uses the memory of e mod 2. It may overwrite a message of step e - 2 when its receiver has read it. Suppose rank
-S sends to R of another node, and Q receives R's message to the node of S. S begins step e after all flags of e - 1,
-including R's, which Q has set after the arrival of R's message of e - 1. R has put that message after its own step
-e - 2, which ends when R has read all messages of e - 2, including the one of S. So S knows that R has read its message
-of e - 2, and therefore that the put has read the staged memory. This requires that each rank sends to each other node
-in every epoch: without rows or columns, and in an epoch that is skipped, it sends only the signal of group 0.
+Step e may overwrite a message of step e - 2 when its receiver has read it. Suppose rank S sends to R of another node,
+and Q receives R's message to the node of S. S begins step e after all flags of e - 1, including R's, which Q has set
+after R's message of e - 1 arrived. R put that message after its own step e - 2, which ends when R has read all messages
+of e - 2, including the one of S. So R has read S's message of e - 2, and the put has read its staged memory. This
+requires that each rank sends to each other node in every epoch: without rows or columns, and in an epoch that is
+skipped, it sends only the signal of group 0.
 """
 
 import torch
@@ -69,13 +69,12 @@ class PooledByPuts:
         self._features = sum(map(len, lookup.pooled_together))
         groups = self._most_groups
         self._counts = [torch.zeros(groups, dtype=torch.int32, device=context.device) for _ in reach.others]
-        """for each other node, the finished rows of each group of its message, see `put_pooled`"""
+        """[groups] int32 for each other node: finished rows of each group of its message, see `put_pooled`"""
         self._tables = StepCache[BatchSizes, dict[tuple[int, int], Windows]]()
-        """see `_rows`"""
         self._one_row = torch.tensor([0, 1], dtype=torch.int32, device=context.device)
 
     def _groups(self, samples: int, pitch: int) -> Groups:
-        """Return how a message with rows of `pitch` elements is cut into groups, for up to `samples` samples a rank."""
+        """Return how to cut a message with rows of `pitch` elements, for up to `samples` samples a rank."""
         return Groups.of(samples, pitch * self._options.wire_dtype.itemsize, self._options.aggregate_bytes)
 
     @property
@@ -93,7 +92,7 @@ class PooledByPuts:
         return Outgoing(shift_bytes, self._signals[buffer_index, slot].data_ptr(), message.peer)
 
     def send(self, step: Step) -> None:
-        """Pool for the other nodes, the next one first, and put each group when it is complete."""
+        """Put each group when it is complete, to the next node first."""
         counter, lookup, network = self._windows.counter, self._lookup, self._heap.network
         lookup.first_samples(step.batch, self._reach.here)  # for `arrived`, copied on this stream
         sent = self._layout.pooled(step.batch).sent
@@ -156,7 +155,6 @@ class PooledByPuts:
         self._wait(slot, message, Groups(1, 1), self._one_row)
 
     def skip(self) -> None:
-        """Take an epoch in which only signals are sent."""
         pair, world_size = self._windows, self._windows.arena.world_size
         everyone = one_flag_each(range(world_size), world_size)
         flags = DeviceSignals(pair, everyone, self._options.wait_timeout_s, self._record.status)
@@ -172,9 +170,7 @@ class PooledByPuts:
         flags.wait()
 
     def check(self) -> None:
-        """Raise an `ExchangeTimeoutError` if a wait for a group has expired."""
         self._record.raise_expired(self._options.wait_timeout_s, "group")
 
     def close(self) -> None:
-        """Free the heap."""
         self._heap.close()

@@ -19,7 +19,7 @@ from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 
 
 class UpdateRange(NamedTuple):
-    """Rows that one kernel call updates: those of one part, of consecutive features of an input."""
+    """Rows of one part and of consecutive features of an input, which one kernel call updates."""
 
     part: int
     lookup: int
@@ -30,9 +30,9 @@ class UpdateRange(NamedTuple):
 class InputRows:
     """The rows of one input's tables: their keys, by which ids are sorted, and the ranges in which they are updated.
 
-    A row's key is its number among the rows of all tables of the input. Example: with tables of 10 and 20 rows, row 3
-    of the second has key 13. Sorted by key, the ids of a table, and of a range, are contiguous. Tables of a part that
-    share a cache share the keys of its slots, of which they use different ones, and are updated by one call.
+    A row's key is its number among the rows of all tables of the input, so the sorted ids of a table, and of a range,
+    are contiguous. Example: with tables of 10 and 20 rows, row 3 of the second has key 13. Tables of a part
+    that share a cache are updated by one call; they share the keys of its slots, and each uses other slots.
     """
 
     def __init__(
@@ -42,10 +42,7 @@ class InputRows:
         starts: Mapping[FeatureShard, int],
         part_of: Mapping[FeatureShard, int],
     ) -> None:
-        """Take the shards of one input in the order of their features, so that those of a table are contiguous.
-
-        `starts` and `part_of` are those of `GradientLayout`.
-        """
+        """`shards` are in the order of their features; `starts` and `part_of` are those of `GradientLayout`."""
         self.input = shards[0].input
         self._tables, self._part_of = tables, part_of
 
@@ -90,7 +87,7 @@ class InputRows:
         )
 
     def _shared(self, shard: FeatureShard, first_key: int) -> tuple[int, int, int, int, tuple[int, ...]]:
-        """Return what the shards of a range share: part, lookup, allocation, offsets of the row and states of key 0."""
+        """Return what the shards of a range share: part, lookup, allocation, offsets of row and states of key 0."""
         stored, states = self._tables.stored(shard), self._tables.states(shard)
         weight_at = _offset(self._tables.weight(shard), stored.weights, first_key)
         state_at = [_offset(state, held, first_key) for state, held in zip(states, stored.states, strict=True)]
@@ -103,7 +100,7 @@ class InputRows:
         return self._device_keys[features]
 
     def sort(self, ids: KeyedJaggedTensor, samples: int, row_units: int = 0) -> PreparedRuns | None:
-        """Sort the ids of `samples` samples by key, and prepare the update of their rows; None without ids.
+        """Sort ids by key, and prepare the update of their rows; None without ids.
 
         For gradients [samples, D_total], not in a window, `row_units` is the length of a row, see `Preparation`.
         """
@@ -151,8 +148,8 @@ def in_readable_rows(gradient: torch.Tensor) -> torch.Tensor:
 class DeviceRules:
     """The numbers of each fused lookup's optimizer in device memory, see `Rule`.
 
-    A captured step reads the same memory in every replay, so the numbers are overwritten before each launch. An eager
-    step overwrites them on the update stream, after the previous step's updates.
+    Replays read the same memory, so the numbers are overwritten before each launch; an eager step overwrites them on
+    the update stream, after the previous step's updates.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,17 +1,16 @@
 """Adds up partial sums for samples of other nodes within the owners' node, so that only the sums are sent.
 
-If several ranks of a node own rows of a table, a message to another node has one sum for each bag, not a partial sum
-from each owner. The rank that serves a rank of another node (`InternodeLayout.served`) gathers the partial sums for its
-samples in a window:
+The rank that serves a rank of another node (`InternodeLayout.served`) gathers the partial sums for its samples in a
+window:
 
     owners            | pool into the windows of the ranks that gather, empty bags too | signal |
     ranks that gather                                                                  | wait | add up in order | send
 
-The windows have flags of their own, and the epochs of the output's windows. They may be overwritten since a rank has
-added up step e - 2 before it sets its output flags of step e - 1, for which the ranks of its node wait before they
-begin step e. All ranks of a node set their flags before any of them waits.
+The windows have flags of their own, and the epochs of the output's windows. They may be overwritten: a rank adds up
+step e - 2 before it sets its output flags of step e - 1, for which the ranks of its node wait before they begin step e.
+All ranks of a node set their flags before any of them waits.
 
-Source: the intra-node reduce-scatter before TorchRec's table-row-wise All-to-All; here stores make the sums.
+Source: the reduce-scatter before TorchRec's table-row-wise All-to-All; here stores make the sums.
 """
 
 from functools import partial
@@ -45,7 +44,7 @@ class NodeSums:
         column: ColumnOf,
         bad_ids: BadIds,
     ) -> None:
-        """Make windows in the arena of `windows`, the output's; `outputs` are those of this node's ranks."""
+        """`windows` are the output's, and `outputs` those of this node's ranks."""
         spec, reach, wire = layout.sum_windows(context.samples_per_rank), layout.reach, context.options.wire_dtype
         assert spec is not None, "a layout without such sums"
         self._pair = WindowPair(spec, windows.arena, windows.counter)
@@ -71,7 +70,7 @@ class NodeSums:
         self._carrier = PackedByCollective(context, layout.sums)
         self._columns_of: dict[int, PutColumns] = {}
         self._outputs: dict[int, list[torch.Tensor]] = {}
-        """by the rank that sends sums, the output windows of the ranks that it serves, of even and of odd epochs"""
+        """by sender, the output windows of the ranks that it serves, of even and of odd epochs"""
         for source in reach.sources:
             shards = [(each[0].dim, column(each[0])) for each in layout.sums_on[reach.node_of(source)]]
             self._columns_of[source] = PutColumns.of(shards, outputs[0].stride, wire.itemsize, self._device)
@@ -92,14 +91,12 @@ class NodeSums:
         return self._pair.local[: rows * self._pitch].view(rows, self._pitch)
 
     def store(self, step: Step) -> None:
-        """Pool into the windows of the ranks that gather, and signal them."""
         for node in self._layout.reach.others:
             self.lookup.store(self._gathering[node][self._pair.epoch % 2], step, node)
         with self._order:
             self._flags.signal()
 
     def _pack(self, step: Step, message: Message, sent: torch.Tensor) -> None:
-        """Copy the sums for the ranks that this rank serves into the message to their node."""
         rows, sources, end = self._rows(), self._layout.reach.sources, 0
         for rank in self._layout.served(self._rank, message.node):
             first, samples = sources.index(rank) * self._most, step.batch.per_rank[rank]
@@ -114,11 +111,9 @@ class NodeSums:
         self._carrier.send(step, partial(self._pack, step))
 
     def receive(self, step: Step) -> None:
-        """Wait for the messages of other nodes, on the current stream."""
         self._carrier.receive(step)
 
     def put(self, step: Step, slot: int) -> None:
-        """Copy the message in `slot` to the output windows of this node's ranks."""
         message = self._layout.sums(step.batch).received[slot]
         rows, source = self._carrier.arrived(step, slot), message.peer
         if message.elements:
@@ -127,11 +122,10 @@ class NodeSums:
             put_columns(rows, self._columns_of[source], windows, first, self._stride, step.batch.most, 0)
 
     def _firsts_of(self, batch: BatchSizes, source: int) -> torch.Tensor:
-        """Return [ranks + 1] int32, the first row of each rank that `source` serves in its message, and the end."""
+        """Return [ranks + 1] int32: the first row in the message of each rank that `source` serves, and the end."""
         served = self._layout.served(source, self._here)
         firsts = [0, *accumulate(batch.per_rank[rank] for rank in served)]
         return torch.tensor(firsts, dtype=torch.int32, device=self._device)
 
     def check(self) -> None:
-        """Raise what kernels have recorded."""
         self.lookup.check()

@@ -1,8 +1,7 @@
 """Sizes of batches over all ranks, and the capacity of captured steps that is learned from them.
 
-Each rank counts the samples of a batch and, by feature, the ids of the batch and of its largest and smallest bag. A
-max-reduce of these numbers runs during earlier steps. So all ranks agree whether the batch is captured, exceeds the
-capacity, or is missing on a rank, which ends the training.
+From the greatest sizes all ranks know whether the batch is captured, exceeds the capacity, or is missing on a rank,
+which ends the training.
 """
 
 import logging
@@ -30,19 +29,18 @@ _CHECK_INTERVAL = timedelta(seconds=1)  # between checks for errors of kernels, 
 
 
 class PendingResult:
-    """The elementwise maximum of some numbers over the ranks, computed while steps run.
+    """The elementwise maximum of some numbers over the ranks.
 
-    For a batch on a GPU, a kernel writes the numbers. The reduction starts when they are ready, at the latest before
-    the next one, so the CPU never waits for a step that it has just issued.
+    If kernels write the numbers, the reduction starts once they are ready, at the latest before the next one, so the
+    CPU never waits for a step that it has just issued.
     """
 
     def __init__(self, consensus: "RankConsensus", numbers: torch.Tensor, written: torch.Event | None) -> None:
-        """Take numbers, [n] int64 on the CPU, which are ready after `written`."""
+        """`numbers` are [n] int64 on the CPU, ready after `written`."""
         self._consensus, self._numbers, self._written = consensus, numbers, written
         self._work: Work | None = None
 
     def begin(self) -> None:
-        """Start the reduction."""
         if self._written is not None:
             self._written.synchronize()
         if (maxima := self._consensus.maxima) is not None:
@@ -71,7 +69,7 @@ class RankConsensus:
     """Asynchronous max-reductions over the CPUs of a group, in the same order on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None], device: torch.device = _CPU) -> None:
-        """Take `check`, which raises errors of kernels while a result is late; a collective."""
+        """`check` raises errors of kernels while a result is late; a collective."""
         on_gpu = device.type == "cuda"
         self._current = CurrentStream(torch.cuda.current_stream(device).device) if on_gpu else None
         self.check, self.is_first = check, group.rank() == 0
@@ -80,11 +78,9 @@ class RankConsensus:
         """the result whose reduction has not started"""
 
     def ask(self, numbers: torch.Tensor, are_pending: bool = False) -> PendingResult:
-        """Return the greatest of each number over the ranks.
+        """Return the elementwise maximum of [n] int64 on the CPU over the ranks.
 
-        Args:
-            numbers: [n] int64 on the CPU.
-            are_pending: True if kernels on the current stream have yet to write some of them.
+        With `are_pending`, kernels on the current stream have yet to write some of the numbers.
         """
         self.ask_last()
         written = self._current().record_event() if self._current is not None and are_pending else None
@@ -94,7 +90,6 @@ class RankConsensus:
         return result
 
     def ask_last(self) -> None:
-        """Start the last reduction, if it has not started."""
         if self.last is not None:
             last, self.last = self.last, None
             last.begin()
@@ -105,10 +100,8 @@ class RankConsensus:
 
 
 class Description(NamedTuple):
-    """The sizes of a batch, see `CapacityTracker`."""
-
     numbers: torch.Tensor
-    """[3 + 3 * T + tables] int64 on the CPU"""
+    """[3 + 3 * T + tables] int64 on the CPU, see `CapacityTracker`"""
     are_pending: bool
     """True if the current stream has yet to write some of them"""
 
@@ -132,7 +125,6 @@ class CapacityTracker:
         modules: Sequence[Any] = (),
         device: torch.device = _CPU,
     ) -> None:
-        """Take a capacity, None to learn it, and the modules that may have unpooled tables."""
         self._capacity, self.consensus, self._device = capacity, consensus, device
         counted = [module.counted() for module in modules if hasattr(module, "counted")]
         self._collections = [(tables, distinct) for tables, distinct in counted if tables]
@@ -143,7 +135,6 @@ class CapacityTracker:
 
     @property
     def capacity(self) -> BatchCapacity:
-        """The capacity that was given or learned."""
         assert self._capacity is not None, "the capacity is learned from the first batch"
         return self._capacity
 
@@ -187,10 +178,8 @@ class CapacityTracker:
     ) -> PendingResult:
         """Return the greatest sizes over all ranks.
 
-        Args:
-            described: sizes of this rank's batch; None if it has none.
-            ids: all ids of the batch, or copies on the device, whose distinct ids are counted.
-            is_mismatch: True if the batch does not match the first one.
+        `described` is None if this rank has no batch. `ids` are all ids of the batch, or copies on the device, whose
+        distinct ids are counted.
         """
         if described is None:
             numbers, are_pending = torch.zeros(len(self._limits), dtype=torch.int64, device="cpu"), False
@@ -217,7 +206,6 @@ class CapacityTracker:
         return torch.stack([counts.get(table, none) for table in self._tables])
 
     def describes(self, batch: BatchTensors) -> bool:
-        """Return whether a batch has the features of the capacity."""
         return bool(self._features) and _features(batch) == self._features
 
     def is_within(self, described: Description) -> bool:
@@ -226,15 +214,13 @@ class CapacityTracker:
         return not described.are_pending and not (described.numbers.numpy()[known] > self._limits[known]).any()
 
     def are_captured(self, sizes: np.ndarray) -> bool:
-        """Return whether batches of these greatest sizes are captured."""
         return not (sizes > self._limits).any()
 
     def are_beyond(self, sizes: np.ndarray) -> bool:
-        """Return whether a batch of these greatest sizes exceeds the capacity."""
         return bool((sizes > self._limits)[_SAMPLES:].any())
 
     def grow(self, numbers: np.ndarray) -> None:
-        """Grow to batches of these greatest sizes: to a quarter more, and to twice what is exceeded."""
+        """Grow to batches with these greatest sizes: to a quarter more, and to twice what is exceeded."""
         old = self._capacity or BatchCapacity(max(1, int(numbers[_SAMPLES])), {})
         sizes, ids, distinct = dict(old.bag_sizes), dict(old.ids), dict(old.distinct)
         columns = numbers[_HEADER : self._distinct_from].reshape(3, len(self._features)).tolist()
@@ -272,7 +258,6 @@ def _grown(capacity: int, count: int) -> int:
 
 
 def ended(sizes: np.ndarray) -> bool:
-    """Return whether a rank has no batch."""
     return bool(sizes[_ENDED])
 
 

@@ -1,4 +1,4 @@
-"""Captured steps: one, and the pair that is replayed in turn."""
+"""Steps captured in CUDA graphs."""
 
 import gc
 import weakref
@@ -16,11 +16,7 @@ from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges
 
 
 class CapturedStep:
-    """A step as a CUDA graph. Its first kernel advances the counters that the others read.
-
-    Example: steps 1 to 3 are eager. Step 4 is counted by its capture and taken by `launch`, step 5 is another
-    `CapturedStep` for the other windows, and step 6 is `replay` of the first one.
-    """
+    """A step as a CUDA graph. Its first kernel advances the counters that the others read."""
 
     def __init__(
         self,
@@ -30,14 +26,11 @@ class CapturedStep:
         pool: Any,
         stream: torch.cuda.Stream,
     ) -> None:
-        """Capture `step`, in which each counter rises by one.
+        """Capture `step`, which issues the step and returns its output.
 
         Args:
-            step: issues the step and returns its output.
-            order: order of the communication.
             counters: all that count this step.
             pool: memory pool of the graph that is replayed in turn with this one, or None.
-            stream: the current stream.
 
         Raises:
             InputError: if `step` does not advance each counter by one.
@@ -67,11 +60,10 @@ class CapturedStep:
 
     @property
     def values(self) -> list[list[int]]:
-        """The current values of the counters."""
         return [[counter.value for counter in each.each] for each in self._counters]
 
     def launch(self) -> Any:
-        """Launch a step that was counted, and return its output."""
+        """Launch a step that is counted already."""
         self._graph.replay()
         return self._output
 
@@ -83,10 +75,7 @@ class CapturedStep:
 
 
 class GraphPair:
-    """The captured steps of a pipeline, one for each window of a pair.
-
-    Graphs keep no memory alive, and are released with the pair.
-    """
+    """The captured steps of a pipeline, one for each window of a pair; released with this object."""
 
     def __init__(
         self,
@@ -95,20 +84,17 @@ class GraphPair:
         order: CommunicationOrder,
         device: torch.device,
     ) -> None:
-        """Take the embedding modules, whose exchanges count steps, and the counters of dense gradients."""
         self._modules, self._dense_counters, self._order, self._device = modules, dense_counters, order, device
         self.each: list[CapturedStep | None] = [None, None]
-        """captured steps by buffer_index"""
+        """by buffer_index"""
         self._captured_addresses: list[Any] = []
         weakref.finalize(self, _release, self.each, device)
 
     @property
     def are_captured(self) -> bool:
-        """True if both steps are captured."""
         return None not in self.each
 
     def capture(self, buffer_index: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
-        """Capture and launch the step of `buffer_index`, and return its output."""
         for exchange in self._exchanges:
             exchange.follow_rules(capture=True)
         other = self.each[1 - buffer_index]
@@ -130,11 +116,7 @@ class GraphPair:
         return [(exchange, exchange.addresses) for exchange in self._exchanges]
 
     def check_addresses(self) -> None:
-        """Check that rows and windows were not moved since the capture.
-
-        Raises:
-            InputError: if they were moved or freed.
-        """
+        """Raise an InputError if rows or windows were moved or freed since the capture."""
         if any(self.each) and self._addresses != self._captured_addresses:
             raise InputError(
                 "GraphTrainPipeline: rows or windows that captured steps use were moved or freed since the capture, as "
@@ -147,9 +129,7 @@ class GraphPair:
         return [*(exchange.counters for exchange in self._exchanges), *self._dense_counters]
 
     def skip_epochs(self, buffer_index: int, sending: Collection[Exchange]) -> None:
-        """Skip an epoch where the step of `buffer_index` would use another window than it was captured with.
-
-        Even and odd epochs use different windows, and eager steps since the capture have advanced the epochs.
+        """Skip an epoch where eager steps since the capture have advanced the epochs to the other window.
 
         Args:
             buffer_index: of the next step, which may not be captured yet if the other one is.

@@ -1,4 +1,4 @@
-"""The parts of a batch that are not tensors, and whether a later batch has the same."""
+"""The parts of a batch that are not tensors, and their comparison."""
 
 import copy
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ class Constant(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Path in the batch, such as "meta.k"."""
         return f"{self.parent}.{self.key}".strip(".")
 
 

@@ -1,7 +1,4 @@
-"""The dense part of a step: gradients, their mean over the ranks, and the update of the parameters.
-
-Optimizers may be inside TorchRec's wrappers. Those that clip gradients or warm up can be captured.
-"""
+"""The dense part of a step; optimizers may be inside TorchRec's wrappers."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,9 +27,9 @@ _BUCKET_BYTES = 16 << 20  # smallest bucket of gradients
 
 
 class DenseStep:
-    """The dense parameters in each step: `begin`, forward and backward, `update`, all of which may be captured.
+    """Clears, reduces and applies the dense gradients.
 
-    `update_after` follows each step, outside of the graph.
+    `begin`, forward and backward, `update` may be captured; `update_after` follows each step, outside of the graph.
     """
 
     def __init__(
@@ -48,13 +45,10 @@ class DenseStep:
         """Copy rank 0's dense parameters to all ranks, except shards of them; a collective.
 
         Args:
-            model: a sharded model.
             optimizer: of all parameters, tables included.
-            casts: casts the weights for the model, if it uses them in bfloat16.
-            group: the model's ranks.
-            order: of all communication in a captured step.
+            casts: for a model that uses the weights in bfloat16.
             gradient_dtype: type in which gradients are sent, float32 or bfloat16.
-            stores: options of the reduction by stores; None reduces by the group's collective.
+            stores: options of the reduction by stores; None reduces by a collective.
         """
         trained, divided = dense_parameters(model), shards_of(model)
         self._flat = flat = casts.flat if casts is not None else FlatParameters(trained, divided)
@@ -87,14 +81,13 @@ class DenseStep:
                     dist.broadcast(parameter.data, group=group, group_src=0)
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self.buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
-        """reduces the gradients"""
         if casts is not None:
             casts.on_complete(self.buckets.complete)
 
     def clear(self) -> None:
-        """Clear the gradients before a step, unless an optimizer that steps after the graph keeps them.
+        """Clear the gradients before a step, except those that an optimizer which steps after the graph keeps.
 
-        As under TorchRec's pipelines, the backward adds to gradients that its `zero_grad` keeps.
+        As with TorchRec's pipelines, the backward adds to these.
         """
         if not self._after:
             return
@@ -113,7 +106,6 @@ class DenseStep:
             self._flat.drop_gradients()
 
     def update(self) -> None:
-        """Reduce gradients that are not reduced yet, and update the parameters."""
         if self._casts is not None:
             self._casts.finish()
         if self._clippings:
@@ -145,12 +137,11 @@ class DenseStep:
             steps.refresh()
 
     def close(self) -> None:
-        """Remove the hooks, and free memory that peers reach."""
         self.buckets.close()
 
 
 def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> str | None:
-    """Return why an optimizer's step cannot be captured, given the dense parameters by name; None if it can."""
+    """Return why an optimizer's step cannot be captured, None if it can; `trained` has the dense parameters."""
     held = {id(parameter) for parameter in trained.values()}
     group_of: dict[int, int] = {}  # id of a parameter, or of a lookup of data-parallel tables -> id of its group
     for each in _all_of(optimizer):
@@ -186,7 +177,6 @@ def dense_optimizers(optimizer: Any) -> list[Any]:
 
 
 def fused_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers that are fused into lookups, inside any wrappers."""
     return [each for each in _all_of(optimizer) if isinstance(each, FusedOptimizer)]
 
 
@@ -205,7 +195,7 @@ class _NoStep:
 
 
 def step_alone(wrapper: Any) -> None:
-    """Call `step` of a wrapper without that of the optimizer inside it."""
+    """Call `step` of a wrapper, but not of the optimizer inside it."""
     held, wrapper._optimizer = wrapper._optimizer, _NoStep()
     try:
         with torch.no_grad():
@@ -215,7 +205,7 @@ def step_alone(wrapper: Any) -> None:
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a sharded model, by name, that require a gradient and that no fused lookup updates.
+    """Return the parameters of a sharded model that require a gradient and that no fused lookup updates, by name.
 
     They include data-parallel tables, see `FlatParameters`.
     """

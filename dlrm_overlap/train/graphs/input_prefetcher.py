@@ -17,14 +17,14 @@ log = logging.getLogger("dlrm_overlap")
 
 
 class StepKind(Enum):
-    """What happens next, the same on all ranks."""
+    """Kind of the next step, the same on all ranks."""
 
     CAPTURED = "captured"
-    """a step on batches that a CUDA graph can take, although warm-up steps are issued kernel by kernel"""
+    """on batches that a CUDA graph can take; warm-up steps are issued kernel by kernel"""
     EAGER = "eager"
-    """a step on a batch that is uncapturable on some rank"""
+    """on a batch that is uncapturable on some rank"""
     END = "end"
-    """no step, since a rank has no batch left"""
+    """none, since a rank has no batch left"""
 
 
 class PlannedStep(NamedTuple):
@@ -38,24 +38,21 @@ class PlannedStep(NamedTuple):
     read: BatchTensors | None = None
     """the batch as it was read; None if it was copied to `staging`"""
     staging: StaticBatch | None = None
-    """buffer that the batch is copied to from the host, if captured steps can take it"""
+    """buffer that the batch is copied to, if captured steps can take it"""
     active_buffer: StaticBatch | None = None
     """buffer that captured steps read, to which `InputPrefetcher.activate` copies `staging`"""
     sizes: np.ndarray = np.empty(0, np.int64)
-    """greatest sizes of the batch over all ranks, see `CapacityTracker`"""
+    """of the batch over all ranks, see `CapacityTracker`"""
 
     @property
     def active(self) -> StaticBatch:
-        """The buffer that a captured step reads."""
         assert self.active_buffer is not None
         return self.active_buffer
 
     def batch(self, device: torch.device, exact: bool = True) -> Any:
         """Return the batch on the device.
 
-        Args:
-            device: of the pipeline.
-            exact: return unpadded ids, as eager steps read them; otherwise, if captured, tensors at fixed addresses.
+        With `exact`, ids are unpadded, as eager steps read them; otherwise, if captured, tensors have fixed addresses.
         """
         if self.kind is StepKind.CAPTURED:
             return self.active.exact() if exact else self.active.batch
@@ -70,14 +67,12 @@ _END = PlannedStep(StepKind.END, 0), PlannedStep(StepKind.END, 1)
 
 
 class PrefetchedBatch(NamedTuple):
-    """A batch whose step is not planned yet."""
-
     read: BatchTensors | None
-    """see `PlannedStep`; None also if this rank has no batch left"""
+    """None if it was copied to `staging`, or if this rank has no batch left"""
     staging: StaticBatch | None
-    """buffer for a captured step; None if this rank has no batch left"""
+    """None if this rank has no batch left"""
     sizes: PendingResult
-    """sizes of the batch over all ranks"""
+    """over all ranks"""
 
 
 class InputPrefetcher:
@@ -94,13 +89,11 @@ class InputPrefetcher:
         self._staging: list[StaticBatch] = []
         self._active: list[StaticBatch] = []
         self._index = 0
-        """buffer of the next step"""
         self._reported: set[str] = set()
         """paths of mismatches that were logged"""
         self.reset()
 
     def reset(self) -> None:
-        """Forget batches that were read ahead, and their ids."""
         self._steps: list[PrefetchedBatch | PlannedStep] = [*_END]
         self._is_exhausted = False
         """True if this rank has read its last batch"""
@@ -164,7 +157,6 @@ class InputPrefetcher:
         self._stage(batches, index)
 
     def _stage(self, batches: Iterator[Any], index: int) -> None:
-        """Copy the next batch to a staging buffer, and start to compare its sizes with all ranks."""
         with self._streams.copies(index):
             given = None if self._is_exhausted else next(batches, None)
             self._is_exhausted = given is None
@@ -193,7 +185,7 @@ class InputPrefetcher:
                 log.warning("train pipeline: the step of such a batch is eager: %s", mismatch.reason)
 
     def _make_buffers(self, example: BatchTensors | None) -> bool:
-        """Make buffers for batches like `example`, unless a rank has none; return whether they were made."""
+        """Make buffers, unless a rank has no batch; return whether they were made."""
         if not self._capacity.learn(example) or example is None:
             return False
         self._make_windows()
@@ -204,9 +196,9 @@ class InputPrefetcher:
         return True
 
     def drop_buffers(self) -> None:
-        """Let the next batch that is read be the first of others like it; a collective.
+        """Make new buffers for the next batch that is read; steps of earlier batches become eager.
 
-        Steps of batches that were read before become eager.
+        All ranks call it after the same step.
         """
         for index in range(2):
             if (step := self._plan(index)).kind is not StepKind.END:

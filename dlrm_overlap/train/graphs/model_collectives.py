@@ -1,4 +1,4 @@
-"""Whether a user's model calls collectives itself, such as SyncBatchNorm or a gather of negatives does."""
+"""Finds collectives that a user's model calls itself, as SyncBatchNorm does."""
 
 import sys
 from types import FrameType
@@ -24,7 +24,6 @@ class ModelCollectives(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator."""
         if (
             func.namespace in ("c10d", "_c10d_functional")
             and func._opname not in _NO_COLLECTIVES

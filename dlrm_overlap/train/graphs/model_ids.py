@@ -1,4 +1,4 @@
-"""The ids that a model's embedding modules look up: where they are in a batch, and which were sent ahead."""
+"""The ids that a model's embedding modules look up."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 class ModelIds:
-    """Sends the ids of a static batch to the owners of their rows, for all embedding modules of a model."""
+    """Sends the ids of a static batch to the owners of their rows, for all modules of a model."""
 
     def __init__(self, modules: Sequence[ExchangingModule[Any]], order: CommunicationOrder) -> None:
         self._modules, self._order, self._is_steady = modules, order, False
@@ -38,7 +38,6 @@ class ModelIds:
 
     @property
     def senders(self) -> list[IdSender]:
-        """The senders of all modules."""
         return [module.sender for module in self._modules if module.sender is not None]
 
     @contextmanager
@@ -56,24 +55,20 @@ class ModelIds:
             sender.is_steady = is_steady
 
     def send(self, batch: StaticBatch) -> None:
-        """Send the ids of the next step's batch."""
         for sender, path in self.sent_ahead:
             ids = batch.ids[path]
             sender.send(ids.tensor, ids.count)
         self.are_sent = True
 
     def forget(self) -> None:
-        """Forget ids that were sent ahead."""
         for sender in self.senders:
             sender.forget()
         self.are_sent = False
 
     def torchrec_tables(self, batch: StaticBatch) -> list[tuple[TorchRecTables, KeyedJaggedTensor]]:
-        """Return the tables that stay with TorchRec, with their ids in a batch."""
         return [(tables, batch.ids[path].tensor) for tables, path in self._torchrec]
 
     def forget_memory(self) -> None:
-        """Drop the buffers of tables that stay with TorchRec."""
         for tables, _ in self._torchrec:
             tables.forget_memory()
 

@@ -1,4 +1,4 @@
-"""Which pipeline trains a model, where several pipelines share one."""
+"""The pipeline that trains a model, which several pipelines may share."""
 
 import weakref
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ class ModelOwner(Protocol):
         ...
 
     def prepare_evaluation(self, batch: BatchTensors) -> None:
-        """Allow a forward on this batch, by whichever pipeline; a collective."""
+        """Prepare for a forward on this batch, by whichever pipeline; a collective."""
         ...
 
 
@@ -32,7 +32,7 @@ _ATTRIBUTE = "_dlrm_overlap_owner"
 
 
 def owner_of(model: Any) -> ModelOwner | None:
-    """Return the pipeline that trains a model, compiled or not; None if none does."""
+    """Return the pipeline that trains a model, compiled or not."""
     owned = getattr(model, _ATTRIBUTE, None)
     if owned is None or (owned.model() is not model and owned.model() is not getattr(model, "_orig_mod", None)):
         return None
@@ -40,6 +40,5 @@ def owner_of(model: Any) -> ModelOwner | None:
 
 
 def set_owner(model: Any, owner: ModelOwner | None) -> None:
-    """Set the pipeline that trains a model, compiled or not."""
     model = getattr(model, "_orig_mod", model)
     setattr(model, _ATTRIBUTE, _Owned(model, owner))

@@ -1,12 +1,8 @@
-"""Finds out whether a model reads the padding of captured steps.
+"""Finds out whether a model reads the padding of captured steps, such as by a mean over `values()` of ids.
 
-Sizes in a CUDA graph are fixed, so `values()` of ids, and of rows of unpooled tables, is padded to the capacity. Most
-models split values by `lengths()` or `offsets()`, and never read the padding. A model that does, as by a mean over
-`values()`, would compute another loss in a captured step.
-
-So the model is run again on the batch of an eager step: without padding, padded with zeros, and padded with NaN. If
-loss or output differ, the model reads the padding. These runs call no collective and leave no trace: the embedding
-modules return what they returned in the step, and parameters, buffers and random generators are restored.
+The model is run again on the batch of an eager step: without padding, padded with zeros, and padded with NaN. If loss
+or output differ, the model reads the padding. These runs call no collective and leave no trace: the embedding modules
+return what they returned in the step, and parameters, buffers and random generators are restored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,25 +26,11 @@ _TOLERANCE, _TOLERANCE_16 = 1e-3, 2e-2
 
 
 class PaddingProbe:
-    """Runs a model again on the batch of one step.
-
-    Example:
-        probe = PaddingProbe(model, modules, capacity, batch)
-        with probe.recording():
-            step(batch)
-        reason = probe.why_padding_is_read(model, consensus.any_is)
-    """
-
     def __init__(
         self, model: nn.Module, modules: Sequence[ExchangingModule[Any]], capacity: BatchCapacity, batch: Any
     ) -> None:
-        """Copy a batch before its step, which may change it.
-
-        Args:
-            model: to run.
-            modules: its embedding modules.
-            capacity: of captured steps.
-            batch: on the device, without padding.
+        """Copy a batch on the device, without padding, before its step, which may change it and is taken in
+        `recording`.
         """
         self._modules, self._capacity = modules, capacity
         self._batch = replace_leaves(batch, partial(self._copy, fill=None))
@@ -58,8 +40,6 @@ class PaddingProbe:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return a context for the step."""
-
         def record(module: nn.Module, _: Any, output: Any) -> None:
             output.callbacks.append(partial(self._keep, module))
 
@@ -78,9 +58,7 @@ class PaddingProbe:
     def why_padding_is_read(self, forward: Callable[[Any], Any], any_is: Callable[[bool], bool]) -> str:
         """Return how padding changes loss or output, empty if it does not; a collective.
 
-        Args:
-            forward: returns loss and output of a batch.
-            any_is: returns whether something is true on any rank.
+        `forward` returns loss and output of a batch; `any_is` returns whether something is true on any rank.
         """
         exact = self._run(forward, None)
         # Zeros come first: kernels that check their input, such as binary cross-entropy's, end the process at NaN.
@@ -120,7 +98,7 @@ class PaddingProbe:
         )
 
     def _result(self, module: Any, result: Any, fill: float | None) -> Any:
-        """Return a copy of what an embedding module has returned; rows of unpooled tables are padded."""
+        """Return a copy of an embedding module's result; rows of unpooled tables are padded."""
         if isinstance(result, KeyedTensor):
             values, front = result.values(), getattr(module, "leading_columns", 0)
             whole = values.new_zeros(values.shape[0], front + values.shape[1])
@@ -139,8 +117,6 @@ class PaddingProbe:
 
     @contextmanager
     def _replaying(self, fill: float | None) -> Iterator[None]:
-        """Let the embedding modules return what they returned in the step."""
-
         def result_of(module: nn.Module) -> Any:
             with torch.no_grad():
                 return self._result(module, self._results[module], fill)

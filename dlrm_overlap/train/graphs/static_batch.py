@@ -1,7 +1,4 @@
-"""A batch at fixed addresses on the device, to which the batches of all steps are copied.
-
-Ids are padded to their capacity, and a model splits them by feature without reading their number back.
-"""
+"""A batch at fixed addresses on the device, with padded ids, to which the batches of all steps are copied."""
 
 import copy
 import copyreg
@@ -59,7 +56,6 @@ class BatchTensors(dict[str, Any]):
 
     @property
     def forms(self) -> "dict[str, Form]":
-        """The forms of the tensors, by path."""
         return {path: Form.of(leaf) for path, leaf in self.items() if isinstance(leaf, torch.Tensor)}
 
     def snapshot(self) -> "BatchTensors":
@@ -75,7 +71,6 @@ _UNREAD = Lease, torch.Event, torch.cuda.Event, torch.Stream
 
 
 def _parts(value: Any) -> Collection[tuple[Any, Any]]:
-    """Return the members of a part of a batch by index, key or attribute."""
     if isinstance(value, list | tuple):
         return list(enumerate(value))
     if isinstance(value, dict):
@@ -86,10 +81,7 @@ def _parts(value: Any) -> Collection[tuple[Any, Any]]:
 
 
 class Mismatch(NamedTuple):
-    """Why a batch cannot be copied to a static one."""
-
     path: str
-    """path of the part that differs"""
     reason: str
     should_warn: bool
     """True if the user can change the batch so that its step is captured"""
@@ -105,10 +97,7 @@ def why_not_static(batch: Any) -> str | None:
 
 
 class StaticBatch:
-    """A batch like `example`, whose tensors keep their addresses.
-
-    All parts that are not tensors are the example's: a batch with other ones is a mismatch.
-    """
+    """A batch like `example`, whose tensors keep their addresses and whose other parts are the example's."""
 
     def __init__(self, example: Any, device: torch.device, capacity: BatchCapacity) -> None:
         leaves = BatchTensors(example)
@@ -126,7 +115,6 @@ class StaticBatch:
             for path, leaf in leaves.items()
         }
         self.ids = {path: leaf for path, leaf in self._leaves.items() if isinstance(leaf, StaticKeyedJaggedTensor)}
-        """the ids, by path"""
         each = [
             leaf.changing if isinstance(leaf, StaticKeyedJaggedTensor) else [leaf] for leaf in self._leaves.values()
         ]
@@ -146,7 +134,6 @@ class StaticBatch:
             [leaf.tensor if isinstance(leaf, StaticKeyedJaggedTensor) else leaf for leaf in self._leaves.values()]
         )
         self.batch = replace_leaves(self._example, lambda _: next(tensors))
-        """the static tensors as a batch of the example's class"""
 
     def mismatch(self, leaves: BatchTensors) -> Mismatch | None:
         """Return how a batch differs from the first one; None if it can be copied.
@@ -221,11 +208,9 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Form":
-        """Return a tensor's form."""
         return cls(tensor.shape, tensor.dtype, tensor.layout, tensor.requires_grad)
 
     def __str__(self) -> str:
-        """Return a text such as "[4, 3] torch.float32"."""
         layout = "" if self.layout == torch.strided else f" {self.layout}"
         return f"{list(self.shape)} {self.dtype}{layout}{' that requires a gradient' * self.requires_grad}"
 
@@ -241,7 +226,6 @@ def _moved_together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch on `device`."""
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=True)
     return replace_leaves(batch, lambda leaf: leaf.to(device, non_blocking=True))
@@ -250,9 +234,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> BatchTensors:
     """Return a batch whose ids have one bag per sample and feature, see `variable_batch`.
 
-    Args:
-        batch: of any class; returned if its ids are so already.
-        unpooled: features of unpooled tables. Where ids have one of them, bags are repeated for each of their samples.
+    Where ids have a feature in `unpooled`, of an unpooled table, bags are repeated for each of their samples.
     """
     leaves = BatchTensors(batch)
     if not any(ids.variable_stride_per_key() for ids in leaves.ids):
@@ -294,7 +276,7 @@ def replace_leaves(value: Any, replace: Callable[[Any], Any]) -> Any:
 
 
 class StaticKeyedJaggedTensor:
-    """Memory for ids within the capacity, as a KeyedJaggedTensor for the next step."""
+    """Memory for ids within the capacity."""
 
     def __init__(self, example: KeyedJaggedTensor, device: torch.device, capacity: BatchCapacity) -> None:
         self._known, self._samples, self.keys = capacity.known_lengths, example.stride(), example.keys()
@@ -437,14 +419,10 @@ class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
         """Take T features of `samples` bags.
 
         Args:
-            keys: [T] names of the features.
-            values: [sum of capacities] ids.
-            weights: [sum of capacities], or None.
+            values: [sum of capacities] ids; `weights` likewise.
             lengths: [T * samples].
-            samples: bags of each feature.
-            capacities: [T] largest number of ids of each feature.
-            known: True if each feature has that number of ids.
-            inverse: for a variable batch, which of a feature's bags is each sample's.
+            capacities: [T] largest number of ids of each feature, or with `known` their number.
+            inverse: for a variable batch, the index of each sample's bag, for each feature.
         """
         self.capacities, self._known = list(capacities), known
         super().__init__(list(keys), values, weights, lengths=lengths, stride=samples, inverse_indices=inverse)
@@ -464,12 +442,10 @@ class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
         """Ignore the lengths that TorchRec's class caches: they are those of one batch."""
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
-        """See `KeyedJaggedTensor.split`."""
         ends = list(accumulate(segments, initial=0))
         return [self.permute(list(range(begin, end))) for begin, end in pairwise(ends)]
 
     def permute(self, indices: list[int], indices_tensor: torch.Tensor | None = None) -> KeyedJaggedTensor:
-        """See `KeyedJaggedTensor.permute`."""
         keys, samples = self.keys(), self.stride()
         if indices == list(range(len(keys))):
             return self
@@ -498,14 +474,11 @@ class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
         return cut
 
     def to(self, device: torch.device, *args: Any, **kwargs: Any) -> KeyedJaggedTensor:
-        """See `KeyedJaggedTensor.to`."""
         return self if torch.device(device) == self.device() else super().to(device, *args, **kwargs)
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """Return one feature."""
         one = self.permute([self._key_indices()[key]])
         return JaggedTensor(one.values(), one.weights_or_none(), lengths=one.lengths())
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """Return each feature by its key."""
         return {key: self[key] for key in self.keys()}

@@ -1,17 +1,4 @@
-"""A train pipeline whose steps are CUDA graphs: the CPU only copies batches and launches one graph a step.
-
-No number is read back from the device: all that changes between steps is in device memory, see `comm.counters`. A step
-is captured twice, once for each window of a pair, and the two graphs are replayed in turn:
-
-    copy stream     copy batch i + 2 from the CPU --------------------------------------------
-    ids' stream     send the ids of batch i + 1 ----
-    lookup stream   look up batch i ---
-    main stream     bottom MLP | wait | head, loss | backward | dense optimizer | wait for rows
-    update stream   sort ids i ----                       | rows, as gradients arrive ------
-
-Communication is issued in one order, see `comm.order`. Before the capture, and on CPUs, steps are issued one kernel at
-a time.
-"""
+"""A train pipeline whose steps are CUDA graphs, as docs/architecture/step.md explains."""
 
 import logging
 import warnings
@@ -67,13 +54,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     pipelines share a model, only the one that is training holds CUDA graphs. A model that cannot be captured is trained
     by `TrainPipelineSparseDist`.
 
-    A graph is valid for batches like the first one, within `capacity`. Other batches are trained eagerly, and the
+    Graphs are valid for batches like the first one, within `capacity`. Other batches are trained eagerly, and the
     capacity grows if a batch exceeds it.
-
-    Example:
-        pipeline = GraphTrainPipeline(model, optimizer, device)
-        for _ in range(steps):
-            output = pipeline.progress(batches)
     """
 
     def __init__(
@@ -99,7 +81,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
         Args:
             capacity: sizes of the largest batch, for which memory is allocated; None learns them from the first batch.
-            group: the model's ranks; None is the default group.
             casts: casts all trained dense parameters to bfloat16 for the model; None if it uses them in float32.
             gradient_dtype: type in which dense gradients are sent, float32 or bfloat16.
             dense_reduce: how dense gradients are averaged: collective (`dense.gradients`), stores (`dense.stores`), or
@@ -123,12 +104,13 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._model, self._device, self._optimizer = model, device, optimizer
         self._modules = [each for each in model.modules() if isinstance(each, ExchangingModule)]
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
-        if self._modules and dist.get_rank(group) == 0 and log.isEnabledFor(logging.INFO):
+        self._is_first = dist.get_rank(group) == 0
+        if self._modules and self._is_first and log.isEnabledFor(logging.INFO):
             log.info("tables:\n%s", explain(model, optimizer=optimizer))
         reason = capture_blockers(model)
         if reason is None and not given.arguments["execute_all_batches"]:
             reason = "execute_all_batches is False"
-        self._given, self._is_first = given, dist.get_rank(group) == 0
+        self._given = given
         if reason is not None:
             self._fall_back(reason)
             return
@@ -187,7 +169,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
         self._opened, about = self._optimizer, (self._casts, group, self._order, self._gradient_dtype, stores)
         self._dense = DenseStep(self._model, self._opened, *about)
-        if self._captures and self._dense.why_after and group.rank() == 0:
+        if self._captures and self._dense.why_after and self._is_first:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
         self._graphs = GraphPair(self._modules, self._dense.buckets.counters, self._order, self._device)
         self._warmup_steps = self._uncapturable_steps = self._replays = 0
@@ -196,14 +178,12 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         set_owner(self._model, self)
 
     def release_model(self) -> None:
-        """Release the graphs and the hooks of dense gradients; no rank may be in a step."""
         self._graphs.release()
         self._ids.forget()
         self._dense.close()
         set_owner(self._model, None)
 
     def reset(self) -> None:
-        """Forget batches that were read ahead."""
         (self._fallback or self._prefetcher).reset()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
@@ -248,10 +228,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def close(self) -> None:
         """Free the graphs and the windows, once all ranks have finished their steps; a collective.
 
-        Call it before the process group is destroyed.
-
-        Raises:
-            RuntimeError: if a kernel has recorded an error.
+        Call it before the process group is destroyed. Raises a RuntimeError if a kernel has recorded an error.
         """
         try:
             if self._fallback is None and all(exchange.failure is None for exchange in exchanges_of(self._modules)):
@@ -290,10 +267,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def prepare_evaluation(self, batch: BatchTensors) -> None:
-        """See `ModelOwner`. Grows the capacity if the batch exceeds it.
-
-        Ids that were sent ahead are forgotten, and sent again in their step.
-        """
+        """Grow the capacity if the batch exceeds it; ids that were sent ahead are sent again in their step."""
         if self._ids.are_sent:
             self._ids.forget()
         if self._steps and self._capacity.describes(batch):
@@ -351,7 +325,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return self._step(step, following, exact=not captures)  # padded before a capture, which has the same sizes
 
     def _send_late(self, step: PlannedStep) -> None:
-        """Send the ids of a step that the step before has not sent."""
         self._prefetcher.activate(step)
         if self._has_stepped:
             self._graphs.skip_epochs(step.buffer_index, [sender.exchange for sender, _ in self._ids.sent_ahead])
@@ -360,13 +333,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._graphs.set_arguments(step.buffer_index)
 
     def _activate(self, following: PlannedStep) -> None:
-        """Send the ids of the following step, if captured steps take it."""
         if following.kind is StepKind.CAPTURED:
             self._prefetcher.activate(following)
             self._ids.send(following.active)
 
     def _first_step(self, step: PlannedStep, following: PlannedStep) -> Any:
-        """Take the first step, and find out which ids the model looks up and whether it calls collectives."""
         with self._ids.finding(step.active, self._capacity.capacity), ModelCollectives() as collectives:
             loss, output = self._forward(step.batch(self._device))
             loss.backward()
@@ -378,7 +349,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def _probe_step(self, step: PlannedStep, following: PlannedStep) -> Any:
-        """Take an eager step, and find out whether the model reads the padding of captured ones."""
         batch = step.batch(self._device)
         probe = PaddingProbe(self._model, self._modules, self._capacity.capacity, batch)
         with probe.recording():
@@ -391,18 +361,17 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def _stay_eager(self, reason: str) -> None:
         self._captures = False
         note_why_eager(self._model, reason)
-        if self._consensus.is_first:
+        if self._is_first:
             log.warning("train pipeline: steps are eager: %s", reason)
 
     def _eager_step(self, step: PlannedStep) -> Any:
-        """Take the step of an uncapturable batch, whose ids its forward sends."""
         self._ids.forget()
         self._uncapturable_steps += 1
         if not self._grow(step.sizes) and self._uncapturable_steps == self._patience:
             self._patience = _UNCAPTURABLE_STEPS if self._replays >= _WORTHWHILE_REPLAYS else 2 * self._patience
             self._release_graphs()
             self._prefetcher.drop_buffers()
-        if self._consensus.is_first and self._uncapturable_steps <= 1:
+        if self._is_first and self._uncapturable_steps <= 1:
             log.info("train pipeline: step %d is eager, since a batch is unlike those of captured steps", self._steps)
         loss, output = self._forward(step.batch(self._device))
         self._backward(loss)
@@ -434,11 +403,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def _step(self, step: PlannedStep, following: PlannedStep, exact: bool = True, batch: Any = None) -> Any:
-        """Issue a step and, alongside it, send the ids of the following one.
+        """Issue a step and, concurrently, send the ids of the following one.
 
-        Args:
-            exact: see `PlannedStep.batch`.
-            batch: the step's batch on the device, if there is one.
+        `exact` is as in `PlannedStep.batch`; `batch` is the step's batch on the device, if there is one.
         """
         batch = step.batch(self._device, exact) if batch is None else batch
         self._streams.fork_ids()

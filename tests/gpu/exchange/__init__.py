@@ -1,4 +1,4 @@
-"""Checks of the embedding exchange between ranks: on GPUs where there are some, else on CPU processes.
+"""Checks of the embedding exchange between ranks, on GPUs or, where there are none, on CPU processes.
 
-`tests/gpu/test_exchange.py` runs them in few sets of processes, since starting one takes most of the time.
+`tests/gpu/test_exchange.py` runs them on few sets of processes: to start one takes most of the time.
 """

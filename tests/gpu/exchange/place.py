@@ -1,4 +1,4 @@
-"""What a check is given: its rank's place among the others."""
+"""A check, and what it is given: the rank that runs it."""
 
 import itertools
 import os
@@ -20,13 +20,12 @@ from dlrm_overlap.launching.launcher import World
 
 @dataclass(frozen=True)
 class Check:
-    """Something that all ranks do together and that raises on a rank where it does not hold."""
+    """A test that all ranks run together, and that raises on a rank where it fails."""
 
     run: Callable[["Place"], None]
     timeout_s: float = 90.0
     gpu_only: bool = False
-    alone: bool = False
-    """in processes of its own, since it ends its CUDA context or its peers"""
+    alone: bool = False  # runs in new processes, since it breaks its CUDA context or ends its peers
 
 
 def every(
@@ -41,10 +40,9 @@ def every(
 ) -> dict[str, Check]:
     """Return a check `run` for each combination of values of its arguments `axes`.
 
-    Its name is `name` with each value, or its key where an axis is a mapping, behind an underscore.
-
-    Example: every("losses", f, optimizer=("sgd", "adagrad"), known={"ranges": False}) has the names
-    losses_sgd_ranges and losses_adagrad_ranges.
+    Names are `name` and the values, or their keys where an axis is a mapping, joined by underscores:
+    every("losses", f, optimizer=("sgd", "adagrad"), known={"ranges": False}) has the names losses_sgd_ranges and
+    losses_adagrad_ranges.
     """
     values = [axis if isinstance(axis, Mapping) else {str(value): value for value in axis} for axis in axes.values()]
     found = {}
@@ -56,29 +54,24 @@ def every(
 
 
 class Report(NamedTuple):
-    """How a check went on a rank."""
+    """The result of a check on a rank."""
 
-    error: str | None
-    """its traceback"""
-    is_last: bool = True
-    """whether the rank is ready for the next check"""
+    error: str | None  # a traceback
+    is_last: bool = True  # whether the rank is ready for the next check
 
 
 @dataclass
 class Place:
-    """This rank among those that run a check."""
+    """One of the ranks that run a check."""
 
     world: World
     group: dist.ProcessGroup
     device: torch.device
-    folder: Path
-    """of the check's set of ranks, the same for all"""
-    parent: Connection
-    """gets the reports"""
-    name: str = ""
-    """of the check under way"""
+    folder: Path  # the same on all ranks
+    parent: Connection  # receives the reports
+    name: str = ""  # of the current check
+    # The `check` method of each exchange of the current check, which raises the errors that kernels recorded.
     recorded: "list[weakref.WeakMethod[Callable[[], None]]]" = field(default_factory=list)
-    """of each exchange of that check that is still there, what raises what its kernels have recorded"""
 
     @property
     def rank(self) -> int:
@@ -94,11 +87,11 @@ class Place:
 
     @property
     def ranks_per_gpu(self) -> int:
-        """The ranks that share this one's GPU, itself among them."""
+        """Number of ranks on this rank's GPU, itself included."""
         return self.world_size // self.world.local_world_size
 
     def steps(self, count: int) -> int:
-        """Return `count` or, where ranks share a GPU, a fifth: a wait lasts there until the GPU turns to the peer."""
+        """Return `count` or, where ranks share a GPU, a fifth: there a wait lasts until the GPU runs the peer."""
         return count // (1 if self.ranks_per_gpu == 1 else 5)
 
     def synchronize(self) -> None:
@@ -111,31 +104,37 @@ class Place:
         self.synchronize()
         dist.all_reduce(torch.zeros(1), group=self.group)  # a CPU tensor: by gloo, on any device
 
+    def close(self, *owners: Any) -> None:
+        """Close exchanges, trainers or others that own windows, once no rank uses them."""
+        self.meet()
+        for owner in owners:
+            owner.close()
+
     def generator(self, seed: int) -> torch.Generator:
-        """Return a source of random numbers on the device, alike on all ranks that are given the same seed."""
+        """Return a generator on the device, with the same numbers on all ranks that pass the same seed."""
         return torch.Generator(self.device).manual_seed(seed)
 
     def why(self, error: BaseException) -> BaseException:
-        """Return what a kernel has recorded, if one has and `error` is the GPU's, which that kernel has stopped."""
+        """Return the error that a kernel has recorded, if `error` is of the GPU that it stopped; else `error`."""
         for reference in self.recorded if isinstance(error, RuntimeError) else ():
             try:
                 if (check := reference()) is not None:
                     check()
-            except Exception as told:
-                told.__cause__ = error
-                return told
+            except Exception as recorded:
+                recorded.__cause__ = error
+                return recorded
         return error
 
     def report(self, error: BaseException | None) -> None:
-        """Report to the parent how the check went on this rank."""
+        """Report the result of the check on this rank to the parent."""
         self.parent.send(Report("".join(traceback.format_exception(error)) if error else None))
 
     def report_failing(self, error: BaseException) -> None:
-        """Report an error before the GPU is waited for, which may wait for a peer; `report` follows."""
+        """Report an error before a wait for the GPU, which may wait for a peer; `report` follows."""
         self.parent.send(Report("".join(traceback.format_exception(error)), is_last=False))
 
     def leave(self) -> NoReturn:
-        """Report that all is well and end this process at once, as if killed: nothing is closed or destroyed."""
+        """Report success and end this process at once, as if killed: nothing is closed or destroyed."""
         self.report(None)
         sys.stdout.flush()
         sys.stderr.flush()

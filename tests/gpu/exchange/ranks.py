@@ -1,4 +1,4 @@
-"""Sets of processes that run checks one after the other, watched by a parent that no hang and no crash stops."""
+"""Sets of processes that run checks one after another, and a parent that survives their hangs and crashes."""
 
 import contextlib
 import faulthandler
@@ -26,17 +26,17 @@ from tests.gpu.exchange.sharing import init_shared
 from tests.warm import START_METHOD
 
 _START_TIMEOUT_S = 120.0
-_GRACE_S = 5.0  # that the other ranks have once one has failed or ended
+_GRACE_S = 5.0  # for the other ranks after one has failed or ended
 _COLLECTIVE_TIMEOUT_S = 120.0
-_STARTING = threading.Lock()  # a started process takes over this one's environment, of which there is one
+_STARTING = threading.Lock()  # a process inherits the environment, which is changed while it starts
 
 
 def _run_checks(place: Place) -> None:
-    """Run the checks that the parent asks for, reporting each; end the process where its GPU has become unusable."""
+    """Run the checks that the parent asks for, and report each; end the process if its GPU has become unusable."""
     place.report(None)  # it has started
     while True:
         place.name, check, timeout_s = place.parent.recv()
-        # A process in which CUDA hangs may not heed the parent's signal for the stacks of its threads.
+        # A process in which CUDA hangs may not answer the parent's signal for the stacks of its threads.
         faulthandler.dump_traceback_later(0.95 * timeout_s, file=2)
         place.recorded.clear()
         error: BaseException | None = None
@@ -49,14 +49,14 @@ def _run_checks(place: Place) -> None:
             gc.collect()  # sharded modules refer to themselves
             place.synchronize()
             if place.on_gpu:
-                torch.rand(1, device=place.device)  # fails from a broken capture on
+                torch.rand(1, device=place.device)  # fails after a broken capture
                 torch.cuda.empty_cache()
         except RuntimeError as raised:
             place.report(error or place.why(raised))
             os._exit(1)
         faulthandler.cancel_dump_traceback_later()
         place.report(error)
-        del error  # its traceback holds the frames of the check, and so its windows
+        del error  # its traceback keeps the frames of the check, and its windows, alive
         place.meet()
 
 
@@ -64,14 +64,14 @@ def _run_rank(rank: int, world_size: int, ranks_per_gpu: int, port: int, folder:
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.register(signal.SIGUSR1)  # the parent asks where a rank hangs
+    faulthandler.register(signal.SIGUSR1)  # by which the parent asks where a rank hangs
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    # Else each rank's Inductor starts 32 processes to compile in, and ranks build tests of the CPU one after the other.
+    # Otherwise each rank's Inductor starts 32 processes, and the ranks build tests of the CPU one after another.
     os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-    # TorchRec places a rank's shards on the GPU whose number is the rank modulo the local world size. So ranks that
-    # share GPUs take them in turns, in a world of as many ranks a node as there are GPUs.
+    # TorchRec places a rank's shards on GPU rank % local world size. So ranks that share GPUs are distributed round
+    # robin, and the local world size is the number of GPUs.
     gpus = world_size // ranks_per_gpu
     world = World(rank, rank % gpus, world_size, gpus, LOOPBACK, port, "nproc")
     os.environ["LOCAL_WORLD_SIZE"] = str(gpus)
@@ -85,7 +85,7 @@ def _run_rank(rank: int, world_size: int, ranks_per_gpu: int, port: int, folder:
 
 
 class RankSet:
-    """Processes of one world that run the checks they are asked for."""
+    """Processes of one world that run checks."""
 
     def __init__(self, world_size: int, folder: Path, ranks_per_gpu: int = 1, gpus: Sequence[int] = ()) -> None:
         """Start them.
@@ -110,18 +110,18 @@ class RankSet:
             for process in self._processes:
                 process.start()
         for _, theirs in pipes:
-            theirs.close()  # so that a rank that ends is heard of
+            theirs.close()  # so that the end of a rank closes its pipe
 
     def run(self, name: str, check: Check, timeout_s: float) -> str:
-        """Run `check` on all ranks; return "ok", or what went wrong on the rank that failed first, and close the set.
+        """Run `check` on all ranks; return "ok", or the error of the rank that failed first.
 
-        The set goes on where every rank has reported.
+        The set is closed unless every rank has reported.
         """
         if not self._started and (text := self._await_reports(_START_TIMEOUT_S)) != "ok":
             return text
         self._started = True
         for rank in self._ranks:
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which is found below
+            with contextlib.suppress(BrokenPipeError):  # it has ended, as is reported below
                 rank.send((name, check, timeout_s))
         return self._await_reports(timeout_s)
 
@@ -143,21 +143,20 @@ class RankSet:
                     reports[rank] = report.error or reports.get(rank)
                 if hangs and (lost or reports.get(rank)):
                     end, hangs = time.monotonic() + _GRACE_S, False
-        missing, told = sorted([*lost, *waiting.values()]), list[str]()
+        missing, messages = sorted([*lost, *waiting.values()]), list[str]()
         if failed := [rank for rank, error in reports.items() if error]:
             error = str(reports[failed[0]]).strip()
-            told.append(
-                f"ranks {sorted(failed)} failed, rank {failed[0]} first: {error.splitlines()[-1]:.300}\n{error}"
-            )
+            last = f"{error.splitlines()[-1]:.300}"
+            messages.append(f"ranks {sorted(failed)} failed, rank {failed[0]} first: {last}\n{error}")
         if missing:
             within = f" within {timeout_s:g} s" if hangs else ""
-            told.append("hangs: " * hangs + f"ranks {missing} did not report{within}")
-            told += self._what_logs_say(missing, [rank for rank in missing if rank not in lost])
+            messages.append("hangs: " * hangs + f"ranks {missing} did not report{within}")
+            messages += self._ends_of_logs(missing, [rank for rank in missing if rank not in lost])
             self.close()
-        return "\n".join(told) or "ok"
+        return "\n".join(messages) or "ok"
 
-    def _what_logs_say(self, ranks: list[int], alive: list[int]) -> list[str]:
-        """Return how ranks have ended and the ends of their logs, to which those alive write their threads' stacks."""
+    def _ends_of_logs(self, ranks: list[int], alive: list[int]) -> list[str]:
+        """Return the exit codes of ranks and the ends of their logs; ranks that are alive log their threads' stacks."""
         for rank, process in enumerate(self._processes):
             if rank not in alive:
                 process.join(1.0)
@@ -188,7 +187,7 @@ class RankSet:
 
 @contextmanager
 def _visible(gpus: Sequence[int]) -> Iterator[None]:
-    """Let processes that are started within see these GPUs alone; all if there are none."""
+    """Let processes that are started in the block see only these GPUs; all if none are given."""
     name = "CUDA_VISIBLE_DEVICES"
     with _STARTING:
         before = os.environ.get(name)
@@ -204,9 +203,9 @@ def _visible(gpus: Sequence[int]) -> Iterator[None]:
 
 
 class Ranks:
-    """The ranks of a test session on some GPUs: one set that lasts, and a new one for each check that runs alone.
+    """The ranks of a test session on some GPUs: a lasting set, and a new one for each check that runs alone.
 
-    Sets for the latter are started ahead, while the check before runs: to start one takes longer than most checks.
+    The latter are started ahead, during the check before: to start a set takes longer than most checks.
     """
 
     def __init__(
@@ -222,10 +221,10 @@ class Ranks:
 
         Args:
             world_size: ranks of a set.
-            ranks_per_gpu: ranks that share a GPU; each check may take as many times as long.
+            ranks_per_gpu: ranks that share a GPU, which multiplies the timeout of each check.
             make_folder: makes a new folder for a set's logs.
             deadline: end of all checks, by `time.monotonic`.
-            alone: how many checks that run alone may be asked for.
+            alone: number of checks that run alone.
             gpus: numbers of the GPUs that the ranks see; all if empty.
         """
         self.ranks_per_gpu = ranks_per_gpu
@@ -237,25 +236,25 @@ class Ranks:
         self._at_once = 3 if torch.cuda.is_available() else 1
 
     def run(self, name: str, check: Check) -> str | None:
-        """Run `check` on all ranks; return "ok" or what went wrong, None where the time for all checks is over."""
+        """Run `check` on all ranks; return "ok" or the error, None if the time for all checks is over."""
         left_s = self._deadline - time.monotonic()
         if left_s < 0:
             return None
-        ranks = self._of_its_own() if check.alone else self.lasting()
+        ranks = self._new_set() if check.alone else self.lasting()
         text = ranks.run(name, check, min(left_s, self.ranks_per_gpu * check.timeout_s))
         if check.alone and not ranks.closed:
             ranks.close()
         return None if text != "ok" and time.monotonic() > self._deadline else text
 
     def lasting(self) -> RankSet:
-        """Return the set that lasts, which is started if there is none."""
+        """Return the lasting set; start it if there is none."""
         if self._lasting is None or self._lasting.closed:
             self._lasting = self._start()
         return self._lasting
 
-    def _of_its_own(self) -> RankSet:
+    def _new_set(self) -> RankSet:
         if self._lasting is not None:
-            self._lasting.close()  # gives back its GPUs' memory
+            self._lasting.close()  # frees its memory on the GPUs
         while len(self._ahead) < self._at_once and (self._to_start or not self._ahead):
             self._ahead.append(self._start())
             self._to_start -= 1
@@ -271,9 +270,9 @@ class Ranks:
 
 
 def default_world(ranks_per_gpu: int = 1) -> int:
-    """Return how many ranks to start where none are asked for: those of at most four GPUs, or two on a CPU.
+    """Return the default number of ranks: one for each of at most four GPUs, or two on a CPU.
 
-    Where ranks share a GPU, there are four at most, or as many as share one.
+    Where ranks share a GPU there are at most four, or as many as share one.
     """
     gpus = torch.cuda.device_count()
     return min(max(1, 4 // ranks_per_gpu), gpus) * ranks_per_gpu or 2

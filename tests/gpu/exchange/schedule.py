@@ -1,4 +1,4 @@
-"""When and on which GPUs each check runs: in lanes, each of which runs its checks one after the other."""
+"""When and on which GPUs each check runs: in lanes, each of which runs its checks one after another."""
 
 import threading
 import time
@@ -17,21 +17,18 @@ from tests.gpu.exchange.ranks import Ranks
 from tests.gpu.exchange.room import why_all, why_exclusive
 
 PAIR = 2
-_SETS_OF_PAIRS, _SETS_OF_ALL = 2, 3  # of ranks on each GPU at the same time
+_SETS_OF_PAIRS, _SETS_OF_ALL = 2, 3  # sets of ranks on each GPU at the same time
 
 
 class Result(NamedTuple):
-    """How a check went."""
-
-    told: str | None
-    """ok, or what went wrong; None where the time for all checks was over"""
+    outcome: str | None  # ok, or the error; None if the time for all checks was over
     seconds: float = 0.0
     lane: str = ""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Ranks that run checks one after the other, from a queue that several lanes may share."""
+    """Ranks that run checks one after another, from a queue that several lanes may share."""
 
     name: str
     ranks: Ranks
@@ -41,9 +38,9 @@ class Lane:
 class Schedule:
     """Runs checks in the background, as many at the same time as they allow.
 
-    Four ranks or more, each with a GPU of its own, are divided into pairs. First several sets of ranks share each GPU,
-    some of pairs and some of all ranks; then checks that need GPUs for themselves run on pairs, then on all ranks.
-    Otherwise all checks run on all ranks, one after the other.
+    Four or more ranks with a GPU each are divided into pairs. First, several sets of ranks share each GPU: pairs, and
+    sets of all ranks. Then checks that need GPUs for themselves run on pairs, and then on all ranks. With fewer ranks
+    or GPUs, all checks run on all ranks, one after another.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class Schedule:
             ranks_per_gpu: ranks that share a GPU.
             make_folder: makes a new folder for the logs of a set of ranks.
             budget_s: seconds for all checks.
-            left: file that names the checks that have not passed yet, kept up to date.
+            left: file that is kept up to date with the names of the checks that have not passed.
         """
         self.checks, self.ranks_per_gpu = checks, ranks_per_gpu
         self._results = {name: Future[Result]() for name in checks}
@@ -99,7 +96,7 @@ class Schedule:
         ]
 
     def _ranks(self, size: int, gpus: Sequence[int], names: Sequence[str], lanes: int = 1) -> Ranks:
-        """Return ranks for a share of the checks `names` that run alone, of which there are so many `lanes`."""
+        """Return the ranks of a lane; checks of `names` that run alone are divided over `lanes` lanes."""
         alone = -(-sum(self.checks[name].alone for name in names) // lanes)
         return Ranks(size, self.ranks_per_gpu, self._folder, self._deadline, alone, gpus)
 
@@ -134,8 +131,8 @@ class Schedule:
         with suppress(Empty):
             while not self._stopped:
                 name, began = lane.queue.get_nowait(), time.monotonic()
-                told = lane.ranks.run(name, self.checks[name])
-                self._results[name].set_result(Result(told, time.monotonic() - began, lane.name))
+                outcome = lane.ranks.run(name, self.checks[name])
+                self._results[name].set_result(Result(outcome, time.monotonic() - began, lane.name))
                 self._note_left()
 
     def _note_left(self) -> None:
@@ -144,17 +141,17 @@ class Schedule:
                 self._left.write_text("".join(f"{name}\n" for name in self.left()))
 
     def result(self, name: str) -> Result:
-        """Wait until a check has run, or the time for all is over, and return how it went."""
+        """Wait until a check has run, or the time for all is over."""
         return self._results[name].result()
 
     def left(self) -> list[str]:
-        """Return the checks that have not passed: those that failed or did not run."""
-        return [name for name, found in self._results.items() if not found.done() or found.result().told != "ok"]
+        """Return the checks that failed or have not run."""
+        return [name for name, found in self._results.items() if not found.done() or found.result().outcome != "ok"]
 
     def report(self, slowest: int = 10) -> list[str]:
-        """Return lines that say how long the checks took and which did not run."""
+        """Return the lines of a report: how long the checks took, and which did not run."""
         done = {name: found.result() for name, found in self._results.items() if found.done()}
-        ran = {name: result for name, result in done.items() if result.told is not None}
+        ran = {name: result for name, result in done.items() if result.outcome is not None}
         lines = [f"{len(ran)} of {len(self.checks)} checks ran in {time.monotonic() - self._began:.0f} s"]
         for lane in dict.fromkeys(result.lane for result in ran.values()):
             times = [result.seconds for result in ran.values() if result.lane == lane]
@@ -176,5 +173,5 @@ class Schedule:
 
 
 def _divided(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the checks that two ranks show, and those that need all."""
+    """Return the checks for which two ranks are enough, and those that need all."""
     return [name for name in names if not why_all(name)], [name for name in names if why_all(name)]

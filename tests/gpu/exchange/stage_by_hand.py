@@ -1,6 +1,6 @@
-"""The embedding stage without TorchRec around it: tables on their ranks, ids that every rank knows, and references.
+"""The embedding stage without TorchRec: tables on their ranks, ids that every rank knows, and references.
 
-Every rank can make up all tables and all ids from a seed, so a reference needs no communication.
+Every rank makes all tables and all ids from a seed, so a reference needs no communication.
 """
 
 import weakref
@@ -28,7 +28,7 @@ from dlrm_overlap.embedding.tables import OPTIMIZERS, LocalTables
 from tests.gpu.exchange.place import Place
 
 _PRECISIONS = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
-_EPS = 0.05  # large enough to be missed where it is left out
+_EPS = 0.05  # so large that an update without it fails
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,14 @@ class Table:
     owner: int
     dtype: torch.dtype = torch.float32
     mean: bool = False
-    longest: int = 4
-    """ids of its longest bag"""
-    hot: bool = False
-    """whether row 0 is in every bag that is not empty"""
-    rows_of: int | None = None
-    """the table just before, if this is another feature of it"""
-    ids_of: int | None = None
-    """the table just before, if this one's columns come behind its, of the same feature and so for the same ids"""
+    longest: int = 4  # ids of its longest bag
+    hot: bool = False  # whether row 0 is in every bag that is not empty
+    rows_of: int | None = None  # the previous table, if this is another feature of it
+    ids_of: int | None = None  # the previous table, if this one has the next columns of its feature, for the same ids
 
 
 class Batch:
-    """The ids of all ranks' samples, for all tables; each fifth bag is empty, or all are."""
+    """The ids of all ranks' samples, for all tables; every fifth bag is empty, or all are."""
 
     def __init__(
         self,
@@ -67,16 +63,13 @@ class Batch:
         samples, generator = self.first_sample[-1], place.generator(seed)
         random = {"generator": generator, "device": place.device}
         lengths = [torch.randint(1, table.longest + 1, (samples,), **random) for table in tables]
-        self.lengths = torch.stack(lengths)
-        """[T, B] int64"""
+        self.lengths = torch.stack(lengths)  # [T, B] int64
         self.lengths[:, ::5] = 0
         if empty:
             self.lengths.zero_()
-        counts = self.lengths.sum(1).tolist()
-        self.values = [
-            torch.randint(0, table.rows, (n,), **random).to(ids) for table, n in zip(tables, counts, strict=True)
-        ]
-        """ids of each table, sample by sample"""
+        # The ids of each table, sample by sample.
+        counts = zip(tables, self.lengths.sum(1).tolist(), strict=True)
+        self.values = [torch.randint(0, table.rows, (n,), **random).to(ids) for table, n in counts]
         for t, table in enumerate(tables):
             if table.hot:
                 starts = self.lengths[t].cumsum(0) - self.lengths[t]
@@ -86,14 +79,13 @@ class Batch:
         self._ids = ids
 
     def inputs(self, tables: Sequence[int]) -> KeyedJaggedTensor:
-        """Return the ids of some tables as their owner is given them."""
+        """Return the ids of some tables, as their owner's input."""
         values = torch.cat([self.values[t] for t in tables]) if tables else self.values[0].new_empty(0)
-        return KeyedJaggedTensor(
-            [f"t{t}" for t in tables], values, lengths=self.lengths[list(tables)].flatten().to(self._ids)
-        )
+        lengths = self.lengths[list(tables)].flatten().to(self._ids)
+        return KeyedJaggedTensor([f"t{t}" for t in tables], values, lengths=lengths)
 
     def bags(self, table: int, rank: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (bag, id) int64 of each id of a rank's samples, bags counted from its first; None takes all ranks."""
+        """Return (bag, id) int64 of each id of a rank's samples, with bags counted from its first; None: all ranks."""
         lengths = self.lengths[table]
         first, end = (0, len(lengths)) if rank is None else self.first_sample[rank : rank + 2]
         begin, stop = int(lengths[:first].sum()), int(lengths[:end].sum())
@@ -102,7 +94,7 @@ class Batch:
 
 
 class Stage:
-    """Tables spread over the ranks, this rank's in FBGEMM's lookups."""
+    """Tables distributed over the ranks; this rank's are in FBGEMM's lookups."""
 
     def __init__(
         self,
@@ -112,12 +104,12 @@ class Stage:
         bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
         optimizer: str = "sgd",
     ) -> None:
-        """Make the tables, not filled yet."""
+        """Make the tables without filling them."""
         self.place, self.tables = place, list(tables)
+        # First column of each table in the output, and D_total.
         self.columns = [0, *accumulate(table.dim for table in tables)]
-        """of the output, where each table's features begin, and D_total"""
+        # Tables of each rank, in the order of its input.
         self.owned: list[list[int]] = []
-        """tables of each rank, in the order in which it is given their ids"""
         self._piece_of: dict[int, FeatureShard] = {}
         for rank in range(place.world_size):
             self._add_pieces(rank)
@@ -127,7 +119,7 @@ class Stage:
         self.local_tables = LocalTables(self._lookups)
 
     def _groups(self, rank: int) -> list[list[int]]:
-        """Return the tables of a rank by what one FBGEMM lookup holds."""
+        """Return the tables of each of a rank's FBGEMM lookups."""
         groups: dict[Any, list[int]] = {}
         for t, table in enumerate(self.tables):
             if table.owner == rank:
@@ -155,22 +147,20 @@ class Stage:
                 )
 
     def _first_of(self, t: int) -> int:
-        """Return the table whose columns are the first of the feature's."""
+        """Return the table with the first columns of this one's feature."""
         other = self.tables[t].ids_of
         return t if other is None else self._first_of(other)
 
     def _rows_of(self, group: Sequence[int]) -> list[int]:
-        """Return which of a lookup's tables each of its features names rows of."""
+        """Return the index of the lookup's table of each of its features."""
         return [index - 1 for index in accumulate(int(self.tables[t].rows_of is None) for t in group)]
 
     def _lookup(
         self, group: list[int], lr: float, bounds_check: BoundsCheckMode, optimizer: str
     ) -> SplitTableBatchedEmbeddingBagsCodegen:
-        location, compute = (
-            (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
-            if self.place.on_gpu
-            else (EmbeddingLocation.HOST, ComputeDevice.CPU)
-        )
+        on_gpu = self.place.on_gpu
+        location = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
+        compute = ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU
         first = self.tables[group[0]]
         owning = [self.tables[t] for t in group if self.tables[t].rows_of is None]
         return SplitTableBatchedEmbeddingBagsCodegen(
@@ -186,46 +176,43 @@ class Stage:
         )
 
     def weight(self, t: int) -> torch.Tensor:
-        """Return the rows [rows, D] of a table of this rank."""
+        """Return [rows, D], the rows of a table of this rank."""
         return self.local_tables.weight(self._piece_of[t])
 
     def state(self, t: int) -> torch.Tensor | None:
-        """Return the optimizer's state of a table of this rank, [rows, D] or [rows] float32; None under SGD."""
+        """Return [rows, D] or [rows] float32, the optimizer's state of a table of this rank; None for SGD."""
         return next(iter(self.local_tables.states(self._piece_of[t])), None)
 
     def fill(self, integers: bool, seed: int = 1) -> list[torch.Tensor]:
         """Fill this rank's tables, and return the rows of all ranks' tables in float32.
 
-        Integers make every sum exact, whatever its order; else rows are normally distributed.
+        Rows are integers, whose sums are exact in any order, or normally distributed.
         """
         everyones: list[torch.Tensor] = []
         for t, table in enumerate(self.tables):
             if table.rows_of is not None:
                 everyones.append(everyones[table.rows_of])
                 continue
-            shape, generator = (table.rows, table.dim), self.place.generator(seed + t)
-            if integers:
-                rows = torch.randint(-1000, 1000, shape, generator=generator, device=self.place.device).to(table.dtype)
-            else:
-                rows = torch.randn(shape, generator=generator, device=self.place.device).to(table.dtype)
+            shape: Any = (table.rows, table.dim)
+            random: Any = {"generator": self.place.generator(seed + t), "device": self.place.device}
+            rows = torch.randint(-1000, 1000, shape, **random) if integers else torch.randn(shape, **random)
+            rows = rows.to(table.dtype)
             if table.owner == self.place.rank:
                 self.weight(t).copy_(rows)
             everyones.append(rows.float())
         return everyones
 
     def exchange(self, options: ExchangeOptions) -> Exchange:
-        """Return a new exchange between the tables and all ranks' samples."""
         exchange = Exchange(self.layout, self.local_tables, options, self.place.group, self.place.device)
         self.place.recorded.append(weakref.WeakMethod(exchange.check))
         return exchange
 
     def inputs(self, batch: Batch) -> list[KeyedJaggedTensor]:
-        """Return the ids that this rank's tables are given."""
         return [batch.inputs(self.owned[self.place.rank])]
 
     @torch.no_grad()
     def baseline(self, batch: Batch, wire: torch.dtype) -> torch.Tensor:
-        """Return [b, D_total] float32 by FBGEMM's lookup, `all_to_all_single`, and unpacking."""
+        """Return [b, D_total] float32 by FBGEMM's lookup, `all_to_all_single` and unpacking."""
         place, total = self.place, batch.first_sample[-1]
         groups = self._groups(place.rank)
         bags = [batch.inputs(group) for group in groups]
@@ -246,7 +233,7 @@ class Stage:
 
 
 def pool_exactly(batch: Batch, everyones: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-    """Return the sums [b, D_total] float32 of a rank's samples, of tables that hold integers."""
+    """Return [b, D_total] float32, the sums of a rank's samples, of tables of integers."""
     parts = []
     for t, rows in enumerate(everyones):
         bag, ids = batch.bags(t, rank)

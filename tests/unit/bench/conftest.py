@@ -12,7 +12,6 @@ from tests.conftest import configuration
 
 
 def values_of(kind: str, *argv: str) -> Any:
-    """Return the options of a figure, of which `argv` gives some."""
     parser = Parser(kind, "")
     for name, settings in options_of(kind).items():
         parser.add_argument(f"--{name}", **settings)
@@ -21,11 +20,9 @@ def values_of(kind: str, *argv: str) -> Any:
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    """The shape of rehearsals."""
     return configuration("--config", "configs/bench/tiny.yaml")
 
 
 @pytest.fixture(scope="module")
 def workload(config: Config, world_of_one: dist.ProcessGroup) -> Workload:
-    """Its tables and ids, of a rank alone."""
     return make_workload(config, read_ids(config, world_of_one), world_of_one, torch.device("cpu"), 1)

@@ -1,5 +1,3 @@
-"""No time is reported where outputs disagree."""
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from tests.unit.bench.conftest import values_of
 
 
 class Wrong(Baseline):
-    """The baseline, one element of one batch of which is off."""
+    """The baseline with an error in one element of one batch."""
 
     def __init__(self, workload: Workload, error: float) -> None:
         super().__init__(workload)
@@ -34,12 +32,12 @@ class Wrong(Baseline):
 def test_a_single_wrong_element_is_found(workload: Workload, error: float) -> None:
     right, wrong = check_outputs([Baseline(workload), Wrong(workload, error)], workload)
     assert (right.agrees, right.max_difference) == (True, 0)
-    assert 0 < right.tolerance < TOLERANCE[torch.float32]  # rows of a thousand lie in +-1000**-0.5, bags hold up to 4
+    assert 0 < right.tolerance < TOLERANCE[torch.float32]  # rows are within +-1000**-0.5, bags hold up to 4
     assert wrong.agrees == (error < right.tolerance)
     assert (wrong.max_difference == 0) == (error == 0)
 
 
-def test_a_disagreement_tells_no_time(
+def test_no_time_is_reported_where_outputs_disagree(
     workload: Workload, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(stage, "make_workload", lambda *_, **__: workload)

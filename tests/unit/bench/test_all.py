@@ -1,5 +1,3 @@
-"""`bench all` runs what is left, in order, and says what it could not run."""
-
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,9 @@ def test_every_command_is_one_that_bench_takes(tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture
 def bench_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Return a function that runs `bench all` of three measurements, whose commands end by a code, or are cut off.
+    """Return a function that runs `bench all` of three measurements, whose commands end by a code or (None) time out.
 
-    It returns its exit code, the names that it has started, and how many commands are left.
+    It returns the exit code, the names that were started, and the number of commands that are left.
     """
     monkeypatch.setattr(all, "visible_gpus", lambda kind: 2)
 

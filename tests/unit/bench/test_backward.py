@@ -1,7 +1,4 @@
-"""The backward's benchmark: its packings, and that no time is reported where rows or state disagree."""
-
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ BASELINE = ExchangeOptions("nccl", backward="collective")
 
 
 class Off(Update):
-    """The baseline, but for an element of its rows or their state, which `error` is added to in every step."""
+    """The baseline, but each step adds `error` to one element of the rows or of their state."""
 
     def __init__(self, workload: Workload, batches: list[GradientBatch], what: str, error: float) -> None:
         super().__init__("off", workload, BASELINE, batches, exposed=True)
@@ -29,11 +26,6 @@ class Off(Update):
     def step(self, batch: GradientBatch) -> None:
         super().step(batch)
         self.tensor.view(-1)[-1] += self.error
-
-
-@pytest.fixture(params=["sgd", "rowwise_adagrad", "adagrad"])
-def optimizer(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @pytest.fixture
@@ -46,33 +38,26 @@ def batches(workload: Workload) -> list[GradientBatch]:
     return make_batches(workload)
 
 
-@pytest.fixture
-def contenders(config: Config, workload: Workload, batches: list[GradientBatch]) -> Iterator[list[Update]]:
-    made = backward.make_contenders(config, workload, batches)
-    yield made
-    for contender in made:
-        contender.close()
-
-
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad"])
 def test_all_contenders_agree_and_leave_the_rows_as_they_were(
-    contenders: list[Update], workload: Workload, optimizer: str, batches: list[GradientBatch]
+    config: Config, workload: Workload, optimizer: str, batches: list[GradientBatch]
 ) -> None:
+    contenders = backward.make_contenders(config, workload, batches)
     before = [rows.clone() for rows in rows_of(workload)[0]]
     agreements = check_rows(contenders, workload, batches, optimizer)
-    names = ["baseline", "push", "push_exposed"]
-    assert [contender.name for contender in contenders] == names
+    assert [contender.name for contender in contenders] == ["baseline", "push", "push_exposed"]
     assert all(found.agrees for found in agreements)
     assert agreements[0].max_difference == 0
     for rows, expected in zip(rows_of(workload)[0], before, strict=True):
         assert_same(rows, expected, "rows")
     contenders[0].step(batches[0])
     assert not all(torch.equal(rows, was) for rows, was in zip(rows_of(workload)[0], before, strict=True))
+    for contender in contenders:
+        contender.close()
 
 
 @pytest.mark.parametrize("error", [0.0, 1e-6, 0.01, math.nan])
-@pytest.mark.parametrize(
-    ("optimizer", "what"), [("sgd", "rows"), ("rowwise_adagrad", "state"), ("adagrad", "state")], indirect=["optimizer"]
-)
+@pytest.mark.parametrize(("optimizer", "what"), [("sgd", "rows"), ("rowwise_adagrad", "state"), ("adagrad", "state")])
 def test_a_single_wrong_element_is_found(
     workload: Workload, batches: list[GradientBatch], optimizer: str, what: str, error: float
 ) -> None:

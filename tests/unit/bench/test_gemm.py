@@ -1,5 +1,3 @@
-"""What the figure of products with communication inside makes of its times."""
-
 import pytest
 
 from dlrm_overlap.bench.figures import gemm
@@ -8,7 +6,7 @@ from dlrm_overlap.bench.harness.timing import Timing
 from tests.conftest import refuses
 
 
-def test_what_is_left_of_the_communication_is_that_behind_the_product() -> None:
+def test_the_exposed_communication_is_the_time_beyond_the_product() -> None:
     serial_ms, copies_ms, gemm = (Timing(ms, ms, ms, ms, 0.1, 20) for ms in (5.0, 4.0, 3.0))
     timed = {"serial": serial_ms, "copies": copies_ms}
     serial, copies = compare(timed, gemm, 700_000_000, 200.0)

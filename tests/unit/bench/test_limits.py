@@ -1,5 +1,3 @@
-"""The limits of the stage and of the step: their bytes against hand-computed examples."""
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +21,7 @@ def _tables() -> list[ShardTraffic]:
     return [count_tables(table, dim, 4)[0] for table, dim in zip(every, (4, 8), strict=True)]
 
 
-def test_the_load_of_tables_and_the_bytes_of_a_forward() -> None:
+def test_the_bytes_of_a_forward_are_the_hand_computed_ones() -> None:
     tables = _tables()
     assert tables == [ShardTraffic(5, 3, 2, 4, 4), ShardTraffic(2, 1, 2, 8, 4)]
     hbm, link = pooling_bytes(tables, **OF_RANK_0, id_bytes=8)
@@ -34,17 +32,17 @@ def test_the_load_of_tables_and_the_bytes_of_a_forward() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "state_of_4", "state_of_8"), [("sgd", 0, 0), ("rowwise_adagrad", 4, 4), ("adagrad", 16, 32)]
 )
-def test_bytes_of_a_backward(optimizer: str, state_of_4: int, state_of_8: int) -> None:
+def test_the_bytes_of_a_backward_are_the_hand_computed_ones(optimizer: str, state_of_4: int, state_of_8: int) -> None:
     hbm, compulsory, link = update_bytes(_tables(), **OF_RANK_0, gradient_bytes=4, optimizer=optimizer)
     rows = 3 * 2 * (4 * 4 + state_of_4) + 1 * 2 * (8 * 4 + state_of_8)
-    told = 7 * 4 + 4 * 16
+    descriptors = 7 * 4 + 4 * 16
     sent, arrived = 2 * (4 + 8 + 4) * 4, 3 * (4 + 8) * 2
-    assert hbm == rows + told + sent + arrived + 5 * 4 * 2 + 2 * 8 * 2
-    assert compulsory == rows + told + sent + arrived + 2 * 4 * 2 + 2 * 8 * 2
+    assert hbm == rows + descriptors + sent + arrived + 5 * 4 * 2 + 2 * 8 * 2
+    assert compulsory == rows + descriptors + sent + arrived + 2 * 4 * 2 + 2 * 8 * 2
     assert link == 2 * 4 * 2
 
 
-def test_the_limit_of_a_rank_alone_is_that_of_its_memory(workload: Workload) -> None:
+def test_the_limit_of_a_single_rank_is_its_memory_bandwidth(workload: Workload) -> None:
     limit, ids = find_limit(workload, (4.0, 0.0))
     bags = workload.batches[0].inputs[0]
     assert ids == bags.values().numel()
@@ -55,7 +53,7 @@ def test_the_limit_of_a_rank_alone_is_that_of_its_memory(workload: Workload) -> 
 
 
 @pytest.mark.parametrize(("wire_dtype", "wire"), [("fp32", 4), ("auto", 2)])
-def test_the_floor_of_a_hand_computed_step(wire_dtype: str, wire: int) -> None:
+def test_the_floor_of_a_step_is_the_hand_computed_one(wire_dtype: str, wire: int) -> None:
     """Two ranks of 2 samples, two tables of dim 4; int32 ids, SGD, bf16. Gradients are in the wire's type.
 
     The samples name rows of the first table 6 times, 4 rows of them, in 3 of the 4 bags; of the other 5 times, 2, in 2.
@@ -67,9 +65,8 @@ def test_the_floor_of_a_hand_computed_step(wire_dtype: str, wire: int) -> None:
     lengths = torch.tensor([1, 2, 0, 3, 0, 4, 1, 0], dtype=torch.int32)
     batch = SimpleNamespace(sparse=KeyedJaggedTensor(["a", "b"], values, lengths=lengths))
     data = SimpleNamespace(read=lambda first, count: batch, rows=[9, 9], dense_features=13)
-    trainer: Any = SimpleNamespace(
-        config=config, world=SimpleNamespace(world_size=2), samples_per_rank=2, global_batch=4, train_data=data
-    )
+    world = SimpleNamespace(world_size=2)
+    trainer: Any = SimpleNamespace(config=config, world=world, samples_per_rank=2, global_batch=4, train_data=data)
     floor = find_floor(trainer, (4.0, 0.5))
     dense = count_dense(config.model, 2, 13, 2)
     ids = (11 * 4 + 8 * 4) / 2

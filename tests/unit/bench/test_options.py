@@ -1,5 +1,3 @@
-"""The figures that can be asked for, their options, and the shapes in configs/bench."""
-
 import subprocess
 import sys
 from dataclasses import replace
@@ -74,7 +72,7 @@ def test_a_sweep_has_all_values_of_its_axes_and_the_configurations_where_there_i
         shapes_of(values_of("sweep", "--dims", "8"), criteo, 4)
 
 
-def test_a_figure_has_the_ranks_that_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_figure_that_needs_peers_refuses_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "collectives", "--config", "bench/tiny", "--train.device", "cpu"]) == USER_ERROR
     assert "bench collectives: one rank has no peer" in capsys.readouterr().err
 
@@ -92,6 +90,6 @@ def test_scaling_keeps_the_tables_of_a_rank_or_those_of_all() -> None:
         (4, ["--data.tables.rows", "[1,2,3,4,5,6]"], "data.tables: count 8, lists of"),
     ],
 )
-def test_what_does_not_go_together_is_refused(own: int | None, options: list[str], message: str) -> None:
+def test_shapes_that_contradict_the_ranks_are_refused(own: int | None, options: list[str], message: str) -> None:
     with refuses(message):
         shape_of(_config("tiny", *options), 2, own)

@@ -1,5 +1,3 @@
-"""Rows are appended as they were measured."""
-
 from pathlib import Path
 
 import pytest
@@ -20,23 +18,19 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
-def test_a_full_disk_is_told_in_one_line() -> None:
+def test_a_full_disk_is_reported_in_one_line() -> None:
     with refuses(r"--output: /dev/full cannot be written \(No space left on device\)"):
         append_rows(Path("/dev/full"), [{"steps": 4}])
 
 
-def test_rows_are_appended_with_their_command_and_environment_and_an_empty_file_is_as_good_as_none(
-    tmp_path: Path,
-) -> None:
+def test_rows_are_appended_with_their_command_and_environment(tmp_path: Path) -> None:
     output = tmp_path / "rows.csv"
-    output.touch()
+    output.touch()  # an empty file is as good as none
     for steps in (4, 5):
         append_rows(output, [{"steps": steps, "median_ms": 0.123456, "limit_ms": None}])
     rows = read_rows(output)
-    assert [(row["steps"], row["median_ms"], row["limit_ms"]) for row in rows] == [
-        ("4", "0.1235", ""),
-        ("5", "0.1235", ""),
-    ]
+    found = [(row["steps"], row["median_ms"], row["limit_ms"]) for row in rows]
+    assert found == [("4", "0.1235", ""), ("5", "0.1235", "")]
     assert [*rows[0]] == ["steps", "median_ms", "limit_ms", "command", *environment()]
     assert {"python", "torch", "fbgemm", "torchrec", "triton", "cpu"} <= {*rows[0]}
 
@@ -45,7 +39,7 @@ def test_rows_are_appended_with_their_command_and_environment_and_an_empty_file_
 def test_published_rows_name_their_hardware_and_versions(path: Path) -> None:
     if path.stem.startswith(("simulated", "row_bytes", "mlperf_records")):  # computed, counted, published by others
         return
-    if path.stem.startswith("timeline_"):  # of the same run as the rows of the step beside it
+    if path.stem.startswith("timeline_"):  # of the same run as the rows of its step
         assert path.with_stem(path.stem.replace("timeline", "step")).exists()
         return
     rows = read_rows(path)

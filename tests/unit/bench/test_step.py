@@ -1,5 +1,3 @@
-"""The figure of the whole step: who takes part, what its floor is made of, and when a speedup is given."""
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dlrm_overlap.bench.figures import step
 from dlrm_overlap.bench.harness.agreement import judge_losses
-from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, Keys, expand, heats
+from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, Keys, expand, split_into_groups
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig, SequenceConfig
 from dlrm_overlap.embedding.traffic import count_dense
 from dlrm_overlap.train.model import build_model
@@ -30,14 +28,12 @@ def test_every_contender_is_a_configuration_that_trains(tmp_path: Path) -> None:
     config = quickstart(tmp_path, "run")
     for keys in STEP_CONTENDERS.values():
         made = step.contender_config(config, keys, "cuda")
-        assert (made.embedding.backend, made.train.graph_dense) == (
-            keys["embedding.backend"],
-            keys["train.graph_dense"],
-        )
+        assert made.embedding.backend == keys["embedding.backend"]
+        assert made.train.graph_dense == keys["train.graph_dense"]
         assert not step.contender_config(config, keys, "cpu").train.graph_dense
 
 
-def test_index_dedup_is_of_tables_that_are_not_pooled(tmp_path: Path) -> None:
+def test_index_dedup_is_for_unpooled_tables(tmp_path: Path) -> None:
     config = quickstart(tmp_path, "run").embedding
     unpooled: Any = step._sharders_with_index_dedup(config, "bf16", 0, fused_params={"output_dtype": None})[1]
     assert unpooled._use_index_dedup
@@ -45,24 +41,22 @@ def test_index_dedup_is_of_tables_that_are_not_pooled(tmp_path: Path) -> None:
 
 
 def test_the_last_contender_takes_turns_with_all_others() -> None:
-    assert heats("abcde", 3) == [("a", "b", "e"), ("c", "d", "e")]
-    assert heats("abcd", 4) == [("a", "b", "c", "d")]
-    assert heats("a", 2) == [("a",)]
+    assert split_into_groups("abcde", 3) == [("a", "b", "e"), ("c", "d", "e")]
+    assert split_into_groups("abcd", 4) == [("a", "b", "c", "d")]
+    assert split_into_groups("a", 2) == [("a",)]
     assert expand(["pgas", "ablation"]) == expand(["ablation"]), "each once"
 
 
 def test_the_strongest_is_the_fastest_of_torchrec_that_agrees_by_either_time() -> None:
     rows = [
-        {"contender": name, "median_ms": ms, "busy_ms": busy_ms, "agrees": agrees}
-        for name, ms, busy_ms, agrees in (
-            ("torchrec", 8.0, 6.0, True),
-            ("torchrec_strongest", 6.0, 5.0, True),
-            ("torchrec_strongest_bf16", 7.0, 4.0, True),
-            ("torchrec_strongest_fp16", 1.0, 1.0, False),
-            ("pgas_graph", 2.0, 1.0, True),
-        )
+        ("torchrec", 8.0, 6.0, True),
+        ("torchrec_strongest", 6.0, 5.0, True),
+        ("torchrec_strongest_bf16", 7.0, 4.0, True),
+        ("torchrec_strongest_fp16", 1.0, 1.0, False),
+        ("pgas_graph", 2.0, 1.0, True),
     ]
-    *_, wrong, ours = step.with_speedups(rows)
+    columns = ("contender", "median_ms", "busy_ms", "agrees")
+    *_, wrong, ours = step.with_speedups([dict(zip(columns, row, strict=True)) for row in rows])
     assert (ours["speedup"], ours["busy_speedup"]) == (3.0, 4.0)
     assert (wrong["speedup"], wrong["busy_speedup"]) == (None, None)
 
@@ -104,7 +98,7 @@ def test_a_loss_may_differ_by_rounding_or_by_what_the_reference_differs_from_its
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_losses_that_are_no_numbers_do_not_agree(bad: float) -> None:
+def test_losses_that_are_not_finite_do_not_agree(bad: float) -> None:
     agreements, _ = judge_losses("fp32", {"a": [1.0, 2.0], "b": [1.0, bad]}, [1.0, 2.0])
     assert [each.agrees for each in agreements.values()] == [True, False]
     for expected, again in (([1.0, bad], [1.0, 2.0]), ([1.0, 2.0], [1.0, bad]), ([1.0, bad], [1.0, bad])):
@@ -120,7 +114,6 @@ def test_nobody_is_judged_by_a_reference_that_differs_from_itself() -> None:
 
 
 def _run(folder: Path, monkeypatch: pytest.MonkeyPatch, contenders: Mapping[str, Keys], *options: str) -> Any:
-    """Return the exit code and the rows of the figure with `contenders`, in a world of one."""
     for name, contender in contenders.items():
         monkeypatch.setitem(STEP_CONTENDERS, name, contender)
     ranks = ranks_here(quickstart(folder, "run", *SMALL, *options))

@@ -1,5 +1,3 @@
-"""What `bench step` takes from a trace, on one whose times are known, and from several ranks' traces."""
-
 import gzip
 import json
 from pathlib import Path
@@ -54,7 +52,7 @@ def test_a_trace_is_cut_into_steps_at_its_marks(tmp_path: Path) -> None:
     assert timeline == [("lookup", 10, 50), ("exchange", 50, 60), ("exchange", 90, 100), ("products", 60, 99)]
 
 
-def test_the_columns_are_those_of_the_rank_that_is_least_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_columns_are_of_the_least_busy_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [
         TracedSteps({"busy_ms": busy, "exposed_ms": busy / 2, "exposed_most_ms": busy, "idle_ms": 1.0}, [])
         for busy in (3.0, 2.0)

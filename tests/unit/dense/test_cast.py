@@ -18,7 +18,7 @@ LR, FEATURES, TABLES, SAMPLES = 0.1, 5, 3, 9
 
 
 class Dense:
-    """A DLRM's dense part under bfloat16, with flat parameters; with or without cast weights, compiled or not."""
+    """A DLRM's dense part under bfloat16, with flat parameters."""
 
     def __init__(self, arch: str, casts: bool, compiled: bool = False, top: tuple[int, int] = (16, 1)) -> None:
         config = ModelConfig(arch=arch, dim=8, bottom_mlp=[12, 8], top_mlp=[*top], cross_layers=2, cross_rank=4)  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ class Dense:
         """Return logits, the gradient of the pooled embeddings, and the flat gradient; then update."""
         if self.casts is not None:
             for parameter in self.flat.parameters.values():
-                parameter.grad = torch.ones_like(parameter)  # left by somebody else, as by TorchRec's `init_state`
+                parameter.grad = torch.ones_like(parameter)  # as TorchRec's `init_state` leaves it
             self.casts.begin()
         else:
             self.flat.zero()
@@ -56,28 +56,23 @@ class Dense:
 
 
 @pytest.mark.parametrize("arch", ["dot", "dcn"])
-def test_the_same_bits_as_autocast(arch: str) -> None:
+def test_cast_weights_give_the_bits_of_autocast(arch: str) -> None:
     ours, autocast = Dense(arch, casts=True), Dense(arch, casts=False)
     for number in range(4):
-        for name, found, expected in zip(
-            ("logits", "pooled embeddings' gradient", "dense gradient"),
-            ours.step(number),
-            autocast.step(number),
-            strict=True,
-        ):
+        names = ("logits", "pooled embeddings' gradient", "dense gradient")
+        for name, found, expected in zip(names, ours.step(number), autocast.step(number), strict=True):
             assert_same(found, expected, f"{name} in step {number}")
         assert_same(ours.flat.weights.tensor, autocast.flat.weights.tensor, f"weights after step {number}")
-    live = [bool(view.any()) for view in ours.flat.gradients.views.values()]
-    assert all(live), "gradients of zero agree with anything"
+    assert all(view.any() for view in ours.flat.gradients.views.values()), "gradients of zero agree with anything"
 
 
 @pytest.mark.parametrize("arch", ["dot", "dcn"])
-def test_the_shadows_are_computed_with(arch: str) -> None:
+def test_the_forward_reads_the_shadows(arch: str) -> None:
     dense = Dense(arch, casts=True)
     assert dense.casts is not None
     dense.casts.begin()
     before = dense.logits(0)
-    dense.flat.weights.tensor.mul_(2)  # by somebody else than the optimizer
+    dense.flat.weights.tensor.mul_(2)  # not by the optimizer
     assert_same(dense.logits(0), before, "the shadows are those of before")
     dense.flat.cast_shadow()
     assert not torch.equal(dense.logits(0), before)
@@ -85,7 +80,7 @@ def test_the_shadows_are_computed_with(arch: str) -> None:
 
 @pytest.fixture
 def _not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch.compile give back what it is given: what it computes is for its own tests, and takes a minute."""
+    """Let torch.compile return its argument: to compile takes a minute."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 
@@ -93,10 +88,10 @@ def _not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("arch", ["dot", "dcn"])
 def test_a_compiled_interaction_is_as_near_as_autocast(arch: str) -> None:
     ours, autocast = Dense(arch, casts=True, compiled=True), Dense(arch, casts=False)
-    views, places, written = ours.flat.gradients.views, list[str](), dict[str, set[str]]()
+    views, completed, written = ours.flat.gradients.views, list[str](), dict[str, set[str]]()
 
     def complete(name: str) -> None:
-        places.append(name)
+        completed.append(name)
         written[name] = {other for other, view in views.items() if not view.isnan().any()}
 
     assert ours.casts is not None
@@ -108,16 +103,14 @@ def test_a_compiled_interaction_is_as_near_as_autocast(arch: str) -> None:
             view.fill_(torch.nan)
         found, expected = ours.step(number), autocast.step(number)
         pairs = {"logits": (found[0], expected[0]), "pooled embeddings' gradient": (found[1], expected[1])}
-        pairs |= {
-            f"gradient of {n}": (v, autocast.flat.gradients.views[n]) for n, v in ours.flat.gradients.views.items()
-        }
+        pairs |= {f"gradient of {n}": (view, autocast.flat.gradients.views[n]) for n, view in views.items()}
         for name, (left, right) in pairs.items():
             error = float((left.float() - right.float()).norm() / right.float().norm())
             assert error < 5e-2, f"{name} in step {number}: {error:.1e}"
-        assert sorted(places) == sorted(ours.flat.parameters), "each is told of once"
+        assert sorted(completed) == sorted(ours.flat.parameters), "each completes once"
         for name in first:
-            assert written[name] == first | before, "they are told of, and may travel, before the others are computed"
-        places.clear()
+            assert written[name] == first | before, "they complete, and may be sent, before the others are computed"
+        completed.clear()
         autocast.flat.weights.tensor.copy_(ours.flat.weights.tensor)
 
 
@@ -141,7 +134,7 @@ def test_evaluation_reads_the_weights(compiled: bool) -> None:
 
 
 class Branches(nn.Module):
-    """Two layers of which one may take no part, and a scale that is not cast."""
+    """Two layers, one of which may be unused, and a scale that is not cast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +156,7 @@ class Branches(nn.Module):
         self.casts.finish()
 
 
-def test_a_weight_that_takes_no_part_gets_zeros() -> None:
+def test_an_unused_weight_gets_a_gradient_of_zeros() -> None:
     model = Branches()
     views = model.flat.gradients.views
     model.backward("first", "second")
@@ -172,44 +165,44 @@ def test_a_weight_that_takes_no_part_gets_zeros() -> None:
     scale = views["scale"].clone()
     model.backward("first")
     assert views["first"].any()
-    assert_same(views["second"], torch.zeros(4, 4), "of the step before nothing is left")
+    assert_same(views["second"], torch.zeros(4, 4), "nothing is left of the step before")
     assert scale.item() != 0
     assert_same(views["scale"], (torch.ones(2, 4).bfloat16() @ model.first.bfloat16()).float().sum(), "not added up")
     for name, parameter in model.flat.parameters.items():
         assert parameter.grad is views[name], f"{name}: the optimizer reads it"
 
 
-def test_who_waits_for_gradients_is_told_of_each_once() -> None:
+def test_each_gradient_completes_once() -> None:
     model = Branches()
-    told: list[str] = []
+    completed: list[str] = []
     for name, parameter in model.flat.parameters.items():
-        hook = partial(lambda name, _: told.append(f"autograd: {name}"), name)
+        hook = partial(lambda name, _: completed.append(f"autograd: {name}"), name)
         parameter.register_post_accumulate_grad_hook(hook)
     gradients: list[torch.Tensor] = []
 
     def complete(name: str) -> None:
-        told.append(name)
+        completed.append(name)
         gradients.append(model.flat.gradients.views[name].clone())
 
     model.casts.on_complete(complete)
     for used in (("first", "second"), ("second",)):
         model.backward(*used)
-        assert sorted(told) == sorted(["autograd: scale", *used])
-        assert all(gradient.any() for gradient in gradients), "they are in place when it is told"
-        told.clear()
+        assert sorted(completed) == sorted(["autograd: scale", *used])
+        assert all(gradient.any() for gradient in gradients), "they are written before they complete"
+        completed.clear()
 
 
 @pytest.mark.parametrize("arch", ["dot", "dcn"])
 def test_the_heads_gradients_are_written_before_the_bottom_mlps_are_computed(arch: str) -> None:
-    dense, told = Dense(arch, casts=True), list[str]()
+    dense, completed = Dense(arch, casts=True), list[str]()
     assert dense.casts is not None
-    dense.casts.on_complete(told.append)
+    dense.casts.on_complete(completed.append)
     dense.casts.begin()
     dense.logits(0).float().sum().backward()
-    early = list(told)
+    early = list(completed)
     assert early, "nothing was written while the backward ran"
     assert all("head" in name for name in early)
     dense.casts.finish()
-    late = told[len(early) :]
-    assert late, "the bottom MLP's come behind the backward"
+    late = completed[len(early) :]
+    assert late, "the bottom MLP's are written after the backward"
     assert all("bottom" in name for name in late)

@@ -1,4 +1,4 @@
-"""The cross network as one autograd function, against TorchRec's module in float64, and beside autocast's error."""
+"""The cross network as one autograd function, against TorchRec's module in float64 and the error of autocast."""
 
 import pytest
 import torch
@@ -14,10 +14,7 @@ every_depth = pytest.mark.parametrize("depth", [1, 2, 3, 5])
 
 
 def _network(depth: int, samples: int = SAMPLES) -> tuple[LowRankCrossNet, torch.Tensor, torch.Tensor]:
-    """Return a network with biases that are not zero, its input and the gradient of its output; all float32.
-
-    Input, weights and gradient are bfloat16 numbers, so that nothing differs but the arithmetic.
-    """
+    """Return a network, its input and the gradient of its output, in float32 of values that bfloat16 holds exactly."""
     torch.manual_seed(depth)
     network = LowRankCrossNet(WIDTH, depth, RANK)
     with torch.no_grad():
@@ -36,14 +33,13 @@ def _layers(network: LowRankCrossNet, dtype: torch.dtype) -> list[CrossLayer]:
 
 
 def _named(layers: list[CrossLayer], x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the gradients by name."""
     named = {f"{name} {index}": getattr(layer, name) for index, layer in enumerate(layers) for name in layer._fields}
     gradients = {"x0": x.grad} | {name: tensor.grad for name, tensor in named.items()}
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
-def _places(layers: list[CrossLayer], apart: int | None) -> list[CrossLayer]:
-    """Return poisoned float32 tensors for gradients: all on their own, or layers `apart` elements before each other."""
+def _buffers(layers: list[CrossLayer], apart: int | None) -> list[CrossLayer]:
+    """Return tensors of NaN for gradients: separate ones, or slices of one with `apart` elements between layers."""
     if apart is None:
         return [CrossLayer(*(torch.full(t.shape, torch.nan) for t in layer)) for layer in layers]
     sizes = [tensor.numel() for tensor in layers[0]]
@@ -57,10 +53,10 @@ def _ours(
 ) -> dict[str, torch.Tensor]:
     """Return output and gradients of `cross`, the latter from where they were written."""
     layers, x0 = _layers(network, dtype), x.to(dtype, copy=True).requires_grad_()
-    places = _places(layers, None if into == "single" else 5)
-    output = cross(x0, layers, lambda name, write: write([getattr(each, name) for each in places]))
+    buffers = _buffers(layers, None if into == "single" else 5)
+    output = cross(x0, layers, lambda name, write: write([getattr(each, name) for each in buffers]))
     output.backward(gradient.to(dtype))
-    for layer, found in zip(layers, places, strict=True):
+    for layer, found in zip(layers, buffers, strict=True):
         for parameter, tensor in zip(layer, found, strict=True):
             assert parameter.grad is None, "autograd sees nothing of the parameters"
             parameter.grad = tensor.to(parameter.dtype)
@@ -68,7 +64,7 @@ def _ours(
 
 
 def _theirs(network: LowRankCrossNet, x: torch.Tensor, gradient: torch.Tensor, autocast: bool = False):
-    """Return what autograd makes of TorchRec's module: in float64, or in float32 under autocast."""
+    """Return the same of TorchRec's module: in float64, or in bfloat16 under autocast."""
     module = LowRankCrossNet(WIDTH, len(network.bias), RANK)
     module.load_state_dict(network.state_dict())
     x0 = x.bfloat16() if autocast else x.double()
@@ -113,32 +109,29 @@ def test_weights_gradients_are_two_products_where_the_flat_gradient_has_them(mon
 
     monkeypatch.setattr("dlrm_overlap.dense.cross.product_into", counted)
     views = {id(parameter): flat.gradients.views[name] for name, parameter in flat.parameters.items()}
-    output = cross(
-        x.requires_grad_(),
-        _layers(network, torch.float32),
-        lambda name, write: write([views[id(each)] for each in weights[name]]),
-    )
+    layers = _layers(network, torch.float32)
+    output = cross(x.requires_grad_(), layers, lambda name, write: write([views[id(each)] for each in weights[name]]))
     output.backward(gradient)
-    assert products == [2, 1, 3], "of v, the first layer's beside the others, and of w"
+    assert products == [2, 1, 3], "of v, the first layer's apart from the others, and of w"
 
 
-def test_gradients_may_be_anywhere() -> None:
+def test_gradients_may_be_written_to_separate_tensors() -> None:
     inputs = _network(3)
     single, together = _ours(*inputs, torch.float32, "single"), _ours(*inputs, torch.float32)
     for name, tensor in together.items():
         assert_near(single[name], tensor, 1e-6, name)
 
 
-def test_what_writes_the_gradients_is_handed_out_with_that_of_the_input() -> None:
+def test_the_writes_of_gradients_are_given_out_and_take_place_when_called() -> None:
     network, x, gradient = _network(2)
     layers, x0 = _layers(network, torch.float32), x.clone().requires_grad_()
     handed = dict[str, Write]()
     cross(x0, layers, handed.__setitem__).backward(gradient)
     assert x0.grad is not None
     assert list(handed) == ["bias", "v", "w"], "the product of w would keep back the kernel that sends x0's gradient"
-    places = _places(layers, 0)
+    buffers = _buffers(layers, 0)
     for name, write in handed.items():
-        written = [getattr(layer, name) for layer in places]
+        written = [getattr(layer, name) for layer in buffers]
         assert all(tensor.isnan().all() for tensor in written)
         write(written)
         assert not any(tensor.isnan().any() for tensor in written)

@@ -1,5 +1,3 @@
-"""Parameters in one flat tensor: where they are, that they stay what they were, and whose their gradients are."""
-
 import torch
 from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
@@ -23,7 +21,7 @@ def _backward(model: nn.Module, seed: int = 0) -> None:
 
 
 def _assert_consistent(flat: FlatParameters) -> None:
-    """Check that parameters and gradients are views, each at an aligned place of its own, with zeros between them."""
+    """Check that parameters and gradients are aligned views that do not overlap, with zeros between them."""
     for tensor in (flat.weights, flat.gradients):
         assert tensor.tensor.numel() % BLOCK == 0
         taken = torch.zeros(tensor.tensor.numel(), dtype=torch.bool)
@@ -32,7 +30,7 @@ def _assert_consistent(flat: FlatParameters) -> None:
             assert view.untyped_storage().data_ptr() == tensor.tensor.data_ptr()
             assert begin % 64 == 0
             assert begin == flat.positions[name].begin
-            assert not taken[begin : begin + view.numel()].any(), "no two overlap"
+            assert not taken[begin : begin + view.numel()].any(), "views overlap"
             taken[begin : begin + view.numel()] = True
         assert not tensor.tensor[~taken].any(), "padding is zero"
     for name, parameter in flat.parameters.items():
@@ -42,23 +40,23 @@ def _assert_consistent(flat: FlatParameters) -> None:
         assert parameter.shape == flat.weights.views[name].shape
 
 
-def test_shards_come_last_from_a_block_on() -> None:
+def test_shards_are_last_and_begin_a_block() -> None:
     model = _model()
     flat = FlatParameters(dict(model.named_parameters()), ["0.weight", "2.bias"])
     _assert_consistent(flat)
     assert flat.shared_end == BLOCK
     assert list(flat.positions) == ["2.weight", "0.bias", "2.bias", "0.weight"], "the last comes first"
-    assert {name for name, place in flat.positions.items() if place.begin >= BLOCK} == flat.shards
+    assert {name for name, position in flat.positions.items() if position.begin >= BLOCK} == flat.shards
 
 
-def test_values_and_gradients_stay() -> None:
+def test_values_and_gradients_are_kept_and_accumulate() -> None:
     model, twin = _model(), _model()
     twin.load_state_dict(model.state_dict())
     for each in (model, twin):
         _backward(each)
     flat = _flat(model)
     _assert_consistent(flat)
-    for seed in (1, 2):  # gradients accumulate where they are
+    for seed in (1, 2):
         for each in (model, twin):
             _backward(each, seed)
     _assert_consistent(flat)
@@ -72,7 +70,7 @@ def test_values_and_gradients_stay() -> None:
     _assert_consistent(flat)
 
 
-def test_gradients_of_others_are_adopted() -> None:
+def test_gradients_that_others_set_are_adopted() -> None:
     model = _model()
     flat = _flat(model)
     flat.gradients.tensor.fill_(7)
@@ -105,14 +103,14 @@ def test_the_gradient_of_an_idle_parameter_is_none() -> None:
         assert all(parameter.grad is views[name] for name, parameter in model.named_parameters())
 
 
-def test_gradients_are_kept_where_one_wants_them() -> None:
+def test_gradients_can_be_kept_in_given_memory() -> None:
     flat = FlatParameters({"first": nn.Parameter(torch.ones(65, 1)), "second": nn.Parameter(torch.ones(3))})
     before, views = flat.gradients.tensor, dict(flat.gradients.views)
     for number, view in enumerate(views.values()):
         view.fill_(number + 1)
     content, memory = before.clone(), torch.full_like(before, torch.nan)
     flat.keep_gradients_in(memory)
-    assert flat.gradients.tensor is before, "who holds the flat gradient sees where it is"
+    assert flat.gradients.tensor is before, "the tensor is the same object"
     assert_same(memory, content, "content")
     memory.add_(1)
     for name, view in flat.gradients.views.items():
@@ -121,7 +119,7 @@ def test_gradients_are_kept_where_one_wants_them() -> None:
 
 
 class _Owned(nn.Parameter):
-    """A parameter whose memory is another's, as FBGEMM's slices of tables are."""
+    """A parameter in the memory of another one, as FBGEMM's slices of tables are."""
 
 
 def test_parameters_that_cannot_be_moved_have_a_reason() -> None:
@@ -134,10 +132,8 @@ def test_parameters_that_cannot_be_moved_have_a_reason() -> None:
 
 def _slices(whole: nn.Parameter) -> dict[str, nn.Parameter]:
     """Return the parameter's two parts, [3, 4] and [2, 5], as TorchRec shows the tables of a lookup."""
-    return {
-        "one": TableBatchedEmbeddingSlice(whole, 0, 12, 3, 4),
-        "two": TableBatchedEmbeddingSlice(whole, 12, 22, 2, 5),
-    }
+    slices = {"one": (0, 12, 3, 4), "two": (12, 22, 2, 5)}
+    return {name: TableBatchedEmbeddingSlice(whole, *each) for name, each in slices.items()}
 
 
 def test_slices_stay_slices_of_what_is_moved() -> None:
@@ -145,12 +141,12 @@ def test_slices_stay_slices_of_what_is_moved() -> None:
     given = {"other": other, **_slices(whole)}
     flat = FlatParameters(given)
     assert flat.parameters == {"other": other, "lookup of one/two": whole}
-    place = flat.positions["lookup of one/two"]
+    position = flat.positions["lookup of one/two"]
     for name, parameter, values in (("one", given["one"], range(12)), ("two", given["two"], range(12, 22))):
         assert parameter.flatten().tolist() == list(values)
         assert parameter.data_ptr() == flat.weights.views[name].data_ptr()
-        assert parameter.data_ptr() == flat.weights.tensor[place.begin + values[0] :].data_ptr()
-    assert whole.data_ptr() == flat.weights.tensor[place.begin :].data_ptr()
+        assert parameter.data_ptr() == flat.weights.tensor[position.begin + values[0] :].data_ptr()
+    assert whole.data_ptr() == flat.weights.tensor[position.begin :].data_ptr()
     (whole * torch.arange(22.0)).sum().backward()
     assert flat.gradients.views["two"].flatten().tolist() == list(range(12, 22))
     assert given["one"].grad is not None

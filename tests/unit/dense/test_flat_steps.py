@@ -1,5 +1,3 @@
-"""Optimizers of torch.optim train and write checkpoints as by themselves once their steps are taken over."""
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +26,7 @@ every_form = pytest.mark.parametrize("form", FORMS)
 
 
 class Run:
-    """Parameters in two groups, of which one gets no gradient, updated by an optimizer itself or by `FlatSteps`."""
+    """Parameters in two groups, one of which gets no gradient, updated by torch.optim or by `FlatSteps`."""
 
     def __init__(self, form: str) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -70,13 +68,8 @@ class Run:
 
 
 @every_form
-def test_steps_are_those_of_torch_optim(form: str) -> None:
-    Run(form).take_over().train(9).assert_same(Run(form).train(9))
-
-
-@every_form
 @pytest.mark.parametrize("taken_over", [(True, False), (False, True), (True, True)])
-def test_state_dicts_go_both_ways(form: str, taken_over: tuple[bool, bool]) -> None:
+def test_state_dicts_are_exchangeable_with_those_of_torch_optim(form: str, taken_over: tuple[bool, bool]) -> None:
     written, read = (Run(form).take_over() if taken else Run(form) for taken in taken_over)
     written.train(4)
     read.train(2).optimizer.load_state_dict(copy.deepcopy(written.optimizer.state_dict()))
@@ -86,16 +79,17 @@ def test_state_dicts_go_both_ways(form: str, taken_over: tuple[bool, bool]) -> N
 
 
 @every_form
-def test_an_optimizer_in_use_is_taken_over(form: str) -> None:
-    run = Run(form).train(3)
+@pytest.mark.parametrize("before", [0, 3])
+def test_steps_are_those_of_torch_optim_from_any_step_on(form: str, before: int) -> None:
+    run = Run(form).train(before)
     entries = dict(run.optimizer.state)
-    run.take_over().train(3, first=3).assert_same(Run(form).train(6))
+    run.take_over().train(9 - before, first=before).assert_same(Run(form).train(9))
     assert all(run.optimizer.state[key] is entry for key, entry in entries.items()), "wrappers hold these entries"
 
 
 @every_form
 @pytest.mark.parametrize("in_place", [False, True], ids=["replaced", "in_place"])
-def test_states_that_are_loaded_before_the_first_step_count(form: str, in_place: bool) -> None:
+def test_states_that_are_loaded_before_the_first_step_are_used(form: str, in_place: bool) -> None:
     writer, read = Run(form).train(4), Run(form).take_over()
     written = writer.optimizer.state_dict()
     if in_place:  # as TorchRec's wrappers do
@@ -110,7 +104,7 @@ def test_states_that_are_loaded_before_the_first_step_count(form: str, in_place:
 
 
 @every_form
-def test_a_state_that_was_loaded_is_kept_where_no_gradient_comes(form: str) -> None:
+def test_a_loaded_state_is_kept_without_a_gradient(form: str) -> None:
     run = Run(form)
     flat, idle = FlatParameters(run.parameters), run.parameters["idle"]
     steps = FlatSteps(flat, run.optimizer)
@@ -126,23 +120,19 @@ def test_a_state_that_was_loaded_is_kept_where_no_gradient_comes(form: str) -> N
 def test_the_shadow_follows_the_weights() -> None:
     run = Run("adagrad").take_over(torch.bfloat16)
 
-    def assert_true() -> None:
-        assert run.flat is not None
-        assert run.flat.shadow is not None
+    flat: Any = run.flat
+
+    def changed() -> None:
+        run.parameters["weight"].data.fill_(1.1)
+        flat.cast_shadow()
+
+    for change in (lambda: None, lambda: run.train(2), changed):
+        change()
         for name, parameter in run.parameters.items():
-            assert_same(run.flat.shadow.views[name], parameter.data.bfloat16(), f"shadow of {name}")
-
-    assert_true()
-    run.train(2)
-    assert_true()
-    assert run.flat is not None
-    run.parameters["weight"].data.fill_(1.1)
-    run.flat.cast_shadow()
-    assert_true()
+            assert_same(flat.shadow.views[name], parameter.data.bfloat16(), f"shadow of {name}")
 
 
-def test_the_learning_rate_is_read_where_refresh_has_put_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture reads device memory, which `refresh` alone writes."""
+def test_a_captured_step_reads_the_learning_rate_that_refresh_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("sgd").take_over()
     assert run.flat is not None
     monkeypatch.setattr(run.flat, "device", torch.device("cuda"))
@@ -172,7 +162,7 @@ def test_a_learning_rate_in_a_tensor_is_followed() -> None:
 
 
 @pytest.mark.parametrize("change", [{"momentum": 0.9}, {"weight_decay": 0.1}])
-def test_what_the_kernel_was_not_compiled_for_is_refused(change: dict[str, float]) -> None:
+def test_groups_that_the_kernel_was_not_compiled_for_are_refused(change: dict[str, float]) -> None:
     run = Run("sgd" if "momentum" in change else "nesterov").take_over()
     run.optimizer.param_groups[0].update(change, dampening=0.0)
     with refuses(r"SGD has other groups .* make the pipeline after they are set"):
@@ -188,5 +178,7 @@ def test_what_the_kernel_was_not_compiled_for_is_refused(change: dict[str, float
         (torch.optim.LBFGS, "LBFGS is none of torch.optim's SGD, Adagrad, Adam and AdamW"),
     ],
 )
-def test_what_is_not_taken_has_a_reason(make: Callable[..., torch.optim.Optimizer], reason: str | None) -> None:
+def test_an_optimizer_that_is_not_supported_has_a_reason(
+    make: Callable[..., torch.optim.Optimizer], reason: str | None
+) -> None:
     assert unsupported_by_flat_steps(make([nn.Parameter(torch.ones(2))], lr=0.1)) == reason

@@ -1,6 +1,4 @@
-"""When buckets of the flat gradient are reduced, and in which order; `tests/distributed` has the sums of two ranks."""
-
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,12 +12,11 @@ from dlrm_overlap.dense.gradients import GradientBuckets
 from tests.agreement import assert_same
 from tests.conftest import refuses
 
-KILOBYTE = 1 << 10
 LAYERS = 4
 
 
 class Chain(nn.Module):
-    """Four layers of 4 KiB of weights and, named before them, one that is used on demand, after them."""
+    """Four layers of 4 KiB of weights; after them, though registered before, one that is used on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,19 +30,17 @@ class Chain(nn.Module):
 
 
 class Reductions:
-    """Stands in for a group of two ranks with equal gradients, and records what was reduced when."""
+    """Stands in for a group of two ranks with equal gradients; its log has the numbers of elements reduced."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
-        """a text where something happened, or the number of elements that were reduced"""
         self.dtypes: set[torch.dtype] = set()
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-        if op == dist.ReduceOp.MIN:  # which gradients there are: the same on both
-            return
-        self.log.append(tensor.numel())
-        self.dtypes.add(tensor.dtype)
-        tensor.mul_(2)
+        if op != dist.ReduceOp.MIN:  # of which gradients there are: the same on both
+            self.log.append(tensor.numel())
+            self.dtypes.add(tensor.dtype)
+            tensor.mul_(2)
 
     def taken(self) -> list[Any]:
         log, self.log = self.log, []
@@ -60,14 +55,15 @@ def reductions(monkeypatch: pytest.MonkeyPatch) -> Reductions:
     return reductions
 
 
-GROUP: Any = None
 SAMPLES = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
 
 
-def _make(bucket_kilobytes: int, **options: Any) -> tuple[Chain, FlatParameters, GradientBuckets]:
+def _make(
+    bucket_kilobytes: int, shards: Sequence[str] = (), group: Any = None, **options: Any
+) -> tuple[Chain, FlatParameters, GradientBuckets]:
     model = Chain()
-    flat = FlatParameters(dict(model.named_parameters()))
-    return model, flat, GradientBuckets(flat, GROUP, bucket_bytes=bucket_kilobytes * KILOBYTE, **options)
+    flat = FlatParameters(dict(model.named_parameters()), shards)
+    return model, flat, GradientBuckets(flat, group, bucket_bytes=bucket_kilobytes << 10, **options)
 
 
 def _backward(model: Chain, spare: bool = False) -> dict[str, torch.Tensor]:
@@ -101,26 +97,22 @@ def test_a_bucket_is_reduced_as_soon_as_it_is_complete(reductions: Reductions) -
     model, flat, buckets = _make(4)
     _backward(model, spare=True)
     buckets.finish()
-    for layer in range(LAYERS):
-        flat.parameters[f"layers.{layer}.weight"].register_post_accumulate_grad_hook(
-            lambda _, n=layer: reductions.log.append(f"{n}")
-        )
+    for number, layer in enumerate(model.layers.parameters()):
+        layer.register_post_accumulate_grad_hook(lambda _, n=f"{number}": reductions.log.append(n))
     reductions.taken()
     for clear in (flat.zero, flat.drop_gradients):
         clear()
         expected = _backward(model, spare=True)
-        # Before the test's own hook each layer's; the spare one's has been complete for long, and takes its turn.
+        # Each layer's comes before this test's hook; the spare one's was complete first, and waits for its turn.
         assert reductions.taken() == [1024, "3", 1024, "2", 1024, "1", 1024, 1024, "0"]
         buckets.finish()
         assert reductions.taken() == []
         _assert_gradients(flat, expected)
 
 
-def test_shards_are_never_reduced_and_come_first(reductions: Reductions) -> None:
-    model = Chain()
+def test_shards_are_never_reduced_and_are_updated_first(reductions: Reductions) -> None:
     shards = ["layers.1.weight", "layers.3.weight"]
-    flat = FlatParameters(dict(model.named_parameters()), shards)
-    buckets = GradientBuckets(flat, GROUP, bucket_bytes=KILOBYTE)
+    model, flat, buckets = _make(1, shards)
     _backward(model)
     buckets.finish()
     assert list(flat.positions) == ["layers.2.weight", "layers.0.weight", "spare.weight", *reversed(shards)]
@@ -134,13 +126,13 @@ def test_shards_are_never_reduced_and_come_first(reductions: Reductions) -> None
 
 
 @pytest.mark.parametrize(
-    ("spare", "told"),
+    ("spare", "message"),
     [
         (True, "spare.weight got no gradient in this step, but one in the first, .* in every step"),
         (False, "spare.weight got a gradient in this step, but none in the first, "),
     ],
 )
-def test_what_gets_a_gradient_must_not_change(reductions: Reductions, spare: bool, told: str) -> None:
+def test_the_parameters_that_get_gradients_must_not_change(reductions: Reductions, spare: bool, message: str) -> None:
     model, flat, buckets = _make(4)
     _backward(model, spare)
     for _ in range(2):
@@ -151,16 +143,13 @@ def test_what_gets_a_gradient_must_not_change(reductions: Reductions, spare: boo
     _assert_gradients(flat, expected)
     flat.zero()
 
-    def step() -> None:
+    with refuses(f"^dense gradients: {message}"):
         _backward(model, not spare)
         buckets.finish()
 
-    with refuses(f"^dense gradients: {told}"):
-        step()
 
-
-def test_who_gets_no_gradient_keeps_none(reductions: Reductions) -> None:
-    """So AdamW leaves it alone, as under DDP; its bucket waits for the others alone."""
+def test_a_parameter_without_a_gradient_is_not_updated(reductions: Reductions) -> None:
+    """By AdamW, as under DDP; its bucket waits for the other gradients only."""
     model, flat, buckets = _make(4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     before = model.spare.weight.data.clone()
@@ -184,20 +173,19 @@ def test_gradients_that_are_not_the_flat_tensors_are_reduced(reductions: Reducti
     buckets.finish()
     flat.zero()
     model.zero_grad(set_to_none=True)
-    _assert_gradients_after(lambda: _backward(model), flat, buckets)
+    _assert_reduced(model, flat, buckets)
 
 
-def _assert_gradients_after(
-    backward: Callable[[], dict[str, torch.Tensor]], flat: FlatParameters, buckets: GradientBuckets
-) -> None:
-    expected = backward()
+def _assert_reduced(model: Chain, flat: FlatParameters, buckets: GradientBuckets) -> None:
+    """Check the gradients after a backward."""
+    expected = _backward(model)
     buckets.finish()
     _assert_gradients(flat, expected)
     for name, view in flat.gradients.views.items():
         assert flat.parameters[name].grad is (None if name in flat.idle else view)
 
 
-def test_bfloat16_is_what_is_sent(reductions: Reductions) -> None:
+def test_gradients_are_sent_in_bfloat16_if_asked(reductions: Reductions) -> None:
     model, flat, buckets = _make(4, dtype=torch.bfloat16)
     expected = _backward(model)
     buckets.finish()
@@ -216,12 +204,10 @@ def test_a_second_backward_without_finish_is_refused(reductions: Reductions) -> 
 
 
 def test_one_rank_sends_nothing(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Chain()
-    flat = FlatParameters(dict(model.named_parameters()))
-    buckets = GradientBuckets(flat, world_of_one, torch.bfloat16, bucket_bytes=KILOBYTE)
+    model, flat, buckets = _make(1, group=world_of_one, dtype=torch.bfloat16)
     monkeypatch.setattr(gradients.dist, "all_reduce", None)
     _backward(model)
     buckets.finish()
     for _ in range(2):
         flat.zero()
-        _assert_gradients_after(lambda: _backward(model), flat, buckets)
+        _assert_reduced(model, flat, buckets)

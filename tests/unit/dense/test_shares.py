@@ -1,5 +1,3 @@
-"""Every line of the flat gradient has one owner, and flags are numbered in the order in which they are raised."""
-
 import pytest
 
 from dlrm_overlap.dense.stores import cut
@@ -10,9 +8,9 @@ RANGES = [(0, 1), (1, 4), (4, 4), (4, 21), (21, 121)]  # lines
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("piece_lines", [1, 3, 10, 1000])
-def test_every_line_has_one_owner_and_every_flag_its_turn(world_size: int, piece_lines: int) -> None:
+def test_every_line_has_one_owner_and_flags_are_numbered_in_order(world_size: int, piece_lines: int) -> None:
     ranges = cut([(first * LINE, end * LINE) for first, end in RANGES], piece_lines * LINE, world_size)
-    owned, raised = [], []
+    owned, signaled = [], []
     for (first, end), (ready, pieces) in zip(RANGES, ranges, strict=True):
         assert [piece.begin for piece in pieces] == [first, *(piece.end for piece in pieces[:-1])]
         assert pieces[-1].end == end
@@ -22,11 +20,11 @@ def test_every_line_has_one_owner_and_every_flag_its_turn(world_size: int, piece
                 lines = piece.lines(rank)
                 owned += range(piece.first(rank), piece.first(rank) + lines)
                 assert 0 <= lines <= piece.share
-        raised += [ready, *(piece.slot for piece in pieces)]
+        signaled += [ready, *(piece.slot for piece in pieces)]
     assert owned == list(range(RANGES[-1][1]))
-    assert raised == list(range(len(raised)))
+    assert signaled == list(range(len(signaled)))
 
 
-def test_a_range_of_no_whole_lines_is_refused() -> None:
+def test_a_range_that_is_not_whole_lines_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"range 0 .. 65 must consist of lines of 64 elements"):
         cut([(0, 65)], LINE, 2)

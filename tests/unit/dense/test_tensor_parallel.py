@@ -1,5 +1,3 @@
-"""Layers that are divided over ranks, each rank's in turn in one process: the parts of what whole layers give."""
-
 import copy
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +27,7 @@ def _divided(whole: MLP, rank: int) -> tuple[MLP, list[tuple[int, int]]]:
     return mlp, divide_pairs(mlp, ParallelProducts(group, torch.device("cpu")))
 
 
-def test_each_rank_has_its_part_under_the_whole_ones_name() -> None:
+def test_each_rank_has_its_shard_under_the_name_of_the_whole_parameter() -> None:
     whole = _mlp()
     state = whole.state_dict()
     for rank in range(RANKS):
@@ -37,11 +35,10 @@ def test_each_rank_has_its_part_under_the_whole_ones_name() -> None:
         assert pairs == [(0, 1)], "3 ranks do not divide 7 neurons, and the last layer has no pair"
         assert mlp.state_dict().keys() == state.keys()
         shards = shards_of(mlp)
-        assert shards == {
-            "_mlp.0._linear.weight": Shard((6, 5), (2 * rank, 0)),
-            "_mlp.0._linear.bias": Shard((6,), (2 * rank,)),
-            "_mlp.1._linear.weight": Shard((4, 6), (0, 2 * rank)),
-        }
+        shapes = {"0._linear.weight": (6, 5), "0._linear.bias": (6,), "1._linear.weight": (4, 6)}
+        offsets = [(2 * rank, 0), (2 * rank,), (0, 2 * rank)]
+        expected = {f"_mlp.{name}": Shard(*each) for name, *each in zip(shapes, shapes.values(), offsets, strict=True)}
+        assert shards == expected
         for name, part in mlp.state_dict().items():
             first = shards[name].offsets if name in shards else [0] * part.dim()
             box = tuple(slice(begin, begin + size) for begin, size in zip(first, part.shape, strict=True))
@@ -57,23 +54,19 @@ PAIRS = {
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_gradients_are_parts_of_the_mean_over_the_ranks(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pair of each rank on the samples of all: stand-ins gather what is given, and scatter what all ranks gave."""
+    """Each rank's pair in turn on the samples of all; stand-ins replace the gather and the scatter."""
     make, bias_name = PAIRS[pair]
     whole = make()
     samples, weights = torch.randn(RANKS * SAMPLES, 5), torch.randn(RANKS * SAMPLES, 5)
     (whole(samples) * weights).sum().div(SAMPLES * RANKS).backward()  # the mean over ranks of the mean over samples
 
-    def scatter(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue: str, **_: Any
-    ) -> torch.Tensor:
+    def scatter(x: torch.Tensor, weight: torch.Tensor, bias: Any, epilogue: str, **_: Any) -> torch.Tensor:
         partial.append(x @ weight.t())
         others = sum(partial[:-1], torch.zeros(())).detach() if len(partial) == RANKS else torch.zeros(())
         output = partial[-1] + others + (0 if bias is None else bias)
         return torch.relu(output) if epilogue == "relu" else output
 
-    def gather(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue: str, **_: Any
-    ) -> torch.Tensor:
+    def gather(x: torch.Tensor, weight: torch.Tensor, bias: Any, epilogue: str, **_: Any) -> torch.Tensor:
         output = nn.functional.linear(x, weight, bias)
         return torch.relu(output) if epilogue == "relu" else output
 
@@ -101,7 +94,7 @@ def test_gradients_are_parts_of_the_mean_over_the_ranks(pair: str, monkeypatch: 
             assert_near(bias / RANKS, expected[bias_name], TOLERANCE, "bias")
 
 
-def test_what_takes_no_gradient_takes_none_divided() -> None:
+def test_frozen_parameters_are_frozen_when_divided() -> None:
     whole = _mlp()
     frozen = {"_mlp.0._linear.weight", "_mlp.1._linear.bias", "_mlp.2._linear.weight"}
     for name in frozen:
@@ -111,7 +104,7 @@ def test_what_takes_no_gradient_takes_none_divided() -> None:
 
 
 def test_layers_whose_activation_has_parameters_stay_whole() -> None:
-    """As they are of all neurons: a rank has some, and would normalise by these."""
+    """Such parameters are of all neurons: a rank would normalise by its own."""
     whole = MLP(5, [6, 3, 6, 3], activation="swish_layernorm")
     mlp, pairs = _divided(whole, 0)
     assert (pairs, mlp.state_dict().keys()) == ([], whole.state_dict().keys())

@@ -20,7 +20,7 @@ from dlrm_overlap.kernels import launches, reference
 from dlrm_overlap.kernels.launches import Launch, launches_of
 from dlrm_overlap.train.model import JoinInPlace, concatenated
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
-from tests.distributed.interpreted import interpreted_forward, interpreted_halves, without_streams
+from tests.distributed.interpreted import interpreted_forward, interpreted_parts, without_streams
 from tests.distributed.tiny_stage import LEARNING_RATE, ROWS, Stage
 from tests.kernels.emulation import interpreted
 
@@ -333,7 +333,7 @@ def test_prepared_launches_of_the_backward_serve_their_sizes_types_and_rows_alon
     exchange = known.exchange(world_of_one, "pgas", backward="push")
     options = ExchangeOptions(backward="push", wait_timeout_s=20.0)
     with without_streams():
-        push: Any = interpreted_halves(stage, world_of_one, options, samples=3).backward
+        push: Any = interpreted_parts(stage, world_of_one, options, samples=3).backward
         steps = [(2, torch.int64, torch.float32), (3, torch.int64, torch.float32), (2, torch.int32, torch.float32)]
         steps += [(3, torch.int64, torch.bfloat16), (3, torch.int64, torch.float32), (3, torch.int64, torch.float32)]
         for number, (samples, ids, dtype) in enumerate(steps):

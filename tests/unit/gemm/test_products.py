@@ -1,8 +1,6 @@
-"""When calls run serially, and the order of the sums on CPUs."""
-
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -20,19 +18,16 @@ LARGE = torch.ones(8192, 512, dtype=torch.bfloat16)
 def test_auto_runs_serially_where_ranks_do_not_reach_each_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def out_of_reach() -> None:
-        tries.append(1)
-        raise InputError("the GPUs of these 2 ranks do not reach each other's memory")
-
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    products, layer, tries = ParallelProducts(group, torch.device("cuda")), ProductLayer(LARGE), list[int]()
-    monkeypatch.setattr(products, "_open_windows", out_of_reach)
+    products, layer = ParallelProducts(group, torch.device("cuda")), ProductLayer(LARGE)
+    opened = Mock(side_effect=InputError("the GPUs of these 2 ranks do not reach each other's memory"))
+    monkeypatch.setattr(products, "_open_windows", opened)
     assert products._choose(False, 8, LARGE, layer, "auto") == ("serial", 4), "few bytes"
     assert products._choose(False, 8192, LARGE.float(), layer, "auto") == ("serial", 4)
-    assert not tries
+    opened.assert_not_called()
     for _ in range(2):
         assert products._choose(False, 8192, LARGE, layer, "auto") == ("serial", 4)
-    assert len(tries) == 1, "ranks meet once for that"
+    opened.assert_called_once()
     assert "run serially, since the GPUs of these 2 ranks" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Which way `auto` takes, compared with the rows of docs/results, and how rows are cut."""
+"""The way that `auto` takes against the rows of docs/results, and how rows are cut."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ WAYS = ("serial", "copies", "tiles", "triggered")
 
 
 def measured() -> Iterator[tuple[tuple[bool, int, int, int, int], dict[str, Row]]]:
-    """Yield the arguments of `rule` of each problem of the committed rows, and its rows."""
+    """Yield the arguments of `rule` for each problem of the committed rows, and its rows by contender."""
     for name in ("gemm", "gemm_two", "gemm_few"):
         found: dict[tuple[str, ...], dict[str, Row]] = {}
         for row in read(f"{name}.csv"):
@@ -28,7 +28,7 @@ def measured() -> Iterator[tuple[tuple[bool, int, int, int, int], dict[str, Row]
             yield (operator == "all_gather", int(m), *sizes, ranks), run
 
 
-def test_the_way_is_within_four_percent_of_the_fastest_of_all_rows() -> None:
+def test_the_way_is_within_four_percent_of_the_fastest_in_every_row() -> None:
     slower = []
     for problem, run in measured():
         way, _ = rule(*problem)
@@ -47,11 +47,11 @@ def test_the_way_is_within_four_percent_of_the_fastest_of_all_rows() -> None:
         ((False, 32768, 4096, 1024, 4), 4),  # in 4 parts 638 us, in 1 739
     ],
 )
-def test_parts_are_small_where_links_bound(problem: tuple[bool, int, int, int, int], parts: int) -> None:
+def test_parts_are_small_where_the_links_are_the_limit(problem: tuple[bool, int, int, int, int], parts: int) -> None:
     assert rule(*problem)[1] == parts
 
 
-def test_parts_are_small_at_one_end() -> None:
+def test_rows_are_cut_into_parts_that_are_small_at_one_end() -> None:
     assert cut(8192, 4, small_first=True) == [(0, 1024), (1024, 2048), (2048, 4096), (4096, 8192)]
     assert cut(8192, 4) == [(0, 4096), (4096, 6144), (6144, 7168), (7168, 8192)]
     assert cut(19, 4) == [(0, 16), (16, 19)]

@@ -9,14 +9,9 @@ from dlrm_overlap.train.attention import TargetAttention, pages_of
 D = 4
 
 
-def _attention(positions: int) -> TargetAttention:
+def _attention(positions: int = 4) -> TargetAttention:
     torch.manual_seed(0)
     return TargetAttention(SequenceConfig(history=1, positions=positions, heads=3), D)
-
-
-@pytest.fixture
-def attention() -> TargetAttention:
-    return _attention(4)
 
 
 def _plain(attention: TargetAttention, candidate: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -45,7 +40,7 @@ def test_outputs_and_gradients_are_those_of_the_formula(positions: int, lengths:
     if autocast:
         attention = attention.float()
         inputs = [each.detach().float().requires_grad_() for each in inputs[:2]] + list(attention.parameters())
-    # A captured step's tensor of rows is as large as its bound, and may hold anything after the last row.
+    # A captured step's tensor of rows is as large as its capacity, and may hold anything after the last row.
     beyond = torch.cat((inputs[1], torch.full((3, D), torch.nan)))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = attention(inputs[0], beyond, torch.tensor(lengths, dtype=torch.int32))
@@ -56,14 +51,14 @@ def test_outputs_and_gradients_are_those_of_the_formula(positions: int, lengths:
         assert away < (1e-2 if autocast else 1e-12), f"{name}: {away:.1e} of the norm"
 
 
-def test_no_history_at_all(attention: TargetAttention) -> None:
-    candidates = torch.randn(2, D)
+def test_empty_histories_give_the_output_of_the_last_position() -> None:
+    attention, candidates = _attention(), torch.randn(2, D)
     found = attention(candidates, torch.zeros(0, D), torch.zeros(2, dtype=torch.int64))
     torch.testing.assert_close(found[0], _plain(attention, candidates[0], torch.zeros(0, D)))
     assert attention(candidates[:0], torch.zeros(0, D), torch.zeros(0, dtype=torch.int64)).shape == (0, D)
 
 
-def test_pages_of_a_small_example() -> None:
+def test_the_pages_of_a_small_example_are_those_by_hand() -> None:
     found = pages_of(torch.tensor([4, 1]), rows=6, positions=3, page_size=2)
     assert found.rows.tolist() == [[0, 1], [2, 0], [4, 0], [0, 0], [0, 0], [0, 0]]
     assert found.page.tolist() == [[0, 1, 5], [2, 5, 5]]
@@ -71,13 +66,12 @@ def test_pages_of_a_small_example() -> None:
     assert found.is_empty.int().tolist() == [[[0, 0, 0, 1, 1, 1]], [[0, 1, 1, 1, 1, 1]]]
 
 
-def test_nothing_is_read_back(attention: TargetAttention) -> None:
-    """Tensors of the meta device have sizes and no values, so whoever asks for a value fails."""
-    meta = attention.to("meta")
+def test_attention_reads_no_value_back_from_the_device() -> None:
+    meta = _attention().to("meta")  # whose tensors have sizes and no values: to ask for a value fails
     rows = torch.empty(64, D, device="meta", requires_grad=True)
     lengths = torch.empty(8, dtype=torch.int32, device="meta")
     found = meta(torch.empty(8, D, device="meta"), rows, lengths)
     found.sum().backward()
     assert found.shape == (8, D)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError):  # as it would if attention read a value
         lengths.max().item()

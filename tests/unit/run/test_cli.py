@@ -1,5 +1,3 @@
-"""The command line: options and their help, processes, versions."""
-
 import importlib.metadata
 import os
 import re
@@ -8,13 +6,15 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import dlrm_overlap
 from dlrm_overlap.cli import main, run
-from dlrm_overlap.config import Config, InputError, PeerError
+from dlrm_overlap.config import InputError, PeerError
 from dlrm_overlap.launching.lifetime import HOLD_BACK_S, SAVED
 from dlrm_overlap.train.ranks import run_on_ranks
 from tests.conftest import configuration
@@ -24,37 +24,28 @@ class Ended(BaseException):
     """Stands for the end of the process."""
 
 
-def _end(monkeypatch: pytest.MonkeyPatch, ends: BaseException | int) -> int:
-    """Return the code that `run` ends the process with where `main` ends by `ends`."""
-
-    def main() -> int:
-        if isinstance(ends, int):
-            return ends
-        raise ends
-
-    def exit_at_once(code: int) -> None:
-        raise Ended(code)
-
-    monkeypatch.setattr("dlrm_overlap.cli.main", main)
-    monkeypatch.setattr("os._exit", exit_at_once)
-    with pytest.raises(Ended) as ended:
-        run()
-    return ended.value.args[0]
-
-
 def test_an_error_is_reported_and_ends_the_process_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _end(monkeypatch, RuntimeError("CUDA error: an illegal memory access")) == 1
-    assert "RuntimeError: CUDA error: an illegal memory access" in capsys.readouterr().err
+    monkeypatch.setattr("dlrm_overlap.cli.main", Mock(side_effect=RuntimeError("CUDA error: an illegal access")))
+    monkeypatch.setattr("os._exit", Mock(side_effect=Ended))
+    with pytest.raises(Ended):
+        run()
+    os._exit.assert_called_once_with(1)  # type: ignore[attr-defined]
+    assert "RuntimeError: CUDA error: an illegal access" in capsys.readouterr().err
+
+
+def _python(script: str, *argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
 
 
 @pytest.mark.parametrize(
-    ("rank", "code", "told"),
+    ("rank", "code", "stderr"),
     [("0", 2, "dlrm-overlap: --config: nowhere.yaml: No such file"), ("1", -signal.SIGTERM, "")],
 )
-def test_a_rank_that_holds_its_report_back_can_be_ended(rank: str, code: int, told: str) -> None:
-    """As torchrun ends the ranks above 0, whose rank 0 has reported: by SIGTERM, at which a training saves."""
+def test_a_rank_that_holds_its_report_back_can_be_ended(rank: str, code: int, stderr: str) -> None:
+    """By SIGTERM, as torchrun ends the others once rank 0 has reported; a training would save at it."""
     script = """
 import os, signal, sys, time
 from dlrm_overlap import cli
@@ -64,13 +55,11 @@ time.sleep = lambda seconds: (os.kill(os.getpid(), signal.SIGTERM), sleep(second
 EndRequest().listen()
 sys.exit(cli.main(["train", "--config", "nowhere.yaml"]))
 """
-    environ = os.environ | {"RANK": rank}
-    argv = [sys.executable, "-c", script]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environ)
-    assert (result.returncode, result.stderr[: len(told) or None]) == (code, told)
+    result = _python(script, env=os.environ | {"RANK": rank})
+    assert (result.returncode, result.stderr[: len(stderr) or None]) == (code, stderr)
 
 
-# Gets a signal while the command line is imported; then trains, in place of `run_on_ranks`, until it is asked to end.
+# Gets a signal while the command line is imported; then trains, instead of `run_on_ranks`, until it is asked to end.
 LOADING = """
 import os, signal, sys, time
 from importlib.abc import MetaPathFinder
@@ -104,7 +93,7 @@ run()
 
 
 @pytest.mark.parametrize(
-    ("number", "command", "code", "told"),
+    ("number", "command", "code", "stderr"),
     [
         (signal.SIGTERM, "train", SAVED, ""),
         (signal.SIGUSR1, "train", SAVED, ""),
@@ -113,10 +102,11 @@ run()
         (signal.SIGINT, "train", 128 + signal.SIGINT, "dlrm-overlap: interrupted\n"),
     ],
 )
-def test_a_signal_while_the_command_line_is_loaded(number: int, command: str, code: int, told: str) -> None:
-    argv = [sys.executable, "-c", LOADING, str(int(number)), command]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert (result.returncode, result.stderr) == (code, told)
+def test_a_training_keeps_a_signal_that_arrives_while_it_is_loaded(
+    number: int, command: str, code: int, stderr: str
+) -> None:
+    result = _python(LOADING, str(int(number)), command)
+    assert (result.returncode, result.stderr) == (code, stderr)
 
 
 def test_options_override_the_file(tmp_path: Path) -> None:
@@ -152,43 +142,34 @@ def test_help_tells_what_every_key_means(monkeypatch: pytest.MonkeyPatch, capsys
     assert "--checkpoint PATH" in _help(capsys, "eval", "--help")
 
 
-def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_is_the_declared_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     declared = tomllib.loads(Path("pyproject.toml").read_text())["project"]["version"]
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"dlrm-overlap {declared}\n"
-
-    def not_installed(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
+    not_installed = Mock(side_effect=importlib.metadata.PackageNotFoundError("dlrm-overlap"))
     monkeypatch.setattr(importlib.metadata, "version", not_installed)
     assert dlrm_overlap.__version__ == declared
 
 
 @pytest.mark.parametrize(
-    ("gpus", "device", "nproc", "message"),
+    ("gpus", "device", "nproc", "stderr"),
     [
-        (0, "auto", 2, "--nproc auto: 2 processes on the CPU\n"),
-        (1, "auto", 1, "--nproc auto: 1 process, one per GPU\n"),
-        (3, "auto", 3, "--nproc auto: 3 processes, one per GPU\n"),
-        (3, "cpu", 2, "--nproc auto: 2 processes on the CPU\n"),
+        (0, "auto", 2, "2 processes on the CPU"),
+        (1, "auto", 1, "1 process, one per GPU"),
+        (3, "auto", 3, "3 processes, one per GPU"),
+        (3, "cpu", 2, "2 processes on the CPU"),
     ],
 )
-def test_nproc_auto(
-    gpus: int,
-    device: str,
-    nproc: int,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+def test_nproc_auto_is_a_process_per_gpu_or_two_on_the_cpu(
+    gpus: int, device: str, nproc: int, stderr: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    started: list[tuple[list[str], int]] = []
-    monkeypatch.setattr("dlrm_overlap.train.ranks.spawn", lambda *asked: started.append(asked) or 0)
+    spawn = Mock(return_value=0)
+    monkeypatch.setattr("dlrm_overlap.train.ranks.spawn", spawn)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     options = ["--config", "configs/quickstart.yaml", "--train.device", device, "--log.dir", str(tmp_path)]
     assert main(["train", "--nproc", "auto", *options]) == 0
-    assert started == [(["train", *options], nproc)]
-    assert capsys.readouterr().err == message
+    spawn.assert_called_once_with(["train", *options], nproc)
+    assert capsys.readouterr().err == f"--nproc auto: {stderr}\n"
 
 
 @pytest.mark.parametrize(
@@ -202,16 +183,14 @@ def test_nproc_auto(
         (0, PeerError("rank 1 has failed"), 3),
     ],
 )
-def test_one_rank_reports_an_error(
+def test_only_one_rank_reports_an_error(
     rank: int | None, error: Exception, held_back: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = [0.0]
     monkeypatch.setattr("time.sleep", waits.append)
     monkeypatch.setattr("dlrm_overlap.launching.launcher.announced_rank", lambda: rank)
 
-    def fail(config: Config, values: object) -> None:
-        raise error
-
+    fail = Mock(side_effect=error)
     with pytest.raises(type(error), match=str(error)):
         run_on_ranks(["train"], "", ["--config", "configs/quickstart.yaml"], lambda ranks: 0, check=fail)
     assert sum(waits) == held_back * HOLD_BACK_S

@@ -1,5 +1,3 @@
-"""The dense part compiled by torch.compile: the same run, compiled once."""
-
 import shutil
 from pathlib import Path
 
@@ -7,18 +5,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from dlrm_overlap.config import Config
-from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE
 from tests.conftest import assert_losses_agree
 from tests.distributed.workers import make_trainer, quickstart
 
 SMALL = ["--train.batch_size", "64", "--train.steps", "6", "--train.eval_every", "3", "--data.eval_samples", "256"]
-COMPILED = ["--train.compile_dense", "true"]
-
-
-def _trainer(config: Config) -> Trainer:
-    return make_trainer(config)
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -28,11 +19,11 @@ def _trainer(config: Config) -> Trainer:
 @pytest.mark.parametrize("arch", ["dot", "dcn"])
 def test_a_compiled_dense_part_trains_the_same_and_is_compiled_once(tmp_path: Path, arch: str) -> None:
     shape = [*SMALL, "--model.arch", arch, *(["--model.cross_rank", "8"] if arch == "dcn" else [])]
-    eager = _trainer(quickstart(tmp_path, "eager", *shape))
+    eager = make_trainer(quickstart(tmp_path, "eager", *shape))
     eager.fit()
     torch._dynamo.reset()
     counters.clear()
-    compiled = _trainer(quickstart(tmp_path, "compiled", *shape, *COMPILED))
+    compiled = make_trainer(quickstart(tmp_path, "compiled", *shape, "--train.compile_dense", "true"))
     assert counters["stats"]["unique_graphs"] == 2, "the bottom MLP and the head, before DDP wraps them"
     assert all(parameter.grad is None for parameter in compiled.model.parameters())
     compiled.fit()

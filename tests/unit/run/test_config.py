@@ -33,17 +33,17 @@ def test_a_name_is_a_file_of_the_package_unless_such_a_file_is_there(
 
 
 @pytest.mark.parametrize(("spec", "bounds"), [(3, (3, 3)), ("3", (3, 3)), ("0..8", (0, 8)), ("2..2", (2, 2))])
-def test_multi_hot(spec: int | str, bounds: tuple[int, int]) -> None:
+def test_multi_hot_is_a_number_or_a_range(spec: int | str, bounds: tuple[int, int]) -> None:
     assert parse_multi_hot(spec) == bounds
 
 
 @pytest.mark.parametrize("spec", ["", "-1", "3..1", "0..0", 0, "a", "1.5", "1..", "..2"])
-def test_multi_hot_refuses(spec: int | str) -> None:
+def test_multi_hot_refuses_anything_else(spec: int | str) -> None:
     with refuses(r"write 3 or '0\.\.8'"):
         parse_multi_hot(spec)
 
 
-def test_number_of_tables() -> None:
+def test_the_number_of_tables_is_given_or_that_of_a_list() -> None:
     assert TablesConfig(count=4, rows=10).number() == 4
     assert TablesConfig(rows=[1, 2, 3]).number() == 3
     assert TablesConfig(multi_hot=[1, "0..2"], rows=5).number() == 2
@@ -129,12 +129,12 @@ EXTREMES = ["1e308", "1e39", "1e-39", "5e-324"]  # which 32 bits make infinite, 
 
 @pytest.mark.parametrize("key", ["train.lr", "train.eps", "embedding.lr", "embedding.eps", "embedding.wait_timeout_s"])
 @pytest.mark.parametrize("value", ["inf", ".inf", "nan", "-inf", "0", "1" + 400 * "0", *EXTREMES])
-def test_floats_must_be_finite(key: str, value: str) -> None:
+def test_rates_are_finite_in_32_bits(key: str, value: str) -> None:
     with refuses(key):
         _quickstart(f"--{key}={value}")
 
 
-NOT_NUMBERS = [".inf", ".nan", "1e999", "[1, 2]", "{a: [{}]}", "'x'", "9" * 5000, "[" * 2000]
+NOT_NUMBERS = [".inf", ".nan", "1e999", "[1, 2]", "{a: [{}]}", "'x'", "9" * 5000, "[" * 700]
 NOT_NUMBERS += ["!!int ''", "!!bool x", "!!float x", "!!timestamp x", "!!binary x", "!!null x", "!!pairs [a]"]
 NOT_NUMBERS += ["&a [*a]", "<<: 3", "{[1]: 2}", '"\\0"', "? a", "2020-01-01"]
 

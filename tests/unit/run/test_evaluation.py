@@ -1,7 +1,6 @@
-"""A checkpoint evaluated on its own gives what the run that saved it logged, and changes nothing in its folder."""
-
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ import torch
 
 from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, write_manifest
 from dlrm_overlap.cli import main
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.train.evaluation import evaluate, stored_config
 from tests.conftest import ROOT, read_metrics, refuses
-from tests.distributed.workers import make_trainer, quickstart, ranks_here, run_ranks, train
+from tests.distributed.workers import make_trainer, quickstart, ran_on_ranks, ranks_here, train
+from tests.unit.run.test_trainer import contents
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 KEYS = ("loss", "auroc", "ne", "accuracy")
@@ -33,23 +33,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stored(run: Path) -> Config:
-    """The configuration that the run's newest checkpoint keeps."""
     return parse_config(Config, "eval", "", [], defaults=stored_config(run / "checkpoints" / "step_4"))[0]
 
 
-def _evaluate(path: Path, config: Config) -> dict[str, Any]:
-    return evaluate(ranks_here(config), path)
-
-
 @pytest.mark.parametrize(("step", "backend"), [(2, "torchrec"), (4, "pgas")])
-def test_gives_what_the_run_logged_at_that_step(run: Path, stored: Config, step: int, backend: str) -> None:
-    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()}
+def test_evaluating_a_checkpoint_gives_what_its_run_logged(run: Path, stored: Config, step: int, backend: str) -> None:
+    before = contents(run)
     train = replace(stored.train, graph_dense=True)  # which training needs a GPU for
     config = replace(stored, embedding=replace(stored.embedding, backend=backend), train=train)
-    found = _evaluate(run / "checkpoints" / f"step_{step}", config)
+    found = evaluate(ranks_here(config), run / "checkpoints" / f"step_{step}")
     assert {key: found[key] for key in KEYS} == {key: read_metrics(run, f"eval/{key}")[step] for key in KEYS}
     assert (found["step"], found["samples"]) == (step, 250)
-    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()} == before
+    assert contents(run) == before
 
 
 CUTS = {  # plan of two ranks -> its keys
@@ -65,12 +60,7 @@ def _train_two_ranks(folder: Path) -> None:
         train(quickstart(folder, name, *options, "--checkpoint.last", "true"))
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of runs of two ranks, one for each of `CUTS`."""
-    folder = tmp_path_factory.mktemp("two_ranks")
-    run_ranks(_train_two_ranks, 2, folder)
-    return folder
+two_ranks = ran_on_ranks(2, _train_two_ranks)
 
 
 @pytest.mark.parametrize("ranks", ["one rank", *CUTS])
@@ -103,8 +93,8 @@ def test_exported_weights_predict_in_the_unsharded_model(
 def test_another_model_is_refused_with_all_that_differs(run: Path, stored: Config) -> None:
     data = replace(stored.data, tables=replace(stored.data.tables, max_rows=500))
     config = replace(stored, model=replace(stored.model, dim=8, bottom_mlp=[8]), data=data)
-    with pytest.raises(InputError) as error:
-        _evaluate(run / "checkpoints" / "step_4", config)
+    with refuses() as error:
+        evaluate(ranks_here(config), run / "checkpoints" / "step_4")
     for text in ("model.dim 16, this run has 8", "model.bottom_mlp [64, 16], this run has [8]", "rows [2000, "):
         assert text in str(error.value)
 
@@ -112,15 +102,15 @@ def test_another_model_is_refused_with_all_that_differs(run: Path, stored: Confi
 def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Path) -> None:
     path = tmp_path / "step_4"
     path.mkdir()
-    for file in (run / "checkpoints" / "step_4").iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
+    for each in (run / "checkpoints" / "step_4").iterdir():
+        shutil.copyfile(each, path / each.name)
     file = path / "__0_0.distcp"
     file.write_bytes(bytes(size := file.stat().st_size))
     with refuses(r"__0_0\.distcp is damaged: the checksum of .*; evaluate another"):
-        _evaluate(path, stored)
+        evaluate(ranks_here(stored), path)
     os.truncate(file, size - 1)
     with refuses(rf"__0_0\.distcp has {size - 1} bytes, not {size}"):
-        _evaluate(path, stored)
+        evaluate(ranks_here(stored), path)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +124,7 @@ def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Pa
         ("--checkpoint {tmp_path}", "step_12/checkpoint.json is damaged"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_mistakes_of_eval_are_refused_in_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, reason: str
 ) -> None:
     manifests = {"newer": {"embedding": {"colour": "red"}}, "wrong": {"train": {"steps": "abc"}}}
@@ -151,7 +141,7 @@ def test_mistakes_are_one_line(
     assert reason in line
 
 
-def test_a_file_takes_the_place_of_the_stored_configuration(
+def test_a_given_configuration_replaces_the_stored_one(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.yaml").write_text("train: {steps: 5}\n")

@@ -1,5 +1,3 @@
-"""The lock of a folder: whom it keeps out, and whom a dead owner does not."""
-
 import errno
 import fcntl
 import os
@@ -7,12 +5,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from dlrm_overlap.launching.files import LOCK_NAME, hold_folder, open_file, replacing, temporary_of
 from dlrm_overlap.observe.run_folder import hold_run_folder
-from tests.conftest import NO_FILES, PYTHON_PATH, ROOT, refuses
+from tests.conftest import NO_FILES, ROOT, refuses
 
 # Holds the lock of argv[1], forks a child that lives on, and waits to be killed; prints the child's process id.
 OWNER = """
@@ -52,10 +51,7 @@ def test_a_dead_owner_blocks_nobody_though_its_children_live(tmp_path: Path, mon
 def test_a_file_system_without_locks_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with hold_folder(tmp_path, "log.dir") as is_held:
         assert not is_held
     assert "the file system has no locks" in caplog.text
@@ -72,17 +68,11 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path, world_of_one: object) -> None:
-    """The process is killed between writing a file and giving it its name."""
-    program = """if True:
-        import os, signal, sys
-        from pathlib import Path
-        from dlrm_overlap.launching.files import replacing
-        with replacing(Path(sys.argv[1])) as stream:
+    killed = os.fork()
+    if not killed:
+        with replacing(tmp_path / "summary.json"):
             os.kill(os.getpid(), signal.SIGKILL)
-    """
-    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
-    killed = subprocess.run([sys.executable, "-c", program, tmp_path / "summary.json"], env=environment, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     mine = [tmp_path / ".notes.tmp", tmp_path / ".notes.0123456789abcdeg.tmp"]
     for file in mine:
@@ -94,7 +84,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", NO_FILES)
-def test_what_is_no_file_is_not_opened(tmp_path: Path, kind: str) -> None:
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
     NO_FILES[kind](tmp_path / "it")
     with pytest.raises(OSError, match=f"it is {kind}, not a file"):
         open_file(tmp_path / "it")

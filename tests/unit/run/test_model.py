@@ -1,6 +1,6 @@
-"""The single-device model, its initial weights and its learning rates, against plain formulas."""
-
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from dlrm_overlap.train.model import DotInteraction, JoinInPlace, build_model, j
 from tests.agreement import assert_same
 
 
-def test_dot_interaction_pairs() -> None:
+def test_the_dot_interaction_is_the_product_of_each_pair() -> None:
     torch.manual_seed(0)
     each = torch.randn(5, 4, 8)
     out = DotInteraction(4, 8)(each.flatten(1))
@@ -55,17 +55,9 @@ def test_initial_rows_are_uniform() -> None:
     assert torch.corrcoef(torch.stack((rows[:-1].flatten(), rows[1:].flatten())))[0, 1].abs() < 0.02
 
 
-class _Groups:
-    def __init__(self) -> None:
-        self.param_groups = [{"lr": 0.5}, {"lr": 2.0}]
-
-
-def test_learning_rate_schedule() -> None:
-    optimizer = _Groups()
-    schedule = LearningRate(
-        optimizer,  # type: ignore[arg-type]
-        TrainConfig(warmup_steps=4, decay_start_step=10, decay_steps=10),
-    )
+def test_the_learning_rate_warms_up_and_decays_by_the_square_of_the_steps_left() -> None:
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.5}, {"lr": 2.0}])
+    schedule = LearningRate(optimizer, TrainConfig(warmup_steps=4, decay_start_step=10, decay_steps=10))
     rates = []
     for step in range(24):
         schedule.set(step)
@@ -80,20 +72,18 @@ def test_learning_rate_schedule() -> None:
 
 
 def _lent(values: torch.Tensor, leading: int) -> torch.Tensor:
-    """Return `values` as an exchange lends them: on a storage with columns in front of each row, here of NaN."""
+    """Return `values` as a view that an exchange gives: with `leading` columns, here of NaN, in front of each row."""
     window = torch.full((values.shape[0], leading + values.shape[1]), torch.nan, dtype=values.dtype)
     window[:, leading:] = values
-    lent = values.new_empty(0)
-    return lent.set_(window.untyped_storage(), leading, values.shape, window.stride())
+    return values.new_empty(0).set_(window.untyped_storage(), leading, values.shape, window.stride())
 
 
 @pytest.mark.parametrize("keys", [["a", "b"], ["b", "a"]])
 @pytest.mark.parametrize("leading", [0, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_joined_where_there_is_room_for_it_and_nothing_has_to_be_moved(
+def test_join_copies_only_without_room_or_in_another_order_or_type(
     keys: list[str], leading: int, dtype: torch.dtype
 ) -> None:
-    """Else a copy is made: without room, in TorchRec's order, or of another type."""
     dense = torch.arange(12.0).view(3, 4).bfloat16().requires_grad_()
     values = torch.arange(24.0).view(3, 8).to(dtype)
     pooled = _lent(values, leading).requires_grad_()

@@ -1,9 +1,8 @@
-"""Saves beside training, in a world of one: what they hold, and what becomes of those that fail."""
-
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from tests.distributed.workers import make_trainer, quickstart
 from tests.unit.run.test_trainer import SMALL, checkpoints
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
-BESIDE = ["--checkpoint.asynchronous", "true", "--checkpoint.keep", "9"]
+ASYNC = ["--checkpoint.asynchronous", "true", "--checkpoint.keep", "9"]
 
 
 def _fit(folder: Path, *options: str) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def test_a_save_holds_the_state_after_its_step_though_steps_follow_before_it_is_
 ) -> None:
     every = ["--checkpoint.every", "2"]
     _fit(tmp_path / "stops", *every)
-    trainer = make_trainer(quickstart(tmp_path / "beside", "run", *SMALL, *BESIDE, *every, "--train.steps", "5"))
+    trainer = make_trainer(quickstart(tmp_path / "async", "run", *SMALL, *ASYNC, *every, "--train.steps", "5"))
     write = Checkpointer.write
 
     def late(self: Checkpointer, step: int, *others: Any) -> Path:
@@ -48,21 +47,17 @@ def test_a_save_holds_the_state_after_its_step_though_steps_follow_before_it_is_
     monkeypatch.setattr(Checkpointer, "write", late)
     trainer.fit()
     for name in ("step_2", "step_4"):
-        stops, beside = (tmp_path / folder / "run/checkpoints" / name for folder in ("stops", "beside"))
-        assert verify(beside) == []
-        found, expected = (read_manifest(each).about["trained_metrics"] for each in (beside, stops))
+        stops, saved = (tmp_path / folder / "run/checkpoints" / name for folder in ("stops", "async"))
+        assert verify(saved) == []
+        found, expected = (read_manifest(each).about["trained_metrics"] for each in (saved, stops))
         assert found == expected
-        assert_all_near(_loaded(trainer, beside), _loaded(trainer, stops), 0.0, name)
+        assert_all_near(_loaded(trainer, saved), _loaded(trainer, stops), 0.0, name)
 
 
 def test_a_save_after_which_kernels_have_recorded_a_fault_is_not_kept(tmp_path: Path) -> None:
-    options = [*BESIDE, "--checkpoint.every", "1", "--log.every", "4"]
+    options = [*ASYNC, "--checkpoint.every", "1", "--log.every", "4"]
     trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *options))
-
-    def recorded() -> None:
-        raise RuntimeError("rank 0 waited for rank 1")
-
-    trainer.saves._check = recorded
+    trainer.saves._check = Mock(side_effect=RuntimeError("rank 0 waited for rank 1"))
     with pytest.raises(RuntimeError, match="rank 0 waited for rank 1"):
         trainer.fit()
     assert checkpoints(tmp_path) == []
@@ -70,7 +65,7 @@ def test_a_save_after_which_kernels_have_recorded_a_fault_is_not_kept(tmp_path: 
 
 @pytest.mark.slow
 def test_a_save_that_finds_no_room_ends_the_run_by_name(tmp_path: Path) -> None:
-    options = [*BESIDE, "--checkpoint.every", "1"]
+    options = [*ASYNC, "--checkpoint.every", "1"]
     _fit(tmp_path, *options, "--train.steps", "2")
     with file_limit(100_000), refuses(r"step_3 cannot be written \(File too large"):
         _fit(tmp_path, *options, "--train.steps", "6")
@@ -78,7 +73,7 @@ def test_a_save_that_finds_no_room_ends_the_run_by_name(tmp_path: Path) -> None:
 
 
 def test_no_room_for_copies_is_reported_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *BESIDE, "--checkpoint.every", "1"))
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *ASYNC, "--checkpoint.every", "1"))
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     with refuses(r"asynchronous: copies of the state need \S+ GB of this node's memory"):
         trainer.fit()
@@ -90,15 +85,11 @@ def test_no_room_for_copies_is_reported_before_the_first_step(tmp_path: Path, mo
 
 @pytest.mark.slow
 def test_a_failed_save_is_raised_at_the_next_log_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only at the next save, which may be hours away."""
     failing = property(lambda self: self._background is not None and self._background.exception() is not None)
     monkeypatch.setattr(Saves, "failed", failing)  # waits, so that the step is certain
-    trainer = make_trainer(
-        quickstart(tmp_path, "run", *SMALL, *BESIDE, "--checkpoint.every", "2", "--train.steps", "9")
-    )
-    monkeypatch.setattr(
-        trainer.checkpointer, "write", lambda *_, **__: (_ for _ in ()).throw(InputError("step_2: full"))
-    )
+    options = [*ASYNC, "--checkpoint.every", "2", "--train.steps", "9"]
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *options))
+    monkeypatch.setattr(trainer.checkpointer, "write", Mock(side_effect=InputError("step_2: full")))
     with refuses("step_2: full"):
         trainer.fit()
     assert trainer.progress.step < 9

@@ -30,7 +30,6 @@ def _pooled(config: Config) -> Config:
 
 
 def _reversed(batch: Batch, table: int) -> Batch:
-    """Return the batch with the ids of each of a table's bags in the opposite order."""
     tables = batch.sparse.lengths().view(len(batch.sparse.keys()), -1)
     values = list(batch.sparse.values().split(tables.sum(1).tolist()))
     values[table] = torch.cat([bag.flip(0) for bag in values[table].split(tables[table].tolist())])
@@ -53,7 +52,7 @@ def test_attention_beats_pooling_and_knows_the_order(tmp_path: Path) -> None:
     assert auroc[0] > auroc[1] + MARGIN, auroc
 
 
-def test_the_history_is_explained(tmp_path: Path) -> None:
+def test_explain_names_the_history_and_its_exchange(tmp_path: Path) -> None:
     model = make_trainer(_config(tmp_path, "--embedding.backend", "pgas")).model
     found = {each.table: (each.module, each.exchanged) for each in explain(model).tables}
     assert found == {f"t_0{t}": (f"dlrm.{'history' if t == 2 else 'embedding'}", True) for t in range(3)}

@@ -23,7 +23,7 @@ from tests.conftest import refuses
 
 
 class _Evil:
-    """An object whose pickle makes a folder when it is read."""
+    """An object whose pickle makes the folder `mark` when it is read."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -37,19 +37,19 @@ def mark(tmp_path: Path) -> Path:
     return tmp_path / "mark"
 
 
-def _tags(mark: Path) -> list[str]:
-    call = f"!!python/object/apply:os.mkdir ['{mark}']"
-    return [
-        f"{call}",
-        f"data: {{tables: {{rows: [{call}]}}}}",
-        f"log: {{dir: !!python/name:os.mkdir }}\n# {mark}",
-        f"log: {{dir: !!python/object/new:os.mkdir ['{mark}']}}",
-    ]
+def _write_day(folder: Path, **arrays: np.ndarray) -> None:
+    whole: dict[str, Any] = {"dense": np.zeros((20, 13), np.float32), "labels": np.zeros((20, 1), np.int32)}
+    for name, array in (whole | {"sparse": np.zeros((20, 26), np.int32)} | arrays).items():
+        np.save(folder / f"day_0_{name}.npy", array, allow_pickle=True)
 
 
-@pytest.mark.parametrize("case", range(4))
-def test_a_configuration_executes_nothing(tmp_path: Path, mark: Path, case: int) -> None:
-    text = _tags(mark)[case]
+CALL = "!!python/object/apply:os.mkdir ['{mark}']"
+TAGS = [CALL, f"data: {{{{tables: {{{{rows: [{CALL}]}}}}}}}}", "log: {{dir: !!python/name:os.mkdir }}"]
+
+
+@pytest.mark.parametrize("tag", [*TAGS, "log: {{dir: !!python/object/new:os.mkdir ['{mark}']}}"])
+def test_a_configuration_executes_nothing(tmp_path: Path, mark: Path, tag: str) -> None:
+    text = tag.format(mark=mark)
     (tmp_path / "evil.yaml").write_text(text + "\n")
     with refuses():
         parse_config(Config, "train", "", ["--config", str(tmp_path / "evil.yaml")])
@@ -61,8 +61,7 @@ def test_a_configuration_executes_nothing(tmp_path: Path, mark: Path, case: int)
 
 @pytest.mark.parametrize("part", ["dense", "sparse", "labels"])
 def test_arrays_execute_nothing(tmp_path: Path, mark: Path, part: str) -> None:
-    _write_day(tmp_path)
-    np.save(tmp_path / f"day_0_{part}.npy", np.array([[_Evil(mark)]] * 20), allow_pickle=True)
+    _write_day(tmp_path, **{part: np.array([[_Evil(mark)]] * 20)})
     with refuses(rf"day_0_{part}\.npy"):
         Criteo(tmp_path, TablesConfig(rows=50), multi_hot=False)
     assert not mark.exists()
@@ -78,7 +77,7 @@ def test_members_of_an_archive_execute_nothing(tmp_path: Path, mark: Path) -> No
     with refuses(r"day_0_sparse_multi_hot\.npz"):
         Criteo(tmp_path, TablesConfig(rows=50), multi_hot=True)
     evil = f"{{'descr': __import__('os').mkdir('{mark}'), 'fortran_order': False, 'shape': (20, 1)}}"
-    for header in (evil, evil[:-20]):  # an expression in place of a literal, whole and cut
+    for header in (evil, evil[:-20]):  # an expression instead of a literal, whole and truncated
         with zipfile.ZipFile(tmp_path / "day_0_sparse_multi_hot.npz", "w") as archive:
             for t in range(26):
                 size = (len(header) + 1).to_bytes(2, "little")
@@ -89,12 +88,6 @@ def test_members_of_an_archive_execute_nothing(tmp_path: Path, mark: Path) -> No
         with refuses(r"day_0_dense\.npy: not the array"):
             Criteo(tmp_path, TablesConfig(rows=50), multi_hot=False)
     assert not mark.exists()
-
-
-def _write_day(folder: Path) -> None:
-    np.save(folder / "day_0_dense.npy", np.zeros((20, 13), np.float32))
-    np.save(folder / "day_0_labels.npy", np.zeros((20, 1), np.int32))
-    np.save(folder / "day_0_sparse.npy", np.zeros((20, 26), np.int32))
 
 
 def _npy(header: str, version: int = 1, size: int | None = None) -> bytes:
@@ -114,11 +107,9 @@ def _forged_headers(columns: int) -> Iterator[bytes]:
         for order in ("False", "True"):
             yield _npy(header(shape.format(columns), order=order))
         yield _npy(header(shape.format(columns)), 2)
-    for descr in ("'O'", "'>i4'", "'<i8'", "'|V100000000000'", "'<U500000000'", "'M8[s]'", "[('a', '<i4')]", "None"):
-        yield _npy(header(descr=descr))
-    nested = "[('a', '<i4', (10**9, 10**9))]", "[('a', '<i4', (99999, 99999))]"
-    for descr in ("[('a', 'O')]", *nested, "(('<i4'),)", "3"):
-        yield _npy(header(descr=descr))
+    descrs = ["'O'", "'>i4'", "'<i8'", "'|V100000000000'", "'<U500000000'", "'M8[s]'", "None", "(('<i4'),)", "3"]
+    descrs += [f"[('a', {field})]" for field in ("'<i4'", "'O'", "'<i4', (10**9, 10**9)", "'<i4', (99999, 99999)")]
+    yield from (_npy(header(descr=descr)) for descr in descrs)
     yield from (_npy(header(order=order)) for order in ("None", "3", "'x'"))
     yield from (_npy(text) for text in ("", "{}", "\0", "(" * 9000, "[" * 9000, "1+" * 9000 + "1", "{'descr': '<i4'}"))
     yield from (_npy(header(), version) for version in (0, 3, 255))
@@ -129,13 +120,14 @@ def _forged_headers(columns: int) -> Iterator[bytes]:
 
 
 def _assert_refused(folder: Path, file: str, multi_hot: bool) -> None:
-    with refuses(rf"day_0_{file}: not the array that is needed \(|day_0.*: .* samples") as error:
+    rule = rf"day_0_{file}: not the array that is needed \(|day_0.*: .* samples"
+    with refuses(rule) as error:
         Criteo(folder, TablesConfig(rows=50), multi_hot)
     assert len(str(error.value)) < 700
 
 
 @pytest.mark.filterwarnings("error")
-def test_forged_headers_of_arrays_are_refused_and_nothing_of_their_size_is_made(tmp_path: Path) -> None:
+def test_forged_headers_of_arrays_are_refused_without_memory_of_their_size(tmp_path: Path) -> None:
     _write_day(tmp_path)
     whole = io.BytesIO()
     np.save(whole, np.zeros((20, 1), np.int32))
@@ -155,15 +147,15 @@ def test_forged_headers_of_arrays_are_refused_and_nothing_of_their_size_is_made(
 
 
 def test_damaged_archives_are_refused_or_read(tmp_path: Path) -> None:
-    """By an error of one line, wherever the damage is; ids may have changed into others that are valid."""
+    """Refused in one line; or read, where ids have changed into other valid ones."""
     _write_day(tmp_path)
     file = tmp_path / "day_0_sparse_multi_hot.npz"
     np.savez(file, **{f"{t}": np.zeros((20, 1), np.int32) for t in range(26)})  # pyright: ignore[reportArgumentType]
     whole, rng, refusals = file.read_bytes(), np.random.default_rng(0), []
     for _ in range(300):
         damaged = bytearray(whole)
-        for place in len(whole) - rng.integers(1, 2000, 3):
-            damaged[place] = rng.integers(256)
+        for position in len(whole) - rng.integers(1, 2000, 3):
+            damaged[position] = rng.integers(256)
         file.write_bytes(damaged)
         try:
             Criteo(tmp_path, TablesConfig(rows=50), multi_hot=True).read(0, 20)
@@ -173,15 +165,14 @@ def test_damaged_archives_are_refused_or_read(tmp_path: Path) -> None:
     assert not any("\n" in refusal for refusal in refusals)
 
 
-def test_a_pipe_in_the_place_of_an_array_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_pipe_instead_of_an_array_is_refused_at_once(tmp_path: Path) -> None:
     _write_day(tmp_path)
     (tmp_path / "day_0_labels.npy").unlink()
     os.mkfifo(tmp_path / "day_0_labels.npy")
     _assert_refused(tmp_path, r"labels\.npy", multi_hot=False)
 
 
-def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
-    """By the file's name, as any other that is not what it should be."""
+def test_deeply_nested_files_are_refused_by_name(tmp_path: Path) -> None:
     deep = "[" * 100_000
     for file in ("evil.yaml", "metrics.jsonl", "meta.json", LOCK_NAME):
         (tmp_path / file).write_text(f"{deep}\n")

@@ -21,28 +21,9 @@ from tests.gpu.exchange.checks import (
     windows,
 )
 
-CHECKS = (
-    lookups.CHECKS
-    | windows.CHECKS
-    | stress.CHECKS
-    | streams.CHECKS
-    | backward.CHECKS
-    | backward_steps.CHECKS
-    | overlap.CHECKS
-    | faults.CHECKS
-    | dense.CHECKS
-    | collectives.CHECKS
-    | gathering.CHECKS
-    | gemm.CHECKS
-    | training.CHECKS
-    | graphs.CHECKS
-    | unpooled.CHECKS
-    | lifetimes.CHECKS
-    | tensor_parallel.CHECKS
-    | nodes.CHECKS
-    | faults.LOST_PEERS
-    | backward_steps.LOST_PEERS
-    | dense.LOST
-    | gemm.LOST
-    | graphs.LOST
+_MODULES = (
+    *(lookups, windows, stress, streams, backward, backward_steps, overlap, faults, dense, collectives, gathering),
+    *(gemm, training, graphs, unpooled, lifetimes, tensor_parallel, nodes),
 )
+CHECKS = {name: check for module in _MODULES for name, check in module.CHECKS.items()}
+CHECKS |= faults.LOST_PEERS | backward_steps.LOST_PEERS | dense.LOST | gemm.LOST | graphs.LOST

@@ -1,6 +1,6 @@
-"""Updates of the rows by pushed gradients: against the collective and FBGEMM's own update, and beyond 2^31 elements.
+"""Updates of rows by pushed gradients, against the collective and FBGEMM's update; beyond 2^31 elements, too.
 
-Every backward is given the same rows, states, ids and gradients: what is left to differ is the order of float32 sums.
+All backwards have the same rows, states, ids and gradients, so only the order of float32 sums differs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,29 +17,29 @@ from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 _OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 _LEARNING_RATE = 0.5
 DIMS = (4, 12, 64, 128, 256, 1024)
-FEW_DIMS = (12, 128)  # each other one is some kernels more to compile
+FEW_DIMS = (12, 128)  # each dim compiles some kernels
 _SAMPLES = 205  # a rank's: not a multiple of any block
 _TOLERANCE = 2e-5  # of a row's greatest change
 
 
 class Training:
-    """A stage that is trained by gradients drawn from seeds."""
+    """A stage that is trained by random gradients."""
 
     def __init__(
         self, place: Place, tables: Sequence[Table], optimizer: str, options: ExchangeOptions, fill: bool = True
     ) -> None:
-        """Begin with rows and states that depend on the tables alone, or leave them to the caller."""
+        """Make the stage, with rows and states that depend only on the tables, or left to the caller."""
         self.place = place
         self.stage = Stage(place, tables, lr=_LEARNING_RATE, optimizer=optimizer)
         self.exchange = self.stage.exchange(options)
         if fill:
             self.stage.fill(integers=False)
             for t in self.stage.owned[place.rank]:
-                for state in self.tensors(t)[1:]:  # away from 0, where a step is its gradient's sign alone
+                for state in self.tensors(t)[1:]:  # away from 0, where a step is only its gradient's sign
                     state.copy_(0.5 + torch.rand(state.shape, generator=place.generator(t), device=place.device))
 
     def step(self, batch: Batch, seed: int, feedback: bool = False, pause: Callable[[], None] = lambda: None) -> None:
-        """Take a step; with `feedback`, by a gradient that depends on the rows that the forward has read."""
+        """Take a step; with `feedback`, its gradient depends on the rows that the forward read."""
         for lookup in self.stage.local_tables.lookups:
             lookup.set_learning_rate(_LEARNING_RATE * (1 + seed % 3))
         output = self.look_up(batch, pause)
@@ -50,14 +50,13 @@ class Training:
         output.backward(gradient)
 
     def look_up(self, batch: Batch, pause: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """Return the pooled embeddings of this rank's samples."""
         pause()
         awaitable = self.exchange.start(self.stage.inputs(batch), batch.sizes)
         pause()
         return awaitable.wait()
 
     def _gradient(self, samples: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return normal numbers, whose place depends on the seed: part of something wider, anywhere, or transposed."""
+        """Return a random gradient; by seed it is contiguous, a slice of a wider tensor, or transposed."""
         generator = self.place.generator(self.place.world_size * seed + self.place.rank)
         columns = self.stage.columns[-1]
         shape = (columns + 8, samples) if seed % 4 == 3 else (samples, columns + 8)
@@ -69,12 +68,12 @@ class Training:
         return gradient.contiguous() if seed % 4 == 0 else gradient
 
     def tensors(self, t: int) -> list[torch.Tensor]:
-        """Return the rows of a table of this rank and, where the optimizer has one, their state."""
+        """Return the rows of a table of this rank and, if the optimizer has one, their state."""
         state = self.stage.state(t)
         return [self.stage.weight(t)] if state is None else [self.stage.weight(t), state]
 
     def rows(self) -> dict[str, torch.Tensor]:
-        """Return copies of the rows and states of this rank's tables as they are now."""
+        """Return copies of the rows and states of this rank's tables."""
         return {
             f"{kind} of table {t}": tensor.clone()
             for t in self.stage.owned[self.place.rank]
@@ -82,12 +81,11 @@ class Training:
         }
 
     def close(self) -> None:
-        self.place.meet()
-        self.exchange.close()
+        self.place.close(self.exchange)
 
 
 def tables_of_all_kinds(owners: Sequence[int], dims: Sequence[int] = DIMS) -> list[Table]:
-    """Return tables of each dim, sums and means, and what makes an update's work uneven, spread over `owners`."""
+    """Return tables of `owners`: of each dim, sums and means, and some that make an update's work uneven."""
     tables: list[Table] = []
     for i, dim in enumerate(dims):
         tables.append(Table(100 + i, dim, owners[i % len(owners)], longest=9))
@@ -115,7 +113,7 @@ def uneven_batches(place: Place, tables: Sequence[Table]) -> list[Batch]:
 def train(
     place: Place, tables: Sequence[Table], batches: Sequence[Batch], optimizer: str, options: ExchangeOptions
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the rows and states of this rank's tables before and after a step a batch."""
+    """Return the rows and states of this rank's tables before and after a step for each batch."""
     training = Training(place, tables, optimizer, options)
     before = training.rows()
     for seed, batch in enumerate(batches):
@@ -132,7 +130,7 @@ def _assert_close(
     steps: int,
     tolerance: float,
 ) -> None:
-    """Compare updates row by row, relative to a row's greatest change; rows that do not change must stay the same."""
+    """Compare updates row by row, relative to the row's greatest change; rows without a change must be equal."""
     assert after.keys() == expected.keys()
     for name in expected:
         begin, end, wanted = (x[name].double().view(len(x[name]), -1) for x in (before, after, expected))
@@ -169,9 +167,9 @@ def _check_update(place: Place, optimizer: str) -> None:
 
 
 def _check_wire(place: Place) -> None:
-    """Gradients are rounded to the wire's type, and divided by the ranks where rows are updated.
+    """Gradients are rounded to the wire's dtype, and divided by the number of ranks where rows are updated.
 
-    The last rank has no tables. Where the output is of the wire's type, gradients are read where they lie.
+    The last rank has no tables. If the output has the wire's dtype, gradients are not copied.
     """
     tables = tables_of_all_kinds(range(place.world_size - 1), FEW_DIMS)
     batches = uneven_batches(place, tables)
@@ -187,12 +185,9 @@ def _check_wire(place: Place) -> None:
 
 
 def _check_half_precision(place: Place, optimizer: str) -> None:
-    """Rows of float16 are those of float32 rounded to a neighbour: the nearest on CPUs, by chance on GPUs."""
-    full = [
-        Table(2000, dim, owner, mean=mean)
-        for dim, mean in ((64, False), (12, True))
-        for owner in range(place.world_size)
-    ]
+    """Rows of float16 are those of float32, rounded to the nearest on CPUs and stochastically on GPUs."""
+    kinds, owners = ((64, False), (12, True)), range(place.world_size)
+    full = [Table(2000, dim, owner, mean=mean) for dim, mean in kinds for owner in owners]
     half = [replace(table, dtype=torch.float16) for table in full]
     batch = Batch(place, full, [5 * _SAMPLES] * place.world_size, seed=0)
     rounded = Training(place, half, optimizer, ExchangeOptions())
@@ -210,7 +205,7 @@ def _check_half_precision(place: Place, optimizer: str) -> None:
         assert_same(got[~touched].float(), wanted[~touched], f"rows of table {t} that no id names")
         error = got[touched].float() - wanted[touched]
         unit = torch.exp2(torch.frexp(wanted[touched])[1].float() - 11).clamp(min=2.0**-24)
-        off = error.abs() > unit + 1e-6  # what another order of float32 sums makes
+        off = error.abs() > unit + 1e-6  # by another order of float32 sums
         assert not off.any(), f"table {t}: {int(off.sum())} of {off.numel()} elements are no neighbours"
         errors.append((error / unit).flatten())
         not_nearest.append((got != wanted.half())[touched].flatten())
@@ -218,17 +213,16 @@ def _check_half_precision(place: Place, optimizer: str) -> None:
     assert len(error) > 10_000
     assert error.mean().abs() < 2 / len(error) ** 0.5, f"{len(error)} errors have a mean of {error.mean():.1e} units"
     if place.on_gpu:
-        assert 0.2 < chance < 0.3, f"{chance:.2f} of all are not the nearest: a quarter is, by fair chance"
-    states = [
-        {name: x for name, x in rows.items() if "state" in name} for rows in (before, rounded.rows(), exact.rows())
-    ]
+        assert 0.2 < chance < 0.3, f"{chance:.2f} of all are not the nearest; fair rounding gives a quarter"
+    ends = (before, rounded.rows(), exact.rows())
+    states = [{name: x for name, x in rows.items() if "state" in name} for rows in ends]
     _assert_close(*states, steps=1, tolerance=_TOLERANCE)
     rounded.close()
     exact.close()
 
 
 def _check_large(place: Place) -> None:
-    """Rows at the ends of tables of more than 2^31 elements, one alone or two together, are updated as any."""
+    """Rows at the ends of tables of more than 2^31 elements, of one table or two together, are updated correctly."""
     elements = 1 << (31 if place.on_gpu else 18)
     last = place.world_size - 1
     tables = [

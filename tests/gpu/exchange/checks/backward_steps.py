@@ -1,4 +1,4 @@
-"""Updates of the rows step after step: the same bits however ranks dawdle, peers that fall silent, memory."""
+"""Updates of rows over many steps: the same bits however ranks are delayed; silent peers; memory."""
 
 import contextlib
 import random
@@ -15,18 +15,18 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_all_near, assert_same
 from tests.gpu.exchange.checks.backward import Training, tables_of_all_kinds, uneven_batches
-from tests.gpu.exchange.checks.faults import CULPRIT, GOOD_STEPS, TIMEOUT_S, flag_told_of
+from tests.gpu.exchange.checks.faults import CULPRIT, GOOD_STEPS, TIMEOUT_S, flag_error
 from tests.gpu.exchange.checks.stress import dawdle
 from tests.gpu.exchange.checks.windows import used_bytes
 from tests.gpu.exchange.place import Check, Place, every
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 
 _OPTIONS = ExchangeOptions(wait_timeout_s=20.0)
-_PART_BYTES = 1 << 12  # so little that small windows have all parts that there can be
+_PART_BYTES = 1 << 12  # so small that small windows have the greatest number of parts
 
 
 def _pause(training: Training, chance: random.Random) -> None:
-    """Delay each of the streams that a step runs on, or the node, now and then."""
+    """Sometimes delay the streams of a step, or the host."""
     backward: Any = training.exchange._halves and training.exchange._halves.backward
     for stream in (None, getattr(backward, "_push_stream", None), getattr(backward, "_update_stream", None)):
         dawdle(training.place, chance, stream)
@@ -39,7 +39,7 @@ def _assert_same_rows(actual: Mapping[str, torch.Tensor], expected: Mapping[str,
 
 
 def _check_deterministic(place: Place) -> None:
-    """Three runs from one beginning, each delayed elsewhere, end in the same bits."""
+    """Three runs with the same start and other delays end in the same bits."""
     tables = tables_of_all_kinds(range(place.world_size))
     batches = uneven_batches(place, tables)
     ends = []
@@ -55,18 +55,18 @@ def _check_deterministic(place: Place) -> None:
 
 
 def _poison(exchange: Exchange) -> None:
-    """Fill the window of the last update with NaN: where a peer has yet to store, nothing else may be read.
+    """Fill the window of the last update with NaN, so that a read before a peer's store shows.
 
-    A peer stores there again two exchanges on, and begins to once it has this rank's flags of the next. Those are
-    raised behind all that is on the main stream now, the poison included. The other window is not this rank's: who has
-    its flags of the last exchange may store the next.
+    A peer stores there again two exchanges later, after it has this rank's flags of the next exchange. These follow
+    all work that is on the main stream now. A peer that has the flags of the last exchange may already store to the
+    other window.
     """
     backward: Any = exchange._open().backward
     backward.windows.local.fill_(torch.nan)
 
 
 def _stress(place: Place, disturbed: bool, options: ExchangeOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return a sum of each evaluation's output and the rows and states at the end."""
+    """Return the sum of each evaluation's output, and the rows and states at the end."""
     owners = range(place.world_size)
     kinds = ((300, 64, torch.float32), (5, 12, torch.float32), (50, 64, torch.float16))
     tables = [Table(rows, dim, owner, dtype) for rows, dim, dtype in kinds for owner in owners]
@@ -86,7 +86,7 @@ def _stress(place: Place, disturbed: bool, options: ExchangeOptions) -> tuple[to
             with torch.no_grad():
                 sums[step] = training.look_up(batch, pause).double().sum()
         else:
-            training.look_up(batch, pause)  # a backward is expected that does not come
+            training.look_up(batch, pause)  # and no backward follows
         if disturbed:
             _poison(training.exchange)
     rows = training.rows()
@@ -95,21 +95,21 @@ def _stress(place: Place, disturbed: bool, options: ExchangeOptions) -> tuple[to
 
 
 def _check_stress(place: Place, options: ExchangeOptions) -> None:
-    """Steps that train, evaluate or break off, back to back, end in the bits of a run that nothing disturbs."""
+    """Steps that train, evaluate or have no backward end in the bits of an undisturbed run."""
     (sums, rows), (expected_sums, expected_rows) = (_stress(place, late, options) for late in (True, False))
     assert_same(sums, expected_sums, "sums of evaluations")
     assert sums.count_nonzero() > len(sums) // 10
     _assert_same_rows(rows, expected_rows, "disturbed")
 
 
-def _node_flags_raised_by(raise_by: Callable[[Callable[[], None], int], None]) -> Any:
-    """Return what hands `raise_by`, while entered, each flag of a gradient that this CPU rank raises, and its part."""
+def _cpu_flags_signaled_by(signal_by: Callable[[Callable[[], None], int], None]) -> Any:
+    """Return a context in which `signal_by` gets each signal of a gradient's part by this CPU rank, and the part."""
     signal_flag = HostArena.signal_flag
-    return patch.object(HostArena, "signal_flag", lambda *args: raise_by(partial(signal_flag, *args), args[3]))
+    return patch.object(HostArena, "signal_flag", lambda *args: signal_by(partial(signal_flag, *args), args[3]))
 
 
 def _parts_far_apart(place: Place, chance: random.Random) -> Any:
-    """Return what lets, while entered, time pass between the parts of a gradient."""
+    """Return a context in which time passes between the parts of a gradient."""
     if place.on_gpu:
         from dlrm_overlap.embedding.backends import push  # needs Triton, which a CPU does not
 
@@ -119,20 +119,20 @@ def _parts_far_apart(place: Place, chance: random.Random) -> Any:
         signal_flag()
         dawdle(place, chance)
 
-    return _node_flags_raised_by(slowly)
+    return _cpu_flags_signaled_by(slowly)
 
 
 def _first_parts_alone(place: Place, exchange: Exchange, parts: int) -> Any:
-    """Return what raises, while entered, the flags of the first `parts` parts alone."""
+    """Return a context in which only the first `parts` parts are signaled."""
     if place.on_gpu:
         backward: Any = exchange._open().backward
-        backward.own.flags.done[parts:] = -1  # a program that never comes
+        backward.own.flags.done[parts:] = -1  # a program that never finishes
         return contextlib.nullcontext()
-    return _node_flags_raised_by(lambda signal_flag, part: signal_flag() if part < parts else None)
+    return _cpu_flags_signaled_by(lambda signal_flag, part: signal_flag() if part < parts else None)
 
 
 def _check_parts(place: Place) -> None:
-    """Gradients in parts far apart, more than a rank has tables, end in the bits of those in one.
+    """Gradients in more parts than a rank has tables, with delays between, end in the bits of those in one part.
 
     The last rank has no tables.
     """
@@ -160,7 +160,7 @@ def _check_parts(place: Place) -> None:
 
 
 def _check_again(place: Place) -> None:
-    """A step's gradients come once more, as under `retain_graph`: what was made of its ids is made again."""
+    """A second backward of a step, with `retain_graph`, prepares its ids again."""
     tables = tables_of_all_kinds(range(place.world_size))
     (batch, *_) = uneven_batches(place, tables)
     ends = []
@@ -181,7 +181,7 @@ def _check_again(place: Place) -> None:
 
 
 def _check_memory(place: Place) -> None:
-    """Gradient windows are given back by `close`, and where they are made anew for a larger batch."""
+    """Gradient windows are freed by `close`, and when they are replaced for a larger batch."""
     tables = [Table(100, dim, owner) for dim in (64, 12) for owner in range(place.world_size)]
     stage = Stage(place, tables)
     stage.fill(integers=True)
@@ -199,18 +199,17 @@ def _check_memory(place: Place) -> None:
             exchange.start(stage.inputs(batch), batch.sizes).wait().sum().backward()
         place.meet()
         used = (used_bytes(place) - before) / window_bytes
-        assert cycle == 0 or windows - 0.5 < used < windows + 0.5, f"{used:.1f} windows in use in place of {windows}"
-        place.meet()
-        exchange.close()
+        assert cycle == 0 or windows - 0.5 < used < windows + 0.5, f"{used:.1f} windows in use instead of {windows}"
+        place.close(exchange)
         del exchange
         place.meet()
     lost = used_bytes(place) - before
-    assert lost < window_bytes // 4, f"{lost} bytes are gone after 2 exchanges of 4 windows of {window_bytes} bytes"
+    assert lost < window_bytes // 4, f"{lost} bytes are lost after 2 exchanges of 4 windows of {window_bytes} bytes"
     place.meet()
 
 
 def _check_silent_peer(place: Place, parts_sent: int) -> None:
-    """A rank that waits in vain for a part of a peer's gradient names it, in time, whatever the GPU says."""
+    """A rank whose wait for a part of a peer's gradient expires names the peer, in time, whatever the GPU reports."""
     tables = [Table(50, 64, owner) for _ in range(3) for owner in range(place.world_size)]
     stage = Stage(place, tables, lr=1.0)
     stage.fill(integers=True)
@@ -227,8 +226,8 @@ def _check_silent_peer(place: Place, parts_sent: int) -> None:
             with _first_parts_alone(place, exchange, parts_sent), contextlib.suppress(RuntimeError):
                 output.sum().backward()
                 place.synchronize()  # it waits for its own other parts, too
-    flag, told = flag_told_of(place, exchange.check, "part", lambda: output.sum().backward())
-    assert flag == [place.rank, parts_sent, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS], told
+    flag, message = flag_error(place, exchange.check, "part", lambda: output.sum().backward())
+    assert flag == [place.rank, parts_sent, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS], message
     place.leave()
 
 

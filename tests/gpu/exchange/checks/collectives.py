@@ -1,5 +1,3 @@
-"""All-to-alls into the peers' memory, and copies that wait for a kernel's counter."""
-
 import torch
 
 from dlrm_overlap.bench.harness.peer_memory import PeerMemory
@@ -16,7 +14,7 @@ def _check_rows(place: Place, way: str) -> None:
 
 
 def _check_engine(place: Place) -> None:
-    """Copies to a peer after a counter that a kernel raises: eager, captured, replayed."""
+    """Copies to a peer that wait for a counter of a kernel: eager, captured, replayed."""
     arena = open_arena({"rows": Region((64, 32), torch.int32)}, place.group, place.device)
     engine, peer = CopyEngine(place.device), (place.rank + 1) % place.world_size
     word = torch.zeros(2, dtype=torch.int64, device=place.device)[:1]
@@ -29,7 +27,7 @@ def _check_engine(place: Place) -> None:
         word.zero_()
         engine.follow()
         torch.cuda._sleep(100_000)
-        source.copy_((number * 10 + place.rank).expand_as(source))  # only the counter says that this is done
+        source.copy_((number * 10 + place.rank).expand_as(source))  # only the counter tells that this is done
         word.add_(3)
         engine.wait_counter(word, 3)
         engine.copy(arena.view("rows", peer), source)
@@ -51,6 +49,9 @@ def _check_engine(place: Place) -> None:
     arena.close()
 
 
-CHECKS = every("collectives", _check_rows, way=PeerMemory.ways) | {
-    "collectives_engine": Check(_check_engine, gpu_only=True)
-}
+_ON_GPUS = [way for way in PeerMemory.ways if way != "stores"]
+CHECKS = (
+    every("collectives", _check_rows, way=["stores"])
+    | every("collectives", _check_rows, way=_ON_GPUS, gpu_only=True)
+    | {"collectives_engine": Check(_check_engine, gpu_only=True)}
+)

@@ -1,4 +1,4 @@
-"""Dense gradients reduced by stores, against the group's all-reduce: eager, captured, under any delays; lost peers."""
+"""Dense gradients reduced by stores against the group's all-reduce: eager, captured, under delays; lost peers."""
 
 import random
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.gradients import GradientBuckets
-from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
+from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_error
 from tests.gpu.exchange.checks.stress import capture, dawdle
 from tests.gpu.exchange.place import Place, every
 
 SHAPES = {"wide": (1000, 1301), "scale": (), "narrow": (3, 7), "bias": (100_003,), "last": (500, 700)}
 _BUCKETS = {"one": 1 << 30, "several": 1 << 20}  # bytes of a bucket, at least
 _EAGER, _REPLAYED = 50, 1000  # steps
-_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2}  # of a mean, relative to the greatest of its terms
+_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2}  # of a mean, relative to its greatest term
 
 
 class _Steps:
-    """Steps that reduce random gradients, each of which is held against what the group's all-reduce gives."""
+    """Steps that reduce random gradients, and compare each with the group's all-reduce."""
 
     def __init__(self, place: Place, dtype: torch.dtype, stores: StoreOptions, bucket_bytes: int) -> None:
         self.place, self.dtype = place, dtype
@@ -36,25 +36,25 @@ class _Steps:
         self.flat.show_gradients()
         self.source = torch.zeros_like(self.flat.gradients.tensor)
         self.used = torch.zeros_like(self.source)
-        for view in (place_.of(self.used) for place_ in self.flat.positions.values()):
-            view.fill_(1)
+        for position in self.flat.positions.values():
+            position.of(self.used).fill_(1)
         self.bad = torch.zeros((), dtype=torch.int64, device=place.device)
         self._generator = place.generator(place.rank + 1)
 
     def take(self) -> None:
-        """Take one step: the gradient is there for as long as the step may be read, and poisoned behind it."""
-        for name, place_ in self.flat.positions.items():
-            self.flat.gradients.views[name].copy_(place_.of(self.source))
+        """Take a step, and overwrite the gradient with NaN after it."""
+        for name, position in self.flat.positions.items():
+            self.flat.gradients.views[name].copy_(position.of(self.source))
             self.buckets.complete(name)
         take_steps([self.steps], self.buckets.finish_in_ranges())
         for view in self.flat.gradients.views.values():
             view.fill_(torch.nan)
 
     def step(self, take: Callable[[], Any]) -> None:
-        """Take a step by `take`, and count where the weights are not less by the mean; never waits for the device."""
+        """Take a step by `take`, and count the weights that did not decrease by the mean; no wait for the device."""
         self.source.normal_(generator=self._generator).pow_(3).mul_(self.used)
         weights = self.flat.weights.tensor
-        weights.zero_()  # so that they are minus the mean afterwards
+        weights.zero_()  # so that they are minus the mean after the step
         take()
         sent = self.source.to(self.dtype).float()
         mean, greatest = sent / self.place.world_size, sent.abs()
@@ -69,10 +69,10 @@ class _Steps:
         least, greatest = self.flat.weights.tensor.clone(), self.flat.weights.tensor.clone()
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.place.group)
         dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self.place.group)
-        assert torch.equal(least, greatest), f"{what}: the ranks part"
+        assert torch.equal(least, greatest), f"{what}: the ranks differ"
 
     def capture(self) -> Callable[[], None]:
-        """Capture a step, and return what takes it."""
+        """Capture a step, and return a function that replays it."""
         counters = self.buckets.counters
         values = [counter.value for each in counters for counter in each.each]
 
@@ -99,7 +99,7 @@ class _Steps:
         return replay
 
     def follow_eager_steps(self, arguments: list[list[int]]) -> None:
-        """Set the words for a replay behind eager steps."""
+        """Set the words for a replay after eager steps."""
         for each, captured in zip(self.buckets.counters, arguments, strict=True):
             each.set_arguments(captured)
 
@@ -110,39 +110,37 @@ def _check_mean(place: Place, dtype: torch.dtype, bucket: str) -> None:
 
     def run(count: int, take: Callable[[], Any]) -> None:
         for _ in range(count):
-            if place.on_gpu:
-                dawdle(place, chance)
+            dawdle(place, chance)
             steps.step(take)
 
     run(_EAGER, steps.take)
     steps.check("eager")
-    if place.on_gpu:
-        replay = steps.capture()
-        arguments = [[counter.argument for counter in each.each] for each in steps.buckets.counters]
-        run(place.steps(_REPLAYED // 2), replay)
-        steps.check("replayed")
-        run(7, steps.take)
-        steps.follow_eager_steps(arguments)
-        run(place.steps(_REPLAYED // 2), replay)
-        steps.check("replayed behind eager steps")
-    place.meet()
-    steps.buckets.close()
+    replay = steps.capture()
+    arguments = [[counter.argument for counter in each.each] for each in steps.buckets.counters]
+    run(place.steps(_REPLAYED // 2), replay)
+    steps.check("replayed")
+    run(7, steps.take)
+    steps.follow_eager_steps(arguments)
+    run(place.steps(_REPLAYED // 2), replay)
+    steps.check("replayed after eager steps")
+    place.close(steps.buckets)
     assert all(parameter.grad is steps.flat.gradients.views[name] for name, parameter in steps.flat.parameters.items())
 
 
 def _check_lost_peer(place: Place, captured: bool) -> None:
-    """All ranks but the culprit name the rank for which they wait in vain, in time."""
+    """All ranks except the culprit name the rank for which they waited, in time."""
     steps = _Steps(place, torch.float32, StoreOptions(wait_timeout_s=TIMEOUT_S), _BUCKETS["one"])
     for _ in range(3):
         steps.step(steps.take)
-    take = steps.capture() if captured and place.on_gpu else steps.take
+    take = steps.capture() if captured else steps.take
     steps.step(take)
     place.meet()
-    flag, told = flag_told_of(place, steps.buckets.check, "dense gradients' flag", take, 3 * TIMEOUT_S)
-    assert flag == [place.rank, 0, CULPRIT, 5, 4], told
+    flag, message = flag_error(place, steps.buckets.check, "dense gradients' flag", take, 3 * TIMEOUT_S)
+    assert flag == [place.rank, 0, CULPRIT, 5, 4], message
     place.leave()
 
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CHECKS = every("dense", _check_mean, dtype=_TYPES, bucket=list(_BUCKETS))
-LOST = every("dense_peer_stalls", _check_lost_peer, captured={"eager": False, "captured": True}, alone=True)
+_CAPTURED = {"eager": False, "captured": True}
+CHECKS = every("dense", _check_mean, dtype=_TYPES, bucket=list(_BUCKETS), gpu_only=True)
+LOST = every("dense_peer_stalls", _check_lost_peer, captured=_CAPTURED, gpu_only=True, alone=True)

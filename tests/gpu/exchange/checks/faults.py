@@ -1,5 +1,3 @@
-"""Faults and their errors: ids outside their table, peers that stall or die."""
-
 import re
 import threading
 import time
@@ -20,15 +18,14 @@ from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
 TIMEOUT_S = 3.0
 _COMPILED_S = 90.0
 CULPRIT = 1  # the rank that stalls or dies
-GOOD_STEPS = 3  # before it does
+GOOD_STEPS = 3  # before that
 _BACKENDS = ("nccl", "pgas", "fused")
 _SAMPLES = 40
 
 
 def _ids_outside(place: Place, mode: BoundsCheckMode) -> tuple[Stage, Batch, torch.Tensor, str]:
-    """Return a stage, a batch with ids outside the second table of every rank, the output, and that table's name.
-
-    The output takes row 0 for them.
+    """Return a stage, a batch with ids outside the second table of every rank, its output with row 0 for these ids,
+    and that table's name.
     """
     tables = [Table(50, 64, owner) for _ in range(2) for owner in range(place.world_size)]
     stage = Stage(place, tables, lr=1.0, bounds_check=mode)
@@ -48,19 +45,18 @@ def _check_fatal(place: Place, backend: str) -> None:
     try:
         with torch.no_grad():
             assert_same(exchange.start(stage.inputs(batch), batch.sizes).wait(), expected, "row 0 taken")
-            place.synchronize()  # the kernel may not have got there when the next step begins
+            place.synchronize()  # so that the kernel has recorded it when the next step begins
             exchange.start(stage.inputs(batch), batch.sizes)
     except ValueError as error:
-        told = str(error)
+        message = str(error)
     else:
-        raise AssertionError("ids outside their table pass")
-    assert re.search(rf"{name}: .* outside its table of 50 rows", told), told
-    place.meet()
-    exchange.close()
+        raise AssertionError("ids outside their table are not reported")
+    assert re.search(rf"{name}: .* outside its table of 50 rows", message), message
+    place.close(exchange)
 
 
 def _check_lenient(place: Place, backend: str) -> None:
-    """Steps go on, forward and backward, as if the ids had been 0."""
+    """Steps continue, forward and backward, as if the ids were 0."""
     for mode in (BoundsCheckMode.IGNORE, BoundsCheckMode.WARNING):
         stage, batch, expected, _ = _ids_outside(place, mode)
         before = [stage.weight(t).clone() for t in stage.owned[place.rank]]
@@ -77,19 +73,18 @@ def _check_lenient(place: Place, backend: str) -> None:
             torch.testing.assert_close(stage.weight(t), rows - step, rtol=0, atol=1e-4)
         with torch.no_grad():
             exchange.start(stage.inputs(batch), batch.sizes).wait()
-        place.meet()
-        exchange.close()
+        place.close(exchange)
 
 
 def _check_lost_peer(
     place: Place, backend: str, dies: bool, train: bool, what: str = "slice", dim: int = 64, **options: Any
 ) -> None:
-    """All ranks but the culprit name the peer for which they wait in vain, in time, whatever the GPU says."""
+    """All ranks except the culprit name the peer for which they waited, in time, whatever error the GPU reports."""
     tables = [Table(50, dim, owner) for owner in range(place.world_size)]
     stage = Stage(place, tables, lr=1.0)
     stage.fill(integers=True)
     batch = Batch(place, tables, [_SAMPLES] * place.world_size, seed=0)
-    for wait_s in (_COMPILED_S, TIMEOUT_S):  # kernels are compiled under waits that outlast a peer's compiler
+    for wait_s in (_COMPILED_S, TIMEOUT_S):  # kernels are compiled under waits longer than a peer's compilation
         exchange = stage.exchange(ExchangeOptions(backend, wait_timeout_s=wait_s, **options))
         for _ in range(GOOD_STEPS):
             _step(stage, exchange, batch, train)
@@ -97,66 +92,64 @@ def _check_lost_peer(
         if wait_s != TIMEOUT_S:
             exchange.close()
     stalls_s = 0.0 if dies else 2.5 * TIMEOUT_S
-    flag, told = flag_told_of(place, exchange.check, what, lambda: _step(stage, exchange, batch, train), stalls_s)
+    flag, message = flag_error(place, exchange.check, what, lambda: _step(stage, exchange, batch, train), stalls_s)
     rank, slot, peer, expected, seen = flag
-    assert (rank, peer, expected, seen) == (place.rank, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS), told
-    assert slot < -(-_SAMPLES // exchange.options.slice_bags), told
+    assert (rank, peer, expected, seen) == (place.rank, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS), message
+    assert slot < -(-_SAMPLES // exchange.options.slice_bags), message
     place.leave()
 
 
-def flag_told_of(
+def flag_error(
     place: Place, check: Callable[[], None], what: str, work: Callable[[], object], stalls_s: float = 0.0
 ) -> tuple[list[int], str]:
-    """Return the error's numbers of the flag that `work` waits for in vain, and its words.
+    """Return the numbers and the text of the error of a wait in `work` that expires.
 
-    The culprit sleeps `stalls_s` and ends, without work.
-
-    The numbers are the waiting rank, the number of the `what` that the flag stands for, its rank, and the epochs
-    expected and seen.
+    The numbers are the waiting rank, the number of the `what` that it waits for, the rank that is late, and the epochs
+    expected and seen. The culprit only sleeps, and ends.
 
     Args:
-        place: of this rank.
-        check: raises what kernels have recorded.
-        what: a slot stands for.
-        work: waits, for up to TIMEOUT_S.
-        stalls_s: of the culprit.
+        place: this rank.
+        check: raises the errors that kernels recorded.
+        what: the name of a slot in the error.
+        work: waits for up to TIMEOUT_S.
+        stalls_s: how long the culprit sleeps.
     """
     if place.rank == CULPRIT:
         time.sleep(stalls_s)
         place.leave()
-    told = told_in_time(place, check, work)
+    message = expired_error(place, check, work)
     wait = rf"rank (\d+) waited {TIMEOUT_S:g} s for {what} (\d+) of rank (\d+)"
-    match = re.match(rf"{wait}: expected epoch (\d+), seen (\d+);", told)
-    assert match, told
-    return list(map(int, match.groups())), told
+    match = re.match(rf"{wait}: expected epoch (\d+), seen (\d+);", message)
+    assert match, message
+    return list(map(int, match.groups())), message
 
 
-def told_in_time(place: Place, check: Callable[[], None], work: Callable[[], object]) -> str:
-    """Return the error of a wait in `work` that expires, about when it may."""
+def expired_error(place: Place, check: Callable[[], None], work: Callable[[], object]) -> str:
+    """Return the error of a wait in `work` that expires, and check the time that it took."""
     began = time.monotonic()
-    late = threading.Timer(3 * TIMEOUT_S, _log_what_is_recorded, [check])  # the GPU may not come back
+    late = threading.Timer(3 * TIMEOUT_S, _log_recorded, [check])  # in case the GPU hangs
     late.start()
     try:
         work()
         place.synchronize()
     except RuntimeError as error:
-        told = _what_is_told(check, error)
+        message = _recorded_error(check, error)
     else:
         raise AssertionError("no wait expired")
     finally:
         late.cancel()
     elapsed = time.monotonic() - began
-    assert 0.9 * TIMEOUT_S < elapsed < 3 * TIMEOUT_S, f"told after {elapsed:.1f} s: {told}"
-    return str(told)
+    assert 0.9 * TIMEOUT_S < elapsed < 3 * TIMEOUT_S, f"reported after {elapsed:.1f} s: {message}"
+    return str(message)
 
 
-def _log_what_is_recorded(check: Callable[[], None]) -> None:
-    """Write to the rank's log what kernels have recorded; needs no answer of the GPU."""
+def _log_recorded(check: Callable[[], None]) -> None:
+    """Write the errors that kernels recorded to the rank's log; works also if the GPU hangs."""
     try:
         check()
         print("no kernel has recorded anything", flush=True)
     except (ExchangeTimeoutError, ValueError) as recorded:
-        print(f"recorded, but the GPU does not come back: {recorded}", flush=True)
+        print(f"recorded, but the GPU hangs: {recorded}", flush=True)
 
 
 def _step(stage: Stage, exchange: Exchange, batch: Batch, train: bool) -> None:
@@ -166,14 +159,14 @@ def _step(stage: Stage, exchange: Exchange, batch: Batch, train: bool) -> None:
             output.sum().backward()
 
 
-def _what_is_told(check: Callable[[], None], error: RuntimeError) -> ExchangeTimeoutError:
-    """Return the error that the user sees: the GPU's own gives way to the record's, as in `Trainer.step`."""
+def _recorded_error(check: Callable[[], None], error: RuntimeError) -> ExchangeTimeoutError:
+    """Return the error that the user sees: the recorded one instead of the GPU's, as in `Trainer.step`."""
     if isinstance(error, ExchangeTimeoutError):
         return error
     try:
         check()
-    except ExchangeTimeoutError as told:
-        return told
+    except ExchangeTimeoutError as recorded:
+        return recorded
     raise AssertionError("nothing is recorded") from error
 
 
@@ -181,7 +174,7 @@ CHECKS = every("ids_outside_fatal", _check_fatal, backend=_BACKENDS)
 CHECKS |= every("ids_outside_lenient", _check_lenient, backend=_BACKENDS)
 _stalls = partial(_check_lost_peer, dies=False, train=False)
 _of_four_warps = partial(_stalls, backend="fused", dim=1024)
-# Of two ranks: a group of the culprit's message is awaited, and the flag that is raised behind it, for as long.
+# Of two ranks, one waits for a group of the culprit's message, and as long for the flag after it.
 _between_two = partial(_stalls, backend="pgas", nodes=2, internode="puts", what="(?:group|slice)")
 LOST_PEERS = (
     every("peer_stalls_eval", _stalls, backend=_BACKENDS[1:], alone=True)

@@ -1,4 +1,4 @@
-"""Groups whose rows many programs finish at once, under any delays: each is completed once, and whole."""
+"""Groups of rows that many programs finish at the same time, under any delays: each is completed once, and whole."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from dlrm_overlap.kernels.forward.put_pooled import completes
 from dlrm_overlap.kernels.primitives import clock
 from tests.gpu.exchange.place import Place, every
 
-_ROWS = 6000  # so that some thousand programs are under way
+_ROWS = 6000  # so that some thousand programs run at the same time
 _LONGEST_DELAY_NS = 20_000
 
 
@@ -19,7 +19,7 @@ _LONGEST_DELAY_NS = 20_000
 def _finish_under_delays(
     order, delays, rows, counts, left, wrong, group_rows, epoch, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """Store row order[p], late, and finish it; count in `left` who completes a group, and rows that are not there."""
+    """Store row order[p] late and finish it; count in `left` completions of a group, in `wrong` missing rows."""
     program = tl.program_id(0)
     row = tl.load(order + program)
     began = clock(0, INTERPRETED)
@@ -37,7 +37,7 @@ def _finish_under_delays(
 
 
 def _check(place: Place, group_rows: int) -> None:
-    """Finish all groups in many epochs, some of which are skipped."""
+    """Finish all groups in many epochs, which are not consecutive."""
     random: dict[str, Any] = {"generator": place.generator(group_rows), "device": place.device}
     count, width, epochs = (_ROWS // group_rows * group_rows, 64, 300) if place.on_gpu else (2 * group_rows, 4, 2)
     rows = torch.zeros(count, width, dtype=torch.int64, device=place.device)
@@ -53,7 +53,7 @@ def _check(place: Place, group_rows: int) -> None:
         )  # fmt: skip
     assert not counts.any(), "rows stay counted"
     assert (left == epochs).all(), f"groups completed {sorted(set(left.tolist()))} times in {epochs} epochs"
-    assert not wrong.any(), f"{int(wrong)} numbers were not there when their group was completed"
+    assert not wrong.any(), f"{int(wrong)} numbers were missing when their group was completed"
 
 
 CHECKS = every("gathering", _check, group_rows=(1, 40, 280))

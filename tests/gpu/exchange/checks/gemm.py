@@ -1,4 +1,4 @@
-"""Products with their communication inside: every way against float64, under any delays, captured, lost peers."""
+"""Products with their communication inside: every way against float64, under delays, captured; lost peers."""
 
 from functools import cache, partial
 
@@ -8,7 +8,7 @@ from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_s
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from tests.agreement import assert_same
 from tests.distributed.products import Case, check_operators
-from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
+from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_error
 from tests.gpu.exchange.checks.stress import capture, take_late
 from tests.gpu.exchange.place import Place, every
 
@@ -23,26 +23,22 @@ _CASES = (
     Case(1030, 264, 520, _BRAIN, views=True),
     Case(300, 2100, 64, _BRAIN),
 )
-_TILED = (
+_TILED = (  # for tiles, which need N and K that are multiples of 8
     Case(8, 8, 8, _BRAIN, bias=False),
     Case(1024, 264, 520, _HALF, activation="none"),
     Case(2051, 520, 1000, _BRAIN),
     Case(1030, 264, 520, _BRAIN, views=True),
     Case(300, 2104, 64, _BRAIN),
 )
-"""of N and K that are multiples of 8, which tiles take alone"""
 _WAYS = ("auto", "serial", "copies", "tiles", "triggered")
 _STEPS = 1000
 _CALLS = ("copies", "tiles", "triggered")
-_KEEPS = ("copies", "tiles")  # ways by which gathered rows are kept, too, for the weight's gradient
-
-
-_products_of = cache(ParallelProducts)
-"""one object a group and a device, whose windows may outlive a check"""
+_KEEPS = ("copies", "tiles")  # ways that keep gathered rows for the weight's gradient
+_products_of = cache(ParallelProducts)  # one for each group and device; its windows may outlive a check
 
 
 def _poison(place: Place, products: ParallelProducts) -> None:
-    """Fill all windows with NaN while nobody is in a call."""
+    """Fill all windows with NaN while no rank is in a call."""
     place.meet()
     for window in products.windows.arenas if products.windows else ():
         window.local("memory").fill_(255)
@@ -50,9 +46,9 @@ def _poison(place: Place, products: ParallelProducts) -> None:
 
 
 def _check_equal(place: Place, way: str) -> None:
-    """Outputs and gradients at odd sizes, whatever was in the windows."""
+    """Outputs and gradients at all sizes, whatever was in the windows."""
     products = _products_of(place.group, place.device)
-    looser = 3 if way.startswith(("auto", "serial")) else 1  # NCCL adds up in the type, not in float32
+    looser = 3 if way.startswith(("auto", "serial")) else 1  # NCCL sums in the tensors' dtype, not in float32
     for case in _TILED if way.startswith(("tiles", "triggered")) else _CASES:
         for _ in range(2):
             check_operators(case, (place.rank, place.world_size), place.device, looser, products=products, way=way)
@@ -61,9 +57,9 @@ def _check_equal(place: Place, way: str) -> None:
 
 
 class _Steps:
-    """Steps of both operators in several ways, whose inputs are 1, 2, 4 or 8 times the same: so outputs are, too.
+    """Steps of both operators in several ways. Inputs, and so outputs, are 1, 2, 4 or 8 times the same.
 
-    Each input is poisoned after its call, and products run on a stream beside.
+    Each input is overwritten with NaN after its call, and other products run on another stream.
     """
 
     def __init__(self, place: Place, timeout_s: float = 20.0) -> None:
@@ -83,7 +79,7 @@ class _Steps:
         self.kept_weight = self.weights[0].clone().requires_grad_()
         self.expected = [self._gather("serial", self.shard), self._scatter("copies", self.rows)]
         self.expected.append(self._gradient("serial", self.shard))
-        self.factor, self.beside = halves(1024, 1024), torch.cuda.Stream(device)
+        self.factor, self.other = halves(1024, 1024), torch.cuda.Stream(device)
 
     def _gather(self, way: str, x: torch.Tensor) -> torch.Tensor:
         return all_gather_matmul(x, self.weights[0], None, "relu", products=self.products, way=way)
@@ -92,7 +88,7 @@ class _Steps:
         return matmul_reduce_scatter(x, self.weights[1], None, "relu", products=self.products, way=way)
 
     def _gradient(self, way: str, x: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the weight by the rows that have been kept, the output's being ones."""
+        """Return the gradient of the weight by the rows that were kept, for an output gradient of ones."""
         out = all_gather_matmul(x, self.kept_weight, None, "none", products=self.products, way=way)
         if x is not self.shard:
             x.fill_(float("nan"))
@@ -100,13 +96,13 @@ class _Steps:
         return gradient
 
     def take(self) -> None:
-        """Take a step; can be captured."""
+        """Take a step, which can be captured."""
         current = torch.cuda.current_stream()
         self.number.copy_((self.number + 1) % 4)
         scale = torch.exp2(self.number)
         for way in _CALLS:
-            self.beside.wait_stream(current)
-            with torch.cuda.stream(self.beside):
+            self.other.wait_stream(current)
+            with torch.cuda.stream(self.other):
                 torch.mm(self.factor, self.factor)
             calls, sources = (self._gather, self._scatter, self._gradient), (self.shard, self.rows, self.shard)
             inputs = (self.inputs[0], self.inputs[1], self.inputs[0])
@@ -115,32 +111,29 @@ class _Steps:
                     continue
                 x.copy_(source * scale)
                 out = call(way, x)
-                x.fill_(float("nan"))  # whoever reads it now is late
+                x.fill_(float("nan"))  # must not be read any more
                 error = (out.float() - expected.float() * scale).abs()
-                # Some ways add up in another order; of numbers around 20, stale ones are off by half.
+                # Some ways sum in another order; stale numbers, of around 20, are off by half.
                 self.bad += (~(error <= 0.5 * scale + 0.05 * expected.float().abs() * scale)).sum()
-            current.wait_stream(self.beside)
+            current.wait_stream(self.other)
 
     def check(self, what: str) -> None:
-        """Check that all numbers of all steps were right."""
         self.place.synchronize()
         self.products.check()
         assert int(self.bad) == 0, f"{what}: {int(self.bad)} numbers are wrong"
 
 
 def _check_any_delays(place: Place, mode: str) -> None:
-    """Whatever rank is late; in mode mixed each rank takes each step eagerly or by its graph, as it likes."""
     steps = _Steps(place)
     steps.take()
     _poison(place, steps.products)
     take_late(place, steps.take, mode, _STEPS // len(_CALLS))
     steps.check(mode)
-    place.meet()
-    steps.products.close()
+    place.close(steps.products)
 
 
 def _check_nothing(place: Place) -> None:
-    """Without rows, or without anything to sum up, the output is the bias, or nothing."""
+    """Without rows the output is empty; without anything to sum it is the bias."""
     products, ranks = _products_of(place.group, place.device), place.world_size
     for rows, inner in ((0, 16), (8, 0)):
         x = torch.ones(rows, inner, device=place.device, dtype=_BRAIN)
@@ -149,12 +142,11 @@ def _check_nothing(place: Place) -> None:
         assert_same(out, x.new_ones(rows * ranks, 8), f"gathered, {rows} rows, K {inner}")
         out = matmul_reduce_scatter(x.new_ones(rows * ranks, inner), weight, bias, products=products)
         assert_same(out, x.new_ones(rows, 8), f"scattered, {rows} rows, K {inner}")
-    place.meet()
-    products.close()
+    place.close(products)
 
 
 def _check_owners(place: Place) -> None:
-    """Captured calls of one owner go on when another, whose problems are the same, gives its memory back."""
+    """Captured calls of one owner continue after another owner with the same problems has freed its memory."""
     x = torch.ones(64, 32, device=place.device, dtype=_BRAIN)
     weight, outputs = torch.ones(16, 32, device=place.device, dtype=_BRAIN), []
     mine, other = (ParallelProducts(place.group, place.device) for _ in range(2))
@@ -166,18 +158,17 @@ def _check_owners(place: Place) -> None:
     for way in ("copies", "tiles"):
         all_gather_matmul(x, weight, products=other, way=way)
     replay = capture(place, step)
-    place.meet()
-    other.close()
+    place.close(other)
     x.fill_(2)
     replay()
     place.meet()
     for out in outputs:
-        assert_same(out, torch.full_like(out, 64), "a replay when another owner is gone")
+        assert_same(out, torch.full_like(out, 64), "a replay after another owner was closed")
     mine.close()
 
 
 def _check_inference_first(place: Place) -> None:
-    """Memory that an evaluation in inference mode makes serves training after it."""
+    """Training can use the memory that an evaluation in inference mode has allocated."""
     case, ranks = Case(1024, 264, 520, _HALF, activation="none"), place.world_size
     x = torch.ones(case.rows * ranks, case.inner, device=place.device, dtype=case.dtype)
     weight = x.new_ones(case.columns, case.inner)
@@ -187,12 +178,11 @@ def _check_inference_first(place: Place) -> None:
             all_gather_matmul(x[: case.rows], weight, products=products, way=way)
             matmul_reduce_scatter(x, weight, products=products, way=way)
         check_operators(case, (place.rank, ranks), place.device, products=products, way=way)
-    place.meet()
-    products.close()
+    place.close(products)
 
 
 def _check_lost_peer(place: Place, operator: str, how: str, way: str) -> None:
-    """All ranks but the culprit raise an error in time that names the peer."""
+    """All ranks except the culprit raise an error that names the peer, in time."""
     products, ranks = _products_of(place.group, place.device), place.world_size
     products.wait_timeout_s = TIMEOUT_S
     x, weight = (torch.ones(n, 64, device=place.device, dtype=_BRAIN) for n in (64 * ranks, 32))
@@ -205,8 +195,8 @@ def _check_lost_peer(place: Place, operator: str, how: str, way: str) -> None:
         call()
     replay = capture(place, call) if how == "captured" else call
     place.meet()
-    flag, told = flag_told_of(place, products.check, "product's part", replay)
-    assert flag[:3] == [place.rank, 0, CULPRIT], told
+    flag, message = flag_error(place, products.check, "product's part", replay)
+    assert flag[:3] == [place.rank, 0, CULPRIT], message
     place.leave()
 
 

@@ -1,4 +1,4 @@
-"""Captured steps: the same losses as uncaptured ones, under any delays, and faults that every rank reports."""
+"""Captured steps: the losses of eager ones, under any delays, and faults that every rank reports."""
 
 import random
 import time
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
@@ -26,11 +25,11 @@ from dlrm_overlap.train.model import DLRM
 from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near
 from tests.distributed.foreign import PROGRAMS, compare
-from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, told_in_time
+from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, expired_error
 from tests.gpu.exchange.checks.training import (
     SAMPLES,
     assert_agree,
-    check_goes_on,
+    check_resumes,
     make_trainer,
     rows_of,
     small_config,
@@ -53,32 +52,28 @@ def graph_config(place: Place, backend: str, optimizer: str, known: bool) -> Con
 
 
 class Run(NamedTuple):
-    """What a run in segments has given."""
+    """The results of a run in segments."""
 
     losses: list[float]
-    evaluated: list[float]
-    """losses of the evaluations between the segments"""
-    rows: dict[Any, torch.Tensor]
-    """at the end"""
-    before: dict[Any, torch.Tensor]
-    """rows at the begin"""
-    joins_in_place: bool
-    """whether pooled embeddings come where the dense features' output is joined with them"""
+    evaluated: list[float]  # losses of the evaluations between the segments
+    rows: dict[Any, torch.Tensor]  # at the end
+    before: dict[Any, torch.Tensor]  # rows at the start
+    joins_in_place: bool  # whether pooled embeddings are joined with the bottom MLP's output without a copy
 
     def assert_same(self, other: "Run", what: str) -> None:
-        """Check that losses and rows have the bits of another run's."""
+        """Check that losses and rows are equal to another run's, bit for bit."""
         assert self.losses == other.losses, f"{what}: losses {self.losses}, not {other.losses}"
         assert self.evaluated == other.evaluated, f"{what}: evaluated {self.evaluated}, not {other.evaluated}"
         assert_all_near(self.rows, other.rows, 0.0, f"{what}:")
 
     def assert_near(self, other: "Run", tolerance: float, what: str) -> None:
-        """Check that losses are those of another run but for rounding."""
+        """Check that losses are equal to another run's except for rounding."""
         assert_agree(self.losses, other.losses, tolerance, what)
         assert_agree(self.evaluated, other.evaluated, tolerance, f"{what}, evaluated")
 
 
 def train_in_segments(place: Place, config: Config, delays: bool = False, borders: Sequence[int] = _BORDERS) -> Run:
-    """Train in segments, with an evaluation behind each."""
+    """Train in segments, with an evaluation after each."""
     trainer = make_trainer(place, config)
     assert isinstance(trainer.pipeline, GraphTrainPipeline) == (config.train.pipeline == "graph")
     assert bool(shards_of(trainer.model)) == (config.model.top_parallel == "tensor" and place.world_size > 1)
@@ -93,14 +88,13 @@ def train_in_segments(place: Place, config: Config, delays: bool = False, border
     trainer.check()
     models = [module for module in trainer.model.modules() if isinstance(module, DLRM)]
     run = Run(losses, evaluated, rows_of(trainer), before, models[0].joins_in_place)
-    place.meet()
-    trainer.close()
+    place.close(trainer)
     return run
 
 
 @contextmanager
 def delayed(place: Place, pipeline: Any, late: bool) -> Iterator[None]:
-    """Keep each rank's GPU and node busy for a random time before each step, another one on every rank, if `late`."""
+    """If `late`, delay each rank's GPU and host by random times before each step."""
     if not late:
         yield
         return
@@ -128,7 +122,7 @@ def _check_losses(place: Place, optimizer: str, known: bool) -> None:
 
 
 def _check_row_shards(place: Place, known: bool) -> None:
-    """Tables that are cut by rows train as whole ones do: step by step, captured, and captured under delays."""
+    """Tables that are cut by rows train as whole ones do: eager, captured, and captured under delays."""
 
     def run(plan: str, backend: str, put: str, pipeline: str, late: bool) -> Run:
         config = graph_config(place, backend, "sgd", known)
@@ -146,9 +140,9 @@ def _check_row_shards(place: Place, known: bool) -> None:
 
 
 def _check_bf16(place: Place, backend: str, arch: str) -> None:
-    """Pooled embeddings that travel in bfloat16 and are joined in place train as those that are rounded by the model.
+    """Pooled embeddings that are sent in bfloat16 and joined in place train as those that the model rounds.
 
-    The numbers are the same bits, captured or not, since the model rounds them before its first product in any case.
+    They have the same bits, captured or eager, since the model rounds them before its first product in any case.
     """
     config = graph_config(place, backend, "rowwise_adagrad", known=True)
     model = replace(config.model, arch=arch, cross_layers=2, cross_rank=8) if arch == "dcn" else config.model
@@ -162,7 +156,7 @@ def _check_bf16(place: Place, backend: str, arch: str) -> None:
 
 
 def _check_delays(place: Place, backend: str, known: bool) -> None:
-    """Whoever is late, and wherever, the bits are the same."""
+    """Delays on any rank change no bit."""
     config = graph_config(place, backend, "rowwise_adagrad", known)
     expected = train_in_segments(place, config)
     for number in (1, 2):
@@ -170,26 +164,25 @@ def _check_delays(place: Place, backend: str, known: bool) -> None:
 
 
 def _check_checkpoint(place: Place, pipelines: tuple[str, str]) -> None:
-    """A checkpoint of either pipeline is gone on from by the other."""
+    """Each pipeline resumes from a checkpoint of the other."""
     config = small_config(place, "pgas", "adagrad")
     first, second = (replace(config, train=replace(config.train, pipeline=each)) for each in pipelines)
-    check_goes_on(place, first, second, _STEPS)
+    check_resumes(place, first, second, _STEPS)
 
 
 def _check_learning_rates(place: Place) -> None:
-    """A schedule is followed from step to step, by tables and dense parameters."""
+    """Tables and dense parameters follow a schedule of learning rates in every step."""
     config = small_config(place, "pgas", "adagrad")
     found: dict[str, list[float]] = {}
     for pipeline in ("torchrec", "graph"):
         trainer = make_trainer(place, replace(config, train=replace(config.train, pipeline=pipeline, warmup_steps=30)))
         found[pipeline] = train_steps(place, trainer, 0, _STEPS)
-        place.meet()
-        trainer.close()
+        place.close(trainer)
     assert_agree(found["graph"], found["torchrec"], LOSS_TOLERANCE["adagrad"], "graph")
 
 
 def _spoiled(place: Place, trainer: Trainer, step: int, spoil: Callable[[Batch], Batch]) -> Iterator[Batch]:
-    """Yield batches without end, of which rank CULPRIT spoils the one of `step`."""
+    """Yield batches without end; rank CULPRIT changes the one of `step` by `spoil`."""
     number = 0
     while True:
         batch = trainer.train_data.read((number * place.world_size + place.rank) * SAMPLES, SAMPLES)
@@ -198,7 +191,7 @@ def _spoiled(place: Place, trainer: Trainer, step: int, spoil: Callable[[Batch],
 
 
 def _too_many(batch: Batch) -> Batch:
-    """Return the batch with ids beyond the bound: of table 0, whose bags have 4."""
+    """Return the batch with ids beyond the capacity: of table 0, whose bags have 4."""
     lengths, values = batch.sparse.lengths().clone(), batch.sparse.values()
     lengths[0] += 5
     return Batch.from_tensors(batch.dense, lengths, torch.cat([values[:5], values]), batch.labels)
@@ -207,12 +200,10 @@ def _too_many(batch: Batch) -> Batch:
 def _outside(batch: Batch) -> Batch:
     values = batch.sparse.values().clone()
     values[7] = 10**9
-    return Batch(
-        batch.dense, KeyedJaggedTensor(batch.sparse.keys(), values, lengths=batch.sparse.lengths()), batch.labels
-    )
+    return Batch.from_tensors(batch.dense, batch.sparse.lengths(), values, batch.labels)
 
 
-def _train_until_told(place: Place, trainer: Trainer, step: int, spoil: Callable[[Batch], Batch]) -> str:
+def _train_until_error(place: Place, trainer: Trainer, step: int, spoil: Callable[[Batch], Batch]) -> str:
     batches = _spoiled(place, trainer, step, spoil)
     try:
         for _ in range(step + 5):
@@ -224,41 +215,41 @@ def _train_until_told(place: Place, trainer: Trainer, step: int, spoil: Callable
         try:
             for exchange in exchanges(trainer.model):
                 exchange.check()
-        except (ValueError, RuntimeError) as told:
-            return str(told)
+        except (ValueError, RuntimeError) as recorded:
+            return str(recorded)
         return str(error)
     return "nothing"
 
 
 def _check_overflow(place: Place, known: bool) -> None:
-    """Every rank names the rank that brought ids that were not counted, or have changed since."""
+    """Every rank names the rank whose ids were not counted, or have changed since."""
     config = graph_config(place, "pgas", "sgd", known)
     with patch.multiple(CapacityTracker, is_within=lambda *_: True, are_captured=lambda *_: True):
-        told = _train_until_told(place, make_trainer(place, config), 12, _too_many)
+        message = _train_until_error(place, make_trainer(place, config), 12, _too_many)
     culprit = CULPRIT % place.world_size
-    assert told.startswith(f"the batch of rank {culprit} has "), told
-    assert "correct the bound" in told, told
+    assert message.startswith(f"the batch of rank {culprit} has "), message
+    assert "correct the bound" in message, message
     place.leave()
 
 
 def _check_bad_id(place: Place) -> None:
-    """The owner of the table reports the id, its place and the rank that brought it."""
+    """The owner of the table reports the id, its position and the rank of its batch."""
     config = graph_config(place, "pgas", "sgd", known=False)
     config = replace(config, embedding=replace(config.embedding, wait_timeout_s=TIMEOUT_S))
     trainer = make_trainer(place, config)
     (exchange,) = exchanges(trainer.model)
     owners = {shard.owner for owned in exchange.layout.by_owner for shard in owned if shard.feature_name == "t_00"}
-    told = _train_until_told(place, trainer, 12, _outside)
+    message = _train_until_error(place, trainer, 12, _outside)
     if place.rank in owners:
-        assert "id 1000000000 is outside its table" in told, told
-        assert f"in the batch of rank {CULPRIT % place.world_size}" in told, told
+        assert "id 1000000000 is outside its table" in message, message
+        assert f"in the batch of rank {CULPRIT % place.world_size}" in message, message
     else:
-        assert "outside" not in told, told
+        assert "outside" not in message, message
     place.leave()
 
 
 def _check_stalled_peer(place: Place) -> None:
-    """All ranks but the culprit name the rank for which they wait in vain, in time."""
+    """All ranks except the culprit name the rank for which they waited, in time."""
     config = graph_config(place, "pgas", "sgd", known=False)
     config = replace(config, embedding=replace(config.embedding, wait_timeout_s=TIMEOUT_S))
     trainer = make_trainer(place, config)
@@ -274,13 +265,13 @@ def _check_stalled_peer(place: Place) -> None:
         for _ in range(5):
             trainer.step(batches)
 
-    told = told_in_time(place, trainer.check, steps)
-    assert f"of rank {CULPRIT}: expected epoch" in told, told
+    message = expired_error(place, trainer.check, steps)
+    assert f"of rank {CULPRIT}: expected epoch" in message, message
     place.leave()
 
 
 def _check_program(place: Place, name: str) -> None:
-    """A whole program, with two lines changed, is as before; its steps are replays but where it calls collectives."""
+    """A program with two lines changed has the same losses; its steps are replays, unless it calls collectives."""
     replays, replay = list[int](), CapturedStep.replay
 
     def count(step: CapturedStep) -> Any:

@@ -1,4 +1,4 @@
-"""What captured steps read stays theirs, whatever comes between them: other sizes, another state, another model."""
+"""Memory that captured steps read stays valid, whatever runs between them: other sizes, states or models."""
 
 import gc
 from collections import deque
@@ -29,16 +29,16 @@ from tests.gpu.exchange.checks.training import SAMPLES, make_trainer, rows_of, t
 from tests.gpu.exchange.place import Check, Place, every
 
 _BORDERS = (0, 5, 9, 10, 17, 20)  # of segments: one that ends with a single graph captured, one of a single step
-_BETWEEN = (3, 4, 6, 12, 13, 16)  # steps behind which there are evaluations: of one graph captured, and of both
-_SIZES = (1, 7, 200, 3, 64, 33, 250, 90, 5, 17)  # samples a rank, at fixed room for ids: short bags and long ones
-_MOST = 4  # values that are kept of each kind: fewer than sizes, and as many as a step asks for
-_GARBAGE = 2**30 + 1  # two of them are an address that no memory has
+_BETWEEN = (3, 4, 6, 12, 13, 16)  # steps followed by an evaluation: with one graph captured, and with both
+_SIZES = (1, 7, 200, 3, 64, 33, 250, 90, 5, 17)  # samples a rank, at a fixed capacity for ids: short and long bags
+_MOST = 4  # values that are kept of each kind: fewer than sizes, and as many as a step uses
+_GARBAGE = 2**30 + 1  # two of them are an invalid address
 
 Between = Callable[[Trainer, int], None]
 
 
 def _train(place: Place, trainers: Sequence[Trainer], between: Between) -> list[list[float]]:
-    """Return each trainer's losses; they take their steps in turns, and behind each step is what `between` does."""
+    """Return each trainer's losses; trainers take their steps in turns, and `between` runs after each step."""
     losses: list[list[torch.Tensor]] = [[] for _ in trainers]
     for first, end in pairwise(_BORDERS):
         segments = []
@@ -56,17 +56,15 @@ def _train(place: Place, trainers: Sequence[Trainer], between: Between) -> list[
 
 
 def _nothing(trainer: Trainer, step: int) -> None:
-    """Let steps follow each other."""
+    pass
 
 
 def _run(place: Place, config: Config, between: Between) -> tuple[list[float], dict[Any, torch.Tensor]]:
-    """Return the losses of a run, and its rows."""
     trainer = make_trainer(place, config)
     (losses,) = _train(place, [trainer], between)
     rows = rows_of(trainer)
     trainer.check()
-    place.meet()
-    trainer.close()
+    place.close(trainer)
     return losses, rows
 
 
@@ -79,7 +77,7 @@ def _evaluate(place: Place, trainer: Trainer, sizes: Sequence[int]) -> None:
 
 
 def _fill_freed(place: Place, trainer: Trainer) -> list[torch.Tensor]:
-    """Return tensors of garbage in memory that was given away, on each stream that steps allocate on."""
+    """Return tensors of garbage in memory that was freed, on each stream that steps allocate on."""
     if not place.on_gpu:
         return []
     pipeline: Any = trainer.pipeline
@@ -98,7 +96,7 @@ def _fill_freed(place: Place, trainer: Trainer) -> list[torch.Tensor]:
 
 @contextmanager
 def _others_between(place: Place) -> Iterator[Between]:
-    """Yield what evaluates batches of more sizes than are remembered, and then takes the memory of the forgotten."""
+    """Yield a function that evaluates batches of more sizes than are cached, and then overwrites freed memory."""
     held: list[torch.Tensor] = []
 
     def between(trainer: Trainer, step: int) -> None:
@@ -111,10 +109,10 @@ def _others_between(place: Place) -> Iterator[Between]:
 
 
 def _check_sizes(place: Place, known: bool, **embedding: Any) -> None:
-    """Evaluations of many sizes between captured steps change no bit of these."""
+    """Evaluations of many sizes between captured steps change no bit of the steps."""
     config = graph_config(place, embedding.pop("backend"), "rowwise_adagrad", known)
     config = replace(config, embedding=replace(config.embedding, **embedding))
-    if "nodes" in embedding:  # between nodes, dense gradients are summed by a collective
+    if "nodes" in embedding:  # where dense gradients are summed by a collective
         config = replace(config, train=replace(config.train, dense_reduce="collective"))
     expected, expected_rows = _run(place, config, _nothing)
     with _others_between(place) as between:
@@ -124,7 +122,7 @@ def _check_sizes(place: Place, known: bool, **embedding: Any) -> None:
 
 
 def _check_reload(place: Place, precision: str) -> None:
-    """A checkpoint that is loaded behind captured steps is gone on from by the same graphs, to the last bit."""
+    """The same graphs continue from a checkpoint that is loaded after captured steps, to the last bit."""
     config = graph_config(place, "fused", "rowwise_adagrad", known=True)
     trainer = make_trainer(place, replace(config, train=replace(config.train, precision=precision)))  # type: ignore[arg-type]
     train_steps(place, trainer, 0, 12)
@@ -136,25 +134,23 @@ def _check_reload(place: Place, precision: str) -> None:
     losses = train_steps(place, trainer, 12, 20)
     assert losses == expected, f"losses {losses}, not {expected}"
     assert_all_near(rows_of(trainer), expected_rows, 0.0, "rows:")
-    place.meet()
-    trainer.close()
+    place.close(trainer)
 
 
 def _check_device_batches(place: Place) -> None:
-    """Batches that the caller's stream makes on the device, late, are read when they are there."""
+    """Batches that the caller's stream makes on the device, late, are not read before."""
     config, samples = graph_config(place, "pgas", "rowwise_adagrad", known=True), place.world_size * SAMPLES
     steps = _BORDERS[-1]
     first = make_trainer(place, config)
     expected = train_steps(place, first, 0, steps)
-    place.meet()
-    first.close()
+    place.close(first)
     trainer, made = make_trainer(place, config), deque[Batch]()
     starts = [step * samples + place.rank * SAMPLES for step in range(steps)]
     known = [trainer.train_data.read(start, SAMPLES).to(place.device) for start in starts]
     place.synchronize()
     batches, losses = iter(lambda: made.popleft() if made else None, None), list[torch.Tensor]()
     for step in range(steps):
-        for batch in known[step + 2 if step else 0 : step + 3]:  # this step reads one ahead, the first one three
+        for batch in known[step + 2 if step else 0 : step + 3]:  # a step reads one, the first step three
             if place.on_gpu:
                 torch.cuda._sleep(2_000_000)
             ids = batch.sparse
@@ -165,48 +161,42 @@ def _check_device_batches(place: Place) -> None:
     total = torch.stack(losses)
     dist.all_reduce(total, group=place.group)
     assert (found := (total / place.world_size).tolist()) == expected, f"losses {found}, not {expected}"
-    place.meet()
-    trainer.close()
+    place.close(trainer)
 
 
 def _check_closed(place: Place) -> None:
-    """Graphs are not launched once the windows are gone that they use."""
+    """Graphs are not launched after the windows that they use were freed."""
     trainer = make_trainer(place, graph_config(place, "fused", "rowwise_adagrad", known=True))
     train_steps(place, trainer, 0, 12)
     place.meet()
     for exchange in exchanges(trainer.model):
         exchange.close()
-    told = ""
+    message = ""
     try:
         train_steps(place, trainer, 12, 13)
     except InputError as error:
-        told = str(error)
-    assert ("were moved or freed since" in told) == place.on_gpu, told or "a graph was launched"
-    place.meet()
-    trainer.close()
+        message = str(error)
+    assert ("were moved or freed since" in message) == place.on_gpu, message or "a graph was launched"
+    place.close(trainer)
 
 
 def _check_two_models(place: Place) -> None:
-    """Two models of one process, whose steps are captured and launched in turns, learn as each does alone."""
-    configs = [
-        graph_config(place, "pgas", "rowwise_adagrad", known=True),
-        graph_config(place, "fused", "adagrad", known=False),
-    ]
+    """Two models of one process whose captured steps alternate learn as each does alone."""
+    configs = [graph_config(place, "pgas", "rowwise_adagrad", known=True)]
+    configs.append(graph_config(place, "fused", "adagrad", known=False))
     alone = [_run(place, config, _nothing) for config in configs]
     trainers = [make_trainer(place, config) for config in configs]
     found = _train(place, trainers, _nothing)
     for trainer, losses, (expected, expected_rows) in zip(trainers, found, alone, strict=True):
         assert losses == expected, f"{trainer.config.embedding.backend}: losses {losses}, not {expected}"
         assert_all_near(rows_of(trainer), expected_rows, 0.0, f"{trainer.config.embedding.backend}:")
-    place.meet()
-    for trainer in trainers:
-        trainer.close()
+    place.close(*trainers)
 
 
 def _check_garbage(place: Place) -> None:
-    """Windows that are garbage are not given back during a capture, which would end the process.
+    """Unreachable windows are not freed during a capture, which would end the process.
 
-    Collections begin when they would begin at worst, but where they are off.
+    Garbage is collected at the worst moment, unless collection is disabled.
     """
 
     def begin(order: CommunicationOrder) -> None:
@@ -227,8 +217,7 @@ def _check_garbage(place: Place) -> None:
             train_steps(place, trainer, 0, _BORDERS[-1])
     finally:
         gc.set_threshold(*thresholds)
-    place.meet()
-    trainer.close()
+    place.close(trainer)
 
 
 _WAYS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Outputs to the last bit: against FBGEMM's lookup, `all_to_all_single` and unpacking, and beyond 2^31 elements."""
+"""Outputs to the last bit, against FBGEMM's lookup, `all_to_all_single` and unpacking; beyond 2^31 elements, too."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,12 +23,12 @@ _SLICES = [{"slice_bags": bags, "programs_per_sm": most} for bags, most in produ
 
 
 def _by_put(backend: str) -> list[ExchangeOptions]:
-    """Return options of the backend, one for each of its puts."""
+    """Return the backend's options with each of its puts."""
     return [ExchangeOptions(backend, put=put) for put in (PUTS if backend == "fused" else ("direct",))]
 
 
 def _tables_of_all_dims(world_size: int) -> list[Table]:
-    """Return tables of each dim, a rank owning some dims; one launch mixes sums and means."""
+    """Return tables of all dims, some of which each rank owns; one launch has sums and means."""
     tables: list[Table] = []
     for i, dim in enumerate(_DIMS):
         owner = i % world_size
@@ -39,7 +39,7 @@ def _tables_of_all_dims(world_size: int) -> list[Table]:
 
 
 def _tables(world_size: int) -> list[Table]:
-    """Return three tables a rank, their ranks interleaved; few dims, since each is a kernel to compile."""
+    """Return three tables a rank, with ranks interleaved; few dims, since each compiles a kernel."""
     owners = range(world_size)
     kinds = [(200, 64, torch.float32), (77, 12, torch.float16), (1000, 64, torch.float32)]
     return [Table(rows, dim, owner, dtype) for rows, dim, dtype in kinds for owner in owners]
@@ -49,7 +49,7 @@ def _tables(world_size: int) -> list[Table]:
 def _assert_lookups(
     stage: Stage, options: ExchangeOptions, batches: Sequence[Batch], tables: Sequence[int] | None = None
 ) -> None:
-    """Compare a step a batch with the baseline's output, of `tables` or all."""
+    """Compare the output of a step for each batch, of `tables` or all, with the baseline's."""
     exchange = stage.exchange(options)
     for step, batch in enumerate(batches):
         expected = stage.baseline(batch, options.wire_dtype).to(options.output_dtype)
@@ -59,8 +59,7 @@ def _assert_lookups(
             columns = slice(stage.columns[t], stage.columns[t + 1])
             assert_same(actual[:, columns], expected[:, columns], f"{options}, step {step}, {stage.tables[t]}")
         del actual  # its window must be free before the next step
-    stage.place.meet()
-    exchange.close()
+    stage.place.close(exchange)
 
 
 def _check_dims(place: Place, backend: str, mean: bool) -> None:
@@ -74,7 +73,7 @@ def _check_dims(place: Place, backend: str, mean: bool) -> None:
 
 
 def _stage(place: Place) -> Stage:
-    """Return a stage of `_tables`, filled."""
+    """Return a filled stage of `_tables`."""
     stage = Stage(place, _tables(place.world_size))
     stage.fill(integers=False)
     return stage
@@ -91,7 +90,7 @@ def _check_ids(place: Place, backend: str) -> None:
 
 
 def _check_options(place: Place, backend: str, changed: Sequence[Mapping[str, Any]]) -> None:
-    """Under each of the `changed` options, and each put."""
+    """Check each of the `changed` options with each put."""
     stage = _stage(place)
     batches = _batches(stage, 2)
     for changes, options in product(changed, _by_put(backend)):
@@ -99,7 +98,7 @@ def _check_options(place: Place, backend: str, changed: Sequence[Mapping[str, An
 
 
 def _check_in_place(place: Place, backend: str) -> None:
-    """Outputs of the wire's type, lent behind columns that this rank alone fills."""
+    """Outputs in the wire's dtype, given as views after columns that only this rank fills."""
     stage = _stage(place)
     batches = _batches(stage, 4)
     shapes = ((torch.bfloat16, 64), (torch.bfloat16, 12), (torch.float16, 8), (torch.float32, 128))
@@ -115,14 +114,11 @@ def _check_in_place(place: Place, backend: str) -> None:
             joined = JoinInPlace.apply(dense, values)
             assert_same(joined, torch.cat((dense, expected), dim=1), f"{options}, step {step}, joined")
             del values, joined
-        place.meet()
-        exchange.close()
+        place.close(exchange)
 
 
 def _check_sizes(place: Place, backend: str) -> None:
-    """Ranks with one sample, none, or many, all of them with none; batches that grow, so that windows are made anew; no
-    id at all.
-    """
+    """Ranks with one sample, none, or many; no samples or ids at all; batches that grow, so windows are replaced."""
     stage = _stage(place)
     uneven = [(17, 1, 0, 5)[rank % 4] for rank in range(place.world_size)]
     grown = [(3, 700, 64, 333)[rank % 4] for rank in range(place.world_size)]
@@ -135,7 +131,7 @@ def _check_sizes(place: Place, backend: str) -> None:
 
 
 def _check_many_bags(place: Place, backend: str) -> None:
-    """So many bags that the persistent kernel takes larger tasks, and few again, with what it keeps for many."""
+    """So many bags that the persistent kernel takes larger tasks, and then few, with the state kept for many."""
     stage = _stage(place)
     many = (1 << 17) // place.world_size + 1 if place.on_gpu else 300
     crowded = [many if rank == 0 else 1 for rank in range(place.world_size)]
@@ -147,7 +143,7 @@ def _check_many_bags(place: Place, backend: str) -> None:
 
 @torch.no_grad()
 def _check_large_tables(place: Place, backend: str) -> None:
-    """Rows at the ends of tables of more than 2^32 elements, and around each power of two that an index may break at.
+    """Rows at the ends of tables of more than 2^32 elements, and around powers of two where an index may overflow.
 
     Ranks above the second have no tables.
     """
@@ -176,12 +172,11 @@ def _check_large_tables(place: Place, backend: str) -> None:
         actual = exchange.start(stage.inputs(batch), sizes).wait()
         assert_same(actual, expected, f"{backend}, batch {seed}")
         del actual
-    place.meet()
-    exchange.close()
+    place.close(exchange)
 
 
 def rows_at_borders(table: Table, elements: int) -> list[int]:
-    """Return, ascending, the rows around the table's ends and where `elements`, its half, .. of its elements end."""
+    """Return, ascending, the rows around the table's ends and around element `elements`, `elements` / 2, .. / 16."""
     borders = [0, table.rows, *((elements >> shift) // table.dim for shift in range(5))]
     return sorted({row for border in borders for row in range(border - 20, border + 20) if 0 <= row < table.rows})
 
@@ -193,7 +188,7 @@ def _integers(place: Place, rows: int, dim: int, seed: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _check_large_windows(place: Place, backend: str) -> None:
-    """Windows of more than 2^31 elements, of one id a bag."""
+    """Windows of more than 2^31 elements, with one id a bag."""
     dim, elements = (1024, 1 << 31) if place.on_gpu else (64, 1 << 15)
     tables = [Table(64, dim, owner, longest=1) for owner in range(place.world_size)]
     stage = Stage(place, tables)
@@ -211,8 +206,7 @@ def _check_large_windows(place: Place, backend: str) -> None:
                 assert_same(actual[:, stage.columns[t] : stage.columns[t + 1]], expected, f"{options}, table {t}")
                 del expected
             del actual
-        place.meet()
-        exchange.close()
+        place.close(exchange)
 
 
 _OURS = BACKENDS[1:]

@@ -1,7 +1,7 @@
-"""Exchanges between nodes, which are emulated: the same bits as where all ranks store to each other, and no overtaking.
+"""Exchanges between emulated nodes: the same bits as on one node, and no step overtakes another.
 
-Messages go from GPU to GPU of one machine, by NCCL or, where a check is named so, by puts of NVSHMEM: what is checked
-is who sends what, where it is put, and when.
+Messages go between GPUs of one machine, by NCCL or, in checks of that name, by NVSHMEM's puts. They test who sends
+what, where it is put, and when.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,17 +23,17 @@ from tests.gpu.exchange.checks.training import assert_rows_agree, small_config
 from tests.gpu.exchange.place import Check, Place, every
 
 _BF16 = {"wire_dtype": torch.bfloat16, "output_dtype": torch.bfloat16, "leading_columns": 64}
-_WAIT_S = 90.0  # a peer may still compile kernels that are linked with NVSHMEM, each for 4 to 7 s
+_WAIT_S = 90.0  # a peer may be compiling kernels that are linked with NVSHMEM, each for 4 to 7 s
 _RUNS = {
     "pgas": (ExchangeOptions("pgas", wait_timeout_s=_WAIT_S), "adagrad"),
     "fused": (ExchangeOptions("fused", wait_timeout_s=_WAIT_S), "rowwise_adagrad"),
     "fused_stores_bf16": (ExchangeOptions("fused", put="staged", wait_timeout_s=_WAIT_S, **_BF16), "sgd"),  # type: ignore[arg-type]
     "pgas_bf16": (ExchangeOptions("pgas", wait_timeout_s=_WAIT_S, **_BF16), "adagrad"),  # type: ignore[arg-type]
 }
-# Bytes of a group: few rows that leave together, some, all of a run.
+# Bytes of a group: of one row, of some rows, of all rows of a run.
 _GATHERED = {"none": 0, "16_kb": 16384, "whole": 1 << 30}
 _STEPS = 20
-_SUMS_TOLERANCE = 1e-4  # of rows after 40 steps of row-wise Adagrad, in which partial sums are added in another order
+_SUMS_TOLERANCE = 1e-4  # of rows after 40 steps of row-wise Adagrad with partial sums in another order
 
 
 def _between(options: ExchangeOptions, nodes: int, carrier: str) -> ExchangeOptions:
@@ -41,12 +41,12 @@ def _between(options: ExchangeOptions, nodes: int, carrier: str) -> ExchangeOpti
 
 
 def _two(place: Place) -> int:
-    """Return two nodes or, of an odd number of ranks, a node a rank."""
+    """Return 2, or a node for each rank if the number of ranks is odd."""
     return place.world_size if place.world_size % 2 else 2
 
 
 def _rows_after(place: Place, optimizer: str, options: ExchangeOptions, dims: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Return rows and states after a step a batch, by gradients that depend on the forward's output."""
+    """Return rows and states after a step for each batch, whose gradients depend on the forward's output."""
     tables = tables_of_all_kinds(range(place.world_size - (place.world_size > 2)), dims)  # the last of several has none
     training = Training(place, tables, optimizer, options)
     assert training.exchange.reach.is_one_node == (options.nodes == 1 or place.world_size == 1)
@@ -75,10 +75,8 @@ def _check_signals(place: Place) -> None:
     heap = NvshmemHeap(1 << 20, place.group, place.device)
     network, own, clock = heap.network, heap.local.data_ptr(), torch.zeros(1, dtype=torch.int64, device=place.device)
     out, source = Outgoing(0, own, (place.rank + 1) % place.world_size), (place.rank - 1) % place.world_size
-    waiting, one_row = (
-        Waiting(int(20e9), DeviceErrorRecord(place.device).status),
-        torch.tensor([0, 1], device=place.device).int(),
-    )
+    waiting = Waiting(int(20e9), DeviceErrorRecord(place.device).status)
+    one_row = torch.tensor([0, 1], device=place.device).int()
     for epoch in (1, 2, 3):
         send_signal(network, out, clock, epoch)
         wait_message(network, source, own, Groups(1, 1), waiting, clock, epoch, one_row)
@@ -88,20 +86,18 @@ def _check_signals(place: Place) -> None:
 
 
 def _check_losses(place: Place, backend: str, carrier: str) -> None:
-    """A run between nodes has the losses and the rows of one on one node, to the last bit."""
+    """A run between nodes has the losses and the rows of a run on one node, to the last bit."""
     config = small_config(place, backend, "adagrad")
     apart = replace(config.embedding, nodes=_two(place), internode=carrier)
-    expected, found = (
-        train_in_segments(place, replace(config, embedding=each), borders=(0, _STEPS))
-        for each in (replace(apart, nodes=1), apart)
-    )
+    both = [replace(config, embedding=each) for each in (replace(apart, nodes=1), apart)]
+    expected, found = (train_in_segments(place, each, borders=(0, _STEPS)) for each in both)
     found.assert_same(expected, "between nodes")
 
 
 def _check_captured(place: Place, backend: str, known: bool, carrier: str, plan: Literal["auto", "row_wise"]) -> None:
-    """Captured steps between nodes, under any delays and between evaluations, have the bits of those on one node.
+    """Captured steps between nodes, under delays and between evaluations, have the bits of steps on one node.
 
-    Where tables are cut by rows over all ranks, a node's sums are made first, in another order than on one node.
+    If tables are cut by rows over all ranks, each node sums first, in another order than on one node.
     """
     config = graph_config(place, backend, "rowwise_adagrad", known)
     # Between nodes, dense gradients are summed by a collective.
@@ -117,7 +113,7 @@ def _check_captured(place: Place, backend: str, known: bool, carrier: str, plan:
 
 
 def _add(carrier: str, name: str, check: Callable[..., None], gpu_only: bool = False, **axes: Any) -> dict[str, Check]:
-    """Return checks of one carrier; those of puts hold only where NVSHMEM is."""
+    """Return the checks of a carrier; puts need NVSHMEM."""
     prefix = {"messages": "nodes", "puts": "nodes_puts"}[carrier]
     gpu_only = gpu_only or carrier == "puts"
     return every(f"{prefix}_{name}", partial(check, carrier=carrier), timeout_s=120, gpu_only=gpu_only, **axes)
@@ -129,8 +125,8 @@ _ranges, _known = (partial(_check_captured, plan="auto", known=known) for known 
 _sums = partial(_check_captured, plan="row_wise", known=False)
 _stressed = {name: _RUNS[name][0] for name in ("pgas", "fused")}
 _gathered = {name: replace(_RUNS["pgas"][0], aggregate_bytes=size) for name, size in _GATHERED.items()}
-# Both carriers send the same messages, by the same steps. So puts are checked where they differ: in kernels that put,
-# in groups of rows, in signals, and in what a capture holds.
+# Both carriers send the same messages in the same steps. Puts are tested where they differ: kernels that put, groups of
+# rows, signals, and captures.
 CHECKS = (
     _messages("captured", _known, backend={"pgas_known": "pgas", "fused_known": "fused"})
     | _messages("captured", _ranges, backend=["pgas"])

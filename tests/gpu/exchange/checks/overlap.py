@@ -1,4 +1,4 @@
-"""What runs beside the exchange of gradients and the update of the rows, as a trace of the GPU shows it."""
+"""What runs at the same time as the exchange of gradients and the update of rows, by a trace of the GPU."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,14 +17,14 @@ from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 _SAMPLES = 16384  # a rank
 _LEAD_CYCLES = 50_000_000  # some 30 ms
 _LEAST_OVERLAP = 0.3
-_LAUNCH_US = 20.0  # between two kernels of two streams, whatever runs beside them
-_LONGEST_WAIT = 0.5  # of the all-reduce, in what is left of the update when the dense part's backward ends
+_LAUNCH_US = 20.0  # between two kernels of two streams
+_LONGEST_WAIT = 0.5  # of the all-reduce, as a share of the rest of the update when the dense part's backward ends
 
 
 def _trace(place: Place, tables: Sequence[Table], widths: Sequence[int]) -> list[GpuWork]:
     """Trace a step of tables and of a bottom MLP of `widths` under DDP.
 
-    Its backward has all been issued before it runs, on all ranks at once.
+    All of its backward is issued before it runs, on all ranks at the same time.
     """
     stage = Stage(place, tables, lr=0.1)
     stage.fill(integers=False)
@@ -40,7 +40,7 @@ def _trace(place: Place, tables: Sequence[Table], widths: Sequence[int]) -> list
         awaitable = exchange.start(inputs, batch.sizes)
         bottom = bottom_mlp(dense)
         loss = top_mlp(awaitable.wait()).mean() + bottom.mean()
-        torch.cuda._sleep(_LEAD_CYCLES)  # until all is issued: else a slow node would separate them
+        torch.cuda._sleep(_LEAD_CYCLES)  # until all is issued: a slow host would separate them
         dist.all_reduce(together, group=place.group)
         loss.backward()
 
@@ -52,8 +52,7 @@ def _trace(place: Place, tables: Sequence[Table], widths: Sequence[int]) -> list
         place.synchronize()
     path = place.folder / f"{place.name}_trace_{place.rank}.json"
     profiler.export_chrome_trace(str(path))
-    place.meet()
-    exchange.close()
+    place.close(exchange)
     return gpu_work(read_events(path))
 
 
@@ -71,19 +70,19 @@ def _dense(work: Sequence[GpuWork], begin: float) -> list[Span]:
 
 
 def _check_overlaps(place: Place) -> None:
-    """The bottom MLP's backward runs while gradients travel and rows are updated."""
+    """The bottom MLP's backward runs while gradients are sent and rows are updated."""
     tables = [Table(20_000, 128, owner, longest=2) for _ in range(8) for owner in range(place.world_size)]
     work = _trace(place, tables, (1024, 2048, 2048, 2048))
     exchange = Span(min(_spans(work, "_push_gradients")).begin, max(span.end for span in _spans(work, "_update_rows")))
     dense = _dense(work, exchange.begin)
     dense_us, exchange_us = length(dense), length([exchange])
     overlap_us = dense_us + exchange_us - length([*dense, exchange])
-    told = f"{overlap_us:.0f} us of {dense_us:.0f} us of dense kernels within {exchange_us:.0f} us of the exchange"
-    assert overlap_us >= _LEAST_OVERLAP * min(dense_us, exchange_us) > 0, told
+    message = f"{overlap_us:.0f} us of {dense_us:.0f} us of dense kernels within {exchange_us:.0f} us of the exchange"
+    assert overlap_us >= _LEAST_OVERLAP * min(dense_us, exchange_us) > 0, message
 
 
 def _check_yields(place: Place) -> None:
-    """The bottom MLP's backward and its all-reduce, though short and issued later, do not wait for a long update."""
+    """The bottom MLP's backward and its all-reduce are short and issued later, and do not wait for a long update."""
     tables = [Table(200_000, 128, owner, longest=512) for owner in range(place.world_size)]
     work = _trace(place, tables, (256, 256, 256))
     updates = _spans(work, "_update_rows")
@@ -91,8 +90,8 @@ def _check_yields(place: Place) -> None:
     dense_end = max((span.end for span in _dense(work, begin)), default=begin)
     assert dense_end < end, f"the dense part ends {dense_end - end:.0f} us after an update of {end - begin:.0f} us"
     wait = max(_spans(work, "AllReduce")).begin - dense_end
-    told = f"the all-reduce waits {wait:.0f} us, where {end - dense_end:.0f} us of an update are left"
-    assert wait <= max(_LONGEST_WAIT * (end - dense_end), _LAUNCH_US), told
+    message = f"the all-reduce waits {wait:.0f} us, where {end - dense_end:.0f} us of an update are left"
+    assert wait <= max(_LONGEST_WAIT * (end - dense_end), _LAUNCH_US), message
 
 
 CHECKS = every("update_overlaps", _check_overlaps, gpu_only=True) | every("update_yields", _check_yields, gpu_only=True)

@@ -1,5 +1,3 @@
-"""Work on several streams, and models that use a collection in unusual ways."""
-
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ _STEPS = 40
 
 @torch.no_grad()
 def _check_two_streams(place: Place, backend: str, copy_output: bool) -> None:
-    """Lookups on one stream, collected and slowly read on another: nobody overwrites what is still to be read."""
+    """Lookups on one stream, whose outputs another stream waits for and reads slowly: nothing is overwritten before."""
     tables = [Table(100, dim, owner) for dim in (64, 12) for owner in range(place.world_size)]
     stage = Stage(place, tables)
     everyones = stage.fill(integers=True)
@@ -42,13 +40,12 @@ def _check_two_streams(place: Place, backend: str, copy_output: bool) -> None:
             del pooled, awaitable
     place.synchronize()
     wrong = [step for step, error in enumerate(errors) if error.item() != 0]
-    assert not wrong, f"steps {wrong} of {_STEPS} read what was not theirs"
-    place.meet()
-    exchange.close()
+    assert not wrong, f"steps {wrong} of {_STEPS} read the output of another step"
+    place.close(exchange)
 
 
 def _check_shared_gradient(place: Place) -> None:
-    """What autograd adds to the gradient of the pooled embeddings while that is still to be pushed changes no row."""
+    """What autograd adds to the pooled embeddings' gradient before it has been pushed changes no row."""
     tables = [Table(100, 64, owner) for owner in range(place.world_size)]
     rows: dict[str, list[torch.Tensor]] = {}
     for backward in ("collective", "push"):
@@ -62,7 +59,7 @@ def _check_shared_gradient(place: Place) -> None:
             weight = dense.clone().requires_grad_()
             hidden = weight * 1.0
             awaitable = exchange.start(inputs, batch.sizes)
-            between = (hidden * 50.0 * dense).sum()  # whose gradient is added behind the push's begin
+            between = (hidden * 50.0 * dense).sum()  # whose gradient is added after the push has begun
             loss = ((hidden + awaitable.wait()) * dense).sum() + between
             if backward == "push":
                 with torch.cuda.stream(exchange._open().backward._push_stream):
@@ -71,15 +68,14 @@ def _check_shared_gradient(place: Place) -> None:
             del awaitable, loss
         place.synchronize()
         rows[backward] = [stage.weight(t).clone() for t in stage.owned[place.rank]]
-        place.meet()
-        exchange.close()
+        place.close(exchange)
     for t, (actual, expected) in enumerate(zip(rows["push"], rows["collective"], strict=True)):
         assert_near(actual, expected, 10 * WEIGHT_TOLERANCE["fp32"], f"rows of table {t}")
 
 
 @torch.no_grad()
 def _check_capture(place: Place, backend: str) -> None:
-    """A forward within a graph's capture is refused, and the exchange goes on."""
+    """A forward within a graph's capture is refused, and the exchange continues."""
     tables = [Table(100, 64, owner) for owner in range(place.world_size)]
     stage = Stage(place, tables)
     everyones = stage.fill(integers=True)
@@ -87,26 +83,25 @@ def _check_capture(place: Place, backend: str) -> None:
     exchange, inputs = stage.exchange(ExchangeOptions(backend)), stage.inputs(batch)
     exchange.start(inputs, batch.sizes).wait()
     place.meet()
-    told = ""
+    message = ""
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             exchange.start(inputs, batch.sizes)
     except RuntimeError as error:
-        told = str(error)
-    assert "within a CUDA graph's capture" in told, told
-    assert_same(exchange.start(inputs, batch.sizes).wait(), pool_exactly(batch, everyones, place.rank), "behind it")
-    place.meet()
-    exchange.close()
+        message = str(error)
+    assert "within a CUDA graph's capture" in message, message
+    assert_same(exchange.start(inputs, batch.sizes).wait(), pool_exactly(batch, everyones, place.rank), "after it")
+    place.close(exchange)
 
 
 def _check_usage(place: Place, usage: str, optimizer: str) -> None:
-    # Tracing takes long for each backend, and looks into none of them.
+    # Tracing takes long, and does not depend on the backend.
     backends = ["fused"] if usage == "compiled" else EXCHANGED
     compare(usage, optimizer, [{"backend": backend} for backend in backends], place.group, place.device)
 
 
 def _check_pipeline(place: Place, pipeline: str, copy_output: bool) -> None:
-    """TorchRec's pipelines that look up on a stream of their own evaluate as under stock."""
+    """TorchRec's pipelines that look up on another stream evaluate as with TorchRec's modules."""
     options = [{"backend": backend, "copy_output": copy_output} for backend in EXCHANGED]
     evaluate_in_pipeline(pipeline, options, place.group, place.device)
 
@@ -118,7 +113,7 @@ CHECKS = (
     every("two_streams", _check_two_streams, backend=EXCHANGED, copy_output=_COPIES, gpu_only=True)
     | every("shared_gradient_while_pushed", _check_shared_gradient, gpu_only=True)
     | every("capture", _check_capture, backend=("pgas", "fused"), gpu_only=True)
-    # A row that is updated twice, or too late, shows under an optimizer with a state alone; a scale under SGD.
+    # Only an optimizer with a state shows a row that is updated twice or too late; SGD shows a wrong scale.
     | every("usage", _check_usage, usage=list(USAGES), optimizer=["rowwise_adagrad"], timeout_s=150.0)
     | every("usage", _check_usage, usage=("accumulation", "shared_gradient", "frozen_tables"), optimizer=["sgd"])
     | every("usage", _check_usage, usage=["accumulation"], optimizer=_WITH_COUNTERS)

@@ -1,6 +1,6 @@
-"""Many steps back to back while ranks dawdle at random: every output exact, with NaN wherever a peer has yet to write.
+"""Many steps without a pause while ranks are late at random: every output is exact, and unwritten memory is NaN.
 
-All numbers are integers small enough for float32 to hold, so that sums and updates are exact in any order.
+All numbers are integers that float32 holds exactly, so sums and updates are exact in any order.
 """
 
 import random
@@ -16,12 +16,12 @@ from tests.gpu.exchange.place import Place, every
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 
 _LEARNING_RATE = 2.0
-_POOL = 8  # batches that take turns
-_STRETCH = 50  # steps that train, then as many that do not
+_POOL = 8  # batches that are used again
+_STRETCH = 50  # steps that train, followed by as many that do not
 
 
 class _Known:
-    """What every rank knows of a batch: its own ids, all gradients, and so all updates."""
+    """A batch, and what every rank knows of it: its ids, all gradients and all updates."""
 
     def __init__(self, stage: Stage, batch: Batch, seed: int) -> None:
         place = stage.place
@@ -29,7 +29,7 @@ class _Known:
         self._own = [batch.bags(t, place.rank) for t in range(len(stage.tables))]
         self._all = [batch.bags(t, None) for t in range(len(stage.tables))]
         shape = batch.first_sample[-1], stage.columns[-1]
-        # A multiple of W, by which gradients are divided.
+        # A multiple of the world size, by which gradients are divided.
         gradient = torch.randint(-2, 3, shape, generator=place.generator(seed), device=place.device).float()
         self._gradient = gradient * place.world_size
         first, end = batch.first_sample[place.rank : place.rank + 2]
@@ -38,7 +38,7 @@ class _Known:
         self._pooled, self._version = self.own_gradient.new_empty(0), -1
 
     def pooled(self, rows: list[torch.Tensor], version: int) -> torch.Tensor:
-        """Return this rank's output, kept until the tables' version changes."""
+        """Return this rank's output, which is cached until the tables' version changes."""
         if version != self._version:
             self._version, self._pooled = version, torch.zeros_like(self.own_gradient)
             for table, (bag, ids), columns in zip(rows, self._own, self._columns, strict=True):
@@ -53,10 +53,7 @@ class _Known:
 
 
 def dawdle(place: Place, chance: random.Random, stream: torch.cuda.Stream | None = None) -> None:
-    """Keep the GPU or the node of this rank busy for a while, now and then: up to a millisecond, rarely more.
-
-    `stream` is what waits on the GPU, the current one if none is given.
-    """
+    """Sometimes delay this rank's GPU (on `stream`, by default the current one) or host: up to 1 ms, rarely more."""
     if chance.random() < 0.2:
         longest = 1e-2 if chance.random() < 0.02 else 1e-3
         seconds = longest * chance.random()
@@ -68,7 +65,7 @@ def dawdle(place: Place, chance: random.Random, stream: torch.cuda.Stream | None
 
 
 def capture(place: Place, take: Callable[[], None]) -> Callable[[], None]:
-    """Capture a step, of calls that have been made before, and return what replays it."""
+    """Capture a step that has been taken before, and return a function that replays it."""
     graph = torch.cuda.CUDAGraph()
     place.synchronize()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
@@ -77,13 +74,13 @@ def capture(place: Place, take: Callable[[], None]) -> Callable[[], None]:
 
 
 def take_late(place: Place, take: Callable[[], None], mode: str, steps: int) -> None:
-    """Take so many steps, whatever rank is late.
+    """Take steps while ranks are late at random.
 
     Args:
-        place: of this rank.
+        place: this rank.
         take: a step that has been taken before.
-        mode: eager | captured | mixed: each rank takes each step eagerly or by its graph, as it likes.
-        steps: how many, as `Place.steps` takes it.
+        mode: eager | captured | mixed: each rank decides at random for each step.
+        steps: number of steps, as for `Place.steps`.
     """
     chance = random.Random(place.rank)
     replay = None if mode == "eager" else capture(place, take)
@@ -96,11 +93,11 @@ def take_late(place: Place, take: Callable[[], None], mode: str, steps: int) -> 
 
 
 def _poison(exchange: Exchange) -> None:
-    """Fill with NaN what the step that was just consumed lay in: its window and what its slices were staged in.
+    """Fill the window and the staging buffers of the last step with NaN.
 
-    A peer writes to this window again two steps on, which it begins only once it has this rank's flags of the next
-    step. So the window is this rank's until its next launch, which the stream orders behind the poison. The other
-    window is not: a peer that has this rank's flags of the step just consumed may write to it already.
+    A peer writes to this window again two steps later, and begins that step only after it has this rank's flags of the
+    next step. So until its next launch, which the stream orders after this, only this rank uses the window. A peer that
+    has this rank's flags of the last step may already write to the other window.
     """
     forward: Any = exchange._open().forward
     forward.windows.arena.local(forward.windows.name).fill_(torch.nan)
@@ -109,10 +106,10 @@ def _poison(exchange: Exchange) -> None:
 
 
 def _assert_idle(exchange: Exchange) -> None:
-    """Check that the persistent kernel has left its counters as it found them."""
+    """Check that the persistent kernel has reset its counters."""
     for state in getattr(exchange._open().forward, "_states", {}).values():
-        assert not state.done.any(), "tasks of slices stay counted"
-        assert not state.ticket.any(), "tickets stay drawn"
+        assert not state.done.any(), "the counts of tasks are not reset"
+        assert not state.ticket.any(), "the tickets are not reset"
 
 
 def stress(place: Place, options: ExchangeOptions) -> None:
@@ -166,8 +163,7 @@ _RUNS = {
     "fused_4_bags_1_program": _options("fused", slice_bags=4, programs_per_sm=1),
     "fused_stores": _options("fused", put="staged"),
     "fused_stores_4_bags_1_program": _options("fused", put="staged", slice_bags=4, programs_per_sm=1),
-    "fused_stores_128_bags_2_programs": _options(
-        "fused", "remote_first", put="staged", slice_bags=128, programs_per_sm=2
-    ),
 }
+_MANY = _options("fused", "remote_first", put="staged", slice_bags=128, programs_per_sm=2)
+_RUNS["fused_stores_128_bags_2_programs"] = _MANY
 CHECKS = every("stress", stress, options=_RUNS)

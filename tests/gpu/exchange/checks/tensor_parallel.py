@@ -1,4 +1,4 @@
-"""A top MLP that is divided over the ranks, captured and eager: the losses of one that every rank has whole."""
+"""A top MLP that is divided over the ranks has the losses of a replicated one, captured and eager."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,15 +10,15 @@ from tests.gpu.exchange.checks.graphs import train_in_segments
 from tests.gpu.exchange.checks.training import small_config
 from tests.gpu.exchange.place import Place, every
 
-_BORDERS = (0, 5, 12, 40)  # of segments, with an evaluation behind each: eager steps between captured ones
+_BORDERS = (0, 5, 12, 40)  # of segments, with an evaluation after each: eager steps between captured ones
+# Name -> pipeline, and whether ranks are delayed by random times.
 _RUNS = {"captured": ("graph", False), "delayed": ("graph", True), "eager": ("torchrec", False)}
-"""name -> pipeline, and whether ranks are kept busy for random times"""
-# In bf16 partial products are rounded before they are summed, so losses part by what rounding makes of them.
+# In bf16 partial products are rounded before they are summed, which changes losses.
 _TOLERANCE = {"fp32": LOSS_TOLERANCE["sgd"], "bf16": 1e-3}
 
 
 def _config(place: Place, pipeline: str, precision: str, parallel: str) -> Config:
-    """Return a small DLRM by SGD, which shows a wrong scale of the gradients at once."""
+    """Return a small DLRM with SGD, which shows a wrong scale of the gradients at once."""
     config = small_config(place, "pgas", "sgd", pipeline=pipeline)
     model = replace(config.model, top_mlp=[64, 48, 64, 16, 8, 1], top_parallel=parallel)  # type: ignore[arg-type]
     train = replace(config.train, optimizer="sgd", lr=0.3, precision=precision)  # type: ignore[arg-type]

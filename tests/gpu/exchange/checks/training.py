@@ -1,4 +1,4 @@
-"""Training through the sharder: the same losses as stock TorchRec's, for any plan, and across checkpoints."""
+"""Training through the sharder: the losses of TorchRec's modules, for any plan, and across checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,50 +26,27 @@ from tests.distributed.models import MEAN, SUM, Model, Tables, make_plan, train
 from tests.gpu.exchange.place import Check, Place, every
 
 _BACKENDS = ("nccl", "pgas", "fused")
-# Adagrad's so small that losses fall steadily: at 0.1 they jump, and TorchRec's own, with its ranks' samples swapped,
-# part by 1.6e-5 in 20 steps on 4 ranks; at 0.03 by 2e-7.
+# Adagrad's is so small that losses fall steadily: at 0.1 they jump, and with its ranks' samples swapped even TorchRec's
+# differ by 1.6e-5 in 20 steps on 4 ranks; at 0.03 by 2e-7.
 _LEARNING_RATE = {"sgd": 20.0, "adagrad": 0.03, "rowwise_adagrad": 0.1}
-COUNTING = "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
-"""optimizers that count their steps, and that FBGEMM has on GPUs alone"""
-_ROWS_TOLERANCE = 1e-3  # norm of a shard's error, relative to that of its change in a run, which amplifies rounding
+COUNTING = "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"  # count steps; FBGEMM has them only on GPUs
+_ROWS_TOLERANCE = 1e-3  # norm of a shard's error relative to its change in a run, which amplifies rounding
 _STEPS = 20
 SAMPLES = 256  # a rank
 
-_Rows = dict[tuple[str, int], torch.Tensor]
-"""shards of a rank, by table and first column"""
+_Rows = dict[tuple[str, int], torch.Tensor]  # (table, first column) -> shard
 
 
-def small_config(
-    place: Place,
-    backend: str,
-    optimizer: str,
-    plan: str = "auto",
-    graph_dense: bool = False,
-    pipeline: str = "torchrec",
-) -> Config:
-    """Return a small DLRM on synthetic data; gelu is smooth, so that runs that differ by rounding stay together."""
+def small_config(place: Place, backend: Any, optimizer: Any, plan: Any = "auto", **train: Any) -> Config:
+    """Return a small DLRM on synthetic data, with gelu, which is smooth and so does not amplify rounding."""
+    rows, multi_hot = [2000, 2000, 1000, 1000, 500, 500, 100, 20], [4, "0..6", 1, 1, 2, 1, 1, 1]
+    lr, train = _LEARNING_RATE.get(optimizer, 0.01), {"pipeline": "torchrec"} | train
     return Config(
         model=ModelConfig(dim=16, bottom_mlp=[64, 16], top_mlp=[64, 32, 1], activation="gelu"),
-        data=DataConfig(
-            tables=TablesConfig(
-                rows=[2000, 2000, 1000, 1000, 500, 500, 100, 20], multi_hot=[4, "0..6", 1, 1, 2, 1, 1, 1]
-            ),
-            eval_samples=4096,
-            workers=0,  # ranks may have no children
-        ),
-        embedding=EmbeddingConfig(
-            backend=backend,  # type: ignore[arg-type]
-            optimizer=optimizer,  # type: ignore[arg-type]
-            plan=plan,  # type: ignore[arg-type]
-            lr=_LEARNING_RATE.get(optimizer, 0.01),
-            wait_timeout_s=20.0,
-        ),
-        train=TrainConfig(
-            batch_size=SAMPLES,
-            steps=_STEPS,
-            graph_dense=graph_dense,
-            pipeline=pipeline,  # type: ignore[arg-type]
-        ),
+        # Ranks may have no children.
+        data=DataConfig(tables=TablesConfig(rows=rows, multi_hot=multi_hot), eval_samples=4096, workers=0),
+        embedding=EmbeddingConfig(backend=backend, optimizer=optimizer, plan=plan, lr=lr, wait_timeout_s=20.0),
+        train=TrainConfig(batch_size=SAMPLES, steps=_STEPS, **train),
         log=LogConfig(dir=str(place.folder)),
     )
 
@@ -93,7 +70,6 @@ def train_steps(place: Place, trainer: Trainer, first: int, end: int) -> list[fl
 
 
 def rows_of(trainer: Trainer) -> _Rows:
-    """Return copies of this rank's shards."""
     tables = {name: table for name, table in trainer.model.state_dict().items() if isinstance(table, ShardedTensor)}
     shards = [(name, shard) for name, table in tables.items() for shard in table.local_shards()]
     return {(name, shard.metadata.shard_offsets[1]): shard.tensor.clone() for name, shard in shards}
@@ -102,8 +78,8 @@ def rows_of(trainer: Trainer) -> _Rows:
 def _run(
     place: Place, backend: str, optimizer: str, plan: str = "auto", graph_dense: bool = False
 ) -> tuple[list[float], _Rows, _Rows]:
-    """Return a run's losses, and its rows before and after; its backend must be what exchanges."""
-    trainer = make_trainer(place, small_config(place, backend, optimizer, plan, graph_dense))
+    """Return a run's losses, and its rows before and after; check that `backend` was used."""
+    trainer = make_trainer(place, small_config(place, backend, optimizer, plan, graph_dense=graph_dense))
     used = [exchange.options.backend for exchange in exchanges(trainer.model)]
     assert used == ([] if backend == "torchrec" else [backend]), f"exchanged by {used}"
     backward = BACKENDS[backend].backward
@@ -111,8 +87,7 @@ def _run(
     before = rows_of(trainer)
     losses = train_steps(place, trainer, 0, _STEPS)
     after = rows_of(trainer)
-    place.meet()
-    trainer.close()
+    place.close(trainer)
     return losses, before, after
 
 
@@ -127,10 +102,10 @@ def assert_agree(losses: Sequence[float], expected: Sequence[float], tolerance: 
 def assert_rows_agree(
     rows: _Rows, expected: _Rows, before: _Rows, what: str, tolerance: float = _ROWS_TOLERANCE
 ) -> None:
-    """Compare the rows of two runs that round differently, by the norm of their difference over that of their change.
+    """Compare the rows of two runs that round differently: the norm of the difference relative to that of the change.
 
-    Single elements say little: with the samples of each batch in another order, the rows of one run on a CPU differ by
-    up to 1e-5 of an element under row-wise Adagrad and 5e-3 under Adagrad, and by 2e-6 and 3e-5 in this norm.
+    Single elements tell little: with the samples of each batch in another order, the rows of a run on a CPU differ by
+    up to 1e-5 of an element with row-wise Adagrad and 5e-3 with Adagrad, and by 2e-6 and 3e-5 in this norm.
     """
     assert rows.keys() == expected.keys()
     for (name, column), shard in expected.items():
@@ -158,31 +133,29 @@ def _check_graphed(place: Place) -> None:
         assert_all_near(rows, expected_rows, 0.0, f"run {run}:")
 
 
-def check_goes_on(place: Place, writer: Config, reader: Config, steps: int) -> None:
-    """Half a run of one configuration, its checkpoint under another: the losses of a whole run of the first."""
+def check_resumes(place: Place, writer: Config, reader: Config, steps: int) -> None:
+    """Check that a run that resumes another's checkpoint with its own configuration has the other's losses."""
     first, half = make_trainer(place, writer), steps // 2
     train_steps(place, first, 0, half)
     checkpointer = Checkpointer(place.folder / f"{place.name}_checkpoints", keep=1, shape={})
     checkpointer.write(half, extents_to_store(first.model, first.optimizer))
     expected = train_steps(place, first, half, steps)
-    place.meet()
-    first.close()
+    place.close(first)
     second = make_trainer(place, reader)
     assert checkpointer.load(checkpointer.folder / f"step_{half}", second.model, second.optimizer) == half
     losses = train_steps(place, second, half, steps)
-    place.meet()
-    second.close()
-    assert_agree(losses, expected, LOSS_TOLERANCE[writer.embedding.optimizer], "behind the checkpoint")
+    place.close(second)
+    assert_agree(losses, expected, LOSS_TOLERANCE[writer.embedding.optimizer], "after the checkpoint")
 
 
 def _check_checkpoint(place: Place, writer: str, reader: str) -> None:
     first, second = (small_config(place, backend, "rowwise_adagrad") for backend in (writer, reader))
-    check_goes_on(place, first, second, _STEPS)
+    check_resumes(place, first, second, _STEPS)
 
 
 @dataclass(frozen=True)
 class _Case:
-    """How two collections are exchanged."""
+    """Options of the exchange of two collections."""
 
     backend: str
     row_wise: bool = False
@@ -191,13 +164,13 @@ class _Case:
 
 
 def _shards(place: Place, case: _Case, tables: Tables) -> dict[str, Any]:
-    """Return tables in turn on each rank, one cut by columns, and, if asked for, one by rows."""
+    """Return a plan: tables round robin on the ranks, one cut by columns and, if asked for, one by rows."""
     found: dict[str, Any] = {}
     for t, (name, (_, dim, *_)) in enumerate(tables.items()):
         columns = [(t + cut) % place.world_size for cut in range(2)]
         if t == 2 and case.row_wise:
             found[name] = row_wise(compute_kernel="fused")
-        # TorchRec's lookups of a rank without tables of a kind are float32, whatever the others' are.
+        # TorchRec's lookups on a rank without tables are float32, whatever the other ranks' are.
         elif (t == 1 and dim >= 32) or case.output != SparseType.FP32:
             found[name] = columns
         else:
@@ -211,7 +184,7 @@ def _batches(place: Place, case: _Case) -> list[Batch]:
     for _ in range(4):
         lengths = torch.randint(0, 4, (9 * samples,), generator=generator)
         ids = torch.randint(0, 40, (int(lengths.sum()),), generator=generator)
-        # Products with powers of two are exact: FBGEMM on a CPU may round a product and a sum at once.
+        # Products with powers of two are exact: FBGEMM on a CPU may fuse a product with a sum.
         powers = torch.tensor([-2.0, -0.5, 0.0, 0.25, 1.0])
         weights = powers[torch.randint(5, ids.shape, generator=generator)] if case.weighted else None
         sparse = KeyedJaggedTensor([f"f{t}" for t in range(9)], ids, weights=weights, lengths=lengths)
@@ -227,7 +200,7 @@ def _outputs(place: Place, case: _Case, sharder: Any, expected_exchanges: int) -
     shards = _shards(place, case, tables), _shards(place, case, others)
     plan = make_plan(model, *shards, sharder, local_size, device_type=place.device.type)
 
-    def meet(*_: Any) -> None:  # before windows are given back
+    def meet(*_: Any) -> None:  # before windows are freed
         place.meet()
 
     found = train(model, plan, sharder, _batches(place, case), "sparse_dist", after=meet, device=place.device)
@@ -236,21 +209,21 @@ def _outputs(place: Place, case: _Case, sharder: Any, expected_exchanges: int) -
 
 
 def _check_collections(place: Place, case: _Case) -> None:
-    """Pooled embeddings are stock TorchRec's: to the last bit at first, then but for the rounding of updates."""
+    """Pooled embeddings are TorchRec's: to the last bit in the first step, then except for the rounding of updates."""
     fused_params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5, "output_dtype": case.output}
-    stock = _outputs(place, replace(case, backend="torchrec"), EmbeddingBagCollectionSharder(dict(fused_params)), 0)
+    theirs = _outputs(place, replace(case, backend="torchrec"), EmbeddingBagCollectionSharder(dict(fused_params)), 0)
     sharder = OverlapEmbeddingBagCollectionSharder(dict(fused_params), backend=case.backend, wait_timeout_s=20.0)
     ours = _outputs(place, case, sharder, 2)
-    for step, (outputs, expected) in enumerate(zip(ours, stock, strict=True)):
+    for step, (outputs, expected) in enumerate(zip(ours, theirs, strict=True)):
         assert list(outputs) == list(expected)
         for name in expected:
             where = f"step {step}, feature {name}"
-            if step == 0 and not case.row_wise:  # whose partial sums stock TorchRec adds up in the collective's order
+            if step == 0 and not case.row_wise:  # whose partial sums TorchRec adds in the collective's order
                 assert_same(outputs[name], expected[name], where)
             error = (outputs[name] - expected[name]).abs().max() / expected[name].abs().max()
             rounding = 0.0 if case.output == SparseType.FP32 else torch.finfo(case.output.as_dtype()).eps
             assert error <= LOSS_TOLERANCE["sgd"] + rounding, f"{where}: relative error {error:.1e}"
-    assert not torch.equal(stock[0]["f0"][:SAMPLES], stock[1]["f0"][:SAMPLES]), "the batches are all the same"
+    assert not torch.equal(theirs[0]["f0"][:SAMPLES], theirs[1]["f0"][:SAMPLES]), "the batches are all the same"
 
 
 def _collections(

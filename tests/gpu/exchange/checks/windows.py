@@ -1,5 +1,3 @@
-"""Windows: several exchanges side by side, outputs that are held too long, memory given back."""
-
 import gc
 from functools import partial
 from pathlib import Path
@@ -23,27 +21,23 @@ def _stage(place: Place) -> tuple[Stage, list[torch.Tensor]]:
 
 @torch.no_grad()
 def _check_side_by_side(place: Place, backend: str) -> None:
-    """Two exchanges, the one begun first waited for last."""
+    """Two exchanges: the first to begin is the last to be waited for."""
     stage, everyones = _stage(place)
     first, second = (stage.exchange(ExchangeOptions(backend, slice_bags=bags)) for bags in (4, 32))
     for seed in range(20):
         batches = [Batch(place, stage.tables, [size] * place.world_size, seed) for size in (65, 130)]
-        awaitables = [
-            exchange.start(stage.inputs(batch), batch.sizes)
-            for exchange, batch in zip((first, second), batches, strict=True)
-        ]
+        pairs = zip((first, second), batches, strict=True)
+        awaitables = [exchange.start(stage.inputs(batch), batch.sizes) for exchange, batch in pairs]
         for awaitable, batch in reversed(list(zip(awaitables, batches, strict=True))):
             actual = awaitable.wait()
             assert_same(actual, pool_exactly(batch, everyones, place.rank), f"step {seed}, {batch.sizes}")
             del actual
         del awaitables, awaitable
-    place.meet()
-    first.close()
-    second.close()
+    place.close(first, second)
 
 
 def _check_held(place: Place, backend: str) -> None:
-    """A forward is refused while the output of the one before is held, by a name or by a graph, and then goes on."""
+    """A forward is refused while the previous output is held, by a name or by autograd's graph, but not after."""
     stage, everyones = _stage(place)
     batch = Batch(place, stage.tables, [65] * place.world_size, seed=0)
     exchange = stage.exchange(ExchangeOptions(backend))
@@ -70,31 +64,27 @@ def _check_held(place: Place, backend: str) -> None:
         assert_same(start(), expected, "after the backward")
     loss = start().square().sum()
     del loss
-    assert_same(start().detach(), expected, "after a forward whose output nobody wanted")
-    place.meet()
-    exchange.close()
+    assert_same(start().detach(), expected, "after a forward whose output was not used")
+    place.close(exchange)
 
 
 def used_bytes(place: Place) -> int:
-    """Return what is in use of the GPU's memory, or what this process maps of shared memory; all ranks call this."""
+    """Return the used bytes of the GPU's memory, or of shared memory that this process maps; a collective."""
     gc.collect()
     if place.on_gpu:
         torch.cuda.empty_cache()
-        place.meet()  # those that share this GPU have emptied theirs
+        place.meet()  # ranks that share this GPU have emptied their caches
         free, total = torch.cuda.mem_get_info(place.device)
         return total - free
     nameless = ("/#", "/memfd:dlrm_overlap_")  # the files of arenas
-    maps = [
-        line.split()[0]
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if any(mark in line for mark in nameless)
-    ]
-    return sum(int(end, 16) - int(begin, 16) for begin, end in (addresses.split("-") for addresses in maps))
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    maps = [line.split()[0].split("-") for line in lines if any(mark in line for mark in nameless)]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in maps)
 
 
 @torch.no_grad()
 def _check_memory(place: Place, backend: str, put: str = "direct") -> None:
-    """`close` gives windows and staging back, every time; so does making windows anew for a larger batch."""
+    """Windows and staging buffers are freed by `close`, and when windows are replaced for a larger batch."""
     stage, everyones = _stage(place)
     window_bytes = 1 << (28 if place.on_gpu else 23)
     small = Batch(place, stage.tables, [65] * place.world_size, seed=0)
@@ -102,7 +92,7 @@ def _check_memory(place: Place, backend: str, put: str = "direct") -> None:
     expected = pool_exactly(small, everyones, place.rank)
     before = 0
     for cycle in range(4):
-        if cycle == 1:  # the first has loaded kernels and made what NCCL keeps
+        if cycle == 1:  # the first has loaded kernels and allocated what NCCL keeps
             before = used_bytes(place)
             place.meet()
         exchange = stage.exchange(ExchangeOptions(backend, put=put))
@@ -114,12 +104,11 @@ def _check_memory(place: Place, backend: str, put: str = "direct") -> None:
         place.meet()
         used = used_bytes(place) - before
         assert used >= 2 * window_bytes, f"{used} bytes in use: the check measures something else"
-        place.meet()
-        exchange.close()
+        place.close(exchange)
         del exchange
         place.meet()
     lost = used_bytes(place) - before
-    assert lost < window_bytes // 4, f"{lost} bytes are gone after 3 exchanges of 2 windows of {window_bytes} bytes"
+    assert lost < window_bytes // 4, f"{lost} bytes are lost after 3 exchanges of 2 windows of {window_bytes} bytes"
     place.meet()
 
 
