@@ -1,6 +1,6 @@
 """DLRM training whose embedding exchange overlaps with the rest of the step.
 
-These names are the stable interface for programs; the modules that define them may move. Each is imported on first use.
+These names are the stable interface, imported on first use; the modules that define them may move.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,6 @@ _RENAMED = {"BatchBound": "BatchCapacity"}  # names of earlier versions
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or return `__version__`."""
     if name in _RENAMED:
         import warnings
 

@@ -8,7 +8,6 @@ from dlrm_overlap.launching import lifetime, streams
 
 
 def run() -> None:
-    """Import the command line and run it (`cli.run`)."""
     # By default, waiting OpenMP threads spin. If another program keeps a core busy, threads with work then wait for
     # those that spin: a quickstart step on two cores took 300 to 800 ms instead of 7. On an idle machine sleeping is
     # slower, 7.4 ms instead of 5.4. The variable is read when torch is imported.

@@ -1,4 +1,4 @@
-"""The registry of embedding backends. It imports neither their code nor torch (docs/adding_a_backend.md)."""
+"""The registry of embedding backends; it imports neither their code nor torch (docs/adding_a_backend.md)."""
 
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -7,31 +7,27 @@ _PACKAGE = "dlrm_overlap.embedding.backends"
 
 
 class Implementation(NamedTuple):
-    """Where the class of a forward or of a backward is: MODULE:CLASS in `embedding/backends`."""
+    """The class of a forward or of a backward: MODULE:CLASS in `embedding/backends`."""
 
     name: str
     cpu: str | None = None
     """another class for CPUs"""
 
     def load(self, device_type: str) -> Any:
-        """Import and return the class for `device_type`, cpu or cuda."""
         module, _, name = (self.cpu if self.cpu and device_type == "cpu" else self.name).partition(":")
         return getattr(import_module(f"{_PACKAGE}.{module}"), name)
 
 
 class Backend(NamedTuple):
-    """What is known of a backend without importing its code."""
-
     summary: str
-    """one line"""
     forward: Implementation | None
     """None: TorchRec's lookup and exchange"""
     backward: str | None
-    """name in `BACKWARDS` of how gradients are sent back; None: TorchRec's"""
+    """a key of `BACKWARDS`; None: TorchRec's"""
     stores_to_peers: bool = False
-    """whether it stores into peers' memory within a node, which `GraphTrainPipeline` needs"""
+    """whether it stores into peers' memory within a node"""
     has_slices: bool = False
-    """whether its kernel is persistent, so that `embedding.put`, `slice_bags` and `programs_per_sm` apply"""
+    """whether `embedding.put`, `slice_bags` and `programs_per_sm` apply"""
 
 
 BACKENDS = {
@@ -62,4 +58,4 @@ BACKWARDS = {
 }
 
 EXCHANGED = tuple(name for name, backend in BACKENDS.items() if backend.forward is not None)
-"""Backends whose exchange is this project's."""
+"""backends whose exchange is this project's"""

@@ -1,7 +1,6 @@
 """The command line: `dlrm-overlap train | eval | compare | bench | ..` (see `usage`).
 
-Commands that use a configuration take its keys as dotted options. A user's mistake is reported in one line on standard
-error with exit code 2, if possible before a process group is created.
+A user's mistake is reported in one line with exit code 2, if possible before a process group is created.
 """
 
 import contextlib
@@ -123,7 +122,6 @@ def _check_comparison(config: Config, values: Any) -> None:
 
 
 def _print_paths(result: Path, runs: Path, has_events: bool) -> None:
-    """Print the path of the results, and the command that shows the curves of `runs`."""
     print(f"result:      {plain(str(result))}")
     if has_events:
         tensorboard = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
@@ -301,13 +299,11 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def usage() -> str:
-    """Return the list of commands, one per line."""
     lines = [f"  {name:10} {function.__doc__}" for name, function in COMMANDS.items()]
     return "\n".join(["usage: dlrm-overlap COMMAND ... | --version; COMMAND --help lists its options", "", *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` names and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
@@ -345,8 +341,7 @@ def _refuse(message: str) -> int:
 def run() -> None:
     """Run `main` and end the process with its exit code; after an exception, with a traceback and exit code 1.
 
-    It ends by `os._exit`: with live process groups, loader threads and CUDA contexts, the interpreter's shutdown
-    sometimes aborts, and after a CUDA error it may hang.
+    `os._exit`, since the interpreter's shutdown may abort or hang with live process groups and CUDA contexts.
     """
     try:
         code = main()

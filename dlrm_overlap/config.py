@@ -95,7 +95,6 @@ class PeerError(RuntimeError):
 
 
 def in_one_line(error: BaseException | str) -> str:
-    """Return an error's text with each run of white space replaced by one blank."""
     return " ".join(str(error).split())
 
 
@@ -392,7 +391,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.decay_steps and self.decay_start_step < self.warmup_steps:
             raise InputError(
-                f"train.decay_start_step: {self.decay_start_step} must not lie before the end of the warm-up, "
+                f"train.decay_start_step: {self.decay_start_step} must not be before the end of the warm-up, "
                 f"train.warmup_steps {self.warmup_steps}"
             )
 
@@ -434,7 +433,6 @@ class LogConfig:
 
     @property
     def traced(self) -> range:
-        """The steps to trace, counted from 1."""
         return range(self.trace_first, self.trace_first + self.trace_steps)
 
 
@@ -478,11 +476,9 @@ class Config:
 
     @property
     def folder(self) -> Path:
-        """The folder that the run writes to."""
         return Path(self.log.dir) / (self.log.name or self.embedding.backend)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return keys and values as nested dictionaries."""
         return dataclasses.asdict(self)
 
 
@@ -494,9 +490,9 @@ RENAMED_KEYS = {
     "log.replace": "log.overwrite",
     "checkpoint.resume_changed": "checkpoint.allow_config_mismatch",
 }
-"""names of earlier versions, accepted with a warning -> current names"""
+"""earlier names, accepted with a warning -> current names"""
 RENAMED_VALUES = {"embedding.put": {"in_place": "direct", "stores": "staged"}}
-"""key -> the values of earlier versions, accepted with a warning -> current values"""
+"""key -> earlier names of values, accepted with a warning -> current ones"""
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Memory that the ranks of a node share. This is the only file that uses PyTorch's symmetric memory.
+"""Memory that the ranks of a node share; the only file that uses PyTorch's symmetric memory.
 
 Producers store data, then set a flag at the consumer to the step's epoch (signal), for which the consumer waits. Flags
-only grow. On GPUs kernels signal and wait (`kernels.flags`), on CPUs `HostArena` does.
+only grow. On CPUs `HostArena` signals and waits, on GPUs kernels do.
 """
 
 import mmap
@@ -29,17 +29,13 @@ _ORDERED_STORES = ("x86_64", "AMD64")
 
 
 class Region(NamedTuple):
-    """A tensor of every rank's arena."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class BufferView:
-    """A region that is given out as a tensor, and that knows whether the tensor is in use."""
-
     def __init__(self, region: torch.Tensor) -> None:
-        """Take a tensor [rows, columns] with its own storage."""
+        """`region` [rows, columns] has its own storage."""
         self._region, self._storage = region, region.untyped_storage()
         self._columns, self._strides = region.shape[1], region.stride()
         self._count_users: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
@@ -49,7 +45,7 @@ class BufferView:
     def acquire(self, rows: int, first_column: int = 0, columns: int | None = None) -> torch.Tensor:
         """Return the first `rows` rows of `columns` columns (None: all) from `first_column` on.
 
-        It is not a view: autograd forbids in-place changes of a view made by an autograd function.
+        It is not a view: autograd forbids in-place changes of views that its functions return.
         """
         columns = self._columns - first_column if columns is None else columns
         with torch.inference_mode(False):  # a tensor made in inference mode could not be saved for a backward
@@ -80,11 +76,10 @@ class Arena(ABC):
     def __init__(
         self, regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, reach: Reach | None = None
     ) -> None:
-        """Map the arenas of the ranks of `group` that `reach` names; None is all."""
         self.rank, self.world_size, self.device = group.rank(), group.size(), device
         self.reach = reach or Reach.of_one_node(group)
         self.reached = self.reach.here
-        """ranks whose arenas are mapped here, including this rank"""
+        """ranks whose arenas are mapped here"""
         self._regions: dict[str, tuple[int, Region]] = {}
         self._addresses: dict[str, torch.Tensor] = {}
         self.size_bytes = 0
@@ -96,20 +91,18 @@ class Arena(ABC):
 
     @abstractmethod
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        """Return each reached rank's memory, [size_bytes] uint8; a rank zeroes its own before peers can write."""
+        """Return [size_bytes] uint8 of each reached rank; a rank zeroes its own before peers can write."""
 
     def view(self, name: str, rank: int) -> torch.Tensor:
-        """Return region `name` of `rank`, one of `reached`."""
         offset, (shape, dtype) = self._regions[name]
         memory = self._memory[self.reached.index(rank)]
         return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def local(self, name: str) -> torch.Tensor:
-        """Return region `name` of this rank."""
         return self.view(name, self.rank)
 
     def addresses(self, name: str) -> torch.Tensor:
-        """Return the addresses, in this process, of region `name` of each reached rank: int64 on the device.
+        """Return [reached] int64 on the device: addresses of region `name` of each reached rank.
 
         The first call copies them to the device, and must not be captured.
         """
@@ -119,7 +112,6 @@ class Arena(ABC):
         return self._addresses[name]
 
     def buffer_view(self, name: str) -> BufferView:
-        """Return a `BufferView` of region `name` of this rank."""
         region = self.local(name)
         region_bytes = region.numel() * region.dtype.itemsize
         memory: Any = region.flatten().view(torch.uint8)
@@ -127,15 +119,13 @@ class Arena(ABC):
         return BufferView(torch.as_tensor(memory, device=self.device).view(region.dtype).view(region.shape))
 
     def close(self) -> None:
-        """Free the memory; no kernel, here or at a peer, may use it any more."""
+        """Free the memory; no kernel, here or at a peer, may still use it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._memory = []
 
 
 class CudaArena(Arena):
-    """Symmetric memory of GPUs that reach each other by loads and stores."""
-
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
         if len(self.reached) == 1:
             return [torch.zeros(self.size_bytes, dtype=torch.uint8, device=self.device)]
@@ -173,7 +163,7 @@ class CudaArena(Arena):
 
 
 class HostArena(Arena):
-    """Memory shared by the processes of a node, in unnamed files that disappear with them."""
+    """Memory shared by the processes of a node, in unnamed files."""
 
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
         files: list[int] = []
@@ -226,15 +216,14 @@ class HostArena(Arena):
             os.close(descriptor)
 
     def signal_flag(self, name: str, peer: int, slot: int, epoch: int, source: int | None = None) -> None:
-        """Set flag `slot` of this rank (or of `source`) at `peer` to `epoch`; region `name` is [W, slots] int64."""
+        """Set flag `slot` of this rank (or of `source`) at `peer`; region `name` is [W, slots] int64."""
         # x86-64 makes this rank's earlier stores visible before this one.
         self.view(name, peer)[self.rank if source is None else source, slot] = epoch
 
     def wait(self, name: str, counts: torch.Tensor, epoch: int, timeout_s: float, what: str = "slice") -> None:
-        """Wait until the first counts[w] flags of each rank w reach `epoch`; errors name a slot by `what`.
+        """Wait until the first counts[w] flags of each rank w reach `epoch`.
 
-        Raises:
-            ExchangeTimeoutError: after `timeout_s`.
+        Raises `ExchangeTimeoutError`, which names a slot by `what`, after `timeout_s`.
         """
         flags = self.local(name)
         used = torch.arange(flags.shape[1], device="cpu") < counts[:, None]
@@ -258,12 +247,8 @@ def _out_of_reach(path: str, why: str) -> InputError:
 def open_arena(
     regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, reach: Reach | None = None
 ) -> Arena:
-    """Make a zeroed arena; a collective, with the same regions on all ranks.
+    """Make a zeroed arena for the ranks of `reach` (None: all of `group`); a collective, with the same regions.
 
-    Args:
-        reach: which ranks see each other's regions; None: all of `group`.
-
-    Raises:
-        InputError: if ranks that should share memory cannot.
+    Raises `InputError` if ranks that should share memory cannot.
     """
     return (CudaArena if device.type == "cuda" else HostArena)(regions, group, device, reach)

@@ -11,7 +11,6 @@ class CopyEngine:
     """A stream of copies that runs concurrently with the current stream; every call can be captured in a CUDA graph.
 
     Example:
-        engine = CopyEngine(device)
         engine.follow()  # after the kernels that write `rows` and the epoch
         engine.copy(at_the_peer, rows)
         engine.write_flag(flag_at_the_peer, epoch)
@@ -20,25 +19,21 @@ class CopyEngine:
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
-        """Create the stream; `priority` is that of kernels on it."""
         self.stream = torch.cuda.Stream(device, priority=priority)
         self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
 
     def follow(self) -> None:
-        """Make this stream wait for what has been issued on the current one."""
+        """Make this stream wait for the current one."""
         self._begun.record(torch.cuda.current_stream(self.stream.device))
         self.stream.wait_event(self._begun)
 
     def join(self) -> None:
-        """Make the current stream wait for what has been issued here."""
+        """Make the current stream wait for this one."""
         self._done.record(self.stream)
         torch.cuda.current_stream(self.stream.device).wait_event(self._done)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between contiguous tensors of one shape and dtype, in this GPU's memory or a peer's.
-
-        It takes a quarter of the host time of `copy_` on another stream.
-        """
+        """Copy between contiguous tensors, of this GPU or a peer, in a quarter of the host time of `copy_`."""
         assert (destination.shape, destination.dtype) == (source.shape, source.dtype), "bytes are copied as they are"
         assert all(each.is_contiguous() for each in (destination, source)), "one range of bytes is copied to another"
         if source.device.type == "cpu":  # under Triton's interpreter nothing runs concurrently
@@ -51,24 +46,18 @@ class CopyEngine:
         _check(runtime.cudaMemcpyAsync, destination.data_ptr(), source.data_ptr(), size, kind, stream)
 
     def write_flag(self, flag: torch.Tensor, word: torch.Tensor) -> None:
-        """Copy `word` to `flag` after all earlier copies are complete, also for whoever acquires the flag.
+        """Copy `word` to `flag`, both [1] int64, after all earlier copies, also for whoever acquires the flag.
 
-        Unlike a stream memory operation, a replayed copy writes the value of that moment.
-
-        Args:
-            flag: [1] int64, in this GPU's memory or a peer's.
-            word: [1] int64, in this GPU's memory; unchanged until the copy is done.
+        A replayed copy writes the value of that moment. `word` must not change until the copy is done.
         """
         self.copy(flag, word)
 
     def wait_counter(self, word: torch.Tensor, count: int) -> None:
-        """Make this stream wait, without a timeout, until `word` reaches the constant `count`, at least 1.
+        """Make this stream wait, without a timeout, until `word` [1] int64 reaches the constant `count`, at least 1.
 
-        Reset the word before each use: after this wait (`join`), before the kernel that increments it, and before the
-        next wait (`follow`). Launch that kernel first: its first launch loads it, which can wait for the whole device.
-
-        Args:
-            word: [1] int64 in this GPU's memory, incremented by atomics at GPU scope or wider.
+        Atomics at GPU scope or wider may increment it. Reset it before each use: after this wait (`join`), before the
+        kernel that increments it, and before the next wait (`follow`). Launch that kernel first: its first launch loads
+        it, which can wait for the whole device.
         """
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports] # not on a CPU
 

@@ -11,18 +11,15 @@ import torch
 
 
 class Counter:
-    """One number (see the module)."""
-
     def __init__(self, word: torch.Tensor) -> None:
         self.word = word
-        """[1] int64 on the device, which kernels add to `argument`"""
+        """[1] int64 on the device"""
         self.value = 0
         self.on_device = 0
         """value of `word` once all issued work is done"""
 
     @property
     def argument(self) -> int:
-        """What a kernel that is launched now adds to `word`."""
         return self.value - self.on_device
 
 
@@ -41,13 +38,12 @@ class Counters:
             counter.on_device += 1
 
     def count_step(self) -> None:
-        """Count a replayed step on the host."""
         for counter in self.each:
             counter.value += 1
             counter.on_device += 1
 
     def set_arguments(self, arguments: list[int]) -> None:
-        """Set the words so that each counter's argument is the captured one; earlier readers must be ordered before."""
+        """Set the words so that each counter's argument is the captured one; order earlier readers before."""
         words = [counter.value - argument for counter, argument in zip(self.each, arguments, strict=True)]
         for counter, word in zip(self.each, words, strict=True):
             if counter.on_device != word:

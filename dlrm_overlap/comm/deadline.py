@@ -1,4 +1,4 @@
-"""The time limit of a wait on the host. Imports no torch."""
+"""Time limits of waits."""
 
 import time
 
@@ -7,13 +7,12 @@ class Deadline:
     """The time limit of a wait that polls. Time while this process was stopped (Ctrl-Z) does not count."""
 
     def __init__(self, timeout_s: float, longest_s: float = 1.0) -> None:
-        """Start a wait; at most `longest_s` counts between two polls."""
+        """At most `longest_s` counts between two polls."""
         self.waited_s = 0.0
         self._timeout_s, self._longest_s = timeout_s, longest_s
         self._polled = time.monotonic()
 
     def is_over(self) -> bool:
-        """Count the time since the last poll, and return whether the limit is exceeded."""
         now = time.monotonic()
         self.waited_s += min(now - self._polled, self._longest_s)
         self._polled = now

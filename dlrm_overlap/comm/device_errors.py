@@ -1,4 +1,4 @@
-"""Errors that kernels write to page-locked memory, which the host reads without waiting for the device."""
+"""Errors that kernels write to page-locked memory, which the host reads at any time."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ class ExchangeTimeoutError(RuntimeError):
     """A peer did not signal its flag in time: it has died, is stalled, or runs another program."""
 
     def __init__(self, missing: Sequence[int], timeout_s: float, what: str = "slice") -> None:
-        """Take (waiting rank, peer, slot, expected epoch, seen epoch) of the missing flag, and the name of a slot."""
+        """`missing` is (waiting rank, peer, slot, expected epoch, seen epoch); `what` names a slot."""
         rank, peer, slot, expected, seen = missing
         super().__init__(
             f"rank {rank} waited {timeout_s:g} s for {what} {slot} of rank {peer}: expected epoch {expected}, seen "
@@ -32,37 +32,32 @@ class DeviceErrorRecord:
         self._words = words.numpy()  # reads are cheap, and the array keeps the memory alive
         self._first = memoryview(self._words).cast("B").cast("q")  # type: ignore[arg-type]
         self.status = torch.tensor([words.data_ptr(), *[0] * _KINDS], device=device)
-        """[1 + kinds] int64 on the device, a kernel argument: the records' address, then a lock for each kind"""
+        """[1 + kinds] int64 on the device, a kernel argument: the records' address, then a lock per kind"""
 
     @property
     def empty(self) -> bool:
-        """Whether no kernel has recorded an error."""
         first = self._first  # read in each step: this takes a tenth of the time of numpy's any()
         return first[0] == first[8] == first[16] == first[24] == 0
 
     def expired(self) -> list[int] | None:
-        """Return [waiting rank, peer, slot, expected epoch, seen epoch] of an expired wait, or None."""
+        """Return [waiting rank, peer, slot, expected epoch, seen epoch] of an expired wait."""
         return self._read(_EXPIRED, 5)
 
     def raise_expired(self, timeout_s: float, what: str = "slice") -> None:
-        """Raise if a wait has expired, without waiting for the device; `what` names a slot.
-
-        Raises:
-            ExchangeTimeoutError: if a wait has expired.
-        """
+        """Raise `ExchangeTimeoutError` if a wait has expired, without waiting for the device."""
         if not self.empty and (expired := self.expired()):
             raise ExchangeTimeoutError(expired, timeout_s, what)
 
     def bad_id(self) -> list[int] | None:
-        """Return [feature, sample, rows of the table] of an input id outside its table, or None."""
+        """Return [feature, sample, rows of the table] of an input id outside its table."""
         return self._read(_BAD_ID, 3)
 
     def overflow(self) -> list[int] | None:
-        """Return [rank, feature, number of ids, allowed number] of a batch that exceeds its capacity, or None."""
+        """Return [rank, feature, number of ids, allowed number] of a batch that exceeds its capacity."""
         return self._read(_OVERFLOW, 4)
 
     def bad_arrival(self) -> list[int] | None:
-        """Return [shard, source rank, position, id, rows of the table] of a received id outside its table, or None."""
+        """Return [shard, source rank, position, id, rows of the table] of a received id outside its table."""
         return self._read(_BAD_ARRIVAL, 5)
 
     def _read(self, kind: int, count: int) -> list[int] | None:
@@ -73,8 +68,7 @@ class DeviceErrorRecord:
 def settle(group: dist.ProcessGroup, device: torch.device, check: Callable[[], None]) -> None:
     """Wait until no rank has work in flight, so that shared memory can be freed; a collective.
 
-    Args:
-        check: raises recorded errors, instead of the CUDA error that an expired wait leaves.
+    After a CUDA error, `check` raises the recorded error first.
     """
     try:
         if device.type == "cuda":

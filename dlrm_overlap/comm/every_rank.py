@@ -1,4 +1,4 @@
-"""Work that every rank does: if one rank fails, all raise an error."""
+"""Work that every rank does: if it fails on one, all raise an error."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class _Fault(NamedTuple):
-    """An exception as it is sent to the other ranks; the smallest decides the error of all ranks."""
+    """An exception as other ranks get it; the smallest decides the error of all."""
 
     is_mistake: bool
     """whether it is an `InputError`"""
@@ -26,8 +26,6 @@ class _Fault(NamedTuple):
 
 def on_every_rank(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
     """Call `work`, and return its result once it has succeeded on every rank; a collective.
-
-    If it fails on a rank, all ranks raise the same kind of error, so that no rank waits for one that is gone.
 
     Raises:
         InputError: if every failure is an `InputError`.
@@ -48,7 +46,7 @@ def on_every_rank(work: Callable[[], Result], group: dist.ProcessGroup) -> Resul
 
 
 def gathered(value: Result, group: dist.ProcessGroup) -> list[Result]:
-    """Return the value of each rank, in order; a collective on the host."""
+    """Return the value of each rank; a collective on the host."""
     values = [value] * group.size()
     if len(values) > 1:
         dist.all_gather_object(values, value, group)
@@ -56,5 +54,5 @@ def gathered(value: Result, group: dist.ProcessGroup) -> list[Result]:
 
 
 def faults(fault: Result | None, group: dist.ProcessGroup) -> list[Result]:
-    """Return the faults of the ranks that have one, in order; None and "" are none. A collective."""
+    """Return the faults of the ranks that have one (not None or ""), in order; a collective."""
     return [each for each in gathered(fault, group) if each]

@@ -1,7 +1,7 @@
 """The elementwise maximum of integers over ranks, computed by the CPUs while the GPUs work.
 
-Ranks of one machine use unnamed pipes, opened through /proc/<process id>/fd, which take a tenth of the time of gloo and
-which no other user can open. gloo is used between machines, and for more numbers than fit a pipe.
+Ranks of one machine use unnamed pipes, which take a tenth of gloo's time and which no other user can open. gloo is used
+between machines, and for more numbers than fit a pipe.
 """
 
 import fcntl
@@ -36,15 +36,9 @@ class Work(Protocol):
     """A reduction in flight, as torch.distributed's `Work`."""
 
     def wait(self, timeout: timedelta) -> Any:
-        """Wait for the maxima.
+        """Raise RuntimeError after `timeout`, upon which `wait` may be called again, or if the reduction has failed."""
 
-        Raises:
-            RuntimeError: after `timeout`, and `wait` may be called again; or if the reduction has failed.
-        """
-
-    def is_completed(self) -> bool:
-        """Return whether the maxima are there or the reduction has failed."""
-        ...
+    def is_completed(self) -> bool: ...
 
 
 class AsyncMaxReduce:
@@ -118,13 +112,13 @@ class _PipeReduction:
             self._pending.popleft()
 
     def _fail(self) -> None:
-        """Complete all pending reductions: later ones cannot get their numbers before this one does."""
+        """Let all pending reductions fail: later ones would read this one's numbers."""
         for each in self._pending:
             each._has_failed = True
 
 
 def _is_readable(pipe: int, timeout_s: float) -> bool:
-    """Wait until there is something to read or the writer has ended; return False after `timeout_s`."""
+    """Wait up to `timeout_s` until there is something to read or the writer has ended."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     return bool(poll.poll(1000 * timeout_s))

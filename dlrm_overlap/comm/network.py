@@ -1,7 +1,4 @@
-"""Memory that kernels of any node can write to, by NVSHMEM's host library. This is the only file that uses it.
-
-PyTorch's symmetric memory allows one backend per process, and the arena needs CUDA's: NVSHMEM allocates on all ranks.
-"""
+"""Memory that kernels of any node can write to, by NVSHMEM's host library; the only file that uses it."""
 
 import ctypes
 import importlib.util
@@ -27,7 +24,7 @@ _UNIQUE_ID_BYTES, _ATTRIBUTE_BYTES, _ARGUMENT_BYTES, _ID_ARGUMENT_BYTES = 128, 1
 
 
 def missing_puts() -> str:
-    """Return why this machine's kernels cannot put to other nodes; empty if they can."""
+    """Return why this machine's kernels cannot put to other nodes, empty if they can."""
     if not torch.cuda.is_available():
         return "there is no GPU"
     for name in (_HOST_LIBRARY, _DEVICE_LIBRARY):
@@ -46,15 +43,11 @@ def _library(name: str) -> Path | None:
 class NvshmemHeap:
     """A block of NVSHMEM's memory, of one size on every rank; the constructor is a collective.
 
-    NVSHMEM frees on all ranks at once, and must not wait for a failed peer, so closed blocks are reused instead.
+    NVSHMEM frees on all ranks at once, and must not wait for a failed peer, so closed blocks are reused.
     """
 
     def __init__(self, size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Take a zeroed block, after `start_puts`.
-
-        Raises:
-            InputError: if there is not enough memory.
-        """
+        """Take a zeroed block, after `start_puts`. Raises `InputError` if there is not enough memory."""
         self._nvshmem = _nvshmem()
         self._size, self._address = size_bytes, 0
 
@@ -75,19 +68,15 @@ class NvshmemHeap:
         heaps[group.rank()] = self._address
         library = str(_library(_DEVICE_LIBRARY))
         self.network = Network("nvshmem", heaps.to(device), group.rank(), library, self._nvshmem.prepare)
-        """the argument by which kernels put into the block"""
+        """a kernel argument, to put into the block"""
 
     def close(self) -> None:
-        """Keep the block for reuse. No rank may put into it any more."""
+        """Keep the block for reuse; no rank may put into it any more."""
         self._nvshmem.keep(self._size, self._address)
 
 
 def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
-    """Start NVSHMEM on all ranks, within `timeout_s`; a collective.
-
-    Raises:
-        InputError: on all ranks, if some rank cannot start.
-    """
+    """Start NVSHMEM on all ranks, within `timeout_s`; a collective. Raises `InputError` on all if one cannot start."""
     why = missing_puts() if device.type == "cuda" else "CPUs have no kernels that put"
     try:
         if not why:
@@ -99,7 +88,7 @@ def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
 
 
 def _refuse(why: str, group: dist.ProcessGroup) -> None:
-    """Raise the ranks' fault on all ranks, preferably the cause for which others wait."""
+    """Raise a fault of some rank on all ranks, preferably one that caused others."""
     if found := faults(why and f"{why} (rank {group.rank()})", group):
         cause = min(found, key=lambda fault: "has not started" in fault)
         raise InputError(f"embedding.internode: puts, but {cause}; take messages")
@@ -108,7 +97,7 @@ def _refuse(why: str, group: dist.ProcessGroup) -> None:
 def _started(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> str:
     """Start NVSHMEM unless that was tried before, and return this rank's fault, empty if none.
 
-    NVSHMEM waits for all ranks without a timeout, so a thread starts it, which is abandoned if a rank fails.
+    NVSHMEM waits for all ranks without a timeout, so a thread starts it.
     """
     if any(gathered(nvshmem.start_fault is not None, group)):
         return nvshmem.start_fault or nvshmem.rank_mismatch(group.rank(), group.size())
@@ -151,10 +140,10 @@ class _Nvshmem:
         calls.nvshmem_malloc.argtypes = [ctypes.c_size_t]
         calls.nvshmemx_cumodule_init.argtypes = [ctypes.c_void_p]
         self.start_fault: str | None = None
-        """this rank's fault in the start, empty if it succeeded; None before it"""
+        """None before the start, empty if it succeeded"""
         self._allocated = 0
         self._numbers: dict[int, int] = {}
-        """address of a block -> its number in the order of allocation, which is the same on all ranks"""
+        """address of a block -> its number in the order of allocation, the same on all ranks"""
         self._free: dict[int, dict[int, int]] = {}
         """size -> number of a free block -> its address"""
 
@@ -179,15 +168,13 @@ class _Nvshmem:
         return f"NVSHMEM does not start, status {status}, its log says why" if status else ""
 
     def rank_mismatch(self, rank: int, world_size: int) -> str:
-        """Return a fault if NVSHMEM was started with other ranks."""
         started = self.start_fault == "" and (self._calls.nvshmem_my_pe(), self._calls.nvshmem_n_pes())
         return "" if started == (rank, world_size) else f"NVSHMEM was started by other ranks (rank {rank})"
 
     def allocate(self, size_bytes: int, group: dist.ProcessGroup) -> int:
         """Return the address of a block, 0 if there is no memory; a collective of all ranks.
 
-        It reuses the first block of this size that is free on all ranks: a block that some rank uses may be written to,
-        and an allocation by some ranks would wait for the others.
+        A block is reused once it is free on all ranks: until then some rank may write to it.
         """
         mine = self._free.get(size_bytes, {})
         if common := set.intersection(*gathered(set(mine), group)):
@@ -201,11 +188,9 @@ class _Nvshmem:
         self._free.setdefault(size_bytes, {})[self._numbers[address]] = address
 
     def prepare(self, module: int) -> None:
-        """Initialize NVSHMEM in a loaded CUDA module."""
         if status := self._calls.nvshmemx_cumodule_init(module):
             raise RuntimeError(f"NVSHMEM cannot be initialized in a kernel's module, status {status}")
 
 
 def _set_version(structure: ctypes.Array, offset: int, size_bytes: int) -> None:
-    """Set the first field of an NVSHMEM structure: its version and size."""
     ctypes.c_int.from_buffer(structure, offset).value = (1 << 16) + size_bytes

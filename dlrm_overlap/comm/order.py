@@ -1,4 +1,4 @@
-"""How a rank issues its work: the order of a captured step's communication, and the streams of a step."""
+"""The order of a captured step's communication, and the streams of a step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,25 +14,18 @@ Returned = TypeVar("Returned")
 class CommunicationOrder:
     """Serializes all signals, waits and collectives of a captured step in the capture's order.
 
-    CUDA graphs do not promise that branches run concurrently. Without an order that is the same on every rank, rank 0
-    might wait for rank 1's ids before its lookup, and rank 1 for that lookup before it sends the ids.
-
-    Example:
-        with order:
-            wait_flags(flags, rank, epoch)
+    CUDA graphs may serialize their branches. Without an order that is the same on every rank, rank 0 might wait for
+    rank 1's ids before its lookup, and rank 1 for that lookup before it sends the ids.
     """
 
     def __init__(self) -> None:
         self.is_captured = False
-        """whether the current step is captured"""
         self._last: torch.Event | None = None
 
     def begin(self) -> None:
-        """Begin the order of a step that is captured."""
         self.is_captured, self._last = True, None
 
     def end(self) -> None:
-        """End the order."""
         self.is_captured, self._last = False, None
 
     def __enter__(self) -> None:
@@ -59,14 +52,13 @@ class OnStream:
 
 
 class CurrentStream:
-    """Returns the current stream of a CUDA device (with index), as the same object while it does not change."""
+    """Returns the current stream of a CUDA device (with index): the same object while it does not change."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._raw = device, -1
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self) -> torch.cuda.Stream:
-        """Return the current stream."""
         raw = torch._C._cuda_getCurrentRawStream(self._device.index)
         if raw != self._raw or self._stream is None:
             self._stream, self._raw = torch.cuda.current_stream(self._device), raw
@@ -92,7 +84,7 @@ class Streams:
 
     @contextmanager
     def main(self) -> Iterator[None]:
-        """Context on the steps' stream, after the caller's stream, which waits for it at the end."""
+        """Run on the steps' stream, after the caller's stream, which waits for it at the end."""
         if not self._on_gpu:
             yield
             return
@@ -116,9 +108,9 @@ class Streams:
 
     @contextmanager
     def copies(self, buffer_index: int, later: bool = False) -> Iterator[None]:
-        """Context for copies to staging buffer `buffer_index`, which later steps wait for.
+        """Run copies to staging buffer `buffer_index`, which later steps wait for.
 
-        Copies wait for the caller's earlier work, unless they are `later` copies of a batch that had such a context.
+        They wait for the caller's earlier work, unless they are `later` copies of the same batch.
         """
         if not self._on_gpu:
             yield
@@ -132,22 +124,20 @@ class Streams:
         self.main_stream.wait_event(self._copied)
 
     def fork_ids(self) -> None:
-        """Let `ids` start after what is on the steps' stream now."""
         if self._on_gpu:
             self._ids.wait_stream(self.main_stream)
 
     def ids(self) -> AbstractContextManager[Any]:
-        """Context for work concurrent with the step, between `fork_ids` and `join_ids`."""
+        """Run concurrently with the step, between `fork_ids` and `join_ids`."""
         return self._on_ids if self._on_gpu else nullcontext()
 
     def join_ids(self) -> None:
-        """Make the steps' stream wait for that work."""
         if self._on_gpu:
             self.main_stream.wait_stream(self._ids)
 
 
 def uncompiled(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Keep a function out of compiled graphs, as its side effects are needed in every step."""
+    """Keep a function out of compiled graphs, as every step needs its side effects."""
     disabled = torch.compiler.disable(function)
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""Which ranks reach each other by loads and stores: those of a node, which are consecutive ranks."""
+"""Which ranks reach each other by loads and stores: those of a node, which are consecutive."""
 
 import socket
 from collections.abc import Sequence
@@ -17,13 +17,11 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Location(NamedTuple):
-    """Where a rank runs."""
-
     machine: str
     device: str
     """the GPU's UUID; empty on a CPU"""
     reached: frozenset[str]
-    """UUIDs of the GPUs, including its own, that this one can load from and store to"""
+    """UUIDs of the GPUs that this one can load from and store to, and its own"""
 
 
 @dataclass(frozen=True)
@@ -39,21 +37,18 @@ class Reach:
     why: str = ""
     """why there is more than one node"""
     group: dist.ProcessGroup | None = None
-    """ranks of this node, if they are GPUs and not all ranks: symmetric memory needs a group"""
+    """ranks of this node, if GPUs and not all ranks, for symmetric memory"""
 
     @staticmethod
     def of_one_node(group: dist.ProcessGroup) -> "Reach":
-        """Return a `Reach` in which all ranks of a group are one node."""
         return Reach(group.rank(), (range(group.size()),))
 
     @cached_property
-    def whole(self) -> bool:
-        """Whether all ranks are one node."""
+    def is_one_node(self) -> bool:
         return len(self.nodes) == 1
 
     @cached_property
     def here(self) -> range:
-        """The ranks of this rank's node."""
         return self.node_of(self.rank)
 
     @cached_property
@@ -61,39 +56,36 @@ class Reach:
         return [node for node in self.nodes for _ in node]
 
     def node_of(self, rank: int) -> range:
-        """Return the ranks of the node of `rank`."""
         return self._node_of[rank]
 
     @cached_property
     def others(self) -> Sequence[range]:
-        """The other nodes, from the next one on, so that they do not all send to the same node first."""
+        """The other nodes, from the next one on, so that ranks begin with different ones."""
         at = self.nodes.index(self.here)
         return self.nodes[at + 1 :] + self.nodes[:at]
 
     def relay(self, source: int, node: range) -> int:
         """Return the rank of `node` that receives, for all its ranks, messages of `source` of another node.
 
-        Its position in its node is that of `source`, modulo the node's size, so all ranks' network cards are used.
+        Its position in its node is that of `source`, modulo the node's size, to use all network cards.
         """
         return node[(source - self.node_of(source).start) % len(node)]
 
-    def taken_by(self, rank: int) -> Sequence[int]:
-        """Return the ranks of other nodes whose messages `rank` receives, in order."""
+    def sources_of(self, rank: int) -> Sequence[int]:
+        """Return the ranks of other nodes whose messages `rank` receives."""
         here = self.node_of(rank)
         return [source for node in self.nodes if node != here for source in node[rank - here.start :: len(here)]]
 
     @cached_property
     def sources(self) -> Sequence[int]:
-        """The ranks of other nodes whose messages this rank receives."""
-        return self.taken_by(self.rank)
+        return self.sources_of(self.rank)
 
     @cached_property
-    def most_taken(self) -> int:
-        """The largest number of ranks whose messages one rank receives: the first of a node."""
-        return max(len(self.taken_by(node.start)) for node in self.nodes)
+    def max_sources(self) -> int:
+        """Number of sources of a node's first rank, which has the most."""
+        return max(len(self.sources_of(node.start)) for node in self.nodes)
 
     def summary(self) -> str:
-        """Return the nodes, abbreviated if more than four, and why there are several."""
         names = [_named(node) for node in self.nodes]
         shown = names if len(names) <= 4 else [*names[:3], "..", names[-1]]
         return f"{len(names)} nodes ({', '.join(shown)}; {self.why})"
@@ -102,11 +94,7 @@ class Reach:
 def find_reach(group: dist.ProcessGroup, device: torch.device, nodes: int | str = "auto") -> Reach:
     """Find out which ranks reach each other by stores; a collective.
 
-    Args:
-        nodes: auto tests machines and GPUs' peer access; a number emulates that number of equal nodes.
-
-    Raises:
-        InputError: if the number does not divide the number of ranks.
+    `nodes` auto tests machines and GPUs' peer access; a number, which must divide the number of ranks, emulates nodes.
     """
     rank, world_size = group.rank(), group.size()
     if isinstance(nodes, int):
@@ -123,7 +111,6 @@ def find_reach(group: dist.ProcessGroup, device: torch.device, nodes: int | str 
 
 
 def location_of(device: torch.device) -> Location:
-    """Return where a rank on `device` runs."""
     # Neither is enough: containers on one machine differ in the host name, and machines may share it.
     machine = f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
     if device.type != "cuda":

@@ -1,4 +1,1 @@
-"""Dense parameters as one flat tensor, updated by one kernel, with gradients reduced in flat buckets.
-
-Reading order: `flat`, `flat_steps`, `gradients`, `stores`.
-"""
+"""Dense parameters as one flat tensor, with gradients that are reduced in buckets."""

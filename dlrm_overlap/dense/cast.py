@@ -1,4 +1,4 @@
-"""Low-precision weights that the optimizer writes once per step, instead of a cast in every product."""
+"""Low-precision weights that the optimizer writes once per step, instead of casts in every product."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,12 +12,12 @@ from dlrm_overlap.dense.flat import FlatParameters, copy_all
 class CastWeights:
     """Provides low-precision copies of weights and collects their gradients; results equal autocast's.
 
-    Each step calls `begin`, computes with the weights of `of` (each used once), runs the backward, and calls `finish`.
+    In each step call `begin`, compute with the weights of `of` (each used once), run the backward, and call `finish`.
     Autograd functions that write gradients themselves use `shadow`, and `gradient_buffers` or `later`.
     """
 
     def __init__(self, flat: FlatParameters, cast: Collection[nn.Parameter]) -> None:
-        """Cast the parameters `cast` of `flat`, which has a shadow; the others' gradients are autograd's."""
+        """Cast the parameters `cast` of `flat`, which has a shadow."""
         self.flat = flat
         self._name_of = {parameter: name for name, parameter in flat.parameters.items()}
         self._names = {self._name_of[parameter] for parameter in cast}
@@ -32,20 +32,19 @@ class CastWeights:
         """tensors that the stream reads, kept until the current stream has waited for it"""
         # Used instead of the parameters: autograd would call their hooks even without a gradient.
         self.anchor = torch.empty(0, device="cpu", requires_grad=True)
-        """for autograd functions that write gradients themselves: an input that requires a gradient"""
+        """requires a gradient, as an input of autograd functions that write gradients themselves"""
 
     def on_complete(self, complete: Callable[[str], None]) -> None:
-        """Call `complete` with a parameter's name once its gradient is written, on the writing stream."""
+        """Call `complete` with a parameter's name, on the writing stream, once its gradient is written."""
         self._complete = complete
 
     def begin(self) -> None:
-        """Begin a step: gradients are the flat tensor's views again, zero for parameters that are not cast."""
+        """Begin a step: gradients are views of the flat tensor, zero for parameters that are not cast."""
         self._taken, self._later, self._written = {}, [], set()
         self.flat.show_gradients()
         self.flat.zero(self._others)
 
     def of(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Return weights to compute with, unchanged for parameters that are not cast."""
         return {
             key: _CastOnce.apply(self.anchor, self.shadow(parameter), self, self._name_of[parameter])
             if self._name_of[parameter] in self._names
@@ -54,34 +53,28 @@ class CastWeights:
         }
 
     def shadow(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return a parameter's low-precision copy, detached from autograd."""
         assert self.flat.shadow is not None, "the parameters were made flat without shadow_dtype"
         return self.flat.shadow.views[self._name_of[parameter]]
 
     def later(self, parameters: Iterable[nn.Parameter], write: Callable[[list[torch.Tensor]], None]) -> None:
-        """Have `write` called with the tensors to write gradients to, after the gradients that others wait for.
+        """Call `write` with contiguous float32 tensors to write gradients to, after those that others wait for.
 
-        They are float32 and contiguous. Calls run in order, and the gradients of one may be reduced while those of the
-        next are computed.
+        Calls run in order; the gradients of one may be reduced while the next runs.
         """
         names = [self._name_of[parameter] for parameter in parameters]
         assert self._names.issuperset(names), "the gradients of the other parameters are autograd's"
         self._later.append((names, write))
 
     def gradient_buffers(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """Return the tensors that the optimizer reads gradients from, for an autograd function to write to."""
+        """Return the tensors to which an autograd function writes gradients for the optimizer."""
         self.later(parameters, lambda _: None)
         return [self.flat.gradients.views[self._name_of[parameter]] for parameter in parameters]
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
-        """Keep a parameter's gradient until `finish`."""
         self._taken[name] = gradient
 
     def ahead_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor`; its backward first calls `write_concurrently`.
-
-        Example: with the bottom MLP's output, the head's gradients are written during the bottom MLP's backward.
-        """
+        """Return `tensor`; its backward first calls `write_concurrently`."""
         same = tensor.view_as(tensor)
         if same.requires_grad:
             same.register_hook(lambda _: self.write_concurrently())
@@ -89,7 +82,6 @@ class CastWeights:
 
     @torch.no_grad()
     def write_concurrently(self) -> None:
-        """Write the gradients taken so far, on a separate stream."""
         if self._stream is None:
             self._write()
             return
@@ -100,7 +92,7 @@ class CastWeights:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Write the remaining gradients, and zeros for parameters that got none."""
+        """Write the remaining gradients, and zeros for parameters without one."""
         if self._in_use:
             assert self._stream is not None
             torch.cuda.current_stream(self.flat.device).wait_stream(self._stream)
@@ -124,8 +116,6 @@ class CastWeights:
 
 
 class _CastOnce(torch.autograd.Function):
-    """Returns a parameter's shadow; its backward gives the gradient to `CastWeights`."""
-
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, shadow: torch.Tensor, weights: CastWeights, name: str) -> Any:
         ctx.weights, ctx.name = weights, name

@@ -1,17 +1,7 @@
 """The low-rank cross network as one autograd function: cuBLAS products, and one elementwise kernel per layer.
 
-Activations are bfloat16, rounded once where they are stored. What the kernels read and write of three layers, each [b,
-N] (notation of `kernels.dense.cross`):
-
-| pass | reads | writes |
-|---|---|---|
-| forward, layers 0, 1, 2 | x_0 w_0, x_0 x_1 w_1, x_0 x_2 w_2 | x_1, x_2, x_3 |
-| backward, layer 2 | g_3 x_0 | du_2 |
-| backward, layer 1 | g_3 p_2 x_0 | du_1 |
-| backward, layer 0 | g_3 p_2 p_1 x_0 w_0 w_1 w_2 | du_0 dx_0 |
-
-The last product adds p_0 to dx_0. Tensors are stacked from the last layer to the first, as in the flat gradient, so
-that the weight gradients of all layers are one batched product.
+Notation is that of `kernels.dense.cross`. Tensors are stacked from the last layer to the first, as in the flat
+gradient, so that the weight gradients of all layers are one batched product.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +15,7 @@ from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, stack
 
 
 class CrossLayer(NamedTuple):
-    """Parameters of a layer of width N and rank R, or tensors for their gradients."""
+    """Parameters of a layer of width N and rank R, or their gradients."""
 
     w: torch.Tensor
     """[N, R]"""
@@ -38,7 +28,7 @@ class CrossLayer(NamedTuple):
 Write = Callable[[list[torch.Tensor]], None]
 """writes one parameter's gradients of all layers to contiguous tensors, possibly float32"""
 Later = Callable[[str, Write], None]
-"""takes a field name of `CrossLayer` and a function that writes its gradients"""
+"""takes a field name of `CrossLayer` and a `Write`"""
 
 
 def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later) -> torch.Tensor:
@@ -48,11 +38,10 @@ def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later) -> torch
     and 3.3).
 
     Args:
-        x0: [b, N] floating point, contiguous, requires a gradient in training; unchanged until the backward.
+        x0: [b, N] floating point, contiguous; requires a gradient in training, and is unchanged until the backward.
         layers: at least one; w and v have the dtype of x0. Autograd does not see them.
-        later: called in the backward for bias, v and w with a function to call once on the backward's stream, after
-            which the gradients are written. v comes before w, since its products leave multiprocessors free for the
-            kernel that sends x0's gradient.
+        later: called in the backward for bias, v and w with a function to call once on the backward's stream, which
+            writes the gradients. During v's products, multiprocessors are free to send x0's gradient, so v precedes w.
     """
     assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
     return _Cross.apply(x0, later, *(tensor.detach() for layer in layers for tensor in layer))  # type: ignore[no-any-return]
@@ -127,7 +116,7 @@ def _layers(tensors: Sequence[torch.Tensor]) -> list[CrossLayer]:
 def _products_into(out: Sequence[torch.Tensor], left: torch.Tensor, right: torch.Tensor) -> None:
     """Write left @ right, [n, N, b] and [n, b, R], to the n tensors `out`, accumulated in float32.
 
-    It is one batched product if `out` has a constant stride: a single product does not fill a GPU.
+    With a constant stride it is one batched product, since a single product does not fill a GPU.
     """
     batch = _as_batch(out)
     if batch is None:
@@ -138,7 +127,6 @@ def _products_into(out: Sequence[torch.Tensor], left: torch.Tensor, right: torch
 
 
 def _as_batch(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return tensors as one view [n, ..], if they have a constant stride in one storage."""
     if not tensors:
         return None
     first = tensors[0]

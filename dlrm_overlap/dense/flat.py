@@ -1,4 +1,4 @@
-"""Dense parameters as views of one flat tensor, with gradients and optimizer state in the same layout."""
+"""Dense parameters, their gradients and optimizer state as views of flat tensors."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -11,21 +11,18 @@ from dlrm_overlap.kernels.dense.arguments import BLOCK, LINE
 
 
 class FlatPosition(NamedTuple):
-    """Where a parameter is in the flat tensors, in elements."""
+    """Offsets of a parameter in the flat tensors, in elements."""
 
     begin: int
     end: int
-    """where the next parameter begins; the gap is zero"""
+    """where the next one begins; the gap is zero"""
     shape: torch.Size
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's view of a flat tensor."""
         return flat[self.begin : self.begin + self.shape.numel()].view(self.shape)
 
 
 class FlatTensor(NamedTuple):
-    """A flat tensor and a view of it for each parameter."""
-
     tensor: torch.Tensor
     """[n], zero where no parameter is"""
     views: dict[str, torch.Tensor]
@@ -34,9 +31,9 @@ class FlatTensor(NamedTuple):
 class FlatParameters:
     """Moves parameters into one flat tensor, with gradients that are views of another.
 
-    The parameters stay the same objects. The layout is their reverse order, as backwards complete them. Shards, which
-    differ between ranks, come last, from a multiple of `BLOCK` on. TorchRec exposes each data-parallel table as a slice
-    of a parameter that holds a lookup's tables: here that holder is moved.
+    The parameters stay the same objects. They are in reverse order, in which backwards complete them; shards, which
+    differ between ranks, come last, from a multiple of `BLOCK` on. TorchRec's data-parallel tables are slices of a
+    parameter that holds them; here that holder is moved.
 
     Example: parameters of 3 and 100 elements get the positions 128 .. 130 and 0 .. 99 of 1024. If the first is a shard,
     its position is 1024 .. 1026 of 2048.
@@ -50,10 +47,8 @@ class FlatParameters:
     ) -> None:
         """Move `parameters`, by name in the model's order; `unsupported_by_flat` must return None for them.
 
-        Args:
-            parameters: with the same number of elements on all ranks.
-            shards: names of parameters of which each rank holds a different part.
-            shadow_dtype: float16 or bfloat16 of `shadow`; None makes none.
+        `shards` names parameters of which each rank holds a different part; the others are the same size on all ranks.
+        `shadow_dtype` is float16 or bfloat16; None makes no shadow.
         """
         assert (reason := unsupported_by_flat(parameters)) is None, reason
         self.named = dict(parameters)
@@ -63,16 +58,15 @@ class FlatParameters:
         whole = {name: parameter for name, parameter in reversed(self.named.items()) if name not in slices}
         holders = {holder: parameters[name]._original_tensor for name, (holder, _) in slices.items()}  # type: ignore[attr-defined]
         self.parameters: dict[str, nn.Parameter] = whole | holders
-        """those that are moved: all but slices, then the holders of slices"""
+        """all but slices, then the holders of slices"""
         self.unseen = set(holders)
-        """names of parameters whose gradients may be written without autograd, such as holders"""
+        """names of parameters whose gradients may be written without autograd"""
         self.shards = frozenset(shards)
         self.idle: frozenset[str] = frozenset()
         """names of parameters that get a gradient on no rank: None, zero in the flat tensor"""
         # The layout: shared parameters, then shards.
         self.device = next(iter(self.parameters.values())).device
         self.positions: dict[str, FlatPosition] = {}
-        """of `parameters`, in the layout's order"""
         shared_end = self._assign_positions([name for name in self.parameters if name not in self.shards], 0)
         self.shared_end = -(-shared_end // BLOCK) * BLOCK
         """elements before the first shard, a multiple of `BLOCK`: the same on all ranks"""
@@ -90,7 +84,7 @@ class FlatParameters:
             parameter.data = self.weights.views[name]
         self.adopt_gradients()
         self.shadow = self.like(shadow_dtype) if shadow_dtype is not None else None
-        """a copy of the weights, rounded to nearest, which `FlatSteps` keeps up to date"""
+        """weights rounded to nearest, kept up to date by `FlatSteps`"""
         self.cast_shadow()
 
     def _assign_positions(self, names: Iterable[str], begin: int) -> int:
@@ -101,17 +95,16 @@ class FlatParameters:
         return begin
 
     def cast_shadow(self) -> None:
-        """Write the shadow; needed after anything but `FlatSteps` has changed weights."""
+        """Write the shadow; needed if anything but `FlatSteps` has changed weights."""
         if self.shadow is not None:
             self.shadow.tensor.copy_(self.weights.tensor)
 
     def like(self, dtype: torch.dtype) -> FlatTensor:
-        """Return a zeroed flat tensor in the parameters' layout."""
         zeros = torch.zeros(self._elements, dtype=dtype, device=self.device)
         return FlatTensor(zeros, {name: position.of(zeros) for name, position in self._all_positions.items()})
 
     def zero(self, names: Collection[str] | None = None) -> None:
-        """Set the gradients of `names` (None: all, in one operation) to zero, and make them views again."""
+        """Zero the gradients of `names` (None: all, in one operation), as views."""
         self.show_gradients(names)
         if names is None:
             self.gradients.tensor.zero_()
@@ -120,14 +113,14 @@ class FlatParameters:
             torch._foreach_zero_(views)  # pyright: ignore[reportPrivateImportUsage]
 
     def show_gradients(self, names: Iterable[str] | None = None) -> None:
-        """Make the gradients of `names` (None: all) the views again, or None if idle."""
+        """Make the gradients of `names` (None: all) views, or None if idle."""
         for name in self.parameters if names is None else names:
             parameter, view = self.parameters[name], None if name in self.idle else self.gradients.views[name]
             if parameter.grad is not view:
                 parameter.grad = view
 
     def drop_gradients(self) -> None:
-        """Set gradients to None, so that a backward does not accumulate, or zero if in `unseen`."""
+        """Set gradients to None, so that a backward does not accumulate; to zero if in `unseen`."""
         for name in self.parameters.keys() - self.unseen:
             self.parameters[name].grad = None
         self.zero(self.unseen)
@@ -136,13 +129,8 @@ class FlatParameters:
     def adopt_gradients(self, names: Iterable[str] | None = None) -> list[torch.Tensor]:
         """Copy gradients that are not views to the flat tensor, by few kernels, and restore the views.
 
-        None counts as zero, and stays None for idle parameters.
-
-        Args:
-            names: of the parameters to look at; None: all.
-
-        Returns:
-            The copied gradients, to be kept alive until the copy is done, if another stream made them.
+        None counts as zero, and stays None if idle. Keep the returned gradients until the copy is done, if another
+        stream made them.
         """
         views, gradients = list[torch.Tensor](), list[torch.Tensor]()
         for name in self.parameters if names is None else names:
@@ -160,7 +148,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def keep_gradients_in(self, memory: torch.Tensor) -> None:
-        """Move the flat gradient to `memory` [n] float32, such as shared memory, before any CUDA graph is captured."""
+        """Move the flat gradient to `memory` [n] float32, before any CUDA graph is captured."""
         tensor, views = self.gradients
         memory.copy_(tensor)
         tensor.data = memory
@@ -171,7 +159,7 @@ class FlatParameters:
 
 
 def copy_all(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy each tensor to its view, possibly of another dtype, by one kernel for all of equal strides."""
+    """Copy each tensor to its view, possibly of another dtype; one kernel copies all of equal strides."""
     same_strides = [
         (view, tensor) for view, tensor in zip(views, tensors, strict=True) if view.stride() == tensor.stride()
     ]
@@ -183,7 +171,6 @@ def copy_all(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
 
 
 def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, int]]:
-    """Return, for each slice, its holder's name and its first element there."""
     holders: dict[int, list[tuple[str, TableBatchedEmbeddingSlice]]] = {}
     for name, parameter in parameters.items():
         if isinstance(parameter, TableBatchedEmbeddingSlice):
@@ -196,7 +183,6 @@ def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, int]
 
 
 def unsupported_by_flat(parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """Return why `FlatParameters` cannot move parameters, or None."""
     for name, given in parameters.items():
         parameter = given._original_tensor if isinstance(given, TableBatchedEmbeddingSlice) else given
         if type(parameter) is not nn.Parameter:

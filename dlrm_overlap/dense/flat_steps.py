@@ -20,7 +20,6 @@ _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")  # options that change 
 
 
 def unsupported_by_flat_steps(optimizer: Any) -> str | None:
-    """Return why `FlatSteps` does not support an optimizer, or None."""
     name = type(optimizer).__name__
     if type(optimizer) not in _KINDS:
         return f"{name} is none of torch.optim's SGD, Adagrad, Adam and AdamW"
@@ -33,20 +32,12 @@ def unsupported_by_flat_steps(optimizer: Any) -> str | None:
 class FlatSteps:
     """Takes a torch.optim optimizer's steps by one kernel over flat tensors, bit for bit equal.
 
-    The optimizer's state becomes views of flat tensors, so state dicts are those of torch.optim. The kernel reads
-    learning rates etc. from device memory, so captured steps follow changes. Idle parameters are not updated.
-
-    Example:
-        steps.begin()
-        for first, end in ranges:
-            steps.update_range(first, end)
+    The optimizer's state becomes views of flat tensors, so state dicts are those of torch.optim. Learning rates etc.
+    are read from device memory, so captured steps follow changes. Idle parameters are not updated.
     """
 
     def __init__(self, flat: FlatParameters, optimizer: torch.optim.Optimizer) -> None:
-        """Take over an optimizer's state; `unsupported_by_flat_steps` must return None for it.
-
-        Its parameters that are not in `flat` get no gradient.
-        """
+        """Take over an optimizer's state; `unsupported_by_flat_steps` must return None for it."""
         self._flat, self._optimizer = flat, optimizer
         self._kind = _KINDS[type(optimizer)]
         names = {id(parameter): name for name, parameter in flat.named.items()}
@@ -67,7 +58,6 @@ class FlatSteps:
             numbers=torch.zeros(rows, 7, dtype=torch.float64, device=device),
             factors=torch.zeros(rows, 8, device=device),
         )
-        """arguments of the kernel"""
         self._kernels = kernels_on(device, "update")
         self._known: list[tuple[Any, ...]] = [(0.0,) * 7] * len(self._groups)
         self._has_begun = False
@@ -79,8 +69,7 @@ class FlatSteps:
     def refresh(self) -> None:
         """Read `param_groups` and replaced state; copies changes to device memory, so it must not be captured.
 
-        Raises:
-            InputError: if the kernel was compiled for another kind of update.
+        Raises `InputError` if the kernel was compiled for another kind of update.
         """
         optimizer, numbers = self._optimizer, self._numbers_now()
         kind, decays = self._form_of(numbers)
@@ -105,7 +94,7 @@ class FlatSteps:
             self._known[index] = values
 
     def begin(self) -> None:
-        """Count a step; outside of a capture, `refresh` first."""
+        """Count a step; outside of a capture, also call `refresh`."""
         if self._flat.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self.refresh()
             if not self._has_begun:
@@ -119,7 +108,6 @@ class FlatSteps:
 
     @torch.no_grad()
     def _take_over(self) -> None:
-        """Copy the optimizer's state, or torch.optim's initial state, to the flat tensors, and replace it by views."""
         self._taken_over, self._made = self._optimizer.state, set[str]()
         for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
             for name in names:
@@ -159,7 +147,6 @@ class FlatSteps:
                 self.update.step[row].clamp_(min=1)  # torch.optim's SGD has a buffer after the first step
 
     def _lines_of(self, name: str) -> torch.Tensor:
-        """Return a parameter's part of `FlatUpdate.rows`."""
         begin = self._flat.weights.views[name].storage_offset()
         return self.update.rows[begin // LINE : -(-(begin + self._flat.named[name].numel()) // LINE)]
 
@@ -167,17 +154,14 @@ class FlatSteps:
         return [_numbers(self._kind, group) for group in self._optimizer.param_groups]
 
     def _form_of(self, numbers: Sequence[tuple[Any, ...]]) -> tuple[str, bool]:
-        """Return `kind` and `decays`, for which the kernel is compiled."""
         momentum = self._kind == "sgd" and any(each[2] for each in numbers)
         return "momentum" if momentum else self._kind, any(each[5] or each[6] for each in numbers)
 
 
 def take_steps(each: Sequence[FlatSteps], ranges: Iterable[tuple[int, int]]) -> None:
-    """Take a step of several optimizers of one flat tensor, range by range.
+    """Take a step of several optimizers of one flat tensor.
 
-    Args:
-        ranges: [first, end) in elements, multiples of `BLOCK` that cover all; gradients of a range must be final
-            when it is yielded.
+    `ranges` [first, end), multiples of `BLOCK`, cover all elements; a range's gradients are final when it is yielded.
     """
     with torch.no_grad():
         for steps in each:
@@ -188,7 +172,6 @@ def take_steps(each: Sequence[FlatSteps], ranges: Iterable[tuple[int, int]]) -> 
 
 
 def _numbers(kind: str, group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return a row of `FlatUpdate.numbers` for a parameter group."""
     decay = group.get("weight_decay", 0.0)
     if kind == "sgd":
         momentum = group.get("momentum", 0.0)

@@ -1,4 +1,4 @@
-"""Shared by the dense part: kernels, products with float32 outputs, and options."""
+"""Helpers of the dense part."""
 
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -10,12 +10,10 @@ from dlrm_overlap.kernels import reference
 
 
 class StoreOptions(NamedTuple):
-    """How gradients are reduced by stores to peers."""
-
     programs: int = 16
-    """programs, of 32 warps, of the GPU's kernel"""
+    """of 32 warps each"""
     piece_elements: int = 4 << 20
-    """approximate elements that are reduced at once, and updated while the next are sent"""
+    """approximate number that is reduced at once, and updated while the next are sent"""
     wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
 
 
@@ -25,10 +23,7 @@ def kernels_on(device: torch.device, name: str) -> Any:
 
 
 def product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Write left @ right, of matrices or batches, to `out`, accumulated in float32.
-
-    `out` may be float32 for inputs of another type.
-    """
+    """Write left @ right, matrices or batches, to `out`, which may be float32; sums are float32."""
     product = torch.mm if out.dim() == 2 else torch.bmm
     if out.dtype == left.dtype:
         product(left, right, out=out)

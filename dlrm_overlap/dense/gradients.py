@@ -16,24 +16,20 @@ from dlrm_overlap.kernels.dense.arguments import BLOCK
 
 
 class CollectiveReduction:
-    """Averages ranges of the flat gradient by the group's all-reduce (NCCL or gloo).
-
-    Every step reduces all ranges, in order.
-    """
+    """Averages ranges of the flat gradient by the group's all-reduce; every step reduces all, in order."""
 
     counters: Sequence[Counters] = ()
 
     def __init__(
         self, flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, ranges: Sequence[tuple[int, int]]
     ) -> None:
-        """Reduce `ranges` of the gradient of `flat`, sent and added up in `dtype`, float32 or bfloat16."""
+        """Gradients are sent and added up in `dtype`, float32 or bfloat16."""
         self._gradients, self._group, self._ranges = flat.gradients.tensor[: flat.shared_end], group, ranges
         self._ranks = dist.get_world_size(group)
         self._sent = None if dtype == torch.float32 else torch.empty_like(self._gradients, dtype=dtype)
 
     @torch.no_grad()
     def reduce(self, number: int) -> None:
-        """Replace range `number` by its mean over the ranks."""
         begin, end = self._ranges[number]
         gradient = self._gradients[begin:end]
         if self._sent is None and gradient.is_cuda:
@@ -54,38 +50,28 @@ class CollectiveReduction:
         yield self._gradients.numel()
 
     def check(self) -> None:
-        """Do nothing: collectives record no errors."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Do nothing: there is no shared memory."""
+        """Do nothing."""
 
 
 @dataclass
 class _Bucket:
-    """A contiguous part of the flat gradient that is reduced at once."""
-
     names: tuple[str, ...]
     begin: int
     end: int
     waiting: set[str] = field(default_factory=set)
-    """parameters whose gradient is not complete in this backward"""
+    """parameters without a complete gradient in this backward"""
 
 
 class GradientBuckets:
     """Replaces the flat gradient by its mean over the ranks, bucket by bucket, during the backward.
 
-    Autograd hooks find complete buckets, which a separate stream reduces in the layout's order; `finish` reduces the
-    rest. Every backward must give a gradient to the same parameters. As under DDP, a gradient on some ranks becomes the
-    mean over all, and one on no rank stays None (`FlatParameters.idle`). Shards are not reduced: their gradients are
-    already means. Backward and `finish` may be captured in one CUDA graph.
-
-    Example:
-        optimizer.zero_grad()
-        loss.backward()
-        buckets.finish()
-        optimizer.step()
-
-    `take_steps([steps], buckets.finish_in_ranges())` replaces the last two lines, to update ranges as they arrive.
+    Autograd hooks find complete buckets, which a separate stream reduces in order; `finish` reduces the rest. Every
+    backward must give a gradient to the same parameters. As under DDP, a gradient on some ranks becomes the mean over
+    all, and one on no rank stays None (`FlatParameters.idle`). Shards are not reduced: their gradients are already
+    means. Backward and `finish` may be captured in one CUDA graph.
     """
 
     def __init__(
@@ -97,22 +83,19 @@ class GradientBuckets:
         order: AbstractContextManager[object] | None = None,
         stores: StoreOptions | None = None,
     ) -> None:
-        """Hook into the backward of the parameters of `flat`; a collective.
+        """Hook into the backward of the parameters of `flat`; a collective, with the errors of `StoreReduction`.
 
         Args:
-            dtype: in which gradients are sent and added up, float32 or bfloat16.
+            dtype: float32 or bfloat16, in which gradients are sent and added up.
             bucket_bytes: minimum size of a bucket except the last.
             order: context of each reduction, to order it among all communication.
             stores: reduce by stores to peers' memory, which all ranks must reach; None uses the group's all-reduce.
-
-        Raises:
-            InputError: if shared memory cannot be allocated or reached.
         """
         self._flat, self._group, self._ranks = flat, group, dist.get_world_size(group)
         self._buckets = self._cut(-(-bucket_bytes // dtype.itemsize))
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self.ranges = [(bucket.begin, bucket.end) for bucket in self._buckets]
-        """[first, end) of each bucket in the flat gradient, in the order of reduction"""
+        """[first, end) of each bucket, in the order of reduction"""
         if stores is None or self._ranks == 1:
             self._reduction = CollectiveReduction(flat, group, dtype, self.ranges)
         else:
@@ -120,7 +103,6 @@ class GradientBuckets:
 
             self._reduction = StoreReduction(flat, group, dtype, self.ranges, stores)
         self.counters = self._reduction.counters
-        """counters that a captured step advances"""
         self._order = order or nullcontext()
         on_gpu = flat.device.type == "cuda" and self._ranks > 1
         # Same priority as the exchange's stores (embedding/backends/push.py), as the step waits for both.
@@ -129,7 +111,7 @@ class GradientBuckets:
         self._adopted: list[torch.Tensor] = []
         """gradients that the stream copies, kept until the current stream has waited for it"""
         self._without: set[str] | None = None
-        """parameters, not idle, that got no gradient on this rank in the first step"""
+        """parameters, not idle, without a gradient on this rank in the first step"""
         self._begin()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.complete(name))
@@ -149,22 +131,18 @@ class GradientBuckets:
         return buckets
 
     def finish(self) -> None:
-        """Reduce the remaining buckets, and make the current stream wait for the whole flat gradient.
+        """Reduce the remaining buckets, and make the current stream wait for the flat gradient.
 
-        Call it once after each backward, on all ranks; the first call is a collective on the CPU.
-
-        Raises:
-            InputError: if other parameters got a gradient than in the first step.
+        Call it once after each backward, on all ranks; the first call is a collective on the CPU. Raises `InputError`
+        if other parameters got a gradient than in the first step.
         """
         for _ in self.finish_in_ranges():
             pass
 
     def finish_in_ranges(self) -> Iterator[tuple[int, int]]:
-        """As `finish`, but make the current stream wait for one range at a time.
+        """As `finish`, but make the current stream wait for one range [first, end), multiples of `BLOCK`, at a time.
 
-        Returns:
-            An iterator, to be exhausted, over ranges [first, end), multiples of `BLOCK`, which cover all: first the
-                shards, then the others in order.
+        Exhaust the iterator: its ranges cover all, first the shards, then the others in order.
         """
         self._note_stream()
         waiting = self._waiting()
@@ -196,7 +174,7 @@ class GradientBuckets:
             yield first, end
 
     def check(self) -> None:
-        """Raise an error that a kernel has recorded; never waits for the device."""
+        """Raise the error of an expired wait, if any, without waiting for the device."""
         self._reduction.check()
 
     def close(self) -> None:
@@ -227,7 +205,6 @@ class GradientBuckets:
             self._next += 1
 
     def _note_stream(self) -> None:
-        """Remember the current stream: autograd may fill a bucket on several."""
         if self._stream is not None:
             self._filled_on.add(torch.cuda.current_stream(self._flat.device))
 
@@ -247,7 +224,6 @@ class GradientBuckets:
         return torch.cuda.stream(self._stream)
 
     def _waiting(self) -> set[str]:
-        """Return the parameters whose gradient autograd has not completed, without `unseen`."""
         return set().union(*(bucket.waiting for bucket in self._buckets)) - self._flat.unseen
 
     def _refuse(self, lost: set[str], gained: set[str]) -> NoReturn:
@@ -259,13 +235,13 @@ class GradientBuckets:
 
     def _begin(self) -> None:
         self._next = 0
-        """index of the first bucket that is not reduced"""
+        """first bucket that is not reduced"""
         self._filled_on.clear()
         for bucket in self._buckets:
             bucket.waiting = set(bucket.names) - self._flat.idle
 
     def _find_idle(self, without: set[str]) -> None:
-        """Find the parameters `without` a gradient on every rank; a collective."""
+        """A collective."""
         names = list(self._bucket_of)
         idle = torch.tensor([name in without for name in names], dtype=torch.int32, device=self._flat.device)
         if self._ranks > 1:

@@ -1,7 +1,7 @@
 """The interaction of all pairs, and layers with ReLU, each as one autograd function.
 
 A layer's bias and ReLU are the epilogue of cuBLAS's product. Its backward masks the gradient and sums it for the bias
-in one pass, and the weights' products write float32 to where the optimizer reads.
+in one pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,6 @@ _MAX_FEATURES, _MAX_ELEMENTS = 128, 1 << 15
 
 
 class Layer(NamedTuple):
-    """The parameters of a layer, or tensors for their gradients."""
-
     weight: torch.Tensor
     """[N, K]"""
     bias: torch.Tensor
@@ -38,7 +36,7 @@ def relu_layers(
         layers: at least one with ReLU, contiguous, of the dtype of `x`.
         gradient_buffers: called once in the backward, returns contiguous float32 tensors for the gradients. The
             first weight's lack its last columns if these are padding.
-        anchor: a tensor that requires a gradient and gets none, as `x` may not need one.
+        anchor: requires a gradient and gets none, as `x` may not need one.
     """
     return _ReluLayers.apply(
         x, [Layer(*(each.detach() for each in layer)) for layer in layers], gradient_buffers, anchor
@@ -99,7 +97,7 @@ class _ReluLayers(torch.autograd.Function):
 
 
 def _columns_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Write left @ right to `out`, which may lack the last columns of `right` that pad its rows to 16 bytes."""
+    """Write left @ right to `out`, which may lack the last columns of `right` that are padding."""
     if right.shape[1] == out.shape[1]:
         product_into(out, left, right)
         return
@@ -109,20 +107,17 @@ def _columns_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 def fits(features: int, dim: int) -> bool:
-    """Return whether `interact` supports this number of embeddings and dim."""
     return features <= _MAX_FEATURES and product_block(features) * product_block(dim) <= _MAX_ELEMENTS
 
 
 def interact(embeddings: torch.Tensor, features: int, width: int) -> torch.Tensor:
     """Return each sample's first embedding and the dot products of all pairs, padded by zeros, [b, width].
 
-    These are the values of `train.model.DotInteraction`; the following product is faster on rows of a multiple of 16
-    bytes. Differentiable once.
+    Differentiable once. Rows of a multiple of 16 bytes make the next product faster.
 
     Args:
         embeddings: [b, F * D], contiguous; unchanged until the backward.
-        features: F.
-        width: at least D + F * (F - 1) / 2 and at most 16 more.
+        width: D + F * (F - 1) / 2, or up to 16 more.
     """
     return _Interact.apply(embeddings, features, width)  # type: ignore[no-any-return]
 

@@ -1,7 +1,7 @@
 """The mean of ranges of the flat gradient over the ranks, by loads and stores of peers' memory.
 
-Each rank averages its share of every piece, and stores the mean at all ranks (`kernels.dense.all_reduce`). The gradient
-itself, or a copy in the dtype that is sent, is in shared memory:
+Each rank averages its share of every piece, and stores the mean at all ranks (`kernels.dense.all_reduce`). The
+gradient itself, or a copy in the dtype that is sent, is in shared memory:
 
     step e, rank r           ready e | wait for all ready flags | average piece 0 | average piece 1 | ..
     rank r, current stream                          wait for all flags of piece 0 | update it | wait for piece 1 | ..
@@ -42,16 +42,14 @@ class Piece:
     begin: int
     end: int
     share: int
-    """lines per rank; the last ranks have fewer or none"""
+    """lines per rank; the last ranks may have fewer"""
     slot: int
-    """of the flag that signals that the mean of a rank's share is at all ranks"""
+    """of the flag that signals that the mean is at all ranks"""
 
     def lines(self, rank: int) -> int:
-        """Return the number of lines of `rank`."""
         return max(0, min(self.share, self.end - self.begin - rank * self.share))
 
     def first(self, rank: int) -> int:
-        """Return the first line of `rank`."""
         return min(self.end, self.begin + rank * self.share)
 
 
@@ -59,15 +57,15 @@ class Range(NamedTuple):
     """A range of the flat gradient that is reduced when every rank has all of it."""
 
     ready: int
-    """slot of the flag that signals that a rank's gradients are written, and may be replaced by the mean"""
+    """slot of the flag that signals that a rank's gradients may be read and replaced by the mean"""
     pieces: list[Piece]
-    """at least one, in order; their slots follow `ready`"""
+    """at least one; their slots follow `ready`"""
 
 
 def cut(ranges: Sequence[tuple[int, int]], piece_elements: int, world_size: int) -> list[Range]:
     """Cut ranges of elements, multiples of `LINE`, into pieces of about `piece_elements`.
 
-    A wait for a slot may include all before it: slots are numbered in the order of their signals.
+    Slots are numbered in the order of their signals, so a wait for a slot may include all before it.
 
     Example: the range 0 .. 640 on two ranks, 256 elements per piece, becomes lines 0 .. 4 (rank 0 owns 0 .. 2) and 5 ..
     9 (rank 0 owns 5 .. 7). Slot 0 is the ready flag, slots 1 and 2 are the pieces' flags.
@@ -97,11 +95,11 @@ class StoreReduction:
         ranges: Sequence[tuple[int, int]],
         options: StoreOptions,
     ) -> None:
-        """Reduce `ranges` of the gradient of `flat`; a collective, which allocates shared memory.
+        """A collective, which allocates shared memory.
 
         Args:
             group: ranks that reach each other's memory.
-            dtype: in which gradients are sent, float32 or bfloat16; sums are float32.
+            dtype: float32 or bfloat16, in which gradients are sent; sums are float32.
             ranges: of elements, multiples of `LINE`; every step reduces all, in order.
             options: the same on all ranks.
 
@@ -125,7 +123,6 @@ class StoreReduction:
             flat.keep_gradients_in(self._arena.local("gradients"))
         self._epochs = Counters(device, 1)
         self.counters: Sequence[Counters] = (self._epochs,)
-        """counters that a captured step advances"""
         self._record, timeout = DeviceErrorRecord(device), int(options.wait_timeout_s * 1e9)
         # Arguments of the kernels: flags, and where this rank's shares are at each rank.
         local, addresses, clock = self._arena.local("flags"), self._arena.addresses("flags"), self._epochs.each[0].word
@@ -141,11 +138,10 @@ class StoreReduction:
             for _, pieces in self._cut
             for piece in pieces
         }
-        """[W] int64 of each piece: addresses of this rank's share at each rank"""
+        """piece -> [W] int64: addresses of this rank's share at each rank"""
 
     @torch.no_grad()
     def reduce(self, number: int) -> None:
-        """Reduce range `number` and signal its pieces' flags; `arrivals` waits for them."""
         if number == 0:
             self._epochs.each[0].value += 1
         ready, pieces = self._cut[number]
@@ -159,7 +155,7 @@ class StoreReduction:
 
     @torch.no_grad()
     def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
-        """Make the current stream wait for one piece at a time, and yield the end of each."""
+        """Make the current stream wait for one piece at a time, and yield its end."""
         for _, pieces in self._cut:
             for piece in pieces:
                 torch.cuda.current_stream(self._flat.device).wait_event(self._arrived[piece.slot])
@@ -172,7 +168,6 @@ class StoreReduction:
             torch.cuda.current_stream(self._flat.device).wait_stream(stream)
 
     def _average(self, piece: Piece) -> None:
-        """Store the mean of this rank's share to all ranks, then signal the piece's flag."""
         average_share(
             self._shares[piece],
             self._dtype,
@@ -190,18 +185,13 @@ class StoreReduction:
         wait_flags(self._flags[slot], self._rank, self._epochs.each[0].argument)
 
     def check(self) -> None:
-        """Raise the error of an expired wait, if any.
-
-        Raises:
-            ExchangeTimeoutError: if a wait has expired.
-        """
+        """Raise `ExchangeTimeoutError` if a wait has expired."""
         self._record.raise_expired(self._options.wait_timeout_s, _FLAG_NAME)
 
     def close(self) -> None:
         """Move the gradient back to its own memory, and free the shared memory.
 
-        Raises:
-            ExchangeTimeoutError: if an expired wait has stopped the GPU.
+        Raises `ExchangeTimeoutError` if an expired wait has stopped the GPU.
         """
         try:
             if self._flat.device.type == "cuda":

@@ -4,11 +4,9 @@ Rank r of W has rows [r N / W, (r + 1) N / W) of the first weight [N, K] and the
 
     x [b, K] of each rank --all-gather, product--> y [B, N / W] --product, reduce-scatter--> z [b, M] of each rank
 
-For N x N layers, this sends fewer bytes than data parallelism in the same dtype if b < N / W.
-
-**Gradients.** A divided weight's gradient is a sum over all samples, where the mean over ranks is needed. So the
-gradient of z is divided by W, and that of x multiplied by W, exactly if W is a power of two. The gradient of the second
-layer's bias, which is whole and averaged over the ranks, is also multiplied by W.
+A divided weight's gradient is a sum over all samples, where the mean over ranks is needed. So the gradient of z is
+divided by W, and those of x and of the second layer's bias, which is averaged over the ranks, are multiplied by W,
+exactly if W is a power of two.
 """
 
 from typing import Any, NamedTuple
@@ -23,10 +21,9 @@ from dlrm_overlap.dense.gemm.products import ParallelProducts
 
 
 class Shard(NamedTuple):
-    """The part of a parameter that a rank holds: elements [offsets, offsets + its own shape) of the whole."""
+    """Elements [offsets, offsets + its own shape) of a parameter of shape `shape`."""
 
     shape: tuple[int, ...]
-    """of the whole parameter"""
     offsets: tuple[int, ...]
 
 
@@ -37,7 +34,7 @@ class DividedPerceptron(nn.Module):
         super().__init__()
         self.products = products
         self.shards: dict[str, Shard] = {}
-        """parameter -> its part of the whole, for divided parameters"""
+        """for divided parameters"""
         self._is_first, linear = is_first, whole._linear
         has_bias = linear.bias is not None
         self._linear = nn.Linear(linear.in_features, linear.out_features, has_bias, device="meta")
@@ -49,7 +46,6 @@ class DividedPerceptron(nn.Module):
         self._rest = nn.Identity() if self._epilogue == "relu" else whole._activation_fn
 
     def _part(self, name: str, whole: torch.Tensor, dim: int | None) -> nn.Parameter:
-        """Return this rank's part along `dim`, or a copy of all for None."""
         if dim is None:
             return nn.Parameter(whole.detach().clone(), whole.requires_grad)
         size = whole.shape[dim] // self.products.world_size
@@ -58,10 +54,7 @@ class DividedPerceptron(nn.Module):
         return nn.Parameter(whole.detach().narrow(dim, first, size).clone(), whole.requires_grad)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map [b, K] to [B, N / W] (first layer), or [B, N / W] to [b, M] (second layer).
-
-        Rank r's samples are rows r b to (r + 1) b of B.
-        """
+        """Map [b, K] to [B, N / W] (first layer), or [B, N / W] to [b, M] (second layer)."""
         products, weight, bias = self.products, self._linear.weight, self._linear.bias
         if self._is_first:
             input = _scale_gradient(input, products.world_size)
@@ -73,7 +66,6 @@ class DividedPerceptron(nn.Module):
 
 
 def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return the tensor unchanged; its gradient is multiplied by `factor`."""
     same = tensor.view_as(tensor)
     if same.requires_grad:
         same.register_hook(lambda gradient: gradient * factor)
@@ -81,14 +73,10 @@ def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def divide_pairs(mlp: MLP, products: ParallelProducts) -> list[tuple[int, int]]:
-    """Divide layers 0 and 1, 2 and 3, .. of `mlp` in place, the same on all ranks.
+    """Divide layers 0 and 1, 2 and 3, .. of `mlp` in place, the same on all ranks; return their indices.
 
-    A pair stays whole if its inner width is not divisible by the number of ranks, or if its activations have
-    parameters. So does a last layer without a pair. Other activations must be elementwise. Checkpoints of whole and
-    divided layers are interchangeable.
-
-    Returns:
-        The indices of the layers of each divided pair.
+    A pair stays whole if its inner width is not divisible by the number of ranks, or its activations have parameters.
+    Other activations must be elementwise. Checkpoints of whole and divided layers are interchangeable.
     """
     layers: list[Any] = list(mlp._mlp)  # type: ignore[arg-type]
     pairs = []
@@ -105,17 +93,15 @@ def divide_pairs(mlp: MLP, products: ParallelProducts) -> list[tuple[int, int]]:
 
 
 def divided_layers(model: nn.Module) -> list[DividedPerceptron]:
-    """Return the divided layers of `model`."""
     return [module for module in model.modules() if isinstance(module, DividedPerceptron)]
 
 
 def products_of(model: nn.Module) -> list[ParallelProducts]:
-    """Return the divided layers' products, to be checked and closed with the model."""
     return list(dict.fromkeys(layer.products for layer in divided_layers(model)))
 
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:
-    """Return parameter name -> its part of the whole, for divided parameters."""
+    """Return parameter name -> this rank's shard."""
     shards = {
         layer.get_parameter(name): shard for layer in divided_layers(model) for name, shard in layer.shards.items()
     }

@@ -75,7 +75,7 @@ class InternodeLayout:
         self.sums_on = {node: [shards for shards in found if len(shards) > 1] for node, found in on_nodes.items()}
         """by node, the row shards of each sum that it makes for samples of other nodes"""
         added = {shard for found in self.sums_on.values() for shards in found for shard in shards}
-        self.has_sums = bool(added and reach.most_taken)
+        self.has_sums = bool(added and reach.max_sources)
         self.pooled_columns = [_side_by_side([s for s in shards if s not in added]) for shards in layout.by_owner]
         """by rank, the first column of each of its shards in a row of a forward message"""
         self.sum_columns = {node: _sum_columns(found) for node, found in self.sums_on.items()}
@@ -107,19 +107,19 @@ class InternodeLayout:
 
     def served(self, rank: int, node: range) -> Sequence[int]:
         """Return the ranks of `node` that `rank`, of another node, serves, in order."""
-        return [each for each in self.reach.taken_by(rank) if each in node]
+        return [each for each in self.reach.sources_of(rank) if each in node]
 
     def gathered_at(self, rank: int) -> tuple[int, int]:
         """Return which rank of this node serves `rank`, and the position of `rank` there."""
         gatherer = self.reach.relay(rank, self.reach.here)
-        return gatherer, self.reach.taken_by(gatherer).index(rank)
+        return gatherer, self.reach.sources_of(gatherer).index(rank)
 
     def sum_windows(self, samples: int) -> WindowSpec | None:
         """Return the windows that gather partial sums, `samples` rows for each rank served; None without sums."""
         if not self.has_sums:
             return None
         widest = max(self.pitch(self.sum_columns[node]) for node in self.reach.nodes)
-        return WindowSpec("sums", Region((self.reach.most_taken * samples * widest,), self._wire_dtype), 1)
+        return WindowSpec("sums", Region((self.reach.max_sources * samples * widest,), self._wire_dtype), 1)
 
     def _pooled(self, batch: BatchSizes) -> Messages:
         reach, here = self.reach, self._samples(self.reach.here, batch)
@@ -177,9 +177,9 @@ def _sum_columns(sums: Sequence[Sequence[FeatureShard]]) -> Mapping[FeatureShard
 
 def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:
     """Return the regions in which the two windows of other nodes' ranks arrive; same on every rank."""
-    if reach.whole:
+    if reach.is_one_node:
         return {}
-    window = Region((max(1, reach.most_taken), *spec.window.shape), spec.window.dtype)
+    window = Region((max(1, reach.max_sources), *spec.window.shape), spec.window.dtype)
     return {_arrivals(name): window for name in (f"{spec.name}0", f"{spec.name}1")}
 
 
@@ -189,7 +189,7 @@ def published_window(arena: Arena, name: str, rank: int) -> torch.Tensor:
     if rank in reach.here:
         return arena.view(name, rank)
     relay = reach.relay(rank, reach.here)
-    return arena.view(_arrivals(name), relay)[reach.taken_by(relay).index(rank)]
+    return arena.view(_arrivals(name), relay)[reach.sources_of(relay).index(rank)]
 
 
 def arriving_windows(arena: Arena, name: str) -> torch.Tensor:

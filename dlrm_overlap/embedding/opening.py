@@ -31,7 +31,7 @@ def reach_of(options: ExchangeOptions, group: dist.ProcessGroup, device: torch.d
     if not BACKENDS[options.backend].stores_to_peers:
         return Reach.of_one_node(group)  # collectives reach all ranks
     reach, puts = find_reach(group, device, options.nodes), options.internode == "puts"
-    if reach.whole:
+    if reach.is_one_node:
         return reach
     if puts:
         start_puts(group, device, options.wait_timeout_s)
@@ -69,7 +69,7 @@ def build_exchange(context: ExchangeContext) -> ExchangeParts:
     on_gpu = device.type == "cuda"
     reach = context.reach or reach_of(options, group, device)
     platform, internode = ON_GPU if on_gpu else ON_CPU, None
-    if not reach.whole:
+    if not reach.is_one_node:
         internode = InternodeLayout(context.layout, reach, options.wire_dtype, platform.adds_sums)
     context = replace(context, reach=reach, internode=internode)
 

@@ -52,7 +52,7 @@ class UnpooledExchange(Exchange):
     def has_rows_apart(self) -> bool:
         """True if rows of a table are on several nodes; the first access is a collective."""
         shards = [shard for shards in self.table_layout.by_owner for shard in shards]
-        return any(shard.is_cut_by_rows for shard in shards) and not self.reach.whole
+        return any(shard.is_cut_by_rows for shard in shards) and not self.reach.is_one_node
 
 
 class UnpooledIdSender(IdSender):

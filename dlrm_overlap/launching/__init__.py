@@ -1,1 +1,1 @@
-"""From a command to its ranks: options, checks of this machine, starting or finding ranks, the process group."""
+"""From a command to its ranks and their process group."""

@@ -17,8 +17,6 @@ _MIN_SHM_BYTES = 1 << 30
 
 
 class Finding(NamedTuple):
-    """The state of something that training needs or can use."""
-
     name: str
     detail: str
     cure: str = ""
@@ -27,7 +25,7 @@ class Finding(NamedTuple):
 
 
 def run_doctor() -> int:
-    """Print the report. Return 0 if training can run here, else 1."""
+    """Print the report, and return 0 if training can run here, else 1."""
     broken = []
     for finding in _findings():
         print(f"{'wrong' if finding.cure else 'ok':6} {finding.name}: {finding.detail}")
@@ -54,7 +52,6 @@ def _findings() -> Iterator[Finding]:
 
 
 def _libraries() -> Finding:
-    """Compare the installed releases with those tested together."""
     build, found = supported_versions.build(), supported_versions.versions()
     tested = supported_versions.STACKS[build]._asdict()
     others = [name for name, version in found.items() if (version or "").partition("+")[0] != tested[name]]
@@ -93,7 +90,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    """Find the compiler and headers with which Triton builds a kernel's launcher at its first launch."""
+    """Find the compiler and headers that Triton needs."""
     names = [os.environ["CC"].split()[0]] if os.environ.get("CC", "").strip() else ["gcc", "clang"]
     compiler = next(filter(None, map(shutil.which, names)), None)
     # The same scheme as Triton's: Debian's default names a folder under /usr/local, which has no headers.
@@ -112,7 +109,7 @@ def _shared_memory() -> Finding:
 
 
 def _mpi() -> Finding:
-    """Load MPI in a separate process: a broken one aborts the process."""
+    """Load MPI in a separate process, which a broken one aborts."""
     if (version := supported_versions.version_of("mpi4py")) is None:
         return Finding("mpi4py", "not installed, for mpirun only", "pip install mpi4py")
     probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"

@@ -14,7 +14,6 @@ from dlrm_overlap.launching.resources import read_text
 
 
 def environment() -> dict[str, str]:
-    """Return versions, GPUs, CPU, clock source, date and commit, as far as they are known."""
     import torch
 
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # may be any text if this launch does not use it
@@ -42,12 +41,11 @@ def environment() -> dict[str, str]:
 
 
 def one_queue() -> bool:
-    """Return whether CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue, so that nothing overlaps."""
+    """Return whether CUDA puts all streams into one queue, so that nothing overlaps."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def code_digest() -> str:
-    """Return a digest of this package's source files, to compare the code of ranks."""
     root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
     files = [
         Path(at, name) for at, _, names in os.walk(root, followlinks=True) for name in names if name.endswith(".py")
@@ -74,7 +72,7 @@ def commit() -> str | None:
 
 
 def output_of(*command: str) -> str:
-    """Return a command's output, empty if it is missing or fails."""
+    """Return a command's output, empty if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and folders that one process at a time writes to."""
+"""Files that are written completely or not at all, and locked folders."""
 
 import contextlib
 import errno
@@ -38,11 +38,7 @@ _KINDS = {
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open the regular file `path` for reading, without waiting for a pipe's writer.
-
-    Raises:
-        OSError: if it cannot be read or is not a regular file.
-    """
+    """Open the regular file `path` for reading, without waiting for a pipe's writer; OSError for other kinds."""
 
     def fail_unless_regular(mode: int) -> None:
         if kind := _KINDS.get(stat.S_IFMT(mode)):
@@ -67,11 +63,6 @@ def discard(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create `folder` if it does not exist.
-
-    Raises:
-        InputError: if it cannot be created.
-    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -84,15 +75,8 @@ def make_folder(folder: Path) -> None:
 def hold_folder(folder: Path, key: str) -> Iterator[bool]:
     """Hold the lock of `folder` during the block, and yield whether it is held.
 
-    The lock is a flock on `.lock`, which ends with this process; forked children do not hold it. On NFS all clients see
-    it, unless mounted otherwise. Without locks in the file system a warning is logged.
-
-    Args:
-        key: the option that names the folder, for the error.
-
-    Raises:
-        InputError: if another process holds it, which is named with its node.
-        OSError: if the lock file cannot be created.
+    The lock is a flock on `.lock`, which ends with this process; forked children do not hold it. Without locks in the
+    file system a warning is logged. An `InputError` names the process that holds the lock, and the option `key`.
     """
     path = folder / LOCK_NAME
     try:
@@ -151,11 +135,7 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, content: Any, key: str) -> None:
-    """Write `content` to `path`, completely or not at all.
-
-    Raises:
-        InputError: if it cannot be written, naming the option `key`.
-    """
+    """Write `content` to `path`, completely or not at all; an `InputError` names the option `key`."""
     try:
         with replacing(path) as stream:
             stream.write((json.dumps(content, indent=1) + "\n").encode())
@@ -164,7 +144,6 @@ def write_json(path: Path, content: Any, key: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush creations and renamings in `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -173,7 +152,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove a killed process's temporary files from `folder`, whose lock must be held."""
+    """Remove temporary files of killed processes; the folder's lock must be held."""
     for file in folder.glob(_TEMPORARIES):
         with contextlib.suppress(OSError):
             file.unlink()

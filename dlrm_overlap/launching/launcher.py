@@ -1,4 +1,4 @@
-"""Who started this process, and as which rank, by the launchers' environment variables. Imports no torch."""
+"""Who started this process, and as which rank. Imports no torch."""
 
 import ipaddress
 import os
@@ -20,11 +20,7 @@ _SLURM_PORTS = range(20000, 32000)  # below Linux's ephemeral ports
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank, and where all ranks meet.
-
-    Raises:
-        InputError: if ranks do not fit their sizes, or several ranks have no valid address and port.
-    """
+    """This process's rank, and where all ranks meet; raises an `InputError` if they contradict each other."""
 
     rank: int
     local_rank: int
@@ -32,9 +28,9 @@ class World:
     world_size: int
     local_world_size: int
     master_addr: str
-    """name or IP address of rank 0's node, without brackets"""
+    """without brackets"""
     master_port: int
-    """port of the rendezvous, 0 for a single rank"""
+    """0 for a single rank"""
     source: str
     """nproc | torchrun | mpi | slurm | environment | single"""
 
@@ -62,11 +58,10 @@ class World:
 
     @property
     def rendezvous(self) -> str:
-        """Where the ranks meet, as HOST:PORT."""
+        """HOST:PORT."""
         return f"{f'[{self.master_addr}]' if ':' in self.master_addr else self.master_addr}:{self.master_port}"
 
     def describe(self) -> str:
-        """Return one line for the log."""
         rank = f"rank {self.rank} of {self.world_size}, local rank {self.local_rank} of {self.local_world_size}"
         meet = f", rendezvous {self.rendezvous}" if self.world_size > 1 else ""
         return f"launch: {self.source}, {rank}{meet}"
@@ -75,19 +70,8 @@ class World:
 def detect(environ: Mapping[str, str] = os.environ) -> World:
     """Return this process's rank, from its launcher's variables; initializes MPI under mpirun.
 
-    The first launcher found counts (launch/README.md lists contradictions):
-
-    | source | found by | rendezvous |
-    |---|---|---|
-    | nproc | the variable that `spawn` sets | this node |
-    | torchrun | TORCHELASTIC_RUN_ID | MASTER_ADDR, MASTER_PORT |
-    | mpi | OMPI_COMM_WORLD_SIZE, or PMI_SIZE if not Slurm's own | rank 0's choice, broadcast through mpi4py |
-    | slurm | SLURM_STEP_ID (srun), except one task with RANK or WORLD_SIZE | first node, port from job and step id |
-    | environment | RANK and WORLD_SIZE | MASTER_ADDR, MASTER_PORT |
-    | single | none of these | none |
-
-    Raises:
-        InputError: if variables are missing, not numbers or contradict each other, or mpi4py cannot use this MPI.
+    The first launcher found counts (launch/README.md). srun of one task with RANK or WORLD_SIZE counts as none. Raises
+    `InputError` if variables are missing, not numbers or contradict each other, or mpi4py cannot use this MPI.
     """
     for mark, source in ((NPROC_MARKER, "nproc"), ("TORCHELASTIC_RUN_ID", "torchrun")):
         if mark in environ:
@@ -151,7 +135,7 @@ def _from_variables(environ: Mapping[str, str], source: str) -> World:
 def _from_mpi(environ: Mapping[str, str], announced: int) -> World:
     """Get the ranks from MPI, and broadcast rank 0's address.
 
-    `process_group.shutdown` finalizes MPI: a finalize at every exit would wait for failed ranks.
+    A finalize at every exit would wait for failed ranks, so `process_group.shutdown` finalizes MPI.
     """
     try:
         import mpi4py
@@ -190,7 +174,6 @@ def _from_slurm(environ: Mapping[str, str], rank: int, size: int) -> World:
 
 
 def _slurm_nodes(environ: Mapping[str, str], size: int) -> tuple[int, int]:
-    """Return the number of nodes of this step of `size` tasks, and of tasks on this node."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", str(size))
     node = _integer(environ, "SLURM_NODEID", "srun")
     nodes, here = 0, None
@@ -230,7 +213,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _master_addr(environ: Mapping[str, str]) -> str:
-    """Return MASTER_ADDR without an IPv6 address's brackets, "" if it is not set."""
+    """Return MASTER_ADDR without an IPv6 address's brackets, "" if unset."""
     given = environ.get("MASTER_ADDR", "")
     try:
         address = ipaddress.IPv6Address(given[1:-1] if given == f"[{given[1:-1]}]" else given)
@@ -248,11 +231,7 @@ def _is_address(text: str) -> bool:
 
 
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """End this process together with the launcher of `--nproc`, if that has started it.
-
-    Raises:
-        InputError: if the launcher's process id is not a number.
-    """
+    """End this process together with the launcher of `--nproc`, if there is one."""
     if LAUNCHER_PID not in environ:
         return
     if os.getppid() != (launcher := _integer(environ, LAUNCHER_PID, "nproc")):
@@ -263,7 +242,6 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that is currently free on this node."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""How a process ends: with its parent, or, if it is asked to, after a save. Imports only the standard library."""
+"""How a process ends. Imports only the standard library."""
 
 import contextlib
 import ctypes
@@ -13,7 +13,7 @@ from types import FrameType
 SAVED = 75
 """exit code of a run that was asked to end and has saved: EX_TEMPFAIL of sysexits.h"""
 HOLD_BACK_S = 3.0
-"""time in which a launcher ends the other ranks of a failed one, before they report consequential errors"""
+"""time in which a launcher ends the other ranks before they report consequential errors"""
 ENDS_SOON = "SIGINT: the run saves and ends after its next log line; a second one ends it at once"
 ENDED_AT_ONCE = "interrupted: what was trained after the newest checkpoint is lost"
 _END_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -37,7 +37,6 @@ def block_signals() -> None:
 
 
 def unblock_signals() -> None:
-    """Deliver the signals that `block_signals` has kept pending."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
 
 
@@ -49,10 +48,7 @@ def end_on_signals() -> None:
 
 
 def interrupt_imports() -> None:
-    """Let SIGINT end this process at once during imports, in which libraries may catch KeyboardInterrupt.
-
-    If SIGINT is ignored, it stays ignored.
-    """
+    """Let SIGINT, unless ignored, end this process at once during imports, as libraries may catch its exception."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         while frame is not None:
@@ -67,13 +63,13 @@ def interrupt_imports() -> None:
 
 
 def say(text: str) -> None:
-    """Write lines to standard error, ignoring failures. Unlike `print` it is safe in a signal handler."""
+    """Write to standard error, ignoring failures. Unlike `print` it is safe in a signal handler."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="replace"))
 
 
 def report_missing(error: ModuleNotFoundError) -> bool:
-    """Report a missing module and its cure in one line on standard error; return False for this package's own."""
+    """Report a missing module; return False for this package's own."""
     if not error.name or error.name.partition(".")[0] == "dlrm_overlap":
         return False
     print(
@@ -119,7 +115,7 @@ class EndRequest:
     def while_ranks_meet(self) -> Iterator[None]:
         """End this process with `SAVED` if, after `listen`, it is asked to end and the block takes 5 s longer.
 
-        Other ranks may never start, for example if torchrun ends them after a failure.
+        Other ranks may never start, for example if torchrun ends them.
         """
         if not self._listens:
             yield

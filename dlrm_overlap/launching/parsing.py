@@ -1,4 +1,4 @@
-"""Reads the configuration: YAML files, then dotted options. Every mistake is reported in one line."""
+"""Reads the configuration: YAML files, then dotted options."""
 
 import ast
 import contextlib
@@ -51,11 +51,7 @@ def words_of(kind: Any) -> str:
 
 
 def convert(kind: Any, value: Any, text: str | None = None) -> Any:
-    """Return a YAML value as one of type `kind`; `text` is what was written, for an option.
-
-    Raises:
-        ValueError: if it is not of that type.
-    """
+    """Return a YAML value as one of type `kind`, or raise ValueError; `text` is what was written, for an option."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         found = convert(arguments[0], value, text)
@@ -101,10 +97,9 @@ def _option_of(kind: Any) -> Callable[[str], Any]:
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, which refuses duplicate keys instead of taking the last."""
+    """Refuses duplicate keys instead of taking the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping after checking that its keys differ."""
         seen: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in seen:
@@ -117,13 +112,12 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 def find_config(given: str) -> Path:
-    """Return the path of the YAML file `given`, or of the packaged file of that name, such as bench/tiny."""
+    """Return the path of the YAML file `given`, or of the packaged file of that name."""
     own = _CONFIGS / f"{given.removeprefix('configs/').removesuffix('.yaml')}.yaml"
     return own if os.path.isfile(own) and not os.path.exists(given) else Path(given)
 
 
 def _read_file(path: Path, config: type) -> dict[str, Any]:
-    """Return the values of a YAML file by dotted key; raises as `read_tree`."""
     try:
         with path.open() as file:
             tree = yaml.load(file, UniqueKeyLoader)
@@ -139,7 +133,7 @@ def _read_file(path: Path, config: type) -> dict[str, Any]:
 
 
 def new_name(key: str) -> str:
-    """Return the current name of a key; warns if `key` is a name of an earlier version."""
+    """Return the current name of a key; warns if it was renamed."""
     if key not in RENAMED_KEYS:
         return key
     log.warning("%s is deprecated; use %s", key, RENAMED_KEYS[key])
@@ -147,7 +141,7 @@ def new_name(key: str) -> str:
 
 
 def new_value(key: str, value: Any) -> Any:
-    """Return the current name of a key's value; warns if it is a name of an earlier version."""
+    """Return the current name of a value; warns if it was renamed."""
     names = RENAMED_VALUES.get(key, {})
     if not isinstance(value, str) or value not in names:
         return value
@@ -156,7 +150,7 @@ def new_value(key: str, value: Any) -> Any:
 
 
 def with_new_names(argv: Sequence[str]) -> list[str]:
-    """Return options with the names of this version."""
+    """Return options with current names."""
     renamed = list[str]()
     for word in argv:
         key, equals, value = word.partition("=")
@@ -171,8 +165,7 @@ def with_new_names(argv: Sequence[str]) -> list[str]:
 def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> dict[str, Any]:
     """Return the values of `tree` by dotted key; `section` is the dataclass of its keys.
 
-    Raises:
-        InputError: naming `path`, the key after `prefix`, and the nearest known key or the value's rule.
+    An `InputError` names `path`, the key after `prefix`, and the nearest known key or the value's rule.
     """
     if not isinstance(tree, dict):
         raise InputError(
@@ -202,7 +195,6 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
 
 
 def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[str, Any]:
-    """Return sections with user-chosen names, as objects of the dataclass `member`."""
     if not isinstance(tree, dict):
         raise InputError(f"{path}: {key}: {tree!r} must be sections by name, each with its keys")
     made = {}
@@ -214,13 +206,12 @@ def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[s
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
-    """Return "did you mean X?" with the most similar of `known`, or else a list of all."""
+    """Return "did you mean X?" with the most similar of `known`, or a list of all."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
 def _suggest_option(name: str, known: Sequence[str]) -> str:
-    """Return "did you mean X or Y?" with the options of the same last part, or else the most similar one."""
     name = "--" + name.lstrip("-").replace("-", "_")
     tail = name.rpartition(".")[2].lstrip("-")
     found = [each for each in known if re.fullmatch(rf"--(.*\.)?{re.escape(tail)}", each)]
@@ -229,27 +220,21 @@ def _suggest_option(name: str, known: Sequence[str]) -> str:
 
 
 class Parser(ArgumentParser):
-    """An argument parser that reports mistakes in one line, and knows types such as `PositiveInt | None`."""
+    """Reports mistakes in one line, and knows types such as `PositiveInt | None`."""
 
     def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
         super().__init__(prog, usage, description, allow_abbrev=False)
 
     def add_argument(self, *names: Any, **settings: Any) -> Any:
-        """Add an argument as argparse does; `type` is one that `convert` knows."""
         if "type" in settings:
             settings["type"] = _option_of(settings["type"])
         return super().add_argument(*names, **settings)
 
     def read(self, argv: Sequence[str]) -> Any:
-        """Return the values of `argv`; options and positional arguments may be mixed.
-
-        Raises:
-            InputError: if an option is unknown or its value is wrong.
-        """
+        """Return the values of `argv`; options and positional arguments may be mixed."""
         return self.parse_intermixed_args(argv)
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as an `InputError` of one line."""
         if unknown := re.match(r"unrecognized arguments: (([^\s=]+)\S*)", message):
             if not unknown[1].startswith("-"):
                 raise InputError(f"{unknown[1]}: not an option, since it does not begin with --; see --help")
@@ -271,8 +256,6 @@ def meanings_of(section: type) -> dict[str, str]:
 
 
 class Key(NamedTuple):
-    """A key of the configuration."""
-
     name: str
     """with its sections: train.steps"""
     kind: Any
@@ -286,7 +269,7 @@ def _default_of(section: Any, field: dataclasses.Field[Any]) -> Any:
 
 
 def keys_of(section: Any, prefix: str = "") -> Iterator[Key]:
-    """Yield the keys of `section` in order, with its values as defaults if it is an object."""
+    """Yield the keys of `section` in order; an object's values are the defaults."""
     for each in dataclasses.fields(section):
         default = _default_of(section, each)
         if isinstance(each.type, type) and dataclasses.is_dataclass(each.type):
@@ -303,7 +286,6 @@ def _help_of(key: Key) -> str:
 
 
 def _changes(section: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the arguments with which `section` gets `values`."""
     found = {}
     for each in dataclasses.fields(section):
         key = f"{prefix}{each.name}"
@@ -323,16 +305,9 @@ def parse_config(
     add_options: Callable[[Parser], None] = lambda parser: None,
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[Sections, Any]:
-    """Return the configuration that `argv` describes, and the values of the command's own options.
+    """Return the configuration that `argv` describes, and the values of the command's own options (`add_options`).
 
-    Args:
-        config: the dataclass of all sections.
-        prog: the command, for --help.
-        add_options: adds the command's own options.
-        defaults: override the keys' defaults; nested as in a file.
-
-    Raises:
-        InputError: if a key, a value or a file is wrong.
+    `defaults` override the keys' defaults, nested as in a file. Raises `InputError`.
     """
     parser = Parser(prog, description, usage=f"{prog} [--config FILE] [--section.key VALUE ...]")
     parser.add_argument(

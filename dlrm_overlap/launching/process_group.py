@@ -27,15 +27,8 @@ _RELEASE_S = 0.05  # far more than gloo's threads need to release the last colle
 def find_device(kind: str, local_rank: int, source: str = "nproc", local_ranks: int = 1) -> "torch.device":
     """Return a rank's device: the CPU, or the GPU of its local rank.
 
-    A single visible GPU is taken if the launcher (Slurm, MPI, a script) may have selected it.
-
-    Args:
-        kind: train.device; auto takes GPUs if there are any.
-        source: `World.source`.
-        local_ranks: ranks on this node, whose GPUs every rank checks, as only rank 0's error is shown.
-
-    Raises:
-        InputError: if there is no GPU for each rank of this node.
+    A single visible GPU is taken if the launcher (Slurm, MPI, a script) may have selected it. Raises `InputError` if
+    there are fewer GPUs than `local_ranks`, on every rank, as only rank 0's error is shown.
     """
     import torch
 
@@ -53,7 +46,6 @@ def find_device(kind: str, local_rank: int, source: str = "nproc", local_ranks: 
 
 
 def visible_gpus(kind: str) -> int:
-    """Return the number of GPUs that a run with train.device `kind` sees."""
     import torch
 
     return torch.cuda.device_count() if kind != "cpu" else 0
@@ -65,15 +57,11 @@ def init_process_group(
     """Create the default process group: gloo for CPU tensors, and NCCL, connected at once, for a GPU.
 
     Also sets the current CUDA device, and a current stream of priority -1, above the default stream's. Ranks that meet
-    at a loopback address listen only there.
-
-    Args:
-        timeout_s: limit of the rendezvous, since ranks may start at different times.
-        wait_timeout_s: embedding.wait_timeout_s. Collectives wait longer, so that errors that name rank and step
-            come first.
+    at a loopback address listen only there. Collectives wait longer than `wait_timeout_s` (embedding.wait_timeout_s),
+    so that errors that name rank and step come first.
 
     Raises:
-        InputError: if the ranks do not meet.
+        InputError: if the ranks do not meet within `timeout_s`.
     """
     import torch
     import torch.distributed as dist
@@ -117,7 +105,7 @@ def init_process_group(
 def _open_store(world: World, timeout_s: float) -> "Store":
     """Return the store of all ranks, which rank 0 serves unless torchrun's agent does.
 
-    On a loopback address rank 0 opens the port itself, since a `TCPStore` listens on all interfaces.
+    A `TCPStore` listens on all interfaces, so on a loopback address rank 0 opens the port itself.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -133,11 +121,7 @@ def _open_store(world: World, timeout_s: float) -> "Store":
 
 
 def _resolve(world: World, timeout_s: float) -> tuple[Any, ...]:
-    """Return the first address of rank 0's node; a `TCPStore` would look for it until its own timeout.
-
-    Raises:
-        InputError: if the node has no address after `timeout_s`.
-    """
+    """Return the first address of rank 0's node, which must be known within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -151,12 +135,8 @@ def _resolve(world: World, timeout_s: float) -> tuple[Any, ...]:
         time.sleep(min(1.0, timeout_s))
 
 
-def check_alike(facts: Mapping[str, Any], group: "dist.ProcessGroup") -> None:
-    """Check that `facts`, key -> value, are the same on all ranks; a collective.
-
-    Raises:
-        InputError: on all ranks, naming the keys in which a rank differs from rank 0.
-    """
+def check_identical(facts: Mapping[str, Any], group: "dist.ProcessGroup") -> None:
+    """Raise an `InputError` on all ranks that names the `facts` in which a rank differs; a collective."""
     from dlrm_overlap.comm.every_rank import gathered
 
     first, *others = gathered(dict(facts), group)
@@ -176,7 +156,7 @@ def _shown(value: Any) -> str:
 
 
 def watch_ranks(world: World, timeout_s: float, progress: Progress) -> Watch | None:
-    """Watch this thread's progress and the other ranks'; None with one rank. Needs the process group."""
+    """Watch this thread's progress and the other ranks'; None with one rank."""
     if world.world_size == 1:
         return None
     from torch.distributed.distributed_c10d import _get_default_store
@@ -186,10 +166,7 @@ def watch_ranks(world: World, timeout_s: float, progress: Progress) -> Watch | N
 
 
 def shutdown() -> None:
-    """Destroy the process group and finalize MPI, unless an exception propagates.
-
-    Both may wait for ranks that never come. After an error the launcher ends the other ranks.
-    """
+    """Destroy the process group and finalize MPI, unless an exception propagates: both may wait for failed ranks."""
     if sys.exc_info()[0] is not None:
         return
     import torch.distributed as dist
@@ -209,7 +186,7 @@ def finalise_mpi() -> None:
 
 
 def abandon(code: int) -> None:
-    """Have MPI, if it runs, abort all ranks, which not every mpirun does by itself."""
+    """Have MPI, if it runs, abort all ranks."""
     if mpi := _running_mpi():
         mpi.COMM_WORLD.Abort(code)
 

@@ -1,4 +1,4 @@
-"""The cores and memory that this process may use, and the number of ranks that they allow. Imports no torch."""
+"""The cores and memory that this process may use. Imports no torch."""
 
 import math
 import os
@@ -15,11 +15,7 @@ _RANK_BYTES = 500_000_000  # resident memory of a rank that has imported its lib
 
 
 def check_processes(nproc: int) -> None:
-    """Check that this node has room for `nproc` ranks: 0.5 GB each, and 4 per core (at least 8).
-
-    Raises:
-        InputError: if it does not.
-    """
+    """Raise an `InputError` unless this node has room for `nproc` ranks: 0.5 GB each, and 4 per core (at least 8)."""
     cores, memory_bytes = available_cores(), available_memory_bytes()
     max_ranks = min(max(_ALWAYS_FIT, _RANKS_PER_CORE * cores), max(1, memory_bytes // _RANK_BYTES))
     if nproc > max_ranks:
@@ -31,7 +27,7 @@ def check_processes(nproc: int) -> None:
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that this process may use, by affinity mask and cgroups."""
+    """Return the number of cores, by affinity mask and cgroups."""
     cores = float(len(os.sched_getaffinity(0)))
     for folder in _cgroups("cpu", root):
         limit, _, period = read_text(folder / "cpu.max").partition(" ")
@@ -43,7 +39,6 @@ def available_cores(root: Path = Path("/")) -> int:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Return this node's free memory, or the cgroups' limit if that is lower."""
     free = psutil.virtual_memory().available
     for folder in _cgroups("memory", root):
         limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
@@ -53,7 +48,6 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups and their parents."""
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -66,7 +60,7 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text without surrounding white space, empty if it cannot be read."""
+    """Return a file's stripped text, empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

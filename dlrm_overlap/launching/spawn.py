@@ -1,4 +1,4 @@
-"""The launcher of `--nproc`: starts the ranks on this node, and ends all if one fails."""
+"""The launcher of `--nproc`."""
 
 import contextlib
 import os
@@ -28,13 +28,10 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
 
     If a rank fails, the others are killed, and standard error names it. SIGUSR1 is forwarded to the ranks, and SIGTERM,
     SIGHUP and SIGINT as SIGTERM, so that they may save; a second signal ends all at once. The exit code is
-    `lifetime.SAVED` if all have saved, else 128 + signal. After an earlier signal no rank is started.
+    `lifetime.SAVED` if all have saved, else 128 + signal.
 
     Ranks lead process groups, so their loader processes end with them, and the kernel kills ranks whose launcher is
-    killed (`launcher.end_with_launcher`). Call it in the main thread.
-
-    Raises:
-        InputError: inside another launcher of several processes; if a rank cannot be started.
+    killed. Call it in the main thread. Raises `InputError` inside another launcher of several processes.
     """
     _refuse_nesting(os.environ)
     caught: list[int] = []
@@ -63,7 +60,6 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
 
 
 def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> int:
-    """Wait until all workers have ended, one has failed, or a signal ends them; return the exit code."""
     is_forwarded = False
     while True:
         codes = [worker.poll() for worker in workers]
@@ -91,7 +87,6 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> 
 
 
 def _report(rank: int, pid: int, code: int) -> None:
-    """Report a failed rank on standard error, unless its own last line is enough."""
     if code < 0:
         reason = _REASONS.get(signal.Signals(-code))
         how = f"was killed by {signal.Signals(-code).name}" + (f", {reason}" if reason else "")

@@ -11,10 +11,7 @@ from dlrm_overlap.launching.lifetime import say
 
 
 def open_streams() -> None:
-    """Replace closed standard streams by `/dev/null`, and ignore failures to write to the others.
-
-    A file opened later would otherwise get a closed stream's descriptor.
-    """
+    """Replace closed standard streams by `/dev/null`, and ignore failures to write to the others."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

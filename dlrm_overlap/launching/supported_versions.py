@@ -26,8 +26,7 @@ FBGEMM_NAMES = {"cuda": "fbgemm-gpu", "cpu": "fbgemm-gpu-cpu"}
 def check_stack() -> None:
     """Check that FBGEMM and TorchRec match torch, and that FBGEMM's operators load; takes about a second.
 
-    Raises:
-        InputError: naming the first package that does not match, and the command that installs all of them.
+    Raises an `InputError` that names the first other package, and the command that installs all of them.
     """
     torch_version = version_of("torch")
     if torch_version is None:
@@ -51,13 +50,11 @@ def check_stack() -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Return package -> installed version or None, for the packages of `Stack`."""
     found = [version_of("torch"), next(iter(fbgemm_versions().values()), None), version_of("torchrec")]
     return dict(zip(Stack._fields, [*found, version_of("triton")], strict=True))
 
 
 def version_of(name: str) -> str | None:
-    """Return a distribution's installed version, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -65,7 +62,6 @@ def version_of(name: str) -> str | None:
 
 
 def nccl_version() -> str | None:
-    """Return the version of torch's NCCL, or None."""
     import torch
     import torch.distributed
     from torch.cuda import nccl
@@ -76,7 +72,6 @@ def nccl_version() -> str | None:
 
 
 def fbgemm_versions() -> dict[str, str]:
-    """Return the installed FBGEMM distributions and their versions."""
     return {name: version for name in FBGEMM_NAMES.values() if (version := version_of(name))}
 
 
@@ -88,7 +83,6 @@ def build() -> str:
 
 
 def install_command(build: str) -> str:
-    """Return the command that installs the versions for `build`."""
     stack = STACKS[build]
     libraries = f"torch=={stack.torch} {FBGEMM_NAMES[build]}=={stack.fbgemm} triton=={stack.triton}"
     # --no-deps: TorchRec depends on the CUDA fbgemm-gpu, which would overwrite fbgemm-gpu-cpu.
@@ -96,7 +90,7 @@ def install_command(build: str) -> str:
 
 
 def _load_fbgemm() -> str:
-    """Import FBGEMM and return why it cannot be used here, or an empty string."""
+    """Return why FBGEMM cannot be used here, or an empty string."""
     import torch
 
     level = logging.root.manager.disable
@@ -120,5 +114,5 @@ def _load_fbgemm() -> str:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return major and minor version: (2, 11) of 2.11.0+cu130."""
+    """Return (2, 11) of 2.11.0+cu130."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))

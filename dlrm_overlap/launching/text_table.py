@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def format_table(lines: Sequence[Sequence[str]]) -> str:
-    """Return a table of `lines`, the first being the header; numbers and "-" are right-aligned."""
+    """Return a table whose first line is the header; numbers and "-" are right-aligned."""
     columns = []
     for cells in zip(*lines, strict=True):
         width = max(map(len, cells))
@@ -19,7 +19,7 @@ def plain(text: str) -> str:
 
 
 def count_of(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 line", "2 lines"."""
+    """Return "1 line", "2 lines"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -1,8 +1,7 @@
 """A thread on each rank that ends a run that makes no progress, and names the rank that it waits for.
 
-A collective's timeout names neither rank nor step, and CUDA graphs have none. So every rank regularly writes its step
-and current call to the store. A rank that has not moved for longer than the timeout reads the others': a rank that
-writes nothing is stopped or gone.
+Every rank regularly writes its step and current call to the store. A rank that has not moved for longer than the
+timeout reads the others'; a rank that writes nothing is stopped or gone.
 """
 
 import contextlib
@@ -21,30 +20,26 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 SLACK = 1.1
-"""factor on the timeout, so that an exchange's own wait expires first and reports its slice"""
+"""factor on the timeout, so that an exchange's own wait expires first"""
 _POLL_S = 0.5
 _SHOWN_RANKS = 8
 _SILENT = "it is stopped, or its node is gone or cut off"
 
 
 class Progress:
-    """A rank's step and batch, which the training loop updates."""
-
     def __init__(self) -> None:
         self.step = 0
-        """current training step, or the last one"""
         self.batch = 0
-        """number of batches evaluated, and of pieces of a checkpoint read or written"""
+        """evaluated batches, and pieces of a checkpoint"""
         self.is_over = False
-        """whether this rank waits for no other any more"""
+        """whether this rank no longer waits for others"""
 
     def tick(self) -> None:
-        """Count an evaluated batch or a piece of a checkpoint."""
         self.batch += 1
 
 
 class Watch:
-    """Watches the thread that creates it, as rank `rank` of `world_size`, at least 2."""
+    """Watches the thread that creates it, as rank `rank` of at least two."""
 
     def __init__(
         self,
@@ -54,13 +49,7 @@ class Watch:
         timeout_s: float,
         progress: Progress | None = None,
     ) -> None:
-        """Start watching.
-
-        Args:
-            store: all ranks' store, through a connection without other waits.
-            timeout_s: how long a rank may stay in one call of one step.
-            progress: this rank's; a new one if None.
-        """
+        """`store` has no other waits; `timeout_s` limits the time in one call of one step."""
         self.progress = progress or Progress()
         self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
         self._period_s = min(max(timeout_s / 20, 0.1), 5.0)
@@ -71,7 +60,6 @@ class Watch:
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def close(self) -> None:
-        """End the watching, before the ranks end."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -103,20 +91,16 @@ class Watch:
         with contextlib.suppress(RuntimeError):  # rank 0 and its store may be gone, which `_end` reports
             self._store.set(_key(self._rank), json.dumps(about))
 
-    def _end(self, lines: list[str], answering: list[int], stood_s: float) -> NoReturn:
-        """Report the silent ranks and where the others are, and end this process."""
+    def _end(self, lines: list[str], answering: list[int], still_s: float) -> NoReturn:
         if self._rank != min(answering, default=self._rank):
             time.sleep(HOLD_BACK_S)
-        head = f"dlrm-overlap: rank {self._rank} has stood still in step {self.progress.step} for {stood_s:.0f} s"
-        tail = f"the bound is embedding.wait_timeout_s, {self._timeout_s:g} s: raise it if the silent rank is only slow"
+        head = f"dlrm-overlap: rank {self._rank} has made no progress in step {self.progress.step} for {still_s:.0f} s"
+        tail = f"the limit is embedding.wait_timeout_s, {self._timeout_s:g} s: raise it if the silent rank is only slow"
         print("\n".join([f"{head}:", *(f"  {line}" for line in lines), f"  {tail}"]), file=sys.stderr, flush=True)
         os._exit(1)
 
     def _diagnose(self) -> tuple[list[str], list[int], bool]:
-        """Return a line per rank, silent ones first; the ranks that answer; whether another one moves.
-
-        A rank moves if it was in another call half a timeout ago.
-        """
+        """Return a line per rank, silent ones first; the ranks that answer; whether another one moves."""
         frame = sys._current_frames()[self._watched]
         here = f"rank {self._rank}: in step {self.progress.step}, {_where(frame)}"
         gone = [f"rank 0, which holds the ranks' store, does not answer: {_SILENT}", here], [], False
@@ -163,7 +147,7 @@ def _key(rank: int) -> str:
 
 
 def _instructions(frame: FrameType | None) -> tuple[int, ...]:
-    """Return numbers that stay the same while the thread is at the same instructions of the same calls."""
+    """Return numbers that stay the same while the thread is at the same instructions."""
     numbers = []
     while frame is not None:
         numbers += [id(frame.f_code), frame.f_lasti]

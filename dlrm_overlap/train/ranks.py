@@ -69,7 +69,7 @@ class Ranks:
             options = {f"--{key}": str(value) for key, value in vars(self.values).items() if key not in _NOT_COMPARED}
             data = {f"the samples of data.{key}": value for key, value in samples.items()}
             facts = flatten(self.config.as_dict()) | options | data | {"code": code_digest()}
-            process_group.check_alike(facts, group)
+            process_group.check_identical(facts, group)
         return group
 
     def trainer(

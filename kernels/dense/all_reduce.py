@@ -1,11 +1,6 @@
-"""Averages a flat tensor over the ranks by loads and stores of the ranks' memory.
+"""Averages a flat tensor over the ranks by loads and stores of the ranks' memory, in lines of LINE elements.
 
-Each rank reads its share of a range from all ranks and stores the mean at all ranks: the same bits everywhere, and (W -
-1) / W of the range leaves and reaches each rank twice, the minimum of an all-reduce. Sizes are numbers of lines of LINE
-elements, so that the compiler knows their divisors.
-
-Example: two ranks, a range of 4 elements, rank 0 has 1 2 3 4 and rank 1 has 5 6 7 8. Rank 0 reads 1 2 and 5 6, and
-stores 3 4 to the first half of both ranks' ranges; rank 1 reads 3 4 and 7 8, and stores 5 6 to the second half.
+(W - 1) / W of the range leaves and reaches each rank twice, the minimum of an all-reduce.
 """
 
 import torch
@@ -41,19 +36,17 @@ def _average_share(
 ):
     """Store `scale` times the sum of a share over the ranks to all ranks, as program p of P the blocks p, p + P, ..
 
-    Memory: blocks are added up in float32 in the order of the ranks, 16 bytes a lane, and the mean is stored over them,
-    at the next rank first, so that ranks store to different peers.
+    Memory: sums are float32, in the order of the ranks, 16 bytes a lane; the mean overwrites the share, at the next
+    rank first, so that ranks store to different peers.
 
-    Order: an earlier kernel of the stream has waited for the flags by which the ranks say that their gradients are
-    ready and may be overwritten. The program that ends last sets element `slot` of every rank's flags to `epoch` +
-    `clock`, a release at system scope that covers the stores of all programs. A rank that has acquired the flag may
-    read the mean, and knows that this rank no longer accesses the share.
+    Order: an earlier kernel of the stream has waited for the ranks' flags: their gradients are ready and may be
+    overwritten. The last program sets element `slot` of every rank's flags to `epoch` + `clock`, a release at system
+    scope that covers all stores. A rank that has acquired it may read the mean; this rank no longer accesses the share.
 
-    Example: rank 1 of 2 owns a share of 2 lines of 64 elements, BLOCK 64, P 1. It reads elements 0 .. 63 from both
-    ranks, stores their mean to both, does the same for 64 .. 127, and sets its flag at both.
+    Example: rank 0 of 2 owns elements 1 2 of 1 2 3 4, and rank 1 has 5 6 7 8. Rank 0 stores 3 4 at both ranks.
 
-    Source: the all-reduce as a reduce-scatter and an all-gather (Thakur, Rabenseifner and Gropp, Optimization of
-    Collective Communication Operations in MPICH, 2005, section 4.5), each step by direct loads or stores.
+    Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005, section
+    4.5.
     """
     elements = lines * LINE
     for block in range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
@@ -76,9 +69,7 @@ def _average_share(
 
 
 def lane_elements(world_size: int, dtype: torch.dtype) -> int:
-    """Return how many elements of each rank a lane of `_average_share` reads at a time: 32 bytes for two ranks, else
-    16.
-    """
+    """Return the elements of each rank that a lane reads at a time: 32 bytes for two ranks, else 16."""
     return max(16, power_of_2(_LANE_BYTES // world_size + 1) // 2) // dtype.itemsize
 
 
@@ -105,11 +96,10 @@ def average_share(
     """Store the mean over the ranks of this rank's share to all ranks, then set its flag `slot` at every rank.
 
     Args:
-        shares: [W] int64: address of the share at each rank, a multiple of 16; the mean is stored over it.
-        dtype: float32 or bfloat16, of the share; sums are float32.
-        lines: of the share, `LINE` elements each; 0: only the flag is set.
-        counted: [1] int32: programs that have finished; 0 before and after. Kernels that share it must not overlap.
-        programs: of 32 warps each; links need few, and the rest of the GPU stays free.
+        shares: [W] int64: address of the share at each rank, a multiple of 16.
+        dtype: float32 or bfloat16.
+        lines: of the share; 0: only the flag is set.
+        counted: [1] int32, 0 before and after. Kernels that share it must not overlap.
     """
     world_size = shares.numel()
     _compiled(world_size, dtype)(

@@ -1,7 +1,7 @@
 """The elementwise part of a low-rank cross network, forward and backward, between cuBLAS's products.
 
-Layer l of L computes x_{l+1} = x_0 * (w_l + b_l) + x_l, where w_l = (x_l V_l^T) W_l^T (Wang et al., DCN V2,
-arXiv 2008.13535, sections 3.2 and 3.3). Its gradients, from g_L = dL/dx_L down to layer 0:
+Layer l of L computes x_{l+1} = x_0 * (w_l + b_l) + x_l, where w_l = (x_l V_l^T) W_l^T (Wang et al., DCN V2, arXiv
+2008.13535, sections 3.2 and 3.3). Its gradients, from g_L = dL/dx_L down to layer 0:
 
     du_l = g_{l+1} * x_0                        gradient of w_l; its sum over the samples is the gradient of b_l
     p_l  = (du_l W_l) V_l                       gradient that reaches x_l through the products
@@ -20,15 +20,12 @@ from dlrm_overlap.kernels.dense.arguments import STACKED, CrossGradient
 
 _COLUMNS, _NUM_WARPS = 128, 4
 _FORWARD, _BACKWARD, _BACKWARD_FIRST = (16, 2), (32, 2), (16, 4)
-"""rows that a program reads at a time, and how many times; layer 0 reads more tensors backward"""
+"""rows at a time, and turns"""
 
 
 @triton.jit
 def _program(WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return this program's group of rows, and its columns [COLUMNS].
-
-    Consecutive programs have the same rows, so that programs that run at the same time read whole rows.
-    """
+    """Return this program's group of rows, and its columns [COLUMNS]; programs of the same rows are consecutive."""
     across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     return tl.program_id(0) // across, tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
 
@@ -92,15 +89,15 @@ def _gradient_of_layer(
 ):
     """Compute du = g_{l+1} * x_0 and its sums over the program's rows; for l = 0 also dx = dx_0 - p_0.
 
-    g_{l+1} = g_L + p_{L-1} + .. + p_{l+1} is computed from its terms: reading up to two p costs less than storing and
-    reading g. Layer 0 computes all g, so it sums dx_0 in the same pass; the product that computes p_0 adds it to dx.
+    g_{l+1} = g_L + p_{L-1} + .. + p_{l+1} is computed from its terms, which costs less than storing and reading g.
+    Layer 0 computes all g, so it sums dx_0 in the same pass.
 
     Memory: a program has ROWS * TURNS rows of COLUMNS columns; its sums are row `group` of `sums`.
 
     Order: no two programs share an element, and a program adds up in a fixed order.
 
     Example: L = 2, g_2 = 1, p_1 = 2, x_0 = 3, w = (10, 20), b = (0, 1). Layer 1: du = 1 * 3. Layer 0: g_1 = 1 + 2, du =
-    3 * 3, and dx = 1 * (20 + 1) + 3 * (10 + 0) + 3 = 54, to which p_0 is to be added.
+    3 * 3, and dx = 1 * (20 + 1) + 3 * (10 + 0) + 3 = 54.
     """
     group, column = _program(WIDTH, COLUMNS)  # type: ignore[misc]
     first = group * (ROWS * TURNS)
@@ -144,9 +141,9 @@ def _programs(rows: int, width: int, tile: tuple[int, int]) -> int:
 
 
 def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-    """Write out = x0 * (w + bias) + x on the current stream: [b, N] contiguous, of one type; bias is [N] float32.
+    """Write out = x0 * (w + bias) + x on the current stream: [b, N] contiguous, of one dtype; bias is [N] float32.
 
-    `x` is the layer's input, which is x0 itself in the first layer, and `w` its product.
+    In the first layer `x` is `x0`.
     """
     rows, width = x0.shape
     at_once, turns = _FORWARD
@@ -157,7 +154,7 @@ def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Te
 
 
 def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
-    """Write the outputs of `CrossGradient` for layer `layer`, from 0, of `layers`, on the current stream."""
+    """Write the outputs of `CrossGradient` for layer `layer`, from 0, of `layers`."""
     tile = _BACKWARD if layer > 0 else _BACKWARD_FIRST
     (rows, width), (at_once, turns) = tensors.x0.shape, tile
     kernel = specialised(

@@ -1,9 +1,7 @@
 """The dot products of all pairs of a sample's embeddings, forward and backward, one kernel each.
 
-The interaction of DLRM (Naumov et al., arXiv 1906.00091, section 2.1): of F embeddings [D] of a sample, the first being
-the bottom MLP's output, the output has the first embedding and then the dot products e_i . e_j of i < j, row by row of
-the upper triangle. A program keeps a sample's embeddings in registers and multiplies them on tensor cores; PyTorch's
-batched product computes all F * F products at a tenth of the memory's rate.
+DLRM's interaction (Naumov et al., arXiv 1906.00091, section 2.1): the first of F embeddings [D], then e_i . e_j of i <
+j, row by row of the upper triangle. A program keeps a sample in registers and multiplies on tensor cores.
 """
 
 from typing import Any
@@ -18,10 +16,7 @@ from dlrm_overlap.kernels.dense.arguments import product_block
 
 @triton.jit
 def _pair(i, j, FEATURES: tl.constexpr):
-    """Return the number of the pair i < j among all pairs, row by row.
-
-    Example: of 4 features (0, 1), (0, 2), (0, 3), (1, 2) are the pairs 0, 1, 2, 3.
-    """
+    """Return the number of the pair i < j: of 4 features (0, 2) is pair 1, and (1, 2) pair 3."""
     return i * (2 * FEATURES - 1 - i) // 2 + j - i - 1
 
 
@@ -45,7 +40,7 @@ def _interact(
 ):
     """Compute the interaction of one sample: the first embedding, FEATURES * (FEATURES - 1) / 2 products, and zeros.
 
-    Memory: reads a row of `embeddings` once. Products are added up in float32 and rounded once.
+    Memory: reads a row of `embeddings` once. Sums are float32 and rounded once.
 
     Order: no two programs share an element.
 
@@ -77,10 +72,9 @@ def _gradient_of_interaction(
     BLOCK_D: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Compute the gradient of one sample's embeddings: S @ embeddings, S being the symmetric matrix of pairs'
-    gradients.
+    """Compute the gradient of one sample's embeddings: S @ embeddings, where S [F, F] has the pairs' gradients.
 
-    Memory: the columns of `gradient` after the pairs are not read. Sums are float32 and rounded once.
+    Memory: sums are float32 and rounded once. Columns of `gradient` after the pairs are not read.
 
     Order: no two programs share an element.
 
@@ -114,16 +108,13 @@ def _compiled(kernel: Any, features: int, dim: int, width: int) -> CompiledKerne
 def interact(embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:
     """Write each sample's first embedding, the products of all pairs, and zeros, on the current stream.
 
-    `embeddings` [b, F * D] and `out` [b, N] are contiguous and of one type; N exceeds D + F * (F - 1) / 2 by 0 to 16.
+    `embeddings` [b, F * D] and `out` [b, N] are contiguous and of one dtype.
     """
     kernel = _compiled(_interact, features, embeddings.shape[1] // features, out.shape[1])
     kernel(len(embeddings), (embeddings.dtype,), embeddings, out)
 
 
 def gradient_of_interaction(gradient: torch.Tensor, embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:
-    """Write the gradient of the `embeddings` that `interact` read to `out`, on the current stream.
-
-    `gradient` [b, N], `embeddings` and `out` [b, F * D] are contiguous and of one type.
-    """
+    """Write the gradient of the contiguous `embeddings` [b, F * D] of `interact` to `out`, on the current stream."""
     kernel = _compiled(_gradient_of_interaction, features, embeddings.shape[1] // features, gradient.shape[1])
     kernel(len(embeddings), (embeddings.dtype,), gradient, embeddings, out)

@@ -1,8 +1,4 @@
-"""Single passes between the products of layers with ReLU.
-
-These are the backward of ReLU and bias, and a last layer of one output, forward and backward: for a product of one
-column cuBLAS launches several kernels, none of which masks the gradient for the previous layer.
-"""
+"""The backward of ReLU and bias, and a last layer of one output, for which cuBLAS launches several kernels."""
 
 from typing import Any
 
@@ -16,7 +12,6 @@ from dlrm_overlap.kernels.tuning import power_of_2
 
 _ROWS, _COLUMNS = 16, 128
 _ELEMENTS = 4096
-"""that a program of `_logits` reads at a time"""
 
 
 @triton.jit(do_not_specialize=["rows", "stride"], do_not_specialize_on_alignment=["sums"])
@@ -101,8 +96,7 @@ def _gradient_of_logits(
 ):
     """Compute out = gradient * weight where output > 0, else 0, and sums of out, gradient * output and gradient.
 
-    Memory: a program has GROUP rows of COLUMNS columns; row `group` of `sums` has WIDTH sums of out, WIDTH of gradient
-    * output, and the sum of gradient.
+    Memory: a program has GROUP rows of COLUMNS columns; row `group` of `sums` has the three sums: WIDTH, WIDTH and 1.
 
     Order: no two programs share an element, and a program adds up in a fixed order.
 
@@ -143,8 +137,7 @@ def _compiled(kernel: Any, width: int) -> CompiledKernel:
 def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:
     """Write the gradient of ReLU's input to `out`, and its sums, on the current stream.
 
-    `gradient`, ReLU's `output` and `out` are [b, N], contiguous and of one type. `sums` [ceil(b / GROUP), N] float32
-    are columns of a contiguous tensor.
+    All are contiguous and of one dtype, but `sums` [ceil(b / GROUP), N] float32 are columns of a contiguous tensor.
     """
     rows, width = output.shape
     programs = len(sums) * -(-width // _COLUMNS)
@@ -152,7 +145,7 @@ def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-    """Write out [b] = x [b, N] @ weight [1, N] + bias [1], contiguous and of one type, on the current stream."""
+    """Write out [b] = x [b, N] @ weight [1, N] + bias [1], contiguous and of one dtype, on the current stream."""
     rows, width = x.shape
     block = power_of_2(width)
     here = max(1, _ELEMENTS // block)
@@ -165,8 +158,7 @@ def gradient_of_logits(
 ) -> None:
     """Write the gradient of the input of a ReLU that a layer of one output follows, and sums, on the current stream.
 
-    `gradient` [b], ReLU's `output` [b, N], the layer's `weight` [1, N] and `out` [b, N] are contiguous and of one type.
-    `sums` [ceil(b / GROUP), 2 N + 1] float32, of `out`, gradient * output and gradient, are columns of a contiguous
+    All are contiguous and of one dtype, but `sums` [ceil(b / GROUP), 2 N + 1] float32 are columns of a contiguous
     tensor.
     """
     rows, width = output.shape

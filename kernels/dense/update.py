@@ -30,10 +30,9 @@ def _begin_update(
 
     Arithmetic is float64: in float32 1 - beta2 would lose 3 of its 7 digits.
 
-    Order: this is a kernel of its own, so that no program of the update reads a count that another has increased.
+    Order: a kernel of its own, so that no program of the update reads a count that another has increased.
 
-    Example: Adam's first update with beta1 0.9, beta2 0.99 and learning rate 1: RATE 1 / (1 - 0.9) = 10, ROOT sqrt(1 -
-    0.99) = 0.1. So a mean 0.1 * g and a mean square 0.01 * g * g change a weight by g / (|g| + eps).
+    Example: Adam's first update, beta1 0.9, beta2 0.99, learning rate 1: RATE 1 / (1 - 0.9) = 10, ROOT sqrt(1 - 0.99).
 
     Source: Kingma and Ba, Adam (arXiv 1412.6980), the end of section 2; torch.optim for the others.
     """
@@ -84,17 +83,14 @@ def _update_parameters(
 ):
     """Update BLOCK weights and the optimizer's state of each by their gradients.
 
-    Memory: program i owns elements [i * BLOCK, (i + 1) * BLOCK) of all flat tensors, 16 bytes a lane. Bytes an element:
-    12 for SGD, 20 for momentum and Adagrad, 28 for Adam, and 2 for a shadow.
+    Memory: program i owns elements [i * BLOCK, (i + 1) * BLOCK) of all flat tensors, 16 bytes a lane.
 
     Order: no two programs share an element.
 
-    Example: adagrad, BLOCK 4: program 1 updates elements 4 .. 7. With RATE 1, a sum of 9 and a gradient of 4, the sum
-    becomes 25 and the weight loses 4 / (5 + EPS).
+    Example: adagrad, RATE 1, a sum of 9 and a gradient of 4: the sum becomes 25, and the weight loses 4 / (5 + EPS).
 
-    Source: Duchi, Hazan and Singer, Adaptive Subgradient Methods (JMLR 12, 2011), Kingma and Ba, Adam (arXiv
-    1412.6980), algorithm 1, with epsilon as in torch.optim, and Loshchilov and Hutter, Decoupled Weight Decay
-    Regularization (arXiv 1711.05101), algorithm 2.
+    Source: Adagrad (Duchi, Hazan and Singer, JMLR 12, 2011); Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1), with
+    epsilon as in torch.optim; AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2).
     """
     line = tl.program_id(0) * (BLOCK // LINE) + tl.arange(0, BLOCK // LINE)
     row = tl.load(rows + line)[:, None]  # [BLOCK / LINE, 1]
@@ -135,7 +131,7 @@ def _compiled_update(kind: str, decays: bool, shadow: torch.dtype | None) -> Com
 
 
 def begin_update(update: FlatUpdate) -> None:
-    """Count an update and compute its factors, on the current stream, before the first `update_range`."""
+    """Count an update and compute its factors, before the first `update_range`."""
     kernel = specialised(_begin_update, num_warps=1, KIND=update.kind, DECAYS=update.decays)
     kernel(update.step.numel(), (), update.step, update.numbers, update.factors)
 

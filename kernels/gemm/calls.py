@@ -1,7 +1,4 @@
-"""How a call between ranks begins, and how a reduce-scatter ends, with sums.
-
-The epoch of a call is a word in device memory, the clock; `dense.gemm.windows` describes the protocol.
-"""
+"""The beginning of a call between ranks, and the sums at the end of a reduce-scatter (see `dense.gemm.windows`)."""
 
 from typing import NamedTuple
 
@@ -50,17 +47,15 @@ def begin_call(done: Flags, rank: int) -> None:
 
 
 class Parts(NamedTuple):
-    """The partial products, and where their sums go."""
-
     window: torch.Tensor
     """[W * lines * LINE] float16 or bfloat16: rank w's partial products begin at element w * lines * LINE"""
     lines: int
-    """lines of `LINE` elements from one rank's partial products to the next rank's"""
+    """lines of `LINE` elements per rank"""
     out: torch.Tensor
-    """[lines * LINE] of the window's type; the first rows * columns elements are the sums"""
+    """[lines * LINE]; the first rows * columns elements are the sums"""
     columns: int
     bias: torch.Tensor | None
-    """[columns] of the window's type"""
+    """[columns] of the window's dtype"""
     relu: bool
 
 
@@ -87,12 +82,12 @@ def _sum_parts(
 ):
     """Store the sums of the elements [8 * begin, 8 * end) to `out`, as program p of P the blocks p, p + P, ..
 
-    Memory: reads 16 bytes a lane from each rank's part, adds them up in float32 in the order of the ranks, then adds
-    `bias`[i % columns] if BIAS, and applies relu if RELU.
+    Memory: reads 16 bytes a lane from each rank's part. Sums are float32, in the order of the ranks; then come the bias
+    of column i % columns if BIAS, and relu if RELU.
 
-    Order: an earlier kernel of the stream has waited for the flags of the partial products. If LAST, the program that
-    ends last sets element `rank` of every rank's flags DONE to `clock`: a release at system scope, after all reads here
-    and in earlier kernels of the stream. A rank that has acquired it may overwrite the window.
+    Order: an earlier kernel of the stream has waited for the flags of the partial products. If LAST, the last program
+    sets element `rank` of every rank's flags DONE to `clock`: a release at system scope, after all reads here and in
+    earlier kernels of the stream. A rank that has acquired it may overwrite the window.
 
     Example: begin 0, end 1, columns 4, window 1 2 3 4 5 6 7 8 of rank 0, ones of rank 1, bias 1 0 0 0: 3 3 4 5 7 7 8 9.
     """
@@ -118,8 +113,7 @@ def _sum_parts(
 def sum_parts(parts: Parts, done: Flags, counted: torch.Tensor, rank: int, rows: tuple[int, int], last: bool) -> None:
     """Write the rows [begin, end) of `parts.out`, on the current stream; `begin` is a multiple of 8.
 
-    After the `last` rows this rank's flag `done` is set at every rank: it has read its window. `counted` [1] int32 is 0
-    before and after.
+    After the `last` rows, sets this rank's flag `done` at every rank. `counted` [1] int32 is 0 before and after.
     """
     world_size, block = done.local.shape[0], _SUM_WARPS * 32 * 8
     kernel = specialised(

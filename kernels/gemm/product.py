@@ -1,10 +1,9 @@
 """Products of matrices with communication inside: tiles wait for rows that peers send, or are stored at peers.
 
-A persistent kernel computes x @ weight^T tile by tile, by TMA and wgmma on Hopper. The rows of x, or of the result, are
-in W shards, one a rank. In a gathered product a tile waits until its rows have arrived. In a scattered product a tile
-is stored at the rank that owns its rows, and the program that completes a region of rows sets its flag there.
+A persistent kernel computes x @ weight^T by TMA and wgmma on Hopper. The rows of x (gathered), or of the result
+(scattered), are in W shards, one per rank.
 
-Source: Flux (Chang et al., arXiv 2406.06858), whose kernels do the first in the prologue, the second in the epilogue.
+Source: Flux (Chang et al., arXiv 2406.06858).
 """
 
 from typing import Any, NamedTuple
@@ -17,23 +16,19 @@ from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.gemm.tiles import TileOptions, tile_product
 
 ALIGNED = 8
-"""elements that divide N and K: 16 bytes of a 2-byte type, as TMA and the stores need"""
+"""divides N and K: 16 bytes of a 2-byte dtype, as TMA and the stores need"""
 
 
 class Tiling(NamedTuple):
-    """How a product is cut into tiles."""
-
     block_m: int = 128
-    """rows of a tile"""
     block_n: int = 256
-    """columns of a tile"""
     block_k: int = 64
-    """columns of x, and of the weight, that are read at a time"""
+    """columns of x and of the weight that are read at a time"""
     group: int = 8
-    """blocks of rows that are computed together, see `tiles.tile_at`"""
+    """blocks of rows that are computed together"""
 
     def slot_rows(self, rows: int, parts: int) -> int:
-        """Return how many of a shard's rows have one flag if they are cut into at most `parts` parts of whole tiles.
+        """Return how many of a shard's rows have one flag, if cut into at most `parts` parts of whole tiles.
 
         Example: 1000 rows in 3 parts, tiles of 128 rows: 384.
         """
@@ -41,11 +36,9 @@ class Tiling(NamedTuple):
 
 
 class Signals(NamedTuple):
-    """The flags of the shards' rows, M / W rows each; they are set to `flags.clock`."""
-
     flags: Flags
-    """element (w, i) covers rows [i * slot_rows, (i + 1) * slot_rows) of a shard: those that rank w has sent, or this
-    rank's own that w has multiplied; `counts` is not used"""
+    """element (w, i) covers rows [i * slot_rows, (i + 1) * slot_rows) of a shard: rows that rank w has sent, or this
+    rank's rows that w has multiplied. They are set to `clock`; `counts` is not used"""
     slot_rows: int
 
 
@@ -53,10 +46,11 @@ class Destinations(NamedTuple):
     """Where a scattered product stores its tiles."""
 
     targets: torch.Tensor
-    """[W] int64: address of [M / W, N] in each rank's memory, a multiple of 16, for this rank's partial products"""
+    """[W] int64: address of [M / W, N] in each rank's memory, a multiple of 16"""
     done: torch.Tensor
     """[W * regions] int32, regions = ceil(M / W / slot_rows): tiles of each region that are stored; 0 before and after.
-    Launches that share it must not overlap"""
+    Launches that share it must not overlap
+    """
     order: str = "balanced"
     """remote_first | balanced, see `tiles.tile_at`"""
 
@@ -70,7 +64,7 @@ def _compiled(tiling: Tiling, **kind: Any) -> CompiledKernel:
 
 
 def for_tma(weight: torch.Tensor) -> torch.Tensor:
-    """Return the weight, or a copy, so that TMA can read it: it or its transpose contiguous, 16-byte aligned."""
+    """Return the weight, or a copy that TMA can read: it or its transpose contiguous, 16-byte aligned."""
     if weight.data_ptr() % 16 == 0 and (weight.is_contiguous() or weight.t().is_contiguous()):
         return weight
     return weight.clone(memory_format=torch.contiguous_format)
@@ -94,20 +88,18 @@ def product(
     """Compute activation(x @ weight^T + bias) on the current stream, with the communication at one end inside.
 
     If `out` is a tensor, the product is gathered: its tiles wait for the peers' shards of x, which must arrive without
-    a multiprocessor of this GPU, since the kernel may occupy all. A wait that lasts longer than `flags.timeout` is
-    recorded and stops the GPU's work. If `out` is `Destinations`, it is scattered: partial products are stored at the
-    ranks that own their rows, for `calls.sum_parts` to add up, and the kernel waits for nobody.
+    a multiprocessor of this GPU, since the kernel may occupy all. An expired wait (`flags.timeout`) is recorded and
+    stops the GPU's work. If `out` is `Destinations`, it is scattered: partial products are stored at the ranks that own
+    their rows, for `calls.sum_parts` to add up, and the kernel waits for nobody.
 
     Args:
-        x: [M, K] contiguous, bfloat16 or float16, K a multiple of 8; shard w, M / W rows, belongs to rank w. If
-            scattered, K is this rank's part of the sum.
-        weight: [N, K] of the type of `x`, it or its transpose contiguous, N a multiple of 8; see `for_tma`.
-        out: [M, N] contiguous, of the type of `x`, or destinations.
+        x: [M, K] contiguous, bfloat16 or float16, K a multiple of 8; shard w, M / W rows, belongs to rank w.
+        weight: [N, K] of the dtype of `x`, N a multiple of 8; see `for_tma`.
+        out: [M, N] contiguous, of the dtype of `x`, or destinations.
         owners: [W] int32, the order of the shards: the rank itself, then its peers as their rows arrive; if scattered,
             the peers first.
         signals: flags of arriving rows, or of stored ones; then a slot has whole tiles.
-        bias: [N] of any float type; None if scattered.
-        activation: none | relu; none if scattered.
+        bias, activation: [N] of any float type, none | relu; not if scattered.
     """
     (m, k), n, by_k, world_size = x.shape, weight.shape[0], weight.is_contiguous(), owners.numel()
     assert x.dtype == weight.dtype in (torch.bfloat16, torch.float16), f"{x.dtype}, {weight.dtype}: not two bytes"

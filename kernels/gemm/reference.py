@@ -1,10 +1,10 @@
-"""The sum of partial products in plain PyTorch: what tests compare the kernel with, and what CPUs run."""
+"""The sum of partial products in plain PyTorch, for tests and CPUs."""
 
 import torch
 
 
 def sum_parts(parts: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> torch.Tensor:
-    """Return the sum of `parts` [W, rows, columns] over the ranks in their order, in float32, rounded to their type."""
+    """Return the sum of `parts` [W, rows, columns] in the order of the ranks, in float32, rounded to their dtype."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()

@@ -1,4 +1,4 @@
-"""The kernel of products with communication inside: it orders its tiles, and each tile waits or signals."""
+"""The kernel of products with communication inside."""
 
 from typing import NamedTuple
 
@@ -9,17 +9,16 @@ from dlrm_overlap.kernels.primitives import wait_for_few
 
 
 class TileOptions(NamedTuple):
-    """The compile-time options of `tile_product`; the blocks are those of `Tiling`."""
+    """The compile-time options of `tile_product`; blocks as in `Tiling`."""
 
     gather: bool
     scatter: bool
     by_k: bool
-    """whether the weight is [N, K], not [K, N]"""
+    """the weight is [N, K], not [K, N]"""
     bias: bool
     activation: str
     """none | relu"""
     dtype: tl.dtype
-    """of both matrices and the result"""
     order: str
     """own_first | remote_first | balanced, see `tile_at`"""
     block_m: int
@@ -36,11 +35,10 @@ def tile_at(tile, blocks, columns, owners, world_size, OPTIONS: tl.constexpr):
     Each shard has `blocks` blocks of rows. `owners` [W] int32 is the order of the shards:
 
         own_first     one after the other, as shards arrive; the first one is the rank's own
-        remote_first  one after the other; the last one is the rank's own, while nothing is left to send
+        remote_first  one after the other; the last one is the rank's own
         balanced      block 0 of all, then block 1 of all, ..: links and multiprocessors are busy all the time
 
-    A group of consecutive blocks is computed column after column, so that its tiles share blocks in L2. Only in the
-    balanced order does a group mix the rank's own blocks with those of peers.
+    A group of consecutive blocks is computed column after column, so that its tiles share blocks in L2.
 
     Example: owners 1 0, 2 blocks each, 3 columns, groups of 2, own_first: owner, block, column are 1 0 0, 1 1 0, 1 0 1,
     1 1 1, 1 0 2, 1 1 2, then 0 0 0, 0 1 0 and so on.
@@ -68,7 +66,6 @@ def tile_at(tile, blocks, columns, owners, world_size, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _multiply(left, weight, begin, k, accumulator, OPTIONS: tl.constexpr):
-    """Return `accumulator` + left @ right, where right is the block of `weight` at column `begin` and row `k`."""
     right = weight.load([begin, k]).T if OPTIONS.by_k else weight.load([k, begin])  # [block_k, block_n]
     if OPTIONS.interpreted:  # the interpreter would multiply the bits of bfloat16 as integers
         left, right = left.to(tl.float32), right.to(tl.float32)
@@ -112,7 +109,6 @@ def _store_tile(
     n,
     OPTIONS: tl.constexpr,
 ):
-    """Store the tile of the owner's rows from `first` on, columns from `begin` on; see `tile_product`."""
     if OPTIONS.scatter:
         target = tl.multiple_of(tl.load(targets + owner).to(tl.pointer_type(OPTIONS.dtype)), 16)
         target += first.to(tl.int64) * n
@@ -147,7 +143,6 @@ def _count_tile(
     epoch,
     OPTIONS: tl.constexpr,
 ):
-    """Count a tile that has been stored; the program that counts a region's last tile sets its flag at the owner."""
     region = first // slot_rows
     rows = tl.minimum(slot_rows, shard_rows - region * slot_rows)
     counter = done + owner * tl.cdiv(shard_rows, slot_rows) + region
@@ -188,18 +183,17 @@ def tile_product(
 ):
     """Compute activation(x @ weight^T + bias), as program p of P the tiles p, p + P, .. in the order of `tile_at`.
 
-    Memory: TMA reads both matrices, and 0 after their ends. A program adds up a tile in float32, along K, rounds it
-    once, and stores it 16 bytes a lane: to `out` or, in a scattered product, to the memory of the rows' owner.
+    Memory: TMA reads both matrices, and 0 after their ends. A tile is added up in float32, along K, rounded once, and
+    stored 16 bytes a lane.
 
     Order: a gathered product waits, before a tile of a peer's rows, until the flags (owner, i) of its one or two slots
     have reached `clock`, and acquires them at system scope; a fence makes the acquired stores visible to TMA. A
     scattered product counts a stored tile in its region, the rows of a slot (acquire and release, GPU scope). The
-    program that completes a region sets element (rank, i) of the owner's flags to `clock`: a release at system scope
-    that covers all stores of the region. The rank's own regions have flags, too.
+    program that completes a region, also an own one, sets element (rank, i) of the owner's flags to `clock`: a release
+    at system scope that covers all stores of the region.
 
-    Example: scattered, rank 0 of 2, shards of 512 rows, tiles of 128 rows, N of 2 tiles, slots of 256 rows. The tiles
-    of rows 512 .. 767, 2 * 2 of them, go to rows 0 .. 255 in rank 1's memory; the fourth that is counted sets element
-    (0, 0) of rank 1's flags.
+    Example: scattered, rank 0 of 2, shards of 512 rows, tiles of 128 rows, N of 2 tiles, slots of 256 rows. The 2 * 2
+    tiles of rows 512 .. 767 go to rows 0 .. 255 in rank 1's memory; the fourth sets element (0, 0) of rank 1's flags.
     """
     BLOCK_M: tl.constexpr = OPTIONS.block_m
     BLOCK_N: tl.constexpr = OPTIONS.block_n

@@ -37,7 +37,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(tmp_path: Path) -> None:
         assert code == 1, (backend, errors)
         told = rf"rank {1 - stopped} waited 10 s for .* of rank {stopped}: expected epoch \d+, seen \d+"
         waited = re.findall(told, errors)
-        told = rf"rank {1 - stopped} has stood still in step 12 for 1\d s:\n.*rank {stopped}.*(?:silent|answer)"
+        told = rf"rank {1 - stopped} has made no progress in step 12 for 1\d s:\n.*rank {stopped}.*(?:silent|answer)"
         stood = re.findall(told, errors)
         assert len(set(waited)) + len(stood) == 1, (backend, errors)
 

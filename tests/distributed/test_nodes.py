@@ -87,7 +87,7 @@ def check_bits_are_those_of_one_node(rank: int) -> None:
             known = Stage(OWNERS, rank, optimizer=optimizer, cut=CUT)
             exchange = known.exchange(world(), "pgas", nodes=1, **more)
             expected = _train(rank, exchange, known)
-            assert exchange.reach.whole
+            assert exchange.reach.is_one_node
             for nodes, backend in ((nodes, backend) for nodes in splits for backend in backends):
                 stage, what = Stage(OWNERS, rank, optimizer=optimizer, cut=CUT), f"{backend}, {nodes}, {more}"
                 exchange = _exchange(stage, nodes, backend, **more)
@@ -101,7 +101,7 @@ def check_nodes_are_found_and_emulated(rank: int) -> None:
     stage = Stage(OWNERS, rank)
     assert stage.exchange(world(), "pgas").reach.nodes == (range(4),), "one machine"
     assert stage.exchange(world(), "pgas", nodes=2).reach.nodes == NODES["2 of 2"]
-    assert stage.exchange(world(), "nccl", nodes=2).reach.whole, "a collective reaches all"
+    assert stage.exchange(world(), "nccl", nodes=2).reach.is_one_node, "a collective reaches all"
 
 
 def check_a_rank_that_does_not_step_is_named(rank: int) -> None:

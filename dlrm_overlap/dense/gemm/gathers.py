@@ -1,8 +1,7 @@
 """All-gathers with the product inside: this rank's rows are multiplied at once, the peers' when they arrive.
 
-Each function takes the owner's windows, this rank's rows [M / W, K], the layer, a number of parts, and whether to keep
-the gathered rows. It returns the layer's output for all rows [M, N] and, if so, a copy of the rows [M, K]. Copy engines
-send rows, with a flag after each part: a kernel would take multiprocessors from the product.
+Functions take this rank's rows [M / W, K], and return the layer's output for all rows [M, N] and, if `keep`, a copy of
+the rows [M, K]. Copy engines send rows, with a flag after each part: a kernel would occupy multiprocessors.
 """
 
 import torch
@@ -15,34 +14,33 @@ from dlrm_overlap.kernels.gemm.product import Signals, for_tma, product
 
 
 class _Rows:
-    """The rows of one call. When it is made, the current stream waits until all windows may be overwritten."""
+    """The rows of one call; its constructor makes the current stream wait until all windows may be overwritten."""
 
     def __init__(self, windows: ProductWindows, x_shard: torch.Tensor, columns: int, keep: bool) -> None:
-        """Begin the call, of N `columns`. Peers wait for its end from now on, so all its memory is allocated before."""
+        """Begin the call. Peers wait for its end from now on, so all its memory is allocated before."""
         (rows, inner), ranks, rank = x_shard.shape, windows.world_size, windows.rank
         size = ranks * rows * inner
         window = windows.begin(size * x_shard.dtype.itemsize)
         self.own = slice(rank * rows, (rank + 1) * rows)
-        """this rank's rows among those of all ranks"""
         self.out = x_shard.new_empty(ranks * rows, columns)
-        """[M, N], for the product"""
+        """[M, N]"""
         self.kept = x_shard.new_empty(ranks * rows, inner) if keep else None
         """[M, K]"""
         self._windows, self._x_shard = windows, x_shard
         self._at = [window.view("memory", each).view(x_shard.dtype)[:size].view(-1, inner) for each in range(ranks)]
         self.received = self._at[rank]
-        """[M, K] in this rank's window; peers fill their parts"""
+        """in this rank's window"""
         begin_call(windows.done, rank)
         windows.engine.follow()
 
     def send(self, peer: int, begin: int, end: int, slot: int) -> None:
-        """Send this rank's rows [begin, end) to a peer by the copy engine, then set READY `slot` there."""
+        """Send this rank's rows [begin, end) to a peer, then set READY `slot` there."""
         windows = self._windows
         windows.engine.copy(self._at[peer][self.own][begin:end], self._x_shard[begin:end])
         windows.engine.write_flag(windows.ready_at[peer][slot : slot + 1], windows.word)
 
     def keep(self, some: torch.Tensor, at: slice) -> None:
-        """Copy rows that have arrived to where they are kept, if so, while the current stream goes on."""
+        """Copy rows that have arrived to `kept`, if so, concurrently with the current stream."""
         if self.kept is not None:
             self._windows.local_copies.follow()
             self._windows.local_copies.copy(self.kept[at], some)
@@ -62,8 +60,7 @@ def copied(
         copy engine    |               | send to r+1, flag | send to r+2, flag | send to r+3, flag, ..
         local copies   |               | own rows, if kept |     | rows of r-1, if kept | ..
 
-    If links take longer, all products but the last are hidden, so the last peer's rows are cut; if the product takes
-    longer, all copies are hidden, and one part is best.
+    If links take longer, all products but the last are hidden, so the last peer's rows are cut.
 
     Source: T3 (Pati et al., ASPLOS 2024): chunks in an order that is staggered by rank, moved by DMA.
     """
@@ -100,11 +97,8 @@ def tiled(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One kernel multiplies all rows; a tile waits for the flag of its rows while other tiles are multiplied.
 
-        current stream | wait for DONE, own rows to the window | own rows, rows of r-1, rows of r-2, .. | DONE
-        copy engine    |               | send to r+1, flags | send to r+2, flags | ..
-
-    So a part costs a flag, not a product. This GPU's copies must run concurrently with the kernel, which waits for
-    peers; CUDA does not guarantee that in a graph. If they do not, the kernel's wait expires.
+    A part costs a flag, not a product. This GPU's copies must run concurrently with the kernel, which CUDA does not
+    guarantee in a graph; if they do not, the kernel's wait for peers expires.
 
     Source: Flux (Chang et al., arXiv 2406.06858).
     """

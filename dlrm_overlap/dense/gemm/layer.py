@@ -1,4 +1,4 @@
-"""The layer that a product computes, and how a rank's rows are cut into parts."""
+"""The layer that a product computes."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -9,15 +9,14 @@ from torch.nn import functional
 Activation = Literal["none", "relu"]
 
 Finish = Callable[[], torch.Tensor]
-"""makes the current stream wait for a reduce-scatter and returns its output; called once, on the stream on which the
-reduce-scatter began"""
+"""makes the current stream wait for a reduce-scatter and returns its output; called once, on the same stream"""
 
 
 class ProductLayer(NamedTuple):
-    """Maps rows x [m, k] to activation(x @ weight^T + bias) [m, n]; all of one type and on one device."""
+    """Maps rows x [m, k] to activation(x @ weight^T + bias) [m, n]; all of one dtype and device."""
 
     weight: torch.Tensor
-    """[n, k], of any strides that a product supports, such as a transpose's"""
+    """[n, k], of any strides"""
     bias: torch.Tensor | None = None
     """[n], contiguous"""
     activation: Activation = "none"
@@ -26,8 +25,7 @@ class ProductLayer(NamedTuple):
 def linear_into(out: torch.Tensor, x: torch.Tensor, layer: ProductLayer) -> None:
     """Write the layer's output for the rows `x` [m, k] to `out` [m, n], contiguous, on the current stream.
 
-    On GPUs bias and relu are cuBLAS's epilogue, which rounds once; torch has none for relu without a bias, so that relu
-    is a second pass, in place.
+    On GPUs bias and relu are cuBLAS's epilogue, which rounds once; relu without a bias is a second pass.
     """
     weight, bias, activation = layer
     transposed = weight.t()
@@ -45,9 +43,8 @@ def linear_into(out: torch.Tensor, x: torch.Tensor, layer: ProductLayer) -> None
 def cut(rows: int, parts: int, small_first: bool = False) -> list[tuple[int, int]]:
     """Cut a rank's rows into one range, or into four: a half, a quarter and two eighths.
 
-    A range costs a copy and a product, so only the rows of the first and the last peer are cut. The last ranges are
-    small, to leave little to multiply when the last one arrives; with `small_first` the first ones, so that sending
-    begins early. Ranges begin at multiples of 256, cuBLAS's tiles, or of 8, which are 16 bytes.
+    The last ranges are small, to leave little to multiply when the last one arrives; with `small_first` the first ones,
+    so that sending begins early. They begin at multiples of 256, cuBLAS's tiles, or of 8, which are 16 bytes.
 
     Example: 8192 rows: 0 .. 4096, 4096 .. 6144, 6144 .. 7168, 7168 .. 8192.
     """

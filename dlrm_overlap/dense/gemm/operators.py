@@ -1,4 +1,4 @@
-"""Products of a tensor-parallel layer with their communication inside, as differentiable operators.
+"""Products of a tensor-parallel layer with their communication inside, as operators that are differentiable once.
 
 A layer whose weight is sharded by rows gathers activations that are sharded by sample; the next one, whose weight is
 sharded by columns, returns activations that are sharded by sample:
@@ -6,15 +6,11 @@ sharded by columns, returns activations that are sharded by sample:
     y = all_gather_matmul(x_shard, rows_of_W1, bias1, "relu")          # [M / W, K] -> [M, N1 / W]
     z_shard = matmul_reduce_scatter(y, columns_of_W2, bias2, "relu")   # [M, N1 / W] -> [M / W, N2]
 
-The backward of one is the other. The gradient of a weight, and of `all_gather_matmul`'s bias, is complete for this
-rank's shard: the sum over all M rows. The bias of `matmul_reduce_scatter` is replicated: its gradient, over this rank's
-M / W rows, is to be reduced like that of any data-parallel parameter.
+The backward of one is the other. The gradients of weights, and of `all_gather_matmul`'s bias, are sums over all M rows.
+The bias of `matmul_reduce_scatter` is replicated: its gradient, over this rank's M / W rows, must be reduced as any
+data-parallel parameter's. `torch.compile` leaves the operators uncompiled, so `fullgraph=True` refuses them.
 
-If the weight needs a gradient, `all_gather_matmul` keeps the gathered rows [M, K]: gathering them again would compete
-for links with the backward's reduce-scatter. Gradients cannot be differentiated again, and `torch.compile` leaves the
-operators uncompiled, so it refuses them with `fullgraph=True`.
-
-Source: Flux (Chang et al.), and tensor parallelism by columns and rows (Shoeybi et al., Megatron-LM, arXiv 1909.08053).
+Source: Flux (Chang et al.), and Megatron-LM (Shoeybi et al., arXiv 1909.08053).
 """
 
 from typing import Any
@@ -40,28 +36,21 @@ def all_gather_matmul(
     """Return activation(x @ weight^T + bias), where x are all ranks' rows, rank r's from row r * M / W on.
 
     A collective: all ranks call it in the same order. The first call of a size allocates memory, for which the host
-    waits, so it may not be captured.
+    waits, so it may not be captured. If the weight needs a gradient, the gathered rows [M, K] are kept.
 
     Args:
-        x_shard: [M / W, K] of this rank, float16 or bfloat16; serially also float32. Under autocast all tensors are
-            cast as `torch.nn.functional.linear` casts them.
+        x_shard: [M / W, K] of this rank, float16 or bfloat16; serially also float32. Autocast casts all tensors.
         weight: [N, K], this rank's shard.
         bias: [N], this rank's shard, or None.
-        activation: none | relu.
-        products: runs it between the W ranks of its group.
-        way: auto | serial | copies | tiles | triggered, see `products`.
+        way: see `products`.
 
     Returns:
-        [M, N], of the type of `x_shard`; sums are float32, but if cuBLAS splits K it adds up the splits in that type,
-        unless `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is off.
+        [M, N], of the dtype of `x_shard`. If cuBLAS splits K it adds up the splits in that dtype, not float32, unless
+        `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is off.
 
     Raises:
         InputError: on every rank, if there is no memory for windows or, unless `way` is auto, if the ranks cannot
             access each other's memory.
-
-    Example:
-        W = 2, rank 0 has x_shard [[1, 2]], rank 1 [[3, 4]]. weight [[1, 1]] on rank 0 gives [[3], [7]] there, and
-        [[1, -1]] on rank 1 gives [[-1], [-1]] there.
     """
     keep = torch.is_grad_enabled() and weight.requires_grad  # in a `Function` gradients are always off
     return _AllGatherMatmul.apply(*_cast(x_shard, weight, bias), activation, products, way, keep)
@@ -79,24 +68,13 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:
     """Return rank r's rows, [r * M / W, (r + 1) * M / W), of activation(sum over the ranks of x @ weight^T + bias).
 
-    Partial products are rounded to their type and added up in float32 in the order of the ranks (serially on GPUs, by
-    NCCL); then come bias and activation. A collective, like `all_gather_matmul`.
+    Partial products are rounded to their dtype and added up in float32 in the order of the ranks (serially on GPUs, by
+    NCCL). A collective with the errors of `all_gather_matmul`.
 
     Args:
         x: [M, K] of this rank, M a multiple of W.
         weight: [N, K], this rank's shard.
         bias: [N], the same on all ranks, or None.
-        activation: none | relu.
-        products, way: as for `all_gather_matmul`.
-
-    Returns:
-        [M / W, N], of the type of `x`.
-
-    Raises:
-        InputError: as `all_gather_matmul`.
-
-    Example:
-        W = 2, x [[1], [2]] and weight [[10]] on both ranks, bias [1]: 10 + 10 + 1 = [[21]] on rank 0, [[41]] on rank 1.
     """
     return _MatmulReduceScatter.apply(*_cast(x, weight, bias), activation, products, way)
 
@@ -112,7 +90,6 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 def _before_activation(gradient: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Return the gradient of the activation's input; `out` is the output of a relu, or None."""
     return gradient if out is None else torch.ops.aten.threshold_backward(gradient, out, 0)
 
 

@@ -1,12 +1,7 @@
-"""Runs products with communication inside, in one of several ways.
+"""Runs products with communication inside, in one of the ways of `docs/architecture/step.md`.
 
-    serial     the collective, then the product, or the other way round: NCCL's, or gloo's on CPUs
-    copies     products of cuBLAS, part by part; copy engines send rows, or partial products
-    tiles      one kernel of our own, whose tiles wait for their rows or are stored at their owner
-    triggered  as tiles, but copy engines send the partial products that the kernel has counted as complete
-    auto       copies; serial if few bytes are sent or copies cannot run, see `rule`
-
-All but serial run between GPUs, in float16 or bfloat16; tiles and triggered need N and K that are multiples of 8.
+`auto` is copies, or serial if few bytes are sent or copies cannot run. All but serial run between GPUs, in float16 or
+bfloat16; tiles and triggered need N and K that are multiples of 8.
 """
 
 import logging
@@ -34,13 +29,11 @@ def rule(gathers: bool, rows: int, columns: int, inner: int, world_size: int) ->
     """Return the way that `auto` takes if copies can run, and the number of parts that any way cuts a rank's rows into.
 
     Flags, copies and waits take about 20 us, so few bytes are sent serially. One part suffices if the product takes
-    longer than the links: then only one copy is not hidden (docs/results/gemm.md).
+    longer than the links (docs/results/gemm.md).
 
     Args:
         gathers: whether the product follows an all-gather; otherwise it precedes a reduce-scatter.
-        rows: rows of the product on all ranks, M.
-        columns: columns of the product on this rank, N.
-        inner: what the product sums over on this rank, K.
+        rows, columns, inner: M on all ranks; N and K on this rank.
     """
     # Of 2-byte elements: what this rank sends, and whether its links take less time than the product.
     sent_bytes = (world_size - 1) * rows // world_size * (inner if gathers else columns) * 2
@@ -49,19 +42,18 @@ def rule(gathers: bool, rows: int, columns: int, inner: int, world_size: int) ->
 
 
 class ParallelProducts:
-    """Both operators, without autograd, on tensors of one device between the ranks of one group.
+    """Both operators, without autograd, between the ranks of one group.
 
-    All ranks make the same calls in the same order, on one stream or on ordered streams. The first call of a size
-    allocates memory, a collective, so it may not be captured. A deep copy of a layer shares this object.
+    All ranks make the same calls in the same order, on one stream or on ordered streams. The first call of a size is a
+    collective that allocates memory, so it may not be captured. Deep copies of a layer share this object.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, wait_timeout_s: float = 600.0) -> None:
         self.group, self.device, self.wait_timeout_s = group, device, wait_timeout_s
         self.rank, self.world_size = group.rank(), group.size()
         self.order: AbstractContextManager[object] = nullcontext()
-        """entered around all communication, to order it within a captured step"""
+        """context of all communication, to order it within a captured step"""
         self.windows: ProductWindows | None = None
-        """made by the first call between GPUs that is not serial"""
         self._reaches_peers = device.type == "cuda" and self.world_size > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelProducts":
@@ -81,10 +73,7 @@ class ParallelProducts:
         return gather(self._open_windows(), x_shard, layer, parts, keep)
 
     def begin_reduce_scatter(self, x: torch.Tensor, layer: ProductLayer, way: str) -> Finish:
-        """Begin `operators.matmul_reduce_scatter`; calling the returned function, once, returns its output.
-
-        Work that is issued in between overlaps with the communication.
-        """
+        """Begin `operators.matmul_reduce_scatter`; call the returned function, once, for its output."""
         x = _aligned(x)
         way, parts = self._choose(False, len(x), x, layer, way)
         if way == "serial":
@@ -95,7 +84,6 @@ class ParallelProducts:
         return scatter(self._open_windows(), x, layer, parts)
 
     def _choose(self, gathers: bool, rows: int, x: torch.Tensor, layer: ProductLayer, way: str) -> tuple[str, int]:
-        """Return the way of a call, and the number of parts that it cuts a rank's rows into."""
         columns, inner = layer.weight.shape
         ruled, parts = rule(gathers, rows, columns, inner, self.world_size)
         if way != "auto":
@@ -110,9 +98,6 @@ class ParallelProducts:
         return ruled if is_half and self._reaches_peers else "serial", parts
 
     def _open_windows(self) -> "ProductWindows":
-        """Return the windows, which the first call makes: a collective that raises `InputError` as `ProductWindows`
-        does.
-        """
         if self.windows is None:
             from dlrm_overlap.dense.gemm.windows import ProductWindows
 
@@ -120,14 +105,12 @@ class ParallelProducts:
         return self.windows
 
     def check(self) -> None:
-        """Raise the `ExchangeTimeoutError` of an expired wait for a peer, if the GPU has recorded one; waits for
-        nothing.
-        """
+        """Raise the recorded `ExchangeTimeoutError` of a wait, if any; does not wait for the GPU."""
         if self.windows is not None:
             self.windows.check()
 
     def close(self) -> None:
-        """Wait for all issued work, then free all memory; a collective. The next call allocates again."""
+        """Wait for all issued work, then free all memory; a collective."""
         if self.windows is not None:
             self.windows.close()
         self.windows = None

@@ -1,8 +1,8 @@
 """Products with their reduce-scatter inside: partial products go to the ranks that own their rows, which add them up.
 
-Each function takes the owner's windows, this rank's x [M, K], the layer, and a number of parts, and returns a function
-that, called once, returns the sums [M / W, N]. A rank multiplies the rows of its peers first. Owners add up in float32,
-in the order of the ranks, with bias and activation, part by part as they arrive: the same bits in every call.
+Functions take this rank's x [M, K], and return a function that, called once, returns the sums [M / W, N]. A rank
+multiplies the rows of its peers first. Owners add up in float32, in the order of the ranks, with bias and activation,
+part by part as they arrive: the same bits in every call.
 """
 
 import functools
@@ -21,8 +21,8 @@ from dlrm_overlap.kernels.gemm.product import Destinations, Signals, for_tma, pr
 class _Partials:
     """The partial products of one call: rank w's begin at line w * lines of every owner's window.
 
-    When it is made, the current stream waits until all windows may be overwritten. From then on peers wait for the end
-    of the call, so all its other memory must be allocated before.
+    The constructor makes the current stream wait until all windows may be overwritten. From then on peers wait for the
+    end of the call, so all its memory must be allocated before.
     """
 
     def __init__(self, windows: ProductWindows, x: torch.Tensor, layer: ProductLayer) -> None:
@@ -38,23 +38,21 @@ class _Partials:
 
     @property
     def offset_bytes(self) -> int:
-        """Where this rank's partial products begin in every window."""
         return self.windows.rank * self._lines * LINE * self._dtype.itemsize
 
     def target(self, owner: int) -> torch.Tensor:
-        """Return this rank's partial products in the window of `owner`, [M / W, N]."""
+        """Return [M / W, N]: this rank's partial products at `owner`."""
         first = self.windows.rank * self._lines * LINE
         memory = self.window.view("memory", owner).view(self._dtype)
         return memory[first : first + self.rows * self.columns].view(self.rows, self.columns)
 
     def add_up(self, arrived: Flags, begin: int, end: int) -> None:
-        """Wait for flags, then add up the rows [begin, end) of all ranks; the last call has the last row."""
+        """Wait for flags, then add up the rows [begin, end) of all ranks, the last rows last."""
         windows, is_last = self.windows, end == self.rows
         wait_flags(arrived, windows.rank, 0)
         sum_parts(self._parts, windows.done, windows.counted, windows.rank, (begin, end), is_last)
 
     def sums(self) -> torch.Tensor:
-        """Return the sums [M / W, N], once all rows have been added up."""
         return self._out.resize_(self.rows, self.columns)  # not a view: autograd refuses in-place changes of those
 
 
@@ -79,8 +77,7 @@ def copied(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, parts:
         current stream | wait for DONE | rows of r+1 | rows of r+2 | own rows | wait, add up a part | .. | DONE
         copy engine    |                             | send to r+1, flag | send to r+2, flag
 
-    Source: T3 (Pati et al., ASPLOS 2024): chunks in an order that is staggered by rank, moved by DMA when they are
-    complete; here each chunk is a product of its own.
+    Source: T3 (Pati et al., ASPLOS 2024): chunks in an order that is staggered by rank, moved by DMA when complete.
     """
     current, partial = torch.cuda.current_stream(windows.device), x.new_empty(x.shape[0], len(layer.weight))
     partials = _Partials(windows, x, layer)
@@ -112,11 +109,7 @@ def copied(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, parts:
 
 
 def tiled(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, parts: int) -> Finish:
-    """One kernel multiplies all rows, and stores each tile in the window of the rank that owns its rows.
-
-    So links are busy while the product runs, and no partial product is read again here:
-
-        current stream | wait for DONE | tiles of all ranks in turn, flags after each part | wait, add up a part | ..
+    """One kernel multiplies all rows, and stores each tile in the window of its owner, which keeps the links busy.
 
     Source: Flux (Chang et al., arXiv 2406.06858).
     """
@@ -140,13 +133,12 @@ def triggered(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, par
     """One kernel multiplies all rows; copy engines send each part as soon as the kernel has counted all its tiles.
 
     The kernel computes one peer's rows after the other and stores them in this GPU's memory, so no store waits for a
-    link. The program that completes a part sets a word, for which the copy engine waits:
+    link. The program that completes a part sets a word, for which the copy engine waits, without a timeout:
 
         current stream | wait for DONE | tiles of r+1, of r+2, of r+3, own ones        | wait, add up a part | .. | DONE
         copy engine    |                     | send r+1, flag | send r+2, flag | send r+3, flag
 
-    So a part costs a word, not a product. As in `gathers.tiled`, copies must run concurrently with the kernel; here the
-    copies wait, without a timeout.
+    As in `gathers.tiled`, copies must run concurrently with the kernel.
 
     Source: T3 (Pati et al., ASPLOS 2024): the tracker counts the tiles of a region, and triggers its DMA.
     """

@@ -1,7 +1,7 @@
 """The collective of the process group before or after the product: the only way on CPUs, and in float32.
 
-On GPUs NCCL adds up the partial products in their type, in the same order in every call; on CPUs they are added up in
-float32 in the order of the ranks.
+NCCL adds up the partial products in their dtype, in the same order in every call. On CPUs they are added up in float32
+in the order of the ranks.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 def gather(
     group: dist.ProcessGroup, x_shard: torch.Tensor, layer: ProductLayer, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gather, then multiply; return the output for all rows [M, N] and, if `keep`, these rows [M, K]."""
+    """Return the output for all rows [M, N] and, if `keep`, the gathered rows [M, K]."""
     x = x_shard.new_empty(group.size() * x_shard.shape[0], x_shard.shape[1])
     all_gather(x, x_shard, group=group)
     out = functional.linear(x, layer.weight, layer.bias)
@@ -29,7 +29,7 @@ def gather(
 
 
 def scatter(group: dist.ProcessGroup, x: torch.Tensor, layer: ProductLayer) -> Finish:
-    """Multiply, and begin to reduce. On CPUs partial products are exchanged, since gloo has no fixed order of sums."""
+    """Multiply, and begin to reduce; gloo has no fixed order of sums, so CPUs exchange partial products."""
     partial, ranks, is_relu = functional.linear(x, layer.weight), group.size(), layer.activation == "relu"
     if x.device.type == "cpu":
         received = torch.empty_like(partial)

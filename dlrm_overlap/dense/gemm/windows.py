@@ -7,8 +7,7 @@ each has one writer.
 Before a rank stores to any window in call e, it has waited for DONE e - 1 of every peer. By then every rank has read
 all that it reads in call e - 1, and all stores of that call have arrived, since their readers waited for them.
 Meanwhile nobody can access a window in call e + 1, which needs DONE e of this rank. So nothing is overwritten too
-early. (A second window would let ranks drift further apart, but a replayed graph would use the same one twice in a
-row.)
+early.
 """
 
 from collections.abc import Mapping
@@ -24,26 +23,22 @@ from dlrm_overlap.kernels.gemm.product import TILING
 from dlrm_overlap.kernels.schedule import staggered_peers
 
 SLOTS = 4
-"""READY flags of a rank at each rank, one a part"""
+"""READY flags of a rank at each rank, one per part"""
 MISSING = "product's part"
 _GRANULE_BYTES = 1 << 21  # GPU memory is mapped between ranks in multiples of it
 
 
 class ProductWindows:
-    """The windows, flags and copy engines of one owner's products, whose calls follow each other.
+    """The windows, flags and copy engines of one owner's products.
 
-    Ranks send to their peers in the order rank + 1, rank + 2, .., so that no two send to the same rank at a time.
+    Ranks send to rank + 1, rank + 2, .. in turn, so that no two send to the same rank at a time.
     """
 
     tiling = TILING
-    """of the products by our own kernel"""
 
     @torch.inference_mode(False)  # training uses memory that an evaluation allocates
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        """Make the flags and the engines; a collective.
-
-        Args:
-            timeout_s: how long a wait for a peer may take.
+        """A collective.
 
         Raises:
             InputError: on every rank, if there is no memory, or the ranks cannot access each other's.
@@ -51,9 +46,9 @@ class ProductWindows:
         self.group, self.device, self._timeout_s = group, device, timeout_s
         self.rank, self.world_size = group.rank(), group.size()
         self.send_order = staggered_peers(self.rank, self.world_size)
-        """the peers as this rank sends to them; they send to it in the reverse order"""
+        """the peers in the order of sending; they send to this rank in the reverse order"""
         self.in_progress = False
-        """whether a reduce-scatter has begun and is not finished"""
+        """whether a reduce-scatter is not finished"""
         self.arenas: list[Arena] = []
         """each has one region, memory [size] uint8"""
         # The epoch, and the flags by what is waited for.
@@ -65,7 +60,7 @@ class ProductWindows:
         """[1] int64: the epoch"""
         every = dict.fromkeys(range(self.world_size), 1)
         self.done = self._flags_for("done", every)
-        """[W, 1]: peers have finished the previous call; its clock is the epoch"""
+        """[W, 1]: peers have finished the previous call"""
         self.ready = [self._flags_for("ready", dict.fromkeys(every, slot + 1)) for slot in range(SLOTS)]
         """[W, SLOTS]; number s waits for the first s + 1 slots of every peer"""
         self.ready_from = {peer: self._flags_for("ready", {peer: 1}) for peer in self.send_order}
@@ -74,30 +69,28 @@ class ProductWindows:
         self.arrived = [self._flags_for("ready", every | dict.fromkeys(last, slot + 1)) for slot in range(SLOTS)]
         """number k waits for slot 0 of every peer, and slots 0 .. k of the last peer that sends to this rank"""
         self.ready_at = [self._flags.view("ready", rank)[self.rank] for rank in range(self.world_size)]
-        """for each rank, [SLOTS] int64: the flags that this rank sets there"""
+        """[SLOTS] int64 per rank: the flags that this rank sets there"""
         # What kernels count and read.
         self.counted = torch.zeros(1, dtype=torch.int32, device=device)
-        """[1] int32: programs of the running kernel that have finished; 0 before and after"""
+        """[1] int32: programs of a kernel that have finished; 0 before and after"""
         self.tiles = torch.zeros(self.world_size * SLOTS, dtype=torch.int32, device=device)
-        """[W * SLOTS] int32: tiles of each part that a kernel has scattered; 0 before and after"""
+        """[W * SLOTS] int32: scattered tiles of each part; 0 before and after"""
         self.own_first = torch.tensor([self.rank, *self.send_order[::-1]], dtype=torch.int32, device=device)
-        """[W] int32: the ranks in the order in which their rows arrive"""
+        """[W] int32: the ranks as their rows arrive"""
         self.own_last = torch.tensor([*self.send_order, self.rank], dtype=torch.int32, device=device)
-        """[W] int32: the ranks in the order in which this one sends to them"""
+        """[W] int32: the ranks in the order of sending"""
         self.words = torch.zeros(self.world_size, SLOTS, dtype=torch.int64, device=device)
-        """[W, SLOTS] int64: which parts of an owner's rows a kernel has counted as complete"""
+        """[W, SLOTS] int64: which parts of an owner's rows a kernel has completed"""
         self.ranks = torch.arange(self.world_size, dtype=torch.int64, device=device)
         # A kernel writes element (rank, part) at an owner's address, which is chosen so that it is (owner, part) here.
         self.word_addresses = (self.ranks - self.rank) * SLOTS * self.words.itemsize + self.words.data_ptr()
         # Copies, and the events that order them with the current stream.
         self.engine = CopyEngine(device)
         self.local_copies = CopyEngine(device)
-        """copies within this GPU, which overlap with the products"""
+        """copies within this GPU"""
         self.events = [torch.cuda.Event() for _ in range(self.world_size * SLOTS)]
-        """for the consecutive parts of a call"""
 
     def _flags_for(self, name: str, slots: Mapping[int, int]) -> Flags:
-        """Return the flags `name`, ready or done; a wait is for the first slots[w] of each peer w."""
         counts = [slots.get(rank, 0) * int(rank != self.rank) for rank in range(self.world_size)]
         return Flags(
             addresses=self._flags.addresses(name),
@@ -112,10 +105,8 @@ class ProductWindows:
     def begin(self, size_bytes: int) -> Arena:
         """Begin a call on the current stream, after the previous one; return the first window that is large enough.
 
-        It is the same one on all ranks. If there is none, one is made: a collective that may not be captured.
-
-        Raises:
-            InputError: on every rank, if there is no memory.
+        It is the same one on all ranks. If there is none, one is made: a collective that may not be captured, with the
+        errors of the constructor.
         """
         assert not self.in_progress, "a reduce-scatter is in progress; finish it before the next product"
         if not any(window.size_bytes >= size_bytes for window in self.arenas):
@@ -124,11 +115,9 @@ class ProductWindows:
         return next(window for window in self.arenas if window.size_bytes >= size_bytes)
 
     def check(self) -> None:
-        """Raise the `ExchangeTimeoutError` of a wait that has expired, if the GPU has recorded one."""
         self._record.raise_expired(self._timeout_s, MISSING)
 
     def close(self) -> None:
-        """Wait for all issued work, then free the memory; a collective."""
         settle(self.group, self.device, self.check)
         for arena in (self._flags, *self.arenas):
             arena.close()

@@ -262,7 +262,7 @@ class IdExchange:
         reach = self.windows.arena.reach
         with self.order:
             self._signals.signal()
-            if not reach.whole:
+            if not reach.is_one_node:
                 send_window(self.windows, self.group)
             for source in reach.sources:
                 self._signals.signal(source)

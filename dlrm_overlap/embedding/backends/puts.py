@@ -46,11 +46,11 @@ class PooledByPuts:
         self._windows, self._layout, self._lookup, self._options = windows, layout, lookup, context.options
         self._reach = reach = layout.reach
         receivers = [reach.relay(reach.rank, node) for node in reach.others]
-        self._slot_at = {peer: reach.taken_by(peer).index(reach.rank) for peer in receivers}
+        self._slot_at = {peer: reach.sources_of(peer).index(reach.rank) for peer in receivers}
         """this rank's slot at each peer"""
 
         # The heap, for the largest messages of any rank.
-        self._slots, self._staged = max(1, reach.most_taken), len(reach.others)
+        self._slots, self._staged = max(1, reach.max_sources), len(reach.others)
         most, ranks = context.samples_per_rank, max(len(node) for node in reach.nodes)
         pitches = [layout.pitch(columns) for columns in layout.pooled_columns]
         self._most_groups = max(ranks * self._groups(most, pitch).each for pitch in pitches)

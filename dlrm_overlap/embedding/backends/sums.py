@@ -87,7 +87,7 @@ class NodeSums:
 
     def _rows(self) -> torch.Tensor:
         """Return the current window as rows [samples, pitch], with room for the most samples of each rank served."""
-        rows = self._layout.reach.most_taken * self._most
+        rows = self._layout.reach.max_sources * self._most
         return self._pair.local[: rows * self._pitch].view(rows, self._pitch)
 
     def store(self, step: Step) -> None:

@@ -58,12 +58,12 @@ def test_a_rank_takes_what_is_relayed_to_it(lengths: Sequence[int]) -> None:
         for node in reach.nodes:
             if source not in node:
                 taken[reach.relay(source, node)].append(source)
-    assert {rank: list(reach.taken_by(rank)) for rank in ranks} == taken
-    assert reach.most_taken == max(map(len, taken.values()))
+    assert {rank: list(reach.sources_of(rank)) for rank in ranks} == taken
+    assert reach.max_sources == max(map(len, taken.values()))
 
 
 def test_nodes_are_emulated_if_they_divide_the_ranks(world_of_one: dist.ProcessGroup) -> None:
-    assert find_reach(world_of_one, torch.device("cpu")).whole
+    assert find_reach(world_of_one, torch.device("cpu")).is_one_node
     assert find_reach(world_of_one, torch.device("cpu"), 1).nodes == (range(1),)
     with refuses(r"embedding\.nodes: 2 emulated nodes do not divide 1 ranks; take a divisor"):
         find_reach(world_of_one, torch.device("cpu"), 2)

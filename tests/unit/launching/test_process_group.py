@@ -73,12 +73,12 @@ _GROUP = cast(dist.ProcessGroup, None)
 def test_unlike_ranks_are_refused_with_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     facts: list[dict[str, object]] = [{"train.lr": 0.1, "train.steps": None, "data.path": "a" * 90} for _ in range(4)]
     monkeypatch.setattr(every_rank, "gathered", lambda value, group: facts)
-    process_group.check_alike(facts[0], _GROUP)
+    process_group.check_identical(facts[0], _GROUP)
     facts[2] |= {"train.lr": 0.5, "data.path": "b" * 90, "code": "new"}
     long = [f"'{letter * 59}.." for letter in "ba"]
     told = f"code is 'new', not None, data.path is {long[0]}, not {long[1]}, train.lr is 0.5, not 0.1; start all ranks"
     with refuses("^" + re.escape(f"rank 2 differs from rank 0: {told}")):
-        process_group.check_alike(facts[0], _GROUP)
+        process_group.check_identical(facts[0], _GROUP)
 
 
 def test_an_interface_that_is_not_there_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

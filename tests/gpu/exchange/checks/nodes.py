@@ -49,7 +49,7 @@ def _rows_after(place: Place, optimizer: str, options: ExchangeOptions, dims: Se
     """Return rows and states after a step for each batch, whose gradients depend on the forward's output."""
     tables = tables_of_all_kinds(range(place.world_size - (place.world_size > 2)), dims)  # the last of several has none
     training = Training(place, tables, optimizer, options)
-    assert training.exchange.reach.whole == (options.nodes == 1 or place.world_size == 1)
+    assert training.exchange.reach.is_one_node == (options.nodes == 1 or place.world_size == 1)
     for seed, batch in enumerate(uneven_batches(place, tables)):
         training.step(batch, seed, feedback=True)
     rows = training.rows()
