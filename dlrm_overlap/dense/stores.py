@@ -36,7 +36,7 @@ _FLAG_NAME = "dense gradients' flag"
 
 
 @dataclass(frozen=True)
-class Piece:
+class GradientPiece:
     """Lines of the flat gradient, `LINE` elements each, that one launch reduces."""
 
     begin: int
@@ -58,7 +58,7 @@ class Range(NamedTuple):
 
     ready: int
     """slot of the flag that signals that a rank's gradients may be read and replaced by the mean"""
-    pieces: list[Piece]
+    pieces: list[GradientPiece]
     """at least one; their slots follow `ready`"""
 
 
@@ -78,7 +78,7 @@ def cut(ranges: Sequence[tuple[int, int]], piece_elements: int, world_size: int)
         pieces = []
         for first in range(begin // LINE, max(end // LINE, begin // LINE + 1), max(1, lines)):
             last = min(first + lines, end // LINE)
-            pieces.append(Piece(first, last, -(-(last - first) // world_size), slot + 1 + len(pieces)))
+            pieces.append(GradientPiece(first, last, -(-(last - first) // world_size), slot + 1 + len(pieces)))
         cut_ranges.append(Range(slot, pieces))
         slot += 1 + len(pieces)
     return cut_ranges
@@ -167,7 +167,7 @@ class StoreReduction:
         if stream is not None:  # it has finished, but a capture requires the streams to join
             torch.cuda.current_stream(self._flat.device).wait_stream(stream)
 
-    def _average(self, piece: Piece) -> None:
+    def _average(self, piece: GradientPiece) -> None:
         average_share(
             self._shares[piece],
             self._dtype,

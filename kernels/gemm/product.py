@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
         return -(-rows // (parts * self.block_m)) * self.block_m
 
 
-class Signals(NamedTuple):
+class TileSignals(NamedTuple):
     flags: Flags
     """element (w, i) covers rows [i * slot_rows, (i + 1) * slot_rows) of a shard: rows that rank w has sent, or this
     rank's rows that w has multiplied. They are set to `clock`; `counts` is not used"""
@@ -80,7 +80,7 @@ def product(
     out: torch.Tensor | Destinations,
     rank: int,
     owners: torch.Tensor,
-    signals: Signals,
+    signals: TileSignals,
     bias: torch.Tensor | None = None,
     activation: str = "none",
     tiling: Tiling = TILING,

@@ -5,7 +5,7 @@ import torch
 
 from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.kernels.flags import Flags
-from dlrm_overlap.kernels.gemm.product import Destinations, Signals, Tiling, product
+from dlrm_overlap.kernels.gemm.product import Destinations, TileSignals, Tiling, product
 from dlrm_overlap.kernels.schedule import staggered_peers
 from tests.agreement import assert_near, assert_same
 from tests.kernels.emulation import CPU, interpreted
@@ -71,11 +71,11 @@ class Ranks:
         n, k = self.case.n, self.case.k
         return self._random(generator, n, k) if self.case.by_k else self._random(generator, k, n).t()
 
-    def signals(self, rank: int) -> Signals:
+    def signals(self, rank: int) -> TileSignals:
         addresses = torch.tensor([ready.data_ptr() for ready in self.ready])
         unused = torch.zeros(self.case.world_size, dtype=torch.int32)
         flags = Flags(addresses, self.clock, self.ready[rank], unused, 3, self.records[rank].status)
-        return Signals(flags, self.case.slot_rows)
+        return TileSignals(flags, self.case.slot_rows)
 
     def owners(self, rank: int, own_first: bool) -> torch.Tensor:
         """Return the ranks in order, with `rank` the first or the last."""

@@ -10,7 +10,7 @@ from dlrm_overlap.dense.gemm.layer import ProductLayer, cut, linear_into
 from dlrm_overlap.dense.gemm.windows import ProductWindows
 from dlrm_overlap.kernels.flags import signal_flags, wait_flags
 from dlrm_overlap.kernels.gemm.calls import begin_call
-from dlrm_overlap.kernels.gemm.product import Signals, for_tma, product
+from dlrm_overlap.kernels.gemm.product import TileSignals, for_tma, product
 
 
 class _Rows:
@@ -111,7 +111,7 @@ def tiled(
             rows.send(peer, begin, min(begin + slot_rows, count), slot)
     # Multiply all rows in the window, this rank's first.
     rows.received[rows.own].copy_(x_shard)
-    signals, x = Signals(windows.ready[0], slot_rows), rows.received
+    signals, x = TileSignals(windows.ready[0], slot_rows), rows.received
     product(x, weight, rows.out, windows.rank, windows.own_first, signals, layer.bias, layer.activation, windows.tiling)
     if rows.kept is not None:
         rows.kept.copy_(x)

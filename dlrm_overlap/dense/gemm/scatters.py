@@ -15,7 +15,7 @@ from dlrm_overlap.dense.gemm.windows import ProductWindows
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags, wait_flags
 from dlrm_overlap.kernels.gemm.calls import Parts, begin_call, sum_parts
-from dlrm_overlap.kernels.gemm.product import Destinations, Signals, for_tma, product
+from dlrm_overlap.kernels.gemm.product import Destinations, TileSignals, for_tma, product
 
 
 class _Partials:
@@ -116,7 +116,7 @@ def tiled(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, parts: 
     weight, partials = for_tma(layer.weight), _Partials(windows, x, layer)
     rows, slot_rows = partials.rows, windows.tiling.slot_rows(partials.rows, parts)
     targets = partials.window.addresses("memory") + partials.offset_bytes
-    signals, destinations = Signals(windows.ready[0], slot_rows), Destinations(targets, windows.tiles)
+    signals, destinations = TileSignals(windows.ready[0], slot_rows), Destinations(targets, windows.tiles)
     product(x, weight, destinations, windows.rank, windows.own_last, signals, tiling=windows.tiling)
     windows.in_progress = True
 
@@ -151,7 +151,7 @@ def triggered(windows: ProductWindows, x: torch.Tensor, layer: ProductLayer, par
     words.zero_()
     engine.follow()
     stored_at = windows.ranks * (rows * len(weight) * partial.itemsize) + partial.data_ptr()
-    signals = Signals(replace(windows.ready[0], addresses=windows.word_addresses, local=words), slot_rows)
+    signals = TileSignals(replace(windows.ready[0], addresses=windows.word_addresses, local=words), slot_rows)
     destinations = Destinations(stored_at, windows.tiles, "remote_first")
     product(x, weight, destinations, windows.rank, windows.own_last, signals, tiling=windows.tiling)
     sent = windows.events[-len(pieces) :]
