@@ -38,7 +38,10 @@ class CommunicationOrder:
 
 
 class OnStream:
-    """As `torch.cuda.stream`, which takes 12 us of host time, on the current device."""
+    """Context manager that makes a stream of the current device the current stream.
+
+    `torch.cuda.stream` does the same, but also handles other devices, and takes 12 us of host time.
+    """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream.stream_id, stream.device_index, stream.device_type

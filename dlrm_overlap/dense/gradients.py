@@ -23,7 +23,12 @@ class CollectiveReduction:
     def __init__(
         self, flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, ranges: Sequence[tuple[int, int]]
     ) -> None:
-        """Gradients are sent and added up in `dtype`, float32 or bfloat16."""
+        """Take the ranges that `reduce` averages.
+
+        Args:
+            dtype: float32 or bfloat16, in which the collective sends and adds gradients; the mean is float32.
+            ranges: [begin, end) of each range, in elements of the flat gradient.
+        """
         self._gradients, self._group, self._ranges = flat.gradients.tensor[: flat.shared_end], group, ranges
         self._ranks = dist.get_world_size(group)
         self._sent = None if dtype == torch.float32 else torch.empty_like(self._gradients, dtype=dtype)

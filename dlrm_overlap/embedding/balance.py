@@ -163,7 +163,10 @@ class _Shard:
         return [_Shard(self.table, self.memory / n, self.links / n, self.bytes / n) for _ in range(n)]
 
     def cut_by_rows(self, table: TableLoad, shards: int, summed: bool) -> "_Shard":
-        """Return the largest range of the rows; `summed` partial sums are added within a node before they are sent."""
+        """Return the load of the largest of `shards` ranges of the rows.
+
+        If `summed`, a node adds its partial sums before it sends them, so every bag is sent.
+        """
         rows = ceil(table.rows / shards) / table.rows
         links = self.links * (partial_sums(table.pooling, shards) if table.pooled and not summed else 1.0) / shards
         return _Shard(self.table, self.memory / shards, links, self.bytes * rows)

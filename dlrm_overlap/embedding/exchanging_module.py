@@ -182,7 +182,11 @@ class ExchangingModule(nn.Module, Generic[Served]):
         return self._look_up_by_torchrec(partial(super().compute, ctx, dist_input))  # type: ignore[misc]
 
     def _look_up_by_torchrec(self, look_up: Callable[[], Result]) -> Result:
-        """Look up with the rows and counts that captured steps have left, and count this lookup."""
+        """Call TorchRec's lookup in a module whose steps may be captured, and return its result.
+
+        Before the call, cached rows are written back to their tables, and FBGEMM's step counts are set to those of the
+        captured steps. After the call, the captured steps get FBGEMM's new counts.
+        """
         if self.exchange is None:
             return look_up()
         self.note_writes()

@@ -180,7 +180,15 @@ class IdLayout:
         return sources * sum(self.published_capacity[feature] for feature in features)
 
     def known_offsets(self, features: Sequence[int], bags: int) -> torch.Tensor:
-        """Return [F * bags + 1] int32: the offsets of F features with `bags` bags of known length each."""
+        """Return the offsets of bags whose lengths the capacity fixes, feature by feature, on the CPU.
+
+        Args:
+            features: indices of F features, all bags of which have the same length.
+            bags: bags of each feature.
+
+        Returns:
+            [F * bags + 1] int32, in ids.
+        """
         sizes = torch.tensor(
             [self.batch_capacity.bag_sizes[self.keys[feature]][1] for feature in features],
             dtype=torch.int32,

@@ -25,19 +25,22 @@ class SentIds(NamedTuple):
 
 
 class IdSender:
-    """Sends ids at most one step ahead, instead of TorchRec's input_dist, and starts the steps whose ids have arrived.
+    """Sends the ids of this rank's samples to the owners of their rows, and starts the lookup of ids that have arrived.
 
-    Making a sender makes the exchange's windows, with those of the ids, which is a collective. From then on the
-    exchange looks up only ids that this sender sends.
+    It replaces TorchRec's input_dist, and sends the ids of a step during the step before. The constructor is a
+    collective: it allocates the windows of the exchange and of the ids. From then on the exchange looks up only ids
+    from this sender.
 
     Args:
+        exchange: looks up the ids.
         keys: features in the order of every batch, the same on all ranks.
-        layout: includes the tables that every rank holds, if the exchange looks them up; None keeps the exchange's.
-        replicated: those tables; their gradients are added to their parameters' gradients.
-        weighted: whether the ids of every batch have weights, the same on all ranks.
+        capacity: largest numbers of samples and ids in a batch, for which windows are allocated.
+        layout: tables of the exchange, with replicated tables if the exchange looks them up; None is `exchange.layout`.
+        replicated: replicated (data-parallel) tables; the exchange adds to the `.grad` of their weights.
+        weighted: True if the ids of every batch on every rank have weights.
 
     Raises:
-        InputError: if a feature has no capacity, or there is no memory for the windows.
+        InputError: on all ranks, if a feature is not in `capacity`, or a rank has no memory for the windows.
     """
 
     def __init__(

@@ -101,7 +101,10 @@ class RunningMetrics:
         self._window[:, _PREDICTED] += logits.sigmoid().sum(1, dtype=torch.float64)
 
     def take(self) -> dict[str, float]:
-        """Return metrics of all ranks since the last call and, as lifetime_*, since the start."""
+        """Return the metrics of the samples of all ranks since the last call; a collective.
+
+        Keys with the prefix lifetime_ have the metrics since the first step of the run, across resumes.
+        """
         window = self._of_all_ranks()
         self._window.zero_()
         self._lifetime += window

@@ -37,7 +37,10 @@ class UpdateConfig:
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """Rates of one GPU and its kernels. The defaults are an H200's; see configs/simulate/h200.yaml."""
+    """Rates and latencies of one GPU and of this project's kernels on it.
+
+    The defaults are those of an H200, which configs/simulate/h200.yaml repeats with their origin.
+    """
 
     link_gb_per_s: PositiveFloat = 354.1
     """bandwidth between a GPU and its peers on the node, per direction, for stores and copies"""

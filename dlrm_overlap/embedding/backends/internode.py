@@ -120,7 +120,11 @@ class GradientTransport:
         self._columns = {node: layout.output_columns(node).to(context.device) for node in others}
 
     def send(self, step: Step, gradient: torch.Tensor, scale: float) -> None:
-        """Start to send `scale` times the gradient [b, D_total]."""
+        """Start to send the gradient of the pooled embeddings to the owners on other nodes, multiplied by `scale`.
+
+        Args:
+            gradient: [b, D_total], which is copied on the current stream.
+        """
 
         def pack(message: Message, sent: torch.Tensor) -> None:
             columns = self._columns[message.node]
