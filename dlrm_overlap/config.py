@@ -324,7 +324,7 @@ class EmbeddingConfig:
             )
 
     def resolved_wire_dtype(self, precision: str) -> str:
-        """Return fp32, bf16 or fp16: `wire_dtype`, where auto is bf16 if the dense part is in bf16, and otherwise fp32."""
+        """Return `wire_dtype`, where auto becomes bf16 for a dense part in bf16, and otherwise fp32."""
         if self.wire_dtype != "auto":
             return self.wire_dtype
         return "bf16" if precision == "bf16" and self.backend != "torchrec" else "fp32"
