@@ -59,7 +59,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         return list(ranges), DistinctIds(sequences, rows, self._device, firsts)
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """If the exchange takes the ids, they are sent here unless they were sent before."""
+        """After `take_ids`, send the ids of the batch unless `sender` has sent them before."""
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
