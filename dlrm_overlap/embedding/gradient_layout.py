@@ -19,8 +19,8 @@ class GradientLayout:
     """The gradient windows [D_local * B], shard by shard, and the parts in which gradients are sent.
 
     The gradient [B, D] of the shard at column `start` of D_local begins at element start * B, so a table's gradients
-    are contiguous. A part is a group of tables with its own flag: rows of one part are updated while the
-    gradients of the next part are sent.
+    are contiguous. A part is a group of tables with its own flag: rows of one part are updated while the gradients
+    of the next part are sent.
 
     Example: B is 2, a rank has shards of dims 4 and 8. The first gradient is [2, 4] at elements 0 .. 7, the second [2,
     8] at 8 .. 23.

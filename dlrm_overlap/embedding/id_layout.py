@@ -75,7 +75,7 @@ class Share(NamedTuple):
     key: int
     first: int
     end: int
-    """end of the shard's ids; above every id for the last shard with rows, so that its owner reports ids outside the table"""
+    """end of the shard's ids; for the last shard with rows above every id: its owner reports ids out of range"""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class IdLayout:
     """Positions of ids in a rank's window, and where they arrive.
 
     The window has the ids of all T features. If tables are cut by rows, the same ids follow once more, sorted into
-    shares when they are published. What is published
-    is numbered: features 0 .. T - 1, a separator T, and shares from T + 1 on.
+    shares when they are published. Published features are numbered: 0 .. T - 1 those of `keys`, T a separator, and from
+    T + 1 on the shares.
 
     Example: features f of 1 id a bag and g of 0 .. 2, 3 samples a rank, W = 2. A window has room for 3 + 6 ids, then
     the offsets of 2 * 3 bags. An owner of g alone has room for 2 * 6 ids.
@@ -169,7 +169,7 @@ class IdLayout:
 
     @property
     def windows(self) -> WindowSpec:
-        """int32 ids, float32 weights if any, then int32 offsets of all bags or, with known lengths, the number of ids."""
+        """int32 ids, float32 weights if any, then int32 offsets of bags or, with known lengths, the number of ids."""
         offsets = 0 if self.known_lengths else len(self.published_capacity) * self.batch_capacity.samples
         return WindowSpec("ids", Region((self.offsets_at + offsets + 1,), torch.int32), 1)
 

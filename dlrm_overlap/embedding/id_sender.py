@@ -27,13 +27,14 @@ class SentIds(NamedTuple):
 class IdSender:
     """Sends ids at most one step ahead, instead of TorchRec's input_dist, and starts the steps whose ids have arrived.
 
-    Making a sender makes the exchange's windows, with those of the ids, which is a collective. From then on the
+    Constructing a sender is a collective, which makes the windows of the exchange and of the ids. From then on the
     exchange looks up only ids that this sender sends.
 
     Args:
         keys: features in the order of every batch, the same on all ranks.
-        layout: includes the tables that every rank holds, if the exchange looks them up; None keeps the exchange's.
-        replicated: those tables; their gradients are added to their parameters' gradients.
+        capacity: the largest batch of a rank, the same on all ranks.
+        layout: includes the tables that every rank holds, if the exchange looks them up; by default `exchange.layout`.
+        replicated: the tables that every rank holds; gradients of their rows are added to their parameters' gradients.
         weighted: whether the ids of every batch have weights, the same on all ranks.
 
     Raises:
@@ -80,7 +81,7 @@ class IdSender:
         self.exchange.failure = failure
 
     def send(self, features: KeyedJaggedTensor, count: torch.Tensor | None = None) -> None:
-        """Send the ids of a step, on the current stream; see `IdExchange.send`."""
+        """Send the ids of a step, on the current stream; a collective, see `IdExchange.send`."""
         self._sent.append(SentIds(features, self._send(features, count)))
 
     def forget(self) -> None:
@@ -88,7 +89,7 @@ class IdSender:
 
     @uncompiled
     def start(self, features: KeyedJaggedTensor) -> PooledAwaitable:
-        """Start the step of `features`, the first ids that were sent; if none wait, send them now.
+        """Start the step of `features`, the oldest ids sent whose step has not started; if none wait, send these now.
 
         Raises:
             InputError: if other ids were sent before, whose step a peer may wait for; nothing has begun.
@@ -120,7 +121,7 @@ class IdSender:
         return arrived
 
     def _most_samples(self, samples: int, group: dist.ProcessGroup) -> int:
-        """Return the largest number of samples of a rank, to which all batches are padded; may be a collective."""
+        """Return the largest number of samples of a rank, to which batches are padded; a collective unless known."""
         if self.is_steady and self._steady_samples is not None:
             return self._steady_samples
         agreed = max(1, *gathered(samples, group))
