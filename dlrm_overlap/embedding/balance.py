@@ -47,6 +47,7 @@ class Balance(NamedTuple):
     links: float
     """columns of the rank that sends most, relative to the mean with no table cut by rows"""
     by_rows: frozenset[int] = frozenset()
+    """indices of the tables that are cut by rows"""
     memory_weight: float = 1.0
     """weight of `memory` against `links`; below 1 if the links are a network"""
 

@@ -73,10 +73,10 @@ def poison_on_error(part: Part) -> Part:
 
 
 class Exchange:
-    """Looks up ids in this rank's tables, returns pooled embeddings of its samples, and sends gradients to the owners.
+    """Looks up ids in this rank's tables, returns pooled embeddings of its samples, and sends back their gradients.
 
-    All ranks of `group` take the same steps. The first step makes the windows, which is a collective; they are made
-    again when a rank has more samples than any had before.
+    All ranks of `group` take the same steps. The first step makes the windows, which is a collective; so does a step in
+    which a rank has more samples than any rank had before.
     """
 
     def __init__(

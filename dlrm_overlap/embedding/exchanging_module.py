@@ -140,6 +140,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
         Args:
             keys: features in the order of every batch, the same on all ranks.
+            capacity: the largest batch of a rank, the same on all ranks.
             order: order of communication in the captured step; if None, the exchange keeps its own.
             weighted: whether the ids of every batch have weights, the same on all ranks.
         """
@@ -178,7 +179,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
             self.exchange.tables.note_writes()
 
     def compute(self, ctx: Any, dist_input: Any) -> list[torch.Tensor]:
-        """For a module that calls `compute` and `output_dist` itself."""
+        """Look up by TorchRec, for another module that calls `compute` and `output_dist` itself."""
         if self.exchange is not None:
             self._tell_once("steps stay with TorchRec: another module calls compute and output_dist")
         return self._look_up_by_torchrec(partial(super().compute, ctx, dist_input))  # type: ignore[misc]

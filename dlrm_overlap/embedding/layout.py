@@ -101,6 +101,7 @@ class RowRange(NamedTuple):
     row_shard: int | None
     """None for the whole table"""
     first: int
+    """first row"""
 
 
 class PartialSums(NamedTuple):

@@ -120,7 +120,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return _of_samples(self._output(exchanged, others, divisor), features.inverse_indices_or_none())
 
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """A variable batch is first padded to one bag for each sample."""
+        """Send the ids by TorchRec; a variable batch is first padded to one bag for each sample."""
         if not self._exchanged or not isinstance(features, KeyedJaggedTensor):
             return super().input_dist(ctx, features)
         even = with_even_batches(features)

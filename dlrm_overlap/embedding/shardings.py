@@ -93,8 +93,8 @@ def output_types(sharding: Any) -> set[SparseType]:
 def in_rank_order(ids: KeyedJaggedTensor, sharding: Any, batch_sizes: tuple[int, ...]) -> KeyedJaggedTensor:
     """Return the ids of a sharding's input with rank 0's samples first, then rank 1's, and so on.
 
-    TorchRec sorts the samples of some shardings by rank within the node. `batch_sizes` has the number of
-    samples of each rank.
+    TorchRec sorts the samples of some shardings by rank within the node. `batch_sizes` has the number of samples
+    of each rank.
 
     Example: 2 nodes of 2 ranks, one sample each. Samples in the order of ranks 0, 2, 1, 3 become 0, 1, 2, 3.
     """

@@ -25,6 +25,7 @@ class BatchSizes:
     total: int = field(compare=False)
     """B, the number of samples of all ranks"""
     most: int = field(compare=False)
+    """the largest b"""
 
     def __hash__(self) -> int:  # cheap, since a step looks up several values by its sizes
         return self.total

@@ -55,9 +55,11 @@ def pooling_bytes(
 
 class UpdateBytes(NamedTuple):
     hbm: float
+    """bytes read from and written to the rank's memory"""
     compulsory: float
     """the part of `hbm` that an unlimited cache would leave"""
     link: float
+    """bytes that leave the rank over its links"""
 
 
 def update_bytes(
@@ -92,10 +94,10 @@ def update_bytes(
 
 class DenseCounts(NamedTuple):
     flop: int
-    """of matrix products, forward and backward"""
+    """operations of matrix products, forward and backward"""
     parameters: int
     outputs: int
-    """elements, in the forward"""
+    """elements of all outputs of layers, in the forward"""
 
 
 def count_dense(model: ModelConfig, tables: int, dense_features: int, samples: int) -> DenseCounts:
