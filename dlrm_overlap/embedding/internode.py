@@ -72,7 +72,7 @@ class InternodeLayout:
         self._unit = _ROW_BYTES // wire_dtype.itemsize
         cache = lru_cache(maxsize=64)
         self.pooled, self.sums, self.gradients = cache(self._pooled), cache(self._sums), cache(self._gradients)
-        """functions of `BatchSizes`"""
+        """functions that return the `Messages` of a batch, given its `BatchSizes`"""
         sums = layout.partial_sums if with_sums else ()
         on_nodes = {node: [each.on(node) for each in sums] for node in reach.nodes}
         self.sums_on = {node: [shards for shards in found if len(shards) > 1] for node, found in on_nodes.items()}

@@ -121,7 +121,8 @@ class PartialSums(NamedTuple):
 class Layout:
     """The feature shards of all ranks, and the output [b, D_total] with its columns in the order of `names`.
 
-    Rows arrive with `arrival_dim` columns: those of the output, then the partial sums of every row shard but the first.
+    Rows arrive with `arrival_dim` columns: first the columns of the output, then the partial sums of every row shard
+    but the first.
 
     Example: features a and b of dims 4 and 8; a on rank 1, b cut by columns over ranks 0 and 1. The output has a at
     column 0, the first part of b at 4, the second at 8. `owner_dims` is [4, 8], `owner_columns(1)` is 0 .. 3, 8 .. 11.

@@ -132,7 +132,7 @@ def make_plan(
 
 
 def cached_tables(loads: Mapping[str, TableLoad], config: EmbeddingConfig, capacity_bytes: float | None) -> set[str]:
-    """Return the names of cached tables; of those with memory `auto`, the largest, until the others fit.
+    """Return the names of cached tables; of tables with memory `auto`, the largest, until the others fit.
 
     Args:
         capacity_bytes: room for tables on all GPUs; None on CPUs, which have no other memory.

@@ -137,7 +137,7 @@ class Backward(ExchangeDirection, Generic[State]):
 
     @property
     def update_scale(self) -> float:
-        """Factor of received gradients."""
+        """Factor of the received gradients in the update of rows."""
         return gradient_scale(self.world_size) / self.sent_scale
 
     def note_forward(

@@ -75,7 +75,7 @@ class DeviceIdPull(IdPull):
         if self._ids.weighted:
             self._weights = [torch.zeros(capacity, device=self._device) for _ in range(2)]
         self._prepared = StepCache[int, _Prepared]()
-        """by samples of a rank"""
+        """by number of samples of a rank"""
 
     def _tensor(self, numbers: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=self._device)
@@ -140,7 +140,7 @@ class ArrivedIds(NamedTuple):
     replicated: KeyedJaggedTensor | None = None
     """this rank's ids of replicated features, padded in the same way"""
     own_offsets: torch.Tensor | None = None
-    """see `Step.own_offsets`"""
+    """[published * b + 1] int32: offsets of the bags of this rank's samples, see `Step.own_offsets`"""
     distinct: Distinct | None = None
     """if bags are slots: which of this rank's ids are in which slot"""
 

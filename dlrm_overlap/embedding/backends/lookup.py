@@ -45,7 +45,7 @@ class Lookup(ABC, Generic[Rows]):
         """`columns` has the shards, each with its first column in a row of a window.
 
         The shards' tables are this rank's tables, or `replicated`. If `every_bag`, zeros are stored for all empty bags,
-        else not for those that `ExchangeContext.leaves_out`.
+        also where `ExchangeContext.leaves_out` is True.
         """
         self._context, self._columns, self.bad_ids = context, columns, bad_ids
         self._rows = replicated or context.tables
@@ -90,7 +90,7 @@ class Platform(NamedTuple, Generic[Rows]):
     lookup: type[Lookup[Rows]]
     signals: type[Signals]
     adds_sums: bool
-    """see `InternodeLayout`"""
+    """whether a node adds up its partial sums before it sends them to other nodes"""
 
 
 class DeviceLookup(Lookup[Windows]):

@@ -37,7 +37,7 @@ class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
         """the windows of the ranks reached, for even epochs and for odd ones"""
         self.reached = windows.arena.reached
         self.transport: PooledTransport[Rows] | None = None
-        """to other nodes"""
+        """sends pooled embeddings to other nodes; None if there are none"""
         if context.internode is not None:
             pooled = windows, self.lookup, self.column, self.stride
             self.transport = PooledTransport(context, context.internode, *pooled)
