@@ -35,18 +35,19 @@ class TableLoad(NamedTuple):
 
     @property
     def sent_columns(self) -> float:
-        """For each sample, by the whole table."""
+        """Columns that the whole table sends for each sample."""
         return self.dim if self.pooled else self.dim * self.pooling
 
 
 class Balance(NamedTuple):
     ranks: list[list[int]]
-    """by table, the ranks of its shards, equal ranges of its columns or rows, in order"""
+    """by table, the rank of each shard, in order; the shards are equal ranges of the table's columns or rows"""
     memory: float
-    """row elements of the fullest rank, relative to the mean"""
+    """row elements that the fullest rank reads, relative to the mean"""
     links: float
     """columns of the rank that sends most, relative to the mean with no table cut by rows"""
     by_rows: frozenset[int] = frozenset()
+    """indices of the tables that are cut by rows"""
     memory_weight: float = 1.0
     """weight of `memory` against `links`; below 1 if the links are a network"""
 
@@ -66,8 +67,9 @@ def balance(
 
     While there is no room, or the fullest rank has more than 1.1 times the mean work, one table is cut into twice as
     many ranges of columns; if that is not enough, tables are cut by rows, one after the other, from the best placement
-    so far. Returns the placement with the smallest `worst`, of equals the least cut; cuts by rows must make it 1.1
-    times smaller. The search is limited by count, not by time, so the same arguments give the same result.
+    so far. Returns the placement with the smallest `worst`, among equals the one with the fewest cuts; cuts by rows
+    must make `worst` 1.1 times smaller. The search is limited by count, not by time, so the same arguments give the
+    same result.
 
     Args:
         capacity_bytes: room for tables on each rank.
@@ -209,7 +211,7 @@ def _place(shards: Sequence[_Shard], begun: Sequence[_Rank], tries: int) -> tupl
 
 
 def _lightest_node(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
-    """Return the `owners` neighbours with the least work, and room, after each has taken a shard."""
+    """Return the `owners` consecutive ranks with room and the least work after each has taken `shard`."""
 
     def after(first: int) -> tuple[bool, tuple[float, float]]:
         node = ranks[first : first + owners]

@@ -61,7 +61,7 @@ class RowCache:
             ) from error
 
     def find(self, ids: KeyedJaggedTensor, first_rows: torch.Tensor) -> Swaps:
-        """Find slots for the rows of the next step, and write their numbers over its int32 ids; `swap` comes next.
+        """Find slots for the rows of the next step, and write slot numbers over its int32 ids; call `swap` next.
 
         The step before the previous one must be done.
 
@@ -76,7 +76,7 @@ class RowCache:
             swap_rows(host, cached, swaps)
 
     def write_back(self) -> None:
-        """Store all cached rows and keep them."""
+        """Copy all cached rows to host memory; they also stay in the cache."""
         self._move(leaving=self._state.row_in, entering=self._none)
 
     def read_again(self) -> None:
@@ -92,7 +92,7 @@ class RowCache:
 
 
 def activate(caches: Sequence[tuple[RowCache, torch.Tensor]], ids: KeyedJaggedTensor) -> None:
-    """Load the rows of a step into caches, each given with its `first_rows`, and replace the ids by slots.
+    """Load the rows of a step into caches, each given with its `first_rows`, and replace the ids by slot numbers.
 
     All slots are found before any row is moved, because moves last until the next step's matrix products fill the GPU.
     """
@@ -111,7 +111,7 @@ class CachedTable(NamedTuple):
 
 
 def make_caches(tables: Mapping[Key, CachedTable], device: torch.device) -> list[tuple[RowCache, dict[Key, int]]]:
-    """Return the caches of some tables, each with the number of its first row by table.
+    """Return the caches of some tables, each with table -> number of the table's first row in the cache.
 
     Consecutive tables that are adjacent in memory share a cache.
     """

@@ -43,7 +43,7 @@ class SlotBlocks(NamedTuple):
 
     @classmethod
     def of(cls, most: Sequence[int]) -> "SlotBlocks":
-        """Return the largest blocks with at most an eighth of unused slots; `most` has distinct ids by table."""
+        """Return the largest blocks with at most an eighth of unused slots, for `most` distinct ids by table."""
         slots = max(1, *most)
         while True:
             blocks = cls(slots, tuple(max(1, -(-each // slots)) for each in most))
@@ -52,7 +52,7 @@ class SlotBlocks(NamedTuple):
             slots = -(-slots // 2)
 
     def by_feature(self, most: Mapping[str, int]) -> dict[str, tuple[str, int]]:
-        """Return by feature its table, and its share of the table's most distinct ids."""
+        """Return feature -> its table, and its share of the table's most distinct ids."""
         found = {}
         for (table, ids), count in zip(most.items(), self.counts, strict=True):
             for block in range(count):
@@ -67,11 +67,11 @@ class Distinct(NamedTuple):
     values: torch.Tensor
     """[P or more] the distinct ids, table by table"""
     lengths: torch.Tensor
-    """[F * b] int32: 1 for a slot with an id, else 0; the sum exceeds the capacity if the batch does"""
+    """[F * b] int32: 1 for a slot with an id, else 0; their sum exceeds the capacity if the batch exceeds it"""
     slots: torch.Tensor
     """[P] int32: bag * F + feature of each id's slot; -1 for padding"""
     runs: Runs
-    """of equal ids among the P ids, for the sums of their gradients"""
+    """runs of equal ids among the P ids, for the sums of their gradients"""
 
 
 class _PaddedPositions(NamedTuple):
@@ -114,7 +114,7 @@ class DistinctIds:
 
     Args:
         sequences: in the order of their tables.
-        rows: of each table.
+        rows: number of rows of each table.
         ranges: by table, the first row of each range with its own slots, like a table. By default a table is one range.
     """
 
@@ -210,7 +210,7 @@ class DistinctIds:
         return SortedBatch(padded, ids, order, table, begins, ends - 1, first_run, first[-1], counts)
 
     def assign_slots(self, batch: SortedBatch, blocks: SlotBlocks) -> Distinct:
-        """Assign the ids of a batch to slots; if it exceeds them, the lengths show that and the slots are wrong."""
+        """Assign the ids of a batch to slots; if it has too many, `lengths` show that and `slots` are wrong."""
         capacity, positions = batch.ids.numel(), batch.padded.positions
         found = self._blocks.get(blocks, self._finished, self._make_blocks, blocks)
         # The slot of each sorted id, then its row in the window.

@@ -44,11 +44,11 @@ _EAGER = nullcontext()  # reused, since creating one takes a microsecond
 
 
 def poison_on_error(part: Part) -> Part:
-    """Return a method that raises a RuntimeError if a method with this decorator has failed before.
+    """Return the method, which raises a RuntimeError if a method of its object with this decorator has failed before.
 
-    Peers wait for the step that failed, and would take the data of a later step for it. The object has an attribute
-    `failure`: None, then the first failure. The method leaves inference mode, because training could not write to
-    tensors made in it.
+    Peers wait for the step that failed, and would take the data of a later step for that step's data. The object has an
+    attribute `failure`: None, then the text of the first failure. The method leaves inference mode, because
+    training could not write to tensors made in it.
     """
 
     @wraps(part)
@@ -73,10 +73,10 @@ def poison_on_error(part: Part) -> Part:
 
 
 class Exchange:
-    """Looks up ids in this rank's tables, returns pooled embeddings of its samples, and sends their gradients back.
+    """Looks up ids in this rank's tables, returns pooled embeddings of its samples, and sends back their gradients.
 
-    All ranks of `group` take the same steps. The first step makes the windows, which is a collective; they are made
-    again when a rank has more samples than any had before.
+    All ranks of `group` take the same steps. The first step makes the windows, which is a collective; so does a step in
+    which a rank has more samples than any rank had before.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Exchange:
 
         Args:
             replicated: tables that every rank holds, if this exchange looks them up.
-            sent: the sender's ids that wait for their step, which `close` clears.
+            sent: the sender's queue of ids whose steps have not started; `close` clears it.
         """
         self.close()
         self.layout, self._replicated, self._ids, self._sent = ids.layout, replicated, ids, sent
@@ -135,7 +135,7 @@ class Exchange:
 
     @property
     def id_exchange(self) -> IdExchange:
-        """The part that sends ids; after `close`, the windows are made again, which is a collective."""
+        """The part that sends ids; the first access after `close` makes the windows again, which is a collective."""
         assert self._ids is not None, "an exchange whose ids TorchRec sends"
         ids = self._require(self._ids.batch_capacity.samples).ids
         assert ids is not None
@@ -143,16 +143,16 @@ class Exchange:
 
     @uncompiled
     def start(self, inputs: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> "PooledAwaitable":
-        """Start a step.
+        """Start a step on the current stream; every rank must do so.
 
         Args:
-            inputs: ids of this rank's tables, one tensor for each input of the layout, with B bags a feature, those of
-                rank 0's samples first. Weights of ids are float32, and get a gradient if they require one.
+            inputs: ids of this rank's tables, one tensor for each input of the layout, with B bags a feature; the bags
+                of rank 0's samples come first. Weights of ids are float32, and get a gradient if they require one.
             batch_sizes: samples of each rank.
 
         Returns:
             An awaitable of the pooled embeddings [b, D_total] of this rank's samples, of the options' `output_dtype`.
-            If it is a view of a window with leading columns, these precede each row in the same storage.
+            If they are a view of a window with leading columns, the leading columns precede each row in its storage.
 
         Raises:
             BufferInUseError: if the previous step's output is a view of the window and in use; nothing has begun.
@@ -219,8 +219,9 @@ class Exchange:
 
     @poison_on_error
     def finish_forward(self, running: "RunningStep", copy: bool | None = None) -> torch.Tensor:
-        """Return the pooled embeddings [b, D_total], of the options' `output_dtype`, once; `copy` overrides the
-        options.
+        """Wait for the pooled embeddings [b, D_total], of the options' `output_dtype`, and return them once.
+
+        On GPUs the current stream waits. `copy` overrides `ExchangeOptions.copy_output`.
         """
         if running is self._pending:
             self._pending = None
@@ -250,7 +251,8 @@ class Exchange:
     def start_backward(self, running: "RunningStep", gradient: torch.Tensor) -> None:
         """Start to send the gradient [b, D_total] to the rows' owners.
 
-        `finish_backward` does so if another step with a backward has begun since, whose rows autograd may need first.
+        If another step with a backward has begun since, `finish_backward` sends the gradient instead, because autograd
+        may need the rows of the other step first.
         """
         running.gradient = (
             gradient  # autograd adds in place to tensors without other owners, so hold it while it is read
@@ -265,9 +267,10 @@ class Exchange:
 
     @poison_on_error
     def finish_backward(self, running: "RunningStep") -> Sequence[torch.Tensor]:
-        """Make the current stream wait until this rank's rows are updated; in a captured step `finish_rows` does so.
+        """Make the current stream wait until this rank's rows are updated.
 
-        Returns the gradients of the ids' weights, see `Backward.finish`.
+        Returns the gradients of the ids' weights, see `Backward.finish`. In a captured step it returns none, and
+        `finish_rows` waits.
         """
         parts = self._open()
         if not running.sent:
@@ -306,12 +309,12 @@ class Exchange:
         return self._parts
 
     def follow_rules(self, capture: bool = False) -> None:
-        """Overwrite the optimizers' numbers that captured steps read, on the current stream; see `Backward`."""
+        """Write the optimizers' parameters where captured steps read them; see `Backward.follow_rules`."""
         if self._parts is not None:
             self._parts.backward.follow_rules(capture)
 
     def skip(self, counter: Counter) -> None:
-        """Take an epoch in which nothing is stored, of the windows that `counter` counts; all ranks must do so."""
+        """Take an epoch in which nothing is stored, of the windows whose epochs `counter` counts; a collective."""
         parts, counters = self._open(), self.counters
         of = {counters.forward: parts.forward, counters.backward: parts.backward, counters.ids: parts.ids}
         of[counter].skip()
@@ -324,7 +327,7 @@ class Exchange:
                     part.check()
 
     def close(self) -> None:
-        """Free the windows, and raise recorded faults; every rank must have finished its steps."""
+        """Wait for the device, free the windows, and raise recorded faults; every rank must have finished its steps."""
         self._pending = None
         self._sent.clear()
         if self._parts is None:
@@ -355,9 +358,9 @@ class RunningStep:
     forward: object = None
     local: LocalState | None = None
     set_aside: torch.Tensor | None = None
-    """a copy of the pooled embeddings, if the next step began before they were asked for"""
+    """a copy of the pooled embeddings, if the next step began before `finish_forward` of this one"""
     set_aside_event: torch.Event | None = None
-    """the event after which that copy may be read, on GPUs"""
+    """the event after which `set_aside` may be read, on GPUs"""
     ids_ready: torch.Event | None = None
     """see `PendingBackward`; None if TorchRec has sent the ids"""
     pending: PendingBackward | None = None
@@ -371,17 +374,17 @@ class RunningStep:
 
 
 class StartExchange(torch.autograd.Function):
-    """The first half of the forward and the last of the backward: work that is issued early and needed late.
+    """The first half of a step's forward and the last half of its backward: work that is issued early and needed late.
 
-    Autograd runs later nodes first. So in the backward `FinishExchange` sends the gradients, the bottom MLP's nodes,
-    made between the two, run meanwhile, and the update comes last.
+    Autograd runs the nodes that were made last first. So in the backward `FinishExchange` starts to send gradients. The
+    nodes of the bottom MLP, made between the two functions, run meanwhile. `StartExchange` waits for the update last.
     """
 
     @staticmethod
     def forward(
         ctx: Any, anchor: torch.Tensor, exchange: Exchange, running: RunningStep, *trained: torch.Tensor
     ) -> torch.Tensor:
-        """Return a token of no elements for `FinishExchange`; `trained` are the ids' weights with a gradient."""
+        """Return a token of no elements for `FinishExchange`; `trained` are ids' weights that require a gradient."""
         ctx.exchange, ctx.running = exchange, running
         exchange.start_forward(running)
         exchange.expect_gradient(running, bool(trained))
@@ -410,11 +413,11 @@ class PooledAwaitable(Awaitable[torch.Tensor]):
         super().__init__()
         self._exchange, self._running, self._token = exchange, running, token
         self.samples: int | None = None
-        """of this rank, if its batch was padded with samples without ids"""
+        """number of this rank's samples, if its batch was padded with samples without ids"""
 
     @uncompiled
     def wait(self) -> torch.Tensor:
-        """Return [b, D_total], of the exchange's `output_dtype`."""
+        """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`; on GPUs the stream waits."""
         # Without Awaitable's profiler range: TorchRec puts its own around all shardings.
         if self._token is None:  # no gradient will come: autograd's bookkeeping would only take time
             pooled = self._exchange.finish_forward(self._running)

@@ -57,7 +57,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
     sender: IdSender | None
     """set by `take_ids`"""
     takes_ids: bool
-    """True once `take_ids` was called: our `sender` sends the ids, not TorchRec"""
+    """True once `take_ids` was called: `sender` sends the ids, not TorchRec"""
     _ids_keys: list[str]
     torchrec_tables: TorchRecTables | None
     """tables that stay with TorchRec, set by `take_ids`"""
@@ -80,7 +80,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         return list(module._sharding_type_to_sharding.values()) if pooled is None else pooled
 
     def _names_in_output(self, numbers: Sequence[int]) -> Mapping[str, str]:
-        """Return by unique output name, in the exchange's order, TorchRec's name of its columns."""
+        """Return unique output name -> TorchRec's name, for the shardings `numbers`, in the exchange's order."""
         raise NotImplementedError
 
     def _set_up(self) -> None:
@@ -93,7 +93,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
         reasons = unsupported_by_exchange(by_type, self._env, self._options.wire_dtype, self.cached, self._device)
         self.unsupported_reasons: Mapping[str, str | None] = reasons
-        """sharding type -> why its tables stay with TorchRec, None if they do not; identical on every rank"""
+        """sharding type -> why its tables stay with TorchRec, None if they are exchanged; identical on every rank"""
         for sharding_type, reason in reasons.items():
             if reason and sharding_type != ShardingType.DATA_PARALLEL.value:  # which has nothing to exchange
                 self._tell_once(f"{sharding_type} {self._kind} stay with TorchRec: {reason}")
@@ -138,8 +138,11 @@ class ExchangingModule(nn.Module, Generic[Served]):
     ) -> None:
         """From now on, send the ids by an `IdSender`, instead of TorchRec's input_dist; a collective.
 
-        `keys` are the features in the order of every batch, the same on all ranks. `order` is the captured step's; None
-        keeps the exchange's own.
+        Args:
+            keys: features in the order of every batch, the same on all ranks.
+            capacity: the largest batch of a rank, the same on all ranks.
+            order: order of communication in the captured step; if None, the exchange keeps its own.
+            weighted: whether the ids of every batch have weights, the same on all ranks.
         """
         if self._replicated:
             self.exchange, self._ours = self.exchange or self._make_exchange(), self._looked_up_in_step
@@ -151,7 +154,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self.takes_ids, self._ids_keys = True, list(keys)
 
     def _take_ids(self, keys: Sequence[str], capacity: BatchCapacity, weighted: bool) -> None:
-        """Make the sender, and what stays with TorchRec."""
+        """Make `sender`, and `torchrec_tables` for tables that stay with TorchRec; a collective."""
         raise NotImplementedError
 
     @property
@@ -176,7 +179,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
             self.exchange.tables.note_writes()
 
     def compute(self, ctx: Any, dist_input: Any) -> list[torch.Tensor]:
-        """For a module that calls `compute` and `output_dist` itself."""
+        """Look up by TorchRec, for another module that calls `compute` and `output_dist` itself."""
         if self.exchange is not None:
             self._tell_once("steps stay with TorchRec: another module calls compute and output_dist")
         return self._look_up_by_torchrec(partial(super().compute, ctx, dist_input))  # type: ignore[misc]

@@ -24,7 +24,7 @@ class FbgemmUpdate:
         self._operators = [getattr(torch.ops.fbgemm, name.format(kind)).default for kind in ("unweighted", "weighted")]
 
     def apply(self, gradient: torch.Tensor, ids: KeyedJaggedTensor, rule: UpdateRule) -> None:
-        """Update each row that `ids` name once, by the sum of its bags' gradients [B, sum of dims] float32."""
+        """Update each row that `ids` name once, by the sum of its bags' rows of `gradient` [B, sum of dims] float32."""
         if gradient.shape[0] == 0:
             return
         tbe, weights = self._tbe, ids.weights_or_none()

@@ -19,7 +19,8 @@ class GradientLayout:
     """The gradient windows [D_local * B], shard by shard, and the parts in which gradients are sent.
 
     The gradient [B, D] of the shard at column `start` of D_local begins at element start * B, so a table's gradients
-    are contiguous. A part is a group of tables with its own flag: rows of one part are updated while the next is sent.
+    are contiguous. A part is a group of tables with its own flag: rows of one part are updated while the gradients
+    of the next part are sent.
 
     Example: B is 2, a rank has shards of dims 4 and 8. The first gradient is [2, 4] at elements 0 .. 7, the second [2,
     8] at 8 .. 23.
@@ -40,7 +41,7 @@ class GradientLayout:
         self._elements = max(layout.owner_dims) * samples_per_rank * layout.world_size
         parts = min(_MAX_PARTS, self._elements * wire_dtype.itemsize // _PART_BYTES)
         self.parts = max(1, parts) if self._elements else 0
-        """0 if nothing is exchanged: no kernel would signal a part's flag"""
+        """number of parts; 0 if nothing is exchanged, since no kernel would signal a part's flag"""
 
     @property
     def windows(self) -> WindowSpec:
@@ -58,7 +59,7 @@ class GradientLayout:
     def part_of(self) -> Mapping[FeatureShard, int]:
         """The part of each shard, by the columns sent before its table; a table is in one part.
 
-        The first part is half as large, since nothing is updated meanwhile.
+        The first part is half as large as the others, since no rows are updated while it is sent.
         """
         parts: dict[FeatureShard, int] = {}
         for rank, columns in enumerate(self._layout.owner_dims):
@@ -77,7 +78,7 @@ class GradientLayout:
 
     @cached_property
     def shards(self) -> Sequence[Sequence[Sequence[FeatureShard]]]:
-        """By part, then by owner."""
+        """The shards of each part, by part and then by owner."""
         return [
             [[shard for shard in shards if self.part_of[shard] == part] for shards in self._layout.by_owner]
             for part in range(self.parts)

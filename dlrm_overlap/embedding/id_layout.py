@@ -53,12 +53,12 @@ class BatchCapacity:
 
     @property
     def mean_bag_sizes(self) -> dict[str, float]:
-        """Estimated by feature, from `ids` or else the middle of the range."""
+        """Estimated mean ids of a bag, by feature: from `ids`, or else the middle of the range in `bag_sizes`."""
         means = {name: (least + most) / 2 for name, (least, most) in self.bag_sizes.items()}
         return means | {name: most / self.samples for name, most in self.ids.items()}
 
     def capacity(self, keys: Sequence[str]) -> list[int]:
-        """Return the most ids of a batch by feature; an InputError if a feature has no bag size."""
+        """Return the most ids of a batch for each feature of `keys`; an InputError if one has no bag size."""
         for key in keys:
             if key not in self.bag_sizes:
                 raise InputError(f"BatchCapacity: feature {key} has no bag size; add it to bag_sizes")
@@ -75,7 +75,7 @@ class Share(NamedTuple):
     key: int
     first: int
     end: int
-    """for the last shard with rows above every id, so that its owner reports ids outside the table"""
+    """end of the shard's ids; for the last shard with rows above every id: its owner reports ids out of range"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class IdLayout:
     """Positions of ids in a rank's window, and where they arrive.
 
     The window has the ids of all T features. If tables are cut by rows, the same ids follow once more, sorted into
-    shares when they are published. Features are numbered 0 .. T - 1; T is a separator; shares follow from T + 1 on.
+    shares when they are published. Published features are numbered: 0 .. T - 1 those of `keys`, T a separator, and from
+    T + 1 on the shares.
 
     Example: features f of 1 id a bag and g of 0 .. 2, 3 samples a rank, W = 2. A window has room for 3 + 6 ids, then
     the offsets of 2 * 3 bags. An owner of g alone has room for 2 * 6 ids.
@@ -92,7 +93,7 @@ class IdLayout:
     layout: Layout
     """with one input for each rank, see `joined`"""
     keys: Sequence[str]
-    """in the order of every batch"""
+    """the T features in the order of every batch"""
     batch_capacity: BatchCapacity
     weighted: bool = False
 
@@ -119,7 +120,7 @@ class IdLayout:
         return {shard: Share(index(shard.feature_name), *_ids_of(shard.rows, rows[shard.name])) for shard in cut}
 
     def published(self, shard: FeatureShard) -> int:
-        """Return the published feature, or share, that has a shard's ids."""
+        """Return the number of the published feature, or share, that has a shard's ids."""
         if shard.is_cut_by_rows:
             return len(self.keys) + 1 + self.shares.index(self._share_of[shard])
         return self.keys.index(shard.feature_name)
@@ -150,7 +151,7 @@ class IdLayout:
 
     @cached_property
     def shares_at(self) -> int:
-        """First word of the shares' ids."""
+        """Index of the first word of the shares' ids in a window; a word is an int32."""
         return _aligned(self.values)
 
     def known_total(self, samples: int) -> int:
@@ -158,17 +159,17 @@ class IdLayout:
 
     @cached_property
     def weights_at(self) -> int:
-        """Words from an id to its weight."""
+        """Number of words from an id to its weight."""
         return _aligned(self.shares_at + self.shared_values)
 
     @cached_property
     def offsets_at(self) -> int:
-        """First word of the offsets."""
+        """Index of the first word of the offsets in a window."""
         return self.weights_at * (1 + self.weighted)
 
     @property
     def windows(self) -> WindowSpec:
-        """int32 ids, float32 weights if any, then the int32 offsets of all bags, or the number of ids."""
+        """int32 ids, float32 weights if any, then int32 offsets of bags or, with known lengths, the number of ids."""
         offsets = 0 if self.known_lengths else len(self.published_capacity) * self.batch_capacity.samples
         return WindowSpec("ids", Region((self.offsets_at + offsets + 1,), torch.int32), 1)
 
@@ -176,7 +177,7 @@ class IdLayout:
         return [self.published(shard) for shard in self.layout.by_owner[rank]]
 
     def arriving(self, features: Sequence[int], sources: int) -> int:
-        """Return the most ids of published `features` that arrive from `sources` ranks."""
+        """Return the most ids that arrive from a number `sources` of ranks; `features` are numbers of `published`."""
         return sources * sum(self.published_capacity[feature] for feature in features)
 
     def known_offsets(self, features: Sequence[int], bags: int) -> torch.Tensor:
@@ -200,11 +201,11 @@ class IdLayout:
     def known_arrivals(
         self, features: Sequence[int], sources: int, samples: int
     ) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Return the positions of ids with known lengths, for batches of `samples` from each of S `sources`.
+        """Return the positions of ids with known lengths, for `samples` samples from each of S = `sources` ranks.
 
         Returns:
-            Three lists [F * S], for each of F `features` and source: the first id in the source's window, the number of
-            ids, and where they arrive. Then [F + 1]: where each feature's bags begin, and the end.
+            Three lists [F * S], for each of the F `features` and each source: the first id in the source's window, the
+            number of ids, and where they arrive. Then [F + 1]: where each feature's bags begin, and the end.
         """
         sizes = [self.batch_capacity.bag_sizes[key][1] * samples for key in self.keys]
         starts = [0, *accumulate(sizes)]

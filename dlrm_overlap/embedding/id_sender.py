@@ -83,7 +83,7 @@ class IdSender:
         self.exchange.failure = failure
 
     def send(self, features: KeyedJaggedTensor, count: torch.Tensor | None = None) -> None:
-        """Send the ids of a step, on the current stream; see `IdExchange.send`."""
+        """Send the ids of a step, on the current stream; a collective, see `IdExchange.send`."""
         self._sent.append(SentIds(features, self._send(features, count)))
 
     def forget(self) -> None:
@@ -91,7 +91,7 @@ class IdSender:
 
     @uncompiled
     def start(self, features: KeyedJaggedTensor) -> PooledAwaitable:
-        """Start the step of `features`, the first ids that were sent; if none wait, send them now.
+        """Start the step of `features`, the oldest ids sent whose step has not started; if none wait, send these now.
 
         Raises:
             InputError: if other ids were sent before, whose step a peer may wait for; nothing has begun.
@@ -123,7 +123,7 @@ class IdSender:
         return arrived
 
     def _most_samples(self, samples: int, group: dist.ProcessGroup) -> int:
-        """Return the largest number of samples of a rank, to which all batches are padded; may be a collective."""
+        """Return the largest number of samples of a rank, to which batches are padded; a collective unless known."""
         if self.is_steady and self._steady_samples is not None:
             return self._steady_samples
         agreed = max(1, *gathered(samples, group))

@@ -37,7 +37,10 @@ _ROW_BYTES = 16  # rows are multiples of it, so that kernels read and write 16 b
 
 
 class Message(NamedTuple):
-    """`rows` rows of `pitch` elements, from `start` on in a flat buffer of all messages sent or received."""
+    """A message to or from rank `peer` of `node`: `rows` rows of `pitch` elements.
+
+    It begins at element `start` of a flat buffer, which has all messages that the rank sends, or all that it receives.
+    """
 
     peer: int
     node: range
@@ -62,14 +65,14 @@ class Messages(NamedTuple):
 
 
 class InternodeLayout:
-    """The messages of one rank, for any batch; unless `with_sums`, each partial sum is sent as it is."""
+    """The messages of one rank, for any batch; unless `with_sums`, partial sums are sent without being added up."""
 
     def __init__(self, layout: Layout, reach: Reach, wire_dtype: torch.dtype, with_sums: bool = True) -> None:
         self.reach, self._layout, self._wire_dtype = reach, layout, wire_dtype
         self._unit = _ROW_BYTES // wire_dtype.itemsize
         cache = lru_cache(maxsize=64)
         self.pooled, self.sums, self.gradients = cache(self._pooled), cache(self._sums), cache(self._gradients)
-        """functions of `BatchSizes`"""
+        """functions that return the `Messages` of a batch, given its `BatchSizes`"""
         sums = layout.partial_sums if with_sums else ()
         on_nodes = {node: [each.on(node) for each in sums] for node in reach.nodes}
         self.sums_on = {node: [shards for shards in found if len(shards) > 1] for node, found in on_nodes.items()}
@@ -91,14 +94,14 @@ class InternodeLayout:
         return {shard: columns[first.get(shard, shard)] for shard in shards}
 
     def pitch(self, columns: Mapping[FeatureShard, int]) -> int:
-        """Return the elements of a row with these columns."""
+        """Return the number of elements of a row with these columns, rounded up to a multiple of 16 bytes."""
         return -(-max((column + shard.dim for shard, column in columns.items()), default=0) // self._unit) * self._unit
 
     def _sum_pitch(self, node: range) -> int:
         return self.pitch(_side_by_side([shards[0] for shards in self.sums_on[node]]))
 
     def output_columns(self, node: range) -> torch.Tensor:
-        """Return [pitch] int64: the output's column for each of a row of gradients; padding repeats the last."""
+        """Return [pitch] int64: the output's column for each column of a row of gradients; padding repeats the last."""
         columns = self.gradient_columns[node]
         ranges = {column: (self._layout.output_column(shard), shard.dim) for shard, column in columns.items()}
         found = column_numbers(list(ranges.values()))
@@ -110,7 +113,7 @@ class InternodeLayout:
         return [each for each in self.reach.sources_of(rank) if each in node]
 
     def gathered_at(self, rank: int) -> tuple[int, int]:
-        """Return which rank of this node serves `rank`, and the position of `rank` there."""
+        """Return which rank of this node serves `rank`, and the position of `rank` among those it serves."""
         gatherer = self.reach.relay(rank, self.reach.here)
         return gatherer, self.reach.sources_of(gatherer).index(rank)
 
@@ -184,7 +187,7 @@ def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:
 
 
 def published_window(arena: Arena, name: str, rank: int) -> torch.Tensor:
-    """Return window `name` of `rank`, or the copy that has arrived on this node."""
+    """Return window `name` of `rank`; if it is of another node, the copy that has arrived on this node."""
     reach = arena.reach
     if rank in reach.here:
         return arena.view(name, rank)

@@ -23,28 +23,28 @@ class FeatureShard:
     name: str
     """unique in the output, see `unique_names`"""
     owner: int
-    """EVERY_RANK for a data-parallel table, which each rank looks up for its own samples"""
+    """the owner's rank; EVERY_RANK for a data-parallel table, which each rank looks up for its own samples"""
     input: int
-    """index of the owner's input with the feature's bags, one for each sharding"""
+    """index of the owner's input that has the feature's bags; each sharding has an input"""
     feature: int
-    """index in that input: bag feature * B + s is sample s's"""
+    """index of the feature in the input; the bag of sample s is number feature * B + s"""
     lookup: int
     """index of the owner's fused lookup (FBGEMM TBE)"""
     table: int
-    """index in that lookup"""
+    """index of the table in the fused lookup"""
     first_column: int
-    """within the pooled embedding"""
+    """first column of the shard within the pooled embedding"""
     dim: int
     mean: bool
     dtype: torch.dtype
     feature_name: str
-    """in the ids; several tables may pool one feature"""
+    """key of the feature in the ids; several tables may pool one feature"""
     rows: tuple[int, int] = (0, 0)
     """first row and end, if the table is cut by rows"""
     row_shard: int = 0
-    """index among the row shards of the same columns, by owner"""
+    """index among the row shards of the same columns, in the order of their owners"""
     slots: bool = False
-    """bags are slots of at most one id: nothing is added up or stored for an empty one"""
+    """True if bags are slots of at most one id: nothing is added up, and nothing is stored for an empty slot"""
 
     @property
     def is_cut_by_rows(self) -> bool:
@@ -101,6 +101,7 @@ class RowRange(NamedTuple):
     row_shard: int | None
     """None for the whole table"""
     first: int
+    """first row"""
 
 
 class PartialSums(NamedTuple):
@@ -111,7 +112,7 @@ class PartialSums(NamedTuple):
     """
 
     shards: tuple[FeatureShard, ...]
-    """by owner"""
+    """in the order of their owners"""
 
     def on(self, node: range) -> tuple[FeatureShard, ...]:
         return tuple(shard for shard in self.shards if shard.owner in node)
@@ -120,13 +121,14 @@ class PartialSums(NamedTuple):
 class Layout:
     """The feature shards of all ranks, and the output [b, D_total] with its columns in the order of `names`.
 
-    Rows arrive with `arrival_dim` columns: the output's, then the partial sums of every row shard but the first.
+    Rows arrive with `arrival_dim` columns: first the columns of the output, then the partial sums of every row shard
+    but the first.
 
     Example: features a and b of dims 4 and 8; a on rank 1, b cut by columns over ranks 0 and 1. The output has a at
     column 0, the first part of b at 4, the second at 8. `owner_dims` is [4, 8], `owner_columns(1)` is 0 .. 3, 8 .. 11.
 
     Args:
-        shards: in each owner's order.
+        shards: feature shards of all ranks, each owner's in the order of its inputs and their features.
     """
 
     def __init__(self, shards: Sequence[FeatureShard], names: Sequence[str], world_size: int) -> None:
@@ -155,7 +157,7 @@ class Layout:
         return self._first_column[shard.name] + shard.first_column
 
     def with_features(self, range_of: Mapping[str, RowRange]) -> "Layout":
-        """Return a layout in which the tables of slots have the features of `range_of`, in order."""
+        """Return a layout of unpooled tables with a feature for each name in `range_of`, which looks up that range."""
         shards = [
             replace(shard, name=name, feature_name=name, row_shard=shard.row_shard if of.row_shard is None else 0)
             for shards in (*self.by_owner, self.replicated)
@@ -166,7 +168,7 @@ class Layout:
         return Layout(shards, list(range_of), self.world_size)
 
     def row_ranges(self, cut: bool) -> Mapping[str, RowRange]:
-        """Return the tables by name; with `cut`, each row shard of a table cut by rows under its own name instead."""
+        """Return the tables by name; if `cut`, each row shard of a table cut by rows has its own name instead."""
         found: dict[str, RowRange] = {}
         for name in self.names:
             shards = {s.row_shard: s.rows for of in self.by_owner for s in of if s.name == name and s.is_cut_by_rows}
@@ -178,7 +180,7 @@ class Layout:
 
     @cached_property
     def partial_sums(self) -> Sequence[PartialSums]:
-        """In the order of their columns."""
+        """The row shards that are added up, in the order of their columns in the output."""
         summed = [shard for shards in self.by_owner for shard in shards if not shard.slots]
         together = _grouped(summed, self.output_column)
         return [PartialSums(tuple(shards)) for _, shards in sorted(together.items()) if len(shards) > 1]
@@ -194,7 +196,7 @@ class Layout:
 
     @cached_property
     def owner_dims(self) -> list[int]:
-        """D_local by rank: columns of the output that it computes."""
+        """D_local by rank: the number of columns of the output that the rank computes."""
         return [sum(shard.dim for shard in shards) for shards in self.by_owner]
 
     def owner_columns(self, rank: int) -> torch.Tensor:
@@ -203,7 +205,7 @@ class Layout:
 
     @cached_property
     def sent_columns(self) -> torch.Tensor:
-        """[sum of D_local] int64: where each column that a collective receives arrives, rank 0's first."""
+        """[sum of D_local] int64: the arrival column of each column that a collective receives, from rank 0 first."""
         return column_numbers([(self.column(shard), shard.dim) for shards in self.by_owner for shard in shards])
 
     @cached_property

@@ -36,20 +36,22 @@ class ExchangeOptions:
     """dtype of pooled embeddings and their gradients between ranks, and of the windows"""
     wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
     backward: str | None = None
-    """one of `backends.BACKWARDS`; None for the backend's own"""
+    """one of `backends.BACKWARDS`; None for the backend's default"""
     copy_output: bool = False
-    """backends with windows: return a copy, else a view of the window, which the caller must not reference when the
-    next forward begins"""
+    """for backends with windows: if True, the output is a copy; if False, a view of the window, to which nothing may
+    refer when the next forward begins"""
     output_dtype: torch.dtype = torch.float32
-    """of the pooled embeddings that are returned, and of their gradient: float32 or the wire's; for unpooled tables any
-    dtype if the wire's is float32"""
+    """dtype of the pooled embeddings that are returned, and of their gradient: float32 or `wire_dtype`; for unpooled
+    tables any dtype if `wire_dtype` is float32"""
     max_gradient: float | None = None
-    """limit of the pooled embeddings' gradient, divided by the number of ranks; None clips nothing"""
+    """limit of each element of the pooled embeddings' gradient after its division by the number of ranks; None clips
+    nothing"""
     nodes: int | Literal["auto"] = "auto"
     internode: str = "messages"
     aggregate_bytes: int = EmbeddingConfig.aggregate_bytes
     leading_columns: int = 0
-    """backends with windows: unused columns in front of each row, for tensors that the caller concatenates with it"""
+    """for backends with windows: unused columns in front of each row, for tensors that the caller would otherwise
+    concatenate with the row"""
 
     def __post_init__(self) -> None:
         narrow = {self.output_dtype, self.wire_dtype} - {torch.float32}
@@ -78,23 +80,24 @@ class ExchangeContext:
     group: dist.ProcessGroup
     device: torch.device
     samples_per_rank: int
-    """the most in any step"""
+    """the most samples of a rank in any step"""
     counters: StepCounters
     order: Any = field(default_factory=CommunicationOrder)
     """a `CommunicationOrder`; on a CPU, which captures no step, a null context"""
     ids: IdLayout | None = None
-    """None if TorchRec sends the ids"""
+    """positions of ids in the windows; None if TorchRec sends the ids"""
     replicated: ReplicatedTables | None = None
     """the tables that every rank holds; None if TorchRec looks them up"""
     reach: Reach | None = None
-    """None: `build_exchange` finds out"""
+    """which ranks this one reaches by stores; if None, `build_exchange` finds out"""
     internode: InternodeLayout | None = None
-    """set by `build_exchange`; None if all ranks reach each other"""
+    """messages between nodes, set by `build_exchange`; None if all ranks reach each other by stores"""
 
     def leaves_out(self, shard: FeatureShard) -> bool:
-        """Return whether the owner does not send a shard's empty bags, which the samples' ranks know by their own ids.
+        """Return whether the owner sends nothing for a shard's empty bags; the samples' ranks know which are empty.
 
-        Those are slots, and partial sums of ids that we send. Other empty bags are read as they arrive.
+        True for slots, and for partial sums if an `IdSender` sends the ids. For empty bags of other shards, zeros are
+        sent.
         """
         return shard.slots or (self.ids is not None and shard in self.layout.added_up)
 

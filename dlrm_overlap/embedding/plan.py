@@ -41,7 +41,7 @@ _MIN_COLUMNS = 32  # of a shard; TorchRec's default is 128
 
 
 def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) -> dict[str, ParameterConstraints]:
-    """Return constraints by table for TorchRec's planner, so that its plan is exchanged and captured.
+    """Return constraints by table for TorchRec's planner, so that its plan can be exchanged and captured.
 
     All tables have compute kernel `fused`, and may be cut into shards of 32 columns instead of 128.
 
@@ -92,7 +92,7 @@ def make_plan(
     batch_size: int,
     group: dist.ProcessGroup,
 ) -> ShardingPlan:
-    """Return the plan of `config.plan`, the same on every rank; a collective.
+    """Return the plan that `config.plan` names, the same on every rank; a collective.
 
     Args:
         module: not sharded yet, with tables named `table_keys`.
@@ -132,7 +132,7 @@ def make_plan(
 
 
 def cached_tables(loads: Mapping[str, TableLoad], config: EmbeddingConfig, capacity_bytes: float | None) -> set[str]:
-    """Return the tables that are cached; under auto the largest, as few as leave room for the others.
+    """Return the names of cached tables; of tables with memory `auto`, the largest, until the others fit.
 
     Args:
         capacity_bytes: room for tables on all GPUs; None on CPUs, which have no other memory.

@@ -1,7 +1,7 @@
 """Data-parallel tables: whole on every rank, looked up for its own samples, trained with the dense parameters.
 
-TorchRec keeps them in FBGEMM's dense lookups, with one flat parameter each. An exchange that sends ids looks up their
-rows, and adds their gradients to that parameter's.
+TorchRec keeps them in FBGEMM's dense lookups, with one flat parameter each. An exchange that sends ids looks up the
+rows, and adds the gradients of the rows to the gradient of the parameter.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class ReplicatedTables:
         return tuple(lookup.weights.data_ptr() for lookup in self.lookups)
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
-        """Return [rows, D]."""
+        """Return the rows [rows, D] of the shard's table, a view of its lookup's parameter."""
         return self.table_in(self.lookups[shard.lookup].weights.detach(), shard)
 
     def table_in(self, flat: torch.Tensor, shard: FeatureShard) -> torch.Tensor:
@@ -45,7 +45,7 @@ class ReplicatedTables:
 
 
 class ReplicatedGradients(ReplicatedTables):
-    """The gradients instead of the rows; SGD at a learning rate of -1 adds a step's gradients."""
+    """The gradients of the rows in place of the rows: an SGD update at learning rate -1 adds a step's gradients."""
 
     LEARNING_RATE = -1.0
 
@@ -60,7 +60,7 @@ class ReplicatedGradients(ReplicatedTables):
         return weights.grad
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
-        """Return [rows, D]."""
+        """Return the gradients [rows, D] of the shard's table, a view of its parameter's gradient."""
         return self.table_in(self._gradient(shard.lookup), shard)
 
     def states(self, shard: FeatureShard) -> list[torch.Tensor]:
@@ -71,7 +71,7 @@ class ReplicatedGradients(ReplicatedTables):
 
 
 def data_parallel_weights(model: nn.Module) -> dict[str, TableBatchedEmbeddingSlice]:
-    """Return by name the data-parallel tables of a sharded model, views of dense lookups' parameters."""
+    """Return name -> data-parallel table of a sharded model; each table is a view of a dense lookup's parameter."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()

@@ -64,7 +64,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
 
     @property
     def leading_columns(self) -> int:
-        """Columns in front of the output that the model may fill, see `ExchangeOptions`."""
+        """Number of columns in front of the output that the model may fill, see `ExchangeOptions.leading_columns`."""
         # With mean pooling the output is divided, which makes a new tensor.
         if self.exchange is None or self._output_order != "model" or self._others or self._has_mean_pooling_callback:
             return 0
@@ -82,10 +82,10 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
 
     def _rows_of_divisor(self, keys: Sequence[str]) -> torch.Tensor:
-        """Return [D_total] int64: for each column in TorchRec's order the feature of `keys` whose lengths divide it.
+        """Return [D_total] int64: for each column the index in `keys` of the feature whose lengths divide it.
 
-        It is len(keys) for a column that is not divided. TorchRec's `_create_mean_pooling_divisor` decides which: of a
-        feature pooled to sums only the first shard is not.
+        Columns are in TorchRec's order. The index is len(keys) for a column that is not divided. TorchRec's
+        `_create_mean_pooling_divisor` decides: of a feature pooled to sums, only the first shard is not divided.
         """
         every: list[Any] = self._embedding_shardings
         features = [name for sharding in every for name in sharding.feature_names()]
@@ -97,7 +97,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return torch.tensor(rows).repeat_interleave(torch.tensor(self._embedding_dims))
 
     def _divisor(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Return [b, D_total], in TorchRec's order: ids of a bag, or the sum of their weights, plus 1e-6."""
+        """Return divisors [b, D_total], in TorchRec's order: a bag's number of ids or sum of weights, plus 1e-6."""
         lengths, weights = features.lengths(), weights_of(features)
         if weights is not None:
             lengths = torch.ops.fbgemm.segment_sum_csr(1, features.offsets().int(), weights)
@@ -105,7 +105,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return torch.cat([lengths, torch.ones_like(lengths[:1])]).index_select(0, self._divided_by).T + 1e-6
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[KeyedTensor]:
-        """If the exchange takes the ids, they are sent here unless they were sent before."""
+        """After `take_ids`, send the ids of the batch unless `sender` has sent them before."""
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
@@ -120,7 +120,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return _of_samples(self._output(exchanged, others, divisor), features.inverse_indices_or_none())
 
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """A variable batch is first padded to one bag for each sample."""
+        """Send the ids by TorchRec; a variable batch is first padded to one bag for each sample."""
         if not self._exchanged or not isinstance(features, KeyedJaggedTensor):
             return super().input_dist(ctx, features)
         even = with_even_batches(features)

@@ -59,7 +59,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         return list(ranges), DistinctIds(sequences, rows, self._device, firsts)
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """If the exchange takes the ids, they are sent here unless they were sent before."""
+        """After `take_ids`, send the ids of the batch unless `sender` has sent them before."""
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
@@ -92,7 +92,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         return {name: found[name] for names in self._embedding_names_per_sharding for name in names}
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """In a variable batch the ids of a bag are repeated for each of its samples."""
+        """Send the ids by TorchRec; in a variable batch the ids of a bag are repeated for each of its samples."""
         if self.exchange is not None and isinstance(features, KeyedJaggedTensor):
             features = with_bags_of_samples(features)
         return super().input_dist(ctx, features)

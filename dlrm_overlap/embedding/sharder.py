@@ -47,8 +47,9 @@ class _BothArguments(TypedDict, total=False):
     wait_timeout_s: Seconds
     nodes: PositiveInt | Literal["auto"]
     output_dtype: _Precision
-    """type of the output of exchanged tables: "fp32", the default, or the wire's; for unpooled tables any if the wire
-    is fp32. `output_dtype` in `fused_params` sets both, and the type of tables that stay with TorchRec"""
+    """type of the output of exchanged tables: "fp32", the default, or `wire_dtype`; for unpooled tables any if
+    `wire_dtype` is "fp32". `output_dtype` in `fused_params` sets both types, and the output type of tables that stay
+    with TorchRec"""
 
 
 class PooledArguments(_BothArguments, total=False):
@@ -60,8 +61,8 @@ class PooledArguments(_BothArguments, total=False):
     internode: Annotated[str, _one_of(("messages", "puts"))]
     aggregate_bytes: NonNegativeInt
     copy_output: bool
-    """return a copy, the default, or else the window that peers store into; then drop all references to it before the
-    module's next forward, which raises `BufferInUseError` otherwise"""
+    """if True, the default, the output is a copy; if False, a view of the window that peers store into. Then drop all
+    references to the view before the module's next forward, which raises `BufferInUseError` otherwise"""
     output_order: Annotated[str, _one_of(("plan", "model"))]
     """order of the features in the output: "plan", TorchRec's and the default, or "model", the unsharded module's"""
     leading_columns: NonNegativeInt
@@ -78,7 +79,10 @@ class _ExchangingSharder:
     _sharded: type[ExchangingModule[Any]]
 
     def _take(self, given: Mapping[str, Any], kinds: type, asked: set[str], **defaults: Any) -> dict[str, Any]:
-        """Check arguments by the TypedDict `kinds`, set `options`, and return those that have `defaults`."""
+        """Check arguments by the TypedDict `kinds`, set `options`, and return the arguments that are in `defaults`.
+
+        `asked` are the precisions of the codecs, see `precisions`.
+        """
         # Names and values of earlier versions, then types and rules.
         known = get_type_hints(kinds, include_extras=True)
         given = {new_name(f"embedding.{name}").removeprefix("embedding."): value for name, value in given.items()}
@@ -115,8 +119,8 @@ class _ExchangingSharder:
     ) -> Any:
         """Return `module`, sharded by the plan's `params`; a collective.
 
-        Tables that the exchange caches are in host memory. If it cannot cache, tables for FBGEMM's cache stay with
-        TorchRec.
+        Tables with compute kernel `fused_uvm_caching` are in host memory, and the exchange caches their rows. If it
+        cannot cache, they stay with TorchRec.
 
         Raises:
             InputError: on every rank, if the ranks' plans differ.
@@ -180,9 +184,9 @@ class OverlapEmbeddingBagCollectionSharder(_ExchangingSharder, EmbeddingBagColle
 class OverlapEmbeddingCollectionSharder(_ExchangingSharder, EmbeddingCollectionSharder):
     """TorchRec's sharder of unpooled tables with another exchange, for any model that `DistributedModelParallel` takes.
 
-    It exchanges the same shards as the pooled one, in steps of `GraphTrainPipeline`: each distinct id of a table, its
-    row and the sum of its gradients are sent once. Steps of TorchRec's pipelines stay with TorchRec, and only they use
-    `use_index_dedup`.
+    It exchanges the same shards as `OverlapEmbeddingBagCollectionSharder`, in steps of `GraphTrainPipeline`: each
+    distinct id of a table, its row and the sum of its gradients are sent once. Steps of TorchRec's pipelines stay with
+    TorchRec, and only these steps use `use_index_dedup`.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingCollectionSharder(), ..])

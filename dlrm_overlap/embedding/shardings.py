@@ -58,14 +58,14 @@ _BY_NODE = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
 
 
 def exchanging_group(env: ShardingEnv) -> dist.ProcessGroup:
-    """Under 2D parallelism, return the sharding group."""
+    """Return the group of ranks that exchange: under 2D parallelism the sharding group, else the module's group."""
     group = env.sharding_pg if isinstance(env, ShardingEnv2D) else env.process_group
     assert group is not None
     return group
 
 
 def cached_shares(params: Mapping[str, ParameterSharding]) -> dict[str, float]:
-    """Return by table with compute kernel `fused_uvm_caching` the share of its rows that has slots."""
+    """Return table -> share of its rows that have cache slots, for tables with compute kernel `fused_uvm_caching`."""
     kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
     return {
         name: (each.cache_params and each.cache_params.load_factor) or EmbeddingConfig.cache_fraction
@@ -93,7 +93,8 @@ def output_types(sharding: Any) -> set[SparseType]:
 def in_rank_order(ids: KeyedJaggedTensor, sharding: Any, batch_sizes: tuple[int, ...]) -> KeyedJaggedTensor:
     """Return the ids of a sharding's input with rank 0's samples first, then rank 1's, and so on.
 
-    TorchRec sorts the samples of some shardings by rank within the node. `batch_sizes` are samples of each rank.
+    TorchRec sorts the samples of some shardings by rank within the node. `batch_sizes` has the number of samples
+    of each rank.
 
     Example: 2 nodes of 2 ranks, one sample each. Samples in the order of ranks 0, 2, 1, 3 become 0, 1, 2, 3.
     """
@@ -109,7 +110,7 @@ def in_rank_order(ids: KeyedJaggedTensor, sharding: Any, batch_sizes: tuple[int,
 
 @lru_cache
 def _rank_order(features: int, batch_sizes: tuple[int, ...], local: int, device: torch.device) -> torch.Tensor:
-    """Return [features * B] int32: for each bag in rank order its position before."""
+    """Return [features * B] int32: for each bag in rank order its position in TorchRec's order."""
     ranks = sorted(range(len(batch_sizes)), key=lambda rank: rank % local)
     samples = torch.arange(sum(batch_sizes)).split([batch_sizes[rank] for rank in ranks])
     bags = torch.cat([samples[ranks.index(rank)] for rank in range(len(batch_sizes))])
@@ -123,8 +124,8 @@ def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
 def _names_and_columns(table: Any, cut_by_columns: bool) -> list[tuple[str, int]]:
     """Return for each feature of a shard the unique name of its pooled embedding, and its first column under that name.
 
-    A table that lists a feature twice pools it twice, under two names. If it is cut by columns, under one: TorchRec
-    concatenates a shard's columns of both.
+    A table that lists a feature twice pools it twice, under two names. If the table is cut by columns, both have one
+    name: TorchRec concatenates a shard's columns of both.
 
     Example: x twice, dim 8, cut in two. The second shard's columns begin at 8 and 12 of the 16 of x.
     """

@@ -19,12 +19,13 @@ _LAZY = 3  # FBGEMM's CounterWeightDecayMode.ADAGRADW
 @dataclass(frozen=True)
 class BatchSizes:
     per_rank: tuple[int, ...]
-    """b"""
+    """b, the number of samples of each rank"""
     first_sample: tuple[int, ...] = field(compare=False)
-    """[W + 1] each rank's first sample in the global batch, then B"""
+    """[W + 1] index of each rank's first sample in the global batch, then B"""
     total: int = field(compare=False)
-    """B"""
+    """B, the number of samples of all ranks"""
     most: int = field(compare=False)
+    """the largest b"""
 
     def __hash__(self) -> int:  # cheap, since a step looks up several values by its sizes
         return self.total
@@ -43,7 +44,7 @@ class UpdateRule(NamedTuple):
     frozen: bool = False
     """rows and states keep their values, because no weight of the lookup requires a gradient"""
     count: int = 0
-    """FBGEMM's iter, forwards of the lookup including this one, if its optimizer counts them"""
+    """FBGEMM's `iter`: forwards of the lookup including this one; 0 if its optimizer does not count them"""
     always_decays: bool = False
     """whether rows decay whatever `weight_decay_mode` says, as Adam and LAMB have it"""
 
@@ -75,7 +76,7 @@ class Step(NamedTuple):
     """ids of this rank's tables, one tensor for each input of the layout, with B bags a feature"""
     batch: BatchSizes
     replicated: KeyedJaggedTensor | None = None
-    """ids of this rank's samples of the tables that every rank holds, if this exchange looks those up"""
+    """ids of this rank's samples for the tables that every rank holds, if this exchange looks up such tables"""
     own_offsets: torch.Tensor | None = None
     """[published * b + 1] int32: offsets of the bags of this rank's samples, in the order of `IdLayout.published`.
     Empty bags of row shards and empty slots do not arrive, and get no gradient. None if all bags arrive"""
@@ -84,9 +85,9 @@ class Step(NamedTuple):
 class PendingBackward(NamedTuple):
     step: Step
     number: int
-    """among the steps with a backward, from 0"""
+    """index among the steps with a backward, from 0"""
     rules: Sequence[UpdateRule]
-    """by lookup, as of the forward"""
+    """update rule of each fused lookup at the time of the forward"""
     trains_weights: bool = False
     """whether some ids' weights require a gradient"""
     ids_ready: torch.Event | None = None
@@ -96,19 +97,19 @@ class PendingBackward(NamedTuple):
 
 
 def weights_of(ids: KeyedJaggedTensor) -> torch.Tensor | None:
-    """Return [n] float32, or None without weights; as for FBGEMM, integers are no weights."""
+    """Return the ids' weights [n] as float32, or None without weights; as for FBGEMM, integers are no weights."""
     weights = ids.weights_or_none()
     return weights.float() if weights is not None and weights.is_floating_point() else None
 
 
 def padded(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return the padded ids, which are sent, if `ids` are an eager step's view without the padding."""
+    """Return the padded ids, which are sent, if `ids` are an eager step's view without the padding; else `ids`."""
     given: Any = ids
     return ids if (sent := getattr(given, "padded", None)) is None else sent
 
 
 def with_float_weights(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return ids with float32 weights or none, without a copy if they are so already."""
+    """Return ids with float32 weights or none; `ids` itself if it needs no change."""
     weights = ids.weights_or_none()
     if weights is None or weights.dtype == torch.float32:
         return ids

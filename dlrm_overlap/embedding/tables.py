@@ -1,4 +1,4 @@
-"""This rank's rows, stored by FBGEMM's fused lookups (TBE), and ids outside of them."""
+"""This rank's rows, stored by FBGEMM's fused lookups (TBE), and what happens on ids outside their table."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,7 +52,7 @@ class LocalTables:
     rows on the current stream.
 
     Args:
-        fractions: by (lookup, table), the share of rows that a cache has slots for.
+        fractions: (lookup, table), both by index -> share of the table's rows that a cache has slots for.
     """
 
     def __init__(
@@ -115,18 +115,18 @@ class LocalTables:
         return self._table_tensors(shard.lookup, shard.table) if cached is None else cached.rows
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
-        """Return [rows, D], or [slots, D] if the table is cached."""
+        """Return the rows of a shard, [rows, D]; the cache's rows [slots, D] if the table is cached."""
         return self._tensors(shard)[0]
 
     def states(self, shard: FeatureShard) -> list[torch.Tensor]:
-        """Return states of rows or slots, each [rows, D] or [rows] float32."""
+        """Return the optimizer states of a shard's rows, or of the cache's slots, each [rows, D] or [rows] float32."""
         return self._tensors(shard)[1:]
 
     def rows(self, shard: FeatureShard) -> int:
         return self._table_tensors(shard.lookup, shard.table)[0].shape[0]
 
     def stored(self, shard: FeatureShard) -> StoredRows:
-        """Return the memory of the rows or slots, on a GPU."""
+        """Return the memory that holds a shard's rows or its cache's slots, on a GPU."""
         tbe: Any = self.lookups[shard.lookup]
         optimizer, tensors = self.optimizer(shard), self._tensors(shard)
         if (shard.lookup, shard.table) in self._cached:
@@ -197,7 +197,7 @@ class LocalTables:
         return optimizer_of(self.lookups[shard.lookup])
 
     def rules(self, step: int) -> list[UpdateRule]:
-        """Return each lookup's update rule after the forward of step number `step`, where FBGEMM reads it, too.
+        """Return each lookup's update rule after the forward of step number `step`; FBGEMM reads it then, too.
 
         `iter_cpu` advances by the steps since the last call, including replays of captured steps.
         """

@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 class TorchRecTables:
-    """Shardings, by index, that TorchRec looks up and updates while an exchange sends the ids of the others.
+    """The shardings `numbers` of a module, which TorchRec looks up and updates; an exchange serves the others.
 
     TorchRec's collectives and host synchronizations cannot be captured. So `look_up` runs before the graph and `update`
     after it; the captured step reads the pooled embeddings and writes their gradients in fixed buffers.
@@ -20,12 +20,12 @@ class TorchRecTables:
         self.numbers = numbers
         self._module = module
         self._buffers: list[torch.Tensor] = []
-        """what captured steps read, by sharding: [b, D], with its gradient"""
+        """by sharding, the pooled embeddings [b, D] that captured steps read, each with its gradient"""
         self._looked_up: list[torch.Tensor] = []
-        """of the current captured step; empty outside of one"""
+        """pooled embeddings of the current captured step; empty outside of a captured step"""
 
     def pooled(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
-        """Return [b, D] of each sharding, from `look_up` or else looked up now."""
+        """Return the pooled embeddings [b, D] of each sharding: buffers that `look_up` has filled, or looked up now."""
         if not self._looked_up:
             return self._pool(features)
         for buffer in self._buffers:
@@ -80,7 +80,7 @@ class TorchRecTables:
 
 
 def exact(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return ids without padding, whose number is read from the device; a ValueError above the capacity."""
+    """Return ids without padding; the host waits for their number. A ValueError if it exceeds the capacity."""
     lengths, values = features.lengths(), features.values()
     total = int(lengths.sum())
     if total > values.numel():

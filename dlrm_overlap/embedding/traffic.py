@@ -14,13 +14,14 @@ _POSITION_BYTES = 4  # locate the gradient of an id
 def partial_sums(bag_ids: float, row_shards: int) -> float:
     """Return the mean number of partial sums sent for a bag, one from each row shard that has an id of the bag.
 
-    With one shard empty bags are sent, too. Ids are uniform over the rows; `bag_ids` may be a mean.
+    With one row shard the result is 1, since empty bags are sent, too. Ids are uniform over the rows; `bag_ids` may be
+    a mean.
     """
     return 1.0 if row_shards == 1 else row_shards * (1 - (1 - 1 / row_shards) ** bag_ids)
 
 
 class ShardTraffic(NamedTuple):
-    """Of one batch of all ranks on a table shard; may be a mean."""
+    """What one batch of all ranks looks up in a table shard; the numbers may be means."""
 
     ids: float
     touched_rows: float
@@ -43,10 +44,10 @@ def pooling_bytes(
     """Return the bytes of a forward on one rank: in its memory, without offsets, and out over its links.
 
     Args:
-        shards: this rank's.
-        samples, own_samples: of all ranks, and of this one.
-        total_dim, owner_dim: columns of all ranks' shards, and of this rank's.
-        id_bytes, wire_bytes: of an id, and of an element of the pooled embeddings.
+        shards: the shards of this rank.
+        samples, own_samples: number of samples of all ranks, and of this rank.
+        total_dim, owner_dim: columns of all ranks' shards, and of this rank's shards.
+        id_bytes, wire_bytes: bytes of an id, and of an element of the pooled embeddings between ranks.
     """
     rows = sum(shard.ids * (shard.dim * shard.element_bytes + id_bytes) for shard in shards)
     return rows + own_samples * total_dim * wire_bytes, (samples - own_samples) * owner_dim * wire_bytes
@@ -54,9 +55,11 @@ def pooling_bytes(
 
 class UpdateBytes(NamedTuple):
     hbm: float
+    """bytes read from and written to the rank's memory"""
     compulsory: float
     """the part of `hbm` that an unlimited cache would leave"""
     link: float
+    """bytes that leave the rank over its links"""
 
 
 def update_bytes(
@@ -76,7 +79,7 @@ def update_bytes(
     columns that other ranks own.
 
     Args:
-        wire_bytes, gradient_bytes: of an element of the gradients between ranks, and of the model's.
+        wire_bytes, gradient_bytes: bytes of an element of the gradients between ranks, and of the model's gradients.
         optimizer: a key of `STATES`.
     """
     hbm = own_samples * total_dim * gradient_bytes + samples * owner_dim * wire_bytes
@@ -91,14 +94,14 @@ def update_bytes(
 
 class DenseCounts(NamedTuple):
     flop: int
-    """of matrix products, forward and backward"""
+    """operations of matrix products, forward and backward"""
     parameters: int
     outputs: int
-    """elements, in the forward"""
+    """elements of all outputs of layers, in the forward"""
 
 
 def count_dense(model: ModelConfig, tables: int, dense_features: int, samples: int) -> DenseCounts:
-    """Return the cost of a step of the dense part for `samples` of a rank.
+    """Return the cost of a step of the dense part for `samples` samples of a rank.
 
     A multiplication and an addition are two operations. The first layer computes no gradient of its input. Each pair of
     the dot interaction counts once. Attention reads all positions of a history.

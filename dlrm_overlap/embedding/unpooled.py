@@ -59,8 +59,8 @@ class UnpooledIdSender(IdSender):
     """Sends the distinct ids of each table in slots, and expands the rows that arrive to the ids of the batch.
 
     Args:
-        distinct: of the tables in the order of `layout`.
-        capacity: without its `distinct`, there is a slot for every id.
+        distinct: finds the distinct ids of the tables, which are in the order of `layout`.
+        capacity: if its `distinct` is empty, there is a slot for every id.
         layout: shards of the tables, each with one feature and the same number of columns.
     """
 
@@ -96,9 +96,10 @@ class UnpooledIdSender(IdSender):
 
     @property
     def row_ranges(self) -> Mapping[str, RowRange]:
-        """What has its own slots, by name: a table, or each owner's rows of a table cut by rows over several nodes.
+        """The ranges of rows that have their own slots, by name.
 
-        An owner sends another node a row for every slot that may have an id of its rows.
+        A range is a table, or each row shard of a table that is cut by rows over several nodes: an owner sends another
+        node a row for every slot that may have an id of the owner's rows.
         """
         return self.table_layout.row_ranges(self.exchange.has_rows_apart)
 
@@ -117,11 +118,11 @@ class UnpooledIdSender(IdSender):
         return capacity.capacity([sequence.feature for sequence in self.distinct.sequences])
 
     def capacities_of(self, features: KeyedJaggedTensor) -> list[int]:
-        """Return the size of each sequence's ids, with padding."""
+        """Return the number of ids of each sequence, with padding."""
         return self.distinct.capacities_of(features, self._most(self.capacity))
 
     def _keep(self, distinct: Distinct) -> Distinct:
-        """Return a copy in the memory of the next epoch."""
+        """Return a copy of `distinct` in the memory of the next epoch of ids."""
         ids = distinct.values
         if ids.dtype == torch.int64:  # clamped ids stay outside every table
             ids = ids.clamp(-1, torch.iinfo(torch.int32).max).int()
@@ -146,8 +147,8 @@ class UnpooledIdSender(IdSender):
         """Start the step of `features`, see `start`.
 
         Returns:
-            A function that waits for the rows [P, D] of the ids of this rank's samples, see `Distinct`, of the options'
-            `output_dtype`.
+            A function that waits for the rows [P, D] of the ids of this rank's samples, see `Distinct`, and returns
+            them, of the options' `output_dtype`.
         """
         distinct = self._first(features).arrived.distinct
         slots = self.start(features)
@@ -156,7 +157,7 @@ class UnpooledIdSender(IdSender):
 
 
 class ExpandRows(torch.autograd.Function):
-    """Copies the slots [b, F * D] to a row for every id, [P, D]; backward, sums each slot's gradients."""
+    """Copies rows from slots, [b, F * D], to every id, [P, D]; the backward sums the ids' gradients by slot."""
 
     @staticmethod
     def forward(ctx: Any, slots: torch.Tensor, sender: UnpooledIdSender, distinct: Distinct) -> torch.Tensor:

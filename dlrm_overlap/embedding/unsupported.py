@@ -73,7 +73,7 @@ def _of_sharding(sharding: Any, wire_dtype: torch.dtype, cached: Collection[str]
 
 
 def precisions(registry: Mapping[str, QuantizedCommCodecs] | None, ops: Sequence[CommOp]) -> set[str]:
-    """Return the precisions in which collectives send embeddings and gradients; empty without codecs for `ops`."""
+    """Return the precisions in which the collectives `ops` send embeddings and gradients; empty without codecs."""
     if registry is None or not any(op.name in registry for op in ops):
         return set()
     codecs = [registry.get(op.name, QuantizedCommCodecs()) for op in ops]

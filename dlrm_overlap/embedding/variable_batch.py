@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dlrm_overlap.config import InputError
 
 InverseIndices = tuple[list[str], torch.Tensor]
-"""F features, and [F, B] int64"""
+"""names of F features, and [F, B] int64: the bag of each sample"""
 
 
 def with_even_batches(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -31,7 +31,7 @@ def with_even_batches(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def of_samples(pooled: KeyedTensor, inverse: InverseIndices) -> KeyedTensor:
-    """Gather the samples' pooled embeddings [B, D_total] from those of the bags."""
+    """Gather the samples' pooled embeddings [B, D_total] from the pooled embeddings of bags."""
     keys, (features, bags) = pooled.keys(), inverse
     numbers = {feature: number for number, feature in enumerate(features)}
     # If several tables pool a feature, a name is the feature's, "@", and the table's.

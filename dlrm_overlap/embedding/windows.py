@@ -29,9 +29,9 @@ def __getattr__(name: str) -> Any:
 class WindowSpec(NamedTuple):
     name: str
     window: Region
-    """of each of the two windows"""
+    """shape and dtype of each of the two windows"""
     slots: int
-    """flags that each rank sets at each other"""
+    """number of flags that each rank sets at each other rank"""
 
     def regions(self, world_size: int) -> Mapping[str, Region]:
         """Return windows NAME0 and NAME1, and the flags NAME_ready, [W, slots] int64."""
@@ -43,9 +43,9 @@ class WindowPair:
     """Two windows of every rank, and ready flags [W, slots], whose row w rank w sets.
 
     Step e = 1, 2, 3, .. uses window e mod 2: peers store into it, then set their flags to e. Nothing is ever reset. A
-    rank that has seen every peer's flags of step e - 1 may store step e, because a peer's stream reads step e - 2
-    before it sets them. So no step may begin while an earlier window is in use (`begin` checks the views of `acquire`),
-    and each rank sets a flag at each other in every step.
+    rank that has seen every peer's flags of step e - 1 may store step e, because a peer's stream reads the window of
+    step e - 2 before it sets its flags of step e - 1. So no step may begin while an earlier window is in use (`begin`
+    checks the views of `acquire`), and each rank sets a flag at each other rank in every step.
 
     Example: in step 3 rank 1 stores into NAME1 of rank 0, then sets slot 0 of row 1 of rank 0's NAME_ready to 3.
     """
@@ -102,7 +102,7 @@ def one_flag_each(ranks: range, world_size: int) -> torch.Tensor:
 
 
 class Signals(ABC):
-    """Sets flags of a pair at the ranks reached, and waits for the flags that others set here, in the current epoch.
+    """Sets flags of a pair at the ranks reached, and waits for flags of other ranks, in the current epoch.
 
     Args:
         counts: [W] int32: flags to wait for, by rank.
@@ -122,11 +122,14 @@ class Signals(ABC):
 
     @abstractmethod
     def signal(self, source: int | None = None) -> None:
-        """Set the first flag of this rank, or of `source`, a rank of another node, at all ranks reached."""
+        """Set the first flag of this rank, or of `source`, a rank of another node, at all ranks reached.
+
+        On GPUs the current stream does so, after all work on it.
+        """
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait for the flags."""
+        """Wait for the flags of the current epoch; on GPUs the current stream waits, not the host."""
 
 
 class DeviceSignals(Signals):
@@ -154,7 +157,10 @@ class DeviceSignals(Signals):
 
 
 def skip_epoch(pair: WindowPair, kind: type[Signals], timeout_s: float, status: torch.Tensor | None = None) -> None:
-    """Take an epoch in which nothing is stored: signal the ranks reached, and wait for them; others never store."""
+    """Take an epoch in which nothing is stored: signal the ranks reached, and wait for their signals.
+
+    A collective of the ranks reached; no other rank stores into this rank's windows.
+    """
     signals = kind(pair, one_flag_each(pair.arena.reached, pair.arena.world_size), timeout_s, status)
     pair.begin()
     signals.signal()

@@ -30,7 +30,7 @@ class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract me
     """The forward or the backward of an exchange on one rank."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
-        """`windows` are as `window_spec` asks for."""
+        """`windows` are the windows that `window_spec` asks for, None if it asks for none."""
         self.layout, self.tables, self.options = context.layout, context.tables, context.options
         self.group, self.device = context.group, context.device
         self.rank, self.world_size = context.group.rank(), context.group.size()
@@ -42,7 +42,7 @@ class ExchangeDirection(ABC):  # noqa: B024  its subclasses have the abstract me
         return None
 
     def skip(self) -> None:
-        """Take an epoch in which nothing is stored, so that the next one has the other window; a collective."""
+        """Take an epoch in which nothing is stored, so that the next epoch uses the other window; a collective."""
         raise NotImplementedError(f"{type(self).__name__} is not captured")
 
     def check(self) -> None:  # noqa: B027  optional
@@ -69,13 +69,14 @@ class Forward(ExchangeDirection, Generic[State]):
 
     @abstractmethod
     def start(self, step: Step) -> State:
-        """Start to pool and to send."""
+        """Start to pool this rank's shards and to send the pooled embeddings."""
 
     @abstractmethod
     def finish(self, state: State, copy: bool = False) -> torch.Tensor:
         """Return the pooled embeddings [b, D_total] of this rank's samples, in the wire's dtype, once all have arrived.
 
-        Rows may be apart. Valid until the next `start`; a copy is always valid.
+        On GPUs the current stream waits for them. Rows may have gaps between them. Unless `copy`, the result is valid
+        until the next `start`.
         """
 
     def add_partials(self, step: Step, arrived: torch.Tensor) -> None:
@@ -124,7 +125,7 @@ class Forward(ExchangeDirection, Generic[State]):
 
 
 class Backward(ExchangeDirection, Generic[State]):
-    """Sends gradients and updates rows, in the order of the starts.
+    """Sends gradients of pooled embeddings, and updates this rank's rows, in the order of the calls of `start`.
 
     Call `note_forward`, `start`, then `finish`. A step may be started before the previous one is finished.
     """
@@ -136,20 +137,21 @@ class Backward(ExchangeDirection, Generic[State]):
 
     @property
     def update_scale(self) -> float:
-        """Factor of received gradients."""
+        """Factor of the received gradients in the update of rows."""
         return gradient_scale(self.world_size) / self.sent_scale
 
     def note_forward(
         self, step: Step, number: int = 0, trains_weights: bool = False, ids_ready: torch.Event | None = None
     ) -> PendingBackward:
-        """Note the optimizers' numbers, right after `Forward.start`; without `ids_ready` the ids are ready now."""
+        """Record the optimizers' parameters; call it right after `Forward.start`. By default the ids are ready now."""
         rules = self.tables.rules(number)
         self.tables.count_on_device()
         return PendingBackward(step, number, rules, trains_weights, ids_ready)
 
     def follow_rules(self, capture: bool = False) -> None:
-        """Update the optimizers' numbers in device memory; with `capture` there will be captured steps, which read
-        them.
+        """Write the optimizers' parameters to the device memory from which captured steps read them.
+
+        With `capture`, steps will be captured from now on; does nothing before that.
         """
 
     def prepare(self, pending: PendingBackward) -> PendingBackward:
@@ -177,13 +179,13 @@ class GradientStore(Protocol):
     """Stores the gradients of one rank's samples at the owners reached."""
 
     def store(self, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int) -> None:
-        """Store the parts [first, end) of `scale` times the gradient [b, ..], and signal each part as that rank."""
+        """Store the parts [first, end) of `scale` times the gradient [b, ..], and signal each as that rank."""
 
 
 class WindowState(NamedTuple):
     pending: PendingBackward
     weights_gradients: Sequence[torch.Tensor]
-    """result of `finish`, complete by then"""
+    """what `finish` returns; complete once it has returned"""
 
 
 class WindowBackward(Backward[WindowState]):
@@ -207,7 +209,7 @@ class WindowBackward(Backward[WindowState]):
 
     @abstractmethod
     def _store_by(self, rank: int, column: ColumnOf, ids: IdLayout | None = None) -> GradientStore:
-        """Return a store for a rank's samples; with `ids`, it leaves out bags that have not arrived."""
+        """Return a store for gradients of a rank's samples; given `ids`, it leaves out bags that have not arrived."""
 
     @staticmethod
     def _gradient_layout(context: ExchangeContext) -> GradientLayout:

@@ -66,7 +66,7 @@ class CollectiveForward(Forward[CollectiveState[Step]], Generic[Rows]):
         return CollectiveState(step, work, received)
 
     def finish(self, state: CollectiveState[Step], copy: bool = False) -> torch.Tensor:
-        """Return the columns in the model's order, in new memory."""
+        """Return the pooled embeddings in the layout's order of columns, in new memory."""
         step, work, buffer = state
         self.join_stream()
         work.wait()

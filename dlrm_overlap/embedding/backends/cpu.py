@@ -64,8 +64,9 @@ def train_weights(
 ) -> None:
     """Add the gradients of the ids' weights to `found`, before the rows are updated; on any device.
 
-    A weight's gradient is the dot product of its row and its bag's gradient, one of `gradients` [B, D] as sent. As in
-    TorchRec, the mean of the dense gradients divides it by the number of ranks. Captured steps have no such weights.
+    `gradients` are [B, D] for each shard, as sent. The gradient of an id's weight is the dot product of the id's row
+    and its bag's gradient. As in TorchRec, the mean over ranks of the dense gradients divides it by the number of
+    ranks. Captured steps have no such weights.
     """
     weights = [ids.weights_or_none() for ids in step.inputs]
     trained = [number for number, each in enumerate(weights) if each is not None and each.requires_grad]

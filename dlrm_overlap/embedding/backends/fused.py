@@ -22,8 +22,8 @@ _FEWEST_SHORT_BAGS = 1 << 15  # fewer short bags are cut as long ones
 def persistent_tuning(table: FeatureTable, samples: int, slice_bags: int, short: bool = False) -> Tuning:
     """Return the tuning of a persistent kernel for `samples` samples and slices of `slice_bags` bags.
 
-    Each task has a cost, so if bags are many, a task has twice as many; four times as many of `short` bags
-    (`has_short_bags`), where the shared task counter is the limit (docs/results/lab.md).
+    Each task has a fixed cost, so if there are many bags, a task has twice as many. If bags are `short`, see
+    `has_short_bags`, it has four times as many, because the shared task counter is the limit (docs/results/lab.md).
     """
     bags = table.entries.shape[0] * samples
     short = short and bags >= _FEWEST_SHORT_BAGS

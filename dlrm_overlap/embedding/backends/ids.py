@@ -52,7 +52,7 @@ class IdPull(ABC):
 
     @abstractmethod
     def __call__(self, samples: int, buffer_index: int) -> Bags:
-        """Return the ids in the windows of `buffer_index`."""
+        """Return the ids in the windows of `buffer_index`, epoch mod 2, with `samples` bags a feature and rank."""
 
     def check(self) -> None:  # noqa: B027  optional
         """See `IdExchange.check`."""
@@ -75,7 +75,7 @@ class DeviceIdPull(IdPull):
         if self._ids.weighted:
             self._weights = [torch.zeros(capacity, device=self._device) for _ in range(2)]
         self._prepared = StepCache[int, _Prepared]()
-        """by samples of a rank"""
+        """by number of samples of a rank"""
 
     def _tensor(self, numbers: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=self._device)
@@ -140,13 +140,13 @@ class ArrivedIds(NamedTuple):
     replicated: KeyedJaggedTensor | None = None
     """this rank's ids of replicated features, padded in the same way"""
     own_offsets: torch.Tensor | None = None
-    """see `Step.own_offsets`"""
+    """[published * b + 1] int32: offsets of the bags of this rank's samples, see `Step.own_offsets`"""
     distinct: Distinct | None = None
-    """for slots: which of this rank's ids are in them"""
+    """if bags are slots: which of this rank's ids are in which slot"""
 
 
 class IdExchange:
-    """Sends ids to the owners; on GPUs, nothing is read back."""
+    """Sends ids to the owners of their rows; on GPUs, the host reads nothing back."""
 
     pull_type: type[IdPull] = DeviceIdPull
     signals_type: type[Signals] = DeviceSignals
@@ -294,7 +294,7 @@ class IdExchange:
         return self.own_bad_ids if shard.owner == EVERY_RANK else self.bad_ids
 
     def overflow(self, rank: int, feature: int, count: int, most: int) -> ValueError:
-        """Return the error for a batch with too many ids or, if lengths are known, another number of ids."""
+        """Return the error for a batch with too many ids or, if lengths are known, with a wrong number of ids."""
         keys = self.ids.keys
         if self.known:
             text = f"{count} ids, but its capacity, with the same number in every bag of a feature, gives {most}"
@@ -352,7 +352,7 @@ class CpuIdPull(IdPull):
         return values, offsets, reference.pull_ids(weights, self._features, samples)[0].view(torch.float32)
 
     def _offsets(self, rank: int, window: torch.Tensor, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a rank's window and offsets, after a check of its capacity."""
+        """Return a rank's window and offsets, after a check that the ids do not exceed their capacity."""
         exchange, ids = self._exchange, self._exchange.ids
         offsets = window[ids.offsets_at :]
         if exchange.known:
@@ -382,7 +382,7 @@ class CpuIdExchange(IdExchange):
     pull_type, signals_type = CpuIdPull, CpuSignals
 
     def divide(self, window: torch.Tensor, samples: int) -> None:
-        """Divide the ids, unless the batch exceeds the capacity, whose error comes later."""
+        """Divide the ids into shares; not if they exceed the capacity, for which the pull raises the error."""
         ids, features = self.ids, len(self.ids.keys)
         offsets = window[ids.offsets_at :]
         shared = offsets[(features + 1) * samples :][: len(ids.shares) * samples + 1]

@@ -39,7 +39,7 @@ class PooledTransport(Generic[Rows]):
         column: ColumnOf,
         stride: int,
     ) -> None:
-        """`lookup` is this node's; a row of a window has `stride` elements, with a shard's from `column` on."""
+        """`lookup` pools for this node; a row of a window has `stride` elements, a shard's from `column(shard)` on."""
         self._layout, self._windows, self._lookup = layout, windows, lookup
         self._peers = lookup.peers(windows, stride)
         self._order, self._device, self._here = context.order, context.device, windows.arena.reached

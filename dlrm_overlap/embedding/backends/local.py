@@ -22,9 +22,9 @@ from dlrm_overlap.kernels.reference import update_rows
 
 class LocalState(NamedTuple):
     own: Step
-    """this rank's samples, with the ids of replicated features as the only input"""
+    """a step of this rank's samples only, with the ids of replicated features as its only input"""
     looked_up: torch.Event | None = None
-    """on GPUs, the event after which the backward may read these ids"""
+    """on GPUs, the event after which the backward may read the ids of `own`"""
 
 
 class LocalLookup(ExchangeDirection, Generic[Rows]):
@@ -42,7 +42,7 @@ class LocalLookup(ExchangeDirection, Generic[Rows]):
         self.windows, self.replicated = windows, context.replicated
         self.gradients = ReplicatedGradients(context.replicated.lookups, context.replicated.bounds_checks)
         self.columns = {shard: self.layout.column(shard) for shard in self.layout.replicated}
-        """of the output and of its gradient"""
+        """first column of each shard in the output, and in its gradient"""
         in_window = {shard: context.options.leading_columns + column for shard, column in self.columns.items()}
         self._lookup = self.lookup_type(context, in_window, BadIds(self.replicated.bounds_checks), self.replicated)
         self._windows = self.own_windows()
@@ -83,7 +83,7 @@ class CpuLocalLookup(LocalLookup[list[torch.Tensor]]):
             update_rows(sums, (), ids.long(), rows, "sgd", OptimizerParams(self.gradients.LEARNING_RATE))
 
     def finish_backward(self) -> None:
-        """Do nothing: `start_backward` has added them."""
+        """Do nothing: `start_backward` has added the gradients."""
 
 
 class DeviceLocalLookup(LocalLookup[Windows]):

@@ -44,7 +44,8 @@ class Lookup(ABC, Generic[Rows]):
     ) -> None:
         """`columns` has the shards, each with its first column in a row of a window.
 
-        Their tables are this rank's, or `replicated`. With `every_bag`, zeros are stored for all empty bags.
+        The shards' tables are this rank's tables, or `replicated`. If `every_bag`, zeros are stored for all empty bags,
+        also where `ExchangeContext.leaves_out` is True.
         """
         self._context, self._columns, self.bad_ids = context, columns, bad_ids
         self._rows = replicated or context.tables
@@ -76,7 +77,7 @@ class Lookup(ABC, Generic[Rows]):
         """Pool the bags of the samples of `ranks`, None for all, into the windows of these ranks."""
 
     def first_samples(self, batch: BatchSizes, ranks: range | None = None) -> torch.Tensor | None:
-        """Return [R + 1] int32 on the GPU: each rank's first sample, and the end. None on CPUs."""
+        """Return [R + 1] int32 on the GPU: index of each rank's first sample, and the end. None on CPUs."""
         return None
 
     def check(self) -> None:
@@ -89,7 +90,7 @@ class Platform(NamedTuple, Generic[Rows]):
     lookup: type[Lookup[Rows]]
     signals: type[Signals]
     adds_sums: bool
-    """see `InternodeLayout`"""
+    """whether a node adds up its partial sums before it sends them to other nodes"""
 
 
 class DeviceLookup(Lookup[Windows]):
@@ -112,7 +113,7 @@ class DeviceLookup(Lookup[Windows]):
         """the table of addresses of each kernel"""
         self._storage: tuple[int, ...] | None = None
         self._first_samples: dict[tuple[BatchSizes, range | None], torch.Tensor] = {}
-        """of all sizes: a capture cannot copy them to the GPU again"""
+        """of all batch sizes so far: during a capture they cannot be copied to the GPU again"""
 
     def peers(self, pair: WindowPair, stride: int) -> list[Windows]:
         return pair.peers(stride, self._context.options.wire_dtype)

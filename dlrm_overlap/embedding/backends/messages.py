@@ -22,7 +22,7 @@ from dlrm_overlap.kernels.launches import StepCache
 
 
 def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
-    """Send this rank's current window to the other nodes, and copy theirs to where `published_window` finds them.
+    """Send this rank's current window to other nodes, and copy received ones to where `published_window` finds them.
 
     A collective, on the current stream. It sends a copy, since in a CUDA graph NCCL may not be able to send windows.
     """
@@ -49,8 +49,8 @@ MessagesOf = Callable[[BatchSizes], Messages]
 class ByCollective:
     """The base of carriers by a collective.
 
-    Messages have the same memory in all steps, as captured steps need it. A message may be filled once the previous
-    step's is sent, and is valid until the next step's `receive`; the caller ensures this order.
+    Messages have the same memory in all steps, as captured steps need it. A message may be filled once the message of
+    the previous step is sent, and a received message is valid until the next step's `receive`; the caller ensures this.
     """
 
     def __init__(self, context: ExchangeContext, messages_of: MessagesOf) -> None:

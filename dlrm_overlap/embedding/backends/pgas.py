@@ -20,7 +20,7 @@ from dlrm_overlap.embedding.windows import Signals, WindowPair, WindowSpec, skip
 class ZeroCopyState(NamedTuple):
     step: Step
     signals: Signals | None
-    """those that `finish` waits for; None if a kernel has waited for them"""
+    """the flags that `finish` waits for; None if a kernel has waited for them"""
 
 
 class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
@@ -37,20 +37,20 @@ class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
         """the windows of the ranks reached, for even epochs and for odd ones"""
         self.reached = windows.arena.reached
         self.transport: PooledTransport[Rows] | None = None
-        """to other nodes"""
+        """sends pooled embeddings to other nodes; None if there are none"""
         if context.internode is not None:
             pooled = windows, self.lookup, self.column, self.stride
             self.transport = PooledTransport(context, context.internode, *pooled)
         self._signals_type = platform.signals
         self._signals: dict[int, Signals] = {}
-        """by slices of a shard"""
+        """by number of slices of a shard"""
 
     def column(self, shard: FeatureShard) -> int:
         return self.leading + self.layout.column(shard)
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec:
-        """Return windows with a row for each sample, and the flags of the rank that sends most."""
+        """Return windows with a row for each sample, and as many flags as the rank with the most shards sets."""
         layout, samples = context.layout, context.samples_per_rank
         most = max(len(shards) for shards in layout.by_owner)
         slots = max(1, most * cls.slices(context.options, samples))

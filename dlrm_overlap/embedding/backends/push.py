@@ -38,7 +38,7 @@ class DeviceGradientStore:
 
     rank: int
     tables: list[ShardTable]
-    """by dim"""
+    """one for each dim, in ascending order"""
     leaves_out: bool
     """True if bags that have not arrived are left out"""
     flags: PartFlags
@@ -159,7 +159,7 @@ class Push(WindowBackward):
     def note_forward(
         self, step: Step, number: int = 0, trains_weights: bool = False, ids_ready: torch.Event | None = None
     ) -> PendingBackward:
-        """Record when all ids are inside their tables: after the lookup, unless they were checked when they arrived."""
+        """Record when all ids are inside their tables: at `ids_ready`, or by default now, after the lookup."""
         if ids_ready is None:
             ids_ready = self._current().record_event()
         for ids in step.inputs:

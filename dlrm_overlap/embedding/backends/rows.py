@@ -32,7 +32,8 @@ class InputRows:
 
     A row's key is its number among the rows of all tables of the input, so the sorted ids of a table, and of a range,
     are contiguous. Example: with tables of 10 and 20 rows, row 3 of the second has key 13. Tables of a part
-    that share a cache are updated by one call; they share the keys of its slots, and each uses other slots.
+    that share a cache are updated by one call; they share the keys of the cache's slots, and each table uses other
+    slots.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class InputRows:
         starts: Mapping[FeatureShard, int],
         part_of: Mapping[FeatureShard, int],
     ) -> None:
-        """`shards` are in the order of their features; `starts` and `part_of` are those of `GradientLayout`."""
+        """`shards` are in the order of their features; for `starts` and `part_of` see `GradientLayout`."""
         self.input = shards[0].input
         self._tables, self._part_of = tables, part_of
 
@@ -102,7 +103,8 @@ class InputRows:
     def sort(self, ids: KeyedJaggedTensor, samples: int, row_units: int = 0) -> PreparedRuns | None:
         """Sort ids by key, and prepare the update of their rows; None without ids.
 
-        For gradients [samples, D_total], not in a window, `row_units` is the length of a row, see `Preparation`.
+        If the gradients are [samples, D_total] instead of in a window, `row_units` is the stride of their rows in units
+        of 4 elements, see `Preparation`.
         """
         values, offsets = ids.values(), ids.offsets()
         if values.numel() == 0:
@@ -146,9 +148,9 @@ def in_readable_rows(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class DeviceRules:
-    """The numbers of each fused lookup's optimizer in device memory, see `Rule`.
+    """The parameters of each fused lookup's optimizer in device memory, see `Rule`.
 
-    Replays read the same memory, so the numbers are overwritten before each launch; an eager step overwrites them on
+    Replays read the same memory, so the parameters are overwritten before each launch; an eager step overwrites them on
     the update stream, after the previous step's updates.
     """
 
@@ -157,11 +159,11 @@ class DeviceRules:
         self._kept: list[tuple[OptimizerParams, torch.Tensor]] = []
 
     def numbers(self, lookup: int) -> torch.Tensor:
-        """Return the numbers of a lookup; valid on the stream of `follow`."""
+        """Return the parameters of a lookup's optimizer; read them only on the stream that called `follow`."""
         return self._kept[lookup][1]
 
     def follow(self, rules: Sequence[UpdateRule], step: int) -> None:
-        """Overwrite the numbers that differ from `rules` of step number `step`, on the current stream."""
+        """Overwrite the parameters that differ from `rules` of step number `step`, on the current stream."""
         for lookup, rule in enumerate(rules):
             value = rule.numbers
             if rule.count:  # stored as of step 0, since kernels add the step's number

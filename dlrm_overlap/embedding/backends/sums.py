@@ -44,7 +44,7 @@ class NodeSums:
         column: ColumnOf,
         bad_ids: BadIds,
     ) -> None:
-        """`windows` are the output's, and `outputs` those of this node's ranks."""
+        """`windows` are the output's windows; `outputs` are the output windows of this node's ranks."""
         spec, reach, wire = layout.sum_windows(context.samples_per_rank), layout.reach, context.options.wire_dtype
         assert spec is not None, "a layout without such sums"
         self._pair = WindowPair(spec, windows.arena, windows.counter)
