@@ -12,7 +12,7 @@ from torchrec.streamable import Pipelineable
 
 
 def table_keys(tables: int) -> list[str]:
-    """Return the names `t_00`, `t_01`, .. of that number of tables, in the model's order."""
+    """Return the names of `tables` tables, `t_00`, `t_01`, .., in the model's order."""
     width = max(2, len(str(tables - 1)))
     return [f"t_{t:0{width}}" for t in range(tables)]
 

@@ -69,7 +69,7 @@ class CurrentStream:
 
 
 class Streams:
-    """The CUDA streams of a pipeline. On a CPU all methods do nothing, and work runs in the order of its calls."""
+    """The CUDA streams of a pipeline; on a CPU all work runs in the order of its calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

@@ -67,7 +67,7 @@ class FlatSteps:
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy changes of the optimizer's `param_groups` and replaced state to device memory; not for a capture.
+        """Copy changes of the optimizer's `param_groups` and replaced state to device memory; must not be captured.
 
         Raises `InputError` if the groups need another kind of update than the kernel was prepared for.
         """
@@ -159,10 +159,10 @@ class FlatSteps:
 
 
 def take_steps(each: Sequence[FlatSteps], ranges: Iterable[tuple[int, int]]) -> None:
-    """Take one step of each of several optimizers, which update parameters of the same flat tensor.
+    """Take one step of each optimizer; all update parameters of the same flat tensor.
 
-    `ranges` are [first, end) in elements, multiples of `BLOCK`, and cover the flat tensor. The gradients of a range
-    must be final on the current stream when `ranges` yields it.
+    `ranges` are [first, end) in elements, multiples of `BLOCK`, and cover the tensor. When `ranges` yields a range, its
+    gradients must be final on the current stream.
     """
     with torch.no_grad():
         for steps in each:

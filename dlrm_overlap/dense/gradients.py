@@ -16,10 +16,7 @@ from dlrm_overlap.kernels.dense.arguments import BLOCK
 
 
 class CollectiveReduction:
-    """Averages ranges of the flat gradient over the ranks by an all-reduce.
-
-    `reduce` is a collective; in every step all ranks call it for all ranges, in order.
-    """
+    """Averages ranges of the flat gradient by the group's all-reduce. Every step must `reduce` all ranges, in order."""
 
     counters: Sequence[Counters] = ()
 

@@ -28,8 +28,7 @@ def find_device(kind: str, local_rank: int, source: str = "nproc", local_ranks: 
     """Return a rank's device: the CPU, or the GPU of its local rank.
 
     If only one GPU is visible, it is taken if the launcher (Slurm, MPI, a script) may have selected it for this rank.
-    Raises `InputError` if there are fewer GPUs than `local_ranks`; every rank raises it, as only rank 0's error is
-    shown.
+    If there are fewer GPUs than `local_ranks`, every rank raises `InputError`, as only rank 0's error is shown.
     """
     import torch
 
@@ -167,10 +166,7 @@ def watch_ranks(world: World, timeout_s: float, progress: Progress) -> Watch | N
 
 
 def shutdown() -> None:
-    """Destroy the process group and finalize MPI. While an exception propagates, do neither.
-
-    Both may wait for failed ranks.
-    """
+    """Destroy the process group and finalize MPI, unless an exception propagates: both may wait for failed ranks."""
     if sys.exc_info()[0] is not None:
         return
     import torch.distributed as dist
