@@ -12,15 +12,15 @@ from torchrec.streamable import Pipelineable
 
 
 def table_keys(tables: int) -> list[str]:
-    """`t_00`, `t_01`, ... in the model's order."""
+    """Return the names of `tables` tables, `t_00`, `t_01`, .., in the model's order."""
     width = max(2, len(str(tables - 1)))
     return [f"t_{t:0{width}}" for t in range(tables)]
 
 
 class Lease:
-    """Keeps a slot of shared memory for a batch; a lease that is dropped appends itself to `returned`.
+    """Keeps a slot of shared memory for a batch. When the last reference is dropped, it appends itself to `returned`.
 
-    The slot is free once the copies to a GPU are done, too.
+    The slot may be reused once, in addition, the batch's copies to a GPU are done.
     """
 
     def __init__(self, slot: int, returned: deque["Lease"]) -> None:
@@ -44,7 +44,7 @@ class Batch(Pipelineable):
     dense: torch.Tensor
     """[b, F] float32"""
     sparse: KeyedJaggedTensor
-    """T keys of b bags each, in table order; lengths int32, values int32 or int64"""
+    """ids: T keys of b bags each, in table order; lengths int32, values int32 or int64"""
     labels: torch.Tensor
     """[b] float32, or [b, L] with several labels per sample, each 0 or 1"""
     lease: Lease | None = None
@@ -53,13 +53,16 @@ class Batch(Pipelineable):
     def from_tensors(
         cls, dense: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, labels: torch.Tensor
     ) -> "Batch":
-        """`dense` is [b, F], `lengths` [T*b], `values` [sum of lengths], `labels` [b] or [b, L]."""
+        """Make a batch of `dense` [b, F], `lengths` of bags [T * b], ids `values` [sum of lengths] and `labels`.
+
+        `labels` is [b] or [b, L]; bags are in the order of tables, then of samples.
+        """
         keys = table_keys(lengths.numel() // len(labels))
         return cls(dense, KeyedJaggedTensor(keys, values=values, lengths=lengths), labels)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The arguments of `from_tensors`."""
+        """Return the arguments with which `from_tensors` makes this batch."""
         return self.dense, self.sparse.lengths(), self.sparse.values(), self.labels
 
     @classmethod
@@ -123,15 +126,15 @@ class Dataset:
         return sum(most for _, most in self.bag_sizes)
 
     def fingerprint(self) -> str:
-        """Identifies the samples; empty if the configuration determines them."""
+        """Return a text that identifies the samples, empty if the configuration determines them."""
         return ""
 
     def records(self, first: int, count: int) -> torch.Tensor:
-        """Return [count, record_bytes] uint8, if `packed`."""
+        """Return the samples [first, first + count) as records [count, record_bytes] uint8; only if `packed`."""
         raise NotImplementedError
 
     def read(self, first: int, count: int) -> Batch:
-        """Return samples, on the CPU unless `on_gpu`.
+        """Return the samples [first, first + count), on the CPU unless `on_gpu`.
 
         Raises:
             InputError: if a label is not 0 or 1, a dense feature is not finite or an id is not in its table.

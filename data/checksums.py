@@ -52,7 +52,10 @@ class CheckedArray:
         return len(self._array)
 
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
-        """Raise an InputError if a block has changed. `rows` has no step and must not be modified later."""
+        """Return the rows of a slice without a step, or of indices; raise an InputError if a block has changed.
+
+        Do not modify `rows` later: the result is cached for this object.
+        """
         # All fields of a batch are unpacked from the same `rows` object.
         if self._last[0] is not rows:
             self._check(rows)

@@ -31,7 +31,7 @@ def _float(text: str) -> float | None:
 
 
 def _whole(text: str) -> int | None:
-    """Return the key of 7, 007, 7.0, 7e0 or 0x7."""
+    """Return the key (int64) of an integer written like 7, 007, 7.0, 7e0 or 0x7, None for other texts."""
     if text[:2].lower() == "0x":
         return _hexadecimal(text)
     if found := _WHOLE.fullmatch(text):
@@ -46,7 +46,7 @@ def _hexadecimal(text: str) -> int | None:
 
 
 def _key(number: int) -> int | None:
-    """Return the int64 of the same bits as a number from -2^63 to 2^64 - 1."""
+    """Return the int64 with the bits of a number from -2^63 to 2^64 - 1, None for other numbers."""
     if not -(1 << 63) <= number < 1 << 64:
         return None
     return number - (1 << 64) if number >= 1 << 63 else number
@@ -54,7 +54,7 @@ def _key(number: int) -> int | None:
 
 class _Kind(NamedTuple):
     rule: str
-    """in messages: a cell is not .."""
+    """what a cell must be; messages say that a cell is not this"""
     read: Callable[[str], Any]
     fast: Sequence[pa.DataType]
     """Arrow types to try for all cells at once, before `read`"""
@@ -85,10 +85,10 @@ class Column:
     def __init__(
         self, block: pa.RecordBatch, name: str, row: int, missing: Missing, separator: bool | str = False
     ) -> None:
-        """Read the column `name` of `block`, whose first row in its file is `row`.
+        """Read the column `name` of `block`; messages number rows from `row`, the number of the block's first row.
 
-        `separator` is False for single values, True for lists, a text for lists or for text to split; an InputError if
-        the column's type does not fit it.
+        `separator` is False for single values, True for lists, and a text for lists or for text to split at it. Raises
+        an InputError if the type of the column does not fit `separator`.
         """
         self._name, self._row, self._missing = name, row, missing
         self._ends: np.ndarray | None = None  # [n] int64, end of each row's list in the cells
@@ -125,9 +125,9 @@ class Column:
         return np.where(missing, np.nan, numbers)
 
     def keys(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return keys [m] int64, where they are missing [m] bool, and ends of lists [n] int64 or None.
+        """Return keys [m] int64, a mask [m] bool that is True for missing cells, and ends of lists [n] int64 or None.
 
-        Missing elements of lists are left out.
+        For lists, missing elements are left out.
         """
         keys, missing = self._hash() if kind == "string" else self._read(kind)
         if self._ends is None:
@@ -171,7 +171,7 @@ class Column:
         return np.frombuffer(hashes, "<i8")[codes], texts.is_null().to_numpy(zero_copy_only=False)
 
     def _read(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return numbers [m], and where they are missing [m] bool."""
+        """Return numbers [m], and a mask [m] bool that is True for missing cells."""
         is_text = types.is_binary(self._cells.type)
         kind = "int" if kind == "hex" and not is_text else kind
         cells = self._texts() if is_text else self._cells

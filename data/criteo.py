@@ -28,7 +28,7 @@ class Criteo(Days):
     id_cure = "correct the file, or set data.tables.rows to the rows that the ids of all days were made for"
 
     def __init__(self, path: str | Path, tables: TablesConfig, multi_hot: bool):
-        """Map the days of the folder `path`; an InputError if `tables` has no rows or a file is malformed."""
+        """Map the days of the folder `path`. Raises an InputError if `tables` gives no rows or a file is malformed."""
         if tables.rows is None:
             raise InputError("data.tables.rows: null, but Criteo's arrays name no rows; set data.tables.rows")
         rows = [tables.rows] * CRITEO_TABLES if isinstance(tables.rows, int) else tables.rows
@@ -55,7 +55,7 @@ def _open_day(name: str, multi_hot: bool) -> Day:
 
 
 def _map_npy(file: Path, dtype: type, columns: int) -> np.ndarray:
-    """The array is [n, columns], or [n] for one column."""
+    """Map a .npy file, whose array must be [n, columns], or [n] for one column."""
     with _named(file):
         return _map(file, 0, dtype, columns)
 
@@ -99,7 +99,7 @@ def _map(file: Path, offset: int, dtype: type, columns: int | None) -> np.ndarra
 
 @contextmanager
 def _named(file: Path) -> Iterator[None]:
-    """Turn any error of numpy and zipfile into an InputError; numpy parses headers as literals, so executes nothing."""
+    """Turn any error of numpy and zipfile into an InputError. numpy parses headers as literals and executes nothing."""
     try:
         open_file(file).close()  # refuses a pipe, at which numpy would wait
         yield

@@ -23,7 +23,7 @@ Samples = slice | np.ndarray  # numbers of samples in a day
 @dataclass(frozen=True)
 class Ragged:
     values: np.ndarray | CheckedArray
-    """[m] int32, bag after bag"""
+    """[m] int32: ids, bag after bag"""
     ends: np.ndarray
     """[n] int64, end of each bag in `values`"""
 
@@ -43,7 +43,7 @@ class Day:
     """[n, record_bytes] uint8 if the other fields are unpacked from records"""
 
     def bags(self, table: int, samples: Samples) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids [m] int32 of `samples`, and the sizes [samples] of their bags."""
+        """Return the ids [m] int32 of one table for `samples`, and the size of each sample's bag."""
         ids = self.ids[table]
         if not isinstance(ids, Ragged):
             taken = ids[samples]
@@ -57,7 +57,7 @@ class Day:
         return ids.values[np.repeat(ends - sizes, sizes) + within].reshape(-1), sizes
 
     def bag_sizes(self, table: int) -> tuple[int, int, int]:
-        """Return the minimum and maximum bag size and the number of ids of a day with samples."""
+        """Return a table's minimum and maximum bag size and number of ids in this day, which must have samples."""
         ids = self.ids[table]
         if isinstance(ids, Ragged):
             sizes = np.diff(ids.ends, prepend=0)
@@ -89,9 +89,9 @@ class Days(Dataset):
         self.dense_features: int = days[0].dense.shape[1]
 
     def part(self, start: int, num_samples: int, shuffle: int = 0, seed: int = 0) -> "Days":
-        """Return a data set of the samples [start, start + num_samples), whose positions wrap at its own end.
+        """Return a data set of the samples [start, start + num_samples); after the last one, it begins again.
 
-        With `shuffle`, each window of that many samples is permuted, differently in each pass.
+        If `shuffle` is not 0, each window of `shuffle` samples is permuted, differently in each pass.
         """
         part = copy.copy(self)
         part._start, part.num_samples = start, num_samples
@@ -99,7 +99,7 @@ class Days(Dataset):
         return part
 
     def fingerprint(self) -> str:
-        """Return the number of samples and a digest of evenly spaced ones, of all days."""
+        """Return a text with the number of samples of all days and a digest of evenly spaced samples."""
         positions = np.linspace(0, self._ends[-1] - 1, _FINGERPRINTED).astype(np.int64)
         digest = hashlib.sha256()
         for tensor in self._gather(positions).tensors:
@@ -110,7 +110,10 @@ class Days(Dataset):
         return self._gather(self._positions(np.arange(first, first + count)))
 
     def records(self, first: int, count: int) -> torch.Tensor:
-        """Return [count, record_bytes] uint8, a view of the file if the samples are successive."""
+        """Return the samples [first, first + count) as records [count, record_bytes] uint8.
+
+        If the samples are successive in the file, the result is a view of the mapped file.
+        """
         found = []
         for day, samples in self._stretches(self._positions(np.arange(first, first + count))):
             assert day.records is not None, "packed days have records"

@@ -56,7 +56,7 @@ class Encoder:
             name: _Vocabulary(column.min_count) for name, column in schema.categorical.items() if column.min_count
         }
         self.learns = bool(self._vocabularies)
-        """whether `learn` needs all blocks, followed by `finish`, before the first `encode`"""
+        """whether `learn` must be called for all blocks, and then `finish`, before the first `encode`"""
 
     def learn(self, row: int, block: pa.RecordBatch) -> None:
         for name, vocabulary in self._vocabularies.items():
@@ -64,7 +64,7 @@ class Encoder:
             vocabulary.count(keys[~missing])
 
     def finish(self) -> dict[str, np.ndarray]:
-        """Return each column's vocabulary: NAME.keys, ascending, and NAME.counts, both [k] int64."""
+        """Return, for each column NAME, its vocabulary: NAME.keys, ascending, and NAME.counts, both [k] int64."""
         learnt = {}
         for name, vocabulary in self._vocabularies.items():
             vocabulary.number()
@@ -77,7 +77,10 @@ class Encoder:
         return [column.rows or _FIRST_KNOWN + len(self._vocabularies[name].keys) for name, column in columns]
 
     def encode(self, row: int, block: pa.RecordBatch) -> Day:
-        """`row` is the block's first row in its file. Without dense columns, one feature is 1."""
+        """Convert `block`, whose first row is number `row` of its file.
+
+        Without dense columns in the schema, samples have one dense feature, which is 1.
+        """
         labels = [Column(block, name, row, self._missing).labels() for name in self._schema.labels]
         dense = [self._dense(row, block, name) for name in self._schema.dense] or [np.ones(block.num_rows)]
         ids = [self._ids(row, block, name) for name in self._schema.categorical]

@@ -29,7 +29,7 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
     """Return the data sets to train on and to evaluate on.
 
     Raises:
-        InputError: if files are malformed, no sample is held out, or the two sets have different rows.
+        InputError: if files are malformed, no sample is held out, or the two sets' tables have different rows.
     """
     if config.kind == "synthetic":
         if device.type == "cuda":
@@ -62,7 +62,7 @@ def other_ids(rows: Sequence[int], expected: Sequence[int]) -> str:
 
 
 def open_files(config: DataConfig, path: str | None) -> Days:
-    """Open the samples at `path` in the format of config.kind; an InputError if missing, empty or malformed."""
+    """Open the samples at `path` in the format `config.kind`. Raises an InputError if missing, empty or malformed."""
     assert path is not None, "DataConfig.require_source asks for the path of a file kind"
     if config.kind == "prepared":
         return Prepared(path, config.tables)
@@ -73,8 +73,8 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     """Iterates once over one rank's batches of some steps, read ahead of the training loop.
 
     The batch of step s has the samples [s W b + rank b, s W b + rank b + b), for b samples per rank on W ranks. Reading
-    starts at the first `next`. The readers end after the last batch, when a read fails, or when the loader is dropped
-    or closed. A data set on the GPU needs none: it makes samples in `next`, on the current stream.
+    starts at the first `next`. The reader processes end after the last batch, when a read fails, or when the loader is
+    dropped or closed. A data set on the GPU needs no readers: it makes samples in `next`, on the current stream.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         pin_memory: bool,
         timeout_s: float = math.inf,
     ) -> None:
-        """No process starts yet.
+        """Prepare to read; no process starts yet.
 
         Args:
-            workers: reader processes, forked (so data sets must not touch CUDA); they end with the thread that asks
-                for the first batch. With 0, `next` reads.
+            workers: number of reader processes. They are forked, so data sets must not touch CUDA, and end with the
+                thread that asks for the first batch. With 0, `next` reads.
             prefetch: batches that each worker reads ahead.
-            pin_memory: return page-locked batches. Their memory is reused once they are dropped and the copies that
-                `Batch.to` started are done. `next` unpacks records on the GPU, on the current stream.
+            pin_memory: return page-locked batches. The memory of a batch is reused once the batch is dropped and the
+                copies that `Batch.to` started are done. `next` unpacks records on the GPU, on the current stream.
             timeout_s: seconds to wait for a worker's batch.
         """
         is_packed = dataset.packed is not None and pin_memory and workers > 0

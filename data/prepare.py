@@ -24,8 +24,8 @@ def prepare_files(source: Path, target: Path, schema: Schema, block_bytes: int =
     """Convert the files at `source` to the folder `target`, and return the content of its meta.json.
 
     Vocabularies are learnt from all files first and stored in vocabulary.npz. Memory: about ten times `block_bytes`,
-    16 bytes per distinct value of vocabularies, and about five times one table's while it is merged. A
-    ModuleNotFoundError without pyarrow.
+    16 bytes per distinct value of vocabularies, and about five times the vocabulary of one table while it is merged.
+    Raises ModuleNotFoundError without pyarrow.
     """
     from dlrm_overlap.data.encoder import Encoder  # needs pyarrow
     from dlrm_overlap.data.table_files import READ_ERRORS, read_blocks, table_files
@@ -56,7 +56,10 @@ def prepare_files(source: Path, target: Path, schema: Schema, block_bytes: int =
 
 
 def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> RecordLayout:
-    """Pack the first `samples` samples to train on (None: all), then the held-out ones, into the folder `target`."""
+    """Write samples as records into the folder `target`, and return the content of its meta.json.
+
+    They are the first `samples` training samples of `config` (None: all), then the held-out samples.
+    """
     train, evaluated = open_datasets(config)
     if samples is None and train.num_samples is None:
         raise InputError(f"--samples: none, but those of data.kind {config.kind} have no end; say how many")

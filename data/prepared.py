@@ -39,8 +39,8 @@ class Prepared(Days):
         """Map the folder `path`.
 
         Raises:
-            InputError: if a file is missing or has changed (for blocks of samples, on reading), or if `tables` has
-                other rows than the ids were made for, unless both fold to the same.
+            InputError: if a file is missing or has changed (changed blocks of samples are found on reading), or if
+                `tables` has other numbers of rows than the ids were made for, unless both fold to the same number.
         """
         folder = Path(path)
         layout, digest = _read_meta(folder / _META)
@@ -149,7 +149,7 @@ def _map(file: Path, dtype: str, shape: tuple[int, ...] | None = None) -> np.nda
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[None]:
-    """Create the folder `target`, and delete it if the block fails; an InputError if it exists or is not writable."""
+    """Create the folder `target`, and delete it if the block fails. An InputError if it exists or cannot be written."""
     try:
         target.mkdir(parents=True)
         try:

@@ -1,4 +1,4 @@
-"""Samples as records of bytes, and their unpacking on a GPU.
+"""Samples as records of bytes, and how a GPU unpacks them.
 
 A record has F dense features (float32), L labels (a byte each), and the ids of tables with bags of a fixed size, in
 this order. An id takes the bytes that its table's greatest row needs. Numbers are little-endian.
@@ -43,9 +43,9 @@ class RecordLayout:
     dense: int
     """F"""
     rows: Sequence[int]
-    """rows that each table's ids were made for"""
+    """number of rows that each table's ids were made for"""
     sizes: Sequence[int | None]
-    """ids per bag of each table; None if bags differ in size, whose ids are not in records"""
+    """ids per bag of each table; None if a table's bags differ in size: its ids are then not in records"""
     samples: int = 0
     held_out: int | None = None
     """number of last samples to evaluate on; None: data.eval_fraction decides"""
@@ -70,7 +70,7 @@ class RecordLayout:
         return last.offset + last.width * last.count
 
     def pack(self, day: Day) -> np.ndarray:
-        """Return records [n, record_bytes] uint8."""
+        """Return the samples of `day` as records [n, record_bytes] uint8."""
         samples = len(day.labels)
         tables = [day.bags(t, slice(0, samples))[0].astype("<i4") for t, size in enumerate(self.sizes) if size]
         numbers = [day.dense.astype("<f4"), np.asarray(day.labels).astype(np.uint8), *tables]
@@ -97,7 +97,7 @@ class Packed:
         return len(self._records)
 
     def __getitem__(self, samples: slice | np.ndarray) -> np.ndarray:
-        """Return numbers [samples, count]: ids as int32, others as float32."""
+        """Return the field's numbers for `samples`, [samples, count]: ids as int32, other numbers as float32."""
         words = reference.unpack(torch.from_numpy(self._records[samples]), [self._field]).view(-1, self._field.count)
         return (words if self._field.kind == _ID else words.view(torch.float32)).numpy()
 
@@ -113,7 +113,7 @@ class Unpacker:
         self._lengths: dict[int, torch.Tensor] = {}
 
     def __call__(self, records: torch.Tensor) -> Batch:
-        """`records` is [b, record_bytes] uint8 on the device."""
+        """Unpack `records`, [b, record_bytes] uint8 on the device, on the current stream."""
         from dlrm_overlap.kernels.unpack import unpack  # needs Triton
 
         samples, features, labels = len(records), self._layout.dense, len(self._layout.labels)

@@ -29,7 +29,7 @@ from dlrm_overlap.launching.lifetime import end_with_parent
 Form = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """shape and dtype of each tensor of the largest batch"""
 Lent = tuple[list[torch.Tensor], Lease | None]
-"""a batch's tensors, and the lease of their slot; None if they are copies"""
+"""a batch's tensors, and the lease of the slot that holds them; the lease is None if the tensors are copies"""
 
 _POLL_MS = 50
 _ALIGNED_BYTES = 64  # a kernel reads records by 16 bytes
@@ -38,7 +38,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Ring:
-    """An iterator over the batches `read(step)` of `steps`, in order; worker i modulo `workers` reads the i-th.
+    """An iterator over the batches `read(step)` of `steps`, in order; worker i modulo `workers` reads the i-th batch.
 
     With `pin`, slots are page-locked for the current GPU and batches are views of them; otherwise batches are copies.
     The readers end with the thread that made the ring.
@@ -88,11 +88,11 @@ class Ring:
         return self
 
     def __next__(self) -> Lent:
-        """Return the tensors of the next batch.
+        """Wait for the next batch, and return its tensors with the lease of their slot.
 
         Raises:
             InputError: from the data set, or if a reader has died or takes longer than `timeout_s`.
-            RuntimeError: with the traceback of another failure.
+            RuntimeError: with the traceback, if a reader fails in another way.
         """
         if self._next == len(self._steps):
             raise StopIteration

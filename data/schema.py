@@ -33,7 +33,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Dense:
-    """A missing number becomes 0 after the transform."""
+    """A column of numbers. A missing number becomes 0 after the transform."""
 
     transform: Literal["none", "log1p"] = "none"
     """log1p: log(1 + max(x, 0)), as for Criteo"""
@@ -103,7 +103,7 @@ def read_schema(path: Path) -> Schema:
 
 
 def criteo_schema(rows: int | None, min_count: int | None = None) -> Schema:
-    """Criteo's click logs: a label, 13 counts and 26 hexadecimal numbers between tabs."""
+    """Return the schema of Criteo's click logs: a label, 13 counts and 26 hexadecimal numbers, separated by tabs."""
     dense, tables = [f"I{i + 1}" for i in range(CRITEO_DENSE)], [f"C{t + 1}" for t in range(CRITEO_TABLES)]
     return Schema(
         delimiter="\t",

@@ -51,7 +51,7 @@ class Synthetic(Dataset):
         self._blocks_per_sample = math.ceil((self._first_id + self.max_ids) / DRAWS_PER_BLOCK)
 
     def read(self, first: int, count: int) -> Batch:
-        """`count` is at least 1."""
+        """Make the samples [first, first + count); `count` is at least 1."""
         if count > _BLOCK_SAMPLES:
             blocks = range(first, first + count, _BLOCK_SAMPLES)
             return Batch.join([self.read(block, min(_BLOCK_SAMPLES, first + count - block)) for block in blocks])

@@ -34,7 +34,7 @@ class DeviceSynthetic(Synthetic):
         self._source = Source(*tensors, end=CURVE_END, bias=teacher.bias, scale=NORMAL_SCALE, ids=ids)
 
     def read(self, first: int, count: int) -> Batch:
-        """Make the samples on the current stream; `count` is at least 1."""
+        """Make the samples [first, first + count) on the current stream; `count` is at least 1."""
         return Batch.from_tensors(*draw_samples(self._source, first, count))
 
     def _tables_of_ids(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -58,7 +58,7 @@ class DeviceSynthetic(Synthetic):
 
 
 def _cells(ranks: ZipfRanks) -> np.ndarray:
-    """Return the kernel's layout, [cells * 8] int64."""
+    """Return the cells of `ranks` in the layout that the kernel reads, [cells * 8] int64."""
     cells = np.zeros((len(ranks.thresholds), 8), dtype=np.int64)
     cells[:, 0] = ranks.thresholds.view(np.int64)
     for word, part in enumerate((ranks.first_ranks, ranks.slopes.view(np.int64), ranks.curves.view(np.int64))):

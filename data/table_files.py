@@ -26,8 +26,8 @@ _DAY = re.compile(r"day_(\d{1,3})(?!\d)")  # longer numbers are dates
 def table_files(path: Path) -> list[Path]:
     """Return the file `path`, or the files of the folder `path` in natural order: day_2 before day_10.
 
-    Names that begin with `.` or `_` are left out. An InputError if there is no file, a file both plain and compressed,
-    or a gap in day_0, day_1, ..
+    Names that begin with `.` or `_` are left out. Raises an InputError if there is no file, if a file is there both
+    plain and compressed, or if the numbers of day_0, day_1, .. have a gap.
     """
     if path.is_file():
         return [path]
@@ -42,7 +42,10 @@ def table_files(path: Path) -> list[Path]:
 
 
 def read_blocks(file: Path, schema: Schema, block_bytes: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield each block and the number of its first row in the file, where a header counts and blank lines do not."""
+    """Yield the number of each block's first row in the file, and the block.
+
+    A header counts as a row, blank lines do not.
+    """
     row = 1
     if not file.stat().st_size:
         return

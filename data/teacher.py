@@ -15,7 +15,7 @@ CURVE_STEPS = 64  # linear pieces of the curve per unit of the logit
 
 
 def click_curve() -> np.ndarray:
-    """Return the sigmoid, float64, at the logits -16, -16 + 1/64, .. 16."""
+    """Return the sigmoid at the logits -16, -16 + 1/64, .. 16, [2049] float64."""
     return 1 / (1 + np.exp(-np.arange(-CURVE_END, CURVE_END + 0.5 / CURVE_STEPS, 1 / CURVE_STEPS)))
 
 
@@ -42,7 +42,7 @@ class Teacher:
         half_lives: Sequence[int],
     ):
         self.keys = rng.integers(2**32, size=len(tables), dtype=np.uint32)
-        """[T] uint32, keys of the hashes"""
+        """[T] uint32: key of the hash that scores a table's rows"""
         self.weights: dict[int, np.ndarray] = {}
         """table with a half-life -> [largest bag] uint32, weight of an id by its position in the bag, in 256ths"""
         means, factors, starts, start = [], [], [], 0
@@ -83,7 +83,10 @@ class Teacher:
         self._curve = click_curve()
 
     def logit(self, dense: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return [b] float64; `dense` is [b, F], `lengths` [T, b], `values` [sum of lengths]."""
+        """Return each sample's logit, [b] float64.
+
+        `dense` is [b, F]; `lengths` of bags are [T, b], and the ids `values` are [sum of lengths], table after table.
+        """
         features, signals = dense.T.astype(np.float64), self._signals(lengths, values)
         # Term by term, since the rounding of a matrix product depends on the number of samples.
         logit = np.full(len(dense), self.bias)
@@ -100,7 +103,7 @@ class Teacher:
         return logit
 
     def click_probability(self, dense: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return [b] float64."""
+        """Return each sample's probability of a click, [b] float64; arguments as in `logit`."""
         position = self.logit(dense, lengths, values)
         np.clip(position, -CURVE_END, CURVE_END, out=position)
         position += CURVE_END
@@ -124,7 +127,7 @@ class Teacher:
 
 
 def scores(ids: np.ndarray, keys: np.ndarray | np.uint32) -> np.ndarray:
-    """Return scores uint32, uniform in [0, 65536), of `ids` int32; `keys` is one key or one per id."""
+    """Return each id's score, uint32, uniform in [0, 65536); `ids` are int32, `keys` is one key or one key per id."""
     bits = ids.view(np.uint32) ^ keys
     for multiplier in (0x9E3779B1, 0x85EBCA77):
         bits *= np.uint32(multiplier)

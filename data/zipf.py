@@ -93,14 +93,14 @@ class ZipfRanks:
 
 class ZipfTable:
     def __init__(self, ranks: ZipfRanks, offset: int):
-        """`offset` in [0, rows) makes equal tables differ."""
+        """`offset` in [0, rows) shifts the rows, so that tables of the same size have different popular rows."""
         self.ranks, self.rows = ranks, ranks.rows
         rows = self.rows
         self.multiplier = next(m for m in range(int(0.618 * rows), rows + 1) if math.gcd(m, rows) == 1)
         self.offset = offset
 
     def row_ids(self, ranks: np.ndarray) -> np.ndarray:
-        """Map ranks to rows, int32 in [0, rows): a bijection that scatters the popular rows."""
+        """Map ranks of popularity to rows, int32 in [0, rows), by a bijection that scatters the popular rows."""
         ids = ranks * self.multiplier
         ids += self.offset
         # The remainder; numpy vectorises division by a scalar, but not `%`.
@@ -109,7 +109,7 @@ class ZipfTable:
 
 
 def _alias(mass: np.ndarray, cells: int) -> tuple[list[float], np.ndarray]:
-    """Return item i's share of cell i, and the item that has the rest of the cell."""
+    """Return for each cell i the share of it that item i has, and the item that has the rest of the cell."""
     left = (np.append(mass, np.zeros(cells - len(mass))) * cells).tolist()
     share, other = [1.0] * cells, np.arange(cells)
     small = [item for item in range(cells) if left[item] < 1]

@@ -396,7 +396,7 @@ class TrainConfig:
             )
 
     def samples_per_rank(self, world_size: int) -> int:
-        """Return the number of samples of one rank and step.
+        """Return the number of samples that one rank has in a step.
 
         Raises:
             InputError: if the ranks cannot share the global batch evenly.

@@ -47,7 +47,7 @@ def make_table(rows: int) -> pa.Table:
 
 
 def run(folder: Path, rows: int, options: list[str]) -> int:
-    """`options` are of `dlrm-overlap train`."""
+    """Write a table of `rows` samples in `folder`, prepare it, and train with further `options` of train."""
     folder.mkdir(parents=True, exist_ok=True)
     parquet.write_table(make_table(rows), folder / "samples.parquet")
     (folder / "schema.yaml").write_text(SCHEMA + "\n")

@@ -35,7 +35,7 @@ class Region(NamedTuple):
 
 class BufferView:
     def __init__(self, region: torch.Tensor) -> None:
-        """`region` [rows, columns] has its own storage."""
+        """`region` [rows, columns] must have a storage of its own."""
         self._region, self._storage = region, region.untyped_storage()
         self._columns, self._strides = region.shape[1], region.stride()
         self._count_users: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
@@ -43,9 +43,10 @@ class BufferView:
         self._idle = self._count_users(self._address)
 
     def acquire(self, rows: int, first_column: int = 0, columns: int | None = None) -> torch.Tensor:
-        """Return the first `rows` rows of `columns` columns (None: all) from `first_column` on.
+        """Return the first `rows` rows, and of these `columns` columns (None: all) from `first_column` on.
 
-        It is not a view: autograd forbids in-place changes of views that its functions return.
+        The tensor shares the region's memory, but is no view for autograd, which forbids in-place changes of views
+        that its functions return.
         """
         columns = self._columns - first_column if columns is None else columns
         with torch.inference_mode(False):  # a tensor made in inference mode could not be saved for a backward
@@ -53,12 +54,12 @@ class BufferView:
 
     @property
     def held(self) -> bool:
-        """Whether an acquired tensor, a view of it, or a graph that saved it is alive."""
+        """Whether a tensor from `acquire`, a view of it, or an autograd graph that saved it is alive."""
         return self._count_users(self._address) > self._idle
 
 
 class CudaMemory:
-    """GPU memory that `torch.as_tensor` wraps without a copy; `holds` keeps it allocated."""
+    """GPU memory that `torch.as_tensor` wraps without a copy; the object `holds` keeps the memory allocated."""
 
     def __init__(self, address: int, size_bytes: int, holds: object = None) -> None:
         self._holds = holds
@@ -71,7 +72,10 @@ class CudaMemory:
 
 
 class Arena(ABC):
-    """Regions that are the same on every rank of a node and visible to all; the constructor is a collective."""
+    """Named memory regions of the same shapes on every rank of a node, which all these ranks can access.
+
+    The constructor is a collective.
+    """
 
     def __init__(
         self, regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, reach: Reach | None = None
@@ -91,7 +95,7 @@ class Arena(ABC):
 
     @abstractmethod
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        """Return [size_bytes] uint8 of each reached rank; a rank zeroes its own before peers can write."""
+        """Return each reached rank's memory, [size_bytes] uint8; a rank zeroes its memory before peers can write."""
 
     def view(self, name: str, rank: int) -> torch.Tensor:
         offset, (shape, dtype) = self._regions[name]
@@ -119,7 +123,7 @@ class Arena(ABC):
         return BufferView(torch.as_tensor(memory, device=self.device).view(region.dtype).view(region.shape))
 
     def close(self) -> None:
-        """Free the memory; no kernel, here or at a peer, may still use it."""
+        """Wait for the GPU and free the memory; no kernel, here or at a peer, may still use it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._memory = []
@@ -216,14 +220,14 @@ class HostArena(Arena):
             os.close(descriptor)
 
     def signal_flag(self, name: str, peer: int, slot: int, epoch: int, source: int | None = None) -> None:
-        """Set flag `slot` of this rank (or of `source`) at `peer`; region `name` is [W, slots] int64."""
+        """Set flag `slot` of rank `source` (None: own) at `peer` to `epoch`. Region `name` is [W, slots] int64."""
         # x86-64 makes this rank's earlier stores visible before this one.
         self.view(name, peer)[self.rank if source is None else source, slot] = epoch
 
     def wait(self, name: str, counts: torch.Tensor, epoch: int, timeout_s: float, what: str = "slice") -> None:
-        """Wait until the first counts[w] flags of each rank w reach `epoch`.
+        """Wait on the host until, in this rank's region `name`, the first counts[w] flags of each rank w reach `epoch`.
 
-        Raises `ExchangeTimeoutError`, which names a slot by `what`, after `timeout_s`.
+        Raises `ExchangeTimeoutError` after `timeout_s`; its message calls a slot `what`.
         """
         flags = self.local(name)
         used = torch.arange(flags.shape[1], device="cpu") < counts[:, None]
@@ -247,7 +251,9 @@ def _out_of_reach(path: str, why: str) -> InputError:
 def open_arena(
     regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, reach: Reach | None = None
 ) -> Arena:
-    """Make a zeroed arena for the ranks of `reach` (None: all of `group`); a collective, with the same regions.
+    """Make a zeroed arena for the ranks of `reach` (None: all ranks of `group`).
+
+    A collective, to which all ranks pass the same `regions`.
 
     Raises `InputError` if ranks that should share memory cannot.
     """

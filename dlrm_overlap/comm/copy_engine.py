@@ -23,17 +23,17 @@ class CopyEngine:
         self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
 
     def follow(self) -> None:
-        """Make this stream wait for the current one."""
+        """Make this stream wait for the work that is now on the current stream."""
         self._begun.record(torch.cuda.current_stream(self.stream.device))
         self.stream.wait_event(self._begun)
 
     def join(self) -> None:
-        """Make the current stream wait for this one."""
+        """Make the current stream wait for the work that is now on this stream."""
         self._done.record(self.stream)
         torch.cuda.current_stream(self.stream.device).wait_event(self._done)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between contiguous tensors, of this GPU or a peer, in a quarter of the host time of `copy_`."""
+        """Copy between contiguous tensors of this GPU or a peer; takes a quarter of the host time of `Tensor.copy_`."""
         assert (destination.shape, destination.dtype) == (source.shape, source.dtype), "bytes are copied as they are"
         assert all(each.is_contiguous() for each in (destination, source)), "one range of bytes is copied to another"
         if source.device.type == "cpu":  # under Triton's interpreter nothing runs concurrently
@@ -46,9 +46,9 @@ class CopyEngine:
         _check(runtime.cudaMemcpyAsync, destination.data_ptr(), source.data_ptr(), size, kind, stream)
 
     def write_flag(self, flag: torch.Tensor, word: torch.Tensor) -> None:
-        """Copy `word` to `flag`, both [1] int64, after all earlier copies, also for whoever acquires the flag.
+        """Copy `word` to `flag`, both [1] int64, after all earlier copies; a reader that acquires the flag sees them.
 
-        A replayed copy writes the value of that moment. `word` must not change until the copy is done.
+        A replayed graph copies the value that `word` has then. `word` must not change until the copy is done.
         """
         self.copy(flag, word)
 

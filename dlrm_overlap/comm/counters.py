@@ -1,7 +1,7 @@
 """Step counters that stay right when captured and eager steps follow each other.
 
-A CUDA graph replays its kernels' arguments, so kernels add an `argument`, which eager steps increase, and a `word` in
-device memory, which captured steps increase.
+A CUDA graph replays its kernels with the same arguments. So a kernel computes the step's number as the sum of an
+`argument`, which eager steps increase, and a `word` in device memory, which captured steps increase.
 
 Example: a step is captured as the 4th. The capture advances the word to 1, so argument 3 is captured. The next replay
 is the 5th step, with word 2. An eager 6th step has argument 4 and word 2.
@@ -43,7 +43,11 @@ class Counters:
             counter.on_device += 1
 
     def set_arguments(self, arguments: list[int]) -> None:
-        """Set the words so that each counter's argument is the captured one; order earlier readers before."""
+        """Set the words on the current stream so that each counter's argument equals its item of `arguments`.
+
+        Captured steps need the arguments with which they were captured. Kernels that read the words earlier must come
+        before on the stream.
+        """
         words = [counter.value - argument for counter, argument in zip(self.each, arguments, strict=True)]
         for counter, word in zip(self.each, words, strict=True):
             if counter.on_device != word:

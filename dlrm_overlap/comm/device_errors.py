@@ -14,7 +14,7 @@ class ExchangeTimeoutError(RuntimeError):
     """A peer did not signal its flag in time: it has died, is stalled, or runs another program."""
 
     def __init__(self, missing: Sequence[int], timeout_s: float, what: str = "slice") -> None:
-        """`missing` is (waiting rank, peer, slot, expected epoch, seen epoch); `what` names a slot."""
+        """`missing` is (waiting rank, peer, slot, expected epoch, seen epoch); the message calls a slot `what`."""
         rank, peer, slot, expected, seen = missing
         super().__init__(
             f"rank {rank} waited {timeout_s:g} s for {what} {slot} of rank {peer}: expected epoch {expected}, seen "
@@ -40,24 +40,27 @@ class DeviceErrorRecord:
         return first[0] == first[8] == first[16] == first[24] == 0
 
     def expired(self) -> list[int] | None:
-        """Return [waiting rank, peer, slot, expected epoch, seen epoch] of an expired wait."""
+        """Return [waiting rank, peer, slot, expected epoch, seen epoch] of an expired wait, or None."""
         return self._read(_EXPIRED, 5)
 
     def raise_expired(self, timeout_s: float, what: str = "slice") -> None:
-        """Raise `ExchangeTimeoutError` if a wait has expired, without waiting for the device."""
+        """Raise `ExchangeTimeoutError` if a wait on the device has expired, without waiting for the device."""
         if not self.empty and (expired := self.expired()):
             raise ExchangeTimeoutError(expired, timeout_s, what)
 
     def bad_id(self) -> list[int] | None:
-        """Return [feature, sample, rows of the table] of an input id outside its table."""
+        """Return [feature, sample, number of the table's rows] of an input id outside its table, or None."""
         return self._read(_BAD_ID, 3)
 
     def overflow(self) -> list[int] | None:
-        """Return [rank, feature, number of ids, allowed number] of a batch that exceeds its capacity."""
+        """Return [rank, feature, number of ids, allowed number] of a batch that exceeds its capacity, or None."""
         return self._read(_OVERFLOW, 4)
 
     def bad_arrival(self) -> list[int] | None:
-        """Return [shard, source rank, position, id, rows of the table] of a received id outside its table."""
+        """Return [shard, source rank, position, id, number of the table's rows] of a received id outside its table.
+
+        Return None if there is no such id.
+        """
         return self._read(_BAD_ARRIVAL, 5)
 
     def _read(self, kind: int, count: int) -> list[int] | None:
@@ -66,9 +69,9 @@ class DeviceErrorRecord:
 
 
 def settle(group: dist.ProcessGroup, device: torch.device, check: Callable[[], None]) -> None:
-    """Wait until no rank has work in flight, so that shared memory can be freed; a collective.
+    """Wait on the host until no rank has work in flight, so that shared memory can be freed; a collective.
 
-    After a CUDA error, `check` raises the recorded error first.
+    After a CUDA error, `check` is called first, to raise the error that a kernel has recorded.
     """
     try:
         if device.type == "cuda":

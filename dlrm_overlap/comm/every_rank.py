@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class _Fault(NamedTuple):
-    """An exception as other ranks get it; the smallest decides the error of all."""
+    """An exception as other ranks get it; the smallest fault by tuple order decides the error of all ranks."""
 
     is_mistake: bool
     """whether it is an `InputError`"""
@@ -46,7 +46,7 @@ def on_every_rank(work: Callable[[], Result], group: dist.ProcessGroup) -> Resul
 
 
 def gathered(value: Result, group: dist.ProcessGroup) -> list[Result]:
-    """Return the value of each rank; a collective on the host."""
+    """Return `value` of each rank, in order; a collective for which the host waits."""
     values = [value] * group.size()
     if len(values) > 1:
         dist.all_gather_object(values, value, group)
@@ -54,5 +54,5 @@ def gathered(value: Result, group: dist.ProcessGroup) -> list[Result]:
 
 
 def faults(fault: Result | None, group: dist.ProcessGroup) -> list[Result]:
-    """Return the faults of the ranks that have one (not None or ""), in order; a collective."""
+    """Return the ranks' faults that are not None or "", in the order of ranks; a collective on the host."""
     return [each for each in gathered(fault, group) if each]

@@ -36,13 +36,16 @@ class Work(Protocol):
     """A reduction in flight, as torch.distributed's `Work`."""
 
     def wait(self, timeout: timedelta) -> Any:
-        """Raise RuntimeError after `timeout`, upon which `wait` may be called again, or if the reduction has failed."""
+        """Wait on the host until the numbers are the maxima.
+
+        Raises RuntimeError if the reduction has failed, or after `timeout`; then `wait` may be called again.
+        """
 
     def is_completed(self) -> bool: ...
 
 
 class AsyncMaxReduce:
-    """Replaces numbers by their maxima over ranks, which start their reductions in the same order."""
+    """Replaces integers by their maxima over ranks. All ranks must begin their reductions in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Connect the ranks, two or more; a collective."""
@@ -52,7 +55,10 @@ class AsyncMaxReduce:
             weakref.finalize(self, _close, [end for pipe in self._pipes.values() for end in pipe])
 
     def begin(self, numbers: torch.Tensor) -> Work:
-        """Start to replace `numbers`, [n] int64 on the CPU, by the maxima."""
+        """Start to replace `numbers`, [n] int64 on the CPU, in place by the maxima.
+
+        Do not read or change `numbers` until `wait` of the returned work has succeeded.
+        """
         if self._pipes is None or numbers.nbytes > _MAX_BYTES:
             work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._gloo, async_op=True)
             assert work is not None
@@ -86,7 +92,7 @@ class _PipeReduction:
         self._deadline = Deadline(default_pg_timeout.total_seconds())
 
     def wait(self, timeout: timedelta) -> None:
-        """See `Work`; `timeout` applies to each message."""
+        """See `Work.wait`; `timeout` applies to each message."""
         while self._missing:
             self._pending[0]._take(timeout.total_seconds())
 
@@ -112,7 +118,7 @@ class _PipeReduction:
             self._pending.popleft()
 
     def _fail(self) -> None:
-        """Let all pending reductions fail: later ones would read this one's numbers."""
+        """Let all pending reductions fail: a later one would read the messages of this one."""
         for each in self._pending:
             each._has_failed = True
 

@@ -68,7 +68,7 @@ class NvshmemHeap:
         heaps[group.rank()] = self._address
         library = str(_library(_DEVICE_LIBRARY))
         self.network = Network("nvshmem", heaps.to(device), group.rank(), library, self._nvshmem.prepare)
-        """a kernel argument, to put into the block"""
+        """kernel argument with which kernels put data into the block at other ranks"""
 
     def close(self) -> None:
         """Keep the block for reuse; no rank may put into it any more."""
@@ -88,7 +88,7 @@ def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
 
 
 def _refuse(why: str, group: dist.ProcessGroup) -> None:
-    """Raise a fault of some rank on all ranks, preferably one that caused others."""
+    """Raise a fault of some rank on all ranks, preferably a fault that caused others."""
     if found := faults(why and f"{why} (rank {group.rank()})", group):
         cause = min(found, key=lambda fault: "has not started" in fault)
         raise InputError(f"embedding.internode: puts, but {cause}; take messages")

@@ -55,7 +55,10 @@ class OnStream:
 
 
 class CurrentStream:
-    """Returns the current stream of a CUDA device (with index): the same object while it does not change."""
+    """Returns the current stream of a CUDA device, which must have an index.
+
+    The result is the same object while the current stream does not change.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._raw = device, -1
@@ -69,7 +72,7 @@ class CurrentStream:
 
 
 class Streams:
-    """The streams of a pipeline; on a CPU everything runs in the order of its calls."""
+    """The CUDA streams of a pipeline; on a CPU all work runs in the order of its calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -87,7 +90,7 @@ class Streams:
 
     @contextmanager
     def main(self) -> Iterator[None]:
-        """Run on the steps' stream, after the caller's stream, which waits for it at the end."""
+        """Run the block on `main_stream`, after the work of the caller's stream, which waits for the block's work."""
         if not self._on_gpu:
             yield
             return
@@ -105,15 +108,16 @@ class Streams:
             current.wait_event(self._returned)
 
     def step_is_issued(self, buffer_index: int) -> None:
-        """Note that all readers of the other staging buffer have been issued."""
+        """Note that all readers of staging buffer 1 - `buffer_index` are issued; `copies` to it waits for them."""
         if self._on_gpu:
             self._issued[buffer_index].record(self.main_stream)
 
     @contextmanager
     def copies(self, buffer_index: int, later: bool = False) -> Iterator[None]:
-        """Run copies to staging buffer `buffer_index`, which later steps wait for.
+        """Run the block's copies to staging buffer `buffer_index` on a separate stream; later steps wait for them.
 
-        They wait for the caller's earlier work, unless they are `later` copies of the same batch.
+        The copies wait for earlier readers of the buffer and for the work that the caller issued before `main`. If
+        `later`, they follow other copies of the same batch, and wait only for these.
         """
         if not self._on_gpu:
             yield
@@ -131,7 +135,7 @@ class Streams:
             self._ids.wait_stream(self.main_stream)
 
     def ids(self) -> AbstractContextManager[Any]:
-        """Run concurrently with the step, between `fork_ids` and `join_ids`."""
+        """Run the block on the stream of ids, concurrently with the step; use it between `fork_ids` and `join_ids`."""
         return self._on_ids if self._on_gpu else nullcontext()
 
     def join_ids(self) -> None:
@@ -140,7 +144,7 @@ class Streams:
 
 
 def uncompiled(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Keep a function out of compiled graphs, as every step needs its side effects."""
+    """Make torch.compile leave `function` uncompiled, as every step needs the function's side effects."""
     disabled = torch.compiler.disable(function)
 
     @wraps(function)

@@ -21,7 +21,7 @@ class Location(NamedTuple):
     device: str
     """the GPU's UUID; empty on a CPU"""
     reached: frozenset[str]
-    """UUIDs of the GPUs that this one can load from and store to, and its own"""
+    """UUIDs of the GPUs that this GPU can load from and store to, including its own"""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Reach:
     nodes: tuple[range, ...]
     """ranks of each node, in order"""
     why: str = ""
-    """why there is more than one node"""
+    """why there is more than one node; empty if there is one"""
     group: dist.ProcessGroup | None = None
-    """ranks of this node, if GPUs and not all ranks, for symmetric memory"""
+    """group of this node's ranks, for symmetric memory; None on CPUs, or if the node has one rank or all ranks"""
 
     @staticmethod
     def of_one_node(group: dist.ProcessGroup) -> "Reach":
@@ -65,9 +65,9 @@ class Reach:
         return self.nodes[at + 1 :] + self.nodes[:at]
 
     def relay(self, source: int, node: range) -> int:
-        """Return the rank of `node` that receives, for all its ranks, messages of `source` of another node.
+        """Return the rank of `node` that receives, for all its ranks, the messages from `source`, a rank elsewhere.
 
-        Its position in its node is that of `source`, modulo the node's size, to use all network cards.
+        It has the same position in its node as `source`, modulo the node's size, so that all network cards are used.
         """
         return node[(source - self.node_of(source).start) % len(node)]
 
@@ -82,7 +82,7 @@ class Reach:
 
     @cached_property
     def max_sources(self) -> int:
-        """Number of sources of a node's first rank, which has the most."""
+        """Largest number of source ranks of any rank (in each node, the first rank has the most)."""
         return max(len(self.sources_of(node.start)) for node in self.nodes)
 
     def summary(self) -> str:
@@ -92,9 +92,10 @@ class Reach:
 
 
 def find_reach(group: dist.ProcessGroup, device: torch.device, nodes: int | str = "auto") -> Reach:
-    """Find out which ranks reach each other by stores; a collective.
+    """Find out which ranks can load from and store to each other's memory; a collective.
 
-    `nodes` auto tests machines and GPUs' peer access; a number, which must divide the number of ranks, emulates nodes.
+    If `nodes` is auto, these are consecutive ranks on one machine whose GPUs have peer access. A number, which must
+    divide the number of ranks, emulates that number of nodes. Raises `InputError` if it does not.
     """
     rank, world_size = group.rank(), group.size()
     if isinstance(nodes, int):
@@ -122,7 +123,7 @@ def location_of(device: torch.device) -> Location:
 
 
 def nodes_of(locations: Sequence[Location]) -> tuple[tuple[range, ...], str]:
-    """Return the nodes, and why there are several.
+    """Return the ranks of each node, and why there are several nodes.
 
     Example: ranks 0 and 2 on machine a and rank 1 on machine b are three nodes.
     """

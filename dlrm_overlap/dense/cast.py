@@ -17,7 +17,7 @@ class CastWeights:
     """
 
     def __init__(self, flat: FlatParameters, cast: Collection[nn.Parameter]) -> None:
-        """Cast the parameters `cast` of `flat`, which has a shadow."""
+        """Provide the parameters `cast`, which belong to `flat`, as views of `flat.shadow`, which must exist."""
         self.flat = flat
         self._name_of = {parameter: name for name, parameter in flat.parameters.items()}
         self._names = {self._name_of[parameter] for parameter in cast}
@@ -29,13 +29,13 @@ class CastWeights:
         self._written: set[str] = set()
         self._stream = torch.cuda.Stream(flat.device, priority=-1) if flat.device.type == "cuda" else None
         self._in_use: list[Any] = []
-        """tensors that the stream reads, kept until the current stream has waited for it"""
+        """tensors that `_stream` reads, kept until the current stream has waited for `_stream`"""
         # Used instead of the parameters: autograd would call their hooks even without a gradient.
         self.anchor = torch.empty(0, device="cpu", requires_grad=True)
-        """requires a gradient, as an input of autograd functions that write gradients themselves"""
+        """input that requires a gradient, for autograd functions that write the parameters' gradients themselves"""
 
     def on_complete(self, complete: Callable[[str], None]) -> None:
-        """Call `complete` with a parameter's name, on the writing stream, once its gradient is written."""
+        """Call `complete` with a parameter's name once its gradient is written; the writing stream is then current."""
         self._complete = complete
 
     def begin(self) -> None:
@@ -57,16 +57,20 @@ class CastWeights:
         return self.flat.shadow.views[self._name_of[parameter]]
 
     def later(self, parameters: Iterable[nn.Parameter], write: Callable[[list[torch.Tensor]], None]) -> None:
-        """Call `write` with contiguous float32 tensors to write gradients to, after those that others wait for.
+        """Defer the gradients of `parameters` to `write_concurrently` or `finish`, which calls `write` for them.
 
-        Calls run in order; the gradients of one may be reduced while the next runs.
+        `write` gets a contiguous float32 tensor per parameter and writes the gradient there. Deferred functions are
+        called in order; the gradients of one may be reduced over the ranks while the next one runs.
         """
         names = [self._name_of[parameter] for parameter in parameters]
         assert self._names.issuperset(names), "the gradients of the other parameters are autograd's"
         self._later.append((names, write))
 
     def gradient_buffers(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """Return the tensors to which an autograd function writes gradients for the optimizer."""
+        """Return a float32 tensor per parameter, to which an autograd function writes the parameter's gradient.
+
+        The gradients must be written before `write_concurrently` or `finish` is called.
+        """
         self.later(parameters, lambda _: None)
         return [self.flat.gradients.views[self._name_of[parameter]] for parameter in parameters]
 

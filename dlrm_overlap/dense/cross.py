@@ -38,10 +38,12 @@ def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later) -> torch
     and 3.3).
 
     Args:
-        x0: [b, N] floating point, contiguous; requires a gradient in training, and is unchanged until the backward.
-        layers: at least one; w and v have the dtype of x0. Autograd does not see them.
-        later: called in the backward for bias, v and w with a function to call once on the backward's stream, which
-            writes the gradients. During v's products, multiprocessors are free to send x0's gradient, so v precedes w.
+        x0: [b, N] floating point, contiguous; must require a gradient in training, and stay unchanged until the
+            backward.
+        layers: at least one; w and v have the dtype of x0. Autograd does not see the parameters.
+        later: called in the backward for bias, v and w, in this order, with a function that writes the gradients. Call
+            this function once, on the backward's stream. During the products for v, multiprocessors are free to send
+            the gradient of x0, so v precedes w.
     """
     assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
     return _Cross.apply(x0, later, *(tensor.detach() for layer in layers for tensor in layer))  # type: ignore[no-any-return]
@@ -116,7 +118,7 @@ def _layers(tensors: Sequence[torch.Tensor]) -> list[CrossLayer]:
 def _products_into(out: Sequence[torch.Tensor], left: torch.Tensor, right: torch.Tensor) -> None:
     """Write left @ right, [n, N, b] and [n, b, R], to the n tensors `out`, accumulated in float32.
 
-    With a constant stride it is one batched product, since a single product does not fill a GPU.
+    If the tensors are a constant stride apart, one batched product is run, since a single product does not fill a GPU.
     """
     batch = _as_batch(out)
     if batch is None:

@@ -15,7 +15,7 @@ class FlatPosition(NamedTuple):
 
     begin: int
     end: int
-    """where the next one begins; the gap is zero"""
+    """where the next parameter begins; elements between the two are zero"""
     shape: torch.Size
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
@@ -31,9 +31,9 @@ class FlatTensor(NamedTuple):
 class FlatParameters:
     """Moves parameters into one flat tensor, with gradients that are views of another.
 
-    The parameters stay the same objects. They are in reverse order, in which backwards complete them; shards, which
-    differ between ranks, come last, from a multiple of `BLOCK` on. TorchRec's data-parallel tables are slices of a
-    parameter that holds them; here that holder is moved.
+    The parameters stay the same objects. They are in reverse order, in which a backward completes their gradients.
+    Shards, which differ between ranks, come last, from a multiple of `BLOCK` on. TorchRec's data-parallel tables are
+    slices of a parameter that holds them; here that holder is moved.
 
     Example: parameters of 3 and 100 elements get the positions 128 .. 130 and 0 .. 99 of 1024. If the first is a shard,
     its position is 1024 .. 1026 of 2048.
@@ -52,18 +52,18 @@ class FlatParameters:
         """
         assert (reason := unsupported_by_flat(parameters)) is None, reason
         self.named = dict(parameters)
-        """as given, including slices"""
+        """the parameters as given, including slices"""
         # The parameters to move: slices are moved with their holders.
         slices = _slices(parameters)
         whole = {name: parameter for name, parameter in reversed(self.named.items()) if name not in slices}
         holders = {holder: parameters[name]._original_tensor for name, (holder, _) in slices.items()}  # type: ignore[attr-defined]
         self.parameters: dict[str, nn.Parameter] = whole | holders
-        """all but slices, then the holders of slices"""
+        """all parameters but slices, then the holders of slices"""
         self.unseen = set(holders)
         """names of parameters whose gradients may be written without autograd"""
         self.shards = frozenset(shards)
         self.idle: frozenset[str] = frozenset()
-        """names of parameters that get a gradient on no rank: None, zero in the flat tensor"""
+        """names of parameters that get a gradient on no rank: `grad` is None, and the flat gradient is zero there"""
         # The layout: shared parameters, then shards.
         self.device = next(iter(self.parameters.values())).device
         self.positions: dict[str, FlatPosition] = {}
@@ -84,7 +84,7 @@ class FlatParameters:
             parameter.data = self.weights.views[name]
         self.adopt_gradients()
         self.shadow = self.like(shadow_dtype) if shadow_dtype is not None else None
-        """weights rounded to nearest, kept up to date by `FlatSteps`"""
+        """weights rounded to nearest in `shadow_dtype`, kept up to date by `FlatSteps`"""
         self.cast_shadow()
 
     def _assign_positions(self, names: Iterable[str], begin: int) -> int:
@@ -104,7 +104,7 @@ class FlatParameters:
         return FlatTensor(zeros, {name: position.of(zeros) for name, position in self._all_positions.items()})
 
     def zero(self, names: Collection[str] | None = None) -> None:
-        """Zero the gradients of `names` (None: all, in one operation), as views."""
+        """Zero the gradients of `names` (None: all, in one operation), and make them views of the flat gradient."""
         self.show_gradients(names)
         if names is None:
             self.gradients.tensor.zero_()
@@ -113,24 +113,24 @@ class FlatParameters:
             torch._foreach_zero_(views)  # pyright: ignore[reportPrivateImportUsage]
 
     def show_gradients(self, names: Iterable[str] | None = None) -> None:
-        """Make the gradients of `names` (None: all) views, or None if idle."""
+        """Make `grad` of each parameter of `names` (None: all) a view of the flat gradient, or None if it is idle."""
         for name in self.parameters if names is None else names:
             parameter, view = self.parameters[name], None if name in self.idle else self.gradients.views[name]
             if parameter.grad is not view:
                 parameter.grad = view
 
     def drop_gradients(self) -> None:
-        """Set gradients to None, so that a backward does not accumulate; to zero if in `unseen`."""
+        """Set gradients to None, so that a backward does not accumulate; zero the gradients of `unseen` parameters."""
         for name in self.parameters.keys() - self.unseen:
             self.parameters[name].grad = None
         self.zero(self.unseen)
 
     @torch.no_grad()
     def adopt_gradients(self, names: Iterable[str] | None = None) -> list[torch.Tensor]:
-        """Copy gradients that are not views to the flat tensor, by few kernels, and restore the views.
+        """Copy gradients of `names` (None: all) that are not views to the flat tensor, and restore the views.
 
-        None counts as zero, and stays None if idle. Keep the returned gradients until the copy is done, if another
-        stream made them.
+        A gradient that is None counts as zero, and stays None if its parameter is idle. The copies run on the current
+        stream by few kernels. Keep the returned gradients until the copies are done, if another stream made them.
         """
         views, gradients = list[torch.Tensor](), list[torch.Tensor]()
         for name in self.parameters if names is None else names:
@@ -148,7 +148,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def keep_gradients_in(self, memory: torch.Tensor) -> None:
-        """Move the flat gradient to `memory` [n] float32, before any CUDA graph is captured."""
+        """Move the flat gradient to `memory` [n] float32, and wait for the GPU. Call it before a graph is captured."""
         tensor, views = self.gradients
         memory.copy_(tensor)
         tensor.data = memory
@@ -159,7 +159,10 @@ class FlatParameters:
 
 
 def copy_all(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy each tensor to its view, possibly of another dtype; one kernel copies all of equal strides."""
+    """Copy each tensor to the view at the same position of `views`, possibly of another dtype.
+
+    One operation copies all tensors that have the strides of their views.
+    """
     same_strides = [
         (view, tensor) for view, tensor in zip(views, tensors, strict=True) if view.stride() == tensor.stride()
     ]

@@ -67,9 +67,9 @@ class FlatSteps:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read `param_groups` and replaced state; copies changes to device memory, so it must not be captured.
+        """Copy changes of the optimizer's `param_groups` and replaced state to device memory; must not be captured.
 
-        Raises `InputError` if the kernel was compiled for another kind of update.
+        Raises `InputError` if the groups need another kind of update than the kernel was prepared for.
         """
         optimizer, numbers = self._optimizer, self._numbers_now()
         kind, decays = self._form_of(numbers)
@@ -94,7 +94,7 @@ class FlatSteps:
             self._known[index] = values
 
     def begin(self) -> None:
-        """Count a step; outside of a capture, also call `refresh`."""
+        """Begin a step before `update_range`: count it on the device and, outside of a capture, call `refresh`."""
         if self._flat.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self.refresh()
             if not self._has_begun:
@@ -103,7 +103,7 @@ class FlatSteps:
         self._kernels.begin_update(self.update)
 
     def update_range(self, first: int, end: int) -> None:
-        """Update elements [first, end) of the weights, multiples of `BLOCK`."""
+        """Update elements [first, end) of the flat weights; `first` and `end` are multiples of `BLOCK`."""
         self._kernels.update_range(self.update, first, end)
 
     @torch.no_grad()
@@ -159,9 +159,10 @@ class FlatSteps:
 
 
 def take_steps(each: Sequence[FlatSteps], ranges: Iterable[tuple[int, int]]) -> None:
-    """Take a step of several optimizers of one flat tensor.
+    """Take one step of each optimizer; all update parameters of the same flat tensor.
 
-    `ranges` [first, end), multiples of `BLOCK`, cover all elements; a range's gradients are final when it is yielded.
+    `ranges` are [first, end) in elements, multiples of `BLOCK`, and cover the tensor. When `ranges` yields a range, its
+    gradients must be final on the current stream.
     """
     with torch.no_grad():
         for steps in each:

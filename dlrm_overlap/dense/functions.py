@@ -11,9 +11,10 @@ from dlrm_overlap.kernels import reference
 
 class StoreOptions(NamedTuple):
     programs: int = 16
-    """of 32 warps each"""
+    """number of programs of the reduction kernel, of 32 warps each"""
     piece_elements: int = 4 << 20
-    """approximate number that is reduced at once, and updated while the next are sent"""
+    """approximate number of gradient elements per piece; the weights of a reduced piece are updated while the next
+    piece is sent"""
     wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
 
 
@@ -23,7 +24,7 @@ def kernels_on(device: torch.device, name: str) -> Any:
 
 
 def product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Write left @ right, matrices or batches, to `out`, which may be float32; sums are float32."""
+    """Write left @ right to `out`, which may be float32; all are matrices or all batches. Sums are float32."""
     product = torch.mm if out.dim() == 2 else torch.bmm
     if out.dtype == left.dtype:
         product(left, right, out=out)

@@ -16,7 +16,7 @@ from dlrm_overlap.kernels.dense.arguments import BLOCK
 
 
 class CollectiveReduction:
-    """Averages ranges of the flat gradient by the group's all-reduce; every step reduces all, in order."""
+    """Averages ranges of the flat gradient by the group's all-reduce. Every step must `reduce` all ranges, in order."""
 
     counters: Sequence[Counters] = ()
 
@@ -49,7 +49,7 @@ class CollectiveReduction:
             gradient.copy_(sent)
 
     def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
-        """Make the current stream wait for `stream`, which ran `reduce`; yield the number of reduced elements."""
+        """Make the current stream wait for `stream`, on which `reduce` ran, then yield the number of elements once."""
         if stream is not None:
             torch.cuda.current_stream(self._gradients.device).wait_stream(stream)
         yield self._gradients.numel()
@@ -67,16 +67,17 @@ class _Bucket:
     begin: int
     end: int
     waiting: set[str] = field(default_factory=set)
-    """parameters without a complete gradient in this backward"""
+    """names of parameters without a complete gradient in this backward"""
 
 
 class GradientBuckets:
     """Replaces the flat gradient by its mean over the ranks, bucket by bucket, during the backward.
 
     Autograd hooks find complete buckets, which a separate stream reduces in order; `finish` reduces the rest. Every
-    backward must give a gradient to the same parameters. As under DDP, a gradient on some ranks becomes the mean over
-    all, and one on no rank stays None (`FlatParameters.idle`). Shards are not reduced: their gradients are already
-    means. Backward and `finish` may be captured in one CUDA graph.
+    backward must give a gradient to the same parameters. As under DDP, a parameter with a gradient on only some ranks
+    gets the mean over all ranks, and the gradient of a parameter without one on any rank stays None
+    (`FlatParameters.idle`). Shards are not reduced: their gradients are already means. Backward and `finish` may be
+    captured in one CUDA graph.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class GradientBuckets:
         self._buckets = self._cut(-(-bucket_bytes // dtype.itemsize))
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self.ranges = [(bucket.begin, bucket.end) for bucket in self._buckets]
-        """[first, end) of each bucket, in the order of reduction"""
+        """[first, end) of each bucket in elements, in the order of reduction"""
         if stores is None or self._ranks == 1:
             self._reduction = CollectiveReduction(flat, group, dtype, self.ranges)
         else:
@@ -114,9 +115,9 @@ class GradientBuckets:
         self._stream = torch.cuda.Stream(flat.device, priority=-2) if on_gpu else None
         self._filled_on: set[torch.cuda.Stream] = set()
         self._adopted: list[torch.Tensor] = []
-        """gradients that the stream copies, kept until the current stream has waited for it"""
+        """gradients that `_stream` copies, kept until the current stream has waited for `_stream`"""
         self._without: set[str] | None = None
-        """parameters, not idle, without a gradient on this rank in the first step"""
+        """names of parameters, not idle, without a gradient on this rank in the first step"""
         self._begin()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.complete(name))
@@ -136,18 +137,19 @@ class GradientBuckets:
         return buckets
 
     def finish(self) -> None:
-        """Reduce the remaining buckets, and make the current stream wait for the flat gradient.
+        """Reduce the remaining buckets, and make the current stream wait for the whole flat gradient.
 
-        Call it once after each backward, on all ranks; the first call is a collective on the CPU. Raises `InputError`
-        if other parameters got a gradient than in the first step.
+        Call it once after each backward, on all ranks; in the first call the host waits for all ranks. Raises
+        `InputError` if other parameters got a gradient than in the first step.
         """
         for _ in self.finish_in_ranges():
             pass
 
     def finish_in_ranges(self) -> Iterator[tuple[int, int]]:
-        """As `finish`, but make the current stream wait for one range [first, end), multiples of `BLOCK`, at a time.
+        """Do what `finish` does, but make the current stream wait for one range of the flat gradient at a time.
 
-        Exhaust the iterator: its ranges cover all, first the shards, then the others in order.
+        A range is [first, end) in elements, multiples of `BLOCK`; its gradients may be read once it is yielded. Exhaust
+        the iterator: its ranges cover all elements, first the shards, then the other parameters in order.
         """
         self._note_stream()
         waiting = self._waiting()
@@ -179,11 +181,11 @@ class GradientBuckets:
             yield first, end
 
     def check(self) -> None:
-        """Raise the error of an expired wait, if any, without waiting for the device."""
+        """Raise `ExchangeTimeoutError` if a wait on the device has expired, without waiting for the device."""
         self._reduction.check()
 
     def close(self) -> None:
-        """Remove the hooks and free shared memory; no rank may be in a step."""
+        """Remove the hooks and free shared memory; no rank may be in a step any more."""
         for hook in self._hooks:
             hook.remove()
         self._reduction.close()
@@ -246,7 +248,7 @@ class GradientBuckets:
             bucket.waiting = set(bucket.names) - self._flat.idle
 
     def _find_idle(self, without: set[str]) -> None:
-        """A collective."""
+        """Find the parameters without a gradient on any rank; a collective for which the host waits."""
         names = list(self._bucket_of)
         idle = torch.tensor([name in without for name in names], dtype=torch.int32, device=self._flat.device)
         if self._ranks > 1:

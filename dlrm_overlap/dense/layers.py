@@ -27,16 +27,16 @@ class Layer(NamedTuple):
 def relu_layers(
     x: torch.Tensor, layers: Sequence[Layer], gradient_buffers: Callable[[], Sequence[Layer]], anchor: torch.Tensor
 ) -> torch.Tensor:
-    """Return relu(x @ weight^T + bias), layer after layer, [b, N of the last]; differentiable once.
+    """Apply relu(x @ weight^T + bias) layer after layer, and return the last layer's output [b, N].
 
-    A last layer of one output has no ReLU, and returns [b]. Autograd does not see the parameters.
+    A last layer of one output has no ReLU, and returns [b]. Differentiable once; autograd does not see the parameters.
 
     Args:
         x: [b, K] contiguous.
         layers: at least one with ReLU, contiguous, of the dtype of `x`.
-        gradient_buffers: called once in the backward, returns contiguous float32 tensors for the gradients. The
-            first weight's lack its last columns if these are padding.
-        anchor: requires a gradient and gets none, as `x` may not need one.
+        gradient_buffers: called once in the backward, returns contiguous float32 tensors for the gradients. The tensor
+            of the first weight lacks the weight's last columns if these columns are padding.
+        anchor: tensor that requires a gradient, so that the backward runs even if `x` needs none; gets no gradient.
     """
     return _ReluLayers.apply(
         x, [Layer(*(each.detach() for each in layer)) for layer in layers], gradient_buffers, anchor
@@ -111,12 +111,12 @@ def fits(features: int, dim: int) -> bool:
 
 
 def interact(embeddings: torch.Tensor, features: int, width: int) -> torch.Tensor:
-    """Return each sample's first embedding and the dot products of all pairs, padded by zeros, [b, width].
+    """Return [b, width]: each sample's first embedding and the dot products of all pairs of embeddings, then zeros.
 
-    Differentiable once. Rows of a multiple of 16 bytes make the next product faster.
+    Differentiable once. The next product is faster if a row of the result has a multiple of 16 bytes.
 
     Args:
-        embeddings: [b, F * D], contiguous; unchanged until the backward.
+        embeddings: [b, F * D], contiguous, F embeddings per sample; must stay unchanged until the backward.
         width: D + F * (F - 1) / 2, or up to 16 more.
     """
     return _Interact.apply(embeddings, features, width)  # type: ignore[no-any-return]

@@ -44,7 +44,7 @@ class GradientPiece:
     share: int
     """lines per rank; the last ranks may have fewer"""
     slot: int
-    """of the flag that signals that the mean is at all ranks"""
+    """index of the flag that signals that the mean is at all ranks"""
 
     def lines(self, rank: int) -> int:
         return max(0, min(self.share, self.end - self.begin - rank * self.share))
@@ -57,7 +57,7 @@ class Range(NamedTuple):
     """A range of the flat gradient that is reduced when every rank has all of it."""
 
     ready: int
-    """slot of the flag that signals that a rank's gradients may be read and replaced by the mean"""
+    """index of the flag that signals that a rank's gradients may be read and replaced by the mean"""
     pieces: list[GradientPiece]
     """at least one; their slots follow `ready`"""
 
@@ -85,7 +85,10 @@ def cut(ranges: Sequence[tuple[int, int]], piece_elements: int, world_size: int)
 
 
 class StoreReduction:
-    """As `CollectiveReduction`, by kernels. An expired wait is recorded, and stops the GPU."""
+    """Averages ranges of the flat gradient over the ranks, by kernels that load from and store to peers' memory.
+
+    It has the methods of `CollectiveReduction`. A wait that expires is recorded, and stops the GPU.
+    """
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class StoreReduction:
         Args:
             group: ranks that reach each other's memory.
             dtype: float32 or bfloat16, in which gradients are sent; sums are float32.
-            ranges: of elements, multiples of `LINE`; every step reduces all, in order.
+            ranges: [begin, end) in elements, multiples of `LINE`; every step reduces all ranges, in order.
             options: the same on all ranks.
 
         Raises:
@@ -155,7 +158,7 @@ class StoreReduction:
 
     @torch.no_grad()
     def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
-        """Make the current stream wait for one piece at a time, and yield its end."""
+        """Make the current stream wait for one piece at a time, and yield the piece's end in elements."""
         for _, pieces in self._cut:
             for piece in pieces:
                 torch.cuda.current_stream(self._flat.device).wait_event(self._arrived[piece.slot])
@@ -191,7 +194,7 @@ class StoreReduction:
     def close(self) -> None:
         """Move the gradient back to its own memory, and free the shared memory.
 
-        Raises `ExchangeTimeoutError` if an expired wait has stopped the GPU.
+        Waits for the GPU. Raises `ExchangeTimeoutError` if an expired wait has stopped it.
         """
         try:
             if self._flat.device.type == "cuda":

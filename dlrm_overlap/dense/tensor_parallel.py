@@ -5,8 +5,8 @@ Rank r of W has rows [r N / W, (r + 1) N / W) of the first weight [N, K] and the
     x [b, K] of each rank --all-gather, product--> y [B, N / W] --product, reduce-scatter--> z [b, M] of each rank
 
 A divided weight's gradient is a sum over all samples, where the mean over ranks is needed. So the gradient of z is
-divided by W, and those of x and of the second layer's bias, which is averaged over the ranks, are multiplied by W,
-exactly if W is a power of two.
+divided by W. The gradients of x and of the second layer's bias, which is later averaged over the ranks, are multiplied
+by W. Both are exact if W is a power of two.
 """
 
 from typing import Any, NamedTuple
@@ -28,13 +28,16 @@ class Shard(NamedTuple):
 
 
 class DividedPerceptron(nn.Module):
-    """One `Perceptron` of a pair: the first is divided by neurons, the second by inputs; parameter names stay."""
+    """One layer of a pair, with the parameter names of `Perceptron`.
+
+    The weight of the first layer is divided by neurons, the weight of the second layer by inputs.
+    """
 
     def __init__(self, whole: Perceptron, products: ParallelProducts, is_first: bool) -> None:
         super().__init__()
         self.products = products
         self.shards: dict[str, Shard] = {}
-        """for divided parameters"""
+        """parameter name -> this rank's shard, for divided parameters"""
         self._is_first, linear = is_first, whole._linear
         has_bias = linear.bias is not None
         self._linear = nn.Linear(linear.in_features, linear.out_features, has_bias, device="meta")
@@ -73,7 +76,9 @@ def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def divide_pairs(mlp: MLP, products: ParallelProducts) -> list[tuple[int, int]]:
-    """Divide layers 0 and 1, 2 and 3, .. of `mlp` in place, the same on all ranks; return their indices.
+    """Divide layers 0 and 1, 2 and 3, .. of `mlp` in place; return the indices of each divided pair.
+
+    `mlp` must have the same layers and weights on all ranks.
 
     A pair stays whole if its inner width is not divisible by the number of ranks, or its activations have parameters.
     Other activations must be elementwise. Checkpoints of whole and divided layers are interchangeable.

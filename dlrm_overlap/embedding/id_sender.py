@@ -83,7 +83,7 @@ class IdSender:
         self.exchange.failure = failure
 
     def send(self, features: KeyedJaggedTensor, count: torch.Tensor | None = None) -> None:
-        """Send the ids of a step, on the current stream; a collective, see `IdExchange.send`."""
+        """Send the ids of a step on the current stream; a collective. For `count` see `IdExchange.send`."""
         self._sent.append(SentIds(features, self._send(features, count)))
 
     def forget(self) -> None:
@@ -91,10 +91,10 @@ class IdSender:
 
     @uncompiled
     def start(self, features: KeyedJaggedTensor) -> PooledAwaitable:
-        """Start the step of `features`, the oldest ids sent whose step has not started; if none wait, send these now.
+        """Start the step of `features`; if no sent ids wait for their step, send `features` first.
 
         Raises:
-            InputError: if other ids were sent before, whose step a peer may wait for; nothing has begun.
+            InputError: if other ids wait for their step, which a peer may have started; raised before anything has begun.
         """
         sent = self._first(features)
         if sent.features is not padded(features):

@@ -20,7 +20,7 @@ class Finding(NamedTuple):
     name: str
     detail: str
     cure: str = ""
-    """empty if nothing is wrong"""
+    """how to get what is missing; empty if nothing is wrong"""
     needed: bool = False
 
 

@@ -62,7 +62,10 @@ def _cpu() -> str:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, `-dirty` if files differ; without a repository, DLRM_OVERLAP_COMMIT."""
+    """Return the checkout's commit, with the suffix `-dirty` if files differ.
+
+    Without a repository, return the environment variable DLRM_OVERLAP_COMMIT.
+    """
     named = os.environ.get("DLRM_OVERLAP_COMMIT")
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # installed or copied: a repository further up is another one

@@ -38,7 +38,7 @@ _KINDS = {
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open the regular file `path` for reading, without waiting for a pipe's writer; OSError for other kinds."""
+    """Open the regular file `path` for reading. Raises OSError for other kinds, without waiting for a pipe's writer."""
 
     def fail_unless_regular(mode: int) -> None:
         if kind := _KINDS.get(stat.S_IFMT(mode)):
@@ -75,8 +75,9 @@ def make_folder(folder: Path) -> None:
 def hold_folder(folder: Path, key: str) -> Iterator[bool]:
     """Hold the lock of `folder` during the block, and yield whether it is held.
 
-    The lock is a flock on `.lock`, which ends with this process; forked children do not hold it. Without locks in the
-    file system a warning is logged. An `InputError` names the process that holds the lock, and the option `key`.
+    The lock is a flock on the file `.lock`; it ends with this process, and forked children do not hold it. If the file
+    system has no locks, a warning is logged. If another process holds the lock, an `InputError` names this process, and
+    the option `key`.
     """
     path = folder / LOCK_NAME
     try:
@@ -135,7 +136,7 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, content: Any, key: str) -> None:
-    """Write `content` to `path`, completely or not at all; an `InputError` names the option `key`."""
+    """Write `content` as JSON to `path`, completely or not at all; an `InputError` on failure names option `key`."""
     try:
         with replacing(path) as stream:
             stream.write((json.dumps(content, indent=1) + "\n").encode())
@@ -152,7 +153,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove temporary files of killed processes; the folder's lock must be held."""
+    """Remove temporary files of killed processes from `folder`; the caller must hold the folder's lock."""
     for file in folder.glob(_TEMPORARIES):
         with contextlib.suppress(OSError):
             file.unlink()

@@ -20,7 +20,7 @@ _SLURM_PORTS = range(20000, 32000)  # below Linux's ephemeral ports
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank, and where all ranks meet; raises an `InputError` if they contradict each other."""
+    """This process's rank, and where all ranks meet; raises an `InputError` if the fields contradict each other."""
 
     rank: int
     local_rank: int
@@ -28,7 +28,7 @@ class World:
     world_size: int
     local_world_size: int
     master_addr: str
-    """without brackets"""
+    """address of rank 0's node; an IPv6 address has no brackets"""
     master_port: int
     """0 for a single rank"""
     source: str
@@ -68,10 +68,11 @@ class World:
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World:
-    """Return this process's rank, from its launcher's variables; initializes MPI under mpirun.
+    """Return this process's rank, from its launcher's environment variables; initializes MPI under mpirun.
 
-    The first launcher found counts (launch/README.md). srun of one task with RANK or WORLD_SIZE counts as none. Raises
-    `InputError` if variables are missing, not numbers or contradict each other, or mpi4py cannot use this MPI.
+    The first launcher found counts (launch/README.md). An srun of one task with RANK or WORLD_SIZE counts as no
+    launcher. Raises `InputError` if variables are missing, not numbers or contradict each other, or if mpi4py cannot
+    use this MPI.
     """
     for mark, source in ((NPROC_MARKER, "nproc"), ("TORCHELASTIC_RUN_ID", "torchrun")):
         if mark in environ:
@@ -196,7 +197,7 @@ def _slurm_nodes(environ: Mapping[str, str], size: int) -> tuple[int, int]:
 
 
 def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the rank in the first launcher's variable that is set, unchecked, or None."""
+    """Return the rank from the first rank variable of a launcher that is set, without checking it, or None."""
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", *["SLURM_PROCID"] * ("SLURM_STEP_ID" in environ)):
         if re.fullmatch(r"[0-9]{1,18}", environ.get(name, "")):
             return int(environ[name])

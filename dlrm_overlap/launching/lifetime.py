@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process, even if stopped, when the thread that started it ends, or now if it has."""
+    """Have Linux kill this process, even if stopped, when the thread that started it ends, or now if it has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -48,7 +48,7 @@ def end_on_signals() -> None:
 
 
 def interrupt_imports() -> None:
-    """Let SIGINT, unless ignored, end this process at once during imports, as libraries may catch its exception."""
+    """Let SIGINT, unless ignored, end this process at once during imports: libraries may catch KeyboardInterrupt."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         while frame is not None:
@@ -69,7 +69,7 @@ def say(text: str) -> None:
 
 
 def report_missing(error: ModuleNotFoundError) -> bool:
-    """Report a missing module; return False for this package's own."""
+    """Report a missing module and return True, or return False if the module is of this package."""
     if not error.name or error.name.partition(".")[0] == "dlrm_overlap":
         return False
     print(
@@ -90,7 +90,7 @@ class EndRequest:
     def listen(self, answers: bool = True) -> None:
         """Handle the signals from now on, also pending ones; call it in the main thread.
 
-        An ignored SIGINT stays ignored. One process of a run `answers` SIGINT by a line.
+        An ignored SIGINT stays ignored. If `answers`, a line is printed upon SIGINT: pass True in one process of a run.
         """
         is_second = False
 
@@ -113,9 +113,9 @@ class EndRequest:
 
     @contextmanager
     def while_ranks_meet(self) -> Iterator[None]:
-        """End this process with `SAVED` if, after `listen`, it is asked to end and the block takes 5 s longer.
+        """End this process with exit code `SAVED` if it is asked to end and the block takes 5 s more.
 
-        Other ranks may never start, for example if torchrun ends them.
+        Call `listen` before. The ranks may never meet, for example if torchrun has ended some before they started.
         """
         if not self._listens:
             yield

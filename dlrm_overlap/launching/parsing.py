@@ -51,7 +51,10 @@ def words_of(kind: Any) -> str:
 
 
 def convert(kind: Any, value: Any, text: str | None = None) -> Any:
-    """Return a YAML value as one of type `kind`, or raise ValueError; `text` is what was written, for an option."""
+    """Return a YAML value as a value of type `kind`, or raise ValueError.
+
+    `text` is the option's text from which `value` was read, or None if `value` is from a file.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         found = convert(arguments[0], value, text)
@@ -97,7 +100,7 @@ def _option_of(kind: Any) -> Callable[[str], Any]:
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses duplicate keys instead of taking the last."""
+    """YAML loader that refuses duplicate keys instead of taking the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -163,9 +166,10 @@ def with_new_names(argv: Sequence[str]) -> list[str]:
 
 
 def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> dict[str, Any]:
-    """Return the values of `tree` by dotted key; `section` is the dataclass of its keys.
+    """Return the values of `tree` by dotted key; `section` is the dataclass that has the keys.
 
-    An `InputError` names `path`, the key after `prefix`, and the nearest known key or the value's rule.
+    Mistakes raise an `InputError`, which names the file `path`, the key with `prefix`, and the nearest known key or the
+    rule for the value.
     """
     if not isinstance(tree, dict):
         raise InputError(
@@ -220,7 +224,7 @@ def _suggest_option(name: str, known: Sequence[str]) -> str:
 
 
 class Parser(ArgumentParser):
-    """Reports mistakes in one line, and knows types such as `PositiveInt | None`."""
+    """Argument parser that reports mistakes in one line, and knows types such as `PositiveInt | None`."""
 
     def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
         super().__init__(prog, usage, description, allow_abbrev=False)
@@ -231,7 +235,7 @@ class Parser(ArgumentParser):
         return super().add_argument(*names, **settings)
 
     def read(self, argv: Sequence[str]) -> Any:
-        """Return the values of `argv`; options and positional arguments may be mixed."""
+        """Parse `argv`, in which options and positional arguments may be mixed."""
         return self.parse_intermixed_args(argv)
 
     def error(self, message: str) -> NoReturn:
@@ -257,7 +261,7 @@ def meanings_of(section: type) -> dict[str, str]:
 
 class Key(NamedTuple):
     name: str
-    """with its sections: train.steps"""
+    """name with its sections, such as train.steps"""
     kind: Any
     default: Any
     section: type
@@ -269,7 +273,7 @@ def _default_of(section: Any, field: dataclasses.Field[Any]) -> Any:
 
 
 def keys_of(section: Any, prefix: str = "") -> Iterator[Key]:
-    """Yield the keys of `section` in order; an object's values are the defaults."""
+    """Yield the keys of `section` in order. If it is an object, not a class, its values are the keys' defaults."""
     for each in dataclasses.fields(section):
         default = _default_of(section, each)
         if isinstance(each.type, type) and dataclasses.is_dataclass(each.type):
@@ -305,9 +309,9 @@ def parse_config(
     add_options: Callable[[Parser], None] = lambda parser: None,
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[Sections, Any]:
-    """Return the configuration that `argv` describes, and the values of the command's own options (`add_options`).
+    """Return the configuration that `argv` describes, and the values of the options that `add_options` adds.
 
-    `defaults` override the keys' defaults, nested as in a file. Raises `InputError`.
+    `defaults` override the keys' defaults, nested as in a file. Raises `InputError` if `argv` or a file has a mistake.
     """
     parser = Parser(prog, description, usage=f"{prog} [--config FILE] [--section.key VALUE ...]")
     parser.add_argument(

@@ -27,8 +27,8 @@ _RELEASE_S = 0.05  # far more than gloo's threads need to release the last colle
 def find_device(kind: str, local_rank: int, source: str = "nproc", local_ranks: int = 1) -> "torch.device":
     """Return a rank's device: the CPU, or the GPU of its local rank.
 
-    A single visible GPU is taken if the launcher (Slurm, MPI, a script) may have selected it. Raises `InputError` if
-    there are fewer GPUs than `local_ranks`, on every rank, as only rank 0's error is shown.
+    If only one GPU is visible, it is taken if the launcher (Slurm, MPI, a script) may have selected it for this rank.
+    If there are fewer GPUs than `local_ranks`, every rank raises `InputError`, as only rank 0's error is shown.
     """
     import torch
 
@@ -54,11 +54,11 @@ def visible_gpus(kind: str) -> int:
 def init_process_group(
     world: World, device: "torch.device", timeout_s: float = 600.0, wait_timeout_s: float = 600.0
 ) -> None:
-    """Create the default process group: gloo for CPU tensors, and NCCL, connected at once, for a GPU.
+    """Create the default process group: gloo for CPU tensors, and NCCL, connected at once, for a GPU; a collective.
 
-    Also sets the current CUDA device, and a current stream of priority -1, above the default stream's. Ranks that meet
-    at a loopback address listen only there. Collectives wait longer than `wait_timeout_s` (embedding.wait_timeout_s),
-    so that errors that name rank and step come first.
+    Also sets the current CUDA device, and a current stream of priority -1, which is higher than the default stream's
+    priority. Ranks that meet at a loopback address listen only there. The timeout of collectives is longer than
+    `wait_timeout_s` (embedding.wait_timeout_s), so that errors that name rank and step come first.
 
     Raises:
         InputError: if the ranks do not meet within `timeout_s`.
@@ -121,7 +121,7 @@ def _open_store(world: World, timeout_s: float) -> "Store":
 
 
 def _resolve(world: World, timeout_s: float) -> tuple[Any, ...]:
-    """Return the first address of rank 0's node, which must be known within `timeout_s`."""
+    """Return the first address of rank 0's node; its name must be resolved within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -136,7 +136,7 @@ def _resolve(world: World, timeout_s: float) -> tuple[Any, ...]:
 
 
 def check_identical(facts: Mapping[str, Any], group: "dist.ProcessGroup") -> None:
-    """Raise an `InputError` on all ranks that names the `facts` in which a rank differs; a collective."""
+    """Raise an `InputError` on all ranks, with the names of the `facts` in which ranks differ; a collective."""
     from dlrm_overlap.comm.every_rank import gathered
 
     first, *others = gathered(dict(facts), group)
@@ -156,7 +156,7 @@ def _shown(value: Any) -> str:
 
 
 def watch_ranks(world: World, timeout_s: float, progress: Progress) -> Watch | None:
-    """Watch this thread's progress and the other ranks'; None with one rank."""
+    """Start to watch this thread's progress and the other ranks' progress; return None if there is one rank."""
     if world.world_size == 1:
         return None
     from torch.distributed.distributed_c10d import _get_default_store

@@ -15,7 +15,10 @@ _RANK_BYTES = 500_000_000  # resident memory of a rank that has imported its lib
 
 
 def check_processes(nproc: int) -> None:
-    """Raise an `InputError` unless this node has room for `nproc` ranks: 0.5 GB each, and 4 per core (at least 8)."""
+    """Raise an `InputError` unless this node has room for `nproc` ranks.
+
+    A rank needs 0.5 GB of memory. Up to 4 ranks per core are allowed, and 8 ranks on a node with fewer than 2 cores.
+    """
     cores, memory_bytes = available_cores(), available_memory_bytes()
     max_ranks = min(max(_ALWAYS_FIT, _RANKS_PER_CORE * cores), max(1, memory_bytes // _RANK_BYTES))
     if nproc > max_ranks:
@@ -27,7 +30,7 @@ def check_processes(nproc: int) -> None:
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores, by affinity mask and cgroups."""
+    """Return the number of cores that the affinity mask and cgroups let this process use."""
     cores = float(len(os.sched_getaffinity(0)))
     for folder in _cgroups("cpu", root):
         limit, _, period = read_text(folder / "cpu.max").partition(" ")

@@ -27,11 +27,11 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this node; return the first failing exit code, or 0.
 
     If a rank fails, the others are killed, and standard error names it. SIGUSR1 is forwarded to the ranks, and SIGTERM,
-    SIGHUP and SIGINT as SIGTERM, so that they may save; a second signal ends all at once. The exit code is
-    `lifetime.SAVED` if all have saved, else 128 + signal.
+    SIGHUP and SIGINT as SIGTERM, so that ranks may save; a second signal ends all ranks at once. The exit code after a
+    signal is `lifetime.SAVED` if all ranks have saved, else 128 + signal.
 
-    Ranks lead process groups, so their loader processes end with them, and the kernel kills ranks whose launcher is
-    killed. Call it in the main thread. Raises `InputError` inside another launcher of several processes.
+    Ranks lead process groups, so their loader processes end with them, and Linux kills ranks whose launcher is killed.
+    Call it in the main thread. Raises `InputError` inside another launcher of several processes.
     """
     _refuse_nesting(os.environ)
     caught: list[int] = []
@@ -108,7 +108,7 @@ def _refuse_nesting(environ: Mapping[str, str]) -> None:
 
 
 def import_path() -> dict[str, str]:
-    """Return variables with which ranks import this package, and nothing from the working folder."""
+    """Return environment variables with which ranks import this package, and nothing from the working folder."""
     root = str(Path(__file__).resolve().parents[2])
     if sys.flags.safe_path or os.path.realpath(sys.path[0]) != root:
         return {"PYTHONSAFEPATH": "1"}

@@ -21,7 +21,7 @@ def open_streams() -> None:
 
 
 def _wrap(descriptor: int, stream: TextIO | Any) -> TextIO:
-    """Return a stream that writes to `descriptor` as `stream` (None if closed), and never fails."""
+    """Return a stream that writes to `descriptor` in the manner of `stream` (None if closed), and never fails."""
     names = ("encoding", "errors", "line_buffering", "write_through")
     as_before = {name: getattr(stream, name) for name in names if hasattr(stream, name)}
     return io.TextIOWrapper(io.BufferedWriter(_Output(descriptor, "w", closefd=False)), **as_before)

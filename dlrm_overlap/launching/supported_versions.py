@@ -26,7 +26,7 @@ FBGEMM_NAMES = {"cuda": "fbgemm-gpu", "cpu": "fbgemm-gpu-cpu"}
 def check_stack() -> None:
     """Check that FBGEMM and TorchRec match torch, and that FBGEMM's operators load; takes about a second.
 
-    Raises an `InputError` that names the first other package, and the command that installs all of them.
+    Raises an `InputError` that names the first package of another version, and the command that installs all packages.
     """
     torch_version = version_of("torch")
     if torch_version is None:

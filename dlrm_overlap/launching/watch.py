@@ -1,7 +1,7 @@
 """A thread on each rank that ends a run that makes no progress, and names the rank that it waits for.
 
 Every rank regularly writes its step and current call to the store. A rank that has not moved for longer than the
-timeout reads the others'; a rank that writes nothing is stopped or gone.
+timeout reads what the other ranks wrote; a rank that writes nothing is stopped or gone.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 SLACK = 1.1
-"""factor on the timeout, so that an exchange's own wait expires first"""
+"""factor on the timeout, so that a wait of the embedding exchange expires first"""
 _POLL_S = 0.5
 _SHOWN_RANKS = 8
 _SILENT = "it is stopped, or its node is gone or cut off"
@@ -30,7 +30,7 @@ class Progress:
     def __init__(self) -> None:
         self.step = 0
         self.batch = 0
-        """evaluated batches, and pieces of a checkpoint"""
+        """number of batches evaluated and of checkpoint pieces processed"""
         self.is_over = False
         """whether this rank no longer waits for others"""
 
@@ -49,7 +49,10 @@ class Watch:
         timeout_s: float,
         progress: Progress | None = None,
     ) -> None:
-        """`store` has no other waits; `timeout_s` limits the time in one call of one step."""
+        """Start to watch the current thread. No other thread may use `store`, a client of the ranks' store, to wait.
+
+        `timeout_s` limits the time that the thread may be in one call of one step.
+        """
         self.progress = progress or Progress()
         self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
         self._period_s = min(max(timeout_s / 20, 0.1), 5.0)
@@ -100,7 +103,7 @@ class Watch:
         os._exit(1)
 
     def _diagnose(self) -> tuple[list[str], list[int], bool]:
-        """Return a line per rank, silent ones first; the ranks that answer; whether another one moves."""
+        """Return a line per rank, silent ranks first; the ranks that answer; and whether another rank moves."""
         frame = sys._current_frames()[self._watched]
         here = f"rank {self._rank}: in step {self.progress.step}, {_where(frame)}"
         gone = [f"rank 0, which holds the ranks' store, does not answer: {_SILENT}", here], [], False
@@ -127,7 +130,7 @@ class Watch:
         return [*lines, *others][:_SHOWN_RANKS], answering, moving
 
     def _read(self) -> list[str] | None:
-        """Return each rank's last beat ("" for none yet), or None if the store does not answer."""
+        """Return what each rank last wrote ("" for nothing yet), or None if the store does not answer."""
         found: list[list[str]] = []
 
         def read() -> None:

@@ -96,7 +96,7 @@ class NetworkConfig:
 
 @dataclass(frozen=True)
 class SimulateConfig(Config):
-    """A run whose configuration has the tables' rows, and the machines that it runs on."""
+    """The configuration of a simulated run, which must give the tables' rows, and of the machines that it runs on."""
 
     what: Literal["stage", "backward", "step"] = "step"
     """stage: lookup and exchange, forward only; backward: from the embeddings' gradient to the updated rows (push has
@@ -123,10 +123,10 @@ class SimulateConfig(Config):
 
     @property
     def id_bytes(self) -> int:
-        """Of an id and of an offset: a captured step's are int32."""
+        """Bytes of an id, and of an offset: 4 in a captured step, which has int32, else 8."""
         return 4 if self.what == "step" else 8
 
     @property
     def wire_bytes(self) -> int:
-        """Per element of pooled embeddings and their gradients as sent between ranks."""
+        """Bytes of one element of pooled embeddings, or of their gradients, as sent between ranks."""
         return 4 if self.embedding.resolved_wire_dtype(self.train.precision) == "fp32" else 2

@@ -19,22 +19,22 @@ class SimulatedShard(NamedTuple):
     rank: int
     columns: int
     rows: float
-    """fraction of the table's rows"""
+    """fraction of the table's rows that the shard has"""
 
 
 class SimulatedShares(NamedTuple):
-    """[W] each: work of each rank, relative to the mean rank's without tables cut by rows."""
+    """Each rank's work, [W], divided by the work that the mean rank would have if no table were cut by rows."""
 
     memory: np.ndarray
     """row elements read"""
     links: np.ndarray
     """columns pooled per sample"""
     ids: np.ndarray
-    """ids looked up and sorted; each shard of a table cut by columns counts all of the table's"""
+    """ids looked up and sorted; each shard of a table cut by columns counts all ids of the table"""
     near: np.ndarray
-    """columns sent to another rank of the node per sample of that rank, on average"""
+    """columns sent to another rank of the node per sample of the receiving rank, on average over these ranks"""
     away: np.ndarray
-    """the same for a rank of another node"""
+    """columns sent to a rank of another node per sample of the receiving rank, on average over these ranks"""
     sums: np.ndarray
     """the part of `away` that is sent once the node's partial sums are gathered and added up"""
 
@@ -49,8 +49,9 @@ def shares_of(
     """Return the ranks' shares of `loads` under `plan`, the shards of each table.
 
     For a table that is cut by rows, a shard sends partial sums within the node only for bags that have ids of the
-    shard. For samples of other nodes, the G ranks of a node gather all its partial sums, each rank for one sample in G,
-    and send the sums. A `dense` collective does so for samples of its own node, too (exact for table-row-wise shards).
+    shard. For samples of other nodes, the G ranks of a node gather all partial sums of the node, each rank for one
+    sample in G, and send the sums. If `dense`, a collective does so for samples of its own node, too (exact for
+    table-row-wise shards).
 
     Example: 2 ranks of a node share a table of 2 ids per bag and 64 columns by rows. Each has 1 of `memory` and `ids`,
     2 of `links` (64 columns, while the mean of whole tables is 32), and 1.5 of `near`, since a fourth of the bags have

@@ -20,7 +20,8 @@ _PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.gradient_layout` cuts a 
 def link_seconds(config: SimulateConfig, near_bytes: np.ndarray, away_bytes: np.ndarray) -> np.ndarray:
     """Return [4, W] seconds in which each rank's links out and in, and its NIC out and in, are busy.
 
-    Each rank sends `near_bytes`, [W], to each other rank of its node, and `away_bytes` to each rank of other nodes.
+    Each rank sends `near_bytes`, [W], to each other rank of its node, and `away_bytes`, [W], to each rank of another
+    node.
 
     Example: 2 nodes of 2 ranks, near [1, 0, 0, 0] and away [0, 0, 3, 0] bytes at 1 byte a second: rank 0's link is busy
     for 1 s out and rank 1's for 1 s in, rank 2's NIC for 6 s out, and the NICs of ranks 0 and 1 for 3 s in.
@@ -41,13 +42,16 @@ def link_seconds(config: SimulateConfig, near_bytes: np.ndarray, away_bytes: np.
 
 
 def arrival_s(config: SimulateConfig, sent_s: np.ndarray) -> float:
-    """Return when everything has arrived, if each rank's links and NIC are done at `sent_s`, [W]."""
+    """Return the time at which all data has arrived, if each rank's links and NIC have sent it by `sent_s`, [W]."""
     network = config.network
     return float(sent_s.max()) + config.gpu.peer_us / 1e6 + (network.nodes > 1) * network.latency_ns / 1e9
 
 
 def all_reduce_s(config: SimulateConfig, nbytes: float) -> float:
-    """Time a ring reduce-scatter within nodes, recursive halving and doubling between nodes, and a ring all-gather."""
+    """Return the seconds of an all-reduce of `nbytes` over all ranks.
+
+    It is a ring reduce-scatter within nodes, recursive halving and doubling between nodes, and a ring all-gather.
+    """
     gpu, network, G, N = config.gpu, config.network, config.network.gpus_per_node, config.network.nodes
     within_s = (G - 1) / G * nbytes / gpu.link_gb_per_s / 1e9 + (G - 1) * gpu.peer_us / 1e6
     between_s = (N - 1) / N * nbytes / G / network.nic_gbit_per_s * 8 / 1e9
@@ -61,15 +65,15 @@ def pooled_seconds(config: SimulateConfig, work: SimulatedWorkload) -> np.ndarra
 
 
 def has_few_bags(work: SimulatedWorkload) -> bool:
-    """Whether tasks are of a single group of bags, as in `backends.fused`."""
+    """Whether a task of the backend fused pools only a single group of bags (`backends.fused` has the same rule)."""
     return work.bags < _MANY_BAGS and work.ids > work.bags
 
 
 def pooling_s(lookup: LookupConfig, work: SimulatedWorkload) -> np.ndarray:
-    """Return [W] seconds in which each rank pools, without `lookup.us`, if nothing delays it.
+    """Return [W] seconds that each rank needs to pool its bags, without `lookup.us`, if nothing delays it.
 
-    Tables follow each other. Each takes the longer of the memory's time for rows that miss the cache and the cache's
-    time for all rows.
+    Tables are pooled one after the other. A table takes the longer of two times: of the memory for rows that miss the
+    cache, and of the cache for all rows.
     """
     through_cache_s = work.read_bytes / lookup.cached_gb_per_s
     rows_s = np.maximum(work.missed_bytes / lookup.gb_per_s, through_cache_s).sum() / 1e9
@@ -121,33 +125,34 @@ def forward(config: SimulateConfig, work: SimulatedWorkload, begin_s: float) -> 
 
 
 def sort_s(rates: UpdateConfig, work: SimulatedWorkload) -> np.ndarray:
-    """Return [W] seconds in which the sort of ids needs all multiprocessors."""
+    """Return [W] seconds in which each rank's sort of ids needs all multiprocessors."""
     return work.ids * work.shares.ids * rates.sort_ns / 1e9
 
 
 def rows_s(rates: UpdateConfig, work: SimulatedWorkload) -> np.ndarray:
-    """Return [W] seconds of the update of all rows if nothing else runs."""
+    """Return [W] seconds of each rank's update of its rows if nothing else runs on the GPU."""
     return (work.update_bytes / rates.gb_per_s / 1e9 + rates.us / 1e6) * work.shares.memory
 
 
 class BackwardTimes(NamedTuple):
     arrived_s: float
-    """when the owners of the rows have all gradients"""
+    """time at which the owners of rows have received all gradients"""
     updated_s: np.ndarray
-    """[W] when each rank's rows are updated"""
+    """[W] time at which each rank has updated its rows"""
     updates_s: np.ndarray
-    """[W] duration of the updates while products share the GPU"""
+    """[W] duration of the row updates while matrix products share the GPU"""
     products_s: np.ndarray
-    """[W] when these products end"""
+    """[W] time at which these products end"""
 
 
 def backward(
     config: SimulateConfig, work: SimulatedWorkload, begin_s: np.ndarray, sorted_s: np.ndarray, products_s: np.ndarray
 ) -> BackwardTimes:
-    """Return when gradients arrive and rows are updated.
+    """Return the times at which gradients arrive and rows are updated, in seconds.
 
-    A rank has its gradient at `begin_s`, [W], and its ids are sorted at `sorted_s`, [W]; the collective backward sorts
-    them after the gradients arrive. Concurrent products would end at `products_s`, [W], if they ran alone.
+    A rank has the gradient of its embeddings at `begin_s`, [W], and its ids are sorted at `sorted_s`, [W]; the
+    collective backward sorts ids after the gradients arrive. Concurrent matrix products would end at `products_s`, [W],
+    if they ran alone.
     """
     gpu, kernel_s, alone_s = config.gpu, config.gpu.kernel_us / 1e6, rows_s(config.update_rates, work)
     arrived, links_s = float(begin_s.max()), pooled_seconds(config, work)

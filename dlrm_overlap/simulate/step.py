@@ -77,7 +77,7 @@ class Simulated(NamedTuple):
     work: SimulatedWorkload
     ms: float
     updates_ms: float = 0.0
-    """mean time of a rank's row updates, with whatever shares the GPU"""
+    """mean over the ranks of the time of row updates, while other kernels share the GPU"""
 
 
 def simulate(config: SimulateConfig) -> Simulated:

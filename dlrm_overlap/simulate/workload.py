@@ -24,7 +24,7 @@ class SimulatedWorkload(NamedTuple):
     """per rank, b"""
     tables: int
     bags: int
-    """pooled by a rank: its tables', for the samples of all ranks"""
+    """bags that a rank pools: bags of its tables, for the samples of all ranks"""
     hbm_bytes: float
     """memory traffic of the forward, as `bench.harness.limits` counts it"""
     read_bytes: np.ndarray
@@ -32,11 +32,11 @@ class SimulatedWorkload(NamedTuple):
     missed_bytes: np.ndarray
     """[T] part of `read_bytes` that misses the cache"""
     link_bytes: float
-    """sent to peers in the forward, if no table is cut by rows"""
+    """bytes that a rank sends to peers in the forward, if no table is cut by rows"""
     pair_bytes: float
-    """pooled embeddings sent from one rank to another, if no table is cut by rows"""
+    """bytes of pooled embeddings that a rank sends to one other rank, if no table is cut by rows"""
     pooled_bytes: float
-    """a rank's pooled embeddings of all tables, after the exchange"""
+    """bytes of the pooled embeddings of all tables that a rank has after the exchange"""
     update_bytes: float
     id_bytes: float
     ids: float
@@ -44,7 +44,7 @@ class SimulatedWorkload(NamedTuple):
 
 
 def build_workload(config: SimulateConfig) -> SimulatedWorkload:
-    """An InputError if the tables do not fit, or the ranks cannot share the global batch evenly."""
+    """Count the work of one step. Raises `InputError` if tables do not fit or ranks cannot share the batch evenly."""
     tables, embedding, world_size = config.data.tables, config.embedding, config.network.world_size
     number, dim = tables.number(CRITEO_TABLES), config.model.dim
     samples = config.train.samples_per_rank(world_size)

@@ -111,12 +111,12 @@ def run_on_ranks(
 ) -> int:
     """Run `work` on every rank with the configuration and options in `argv`, and return its exit code.
 
-    With --nproc this process starts the ranks and waits; otherwise it is one of them. `work` makes the process group.
+    With --nproc this process starts the ranks and waits; otherwise it is one of them. `work` must create the process group.
 
     Args:
         command: its words, such as ["bench", "input"]; `argv` has the options after them.
         check: raises an InputError before any rank starts.
-        defaults: replace the keys' defaults, nested as in a file.
+        defaults: replace the keys' defaults, nested as in a configuration file.
     """
 
     def add_all(parser: Parser) -> None:

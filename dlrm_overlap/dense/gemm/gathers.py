@@ -1,7 +1,7 @@
-"""All-gathers with the product inside: this rank's rows are multiplied at once, the peers' when they arrive.
+"""All-gathers with the product inside: this rank's rows are multiplied at once, the peers' rows when they arrive.
 
 Functions take this rank's rows [M / W, K], and return the layer's output for all rows [M, N] and, if `keep`, a copy of
-the rows [M, K]. Copy engines send rows, with a flag after each part: a kernel would occupy multiprocessors.
+all rows [M, K]. Copy engines send rows, with a flag after each part: a kernel would occupy multiprocessors.
 """
 
 import torch
@@ -17,7 +17,7 @@ class _Rows:
     """The rows of one call; its constructor makes the current stream wait until all windows may be overwritten."""
 
     def __init__(self, windows: ProductWindows, x_shard: torch.Tensor, columns: int, keep: bool) -> None:
-        """Begin the call. Peers wait for its end from now on, so all its memory is allocated before."""
+        """Begin the call. From then on peers wait for its end, so all its memory is allocated before."""
         (rows, inner), ranks, rank = x_shard.shape, windows.world_size, windows.rank
         size = ranks * rows * inner
         window = windows.begin(size * x_shard.dtype.itemsize)
@@ -29,7 +29,7 @@ class _Rows:
         self._windows, self._x_shard = windows, x_shard
         self._at = [window.view("memory", each).view(x_shard.dtype)[:size].view(-1, inner) for each in range(ranks)]
         self.received = self._at[rank]
-        """in this rank's window"""
+        """[M, K] in this rank's window"""
         begin_call(windows.done, rank)
         windows.engine.follow()
 
@@ -40,13 +40,13 @@ class _Rows:
         windows.engine.write_flag(windows.ready_at[peer][slot : slot + 1], windows.word)
 
     def keep(self, some: torch.Tensor, at: slice) -> None:
-        """Copy rows that have arrived to `kept`, if so, concurrently with the current stream."""
+        """If rows are kept, copy `some`, which have arrived, to `kept[at]`, concurrently with the current stream."""
         if self.kept is not None:
             self._windows.local_copies.follow()
             self._windows.local_copies.copy(self.kept[at], some)
 
     def finish(self) -> None:
-        """Set DONE at all peers once the current stream has read all rows, and wait for this rank's sending."""
+        """Set DONE at all peers once the current stream has read all rows; the stream then waits for the engine."""
         signal_flags(self._windows.done, self._windows.rank, 0, 0)
         self._windows.engine.join()
 

@@ -41,10 +41,11 @@ def linear_into(out: torch.Tensor, x: torch.Tensor, layer: ProductLayer) -> None
 
 
 def cut(rows: int, parts: int, small_first: bool = False) -> list[tuple[int, int]]:
-    """Cut a rank's rows into one range, or into four: a half, a quarter and two eighths.
+    """Cut a rank's rows into one range if `parts` is 1, else into four: a half, a quarter and two eighths.
 
-    The last ranges are small, to leave little to multiply when the last one arrives; with `small_first` the first ones,
-    so that sending begins early. They begin at multiples of 256, cuBLAS's tiles, or of 8, which are 16 bytes.
+    The last ranges are small, to leave little to multiply when the last one arrives. With `small_first` the first
+    ranges are small, so that sending begins early. Ranges begin at multiples of 256, cuBLAS's tiles, or, below 4096
+    rows, of 8 (16 bytes).
 
     Example: 8192 rows: 0 .. 4096, 4096 .. 6144, 6144 .. 7168, 7168 .. 8192.
     """

@@ -42,7 +42,7 @@ def all_gather_matmul(
         x_shard: [M / W, K] of this rank, float16 or bfloat16; serially also float32. Autocast casts all tensors.
         weight: [N, K], this rank's shard.
         bias: [N], this rank's shard, or None.
-        way: see `products`.
+        way: how the ranks communicate, one of the ways of `products`.
 
     Returns:
         [M, N], of the dtype of `x_shard`. If cuBLAS splits K it adds up the splits in that dtype, not float32, unless

@@ -1,7 +1,7 @@
 """Runs products with communication inside, in one of the ways of `docs/architecture/step.md`.
 
-`auto` is copies, or serial if few bytes are sent or copies cannot run. All but serial run between GPUs, in float16 or
-bfloat16; tiles and triggered need N and K that are multiples of 8.
+The way `auto` means copies, or serial if few bytes are sent or copies cannot run. All ways but serial run only between
+GPUs, in float16 or bfloat16; tiles and triggered need N and K that are multiples of 8.
 """
 
 import logging
@@ -26,10 +26,10 @@ _FEW_BYTES = 8e6
 
 
 def rule(gathers: bool, rows: int, columns: int, inner: int, world_size: int) -> tuple[str, int]:
-    """Return the way that `auto` takes if copies can run, and the number of parts that any way cuts a rank's rows into.
+    """Return the way that `auto` means if copies can run, and into how many parts any way cuts a rank's rows.
 
     Flags, copies and waits take about 20 us, so few bytes are sent serially. One part suffices if the product takes
-    longer than the links (docs/results/gemm.md).
+    longer than sending over the links (docs/results/gemm.md).
 
     Args:
         gathers: whether the product follows an all-gather; otherwise it precedes a reduce-scatter.
@@ -42,17 +42,17 @@ def rule(gathers: bool, rows: int, columns: int, inner: int, world_size: int) ->
 
 
 class ParallelProducts:
-    """Both operators, without autograd, between the ranks of one group.
+    """Runs the two operators of `operators`, without autograd, between the ranks of one group.
 
     All ranks make the same calls in the same order, on one stream or on ordered streams. The first call of a size is a
-    collective that allocates memory, so it may not be captured. Deep copies of a layer share this object.
+    collective that allocates memory, so it may not be captured. A deep copy of a layer shares this object.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, wait_timeout_s: float = 600.0) -> None:
         self.group, self.device, self.wait_timeout_s = group, device, wait_timeout_s
         self.rank, self.world_size = group.rank(), group.size()
         self.order: AbstractContextManager[object] = nullcontext()
-        """context of all communication, to order it within a captured step"""
+        """context in which the operators issue all communication, to order it within a captured step"""
         self.windows: ProductWindows | None = None
         self._reaches_peers = device.type == "cuda" and self.world_size > 1
 
@@ -73,7 +73,7 @@ class ParallelProducts:
         return gather(self._open_windows(), x_shard, layer, parts, keep)
 
     def begin_reduce_scatter(self, x: torch.Tensor, layer: ProductLayer, way: str) -> Finish:
-        """Begin `operators.matmul_reduce_scatter`; call the returned function, once, for its output."""
+        """Begin `operators.matmul_reduce_scatter`. The returned function, to be called once, returns the output."""
         x = _aligned(x)
         way, parts = self._choose(False, len(x), x, layer, way)
         if way == "serial":

@@ -19,7 +19,7 @@ from dlrm_overlap.kernels.gemm.product import Destinations, TileSignals, for_tma
 
 
 class _Partials:
-    """The partial products of one call: rank w's begin at line w * lines of every owner's window.
+    """The partial products of one call: those from rank w begin at element w * _lines * `LINE` of the owner's window.
 
     The constructor makes the current stream wait until all windows may be overwritten. From then on peers wait for the
     end of the call, so all its memory must be allocated before.
@@ -47,7 +47,7 @@ class _Partials:
         return memory[first : first + self.rows * self.columns].view(self.rows, self.columns)
 
     def add_up(self, arrived: Flags, begin: int, end: int) -> None:
-        """Wait for flags, then add up the rows [begin, end) of all ranks, the last rows last."""
+        """Make the current stream wait for flags, then add up rows [begin, end) over the ranks; the last rows last."""
         windows, is_last = self.windows, end == self.rows
         wait_flags(arrived, windows.rank, 0)
         sum_parts(self._parts, windows.done, windows.counted, windows.rank, (begin, end), is_last)
@@ -59,7 +59,7 @@ class _Partials:
 def _finish_sent(
     partials: _Partials, pieces: list[tuple[int, int]], sent: list[torch.cuda.Event], partial: torch.Tensor
 ) -> torch.Tensor:
-    """Add up the pieces as they arrive; the engine reads `partial` until it has been joined."""
+    """Add up the pieces as they arrive; the copy engine reads `partial` until it has been joined."""
     windows = partials.windows
     windows.in_progress = False
     for event, arrived, rows in zip(sent, windows.arrived, pieces, strict=False):

@@ -29,7 +29,7 @@ _GRANULE_BYTES = 1 << 21  # GPU memory is mapped between ranks in multiples of i
 
 
 class ProductWindows:
-    """The windows, flags and copy engines of one owner's products.
+    """The windows, flags and copy engines of one `ParallelProducts`.
 
     Ranks send to rank + 1, rank + 2, .. in turn, so that no two send to the same rank at a time.
     """
@@ -41,7 +41,7 @@ class ProductWindows:
         """A collective.
 
         Raises:
-            InputError: on every rank, if there is no memory, or the ranks cannot access each other's.
+            InputError: on every rank, if there is no memory, or the ranks cannot access each other's memory.
         """
         self.group, self.device, self._timeout_s = group, device, timeout_s
         self.rank, self.world_size = group.rank(), group.size()
@@ -62,12 +62,12 @@ class ProductWindows:
         self.done = self._flags_for("done", every)
         """[W, 1]: peers have finished the previous call"""
         self.ready = [self._flags_for("ready", dict.fromkeys(every, slot + 1)) for slot in range(SLOTS)]
-        """[W, SLOTS]; number s waits for the first s + 1 slots of every peer"""
+        """[W, SLOTS]; item s waits for the first s + 1 slots of every peer"""
         self.ready_from = {peer: self._flags_for("ready", {peer: 1}) for peer in self.send_order}
         """peer -> READY; waits for its slot 0"""
         last = self.send_order[:1]
         self.arrived = [self._flags_for("ready", every | dict.fromkeys(last, slot + 1)) for slot in range(SLOTS)]
-        """number k waits for slot 0 of every peer, and slots 0 .. k of the last peer that sends to this rank"""
+        """item k waits for slot 0 of every peer, and for slots 0 .. k of the last peer that sends to this rank"""
         self.ready_at = [self._flags.view("ready", rank)[self.rank] for rank in range(self.world_size)]
         """[SLOTS] int64 per rank: the flags that this rank sets there"""
         # What kernels count and read.
@@ -105,8 +105,8 @@ class ProductWindows:
     def begin(self, size_bytes: int) -> Arena:
         """Begin a call on the current stream, after the previous one; return the first window that is large enough.
 
-        It is the same one on all ranks. If there is none, one is made: a collective that may not be captured, with the
-        errors of the constructor.
+        All ranks get the same window. If none is large enough, one is allocated: a collective that may not be captured,
+        with the errors of the constructor.
         """
         assert not self.in_progress, "a reduce-scatter is in progress; finish it before the next product"
         if not any(window.size_bytes >= size_bytes for window in self.arenas):

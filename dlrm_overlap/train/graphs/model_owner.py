@@ -10,7 +10,7 @@ class ModelOwner(Protocol):
     """A pipeline that holds the CUDA graphs of a model and averages its dense gradients."""
 
     def release_model(self) -> None:
-        """Leave the model to another pipeline; no rank may be in a step."""
+        """Release the graphs and gradient hooks of the model, so that another pipeline can own it; no rank may be in a step."""
         ...
 
     def prepare_evaluation(self, batch: BatchTensors) -> None:
