@@ -16,8 +16,8 @@ class TargetAttention(nn.Module):
     """Multi-head attention of a sample's candidate over the rows and positions of its history.
 
     As in the Deep Interest Network (arXiv 1706.06978, section 4.3), with scaled dot products. Keys and values are rows
-    plus a learnt vector per position, without layers of their own, which the query's and the output's can absorb. One
-    more position has no row and is never masked, for empty histories. Nothing is read back from the device.
+    plus a learnt vector per position. They have no linear layers, since the layers of query and output can absorb them.
+    One more position has no row and is never masked, for empty histories. The forward never waits for the device.
     """
 
     def __init__(self, config: SequenceConfig, dim: int) -> None:
@@ -34,7 +34,7 @@ class TargetAttention(nn.Module):
             candidate_bD: pooled embeddings.
             rows_nD: rows of all histories, sample by sample, newest id first, then any number of unread rows; row 0
                 must be finite if every history is empty.
-            lengths: [b] integers.
+            lengths: [b] integers, rows of each history.
         """
         queries = self.query(candidate_bD).view(-1, self.heads, self.dim)
         positions = len(self.position) - 1
@@ -61,9 +61,9 @@ class Pages(NamedTuple):
     """
 
     rows: torch.Tensor
-    """[m, C] int64: row of each entry, 0 if empty"""
+    """[m, C] int64: index of each entry's row, 0 for an empty entry"""
     sample: torch.Tensor
-    """[m] int64: sample of each page"""
+    """[m] int64: index of the sample that each page belongs to"""
     number: torch.Tensor
     """[m] int64: index of each page in its sample; for an empty page, an index without rows"""
     page: torch.Tensor
@@ -95,9 +95,9 @@ def pages_of(lengths: torch.Tensor, rows: int, positions: int, page_size: int) -
 
     Args:
         lengths: [b] integers.
-        rows: n, at least the sum of lengths.
+        rows: number n of rows, at least the sum of `lengths`.
         positions: rows of a history beyond this number are left out.
-        page_size: C, more than 1.
+        page_size: entries C per page, more than 1.
     """
     samples, grid = lengths.shape[0], -(-positions // page_size) + 1
     count = (rows // page_size + samples + 1) if samples else 0
@@ -125,7 +125,8 @@ def pages_of(lengths: torch.Tensor, rows: int, positions: int, page_size: int) -
 class AttendToRows(torch.autograd.Function):
     """Softmax over rows and positions, and the weighted sum of the rows.
 
-    The backward gets the rows' gradient from one product and a gather, where autograd would use two and atomics.
+    The backward computes the gradient of the rows by one product and a gather. Autograd would use two products and
+    atomics.
     """
 
     @staticmethod

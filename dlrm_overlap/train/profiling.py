@@ -1,6 +1,6 @@
 """Measures where the time of a training step goes, for any PyTorch program.
 
-A step's length is measured without the profiler, which slows the CPU; times of kernels come from a trace.
+The length of a step is measured without the profiler, which slows the CPU. The times of kernels come from a trace.
 """
 
 import tempfile
@@ -26,17 +26,18 @@ class Profile:
 
     device: str
     steps: int
-    """number of steps timed, and of steps traced"""
+    """number of steps that were timed, and the same number that were traced"""
     ranks: Sequence[dict[str, float]]
     """each rank's parts of a step in ms (`step_parts`)"""
     tables: str | None = None
 
     @property
     def captured_ms(self) -> tuple[float, float] | None:
-        """Estimated (lower, upper) limit in ms of a captured step of the same kernels; None without GPU times.
+        """Estimated (lower, upper) limits in ms of a captured step of the same kernels; None without GPU times.
 
-        The GPU never waits for the CPU; communication is fully hidden (lower limit), or exposed as now (upper limit).
-        Collectives count on the rank where they are shortest, since they include the wait for later ranks.
+        Both assume that the GPU never waits for the CPU. The lower limit assumes that communication is fully hidden,
+        the upper limit that it is as exposed as now. The time of collectives is taken from the rank where it is
+        shortest, since it includes the wait for later ranks.
         """
         if not all("GPU busy" in parts for parts in self.ranks):
             return None

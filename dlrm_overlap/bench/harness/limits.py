@@ -22,14 +22,14 @@ _DENSE_TFLOP_PER_S = 790.0  # cuBLAS's best on an H200, bf16
 
 
 class Limit(NamedTuple):
-    """Bytes of a step on a rank, and rates of the slowest rank."""
+    """Greatest bytes of a step over the ranks, and rates of the slowest rank."""
 
     hbm_bytes: int
     """read from and written to GPU memory"""
     link_bytes: int
     hbm_gb_per_s: float
     link_gb_per_s: float
-    """to all peers together; 0 without peers"""
+    """rate to all peers together; 0 without peers"""
 
     @property
     def hbm_ms(self) -> float:
@@ -41,7 +41,10 @@ class Limit(NamedTuple):
 
 
 def count_tables(bags: KeyedJaggedTensor, dim: int, element_bytes: int, ranks: int = 1) -> list[ShardTraffic]:
-    """Return each table's load, divided by `ranks`; `bags` has a feature per table, for all samples."""
+    """Return the ids, distinct rows and filled bags of each table in a batch, divided by `ranks`.
+
+    `bags` has one feature per table, with the bags of all samples.
+    """
     found = []
     for table in bags.to_dict().values():
         counts = table.values().numel(), table.values().unique().numel(), int((table.lengths() > 0).sum())
@@ -51,9 +54,9 @@ def count_tables(bags: KeyedJaggedTensor, dim: int, element_bytes: int, ranks: i
 
 
 def find_limit(workload: Workload, ceilings: tuple[float, float], optimizer: str | None = None) -> tuple[Limit, int]:
-    """Return the limit of the forward, or of the backward with `optimizer`, and the ids of a rank; a collective.
+    """Return the limit of the forward or, given `optimizer`, of the backward, and the number of ids; a collective.
 
-    The bytes are the maximum over ranks. Rows and gradients count once per id; caches can beat this limit.
+    Bytes and ids are the maximum over ranks. Rows and gradients count once per id, so caches can beat this limit.
     """
     layout, rank, bags = workload.layout, workload.rank, workload.batches[0].inputs[0]
     first = layout.by_owner[rank][0]
@@ -127,7 +130,8 @@ def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any
 
 
 def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
-    """Return GB/s of the slowest rank: memory (reads plus writes), links to all peers (0 without); a collective.
+    """Return GB/s of the slowest rank: of memory (reads plus writes), and of links to all peers together (0 without
+    peers); a collective.
 
     Memory is measured by a copy, links by the faster of copy engines and stores, on CPUs by gloo.
     """
