@@ -46,7 +46,7 @@ Loaded = TypeVar("Loaded")
 
 
 def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> dict[str, Any]:
-    """Return the settings that must be equal for one run to load another's checkpoint; `rows` is by table."""
+    """Return the settings that must be equal for one run to load another's checkpoint; `rows` are per table."""
     history = config.model.sequence.history
     model = flatten(config.as_dict()["model"], "model.")
     # The stored tensors do not depend on `top_parallel`.
@@ -62,7 +62,7 @@ def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> di
 
 
 def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
-    """Return the settings that decide the initial weights and the samples of each step, `global_batch` per step."""
+    """Return the settings that decide the initial weights and the samples of each step (all ranks' `global_batch`)."""
     data = config.as_dict()["data"]
     tables = data.pop("tables")
     for key in ("path", "eval_path"):

@@ -37,7 +37,7 @@ class NotFiniteError(InputError):
 
 
 def require_finite(fault: str, step: int, config: Config) -> None:
-    """Raise a NotFiniteError if `fault`, which describes the state after `step` of all ranks, is not empty."""
+    """Raise a NotFiniteError unless `fault`, which says what is wrong after `step`, is empty; the same on all ranks."""
     train, embedding = config.train, config.embedding
     if fault:
         raise NotFiniteError(
@@ -76,7 +76,7 @@ class Saves:
         return self._background is not None and self._background.done() and self._background.exception() is not None
 
     def prepare(self, local_ranks: int) -> None:
-        """Make the folder and, for background saves, a process group; a collective.
+        """Make the folder and, for background saves, a process group; a collective. This node has `local_ranks` ranks.
 
         Raises:
             InputError: on all ranks, if one does not see the folder or lacks memory for copies.

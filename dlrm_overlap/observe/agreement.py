@@ -1,9 +1,9 @@
 """Whether the losses of a run agree with those of the reference.
 
 A loss agrees if its relative difference is at most a tolerance: `rtol` or, if greater, a multiple of the noise, up to
-0.1. The noise at a step is the greatest difference between reference runs until a quarter of the steps plus one logged
-loss later. The multiples are chosen to refuse fewer than 1 in 100 copies of a small DLRM. A fault that is smaller than
-the tolerance is not found.
+0.1. The noise at a step is the greatest difference between reference runs until a quarter of the steps so far plus one
+logged loss later. The multiples are chosen to refuse fewer than 1 in 100 copies of a small DLRM. A fault that is
+smaller than the tolerance is not found.
 """
 
 import math

@@ -125,8 +125,7 @@ def pages_of(lengths: torch.Tensor, rows: int, positions: int, page_size: int) -
 class AttendToRows(torch.autograd.Function):
     """Softmax over rows and positions, and the weighted sum of the rows.
 
-    The backward computes the gradient of the rows by one product and a gather. Autograd would use two products and
-    atomics.
+    The backward computes the rows' gradient by one product and a gather; autograd would use two products and atomics.
     """
 
     @staticmethod

@@ -39,7 +39,7 @@ class PlannedTable(NamedTuple):
     sharding: str
     """TorchRec's sharding type"""
     ranks: tuple[int, ...]
-    """owners of the shards, in the order of the shards"""
+    """owner of each shard"""
     rows: int | None
     """number of rows of the largest shard"""
     columns: int | None
@@ -163,10 +163,7 @@ def _table(collection: _Collection, name: str, sharding: ParameterSharding, unca
 
 
 def _sharded(model: nn.Module) -> Iterator[_Collection]:
-    """Yield the modules of a sharded model that have tables.
-
-    If no module uses our sharder, they are described as our sharder would shard them.
-    """
+    """Yield the modules that have tables; if none uses our sharder, described as our sharder would shard them."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, ShardedModule)}
     ours = any(isinstance(module, ExchangingModule) for module in modules.values())
     for name, module in modules.items():

@@ -89,10 +89,7 @@ class Head(Part):
         self.logit = nn.Linear(config.top_mlp[-2], config.top_mlp[-1])
 
     def compute(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Map `inputs` to logits [b] or [b, L].
-
-        They are one tensor [b, (T + 1) * D], or two tensors, which `concatenated` joins.
-        """
+        """Map one tensor [b, (T + 1) * D], or two tensors that `concatenated` joins, to logits [b] or [b, L]."""
         embeddings = inputs[0] if len(inputs) == 1 else concatenated(*inputs)
         return self.logit(self.top(self.interaction(embeddings))).squeeze(1)
 

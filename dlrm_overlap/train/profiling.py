@@ -69,7 +69,9 @@ class Profile:
 
 
 def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> dict[str, float]:
-    """Return the parts of a step in ms from a trace's complete `events`; `step_ms` is a step without the profiler."""
+    """Return the parts of a step in ms. `events` are the complete events of a trace of `steps` steps; `step_ms` is the
+    length of a step without the profiler.
+    """
     work = gpu_work(issued_work(events))
     if not work:
         return {"step": step_ms}

@@ -169,9 +169,9 @@ class Trainer(StepRunner):
         )
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:
-        """Take the steps [first, last), or fewer if the run is to end; return the number of steps of the run so far.
+        """Take the steps [first, last), or fewer if the run is to end; return the run's number of steps so far.
 
-        When this returns, no batch is in flight.
+        No batch is left in flight.
         """
         segment = _Segment(batches, last - first)
         self.pipeline.reset()

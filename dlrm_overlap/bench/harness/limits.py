@@ -92,8 +92,9 @@ def times(timing: Timing, baseline: Timing, limit: Limit) -> dict[str, Any]:
 def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any]:
     """Return the columns of the first step's floor: the longest of products, memory and link traffic of the mean rank.
 
-    Links carry ids, pooled embeddings, their gradients, and dense gradients by a ring all-reduce. Memory carries rows,
-    read, then read and written with their state; ids, embeddings, gradients; dense weights and outputs once.
+    Links carry ids, pooled embeddings, their gradients, and dense gradients by a ring all-reduce. Memory traffic counts
+    each distinct row as read by the lookup, then as read and written, with its optimizer state, by the update. Ids,
+    embeddings and gradients are counted too, dense weights and outputs once.
     """
     config, world_size, samples = trainer.config, trainer.world.world_size, trainer.samples_per_rank
     data, number_bytes = trainer.train_data, 2 if config.train.precision == "bf16" else 4

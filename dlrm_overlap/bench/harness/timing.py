@@ -139,7 +139,7 @@ def time_parts(
 
 @torch.no_grad()
 def time_alone(pieces: Sequence[Callable[[], object]], repetitions: int, device: torch.device) -> list[Timing]:
-    """Time pieces that start on all ranks together, without CPU time on a GPU; a collective.
+    """Time pieces of work that start on all ranks together; on a GPU, without the time of issuing them. A collective.
 
     Pieces begin and end on the current stream, and wait at a gate (`_begin_together`) until the CPU has issued them.
     Each round shuffles the pieces in the same way on all ranks, since a piece's time depends on the piece before it.

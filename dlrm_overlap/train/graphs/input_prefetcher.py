@@ -52,8 +52,8 @@ class PlannedStep(NamedTuple):
     def batch(self, device: torch.device, exact: bool = True) -> Any:
         """Return the batch on the device.
 
-        If `exact`, ids are unpadded, as eager steps read them. Otherwise the tensors of a captured step have fixed
-        addresses, and its ids are padded.
+        If `exact`, ids are unpadded, as eager steps read them, which may wait for the device. Otherwise the ids of a
+        captured step are padded, and its tensors have fixed addresses.
         """
         if self.kind is StepKind.CAPTURED:
             return self.active.exact() if exact else self.active.batch

@@ -186,7 +186,9 @@ class StaticBatch:
         self.renew()
 
     def exact(self) -> Any:
-        """Return the batch with unpadded ids; waits for the device, since it reads their number from there."""
+        """Return the batch with unpadded ids; waits for the device to read their number, unless all lengths are known
+        beforehand.
+        """
         tensors = iter(
             [leaf.exact() if isinstance(leaf, StaticKeyedJaggedTensor) else leaf for leaf in self._leaves.values()]
         )
@@ -311,7 +313,7 @@ class StaticKeyedJaggedTensor:
         self.tensor = PaddedKeyedJaggedTensor(self.keys, self._values, self._weights, self._lengths, *about)
 
     def exact(self) -> KeyedJaggedTensor:
-        """Return the ids without padding; waits for the device, since it reads their number from there."""
+        """Return the ids without padding; waits for the device to read their number, unless all lengths are known."""
         if self._known:
             return self.tensor
         counts = self._lengths.view(len(self.keys), self._samples).sum(1).tolist()

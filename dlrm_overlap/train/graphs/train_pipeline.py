@@ -268,7 +268,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def prepare_evaluation(self, batch: BatchTensors) -> None:
-        """Grow the capacity if the batch exceeds it; ids that were sent ahead are sent again in their step."""
+        """Grow the capacity if the batch exceeds it; a collective. Ids sent ahead are sent again in their step."""
         if self._ids.are_sent:
             self._ids.forget()
         if self._steps and self._capacity.describes(batch):
