@@ -66,7 +66,7 @@ def local_extents(
 
 
 def _cut_of(parameter: str, shards: Mapping[str, Cut]) -> Cut | None:
-    """Return the cut of `parameter`, whose name may begin with its optimizer's."""
+    """Return the cut of `parameter`, whose name may begin with the name of its optimizer."""
     return next((cut for name, cut in shards.items() if f".{parameter}".endswith(f".{name}")), None)
 
 

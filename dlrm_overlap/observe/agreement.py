@@ -1,4 +1,4 @@
-"""Whether the losses of a run agree with those of the reference.
+"""Whether the losses of a run agree with the losses of a reference run.
 
 A loss agrees if its relative difference is at most a tolerance: `rtol` or, if greater, a multiple of the noise, up to
 0.1. The noise at a step is the greatest difference between reference runs until a quarter of the steps so far plus one

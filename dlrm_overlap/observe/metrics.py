@@ -198,7 +198,7 @@ class StepTimer:
 
 
 def make_tracer(path: Path, before: int, steps: int) -> profile:
-    """Return a profiler that traces `steps` steps after `before` others; call its `step` after each step."""
+    """Return a profiler that skips `before` steps, then traces `steps` steps; call its `step` after each step."""
 
     def write(profiler: profile) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def start_logging(rank: int) -> None:
-    """Send the package's log to standard error: everything on rank 0, only warnings on others."""
+    """Send the package's log to standard error: everything on rank 0, only warnings on other ranks."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
     # TorchRec and DDP warn about deprecated names that they use themselves.

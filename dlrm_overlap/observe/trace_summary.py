@@ -160,7 +160,7 @@ def shares(work: Sequence[GpuWork], window: Span | None = None) -> dict[str, flo
 
 
 def issued_work(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `events` without GPU work issued before the trace began; all of them if it has no CPU calls."""
+    """Return `events` without GPU work issued before the trace began; all events if the trace has no CPU calls."""
     calls = {_call(event) for event in events if event.get("cat") in _HOST_CALLS} - {None}
     return [event for event in events if event.get("cat") not in _GPU_WORK or not calls or _call(event) in calls]
 

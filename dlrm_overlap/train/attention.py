@@ -49,7 +49,7 @@ class TargetAttention(nn.Module):
 
 
 class Pages(NamedTuple):
-    """Histories cut into pages of C entries, so that a long one does not pad all others.
+    """Histories cut into pages of C entries, so that other histories are not padded to the longest one.
 
     There are m = n // C + b + 1 pages for n rows of b histories; the last is empty. Each sample has K * C entries, the
     last C empty.

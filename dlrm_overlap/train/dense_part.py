@@ -95,7 +95,7 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
     A divided head stays eager: its communication would have no fixed order among TorchRec's collectives.
 
     Returns the nodes that accumulate gradients. They are created on the current stream, before warm-up or capture
-    create them on others: DDP waits for only one of the streams that fill a bucket.
+    create them on other streams: DDP waits for only one of the streams that fill a bucket.
     """
     capture = torch.cuda.graph
     parts = _without_divided(task)

@@ -211,7 +211,7 @@ def _one_rank_reports() -> Iterator[None]:
     """Delay an error on all ranks but one, so that the launcher ends them before they report it too.
 
     Rank 0 reports a user's mistake at once, since every rank finds it. Other errors may be caused by the end of a peer,
-    so rank 0 delays them too, but less than the others. A `PeerError` is delayed longest.
+    so rank 0 delays them too, but less than the other ranks. A `PeerError` is delayed longest.
     """
     try:
         yield

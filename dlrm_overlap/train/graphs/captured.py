@@ -16,7 +16,7 @@ from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges
 
 
 class CapturedStep:
-    """A step as a CUDA graph. Its first kernel advances the counters that the others read."""
+    """A step as a CUDA graph. Its first kernel advances the counters that the later kernels read."""
 
     def __init__(
         self,

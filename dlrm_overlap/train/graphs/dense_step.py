@@ -43,7 +43,7 @@ class DenseStep:
         gradient_dtype: torch.dtype,
         stores: StoreOptions | None,
     ) -> None:
-        """Copy rank 0's dense parameters to all ranks, except shards of them; a collective.
+        """Copy rank 0's dense parameters to all ranks, except parameters that are divided over ranks; a collective.
 
         Args:
             optimizer: optimizer of all parameters, including tables.
@@ -68,7 +68,7 @@ class DenseStep:
         """why some optimizers step in `update_after` instead of `update`; empty if none does"""
         taken_after = [fused for each in self._after for fused in fused_optimizers(each)]
         self.fused = [each for each in fused_optimizers(optimizer) if each not in taken_after]
-        """optimizers of tables, whose `step` sets learning rates; without those that `update_after` steps"""
+        """optimizers of tables, whose `step` sets learning rates, unless `update_after` steps them"""
         captured = [each for outer in optimizers if reasons[id(outer)] is None for each in _all_of(outer)]
         self._steps = [FlatSteps(flat, each) for each in captured if not isinstance(each, (*_WRAPPERS, FusedOptimizer))]
         # The outer clipping comes before the inner one. A warm-up sets the next learning rate, on the CPU.

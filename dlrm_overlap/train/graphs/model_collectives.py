@@ -34,7 +34,7 @@ class ModelCollectives(TorchDispatchMode):
 
 
 def _caller() -> FrameType | None:
-    """Return the frame that called a collective; None if it is this package's or TorchRec's."""
+    """Return the frame that called a collective; None if this package or TorchRec called it."""
     frame, through = sys._getframe(2), set[str]()
     while frame.f_back is not None and _package(frame) in ("torch", "torchrec"):
         through.add(_package(frame))

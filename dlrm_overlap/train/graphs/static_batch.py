@@ -254,7 +254,7 @@ def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> BatchTen
 def replace_leaves(value: Any, replace: Callable[[Any], Any]) -> Any:
     """Return a copy of `value` with each leaf replaced by `replace(leaf)`, in the order of `BatchTensors`.
 
-    Objects without leaves are copied if they are not hashable, such as arrays; the others are shared.
+    Objects without leaves are copied if they are not hashable, such as arrays; hashable ones are shared.
     """
     if isinstance(value, _LEAVES):
         return replace(value)

@@ -73,7 +73,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         bound: BatchCapacity | None = None,
         **torchrec_kwargs: Any,
     ) -> None:
-        """Take the arguments of `TrainPipelineSparseDist`, by position or name, and those of captured steps.
+        """Take the arguments of `TrainPipelineSparseDist`, by position or name, and arguments for captured steps.
 
         TorchRec's `custom_model_fwd` and `dmp_collection_sync_interval_batches` keep their meaning. Its options about
         how a step is issued, such as `apply_jit`, apply only when this pipeline falls back to TorchRec's, e.g. with
