@@ -33,8 +33,7 @@ class Extent:
     tensor: torch.Tensor
     """the elements; any shape that fits `shape`, the whole tensor's, at `offsets`"""
     columns: tuple[int, int] | None = None
-    """for an optimizer state with one number per row: the columns [begin, end) of the table that it belongs to; None
-    for all columns"""
+    """for optimizer state with one number per row: the table's columns [begin, end) that it covers; None for all"""
 
     @property
     def name(self) -> str:

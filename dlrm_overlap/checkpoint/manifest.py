@@ -30,9 +30,9 @@ _FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp")
 class Manifest:
     step: int
     shape: dict[str, Any]
-    """settings of the model, which must be equal in a run that loads the checkpoint (`checkpoint_shape`)"""
+    """`checkpoint_shape`: must be equal in a run that loads the checkpoint"""
     settings: dict[str, Any] = field(default_factory=dict)
-    """settings that should be equal: they decide initial weights and samples of a step (`trained_with`)"""
+    """`trained_with`: should be equal, since it decides which samples a step takes"""
     saved: int = 0
     """number of this save in its folder; the last save has the greatest, even if a run went back"""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -179,10 +179,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def locate_checkpoint(path: Path, key: str) -> Path:
-    """Return `path` if it is a checkpoint; if it is the folder of a run, return the run's last save.
-
-    Otherwise raise an InputError that names the option `key`.
-    """
+    """Return `path` if it is a checkpoint; for a run's folder, its last save. An InputError names the option `key`."""
     if is_checkpoint(path):
         return path
     if newest := newest_checkpoint(path / "checkpoints"):

@@ -24,10 +24,7 @@ _CPU_NOTE = "On CPUs, plain PyTorch replaces the kernels of pgas and fused: only
 
 
 def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) -> dict[str, Any]:
-    """Return the contents of `comparison.json`. `folders` maps runs to their folders.
-
-    The first run is the reference, and the next `noise_runs` runs repeat it.
-    """
+    """Return the contents of `comparison.json`; the first run is the reference, the next `noise_runs` repeat it."""
     reference, *others = folders
     # A run whose loss was not finite ended early and has no summary.
     summaries = {name: read_summary(folder) or {} for name, folder in folders.items()}

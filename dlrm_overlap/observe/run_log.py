@@ -193,8 +193,7 @@ class RunLog:
     def summary(self, step: int, values: dict[str, float], trained: Mapping[str, float]) -> dict[str, Any]:
         """Write `summary.json` and return the summary; a collective.
 
-        `values` are the metrics of the last evaluation, `trained` the metrics of all training samples. Times in the
-        summary are the times of this rank.
+        `values` are metrics of the last evaluation, `trained` metrics of all training samples. Times are this rank's.
         """
         times = self.step_ms[WARMUP_STEPS:] or self.step_ms
         memory = torch.tensor(memory_bytes(self.device), dtype=torch.float64, device=self.device)

@@ -61,9 +61,9 @@ class Pages(NamedTuple):
     """
 
     rows: torch.Tensor
-    """[m, C] int64: index of each entry's row, 0 for an empty entry"""
+    """[m, C] int64: row of each entry, 0 if empty"""
     sample: torch.Tensor
-    """[m] int64: index of the sample that each page belongs to"""
+    """[m] int64: sample of each page"""
     number: torch.Tensor
     """[m] int64: index of each page in its sample; for an empty page, an index without rows"""
     page: torch.Tensor

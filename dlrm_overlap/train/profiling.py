@@ -35,9 +35,9 @@ class Profile:
     def captured_ms(self) -> tuple[float, float] | None:
         """Estimated (lower, upper) limits in ms of a captured step of the same kernels; None without GPU times.
 
-        Both assume that the GPU never waits for the CPU. The lower limit assumes that communication is fully hidden,
-        the upper limit that it is as exposed as now. The time of collectives is taken from the rank where it is
-        shortest, since it includes the wait for later ranks.
+        Both assume that the GPU never waits for the CPU. Communication is fully hidden for the lower limit, and exposed
+        as now for the upper limit. Collectives count on the rank where they are shortest, since they include the wait
+        for later ranks.
         """
         if not all("GPU busy" in parts for parts in self.ranks):
             return None
@@ -69,9 +69,7 @@ class Profile:
 
 
 def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> dict[str, float]:
-    """Return the parts of a step in ms. `events` are the complete events of a trace of `steps` steps; `step_ms` is the
-    length of a step without the profiler.
-    """
+    """Return a step's parts in ms from the complete `events` of `steps` steps; `step_ms` is without the profiler."""
     work = gpu_work(issued_work(events))
     if not work:
         return {"step": step_ms}

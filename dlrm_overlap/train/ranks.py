@@ -118,7 +118,7 @@ def run_on_ranks(
     Args:
         command: words of the command, such as ["bench", "input"].
         argv: options after these words.
-        work: runs on each rank and returns the exit code; it makes the process group by `Ranks.connect` or `trainer`.
+        work: runs on each rank, makes the process group, and returns the exit code.
         check: raises an InputError before any rank starts.
         defaults: values that replace the defaults of configuration keys, nested as in a configuration file.
     """

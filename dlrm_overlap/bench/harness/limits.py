@@ -41,10 +41,7 @@ class Limit(NamedTuple):
 
 
 def count_tables(bags: KeyedJaggedTensor, dim: int, element_bytes: int, ranks: int = 1) -> list[ShardTraffic]:
-    """Return the ids, distinct rows and filled bags of each table in a batch, divided by `ranks`.
-
-    `bags` has one feature per table, with the bags of all samples.
-    """
+    """Return each table's traffic, divided by `ranks`; `bags` has one feature per table, with all samples' bags."""
     found = []
     for table in bags.to_dict().values():
         counts = table.values().numel(), table.values().unique().numel(), int((table.lengths() > 0).sum())

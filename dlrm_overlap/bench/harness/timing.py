@@ -33,10 +33,7 @@ def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
 
 
 def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Run `piece` once to load its kernels, capture it, and return a function that replays it.
-
-    The current stream must not be the default stream.
-    """
+    """Run `piece`, which may load kernels, capture it, and return its replay; not on the default stream."""
     piece()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
@@ -70,7 +67,7 @@ class Timing:
 def take_turns(
     turns: Sequence[Callable[[int], tuple[list[float], list[float]]]], steps: int, device: torch.device
 ) -> list[Timing]:
-    """Time at least `steps` steps of each contender, taking turns in several rounds; a collective.
+    """Time at least `steps` steps of each contender, in rounds; a collective.
 
     Each of `turns` takes a number of steps and returns the result of `time_steps`.
     """

@@ -141,10 +141,7 @@ class CapacityTracker:
         return self._capacity
 
     def learn(self, example: BatchTensors | None) -> bool:
-        """Learn the capacity from the first batch, or grow a given capacity to it; waits for all ranks.
-
-        Returns whether every rank has a batch.
-        """
+        """Grow the capacity to the first batch, and return whether every rank has a batch; waits for all ranks."""
         if self.consensus.any_is(example is None) or example is None:
             return False
         self._features = _features(example)
@@ -214,10 +211,7 @@ class CapacityTracker:
         return bool(self._features) and _features(batch) == self._features
 
     def is_within(self, described: Description) -> bool:
-        """Return whether a batch of this rank is within the capacity, except for distinct ids, which are not checked.
-
-        Returns False if kernels have yet to write the sizes.
-        """
+        """Return whether a batch is within the capacity, without checking distinct ids; False if sizes are pending."""
         known = slice(_SAMPLES, self._distinct_from)
         return not described.are_pending and not (described.numbers.numpy()[known] > self._limits[known]).any()
 

@@ -132,9 +132,7 @@ class GraphPair:
         return [*(exchange.counters for exchange in self._exchanges), *self._dense_counters]
 
     def skip_epochs(self, buffer_index: int, sending: Collection[Exchange]) -> None:
-        """Skip an epoch of each counter whose next epoch would use the other window than the captured step.
-
-        Eager steps since the capture cause this.
+        """Skip an epoch of each counter whose next epoch, after eager steps, would use another window than the graph.
 
         Args:
             buffer_index: index of the next step, which may not be captured yet if the other one is.

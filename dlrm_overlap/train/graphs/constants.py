@@ -35,7 +35,7 @@ def _frozen(value: Any) -> Any:
 
 
 def copy_of(value: Any) -> Any:
-    """Return a deep copy of a value that is not hashable, such as an array; return hashable values as they are."""
+    """Return a deep copy of a value that is not hashable, such as an array, and hashable values as they are."""
     if type(value).__hash__ is not None:
         return value
     try:

@@ -67,10 +67,7 @@ class PaddingProbe:
         return ""
 
     def _run(self, forward: Callable[[Any], Any], fill: float | None) -> BatchTensors | Exception:
-        """Run `forward` and return loss and output, or the error that it raised.
-
-        If `fill` is None the batch is not padded; otherwise floating-point padding is `fill`.
-        """
+        """Return loss and output, or the error raised; the batch is padded with `fill`, or not at all if it is None."""
         device = next((p.device for module in self._dense for p in module.parameters(recurse=False)), None)
         devices = [device.index] if device is not None and device.type == "cuda" else []
         with torch.random.fork_rng(devices), self._state_kept(), self._replaying(fill):

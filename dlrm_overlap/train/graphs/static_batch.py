@@ -186,9 +186,7 @@ class StaticBatch:
         self.renew()
 
     def exact(self) -> Any:
-        """Return the batch with unpadded ids; waits for the device to read their number, unless all lengths are known
-        beforehand.
-        """
+        """Return the batch with unpadded ids; may wait for the device to read their number."""
         tensors = iter(
             [leaf.exact() if isinstance(leaf, StaticKeyedJaggedTensor) else leaf for leaf in self._leaves.values()]
         )
@@ -313,7 +311,7 @@ class StaticKeyedJaggedTensor:
         self.tensor = PaddedKeyedJaggedTensor(self.keys, self._values, self._weights, self._lengths, *about)
 
     def exact(self) -> KeyedJaggedTensor:
-        """Return the ids without padding; waits for the device to read their number, unless all lengths are known."""
+        """Return the unpadded ids; waits for the device to read their number, unless all lengths are known."""
         if self._known:
             return self.tensor
         counts = self._lengths.view(len(self.keys), self._samples).sum(1).tolist()
