@@ -43,7 +43,7 @@ MEASUREMENTS = {
     "collectives": "collectives --config bench/tiny",
     "gemm": "gemm --config bench/tiny --repetitions 8",
 }
-"""name -> the words after `dlrm-overlap bench`, in the order of README's needs"""
+"""name -> arguments of `dlrm-overlap bench`; measurements that README shows come first"""
 
 
 def words_of(name: str, nproc: int, output: Path) -> list[str]:
@@ -56,7 +56,7 @@ def words_of(name: str, nproc: int, output: Path) -> list[str]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the measurements that are left, each as a command; return 1 if one failed or was cut off."""
+    """Run the measurements that have no rows yet, each as a command; return 1 if one failed or was stopped early."""
     names = list(MEASUREMENTS)
     parser = Parser("dlrm-overlap bench all", "Measure the figures of the documentation, README's first.")
     parser.add_argument(

@@ -28,7 +28,7 @@ def _command_line() -> str:
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], command: str | None = None) -> None:
-    """Append `rows` to a CSV file, with the environment and their command, by default this process's."""
+    """Append `rows` to a CSV file, with the environment and `command`, by default the command of this process."""
     about = {"command": command or _command_line(), **environment()}
     full = [{**{key: _written(value) for key, value in row.items()}, **about} for row in rows]
     header = list(full[0])

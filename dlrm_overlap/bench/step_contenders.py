@@ -7,7 +7,7 @@ Keys = Mapping[str, Any]
 
 
 def _keys(backend: str, pipeline: str = "torchrec", dense: bool = True) -> Keys:
-    """`dense` compiles the dense part and, if the step is not captured, captures the dense part."""
+    """Return a contender's keys. If `dense`, its dense part is compiled and, unless the step is captured, captured."""
     return {
         "embedding.backend": backend,
         "train.pipeline": pipeline,

@@ -46,7 +46,7 @@ Loaded = TypeVar("Loaded")
 
 
 def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> dict[str, Any]:
-    """Return the facts that must be equal for one run to load another's checkpoint."""
+    """Return the settings that must be equal for one run to load another's checkpoint; `rows` are per table."""
     history = config.model.sequence.history
     model = flatten(config.as_dict()["model"], "model.")
     # The stored tensors do not depend on `top_parallel`.
@@ -62,7 +62,7 @@ def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> di
 
 
 def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
-    """Return the settings that decide the initial weights and the samples of each step."""
+    """Return the settings that decide the initial weights and the samples of each step (all ranks' `global_batch`)."""
     data = config.as_dict()["data"]
     tables = data.pop("tables")
     for key in ("path", "eval_path"):
@@ -110,7 +110,7 @@ def agree_on(path: Path) -> Manifest:
 
 class Checkpointer:
     def __init__(self, folder: Path, keep: int, shape: dict[str, Any], settings: dict[str, Any] | None = None) -> None:
-        """`shape` is `checkpoint_shape`, `settings` is `trained_with`."""
+        """Take the results of `checkpoint_shape` and `trained_with`; `keep` is `checkpoint.keep`."""
         self.folder = folder
         self.keep = keep
         self.shape = shape
@@ -121,10 +121,10 @@ class Checkpointer:
         """called for each piece read or written, as a sign of progress"""
 
     def resume(self, resume: str, changed: bool, load: Callable[[Path, Manifest], Loaded]) -> Loaded | None:
-        """Return `load` of the checkpoint that `checkpoint.resume` names, or None without any; a collective.
+        """Call `load` for the checkpoint to resume from and return its result; None if there is none. A collective.
 
-        `auto` takes the newest save for which `load` raises no DamagedError, on all ranks. `changed` is
-        `checkpoint.allow_config_mismatch`.
+        `resume` is the key `checkpoint.resume`; "auto" takes the newest save for which `load` raises no DamagedError on
+        any rank. `changed` is the key `checkpoint.allow_config_mismatch`.
 
         Raises:
             InputError: if the checkpoint is damaged, differs between ranks, or does not fit this run.
@@ -157,7 +157,7 @@ class Checkpointer:
         )
 
     def make_shared_folder(self) -> None:
-        """Make the folder; an InputError on all ranks if a rank does not see it. A collective."""
+        """Make the folder of checkpoints; an InputError on all ranks if some rank does not see it. A collective."""
         if dist.get_rank() == 0:
             make_folder(self.folder)
         dist.barrier()
@@ -181,8 +181,9 @@ class Checkpointer:
         """Write `step_<step>` from all ranks, remove surplus checkpoints, and return the new one; a collective.
 
         Args:
-            group: of all ranks, used by nothing else meanwhile.
-            about: `self.about` when `extents` were copied.
+            metrics: metrics of an evaluation after this step, if there was one.
+            group: process group of all ranks, which nothing else uses during the call.
+            about: value of `self.about` when `extents` were copied.
 
         Raises:
             InputError: on all ranks, if a rank cannot write; earlier checkpoints stay.
@@ -213,7 +214,7 @@ class Checkpointer:
         return final
 
     def _remove_partial(self, temporary: Path) -> None:
-        """Remove what interrupted saves left; fail only if `temporary` cannot be removed."""
+        """Remove what interrupted saves left; raise an error only if `temporary` cannot be removed."""
         for left in self.folder.glob(f"{_PARTIAL}*"):
             with suppress(OSError) if left != temporary else nullcontext():
                 discard(left)
@@ -234,7 +235,7 @@ class Checkpointer:
             _remove(surplus)
 
     def load(self, path: Path, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> int:
-        """Load `path` on all ranks and return its step.
+        """Load the checkpoint `path` into `model` and `optimizer` and return its step; a collective.
 
         Raises:
             DamagedError: if it is damaged. The state is then partly overwritten.
@@ -279,7 +280,7 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
 
 
 def check_resume_fits(config: Config, rows: list[int], dense_features: int, global_batch: int) -> None:
-    """Check by manifests, before ranks meet, that a run of `config` can resume (`check_fits`)."""
+    """Check by the manifests that a run of `config` can resume, see `check_fits`; needs no process group."""
     resume = config.checkpoint.resume
     if resume == "never":
         return

@@ -52,7 +52,7 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write the tensors of `plan`, copying one at a time to the CPU.
 
-        DCP's writer copies ahead with CUDA, so a background save would wait for training steps, and fail with them.
+        DCP's writer would copy ahead on the GPU: a background save would wait for training steps, and fail with them.
         """
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results = []
@@ -96,7 +96,7 @@ def _save(tensor: torch.Tensor, file: ChecksummedFile) -> None:
 class Reader(FileSystemReader):
     """Reads a checkpoint, and checks each piece before it is used.
 
-    `set_up_storage_reader` raises errors of the metadata, since DCP would log a traceback if `read_metadata` did.
+    `set_up_storage_reader` raises errors of the metadata: if `read_metadata` raised them, DCP would log a traceback.
     """
 
     def __init__(self, path: Path) -> None:
@@ -190,8 +190,8 @@ def read_metadata(checkpoint: Path, manifest: Manifest) -> dcp.Metadata:
 class _Unpickler(pickle.Unpickler):
     """Unpickles DCP's metadata, and nothing else.
 
-    A pickle can modify classes, so it gets new subclasses, whose instances change to the real class once they have
-    their fields.
+    A pickle can modify classes, so it gets new subclasses of DCP's classes. Their instances become instances of DCP's
+    classes once all fields are set.
     """
 
     _CLASSES: ClassVar = {

@@ -1,7 +1,8 @@
 """Extents: the elements [offsets, offsets + sizes) of the unsharded model's tensors that a rank holds.
 
-A run with another plan fills its extents from the stored ones that overlap them. For a table cut by columns, row-wise
-Adagrad has a number per row and cut, stored as tensors [rows] such as `momentum1@0:64`.
+A run with another plan fills its extents from the stored extents that overlap them. If a table is cut by columns,
+row-wise Adagrad has one number per row in each cut. A cut's numbers are stored as a tensor [rows], such as
+`momentum1@0:64` for columns [0, 64).
 """
 
 import math
@@ -13,10 +14,10 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""offsets and sizes of an extent"""
+"""(offsets, sizes) of an extent, one number per dimension"""
 
 Cut = tuple[tuple[int, ...], tuple[int, ...]]
-"""shape of a whole tensor, and offsets of an extent"""
+"""(shape of a whole tensor, offsets of an extent in it)"""
 
 _CHUNK = 1 << 28  # elements checked at a time
 
@@ -26,13 +27,13 @@ class Extent:
     """Elements of a tensor that this rank holds."""
 
     path: tuple[str, ...]
-    """its keys in `{"model": .., "optimizer": ..}`, the state dicts of the unsharded model"""
+    """keys that lead to the whole tensor in `{"model": .., "optimizer": ..}`, the state dicts of the unsharded model"""
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: torch.Tensor
-    """its elements; any shape that fits the whole tensor's"""
+    """the elements; any shape that fits `shape`, the whole tensor's, at `offsets`"""
     columns: tuple[int, int] | None = None
-    """for state with one number per row: columns [begin, end) of the table that it covers; None for all"""
+    """for optimizer state with one number per row: the table's columns [begin, end) that it covers; None for all"""
 
     @property
     def name(self) -> str:
@@ -48,7 +49,7 @@ def local_extents(
 ) -> list[Extent]:
     """Return this rank's extents, which share memory with the state dicts of TorchRec's model and optimizer.
 
-    `shards` has the cuts of dense parameters that are divided over ranks.
+    `shards` maps each dense parameter that is divided over ranks to its cut.
     """
     shards = shards or {}
     extents = [
@@ -64,12 +65,12 @@ def local_extents(
 
 
 def _cut_of(parameter: str, shards: Mapping[str, Cut]) -> Cut | None:
-    """Return the cut of `parameter`, whose name may begin with its optimizer's."""
+    """Return the cut of `parameter`, whose name may begin with the name of its optimizer."""
     return next((cut for name, cut in shards.items() if f".{parameter}".endswith(f".{name}")), None)
 
 
 def _extents_of(path: tuple[str, ...], tensor: Any, table: Any = None, cut: Cut | None = None) -> Iterator[Extent]:
-    """`tensor` may be a state of `table`'s optimizer, or `cut` over ranks."""
+    """Yield this rank's extents of `tensor`: a weight, or an optimizer state of `table`; of a divided one, `cut`."""
     if cut is not None:
         yield Extent(path, *cut, tensor)
     elif not isinstance(tensor, ShardedTensor):
@@ -103,10 +104,10 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def sources(extent: Extent, stored: Iterable[str]) -> dict[str, int]:
-    """Return the stored tensors that fill `extent`, each with its number of columns.
+    """Return the names of the stored tensors that fill `extent`, each with its number of columns as a weight.
 
-    An extent of several cuts gets their mean, weighted by columns, as one shard would have had; a part of a cut gets
-    the cut's number, an approximation.
+    An extent that covers several cuts gets the mean of their numbers, weighted by columns, as one shard would have had.
+    An extent that covers a part of a cut gets the number of the whole cut, which is an approximation.
     """
     if extent.name in stored:
         return {extent.name: 1}

@@ -30,16 +30,16 @@ _FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp")
 class Manifest:
     step: int
     shape: dict[str, Any]
-    """must be equal in a run that loads it"""
+    """`checkpoint_shape`: must be equal in a run that loads the checkpoint"""
     settings: dict[str, Any] = field(default_factory=dict)
-    """should be equal: which samples a step takes"""
+    """`trained_with`: should be equal, since it decides which samples a step takes"""
     saved: int = 0
     """number of this save in its folder; the last save has the greatest, even if a run went back"""
     metrics: dict[str, float] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
     """information: the resolved configuration, the plan, the number of ranks"""
     files: dict[str, list[Piece]] = field(default_factory=dict)
-    """the pieces of each other file; without checksums, one for the whole file"""
+    """the pieces of each file except the manifest; in a format without checksums, one piece per file"""
     format: int = FORMAT
 
     @property
@@ -157,12 +157,12 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 
 
 def same_checkpoint(folder: Path, path: Path) -> Path | None:
-    """Return the checkpoint in `folder` that `path` refers to, possibly through a link."""
+    """Return the checkpoint in `folder` that `path` refers to, possibly through a link; None if it is elsewhere."""
     return next((each for each in checkpoint_folders(folder) if path.exists() and each.samefile(path)), None)
 
 
 def newest_first(folder: Path) -> tuple[dict[Path, Manifest], list[Path]]:
-    """Return the manifests in `folder`, last save first, and the checkpoints without a readable one."""
+    """Return checkpoint -> manifest for `folder`, last save first, and the checkpoints whose manifest is unreadable."""
     manifests, unreadable = dict[Path, Manifest](), list[Path]()
     for path in checkpoint_folders(folder):
         try:
@@ -173,7 +173,7 @@ def newest_first(folder: Path) -> tuple[dict[Path, Manifest], list[Path]]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint in `folder` that `auto` tries first."""
+    """Return the checkpoint in `folder` that `checkpoint.resume: auto` tries first; None if there is none."""
     manifests, unreadable = newest_first(folder)
     return next(iter([*unreadable, *manifests]), None)
 
@@ -202,7 +202,7 @@ def check_fits(
 ) -> None:
     """Check that a run of `shape` (`checkpoint_shape`) and `settings` (`trained_with`) can resume from `path`.
 
-    An InputError lists all differences of the model or, unless `changed`, of the settings.
+    If they differ, an InputError lists all differences. If `changed`, the settings may differ, but not the shape.
     """
     if differing := differences(manifest, shape):
         raise InputError(

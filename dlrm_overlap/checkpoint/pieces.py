@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 class ChecksummedFile:
-    """A new file with checksums of its pieces; a context manager, which syncs the file unless the block failed."""
+    """A new file with checksums of its pieces; a context manager, which syncs it to disk unless the block fails."""
 
     def __init__(self, path: Path) -> None:
         self.pieces: list[Piece] = []
@@ -40,9 +40,9 @@ class ChecksummedFile:
         self._hash, self._begin = xxh3_128(), 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append `data`; large data becomes a piece, which a second thread hashes while it is written.
+        """Append `data`. Large data becomes one piece, which a second thread hashes while this one writes it.
 
-        Its last bytes go to the next piece, since `torch.load` first reads the last 4 KiB of its archive.
+        The last bytes of `data` go to the next piece, since `torch.load` first reads the last 4 KiB of an archive.
         """
         if len(data) < _LARGE:
             self._hash.update(data)
@@ -86,7 +86,8 @@ class ChecksummedFile:
 class CheckedFile(io.RawIOBase):
     """Consecutive pieces of a file, readable as a file from position 0; a context manager.
 
-    A piece is checked before its bytes are returned, or on exit if it was not read; a DamagedError if that fails.
+    A piece is checked before its bytes are returned, or on exit if it was not read. If a checksum differs, a
+    DamagedError is raised.
     """
 
     def __init__(self, path: Path, begin: int, pieces: list[Piece]) -> None:

@@ -1,4 +1,4 @@
-"""The saves of a run: they stop training, or a thread writes a copy of the state.
+"""The saves of a run. Training stops during a save, or a thread writes a copy of the state while training goes on.
 
     training  | steps 1 .. s | check, copy to the CPU | steps s + 1, .. | next save: wait for the thread
     thread    |                                       | write, rename   |
@@ -37,7 +37,7 @@ class NotFiniteError(InputError):
 
 
 def require_finite(fault: str, step: int, config: Config) -> None:
-    """`fault` describes the state after `step`, and is the same on all ranks."""
+    """Raise a NotFiniteError unless `fault`, which says what is wrong after `step`, is empty; the same on all ranks."""
     train, embedding = config.train, config.embedding
     if fault:
         raise NotFiniteError(
@@ -47,7 +47,7 @@ def require_finite(fault: str, step: int, config: Config) -> None:
 
 
 class Saves:
-    """All ranks call the same methods after the same steps, with no step in flight."""
+    """Saves checkpoints. All ranks call the same methods after the same steps, with no step in flight."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Saves:
         check: Callable[[], None],
         held_out_loss: Callable[[], float],
     ) -> None:
-        """`check` raises errors of kernels; `held_out_loss` evaluates one batch, as a collective."""
+        """`check` raises errors that kernels have recorded. `held_out_loss` evaluates one batch, as a collective."""
         self.step = 0
         """last step whose state was saved or loaded"""
         self._config, self._checkpointer = config, checkpointer
@@ -76,7 +76,7 @@ class Saves:
         return self._background is not None and self._background.done() and self._background.exception() is not None
 
     def prepare(self, local_ranks: int) -> None:
-        """Make the folder and, for background saves, a process group; a collective.
+        """Make the folder and, for background saves, a process group; a collective. This node has `local_ranks` ranks.
 
         Raises:
             InputError: on all ranks, if one does not see the folder or lacks memory for copies.
@@ -104,10 +104,11 @@ class Saves:
         self._group = group
 
     def save(self, step: int, metrics: dict[str, float] | None = None, background: bool = False) -> None:
-        """Save a checkpoint after `step` steps, unless that is done; a collective.
+        """Save a checkpoint after `step` steps, unless this step is already saved; a collective.
 
-        `metrics` are of an evaluation after this step. With `background` and `checkpoint.asynchronous`, a thread writes
-        a copy of the state, and `finish` raises its errors. An error that a kernel recorded is raised first.
+        `metrics` are the results of an evaluation after this step. If `background` and the key
+        `checkpoint.asynchronous` are true, a thread writes a copy of the state, and `finish` raises its errors. An
+        error that a kernel has recorded is raised before anything is saved.
 
         Raises:
             InputError: on all ranks, if a rank cannot write, now or in the previous save.

@@ -51,13 +51,14 @@ def save_extents(
     group: dist.ProcessGroup | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Piece]]:
-    """Write all ranks' extents to the new folder `folder`, each once, and return each file's pieces; a collective.
+    """Write all ranks' extents to the new folder `folder`, and return the pieces of each file; a collective.
 
-    `group` is used by nothing else meanwhile. `tick` is called for each piece.
+    An extent that several ranks have is written once. Nothing else may use `group` during the call. `tick` is called
+    for each piece.
 
     Raises:
         OSError: on all ranks, if one of them cannot write.
-        PeerError: on the other ranks, if one fails otherwise.
+        PeerError: on the other ranks, if a rank fails for another reason.
     """
     writer = Writer(folder)
     try:
@@ -85,7 +86,10 @@ def load_extents(path: Path, extents: Sequence[Extent], tick: Callable[[], None]
 
 
 def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Load weights only; otherwise as `load_extents`."""
+    """Load the weights of a checkpoint into `model`, without optimizer states, by `load_extents`.
+
+    `cuts` maps each dense parameter that is divided over ranks to its cut.
+    """
     state = model.state_dict()
     load_extents(path, local_extents(state, {"state": {}}, cuts))
     model.load_state_dict(state)
@@ -133,7 +137,7 @@ def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP removes extents that other ranks have, too."""
+    """Plans the writes of this rank's extents. DCP ensures that an extent which several ranks have is written once."""
 
     def __init__(self, extents: Sequence[Extent], tick: Callable[[], None]) -> None:
         super().__init__()
@@ -181,7 +185,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         self._extents, self._tick = extents, tick
         self._means: list[tuple[Extent, list[tuple[int, torch.Tensor]]]] = []
         self._targets: dict[str, list[torch.Tensor]] = {}
-        """stored tensor -> the tensors to fill from it"""
+        """name of a stored tensor -> the tensors to fill from it"""
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         assert metadata is not None

@@ -44,7 +44,7 @@ def verify(path: Path) -> list[str]:
 def export(path: Path, output: Path) -> None:
     """Write a checkpoint as one file for `torch.load`: {"model": weights by name, "optimizer": states}.
 
-    The order of names does not depend on ranks or plan. All tensors are in memory at once.
+    The order of names does not depend on the number of ranks or the plan. All tensors must fit in memory at once.
     """
     if output.exists():
         raise InputError(f"export: {output} exists; name a new file")

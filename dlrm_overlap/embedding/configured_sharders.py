@@ -31,8 +31,9 @@ def build_sharders(
     """Return the sharders of pooled and of unpooled tables for the configured backend.
 
     If the wire type is the type of the dense part (`precision`), pooled embeddings have this type, with
-    `leading_columns` columns in front; otherwise they are float32 without such columns. Unpooled rows are sent as `config.wire_dtype`, where auto
-    means fp32. `fused_params` override the parameters of FBGEMM's lookups, see `fused_params_of`.
+    `leading_columns` columns in front; otherwise they are float32 without such columns. Unpooled rows are sent as
+    `config.wire_dtype`, where auto means fp32. `fused_params` override the parameters of FBGEMM's lookups, see
+    `fused_params_of`.
     """
     about_tables, backend = fused_params_of(config, fused_params), BACKENDS[config.backend]
     pooled_wire = config.resolved_wire_dtype(precision)

@@ -1,8 +1,9 @@
-"""Whether the losses of a run agree with those of the reference.
+"""Whether the losses of a run agree with the losses of a reference run.
 
-A loss agrees if its relative difference is at most `rtol` or, if more, a multiple of the greatest difference between
-reference runs so far, looking ahead by a quarter of the steps plus one logged loss, up to 0.1. The multiples are chosen
-to refuse fewer than 1 in 100 copies of a small DLRM. A fault below the noise is not found.
+A loss agrees if its relative difference is at most a tolerance: `rtol` or, if greater, a multiple of the noise, up to
+0.1. The noise at a step is the greatest difference between reference runs until a quarter of the steps so far plus one
+logged loss later. The multiples are chosen to refuse fewer than 1 in 100 copies of a small DLRM. A fault that is
+smaller than the tolerance is not found.
 """
 
 import math
@@ -26,13 +27,13 @@ def difference(loss: float | None, expected: float | None) -> float:
 
 
 def greatest_difference(losses: Losses, reference: Losses) -> float | None:
-    """The difference is relative; None if no two losses are finite."""
+    """Return the greatest relative difference over the steps; None if at no step both losses are finite."""
     found = (difference(losses.get(step), expected) for step, expected in reference.items())
     return max(filter(math.isfinite, found), default=None)
 
 
 def loss_tolerance(reference: Losses, again: Sequence[Losses], rtol: float) -> dict[int, float]:
-    """Return step -> greatest relative difference that agrees; `again` are repeated runs of the reference."""
+    """Return step -> greatest relative difference that still agrees; `again` has repeated runs of the reference."""
     steps = sorted(reference)
     factor = _FACTOR_OF_ONE if len(again) == 1 else _FACTOR_OF_MORE
     noise = [max((difference(run.get(step), reference[step]) for run in again), default=0.0) for step in steps]
@@ -43,7 +44,10 @@ def loss_tolerance(reference: Losses, again: Sequence[Losses], rtol: float) -> d
 
 
 def find_fault(losses: Losses, reference: Losses, again: Sequence[Losses], rtol: float) -> str | None:
-    """Describe the first step at which a loss of any run is missing or not finite, or `losses` exceed the tolerance."""
+    """Describe the first step at which `losses` exceed the tolerance, or any run's loss is missing or not finite.
+
+    Returns None if there is no such step.
+    """
     tolerance = loss_tolerance(reference, again, rtol)
     runs = [losses, reference, *again]
     for step in sorted({step for run in runs for step in run}):

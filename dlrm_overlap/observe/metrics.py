@@ -56,8 +56,8 @@ def gather_predictions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather all ranks' logits and labels in the order of the data set, [steps * W * b, ..]; a collective.
 
-    `logits` and `labels` are [steps * b] or [steps * b, L], of one shape on every rank, for a batch size b. Rank r has
-    the r-th b samples of each global batch.
+    `logits` and `labels` are [steps * b] or [steps * b, L], for a batch size b, with the same shape on every rank. Of
+    each global batch of W * b samples, rank r has samples [r * b, (r + 1) * b).
     """
     local = torch.stack((logits, labels))
     gathered = local.new_empty((dist.get_world_size(), *local.shape))
@@ -124,13 +124,13 @@ class RunningMetrics:
         return by_label(dict(zip(self._names, map(_metrics_of, sums), strict=True)))
 
     def state(self) -> list[tuple[int, float]]:
-        """Return the nonzero sums of all steps so far, as pairs for JSON."""
+        """Return the nonzero sums over all steps and ranks, as (index, sum) pairs for JSON."""
         flat = (self._lifetime + self._of_all_ranks()).flatten()
         where = flat.nonzero()[:, 0]
         return list(zip(where.tolist(), flat[where].tolist(), strict=True))
 
     def load(self, state: Sequence[Sequence[Any]]) -> None:
-        """Continue from the result of `state`; a ValueError if it is another value, then the sums are 0."""
+        """Continue from a result of the method `state`; if it is malformed, reset all sums and raise a ValueError."""
         self._lifetime.zero_()
         sums = self._lifetime.clone().view(-1)
         try:
@@ -168,7 +168,7 @@ def normalised_entropy(loss: float, rate: float) -> float:
 
 
 def by_label(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return means over labels and, if there are several, each label's metrics as METRIC/LABEL."""
+    """Take label -> metrics. Return the means over labels and, if there are several, METRIC/LABEL for each label."""
     each = list(found.values())
     values = {key: sum(metrics[key] for metrics in each) / len(each) for key in each[0]}
     if len(found) > 1:
@@ -190,7 +190,7 @@ class StepTimer:
             self._marks.append(time.perf_counter())
 
     def take_ms(self) -> list[float]:
-        """Return the times between marks since the last call; waits for the last mark on a GPU."""
+        """Return the ms between successive marks since the last call; on a GPU, waits for the last mark."""
         marks = self._marks
         self._marks = marks[-1:]
         if not self.cuda:
@@ -201,7 +201,7 @@ class StepTimer:
 
 
 def make_tracer(path: Path, before: int, steps: int) -> profile:
-    """Return a profiler that traces `steps` steps after `before` others; call its `step` after each step."""
+    """Return a profiler that skips `before` steps, then traces `steps` steps; call its `step` after each step."""
 
     def write(profiler: profile) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +213,7 @@ def make_tracer(path: Path, before: int, steps: int) -> profile:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return this process's peak memory: allocated on its GPU, or resident on a CPU."""
+    """Return this process's peak memory in bytes: allocated by torch on a GPU, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -23,7 +23,7 @@ class MetricsFile:
     """`metrics.jsonl`: one JSON object per line, with null for NaN."""
 
     def __init__(self, path: Path, keep_up_to_step: int) -> None:
-        """Open `path` to append, dropping damaged lines and those after `keep_up_to_step`."""
+        """Open `path` to append; first drop damaged lines and the lines of steps after `keep_up_to_step`."""
         lines = _whole_lines(path) if keep_up_to_step else []
         kept = [line for line, record in lines if record["step"] <= keep_up_to_step]
         write_atomically(path, "".join(f"{line}\n" for line in kept))
@@ -31,7 +31,7 @@ class MetricsFile:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether nobody removed, moved or replaced the file or its folder."""
+        """Return False if the file or its folder was removed, moved or replaced."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except OSError:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 def from_rank_0(find: Callable[[], T]) -> T:
     """Call `find` on rank 0 and return its result on all ranks; a collective.
 
-    Its InputError is raised on all ranks; for another error the other ranks raise PeerError.
+    If `find` raises an InputError, all ranks raise it. If it raises another error, the other ranks raise a PeerError.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -28,9 +28,10 @@ def from_rank_0(find: Callable[[], T]) -> T:
 
 @contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Create `folder` on rank 0, remove a killed run's temporary files, and hold its lock; entering is a collective.
+    """On rank 0, create `folder`, hold its lock in the context, and remove a killed run's temporary files.
 
-    An InputError on all ranks if it is not writable, or another process holds its lock.
+    Entering is a collective. It raises an InputError on all ranks if the folder is not writable, or if another process
+    holds its lock.
     """
 
     def hold() -> None:

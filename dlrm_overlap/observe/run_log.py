@@ -28,7 +28,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def start_logging(rank: int) -> None:
-    """Send the package's log to standard error: everything on rank 0, only warnings on others."""
+    """Send the package's log to standard error: everything on rank 0, only warnings on other ranks."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
     # TorchRec and DDP warn about deprecated names that they use themselves.
@@ -43,9 +43,9 @@ def start_logging(rank: int) -> None:
 
 
 def check_folder(config: Config) -> None:
-    """Refuse a run that would overwrite results, mix checkpoints of two runs, or move away the one to resume from.
+    """Refuse a run that would overwrite results, mix the checkpoints of two runs, or move away the one to resume from.
 
-    Results before a first checkpoint do not count.
+    Raises an InputError. An earlier run that left neither a checkpoint nor a summary does not count.
     """
     folder, resume = config.folder, config.checkpoint.resume
     if config.log.overwrite:  # everything in the folder is moved away, once its lock is held
@@ -141,10 +141,11 @@ class RunLog:
 
         Args:
             loss_sum: [] sum of this rank's losses over these steps.
-            step_ms: of these steps on this rank.
-            wait_s: this rank's wait for input since the start.
-            metrics: of all ranks.
-            asked_to_end: of this rank; `self.asked_to_end` becomes true if any rank was asked.
+            step_ms: length of each of these steps on this rank.
+            wait_s: seconds that this rank has waited for input since the start.
+            lr_factor: current factor of the learning rates.
+            metrics: metrics of these steps over all ranks.
+            asked_to_end: True if this rank was asked to end; `self.asked_to_end` becomes true if any rank was.
 
         Raises:
             InputError: on all ranks, if the run's folder or metrics.jsonl is gone.
@@ -192,7 +193,7 @@ class RunLog:
     def summary(self, step: int, values: dict[str, float], trained: Mapping[str, float]) -> dict[str, Any]:
         """Write `summary.json` and return the summary; a collective.
 
-        `values` are of the last evaluation, `trained` of all training samples. Times are this rank's.
+        `values` are metrics of the last evaluation, `trained` metrics of all training samples. Times are this rank's.
         """
         times = self.step_ms[WARMUP_STEPS:] or self.step_ms
         memory = torch.tensor(memory_bytes(self.device), dtype=torch.float64, device=self.device)

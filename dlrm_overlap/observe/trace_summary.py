@@ -1,7 +1,8 @@
 """Reads GPU traces: the time of each kind of work, and exposed communication.
 
 Communication is exposed while a kernel moves data between GPUs or waits for a peer, and no kernel computes. A kernel
-that looks up rows and stores them to peers computes in `exposed`, and communicates in `exposed_most`.
+that looks up rows and also stores them to peers counts as computing for `exposed`, and as communicating for
+`exposed_most`.
 """
 
 import gzip
@@ -54,7 +55,7 @@ class GpuWork(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """One of `KINDS`; "dense" is the dense part's pointwise work."""
+        """One of `KINDS`; "dense" is pointwise work of the dense part."""
         return next((kind for kind, names in _KINDS.items() if re.search(names, self.name)), "dense")
 
     @property
@@ -63,12 +64,12 @@ class GpuWork(NamedTuple):
 
     @property
     def communicates(self) -> bool:
-        """Whether it only moves data between GPUs or waits for a peer."""
+        """True if the kernel only moves data between GPUs or waits for a peer."""
         return self.kind in ("exchange", "all-reduce") or re.search(_COMMUNICATES_TOO, self.name) is not None
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the complete events of a Chrome trace, possibly gzipped; an InputError if it is not one."""
+    """Return the complete events of a Chrome trace, possibly gzipped; an InputError if the file is not such a trace."""
     try:
         with open_file(path) as file, gzip.open(file) if path.suffix == ".gz" else nullcontext(file) as stream:
             events = [event for event in json.load(stream)["traceEvents"] if event.get("ph") == "X"]
@@ -119,9 +120,9 @@ def union(spans: Iterable[Span], window: Span) -> list[Span]:
 
 
 def exclusive(groups: Mapping[str, Iterable[Span]]) -> dict[str, float]:
-    """Return, for each group, the us in which it runs and no earlier group does.
+    """Return, for each group, the us in which it runs and no group before it in `groups` does.
 
-    Example: products from 0 to 6, an exchange from 4 to 8, and a step from 0 to 10: 6, 2 and 2.
+    Example: products from 0 to 6, an exchange from 4 to 8, and a step from 0 to 10, in this order, give 6, 2 and 2.
     """
     changes = [
         (time, group, change)
@@ -142,7 +143,8 @@ def exclusive(groups: Mapping[str, Iterable[Span]]) -> dict[str, float]:
 def shares(work: Sequence[GpuWork], window: Span | None = None) -> dict[str, float]:
     """Return the us of compute, exposed, copying, idle and exposed_most in `window`, by default the time of all `work`.
 
-    An instant counts for the first of the first four that applies. Copies are within this GPU or from the CPU.
+    The first four are exclusive: an instant counts for the first that applies. Copies are within this GPU or from the
+    CPU. For `exposed_most`, see the module.
     """
     window = window or Span(min(each.span.begin for each in work), max(each.span.end for each in work))
     groups = {name: list[Span]() for name in ("compute", "stores", "exposed", "copying")}
@@ -158,7 +160,7 @@ def shares(work: Sequence[GpuWork], window: Span | None = None) -> dict[str, flo
 
 
 def issued_work(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `events` without GPU work issued before the trace began; all of them if it has no CPU calls."""
+    """Return `events` without GPU work issued before the trace began; all events if the trace has no CPU calls."""
     calls = {_call(event) for event in events if event.get("cat") in _HOST_CALLS} - {None}
     return [event for event in events if event.get("cat") not in _GPU_WORK or not calls or _call(event) in calls]
 

@@ -34,7 +34,8 @@ from dlrm_overlap.train.model import TrainTask, build_model
 log = logging.getLogger("dlrm_overlap")
 
 MakeSharders = Callable[[EmbeddingConfig, str, int], list[ModuleSharder[Any]]]
-"""(section `embedding`, precision of the dense part, columns in front of the pooled embeddings) -> sharders"""
+"""Takes section `embedding`, the dense part's precision, and the number of columns to leave in front of the pooled
+embeddings; returns sharders."""
 
 
 class LearningRate:

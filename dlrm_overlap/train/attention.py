@@ -16,8 +16,8 @@ class TargetAttention(nn.Module):
     """Multi-head attention of a sample's candidate over the rows and positions of its history.
 
     As in the Deep Interest Network (arXiv 1706.06978, section 4.3), with scaled dot products. Keys and values are rows
-    plus a learnt vector per position, without layers of their own, which the query's and the output's can absorb. One
-    more position has no row and is never masked, for empty histories. Nothing is read back from the device.
+    plus a learnt vector per position. They have no linear layers, since the layers of query and output can absorb them.
+    One more position has no row and is never masked, for empty histories. The forward never waits for the device.
     """
 
     def __init__(self, config: SequenceConfig, dim: int) -> None:
@@ -34,7 +34,7 @@ class TargetAttention(nn.Module):
             candidate_bD: pooled embeddings.
             rows_nD: rows of all histories, sample by sample, newest id first, then any number of unread rows; row 0
                 must be finite if every history is empty.
-            lengths: [b] integers.
+            lengths: [b] integers, rows of each history.
         """
         queries = self.query(candidate_bD).view(-1, self.heads, self.dim)
         positions = len(self.position) - 1
@@ -49,7 +49,7 @@ class TargetAttention(nn.Module):
 
 
 class Pages(NamedTuple):
-    """Histories cut into pages of C entries, so that a long one does not pad all others.
+    """Histories cut into pages of C entries, so that other histories are not padded to the longest one.
 
     There are m = n // C + b + 1 pages for n rows of b histories; the last is empty. Each sample has K * C entries, the
     last C empty.
@@ -95,9 +95,9 @@ def pages_of(lengths: torch.Tensor, rows: int, positions: int, page_size: int) -
 
     Args:
         lengths: [b] integers.
-        rows: n, at least the sum of lengths.
+        rows: number n of rows, at least the sum of `lengths`.
         positions: rows of a history beyond this number are left out.
-        page_size: C, more than 1.
+        page_size: entries C per page, more than 1.
     """
     samples, grid = lengths.shape[0], -(-positions // page_size) + 1
     count = (rows // page_size + samples + 1) if samples else 0
@@ -125,7 +125,7 @@ def pages_of(lengths: torch.Tensor, rows: int, positions: int, page_size: int) -
 class AttendToRows(torch.autograd.Function):
     """Softmax over rows and positions, and the weighted sum of the rows.
 
-    The backward gets the rows' gradient from one product and a gather, where autograd would use two and atomics.
+    The backward computes the rows' gradient by one product and a gather; autograd would use two products and atomics.
     """
 
     @staticmethod

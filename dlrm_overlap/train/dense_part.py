@@ -37,8 +37,8 @@ def divide_head(head: Head, products: ParallelProducts) -> None:
 def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
     """Compile the bottom MLP and the head for batches of `samples`, by calling each once.
 
-    Call this before DDP wraps the model, inside which torch.compile would split its graphs at DDP's buckets.
-    torch.compile cannot trace the communication of a divided head.
+    Call this before DDP wraps the model: inside DDP, torch.compile would split its graphs at DDP's buckets. A divided
+    head is not compiled, since torch.compile cannot trace its communication.
     """
     parts = _without_divided(task)
     for part in parts:
@@ -80,7 +80,10 @@ def _example_inputs(
 def join_dense(
     model: DistributedModelParallel, task: TrainTask, device: torch.device, graph_samples: int | None = None
 ) -> None:
-    """Wrap the dense part with DDP; first capture it in CUDA graphs if a batch size `graph_samples` is given."""
+    """Wrap the dense part with DDP; a collective.
+
+    If `graph_samples` is given, first capture the dense part in CUDA graphs for batches of this size.
+    """
     nodes = _graph_dense(task, graph_samples, device) if graph_samples is not None else []
     model.init_data_parallel()
     del nodes  # DDP keeps them alive from here on
@@ -92,7 +95,7 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
     A divided head stays eager: its communication would have no fixed order among TorchRec's collectives.
 
     Returns the nodes that accumulate gradients. They are created on the current stream, before warm-up or capture
-    create them on others: DDP waits for only one of the streams that fill a bucket.
+    create them on other streams: DDP waits for only one of the streams that fill a bucket.
     """
     capture = torch.cuda.graph
     parts = _without_divided(task)
@@ -109,7 +112,7 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
 
 
 def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool) -> CastWeights:
-    """Let the dense part train with the shadow of its parameters, which is cast once a step.
+    """Let the dense part train with bfloat16 copies of its parameters, which are cast once per step.
 
     Biases of the cross network are not cast, because autocast also computes its sums in float32.
     """
@@ -157,12 +160,12 @@ def _relu_layers(mlp: nn.Module) -> list[nn.Linear] | None:
 
 
 def _aligned(columns: int) -> int:
-    """Round up to rows of whole 16-byte units in bfloat16; products read others three times slower."""
+    """Round up `columns` so that a bfloat16 row is a multiple of 16 bytes; products read others three times slower."""
     return -(-columns // 8) * 8
 
 
 def _mlp_with_casts(mlp: nn.Module, casts: CastWeights, compiled: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes an MLP, by `relu_layers` if possible; x may have extra columns of zeros."""
+    """Return a function of x that computes an MLP, by `relu_layers` if possible; x may have extra columns of zeros."""
     layers = _relu_layers(mlp) if compiled else None
     if layers is not None and layers[-1].out_features > 1:  # one output would be taken for logits, without ReLU
         return _layers_with_casts(layers, casts)

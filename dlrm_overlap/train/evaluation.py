@@ -61,10 +61,11 @@ def _named(argv: list[str]) -> Path | None:
 
 
 def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
-    """Return the `evaluation_metrics` of a checkpoint, the number of samples, and the setting.
+    """Return the `evaluation_metrics` of a checkpoint, the number of samples, and the setting; a collective.
 
     Raises:
-        InputError: if the checkpoint is damaged or, before the process group is made, does not fit the model or data.
+        InputError: if the checkpoint is damaged, or does not fit the model or data. The fit is checked before the
+            process group is made.
     """
     from dlrm_overlap.checkpoint.checkpoint import agree_on, checkpoint_shape
     from dlrm_overlap.data.loader import PREPARE_TOGETHER, open_datasets, other_ids

@@ -28,27 +28,27 @@ _MEMORIES = {
     EmbeddingComputeKernel.FUSED_UVM_CACHING.value: "cached",
     EmbeddingComputeKernel.FUSED_UVM.value: "host",
 }
-"""compute kernel -> where the rows are, unless on the device"""
+"""compute kernel -> where the rows are; other compute kernels have them on the device"""
 
 
 class PlannedTable(NamedTuple):
-    """A table of a sharded or planned model; a data-parallel one has no shards, and all ranks."""
+    """A table of a sharded or planned model. A data-parallel table has no shards, and is on all ranks."""
 
     module: str
     table: str
     sharding: str
     """TorchRec's sharding type"""
     ranks: tuple[int, ...]
-    """owners, in the order of the shards"""
+    """owner of each shard"""
     rows: int | None
-    """rows of the largest shard"""
+    """number of rows of the largest shard"""
     columns: int | None
     exchanged: bool
     memory: str
-    """device, host or cached (by FBGEMM if it is not exchanged)"""
+    """where the rows are: device, host or cached; FBGEMM caches the rows of a table that is not exchanged"""
     captured: bool
     why_not: str | None
-    """why it is not exchanged or, if it is, not captured"""
+    """why the table is not exchanged or, if it is, why its steps are not captured; None if they are"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Explanation:
 
     tables: tuple[PlannedTable, ...]
     why_after: str | None = None
-    """why the dense optimizer steps after the graphs; empty if captured, None if not given"""
+    """why the dense optimizer steps after the graphs; empty if it is captured, None if no optimizer was given"""
 
     def __str__(self) -> str:
         lines = [("module", "table", "sharding", "ranks", "shard", "memory", "exchanged", "captured", "why not")]
@@ -75,10 +75,10 @@ class Explanation:
 class _Collection(NamedTuple):
     path: str
     params: Mapping[str, ParameterSharding]
-    """by table"""
+    """TorchRec's sharding of each table, by name"""
     why_not: Mapping[str, str | None]
     uncaptured: str | None
-    """why it prevents the capture of steps"""
+    """why this module prevents the capture of steps; None if it does not"""
     cached: Collection[str] = ()
 
 
@@ -92,10 +92,11 @@ def explain(
     """Return, for each table, its owners and whether it is exchanged and captured, or why not.
 
     Args:
-        model: sharded, or with a plan. For tables sharded by TorchRec, the answer assumes our sharder's defaults.
-        plan: of a model that is not sharded; needs no process group.
-        fused_params: for the sharder, with a plan.
-        optimizer: sets `why_after`.
+        model: a sharded model or, if `plan` is given, an unsharded one. For tables sharded by TorchRec, the answer
+            assumes our sharder with its defaults.
+        plan: the plan of an unsharded model; needs no process group.
+        fused_params: parameters that the sharder would get, used only with `plan`.
+        optimizer: the model's optimizer, which decides `Explanation.why_after`.
 
     Raises:
         InputError: if no module is sharded and there is no plan.
@@ -162,7 +163,7 @@ def _table(collection: _Collection, name: str, sharding: ParameterSharding, unca
 
 
 def _sharded(model: nn.Module) -> Iterator[_Collection]:
-    """Yield the modules of a sharded model that have tables; as ours would shard them, if none uses our sharder."""
+    """Yield the modules that have tables; if none uses our sharder, described as our sharder would shard them."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, ShardedModule)}
     ours = any(isinstance(module, ExchangingModule) for module in modules.values())
     for name, module in modules.items():

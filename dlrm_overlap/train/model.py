@@ -64,7 +64,7 @@ class BottomMLP(Part, MLP):
 
 
 class Loss(Part, nn.BCEWithLogitsLoss):
-    """Binary cross-entropy [] of logits and labels [b], or the weighted sum of L of them of [b, L]."""
+    """Binary cross-entropy [] of logits and labels [b]; for [b, L], the weighted sum over L labels."""
 
     def __init__(self, weights: Sequence[float] = (1.0,)) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Head(Part):
         self.logit = nn.Linear(config.top_mlp[-2], config.top_mlp[-1])
 
     def compute(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Map embeddings [b, (T + 1) * D], or the bottom MLP's output and the rest, to logits [b] or [b, L]."""
+        """Map one tensor [b, (T + 1) * D], or two tensors that `concatenated` joins, to logits [b] or [b, L]."""
         embeddings = inputs[0] if len(inputs) == 1 else concatenated(*inputs)
         return self.logit(self.top(self.interaction(embeddings))).squeeze(1)
 
@@ -140,12 +140,12 @@ class DLRM(nn.Module):
 
     @property
     def front_columns(self) -> int:
-        """Columns of the outputs of the bottom MLP and, with histories, of attention."""
+        """Number of columns of the bottom MLP's output and, if the model has histories, of attention's output."""
         return self.dim if self.history_key is None else 2 * self.dim
 
     @property
     def joins_in_place(self) -> bool:
-        """True if the embedding leaves room for those columns in front of its output."""
+        """True if the embedding's output has room for `front_columns` in front of each row."""
         return getattr(self.embedding, "leading_columns", 0) == self.front_columns
 
 
@@ -168,7 +168,7 @@ def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
 def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
     """Wait for the exchange and concatenate `front` and the pooled embeddings by columns.
 
-    `front` is written in place unless TorchRec has exchanged the output, or it was copied.
+    `front` is written in front of the pooled embeddings in place, unless TorchRec exchanged them or they were copied.
     """
     values, dim = in_order(pooled, keys), front.shape[1]
     width = dim + values.shape[1]
@@ -215,7 +215,7 @@ class TrainTask(nn.Module):
         self.loss = Loss(label_weights)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Return the loss [] and, without gradient, (loss [], logits, labels), of [b] or [b, L]; float32."""
+        """Return the loss [] and, detached, (loss [], logits, labels); float32, logits and labels [b] or [b, L]."""
         with self.autocast():
             logits = self.dlrm(batch.dense, batch.sparse)
         logits = logits.float()
@@ -226,7 +226,7 @@ class TrainTask(nn.Module):
 def build_model(
     model: ModelConfig, embedding: EmbeddingConfig, rows: Sequence[int], dense_features: int, seed: int
 ) -> DLRM:
-    """Build the DLRM, whose dense weights depend on `seed` alone.
+    """Build the DLRM; `seed` alone decides its initial dense weights. `rows` has the number of rows of each table.
 
     Raises:
         InputError: if `model.sequence` names a table that does not exist.

@@ -1,6 +1,6 @@
 """Measures where the time of a training step goes, for any PyTorch program.
 
-A step's length is measured without the profiler, which slows the CPU; times of kernels come from a trace.
+The length of a step is measured without the profiler, which slows the CPU. The times of kernels come from a trace.
 """
 
 import tempfile
@@ -26,17 +26,18 @@ class Profile:
 
     device: str
     steps: int
-    """number of steps timed, and of steps traced"""
+    """number of steps that were timed, and the same number that were traced"""
     ranks: Sequence[dict[str, float]]
     """each rank's parts of a step in ms (`step_parts`)"""
     tables: str | None = None
 
     @property
     def captured_ms(self) -> tuple[float, float] | None:
-        """Estimated (lower, upper) limit in ms of a captured step of the same kernels; None without GPU times.
+        """Estimated (lower, upper) limits in ms of a captured step of the same kernels; None without GPU times.
 
-        The GPU never waits for the CPU; communication is fully hidden (lower limit), or exposed as now (upper limit).
-        Collectives count on the rank where they are shortest, since they include the wait for later ranks.
+        Both assume that the GPU never waits for the CPU. Communication is fully hidden for the lower limit, and exposed
+        as now for the upper limit. Collectives count on the rank where they are shortest, since they include the wait
+        for later ranks.
         """
         if not all("GPU busy" in parts for parts in self.ranks):
             return None
@@ -68,7 +69,7 @@ class Profile:
 
 
 def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> dict[str, float]:
-    """Return the parts of a step in ms from a trace's complete `events`; `step_ms` is a step without the profiler."""
+    """Return a step's parts in ms from the complete `events` of `steps` steps; `step_ms` is without the profiler."""
     work = gpu_work(issued_work(events))
     if not work:
         return {"step": step_ms}

@@ -75,10 +75,12 @@ class Ranks:
     def trainer(
         self, config: Config | None = None, make_sharders: "MakeSharders | None" = None, resumes: bool = False
     ) -> "Trainer":
-        """Make the process group and build the trainer, by default for the command's own `config`.
+        """Make the process group and build the trainer, by default for the command's own `config`; a collective.
+
+        If `resumes`, first check that the run can resume from the checkpoint that `checkpoint.resume` selects.
 
         Raises:
-            InputError: if the device, the data or, with `resumes`, a checkpoint does not fit, before the group is made.
+            InputError: before the group is made, if the device, the data or the checkpoint does not fit.
         """
         from dlrm_overlap.checkpoint.checkpoint import check_resume_fits
         from dlrm_overlap.data.loader import open_datasets
@@ -111,12 +113,14 @@ def run_on_ranks(
 ) -> int:
     """Run `work` on every rank with the configuration and options in `argv`, and return its exit code.
 
-    With --nproc this process starts the ranks and waits; otherwise it is one of them. `work` must create the process group.
+    With --nproc this process starts the ranks and waits for them; otherwise it is one of the ranks.
 
     Args:
-        command: its words, such as ["bench", "input"]; `argv` has the options after them.
+        command: words of the command, such as ["bench", "input"].
+        argv: options after these words.
+        work: runs on each rank, must create the process group, and returns the exit code.
         check: raises an InputError before any rank starts.
-        defaults: replace the keys' defaults, nested as in a configuration file.
+        defaults: values that replace the defaults of configuration keys, nested as in a configuration file.
     """
 
     def add_all(parser: Parser) -> None:
@@ -207,7 +211,7 @@ def _one_rank_reports() -> Iterator[None]:
     """Delay an error on all ranks but one, so that the launcher ends them before they report it too.
 
     Rank 0 reports a user's mistake at once, since every rank finds it. Other errors may be caused by the end of a peer,
-    so rank 0 waits too, but less. A `PeerError` comes last.
+    so rank 0 delays them too, but less than the other ranks. A `PeerError` is delayed longest.
     """
     try:
         yield

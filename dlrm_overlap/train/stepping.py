@@ -55,7 +55,7 @@ class StepRunner:
         make_sharders: MakeSharders = build_sharders,
         progress: Progress | None = None,
     ) -> None:
-        """Build the model; a collective."""
+        """Build the model and its pipeline; a collective."""
         self.progress = progress or Progress()
         self.config, self.world, self.device = config, world, device
         self.train_data, self.held_out_data = train, held_out
@@ -70,7 +70,7 @@ class StepRunner:
 
     @contextmanager
     def raising_kernel_errors(self) -> Iterator[None]:
-        """Raise the error that a kernel recorded instead of CUDA's, which only says that the GPU stopped."""
+        """In the context, replace CUDA's error, which only says that the GPU stopped, by what a kernel recorded."""
         try:
             yield
         except RuntimeError:
@@ -78,7 +78,7 @@ class StepRunner:
             raise
 
     def step(self, batches: Iterator[Batch]) -> torch.Tensor:
-        """Take a training step on the next batch and return this rank's mean loss [], on the device."""
+        """Take a training step on the next batch and return this rank's mean loss [], on the device; a collective."""
         with self.raising_kernel_errors():
             loss, *self.predictions = self.pipeline.progress(batches)
         return loss
@@ -90,7 +90,7 @@ class StepRunner:
         return self._evaluate_on(math.ceil(samples / self.global_batch))
 
     def evaluate_checkpoint(self, checkpoint: Path) -> dict[str, float]:
-        """Load the weights of a complete checkpoint, then `evaluate`.
+        """Load the weights of a complete checkpoint, then `evaluate`; a collective.
 
         Raises:
             InputError: if the checkpoint lacks a tensor of this model.
@@ -137,7 +137,7 @@ class StepRunner:
             exchange.follow_rules()
 
     def loader(self, dataset: Dataset, first_step: int, last_step: int, workers: int | None = None) -> Loader:
-        """Return a loader of this rank's share of the global batches [first_step, last_step)."""
+        """Return a loader of this rank's share of the global batches [first_step, last_step), one per step."""
         data = self.config.data
         return Loader(
             dataset,
@@ -161,6 +161,6 @@ class StepRunner:
             owner.check()
 
     def close(self) -> None:
-        """Release memory that peers access, which garbage collection does not; no rank may be in a step."""
+        """Release memory that peers access, which garbage collection does not release; no rank may be in a step."""
         for owner in self._peer_memory_owners():
             owner.close()

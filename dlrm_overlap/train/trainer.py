@@ -32,7 +32,7 @@ class PreemptedError(Exception):
 
 
 class _Segment(Iterator[Batch]):
-    """Yields up to `steps` batches; `cut` ends it after those already yielded."""
+    """Yields up to `steps` batches; `cut` ends it after the batches already yielded."""
 
     def __init__(self, batches: Iterator[Batch], steps: int) -> None:
         self._batches, self.steps, self._taken = batches, steps, 0
@@ -85,7 +85,7 @@ class Trainer(StepRunner):
         )
 
     def fit(self) -> dict[str, Any]:
-        """Train to the last step or the target, evaluate, and return the summary.
+        """Train to the last step or the target, evaluate, and return the summary; a collective.
 
         Resumes after the newest checkpoint in the run's folder, whose lock rank 0 holds, and leaves a finished run as
         it is. Files of a run without a checkpoint are moved to `earlier_1` or the next free number.
@@ -169,7 +169,10 @@ class Trainer(StepRunner):
         )
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:
-        """Take the steps [first, last), fewer if the run is to end; return the last. No batch is left in flight."""
+        """Take the steps [first, last), or fewer if the run is to end; return the run's number of steps so far.
+
+        No batch is left in flight.
+        """
         segment = _Segment(batches, last - first)
         self.pipeline.reset()
         timer = StepTimer(self.device)
@@ -213,7 +216,7 @@ class Trainer(StepRunner):
         return self.checkpointer.resume(config.resume, config.allow_config_mismatch, self._resume_from)
 
     def _resume_from(self, checkpoint: Path, manifest: Manifest) -> dict[str, Any] | None:
-        """Load `checkpoint`, unless its run is finished: then return the folder's summary."""
+        """Load `checkpoint` and return None; if its run is finished, load nothing and return the folder's summary."""
         config = self.config
         summary, target = from_rank_0(lambda: read_summary(self.folder)), config.train.target_auroc
         if summary is not None and (config.checkpoint.resume == "auto" or manifest.step >= summary["steps"]):

@@ -1,8 +1,9 @@
 """`bench backward`: times the embedding stage's backward, by each way of sending gradients.
 
-A step starts with the gradient [b, D_total] of each rank's samples and ends when the owners have updated their rows.
-Contenders: the baseline (All-to-All, FBGEMM's update); `push`; `push_exposed`, which includes the preparation from ids
-that overlaps with dense layers in training. `prepare_ms` is the time of this preparation.
+A step starts with the gradient [b, D_total] of each rank's pooled embeddings, and ends when the owners have updated
+their rows. Contenders: the baseline (All-to-All, then FBGEMM's update); `push`, our exchange; `push_exposed`, which
+includes the preparation that needs only ids, and overlaps with dense layers in training. `prepare_ms` is the time of
+this preparation.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ _SHOWN = (
 
 
 class GradientBatch(NamedTuple):
-    """Ids of a batch on their owners, and the gradient of this rank's samples."""
+    """A batch's ids on the owners of their rows, and the gradient of the pooled embeddings of this rank's samples."""
 
     ids: Ids
     gradient: torch.Tensor
@@ -58,7 +59,7 @@ def make_batches(workload: Workload) -> list[GradientBatch]:
 
 
 class Update(Contender):
-    """A backward of the exchange; with `exposed`, each step includes the preparation that needs only ids."""
+    """A backward of the exchange. If `exposed`, each step includes the preparation that needs only ids."""
 
     def __init__(
         self, name: str, workload: Workload, options: ExchangeOptions, batches: Sequence[GradientBatch], exposed: bool
@@ -89,7 +90,7 @@ class Update(Contender):
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Return 1 if rows or states disagree; that optimizer has no rows."""
+    """Return 1 if table rows or states disagree for some optimizer, which then has no rows in the CSV file."""
     world, device, values = ranks.world, ranks.device, ranks.values
     config = shape_of(ranks.config, world.world_size, values.tables_per_rank)
     config = with_keys(config, {"train.precision": "fp32"})  # the gradient's dtype

@@ -1,7 +1,7 @@
-"""`bench collectives`: times all-to-alls, alone and during a product that fills the GPU (column `beside`).
+"""`bench collectives`: times all-to-alls, alone and during a matrix product that fills the GPU (column `beside`).
 
-Contenders: NCCL and, on GPUs, copies and stores into the peers' memory; eager and as CUDA graphs. Times include the
-wait and the product, whose own time is `product_ms`.
+Contenders: NCCL and, on GPUs, copies and stores into the peers' memory, each eager and as a CUDA graph. Times include
+the wait for the result and the product. The product alone takes `product_ms`.
 """
 
 import itertools
@@ -28,7 +28,7 @@ _SHOWN = (
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Return 1 if an output was wrong; that contender has no row."""
+    """Return 1 if the output of a contender was wrong; such a contender has no row."""
     group, device, values = ranks.connect(), ranks.device, ranks.values
     on_gpu = device.type == "cuda"
     sizes_mb = values.sizes_mb or _SIZES_MB[device.type]

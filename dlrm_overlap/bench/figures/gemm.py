@@ -1,7 +1,7 @@
 """`bench gemm`: times products with their communication inside (docs/results/gemm.md).
 
 For M samples of all ranks, K features and N hidden units, `all_gather` maps [M / W, K] to [M, N / W] and
-`reduce_scatter` maps that to [M / W, K]. Columns, as medians of the slowest rank:
+`reduce_scatter` maps [M, N / W] to [M / W, K]. Columns, as medians of the slowest rank:
     gemm_ms             the product alone, by cuBLAS
     ect_ms              effective communication time: median_ms - gemm_ms
     overlap_efficiency  1 - ect_ms / (ect_ms of `serial`): 1 if the product hides all communication
@@ -47,7 +47,7 @@ _SHOWN = (
 
 
 class Case:
-    """One operator at one shape, with this rank's tensors; W divides M and N."""
+    """`all_gather` or `reduce_scatter` at one shape, with this rank's tensors; W divides M and N."""
 
     def __init__(self, operator: str, shape: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
         self.operator, self.shape, self.group, self.device = operator, shape, group, device
@@ -59,7 +59,7 @@ class Case:
         self.link_bytes = (ranks - 1) * (m // ranks) * k * _DTYPE.itemsize
 
     def contenders(self, products: ParallelProducts) -> dict[str, Call]:
-        """Return the contenders that can run; the same on every rank."""
+        """Return the contenders that can run at this shape; the same on every rank."""
         left_out = {"triggered"} if self.gathers else set[str]()  # its all-gather is the same as of tiles
         if self.device.type == "cpu" or self.group.size() == 1:
             left_out |= {"torch", "copies", "tiles", "triggered"}
@@ -106,7 +106,7 @@ class Case:
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Return 1 if an output was wrong; that contender has no row."""
+    """Return 1 if the output of a contender was wrong; such a contender has no row."""
     device, values = ranks.device, ranks.values
     shapes = [_shape(text, ranks.world.world_size) for text in values.shapes or _SHAPES[device.type]]
     group = ranks.connect()

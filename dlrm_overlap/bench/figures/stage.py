@@ -1,7 +1,7 @@
 """`bench stage` and `bench sweep`: time the embedding stage's forward with every backend (docs/results/stage.md).
 
-The baseline is FBGEMM's lookup, All-to-All and unpacking (Chen et al. 2024); it also runs in chunks of tables. Steps of
-`median_ms` are issued back to back, those of `gpu_ms` before they start, as in a captured step.
+The baseline is FBGEMM's lookup, All-to-All and unpacking (Chen et al. 2024); it also runs in chunks of tables. For
+`median_ms`, steps are issued back to back. For `gpu_ms`, a step is issued before the GPU starts it, as if captured.
 """
 
 import itertools

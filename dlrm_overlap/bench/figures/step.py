@@ -1,8 +1,8 @@
 """`bench step`: times the whole training step under TorchRec and under our backends.
 
 Before timing, each contender (`bench.step_contenders`) trains 20 steps from the same weights on the same batches; if
-its losses differ from the first contender's, it gets no speedup, and the exit code is 1. Learning rates are 3% of the
-configuration's: at MLPerf's, rounding grows within 20 steps until it would hide a wrong gradient.
+its losses disagree with the losses of the first contender, it gets no speedup, and the exit code is 1. Learning rates
+are 3% of the configured ones: at MLPerf's, rounding errors grow within 20 steps until they would hide a wrong gradient.
 
 `busy_ms` and `exposed_ms` are the time in which the GPU is not idle, and exposed communication, in a traced step on the
 least busy rank (`observe.trace_summary`). Speedups are over the fastest TorchRec contender in the same group.
@@ -104,8 +104,8 @@ def contender_config(config: Config, keys: Keys, device_type: str) -> Config:
 def build(ranks: Ranks, name: str, config: Config) -> Trainer:
     """Return the trainer of the contender `name`, with the settings that no key expresses; a collective.
 
-    `torchrec_strongest` looks up int32 ids; variants use TrainPipelineFusedSparseDist, whose lookup overlaps with the
-    optimizer, or index dedup for unpooled tables. `drop_in` uses our sharders with their defaults.
+    `torchrec_strongest` looks up int32 ids. Variants of it use TrainPipelineFusedSparseDist, whose lookup overlaps with
+    the optimizer, or index dedup for unpooled tables. `drop_in` uses our sharders with their defaults.
     """
     on_gpu = ranks.device.type == "cuda"
     is_strongest = name.startswith("torchrec_strongest")
@@ -138,8 +138,8 @@ def _sharders_with_index_dedup(*args: Any, **kwargs: Any) -> list[ModuleSharder[
 def _train_again(ranks: Ranks, configs: Mapping[str, Config]) -> tuple[list[float], list[Batch], dict[str, Any]]:
     """Return the losses of a second run of the first contender, the batches, and the floor of a step.
 
-    Its dense part is compiled if any contender's is, so that its losses show the same rounding. It is closed before
-    others are built, since a GPU may not have room for one more.
+    The dense part of this run is compiled if the dense part of any contender is, so that its losses show the same
+    rounding. The run is closed before others are built, since a GPU may not have room for one more.
     """
     name, config = next(iter(configs.items()))
     compiled = any(each.train.compile_dense for each in configs.values())
@@ -185,7 +185,7 @@ def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
 
 
 def with_speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add the speedups; a row whose losses disagree has none and is no baseline."""
+    """Return the rows with speedups. A row whose losses disagree gets none, and is not used as a baseline."""
     theirs = [row for row in rows if row["agrees"] and row["contender"].startswith("torchrec")]
     fastest = {time: min((row[time] for row in theirs if row[time]), default=None) for time in _SPEEDUPS.values()}
 

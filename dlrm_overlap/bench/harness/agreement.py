@@ -52,7 +52,7 @@ def disagreements(contenders: Sequence[Contender], agreements: Sequence[Agreemen
 
 @torch.no_grad()
 def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[Agreement]:
-    """Compare all contenders' outputs with the first's, on every batch; a collective."""
+    """Compare all contenders' outputs with the first contender's, on every batch; a collective."""
     found, scale = [0.0] * len(contenders), 0.0
     for ids in workload.batches:
         expected = contenders[0].step(ids).clone()
@@ -67,10 +67,10 @@ def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[A
 def check_rows(
     contenders: Sequence[Contender], workload: Workload, batches: Sequence[object], optimizer: str
 ) -> list[Agreement]:
-    """Compare rows and optimizer states after two updates with the first contender's; a collective.
+    """Compare each contender's rows and optimizer states after two updates with the first contender's; a collective.
 
-    Differences of rows are relative to the table's greatest change. States start random, so that reading another row's
-    state shows. Rows and states are restored at the end.
+    Differences of rows are relative to the greatest change in their table. States start with random values, so that
+    reading the state of a wrong row makes a difference. Rows and states are restored at the end.
     """
     weights, states = rows_of(workload)
     generator = torch.Generator(workload.device).manual_seed(workload.rank)
@@ -113,10 +113,10 @@ def _finite(difference: float) -> float:
 def judge_losses(
     precision: str, losses: Mapping[str, Sequence[float]], again: Sequence[float]
 ) -> tuple[dict[str, Agreement], list[str]]:
-    """Return each contender's agreement with the first's losses, and a line for each that disagrees.
+    """Return each contender's agreement with the losses of the first one, and a line for each contender that disagrees.
 
-    The tolerance is the rounding of `precision` or, if more, four times the difference of `again`, a second run of the
-    reference.
+    The tolerance is the rounding error of `precision` or, if greater, four times the difference between the first
+    contender and `again`, the losses of a second run of it.
     """
     reference, expected = next(iter(losses.items()))
     noise = _relative_difference(again, expected)

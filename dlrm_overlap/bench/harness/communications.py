@@ -54,7 +54,7 @@ def by_collective(payload: Payload) -> Communication:
 
 
 def wrong(calls: Mapping[str, tuple[Communication, Callable[[], object]]]) -> list[str]:
-    """Run each call or replay; return those whose result is wrong on some rank. A collective."""
+    """Run each call or replay, and return the names whose result is wrong on some rank; a collective."""
     bad = []
     for (payload, result, _), run in calls.values():
         result.fill_(torch.nan)

@@ -25,7 +25,7 @@ class Contender(ABC):
     def __init__(self, name: str, workload: Workload) -> None:
         self.name, self.workload = name, workload
         self.columns: dict[str, Any] = {}
-        """columns in which contenders of the same name may differ"""
+        """additional columns of this contender's row, in which contenders of the same name may differ"""
 
     @abstractmethod
     def step(self, batch: Any) -> Any:
@@ -39,7 +39,7 @@ class Contender(ABC):
         return lambda: self.step(next(following))
 
     def close(self) -> None:  # noqa: B027  most have nothing to free
-        """Free memory that garbage collection does not; no rank may be in a step."""
+        """Free memory that garbage collection does not free; no rank may be in a step."""
 
 
 def close_all(contenders: Sequence[Contender]) -> None:
@@ -62,7 +62,7 @@ class Baseline(Contender):
         self._receive_sizes = [self._samples * dim for dim in layout.owner_dims]
 
     def step(self, batch: Ids, mark: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """Call `mark` after the lookup and after the All-to-All."""
+        """Take one step, calling `mark` after the lookup and after the All-to-All."""
         bags = batch.inputs[0]
         pooled = self._lookup(bags.values(), bags.offsets()).to(self.workload.wire_dtype)
         mark()
@@ -79,8 +79,8 @@ class Baseline(Contender):
 class Chunked(Contender):
     """The baseline in chunks of tables, whose All-to-All and unpacking overlap with the next lookup.
 
-    All owners have tables of the same dims. Unpacking has its own stream, the only one that waits for collectives.
-    Arranging the ids of a chunk is not timed.
+    All owners must have tables of the same dims. Unpacking has its own stream, and no other stream waits for the
+    collectives. Arranging the ids of a chunk is not timed.
     """
 
     def __init__(self, workload: Workload, chunks: int) -> None:
@@ -114,7 +114,7 @@ class Chunked(Contender):
 
 
 def make_chunked(workload: Workload) -> list[Contender]:
-    """Return contenders of 2, 4 and 8 chunks as far as there are tables; none for one rank or unequal dims."""
+    """Return contenders of 2, 4 and 8 chunks, if owners have that many tables; none for one rank or unequal dims."""
     dims = [[shard.dim for shard in shards] for shards in workload.layout.by_owner]
     takes_part = len(dims) > 1 and all(each == dims[0] for each in dims)
     return [Chunked(workload, chunks) for chunks in (2, 4, 8) if takes_part and chunks <= len(dims[0])]
@@ -157,7 +157,7 @@ class TorchRec(Contender):
 
 
 class Overlap(Contender):
-    """One of our exchanges; the name ends in `_stores` if the put is staged, in `_copied` if the output is a copy."""
+    """One of our exchanges. Its name ends in `_stores` if the put is staged, in `_copied` if the output is a copy."""
 
     def __init__(self, workload: Workload, options: ExchangeOptions) -> None:
         names = ["schedule"]

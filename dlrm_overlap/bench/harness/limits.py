@@ -22,14 +22,14 @@ _DENSE_TFLOP_PER_S = 790.0  # cuBLAS's best on an H200, bf16
 
 
 class Limit(NamedTuple):
-    """Bytes of a step on a rank, and rates of the slowest rank."""
+    """Greatest bytes of a step over the ranks, and rates of the slowest rank."""
 
     hbm_bytes: int
     """read from and written to GPU memory"""
     link_bytes: int
     hbm_gb_per_s: float
     link_gb_per_s: float
-    """to all peers together; 0 without peers"""
+    """rate to all peers together; 0 without peers"""
 
     @property
     def hbm_ms(self) -> float:
@@ -41,7 +41,7 @@ class Limit(NamedTuple):
 
 
 def count_tables(bags: KeyedJaggedTensor, dim: int, element_bytes: int, ranks: int = 1) -> list[ShardTraffic]:
-    """Return each table's load, divided by `ranks`; `bags` has a feature per table, for all samples."""
+    """Return each table's traffic, divided by `ranks`; `bags` has one feature per table, with all samples' bags."""
     found = []
     for table in bags.to_dict().values():
         counts = table.values().numel(), table.values().unique().numel(), int((table.lengths() > 0).sum())
@@ -51,9 +51,9 @@ def count_tables(bags: KeyedJaggedTensor, dim: int, element_bytes: int, ranks: i
 
 
 def find_limit(workload: Workload, ceilings: tuple[float, float], optimizer: str | None = None) -> tuple[Limit, int]:
-    """Return the limit of the forward, or of the backward with `optimizer`, and the ids of a rank; a collective.
+    """Return the limit of the forward or, given `optimizer`, of the backward, and the number of ids; a collective.
 
-    The bytes are the maximum over ranks. Rows and gradients count once per id; caches can beat this limit.
+    Bytes and ids are the maximum over ranks. Rows and gradients count once per id, so caches can beat this limit.
     """
     layout, rank, bags = workload.layout, workload.rank, workload.batches[0].inputs[0]
     first = layout.by_owner[rank][0]
@@ -89,8 +89,9 @@ def times(timing: Timing, baseline: Timing, limit: Limit) -> dict[str, Any]:
 def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any]:
     """Return the columns of the first step's floor: the longest of products, memory and link traffic of the mean rank.
 
-    Links carry ids, pooled embeddings, their gradients, and dense gradients by a ring all-reduce. Memory carries rows,
-    read, then read and written with their state; ids, embeddings, gradients; dense weights and outputs once.
+    Links carry ids, pooled embeddings, their gradients, and dense gradients by a ring all-reduce. Memory traffic counts
+    each distinct row as read by the lookup, then as read and written, with its optimizer state, by the update. Ids,
+    embeddings and gradients are counted too, dense weights and outputs once.
     """
     config, world_size, samples = trainer.config, trainer.world.world_size, trainer.samples_per_rank
     data, number_bytes = trainer.train_data, 2 if config.train.precision == "bf16" else 4
@@ -127,7 +128,8 @@ def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any
 
 
 def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
-    """Return GB/s of the slowest rank: memory (reads plus writes), links to all peers (0 without); a collective.
+    """Return GB/s of the slowest rank: of memory (reads plus writes), and of links to all peers together (0 without
+    peers); a collective.
 
     Memory is measured by a copy, links by the faster of copy engines and stores, on CPUs by gloo.
     """

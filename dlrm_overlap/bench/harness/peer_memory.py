@@ -1,4 +1,4 @@
-"""All-to-alls through memory that peers write. Imports Triton, so not on CPUs."""
+"""All-to-alls through memory that peers write. Imports Triton, so it cannot be imported on CPUs."""
 
 from collections.abc import Callable
 

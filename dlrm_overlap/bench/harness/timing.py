@@ -33,7 +33,7 @@ def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
 
 
 def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Run `piece`, which may load kernels, then capture it, and return the replay; not on the default stream."""
+    """Run `piece`, which may load kernels, capture it, and return its replay; not on the default stream."""
     piece()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
@@ -67,7 +67,10 @@ class Timing:
 def take_turns(
     turns: Sequence[Callable[[int], tuple[list[float], list[float]]]], steps: int, device: torch.device
 ) -> list[Timing]:
-    """Time at least `steps` steps of each contender in rounds; a collective. `turns` return their `time_steps`."""
+    """Time at least `steps` steps of each contender, in rounds; a collective.
+
+    Each of `turns` takes a number of steps and returns the result of `time_steps`.
+    """
     per_round = math.ceil(steps / ROUNDS)
     step_ms: list[list[float]] = [[] for _ in turns]
     host_ms: list[list[float]] = [[] for _ in turns]
@@ -81,7 +84,10 @@ def take_turns(
 def time_steps(
     step: Callable[[], object], steps: int, device: torch.device, mark: Callable[[], object] = lambda: None
 ) -> tuple[list[float], list[float]]:
-    """Return this rank's ms of steps, and of the CPU issuing them; `mark` is called at each border between steps."""
+    """Return each step's ms on this rank, and the ms in which the CPU issues it; waits for the last step.
+
+    `mark` is called before the first step and after each step.
+    """
     timer, host_ms = StepTimer(device), list[float]()
     timer.mark()
     mark()
@@ -130,10 +136,10 @@ def time_parts(
 
 @torch.no_grad()
 def time_alone(pieces: Sequence[Callable[[], object]], repetitions: int, device: torch.device) -> list[Timing]:
-    """Time pieces that start on all ranks together, without CPU time on a GPU; a collective.
+    """Time pieces of work that start on all ranks together; on a GPU, without the time of issuing them. A collective.
 
     Pieces begin and end on the current stream, and wait at a gate (`_begin_together`) until the CPU has issued them.
-    Each round shuffles them, equally on all ranks: a piece's time depends on the one before it.
+    Each round shuffles the pieces in the same way on all ranks, since a piece's time depends on the piece before it.
     """
     issued_ms = [0.0] * len(pieces)
     for _ in range(_WARMUP_RUNS):

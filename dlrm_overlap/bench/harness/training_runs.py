@@ -24,7 +24,7 @@ _AHEAD = 2  # batches that a pipeline prefetches; taken after the timed steps so
 
 class TracedSteps(NamedTuple):
     columns: dict[str, float]
-    """the `shares` of the mean step, and `busy_ms`, in which the GPU is not idle, in ms"""
+    """means over the steps, in ms: the `shares`, and `busy_ms`, the time in which the GPU is not idle"""
     timeline: list[tuple[str, float, float]]
     """the step of median length: kind of work, begin and end in us since the step began"""
 
@@ -51,7 +51,7 @@ class TrainingRun:
         return (losses / dist.get_world_size()).tolist()
 
     def time(self, steps: int, mark: Callable[[], object] = lambda: None) -> tuple[list[float], list[float]]:
-        """Return this rank's `time_steps`; the pipeline prefetches in every timed step."""
+        """Return the result of `time_steps` on this rank; the pipeline prefetches a batch in every timed step."""
         segment = self._segment(_WARMUP_STEPS + steps + _AHEAD)
         step = partial(self._take_step, segment)
         dist.barrier()
@@ -64,7 +64,7 @@ class TrainingRun:
         return found
 
     def traced(self, steps: int) -> TracedSteps:
-        """Trace `steps` steps on the GPU; a kernel on the current stream marks their borders.
+        """Trace `steps` steps on the GPU; a kernel on the current stream marks the borders of steps.
 
         CPU activity is not traced, since that would slow down the steps.
         """

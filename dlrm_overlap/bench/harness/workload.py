@@ -39,7 +39,7 @@ def with_keys(section: Any, keys: Mapping[str, Any]) -> Any:
 
 
 def shape_of(config: Config, world_size: int, tables_per_rank: int | None) -> Config:
-    """Return `config` with the dtypes of our exchanges and, if given, `tables_per_rank` tables per rank."""
+    """Return `config` for the backend `pgas` and, if given, with `tables_per_rank` tables per rank."""
     keys: dict[str, Any] = {"embedding.backend": "pgas"}
     if tables_per_rank is not None:
         keys["data.tables.count"] = tables_per_rank * world_size
@@ -51,9 +51,9 @@ def shape_of(config: Config, world_size: int, tables_per_rank: int | None) -> Co
 
 class Ids(NamedTuple):
     context: Any
-    """filled by TorchRec's input_dist"""
+    """context of a TorchRec step, filled by input_dist"""
     inputs: Any
-    """KJTList of one KeyedJaggedTensor: B bags per table of this rank; int64"""
+    """KJTList of one KeyedJaggedTensor, int64: bags of all B samples for each table of this rank"""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Workload:
     """samples of each rank"""
     wire_dtype: torch.dtype
     output_dtype: torch.dtype
-    """of every contender: bfloat16 if the wire and `train.precision` are, else float32"""
+    """dtype of every contender's output: bfloat16 if `wire_dtype` and `train.precision` are bfloat16, else float32"""
     batches: list[Ids]
 
     @property
@@ -76,7 +76,7 @@ class Workload:
 
 
 def read_ids(config: Config, group: dist.ProcessGroup, device: torch.device = _CPU) -> list[KeyedJaggedTensor]:
-    """Return this rank's ids of `BATCHES` batches; `device` only affects speed."""
+    """Return this rank's ids of `BATCHES` batches; `device` only affects how fast they are made."""
     data, _ = open_datasets(config.data, device)
     samples = config.train.samples_per_rank(group.size())
     firsts = [(batch * group.size() + group.rank()) * samples for batch in range(BATCHES)]
@@ -101,8 +101,8 @@ def make_workload(
 ) -> Workload:
     """Shard the tables of `config` and send this rank's batches `sparse` (`read_ids`) to their owners; a collective.
 
-    Rank 0 has the first T / W tables whole, and so on, so that the baseline unpacks by one concatenation; with
-    `cut_rows` each table is cut by rows over all ranks. Rows round to nearest, so that updates can be compared.
+    Rank r owns the r-th T / W tables, whole, so that the baseline unpacks by one concatenation. If `cut_rows`, each
+    table is cut by rows over all ranks. Updates round rows to nearest, so that contenders can be compared.
     """
     # Wire and output dtype, the same for all contenders.
     world_size = group.size()

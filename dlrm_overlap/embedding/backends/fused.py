@@ -99,7 +99,7 @@ class SlicedForward(ZeroCopyForward[Windows]):
         return put.launch(self.grid(i, put))
 
     def state(self, i: int, bags: Bags, table: FeatureTable, tuning: Tuning) -> SliceState:
-        """Return the memory that the programs of kernel i share; it is allocated again if the batch exceeds all earlier ones."""
+        """Return the memory that the programs of kernel i share; it grows with the largest batch."""
         here = self.world_size * table.entries.shape[0]
         slices = here * -(-bags.samples_per_rank // self.options.slice_bags)
         tasks = here * -(-bags.samples_per_rank // tuning.task_bags)

@@ -1,7 +1,7 @@
-"""Sizes of batches over all ranks, and the capacity of captured steps that is learned from them.
+"""Sizes of batches over all ranks, and the capacity of captured steps that is learned from the sizes.
 
-From the greatest sizes all ranks know whether the batch is captured, exceeds the capacity, or is missing on a rank,
-which ends the training.
+From the greatest sizes over all ranks, each rank knows whether the step is captured, whether the batch exceeds the
+capacity, and whether some rank has no batch left, which ends the training.
 """
 
 import logging
@@ -36,7 +36,7 @@ class PendingResult:
     """
 
     def __init__(self, consensus: "RankConsensus", numbers: torch.Tensor, written: torch.Event | None) -> None:
-        """`numbers` are [n] int64 on the CPU, ready after `written`."""
+        """Take `numbers`, [n] int64 on the CPU. If kernels write them, `written` is the event that follows."""
         self._consensus, self._numbers, self._written = consensus, numbers, written
         self._work: Work | None = None
 
@@ -47,7 +47,7 @@ class PendingResult:
             self._work = maxima.begin(self._numbers)
 
     def wait(self) -> np.ndarray:
-        """Return the greatest numbers, [n] int64.
+        """Wait for all ranks and return the greatest numbers, [n] int64.
 
         Raises:
             RuntimeError: if a kernel has recorded an error, or a rank has ended or does not answer.
@@ -69,7 +69,7 @@ class RankConsensus:
     """Asynchronous max-reductions over the CPUs of a group, in the same order on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None], device: torch.device = _CPU) -> None:
-        """`check` raises errors of kernels while a result is late; a collective."""
+        """`check` raises errors that kernels have recorded, and is called while a result is late; a collective."""
         on_gpu = device.type == "cuda"
         self._current = CurrentStream(torch.cuda.current_stream(device).device) if on_gpu else None
         self.check, self.is_first = check, group.rank() == 0
@@ -78,9 +78,10 @@ class RankConsensus:
         """the result whose reduction has not started"""
 
     def ask(self, numbers: torch.Tensor, are_pending: bool = False) -> PendingResult:
-        """Return the elementwise maximum of [n] int64 on the CPU over the ranks.
+        """Return the pending elementwise maximum of `numbers`, [n] int64 on the CPU, over the ranks.
 
-        With `are_pending`, kernels on the current stream have yet to write some of the numbers.
+        If `are_pending`, kernels on the current stream have yet to write some of the numbers. Does not wait for them,
+        but for the kernels of the previous call.
         """
         self.ask_last()
         written = self._current().record_event() if self._current is not None and are_pending else None
@@ -103,19 +104,20 @@ class Description(NamedTuple):
     numbers: torch.Tensor
     """[3 + 3 * T + tables] int64 on the CPU, see `CapacityTracker`"""
     are_pending: bool
-    """True if the current stream has yet to write some of them"""
+    """True if kernels on the current stream have yet to write some of the numbers"""
 
 
 class CapacityTracker:
     """The capacity of captured steps, learned from the first batch and grown by later ones; the same on all ranks.
 
     The sizes of a batch are [3 + 3 * T + tables] int64: 1 if there is no batch, 1 if it does not match the first one,
-    its samples; then for each of T features the ids of the batch, the ids of the largest bag, and minus the ids of the
-    smallest bag; then the number of distinct ids of each unpooled table, computed on the device. A rank without samples
-    does not change the sizes of bags: see `reference.count_bags`.
+    and its number of samples; then T numbers of ids, one per feature, T numbers of ids in the largest bag, and T
+    negated numbers of ids in the smallest bag; then the number of distinct ids of each unpooled table, computed on the
+    device. A rank without samples does not change the greatest sizes of bags: see `reference.count_bags`.
 
     Example: bags f: [5] [], g: [7, 7] [1] give 0 0 2, then 1 3, 1 2, 0 -1. The capacity for 2 samples is 2 ids of f,
-    since the largest bag has 1, and 4 ids of g, a quarter more than 3. A batch with 5 ids of g makes it 8.
+    since its largest bag has 1, and 4 ids of g, a quarter more than 3. A batch with 5 ids of g grows the capacity of g
+    to 8.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class CapacityTracker:
         counted = [module.counted() for module in modules if hasattr(module, "counted")]
         self._collections = [(tables, distinct) for tables, distinct in counted if tables]
         self._tables = list(dict.fromkeys(table for tables, _ in self._collections for table in tables))
-        """names of unpooled tables; if two collections have one of the same name, the greater number counts"""
+        """names of unpooled tables; if two collections have a table of one name, the greater number of ids counts"""
         self._features: list[str] = []
         self._limits = np.zeros(0, np.int64)
 
@@ -139,7 +141,7 @@ class CapacityTracker:
         return self._capacity
 
     def learn(self, example: BatchTensors | None) -> bool:
-        """Grow to the first batch, and return whether every rank has one; waits for the ranks."""
+        """Grow the capacity to the first batch, and return whether every rank has a batch; waits for all ranks."""
         if self.consensus.any_is(example is None) or example is None:
             return False
         self._features = _features(example)
@@ -150,7 +152,7 @@ class CapacityTracker:
         return True
 
     def describe(self, batch: BatchTensors) -> Description:
-        """Return a batch's sizes, without distinct ids; kernels on the current stream may write them."""
+        """Return a batch's sizes, without distinct ids; for ids on a GPU, kernels on the current stream write sizes."""
         on_gpu = any(ids.values().is_cuda for ids in batch.ids)
         count = self._distinct_from + len(self._tables)
         pinned = on_gpu or (bool(self._tables) and self._device.type == "cuda")
@@ -176,10 +178,10 @@ class CapacityTracker:
     def ask(
         self, described: Description | None, ids: Sequence[KeyedJaggedTensor] = (), is_mismatch: bool = False
     ) -> PendingResult:
-        """Return the greatest sizes over all ranks.
+        """Return the pending maximum of the sizes over all ranks; every rank calls this for every batch.
 
-        `described` is None if this rank has no batch. `ids` are all ids of the batch, or copies on the device, whose
-        distinct ids are counted.
+        `described` is None if this rank has no batch. `ids` are all ids of the batch, or copies of them on the device;
+        the distinct ids of unpooled tables are counted in them.
         """
         if described is None:
             numbers, are_pending = torch.zeros(len(self._limits), dtype=torch.int64, device="cpu"), False
@@ -209,7 +211,7 @@ class CapacityTracker:
         return bool(self._features) and _features(batch) == self._features
 
     def is_within(self, described: Description) -> bool:
-        """Return whether a batch is within the capacity, distinct ids aside; False if sizes are pending."""
+        """Return whether a batch is within the capacity, without checking distinct ids; False if sizes are pending."""
         known = slice(_SAMPLES, self._distinct_from)
         return not described.are_pending and not (described.numbers.numpy()[known] > self._limits[known]).any()
 
@@ -220,7 +222,10 @@ class CapacityTracker:
         return bool((sizes > self._limits)[_SAMPLES:].any())
 
     def grow(self, numbers: np.ndarray) -> None:
-        """Grow to batches with these greatest sizes: to a quarter more, and to twice what is exceeded."""
+        """Grow the capacity to batches with these greatest sizes.
+
+        Numbers of ids grow to a quarter more than the batch has, and to at least twice the exceeded capacity.
+        """
         old = self._capacity or BatchCapacity(max(1, int(numbers[_SAMPLES])), {})
         sizes, ids, distinct = dict(old.bag_sizes), dict(old.ids), dict(old.distinct)
         columns = numbers[_HEADER : self._distinct_from].reshape(3, len(self._features)).tolist()

@@ -16,7 +16,7 @@ from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges
 
 
 class CapturedStep:
-    """A step as a CUDA graph. Its first kernel advances the counters that the others read."""
+    """A step as a CUDA graph. Its first kernel advances the counters that the later kernels read."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class CapturedStep:
         """Capture `step`, which issues the step and returns its output.
 
         Args:
-            counters: all that count this step.
+            counters: all counters that this step advances.
             pool: memory pool of the graph that is replayed in turn with this one, or None.
 
         Raises:
@@ -63,19 +63,22 @@ class CapturedStep:
         return [[counter.value for counter in each.each] for each in self._counters]
 
     def launch(self) -> Any:
-        """Launch a step that is counted already."""
+        """Launch the graph without advancing the host's counters; return the step's output."""
         self._graph.replay()
         return self._output
 
     def replay(self) -> Any:
-        """Count and launch the step, and return its output, which the next replay overwrites."""
+        """Advance the host's counters, launch the graph, and return the output, which the next replay overwrites."""
         for each in self._counters:
             each.count_step()
         return self.launch()
 
 
 class GraphPair:
-    """The captured steps of a pipeline, one for each window of a pair; released with this object."""
+    """The two captured steps of a pipeline, one per `buffer_index`, which also selects one window of each pair.
+
+    The graphs are released with this object.
+    """
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class GraphPair:
     ) -> None:
         self._modules, self._dense_counters, self._order, self._device = modules, dense_counters, order, device
         self.each: list[CapturedStep | None] = [None, None]
-        """by buffer_index"""
+        """the steps, indexed by `buffer_index`; None until captured"""
         self._captured_addresses: list[Any] = []
         weakref.finalize(self, _release, self.each, device)
 
@@ -104,7 +107,7 @@ class GraphPair:
         return captured.launch()
 
     def release(self) -> None:
-        """Release the graphs, once the device has finished them."""
+        """Wait until the device has finished the graphs, and release them."""
         _release(self.each, self._device)
 
     @property
@@ -116,7 +119,7 @@ class GraphPair:
         return [(exchange, exchange.addresses) for exchange in self._exchanges]
 
     def check_addresses(self) -> None:
-        """Raise an InputError if rows or windows were moved or freed since the capture."""
+        """Raise an InputError if rows of tables or windows were moved or freed since the capture."""
         if any(self.each) and self._addresses != self._captured_addresses:
             raise InputError(
                 "GraphTrainPipeline: rows or windows that captured steps use were moved or freed since the capture, as "
@@ -129,17 +132,17 @@ class GraphPair:
         return [*(exchange.counters for exchange in self._exchanges), *self._dense_counters]
 
     def skip_epochs(self, buffer_index: int, sending: Collection[Exchange]) -> None:
-        """Skip an epoch where eager steps since the capture have advanced the epochs to the other window.
+        """Skip an epoch of each counter whose next epoch, after eager steps, would use another window than the graph.
 
         Args:
-            buffer_index: of the next step, which may not be captured yet if the other one is.
-            sending: exchanges whose ids are sent between this call and the step, which takes an epoch of the ids.
+            buffer_index: index of the next step, which may not be captured yet if the other one is.
+            sending: exchanges that send ids between this call and the step, which takes one epoch of the ids.
         """
         for exchange, counter in self._in_other_windows(buffer_index, sending):
             exchange.skip(counter)
 
     def set_arguments(self, buffer_index: int) -> None:
-        """Set the counters on the device to the next epochs, as captured kernels compute them."""
+        """Set the counters on the device so that the captured step with this index computes the next epochs."""
         if (captured := self._captured(buffer_index)) is not None:
             for counters, arguments in zip(self._counters, captured.arguments, strict=True):
                 counters.set_arguments(arguments)
@@ -172,7 +175,7 @@ def _release(graphs: list[CapturedStep | None], device: torch.device) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect garbage now, and none in the context.
+    """Collect garbage now, and disable garbage collection in the context.
 
     An unreachable exchange frees memory that peers read, which waits for the GPU: in a capture, torch would abort.
     """

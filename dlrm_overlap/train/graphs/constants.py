@@ -13,9 +13,9 @@ class Constant(NamedTuple):
     """A part of a batch that is not a tensor, or the type of a list, dictionary or object."""
 
     parent: str
-    """path of the part that contains it; empty for the batch itself"""
+    """path of the list, dictionary or object that contains the part; empty if that is the batch itself"""
     key: Any
-    """index, key or attribute"""
+    """index, key or attribute name of the part in its parent"""
     value: Any
 
     @property
@@ -24,7 +24,7 @@ class Constant(NamedTuple):
 
 
 def frozen(constants: Sequence[Constant]) -> list[Constant]:
-    """Return copies that do not change with the caller's values."""
+    """Return copies of `constants` that do not change if the caller changes the values."""
     return [each._replace(value=_frozen(each.value)) for each in constants]
 
 
@@ -35,7 +35,7 @@ def _frozen(value: Any) -> Any:
 
 
 def copy_of(value: Any) -> Any:
-    """Return a deep copy of a value that is not hashable, such as an array; others as they are."""
+    """Return a deep copy of a value that is not hashable, such as an array, and hashable values as they are."""
     if type(value).__hash__ is not None:
         return value
     try:
@@ -45,7 +45,7 @@ def copy_of(value: Any) -> Any:
 
 
 def difference(given: Sequence[Constant], first: Sequence[Constant]) -> tuple[str, str] | None:
-    """Return the path of the first part that differs, and how; None if none does."""
+    """Return the path of the first part in which two batches differ, and how it differs; None if none does."""
     for ours, theirs in zip(given, first, strict=False):
         if (ours.parent, ours.key) != (theirs.parent, theirs.key):
             return ours.parent, f"{_named(ours.parent)} has other parts than in the first batch"
@@ -60,7 +60,10 @@ def difference(given: Sequence[Constant], first: Sequence[Constant]) -> tuple[st
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Return whether two values are equal for a model; False if they cannot be compared. NaN equals NaN."""
+    """Return whether two values are equal for a model; False if they cannot be compared.
+
+    NaN equals NaN, but 0.0 does not equal -0.0, nor 1 equal 1.0.
+    """
     if type(value) is not type(other):
         return False
     if isinstance(value, float | complex | np.inexact):

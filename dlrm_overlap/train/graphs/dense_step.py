@@ -1,4 +1,4 @@
-"""The dense part of a step; optimizers may be inside TorchRec's wrappers."""
+"""The dense part of a step. Optimizers may be inside TorchRec's wrappers, such as `CombinedOptimizer` or a warm-up."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,7 +29,8 @@ _BUCKET_BYTES = 16 << 20  # smallest bucket of gradients
 class DenseStep:
     """Clears, reduces and applies the dense gradients.
 
-    `begin`, forward and backward, `update` may be captured; `update_after` follows each step, outside of the graph.
+    A step calls `clear`, `begin`, forward and backward, `update`, `update_after`. The graph contains the calls from
+    `begin` to `update`; `clear` and `update_after` are called outside of it.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class DenseStep:
         gradient_dtype: torch.dtype,
         stores: StoreOptions | None,
     ) -> None:
-        """Copy rank 0's dense parameters to all ranks, except shards of them; a collective.
+        """Copy rank 0's dense parameters to all ranks, except parameters that are divided over ranks; a collective.
 
         Args:
-            optimizer: of all parameters, tables included.
-            casts: for a model that uses the weights in bfloat16.
+            optimizer: optimizer of all parameters, including tables.
+            casts: casts the dense parameters to bfloat16 for the model; None if it uses them in float32.
             gradient_dtype: type in which gradients are sent, float32 or bfloat16.
             stores: options of the reduction by stores; None reduces by a collective.
         """
@@ -67,7 +68,7 @@ class DenseStep:
         """why some optimizers step in `update_after` instead of `update`; empty if none does"""
         taken_after = [fused for each in self._after for fused in fused_optimizers(each)]
         self.fused = [each for each in fused_optimizers(optimizer) if each not in taken_after]
-        """the tables' optimizers, whose steps set learning rates, except those inside one of `update_after`"""
+        """optimizers of tables, whose `step` sets learning rates, unless `update_after` steps them"""
         captured = [each for outer in optimizers if reasons[id(outer)] is None for each in _all_of(outer)]
         self._steps = [FlatSteps(flat, each) for each in captured if not isinstance(each, (*_WRAPPERS, FusedOptimizer))]
         # The outer clipping comes before the inner one. A warm-up sets the next learning rate, on the CPU.
@@ -85,9 +86,9 @@ class DenseStep:
             casts.on_complete(self.buckets.complete)
 
     def clear(self) -> None:
-        """Clear the gradients before a step, except those that an optimizer which steps after the graph keeps.
+        """Clear the dense gradients before a step.
 
-        As with TorchRec's pipelines, the backward adds to these.
+        The backward adds to gradients that an optimizer of `update_after` keeps, as in TorchRec's pipelines.
         """
         if not self._after:
             return
@@ -99,7 +100,7 @@ class DenseStep:
         self._flat.zero(every.keys() - kept if kept else None)
 
     def begin(self) -> None:
-        """Drop gradients of earlier steps before a forward, except those that `clear` has kept."""
+        """Drop the dense gradients of earlier steps before a forward, except for gradients that `clear` has kept."""
         if self._casts is not None:
             self._casts.begin()
         elif not self._after:
@@ -128,7 +129,7 @@ class DenseStep:
             step_alone(warm_up)
 
     def cast_shadow(self) -> None:
-        """Cast the weights again, which a checkpoint may have changed."""
+        """Cast the dense weights to bfloat16 again, after a checkpoint may have changed them."""
         self._flat.cast_shadow()
 
     def refresh(self) -> None:

@@ -20,11 +20,11 @@ class StepKind(Enum):
     """Kind of the next step, the same on all ranks."""
 
     CAPTURED = "captured"
-    """on batches that a CUDA graph can take; warm-up steps are issued kernel by kernel"""
+    """every rank's batch fits a captured step; warm-up steps before the capture are issued kernel by kernel"""
     EAGER = "eager"
-    """on a batch that is uncapturable on some rank"""
+    """the batch of some rank is uncapturable"""
     END = "end"
-    """none, since a rank has no batch left"""
+    """no step is taken, since a rank has no batch left"""
 
 
 class PlannedStep(NamedTuple):
@@ -32,17 +32,17 @@ class PlannedStep(NamedTuple):
 
     kind: StepKind
     buffer_index: int
-    """0 or 1, in turn"""
+    """0 or 1, in turn: which buffers and windows the step uses"""
     is_first: bool = False
-    """True if the pipeline was empty before"""
+    """True if no batch had been read ahead for this step"""
     read: BatchTensors | None = None
-    """the batch as it was read; None if it was copied to `staging`"""
+    """the batch as the loader returned it; None if it was copied to `staging`"""
     staging: StaticBatch | None = None
     """buffer that the batch is copied to, if captured steps can take it"""
     active_buffer: StaticBatch | None = None
-    """buffer that captured steps read, to which `InputPrefetcher.activate` copies `staging`"""
+    """buffer that captured steps read, to which `InputPrefetcher.activate` copies `staging`; None if not captured"""
     sizes: np.ndarray = np.empty(0, np.int64)
-    """of the batch over all ranks, see `CapacityTracker`"""
+    """greatest sizes of the batch over all ranks, see `CapacityTracker`"""
 
     @property
     def active(self) -> StaticBatch:
@@ -52,7 +52,8 @@ class PlannedStep(NamedTuple):
     def batch(self, device: torch.device, exact: bool = True) -> Any:
         """Return the batch on the device.
 
-        With `exact`, ids are unpadded, as eager steps read them; otherwise, if captured, tensors have fixed addresses.
+        If `exact`, ids are unpadded, as eager steps read them, which may wait for the device. Otherwise the ids of a
+        captured step are padded, and its tensors have fixed addresses.
         """
         if self.kind is StepKind.CAPTURED:
             return self.active.exact() if exact else self.active.batch
@@ -68,11 +69,11 @@ _END = PlannedStep(StepKind.END, 0), PlannedStep(StepKind.END, 1)
 
 class PrefetchedBatch(NamedTuple):
     read: BatchTensors | None
-    """None if it was copied to `staging`, or if this rank has no batch left"""
+    """the batch; None if it was copied to `staging`, or if this rank has no batch left"""
     staging: StaticBatch | None
-    """None if this rank has no batch left"""
+    """the buffer for the batch; None if this rank has no batch left"""
     sizes: PendingResult
-    """over all ranks"""
+    """greatest sizes of the batch over all ranks"""
 
 
 class InputPrefetcher:
@@ -100,7 +101,7 @@ class InputPrefetcher:
         self._ids.forget()
 
     def plan(self, batches: Iterator[Any]) -> PlannedStep:
-        """Return the next step; reads its batch if none was read ahead, and may wait for the ranks."""
+        """Return the next step; reads batches if none was read ahead, and may wait for the other ranks."""
         step = self._plan(self._index)
         if step.kind is StepKind.END:
             self.reset()
@@ -115,7 +116,7 @@ class InputPrefetcher:
         return step
 
     def plan_following(self) -> PlannedStep:
-        """Return the step after the next one; may wait for the ranks."""
+        """Return the step after the next one; may wait for the other ranks."""
         return self._plan(1 - self._index)
 
     def _plan(self, index: int) -> PlannedStep:
@@ -139,14 +140,14 @@ class InputPrefetcher:
         return step
 
     def activate(self, step: PlannedStep) -> None:
-        """Copy a batch from its staging to its active buffer, in the step before or in the step itself."""
+        """Copy the batch of `step` from its staging to its active buffer, during the previous step or `step` itself."""
         assert step.staging is not None
         step.active.copy_from(step.staging)
         if step.buffer_index == self._index:
             self._streams.step_is_issued(1 - self._index)
 
     def finish(self, batches: Iterator[Any]) -> None:
-        """Note that the planned step was issued, and read another batch into its buffer."""
+        """Note that the planned step was issued, and read the batch two steps later into its staging buffer."""
         index = self._index
         self._streams.step_is_issued(index)
         if self._plan(index).kind is StepKind.EAGER:  # has read its staging buffer
@@ -185,7 +186,7 @@ class InputPrefetcher:
                 log.warning("train pipeline: the step of such a batch is eager: %s", mismatch.reason)
 
     def _make_buffers(self, example: BatchTensors | None) -> bool:
-        """Make buffers, unless a rank has no batch; return whether they were made."""
+        """Make buffers like `example`, unless a rank has no batch; return whether they were made. A collective."""
         if not self._capacity.learn(example) or example is None:
             return False
         self._make_windows()
@@ -208,7 +209,7 @@ class InputPrefetcher:
         self._ids.forget_memory()
 
     def grow(self, sizes: np.ndarray) -> None:
-        """Grow the capacity to batches of such sizes, see `drop_buffers`; a collective."""
+        """Grow the capacity to `sizes` (`CapacityTracker`), then call `drop_buffers`; a collective."""
         self.drop_buffers()
         self._capacity.grow(sizes)
         self._make_windows()

@@ -12,7 +12,7 @@ _NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")  # operators of c10d 
 class ModelCollectives(TorchDispatchMode):
     """A context that finds collectives which a model calls itself, in its forward or backward.
 
-    NCCL's crashed processes when they were captured together with our kernels (torch 2.11).
+    Collectives of NCCL crashed processes when they were captured together with our kernels (torch 2.11).
     """
 
     called = ""
@@ -20,7 +20,7 @@ class ModelCollectives(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, without which torch.compile compiles nothing here."""
+        """Return True: with False, torch.compile would compile nothing in this context."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,7 +34,7 @@ class ModelCollectives(TorchDispatchMode):
 
 
 def _caller() -> FrameType | None:
-    """Return the frame that called a collective; None if it is this package's or TorchRec's."""
+    """Return the frame that called a collective; None if this package or TorchRec called it."""
     frame, through = sys._getframe(2), set[str]()
     while frame.f_back is not None and _package(frame) in ("torch", "torchrec"):
         through.add(_package(frame))

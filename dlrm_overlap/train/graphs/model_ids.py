@@ -29,10 +29,10 @@ class ModelIds:
         self._modules, self._order, self._is_steady = modules, order, False
         self.unpooled_features = {feature for module in modules for feature in module.unpooled_features}
         self.sent_ahead: list[tuple[IdSender, str]] = []
-        """senders whose ids are in the batch, and the path of the ids in it"""
+        """senders whose ids are in the batch, each with the path of its ids in the batch"""
         self._torchrec: list[tuple[TorchRecTables, str]] = []
         self.block_capture = False
-        """True if the model makes the ids of tables that stay with TorchRec, which needs them before a graph"""
+        """True if the model computes ids of tables that stay with TorchRec, which needs them before a graph's launch"""
         self.are_sent = False
         """True if the ids of the next step were sent"""
 
@@ -42,7 +42,7 @@ class ModelIds:
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """Return a context for steps whose batch sizes are those of the first one."""
+        """Return a context in which every step has the same batch size on each rank as the first step."""
         self._set_steady(True)
         try:
             yield

@@ -10,16 +10,16 @@ class ModelOwner(Protocol):
     """A pipeline that holds the CUDA graphs of a model and averages its dense gradients."""
 
     def release_model(self) -> None:
-        """Release the graphs and gradient hooks of the model, so that another pipeline can own it; no rank may be in a step."""
+        """Release the model's graphs and gradient hooks for another pipeline; no rank may be in a step."""
         ...
 
     def prepare_evaluation(self, batch: BatchTensors) -> None:
-        """Prepare for a forward on this batch, by whichever pipeline; a collective."""
+        """Prepare the model for a forward on this batch, by this or another pipeline; a collective."""
         ...
 
 
 class _Owned:
-    """The owner, for as long as the model lives; a copy of the model has none."""
+    """Refers to the owner from the model; a copy of the model refers to none."""
 
     def __init__(self, model: Any, owner: ModelOwner | None) -> None:
         self.model, self.owner = weakref.ref(model), owner
@@ -32,7 +32,7 @@ _ATTRIBUTE = "_dlrm_overlap_owner"
 
 
 def owner_of(model: Any) -> ModelOwner | None:
-    """Return the pipeline that trains a model, compiled or not."""
+    """Return the pipeline that trains a model, or None; the model may be wrapped by torch.compile."""
     owned = getattr(model, _ATTRIBUTE, None)
     if owned is None or (owned.model() is not model and owned.model() is not getattr(model, "_orig_mod", None)):
         return None

@@ -29,9 +29,7 @@ class PaddingProbe:
     def __init__(
         self, model: nn.Module, modules: Sequence[ExchangingModule[Any]], capacity: BatchCapacity, batch: Any
     ) -> None:
-        """Copy a batch on the device, without padding, before its step, which may change it and is taken in
-        `recording`.
-        """
+        """Copy `batch`, unpadded and on the device, before its step in `recording`, which may change it."""
         self._modules, self._capacity = modules, capacity
         self._batch = replace_leaves(batch, partial(self._copy, fill=None))
         self._results: dict[nn.Module, Any] = {}
@@ -56,7 +54,7 @@ class PaddingProbe:
         return result
 
     def why_padding_is_read(self, forward: Callable[[Any], Any], any_is: Callable[[bool], bool]) -> str:
-        """Return how padding changes loss or output, empty if it does not; a collective.
+        """Return how padding changes loss or output, on this rank or another; empty if it does not. A collective.
 
         `forward` returns loss and output of a batch; `any_is` returns whether something is true on any rank.
         """
@@ -69,7 +67,7 @@ class PaddingProbe:
         return ""
 
     def _run(self, forward: Callable[[Any], Any], fill: float | None) -> BatchTensors | Exception:
-        """Return loss and output, padded with `fill` unless it is None, or the error that was raised."""
+        """Return loss and output, or the error raised; the batch is padded with `fill`, or not at all if it is None."""
         device = next((p.device for module in self._dense for p in module.parameters(recurse=False)), None)
         devices = [device.index] if device is not None and device.type == "cuda" else []
         with torch.random.fork_rng(devices), self._state_kept(), self._replaying(fill):
@@ -98,7 +96,7 @@ class PaddingProbe:
         )
 
     def _result(self, module: Any, result: Any, fill: float | None) -> Any:
-        """Return a copy of an embedding module's result; rows of unpooled tables are padded."""
+        """Return a copy of an embedding module's result. Unless `fill` is None, rows of unpooled tables are padded."""
         if isinstance(result, KeyedTensor):
             values, front = result.values(), getattr(module, "leading_columns", 0)
             whole = values.new_zeros(values.shape[0], front + values.shape[1])
@@ -134,7 +132,7 @@ class PaddingProbe:
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
-        """Restore parameters, buffers and attributes, and disable dropout, which depends on sizes."""
+        """Disable dropout, which depends on sizes, and restore parameters, buffers and attributes at the end."""
         attributes = [dict(vars(module)) for module in self._dense]
         dropping = [module for module in self._dense if isinstance(module, _DropoutNd) and module.training]
         held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [

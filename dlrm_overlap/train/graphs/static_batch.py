@@ -27,14 +27,14 @@ class BatchTensors(dict[str, Any]):
 
     The walk also enters dataclasses, `Streamable` batches and other objects, which torch's pytree takes for leaves.
 
-    Example: for ({"a": t, "b": u, "k": 3}, v) they are "0.a": t, "0.b": u, "1": v.
+    Example: the batch ({"a": t, "b": u, "k": 3}, v) with tensors t, u, v gives "0.a": t, "0.b": u, "1": v.
     """
 
     def __init__(self, batch: Any) -> None:
         super().__init__()
         self.batch = batch
         self.constants: list[Constant] = []
-        """all other parts, such as numbers, text and arrays; of a list, dictionary or object its type"""
+        """all other parts, such as numbers, text and arrays, and the type of each list, dictionary and object"""
         self._find(batch, "", "", "")
         self.ids = [leaf for leaf in self.values() if isinstance(leaf, KeyedJaggedTensor)]
 
@@ -59,7 +59,7 @@ class BatchTensors(dict[str, Any]):
         return {path: Form.of(leaf) for path, leaf in self.items() if isinstance(leaf, torch.Tensor)}
 
     def snapshot(self) -> "BatchTensors":
-        """Return the same tensors in copied lists and dictionaries, which the caller cannot change."""
+        """Return the same tensors, not copied, in copies of the batch's lists and dictionaries."""
         return BatchTensors(replace_leaves(self.batch, lambda leaf: leaf))
 
 
@@ -88,7 +88,7 @@ class Mismatch(NamedTuple):
 
 
 def why_not_static(batch: Any) -> str | None:
-    """Return why a static batch cannot hold such a batch; None if it can."""
+    """Return why a `StaticBatch` cannot be made like this batch; None if it can."""
     for path, leaf in BatchTensors(batch).items():
         if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
             kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
@@ -97,7 +97,7 @@ def why_not_static(batch: Any) -> str | None:
 
 
 class StaticBatch:
-    """A batch like `example`, whose tensors keep their addresses and whose other parts are the example's."""
+    """A batch like `example`: its tensors keep their addresses, and its other parts are equal to those of `example`."""
 
     def __init__(self, example: Any, device: torch.device, capacity: BatchCapacity) -> None:
         leaves = BatchTensors(example)
@@ -127,7 +127,7 @@ class StaticBatch:
         self.renew()
 
     def renew(self) -> None:
-        """Make `batch` again, of the same tensors, without the lengths that its ids have cached."""
+        """Make `batch` again from the same tensors, because KeyedJaggedTensors cache the lengths of one step."""
         for leaf in self.ids.values():
             leaf.renew()
         tensors = iter(
@@ -136,10 +136,10 @@ class StaticBatch:
         self.batch = replace_leaves(self._example, lambda _: next(tensors))
 
     def mismatch(self, leaves: BatchTensors) -> Mismatch | None:
-        """Return how a batch differs from the first one; None if it can be copied.
+        """Return how a batch differs from the example; None if it can be copied to this batch.
 
         Raises:
-            InputError: if ids have another path than in the first batch, or see `StaticKeyedJaggedTensor.mismatch`.
+            InputError: if ids have another path than in the example, or `StaticKeyedJaggedTensor.mismatch` raises it.
         """
         if leaves.keys() != self._leaves.keys():
             if [path for path, leaf in leaves.items() if isinstance(leaf, KeyedJaggedTensor)] == list(self.ids):
@@ -167,7 +167,7 @@ class StaticBatch:
         return Mismatch(path, f"tensor {path} is {ours}, and was {first} in the first batch", ours.shape == first.shape)
 
     def fill(self, leaves: BatchTensors) -> None:
-        """Copy a batch from the host or the device, on the current stream."""
+        """Copy a batch from the host or the device to this batch, on the current stream."""
         for path, leaf in leaves.items():
             static = self._leaves[path]
             if isinstance(static, StaticKeyedJaggedTensor):
@@ -179,21 +179,21 @@ class StaticBatch:
             lease.copying()
 
     def copy_from(self, other: "StaticBatch") -> None:
-        """Copy the content of `other`, made of the same example on the same device, and call `renew`."""
+        """Copy the tensors of `other`, a static batch of the same example and device, and call `renew`."""
         # By a kernel: in a CUDA graph it has its stream's priority, while a copy has the lowest, and would wait until
         # all programs of the lookup have begun.
         torch.bitwise_or(other._memory, 0, out=self._memory)
         self.renew()
 
     def exact(self) -> Any:
-        """Return the batch with unpadded ids, whose number is read from the device."""
+        """Return the batch with unpadded ids; may wait for the device to read their number."""
         tensors = iter(
             [leaf.exact() if isinstance(leaf, StaticKeyedJaggedTensor) else leaf for leaf in self._leaves.values()]
         )
         return replace_leaves(self._example, lambda _: next(tensors))
 
     def path_of(self, features: KeyedJaggedTensor) -> str | None:
-        """Return the path of ids of this batch or of its `exact` form; None for other ids."""
+        """Return the path of `features` in this batch or in the result of `exact`; None if they are in neither."""
         given = padded(features)
         return next((path for path, leaf in self.ids.items() if leaf.tensor is given), None)
 
@@ -234,7 +234,8 @@ def on_device(batch: Any, device: torch.device) -> Any:
 def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> BatchTensors:
     """Return a batch whose ids have one bag per sample and feature, see `variable_batch`.
 
-    Where ids have a feature in `unpooled`, of an unpooled table, bags are repeated for each of their samples.
+    `unpooled` names the features of unpooled tables. In a KeyedJaggedTensor with such a feature, a bag that several
+    samples share is repeated for each of them.
     """
     leaves = BatchTensors(batch)
     if not any(ids.variable_stride_per_key() for ids in leaves.ids):
@@ -251,7 +252,7 @@ def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> BatchTen
 def replace_leaves(value: Any, replace: Callable[[Any], Any]) -> Any:
     """Return a copy of `value` with each leaf replaced by `replace(leaf)`, in the order of `BatchTensors`.
 
-    Objects without leaves are copied if they are not hashable, such as arrays; the others are shared.
+    Objects without leaves are copied if they are not hashable, such as arrays; hashable ones are shared.
     """
     if isinstance(value, _LEAVES):
         return replace(value)
@@ -305,12 +306,12 @@ class StaticKeyedJaggedTensor:
         self.renew()
 
     def renew(self) -> None:
-        """Make `tensor` again, without the lengths that it has cached."""
+        """Make `tensor` again from the same memory, without the cached lengths of an earlier step."""
         about = self._samples, self._capacities, self._known, self._inverse
         self.tensor = PaddedKeyedJaggedTensor(self.keys, self._values, self._weights, self._lengths, *about)
 
     def exact(self) -> KeyedJaggedTensor:
-        """Return unpadded ids, whose number is read from the device."""
+        """Return the unpadded ids; waits for the device to read their number, unless all lengths are known."""
         if self._known:
             return self.tensor
         counts = self._lengths.view(len(self.keys), self._samples).sum(1).tolist()
@@ -323,10 +324,10 @@ class StaticKeyedJaggedTensor:
         return found
 
     def mismatch(self, ids: KeyedJaggedTensor) -> str:
-        """Return how ids differ from the first batch's; empty if they can be copied.
+        """Return how `ids` differ from the ids of the first batch; empty if they can be copied to this memory.
 
         Raises:
-            InputError: if they have other features, or only one of the two has weights.
+            InputError: if their features differ, or only one of the two batches has weights.
         """
         weighted = weights_of(ids) is not None
         if ids.keys() != self.keys or weighted != self._weighted:
@@ -345,7 +346,7 @@ class StaticKeyedJaggedTensor:
         return ""
 
     def fill(self, ids: KeyedJaggedTensor) -> None:
-        """Copy ids. Those beyond the capacity raise an error on every rank when they are sent."""
+        """Copy ids, up to the capacity. If there are more, sending the ids raises an error on every rank."""
         values = ids.values()
         count, copied = values.numel(), min(values.numel(), self._size)
         self._values[:copied].copy_(values[:copied], non_blocking=True)
@@ -386,22 +387,22 @@ def _described(keys: Sequence[str], weighted: bool) -> str:
 @uncompiled  # a compiled model would make the tensor in every step
 @cache
 def _on_device(indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return indices [n] int32 on the device, cached since a capture cannot copy from the host."""
+    """Return indices [n] int32 on the device. The result is cached, since a capture cannot copy from the host."""
     return torch.tensor(indices, dtype=torch.int32, device=device)
 
 
 class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
     """Ids of one step, padded with 0 to the capacity.
 
-    `split`, `permute`, `[]` and `to_dict` return features padded to their capacities, without reading numbers of ids
-    from the device. Methods that return such numbers raise an error, unless all lengths are known beforehand.
+    `split`, `permute`, `[]` and `to_dict` return features padded to their capacities, without reading the number of ids
+    from the device. Methods that return numbers of ids raise an error, unless all lengths are known beforehand.
 
     Example: 2 samples, f has up to 1 and g up to 2 ids a bag. f: [5] [], g: [7, 7] [1] has values 5 7 7 1 0 0 and
     lengths 1 0 2 1; `["g"]` has values 7 7 1 0 and lengths 2 1.
     """
 
     padded: KeyedJaggedTensor | None = None
-    """for unpadded ids, which eager steps read: the padded ones, which are sent to the owners of the rows"""
+    """set on the unpadded ids of an eager step: the padded ids of the same batch, which are sent to the row owners"""
     is_exact = False
     """True if neither these ids nor features split from them are padded"""
 
@@ -419,9 +420,10 @@ class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
         """Take T features of `samples` bags.
 
         Args:
-            values: [sum of capacities] ids; `weights` likewise.
-            lengths: [T * samples].
-            capacities: [T] largest number of ids of each feature, or with `known` their number.
+            values: [sum of capacities] ids.
+            weights: [sum of capacities] weight of each id, or None.
+            lengths: [T * samples] ids of each bag.
+            capacities: [T] largest number of ids of each feature; if `known`, the exact number.
             inverse: for a variable batch, the index of each sample's bag, for each feature.
         """
         self.capacities, self._known = list(capacities), known
@@ -439,7 +441,7 @@ class PaddedKeyedJaggedTensor(KeyedJaggedTensor):
 
     @_length_per_key.setter
     def _length_per_key(self, lengths: list[int] | None) -> None:
-        """Ignore the lengths that TorchRec's class caches: they are those of one batch."""
+        """Ignore the lengths that TorchRec's class caches: they belong to one batch."""
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
         ends = list(accumulate(segments, initial=0))

@@ -73,7 +73,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         bound: BatchCapacity | None = None,
         **torchrec_kwargs: Any,
     ) -> None:
-        """Take the arguments of `TrainPipelineSparseDist`, by position or name, and those of captured steps.
+        """Take the arguments of `TrainPipelineSparseDist`, by position or name, and arguments for captured steps.
 
         TorchRec's `custom_model_fwd` and `dmp_collection_sync_interval_batches` keep their meaning. Its options about
         how a step is issued, such as `apply_jit`, apply only when this pipeline falls back to TorchRec's, e.g. with
@@ -82,6 +82,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         Args:
             capacity: sizes of the largest batch, for which memory is allocated; None learns them from the first batch.
             casts: casts all trained dense parameters to bfloat16 for the model; None if it uses them in float32.
+            group: process group of all ranks that train the model; None takes the default one.
             gradient_dtype: type in which dense gradients are sent, float32 or bfloat16.
             dense_reduce: how dense gradients are averaged: collective (`dense.gradients`), stores (`dense.stores`), or
                 auto, which is stores on GPUs if all ranks are on one node.
@@ -127,7 +128,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._ids = ModelIds(self._modules, self._order)
         self._prefetcher = InputPrefetcher(device, self._capacity, self._streams, self._ids)
         self._patience = _UNCAPTURABLE_STEPS
-        """uncapturable batches in a row after which the graphs are released; doubled if that was too early"""
+        """uncapturable batches in a row after which the graphs are released; doubled if they were released too early"""
         self._ignores_padding = False
         """True once the model is known not to read the padding of captured steps"""
         self._has_checked_first = False
@@ -145,7 +146,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._fallback = TrainPipelineSparseDist(*self._given.args, **self._given.kwargs)
 
     def _check_first(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Fall back if no captured step can read some rank's first batch; a collective."""
+        """Fall back to TorchRec's pipeline if the first batch of some rank cannot be captured; a collective."""
         self._has_checked_first = True
         first = next(batches, None)
         reason = why_not_static(first)
@@ -189,12 +190,12 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train on the next batch, or evaluate it if the model is in evaluation mode, and return the model's output.
 
-        In training, the output is valid until the next call.
+        A collective, which may wait for the other ranks. In training, the output is valid until the next call.
 
         Raises:
             StopIteration: if a rank has no batch left.
-            InputError: if a batch has other features than the first one, other dense parameters get a gradient than in
-                the first step, or rows or windows were moved or freed since the capture.
+            InputError: if a batch has other features than the first one, if other dense parameters get a gradient than
+                in the first step, or if rows of tables or windows were moved or freed since the capture.
             RuntimeError: if a kernel has recorded an error, such as an expired wait for a peer.
         """
         if self._fallback is None and not self._has_checked_first:
@@ -252,7 +253,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return self._model
 
     def attach(self, model: DistributedModelParallel | None = None, sparse_dist: bool = True) -> None:
-        """Undo `detach`, as does the next `progress`."""
+        """Undo `detach`. The next `progress` also does this."""
         if self._fallback is not None:
             self._fallback.attach(model, sparse_dist)
 
@@ -267,7 +268,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def prepare_evaluation(self, batch: BatchTensors) -> None:
-        """Grow the capacity if the batch exceeds it; ids that were sent ahead are sent again in their step."""
+        """Grow the capacity if the batch exceeds it; a collective. Ids sent ahead are sent again in their step."""
         if self._ids.are_sent:
             self._ids.forget()
         if self._steps and self._capacity.describes(batch):
@@ -378,7 +379,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return output
 
     def _grow(self, sizes: np.ndarray) -> bool:
-        """Grow the capacity if batches of such sizes exceed it; return whether they do."""
+        """Grow the capacity if `sizes` (`CapacityTracker`) exceed it; return whether they do."""
         if is_beyond := self._capacity.are_beyond(sizes):
             self._release_graphs()
             self._prefetcher.grow(sizes)
@@ -390,7 +391,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._ignores_padding = False  # other features may be padded
 
     def _launch(self, step: PlannedStep, take: Callable[[], Any]) -> Any:
-        """Take a captured step with the current learning rates, between lookup and update of TorchRec's tables."""
+        """Take a captured step with the current learning rates, after the lookup and before the update of TorchRec's
+        tables.
+        """
         self._dense.refresh()
         for exchange in exchanges_of(self._modules):
             exchange.tables.read_again()
