@@ -94,7 +94,7 @@ class IdSender:
         """Start the step of `features`; if no sent ids wait for their step, send `features` first.
 
         Raises:
-            InputError: if other ids wait for their step, which a peer may have started; raised before anything has begun.
+            InputError: if other ids wait for their step, which a peer may have started; raised before the step begins.
         """
         sent = self._first(features)
         if sent.features is not padded(features):
