@@ -24,7 +24,7 @@ _NONE: Any = object()
 
 
 class StepCache(Generic[Key, Value]):
-    """Values by keys such as the sizes of a batch: all that captures have used, and the 64 others used last.
+    """Caches values by keys such as batch sizes: every value that a capture has used, and the 64 others used last.
 
     A CUDA graph holds addresses of its kernels' tensors, but no references, so values used during a capture are held as
     long as the cache. Others may be dropped: kernels that read them are issued before the next owner of their memory

@@ -76,43 +76,34 @@ def _is(row: Row, contender: str) -> bool:
     return not contender or row["contender"] == contender or row["contender"].startswith(GROUPS.get(contender, "\0"))
 
 
-def values(rows: Sequence[Row], own: Sequence[Row], expression: str) -> list[float]:
-    """Return what an expression is for the rows `own` of one line, among all `rows` of their file.
+_SHAPE = (
+    *("arch", "optimizer", "world_size", "tables", "rows", "dim", "multi_hot", "zipf_alpha", "global_batch"),
+    *("operator", "m", "k", "n"),
+)
 
-    A ratio is over the next row of its denominator with the same shape, which took turns with it. Of a group the least
-    counts. A row whose results disagree has no ratio.
+
+def _problem(row: Row) -> tuple[str | None, ...]:
+    return tuple(row.get(name) for name in _SHAPE)
+
+
+def values(rows: Sequence[Row], own: Sequence[Row], expression: str) -> list[float]:
+    """Return the values of an expression for the rows `own` of one line, among all `rows` of their file.
+
+    A ratio divides by the next row of its denominator with the same shape, which was measured in the same turns. If a
+    group is named, its smallest value counts. A row whose results disagree has no ratio.
     """
     above, below = (each.partition(":") for each in f"{expression}/".split("/")[:2])
-    found: dict[str, list[float]] = {}
+    found: dict[tuple[str | None, ...], list[float]] = {}
     for row in own:
         disagrees = row.get("agrees") == "False" and (any(below) or above[0] in GROUPS)
         shown = column(row, above[2] or "median_ms") if _is(row, above[0]) and not disagrees else ""
         if shown == "":
             continue
-        value, kind = float(shown), str([row.get(k) for k in _SHAPE])
+        value = float(shown)
         if any(below):
-            same = [each for each in rows if _is(each, below[0]) and all(each.get(k) == row.get(k) for k in _SHAPE)]
+            same = [each for each in rows if _is(each, below[0]) and _problem(each) == _problem(row)]
             later = [each for each in same if rows.index(each) >= rows.index(row)] or same[-1:]
-            others = [
-                float(column(each, below[2] or "median_ms")) for each in (later if below[0] in GROUPS else later[:1])
-            ]
-            value /= min(others)
-        found.setdefault(kind, []).append(value)
+            others = later if below[0] in GROUPS else later[:1]
+            value /= min(float(column(each, below[2] or "median_ms")) for each in others)
+        found.setdefault(_problem(row), []).append(value)
     return [value for each in found.values() for value in ([min(each)] if above[0] in GROUPS else each)]
-
-
-_SHAPE = (
-    "arch",
-    "optimizer",
-    "world_size",
-    "tables",
-    "rows",
-    "dim",
-    "multi_hot",
-    "zipf_alpha",
-    "global_batch",
-    "operator",
-    "m",
-    "k",
-    "n",
-)

@@ -56,12 +56,10 @@ def draw_step_times() -> None:
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(8, 2.8))
     times = step_times()
-    for number, (contender, color) in enumerate(
-        zip(CONTENDERS.values(), ("#c9c9cd", "#9d9da1", "#4c78a8"), strict=True)
-    ):
-        values = [ms[number] for _, ms in times]
-        bars = axes.barh([group + 0.27 * (number - 1) for group in range(len(times))], values, 0.25, color=color)
-        axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=3, fontsize=8)
+    for number, (contender, color) in enumerate(zip(CONTENDERS.values(), _BARS, strict=True)):
+        own_ms = [ms[number] for _, ms in times]
+        bars = axes.barh([group + 0.27 * (number - 1) for group in range(len(times))], own_ms, 0.25, color=color)
+        axes.bar_label(bars, [f"{ms:.2f}" for ms in own_ms], padding=3, fontsize=8)
         bars.set_label(contender)
     axes.set_yticks(range(len(times)), [title for title, _ in times])
     axes.invert_yaxis()

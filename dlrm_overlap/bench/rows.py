@@ -30,23 +30,31 @@ def _command_line() -> str:
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], command: str | None = None) -> None:
     """Append `rows` to a CSV file, with the environment and `command`, by default the command of this process."""
     about = {"command": command or _command_line(), **environment()}
-    full = [{**{key: _written(value) for key, value in row.items()}, **about} for row in rows]
-    header = list(full[0])
-    new = not path.exists() or path.stat().st_size == 0
-    if not new:
-        with path.open(newline="") as file:
-            header = next(csv.reader(file))
-    if any(set(header) != set(row) for row in full):
-        raise InputError(f"--output: {path} has other columns than this benchmark's rows; give another file")
+    append_csv(path, [{**{key: _written(value) for key, value in row.items()}, **about} for row in rows], "--output")
+
+
+def append_csv(path: Path, rows: Sequence[Mapping[str, Any]], option: str) -> None:
+    """Append `rows`, at least one, to the CSV file that `option` names.
+
+    Raises:
+        InputError: if the file has other columns or cannot be written.
+    """
+    header = list(rows[0])
     try:
+        new = not path.exists() or path.stat().st_size == 0
+        if not new:
+            with path.open(newline="") as file:
+                header = next(csv.reader(file))
+        if any(set(header) != set(row) for row in rows):
+            raise InputError(f"{option}: {path} has other columns than this benchmark's rows; give another file")
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", newline="") as file:
             writer = csv.DictWriter(file, header)
             if new:
                 writer.writeheader()
-            writer.writerows(full)
+            writer.writerows(rows)
     except OSError as error:
-        raise InputError(f"--output: {path} cannot be written ({error.strerror}); give another file") from None
+        raise InputError(f"{option}: {path} cannot be written ({error.strerror}); give another file") from None
 
 
 def report(rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Path, columns: Sequence[str]) -> None:

@@ -119,6 +119,14 @@ def union(spans: Iterable[Span], window: Span) -> list[Span]:
     return found
 
 
+def spans_by_kind(work: Iterable[GpuWork]) -> dict[str, list[Span]]:
+    """Return when each of `KINDS` ran; a kind that never ran has no span."""
+    found: dict[str, list[Span]] = {kind: [] for kind in KINDS}
+    for each in work:
+        found[each.kind].append(each.span)
+    return found
+
+
 def exclusive(groups: Mapping[str, Iterable[Span]]) -> dict[str, float]:
     """Return, for each group, the us in which it runs and no group before it in `groups` does.
 
@@ -180,9 +188,11 @@ def summarise(path: Path) -> str:
     ms, found = 1e-3 / steps, shares(work)
     length_us = sum(found.values()) - found["exposed_most"]
     lines = [["work", "ms a step", "alone"]]
-    for kind in KINDS:
-        if spans := [each.span for each in work if each.kind == kind]:
-            alone = exclusive({"others": [each.span for each in work if each.kind != kind], "alone": spans})["alone"]
+    by_kind = spans_by_kind(work)
+    for kind, spans in by_kind.items():
+        if spans:
+            others = [span for other in by_kind if other != kind for span in by_kind[other]]
+            alone = exclusive({"others": others, "alone": spans})["alone"]
             lines.append([kind, f"{length(spans) * ms:.3f}", f"{alone * ms:.3f}"])
     text = (
         f"{steps} step{'s' * (steps > 1)} of {length_us * ms:.3f} ms, the GPU idle in {found['idle'] * ms:.3f} of them"

@@ -25,7 +25,7 @@ from dlrm_overlap.bench.harness.limits import find_floor, measure_ceilings
 from dlrm_overlap.bench.harness.timing import take_turns
 from dlrm_overlap.bench.harness.training_runs import TracedSteps, TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
-from dlrm_overlap.bench.rows import report
+from dlrm_overlap.bench.rows import append_csv, report
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, Keys, expand, split_into_groups
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.batch import Batch
@@ -81,7 +81,7 @@ def run(kind: str, ranks: Ranks) -> int:
         if ranks.world.rank == 0:
             report(with_speedups(rows), faults, output, _SHOWN)
             if values.timeline is not None:
-                _write_timelines(Path(values.timeline), group, traces)
+                _append_timelines(Path(values.timeline), group, traces)
         wrong |= bool(faults)
     return int(wrong)
 
@@ -168,15 +168,15 @@ def _columns(traced: TracedSteps | None) -> dict[str, float | None]:
     return {name: traced.columns[name] if traced is not None else None for name in _TRACED}
 
 
-def _write_timelines(path: Path, names: Sequence[str], traces: Sequence[TracedSteps | None]) -> None:
-    is_new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if is_new:
-            writer.writerow(["contender", "kind", "begin_us", "end_us"])
-        for name, traced in zip(names, traces, strict=True):
-            writer.writerows([name, *span] for span in (traced.timeline if traced is not None else []))
+def _append_timelines(path: Path, names: Sequence[str], traces: Sequence[TracedSteps | None]) -> None:
+    rows = [
+        {"contender": name, "kind": kind, "begin_us": begin_us, "end_us": end_us}
+        for name, traced in zip(names, traces, strict=True)
+        if traced is not None
+        for kind, begin_us, end_us in traced.timeline
+    ]
+    if rows:
+        append_csv(path, rows, "--timeline")
 
 
 def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:

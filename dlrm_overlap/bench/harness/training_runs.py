@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dlrm_overlap.bench.harness.timing import time_steps
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.observe.trace_summary import KINDS, GpuWork, Span, gpu_work, read_events, shares, union
+from dlrm_overlap.observe.trace_summary import GpuWork, Span, gpu_work, read_events, shares, spans_by_kind, union
 from dlrm_overlap.train.trainer import Trainer
 
 _MARK = re.compile(r"\bspin_kernel\b")  # the name of a kernel that only marks a position in a trace
@@ -114,6 +114,6 @@ def traced_steps(path: Path) -> TracedSteps:
 def _timeline(work: Sequence[GpuWork], step: Span) -> list[tuple[str, float, float]]:
     return [
         (kind, round(span.begin - step.begin, 1), round(span.end - step.begin, 1))
-        for kind in KINDS
-        for span in union((each.span for each in work if each.kind == kind), step)
+        for kind, spans in spans_by_kind(work).items()
+        for span in union(spans, step)
     ]

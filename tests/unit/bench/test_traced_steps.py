@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.figures import step
 from dlrm_overlap.bench.harness.training_runs import TracedSteps, traced_steps
+from tests.conftest import refuses
 
 _MARK = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 # Name, stream, begin and end in us. Three steps: 100 .. 200, 200 .. 320, 320 .. 400, and work before and after them.
@@ -66,3 +67,16 @@ def test_the_columns_are_of_the_least_busy_rank(monkeypatch: pytest.MonkeyPatch)
     trainer = SimpleNamespace(device=torch.device("cuda"), world=SimpleNamespace(world_size=2))
     run: Any = SimpleNamespace(trainer=trainer, traced=lambda steps: ranks[0])
     assert step._columns(step._trace(run)) == {"busy_ms": 2.0, "exposed_ms": 1.0, "exposed_most_ms": 2.0}
+
+
+def test_timelines_are_appended_and_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    path, traced = tmp_path / "new" / "timelines.csv", TracedSteps({}, [("lookup", 10.0, 50.5)])
+    step._append_timelines(path, ["torchrec", "on_a_cpu"], [traced, None])
+    step._append_timelines(path, ["pgas_graph"], [traced])
+    assert path.read_text().split() == [
+        "contender,kind,begin_us,end_us",
+        "torchrec,lookup,10.0,50.5",
+        "pgas_graph,lookup,10.0,50.5",
+    ]
+    with refuses("--timeline: .* cannot be written"):
+        step._append_timelines(tmp_path, ["pgas_graph"], [traced])
