@@ -55,6 +55,14 @@ class FbgemmUpdate:
             known["row_counter_offsets"] = gradient.new_empty(0, dtype=torch.int64)
         for memory in ("host", "dev", "uvm"):
             known[f"{memory}_weights"] = getattr(tbe, f"weights_{memory}")
+        # FBGEMM 1.9 packs these tensors into two lists, on a GPU with the memories that a CPU does not have.
+        placed = [tbe.weights_placements, tbe.weights_offsets]
+        known["weights"] = (
+            [tbe.weights_host, *placed]
+            if tbe.use_cpu
+            else [tbe.weights_dev, *placed, tbe.weights_uvm, tbe.lxu_cache_weights]
+        )
+        known["aux_tensor_bwd"] = [tbe.lxu_cache_locations_empty]
         # The operator's schema names all arguments; the rest are the lookup's attributes.
         names = [argument.name for argument in operator._schema.arguments]
         operator(*[known[name] if name in known else getattr(tbe, name) for name in names])
