@@ -3,14 +3,15 @@
 import sys
 from collections.abc import Sequence
 from ctypes import Structure, c_ubyte, c_uint
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from dlrm_overlap.comm import fabric
-from dlrm_overlap.comm.fabric import Domain, Fabric, fabric_of, read_fabric
+from dlrm_overlap.comm.fabric import Domain, ExportedBlock, Fabric, fabric_of, map_fault, read_fabric
 
 CLUSTER = bytes(range(16))
 
@@ -153,3 +154,55 @@ def test_a_gpu_that_cannot_share_memory_is_in_no_domain(
         f"its memory cannot be shared over NVLink, {export or mapped}; nvidia-imex must" * bool(fault)
     )
     assert block.closed
+
+
+class _Driver:
+    """CUDA's driver functions, of which one fails; notes what is held."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing, self.held, self.calls = failing, list[str](), list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cuMem"):
+            return MagicMock()  # types and constants
+        pairs = {"Create": "Release", "ImportFromShareableHandle": "Release", "AddressReserve": "AddressFree"}
+        pairs |= {"Map": "Unmap"}
+
+        def call(*_: Any) -> tuple[Any, ...]:
+            action = name.removeprefix("cuMem")
+            self.calls.append(action)
+            if action == self.failing:
+                return SimpleNamespace(value=800, name="CUDA_ERROR_NOT_PERMITTED"), None
+            if action in pairs:
+                self.held.append(pairs[action])
+            elif action in pairs.values():
+                assert self.held.pop() == action, "freed in the reverse order"
+            return SimpleNamespace(value=0, name="CUDA_SUCCESS"), SimpleNamespace(data=b"handle")
+
+        call.__name__ = name
+        return call
+
+
+@pytest.mark.parametrize("failing", ["", "Create", "ExportToShareableHandle"])
+def test_a_block_is_exported_or_its_fault_told_and_freed(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    driver = _Driver(failing)
+    monkeypatch.setattr(fabric, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    block = ExportedBlock(torch.device("cuda", 1))
+    assert block.handle == (b"" if failing else b"handle")
+    assert block.fault == (f"cuMem{failing} returned CUDA_ERROR_NOT_PERMITTED" if failing else "")
+    assert driver.held == ([] if failing == "Create" else ["Release"])
+    block.close()
+    block.close()
+    assert not driver.held
+
+
+@pytest.mark.parametrize("failing", ["", "ImportFromShareableHandle", "AddressReserve", "Map", "SetAccess"])
+def test_a_block_is_mapped_for_a_moment(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    driver = _Driver(failing)
+    monkeypatch.setattr(fabric, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    fault = map_fault(b"handle", torch.device("cuda", 1))
+    assert fault == (f"cuMem{failing} returned CUDA_ERROR_NOT_PERMITTED" if failing else "")
+    assert not driver.held
+    assert ("SetAccess" in driver.calls) == (failing in ("", "SetAccess"))

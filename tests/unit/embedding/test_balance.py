@@ -112,7 +112,7 @@ def test_of_several_nodes_rows_are_cut_within_one() -> None:
     assert (unpooled.ranks, unpooled.by_rows) == ([[0, 1, 2, 3]], frozenset()), "by columns, whose owners may be any"
     large = balance([TableLoad(1.0, 64, 256, 6 << 30, 1 << 20)], 4, 2 << 30, machine_size=2)
     assert large is not None
-    assert (large.ranks, large.by_rows) == ([[0, 1, 2, 3]], {0}), "a node has no room"
+    assert (large.ranks, large.by_rows) == ([[0, 1, 2, 3]], {0}), "a machine has no room"
 
 
 def test_a_table_is_cut_to_fit() -> None:
