@@ -30,7 +30,7 @@ _EVALUATE_EVERY = 50
 # Creates a CUDA context, multiplies, and ends, again and again.
 _CONTENDER = """
 import subprocess, sys
-burst = "import torch; x = torch.randn(2048, 2048, device='cuda'); [x @ x for _ in range(200)]; torch.cuda.synchronize()"
+burst = "import torch; x = torch.ones(2048, 2048, device='cuda'); [x @ x for _ in range(200)]; torch.cuda.synchronize()"
 while True:
     subprocess.run([sys.executable, "-c", burst], check=False)
 """
