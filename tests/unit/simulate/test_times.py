@@ -209,7 +209,10 @@ def test_a_node_of_several_machines_adds_partial_sums_together() -> None:
 def test_one_node_is_planned_as_one_machine() -> None:
     """MLPerf's tables on 72 ranks: cuts by columns may be on all ranks, not only where rows are few."""
     shape = ("--network.nodes", "1", "--network.gpus_per_node", "72", "--network.gpus_per_machine")
-    assert build_workload(_mlperf(*shape, "4")).shares.memory.max() == pytest.approx(4.21, abs=0.005)
+    rack = build_workload(_mlperf(*shape, "4")).shares
+    assert rack.memory.max() == pytest.approx(4.21, abs=0.005)
+    assert rack.links.max() * 26 * 128 / 72 == pytest.approx(128), "columns of a gradient window, docs/architecture"
+    assert rack.ids.max() * 214 / 72 == pytest.approx(100), "ids of a sample that an owner pulls"
     apart = build_workload(_mlperf("--network.nodes", "18", "--network.gpus_per_node", "4")).shares.memory
     assert apart.max() == pytest.approx(9.08, abs=0.005)
     with refuses(r"network\.gpus_per_machine: 5 does not divide network\.gpus_per_node, 72; take a divisor, or null"):
