@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -232,7 +234,7 @@ def _train_beside(make: Callable[[], nn.Module], ours: bool, kind: Any) -> Found
     messages = logged_messages()
     pipeline = kind(sharded, dense, CPU)
     remaining = iter(_batches())
-    outputs = {f"output of step {step}": pipeline.progress(remaining) for step in range(STEPS)}
+    outputs = {f"output of step {step}": pipeline.progress(remaining).clone() for step in range(STEPS)}
     found = outputs | dict(local_tensors(sharded.state_dict()))
     reasons = {table.table: table.why_not for table in explain(sharded).tables}
     for exchange in exchanges(sharded):
@@ -251,6 +253,29 @@ def _check_beside(make: Callable[[], nn.Module], kept: str) -> None:
         assert_all_near(ours["found"], theirs["found"], WEIGHT_TOLERANCE["fp32"], f"{pipeline.__name__}:")
         assert ours["log"] == (expected if dist.get_rank() == 0 else [])
         assert ours["reasons"] == theirs["reasons"] == reasons
+
+
+class _NoStream:
+    """Stands in for the streams and events of a GPU, where a CPU finishes each operation before the next."""
+
+    def record(self, *_: Any) -> None: ...
+
+    wait_event = wait_stream = record
+
+
+def _check_prioritized_pipeline() -> None:
+    """TorchRec's pipeline for such collections, which needs a GPU's streams, looks up our tables one step ahead."""
+    from torchrec.distributed.train_pipeline.pec_train_pipeline import TrainPipelinePEC
+
+    device_module = SimpleNamespace(current_stream=lambda *_: _NoStream())
+    with (
+        patch.object(torch, "get_device_module", lambda *_: device_module),
+        patch.object(torch.cuda, "Event", _NoStream),
+        patch.object(torch.Tensor, "record_stream", lambda *_: None),
+    ):
+        ours, theirs = (_train_beside(_prioritized, with_ours, TrainPipelinePEC) for with_ours in (True, False))
+    assert_all_near(ours["found"], theirs["found"], WEIGHT_TOLERANCE["fp32"], "TrainPipelinePEC:")
+    assert not ours["log"]
 
 
 def _sorted_select() -> nn.Module:
@@ -272,6 +297,7 @@ def _check_sorted_select() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "managed collisions": partial(_check_beside, _managed_collisions, "ManagedCollisionEmbeddingBagCollection"),
     "prioritized": partial(_check_beside, _prioritized, "PECEmbeddingCollection"),
+    "prioritized pipeline": _check_prioritized_pipeline,
     "sorted select": _check_sorted_select,
     "unsynchronized": _check_unsynchronized,
     "copy thread": _check_copy_thread,
@@ -279,12 +305,14 @@ CASES: dict[str, Callable[[], None]] = {
     "no samples": _check_no_samples,
     "empty": _check_empty,
 }
+_PRIORITIZED = (
+    "a default sharder of PECEmbeddingCollection",
+    any(type(each).__name__ == "PECEmbeddingCollectionSharder" for each in get_torchrec_sharders()),
+)
 # Case -> what it needs of TorchRec, and whether the installed one has it.
 _NEEDED: dict[str, tuple[str, bool]] = {
-    "prioritized": (
-        "a default sharder of PECEmbeddingCollection",
-        any(type(each).__name__ == "PECEmbeddingCollectionSharder" for each in get_torchrec_sharders()),
-    ),
+    "prioritized": _PRIORITIZED,
+    "prioritized pipeline": _PRIORITIZED,
     "sorted select": (
         "EmbeddingCollection.set_use_sorted_select",
         hasattr(EmbeddingCollection, "set_use_sorted_select"),
