@@ -10,7 +10,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.sharding import rw_sharding
@@ -71,6 +71,20 @@ def test_tables_beyond_the_devices_memory() -> None:
         kernels[kernel] = [(table.memory, table.exchanged) for table in found.tables]
     assert kernels["fused_uvm_caching"] == [("cached", True), ("device", True)]
     assert kernels["fused_uvm"] == [("host", False), ("device", False)]
+
+
+def test_a_collection_whose_rows_torchrec_stashes_stays_with_it() -> None:
+    model: Any = Model({"t0": TABLES["t0"], "t1": TABLES["t1"]})
+    plan = _plan(model, 2, FUSED, row_wise())
+    assert all(table.captured for table in explain(model, plan).tables)
+    model.tables.embedding_bag_configs()[0].stash_weights = True
+    params: Any = plan.plan["tables"]
+    infos = ShardedEmbeddingBagCollection.create_grouped_sharding_infos(model.tables, params, "embedding_bags.", {})
+    if not any(getattr(each.embedding_config, "stash_weights", False) for tables in infos.values() for each in tables):
+        pytest.skip("this TorchRec ignores it in collections whose tables are all on one kind of device")
+    found = explain(model, plan).tables
+    assert {table.why_not for table in found} == {"rows that TorchRec stashes in host memory during a step"}
+    assert not any(table.exchanged or table.captured for table in found)
 
 
 class Later(Enum):
