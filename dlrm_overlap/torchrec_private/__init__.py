@@ -1,10 +1,13 @@
-"""The private API of TorchRec and FBGEMM that this project uses; no other package of it imports any.
+"""The private API of TorchRec and FBGEMM that this project uses. No other package imports private API.
 
-Public is what TorchRec's documentation shows to users, and every package imports it from TorchRec: the modules
-`torchrec.datasets`, `models`, `modules`, `optim`, `streamable` and `sparse.jagged_tensor`; of `torchrec.distributed`
-the modules `fbgemm_qcomm_codec`, `model_parallel`, `planner`, `sharding_plan`, `train_pipeline` and `types`, both
-sharders and `EmbeddingComputeKernel`; and `fbgemm_gpu.split_embedding_configs`. All else is private, as is each
-attribute whose name begins with an underscore.
+The public API is what TorchRec's documentation shows to users; every package imports it from TorchRec:
+
+- the modules `torchrec.datasets`, `models`, `modules`, `optim`, `streamable` and `sparse.jagged_tensor`;
+- of `torchrec.distributed` the modules `fbgemm_qcomm_codec`, `model_parallel`, `planner`, `sharding_plan`,
+  `train_pipeline` and `types`, the two sharders, and `EmbeddingComputeKernel`;
+- `fbgemm_gpu.split_embedding_configs`.
+
+Everything else is private, and so is an attribute whose name begins with an underscore.
 
 attributes   reads and writes private attributes of TorchRec's objects
 fbgemm       FBGEMM's fused lookups and the operator of their backward

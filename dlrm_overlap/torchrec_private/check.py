@@ -105,7 +105,10 @@ def _parameter_changes(
 
 
 def _names_in(cls: type) -> set[str]:
-    """Return the names that TorchRec's classes in `cls.__mro__` define, annotate, or use in the code of a method."""
+    """Return the names that TorchRec's classes in `cls.__mro__` define, annotate, or use in the code of a method.
+
+    An attribute that is gone is not noticed while a method uses its name, such as `name`, of another object.
+    """
     found = set(dir(cls))
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] not in ("abc", "builtins", "torch", "typing"):

@@ -121,7 +121,7 @@ CLASSES = {
     ),
     f"{_TYPES}:EmbeddingComputeKernel": Used({}, "DENSE FUSED FUSED_UVM FUSED_UVM_CACHING"),
     f"{_LOOKUPS}:GroupedEmbeddingsLookup": Used({}, "_emb_modules"),
-    f"{_LOOKUPS}:GroupedPooledEmbeddingsLookup": Used({}, "_emb_modules"),
+    f"{_LOOKUPS}:GroupedPooledEmbeddingsLookup": Used({}, "_emb_modules optim_state_tracker_fn"),
     f"{_KERNELS}:BatchedDenseEmbedding": _KERNEL,
     f"{_KERNELS}:BatchedDenseEmbeddingBag": _KERNEL,
     f"{_KERNELS}:BatchedFusedEmbedding": _KERNEL,

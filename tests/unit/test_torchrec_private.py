@@ -70,7 +70,7 @@ VARIABLES = {
 
 
 @cache
-def _nodes(path: Path) -> list[ast.AST]:
+def _nodes(path: Path) -> list[Any]:
     return list(ast.walk(ast.parse(path.read_text())))
 
 
