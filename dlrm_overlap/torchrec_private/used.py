@@ -20,7 +20,8 @@ class Used(NamedTuple):
 _EMBEDDINGBAG, _EMBEDDING = "torchrec.distributed.embeddingbag", "torchrec.distributed.embedding"
 _TYPES, _KERNELS = "torchrec.distributed.embedding_types", "torchrec.distributed.batched_embedding_kernel"
 _SHARDINGS, _LOOKUPS = "torchrec.distributed.sharding", "torchrec.distributed.embedding_lookup"
-_DIST, _TBE = "torchrec.distributed.embedding_sharding", "fbgemm_gpu.split_table_batched_embeddings_ops_training"
+_DIST = "torchrec.distributed.embedding_sharding"
+_COMMON, _TBE = (f"fbgemm_gpu.split_table_batched_embeddings_ops_{part}" for part in ("common", "training"))
 
 _STEP = {
     "compute": "ctx dist_input",
@@ -129,6 +130,11 @@ CLASSES = {
     f"{_KERNELS}:EmbeddingFusedOptimizer": Used({}, "_emb_module"),
     "fbgemm_gpu.quantize_comm:QuantizedCommCodec": Used({}, "_comm_precision _loss_scale"),
     f"{_TBE}:DenseTableBatchedEmbeddingBagsCodegen": Used({}, "embedding_specs weights weights_physical_offsets"),
+    f"{_TBE}:ComputeDevice": Used({}, "CUDA"),
+    f"{_TBE}:WeightDecayMode": Used({}, "COUNTER DECOUPLE L2 NONE"),
+    f"{_COMMON}:BoundsCheckMode": Used({}, "FATAL NONE WARNING"),
+    f"{_COMMON}:EmbeddingLocation": Used({}, "DEVICE"),
+    f"{_COMMON}:PoolingMode": Used({}, "NONE SUM"),
     # Data-parallel tables and the dense part.
     "torchrec.distributed.composable.table_batched_embedding_slice:TableBatchedEmbeddingSlice": Used(
         {}, "_original_tensor _start_offset"

@@ -107,16 +107,18 @@ def _names(used: Used) -> set[str]:
 
 
 def _uses(path: Path) -> Iterator[tuple[list[str], str]]:
-    """Yield (names of classes, attribute) for each attribute of a variable whose class is listed."""
-    for function in _nodes(path):
-        if not isinstance(function, ast.FunctionDef):
+    """Yield (names of classes, attribute) for each attribute of a listed class, or of a variable of such a class."""
+    for outer in _nodes(path):
+        if isinstance(outer, ast.Attribute) and isinstance(outer.value, ast.Name) and outer.value.id in ROWS:
+            yield [outer.value.id], outer.attr
+        if not isinstance(outer, ast.FunctionDef):
             continue
         classes: dict[str, list[str]] = dict(VARIABLES.get(str(path), {}))
-        for argument in (*function.args.args, *function.args.kwonlyargs):
+        for argument in (*outer.args.args, *outer.args.kwonlyargs):
             annotation = ast.walk(argument.annotation) if argument.annotation else ()
             named = [node.id for node in annotation if isinstance(node, ast.Name) and node.id in ROWS]
             classes |= {argument.arg: named} if named else {}
-        for node in ast.walk(function):
+        for node in ast.walk(outer):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in classes:
                 yield classes[node.value.id], node.attr
 
@@ -129,6 +131,7 @@ def test_attributes_of_typed_variables_are_listed() -> None:
         if name.startswith("_") or private.issuperset(classes):
             assert name in dir(nn.Module()) or any(name in _names(ROWS[each]) for each in classes), (classes, name)
     assert (["MLP"], "_mlp") in uses
+    assert (["WeightDecayMode"], "COUNTER") in uses
     assert (["SplitTableBatchedEmbeddingBagsCodegen"], "iter_cpu") in uses
     assert (["ShardedEmbeddingTable"], "local_cols") in uses
 
