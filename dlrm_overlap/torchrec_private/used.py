@@ -131,6 +131,8 @@ CLASSES = {
     "fbgemm_gpu.quantize_comm:QuantizedCommCodec": Used({}, "_comm_precision _loss_scale"),
     f"{_TBE}:DenseTableBatchedEmbeddingBagsCodegen": Used({}, "embedding_specs weights weights_physical_offsets"),
     f"{_TBE}:ComputeDevice": Used({}, "CUDA"),
+    f"{_TBE}:CounterBasedRegularizationDefinition": Used({"__init__": ""}, "learning_rate_mode"),
+    f"{_TBE}:UserEnabledConfigDefinition": Used({}, "use_rowwise_bias_correction use_writeback_bwd_prehook"),
     f"{_TBE}:WeightDecayMode": Used({}, "COUNTER DECOUPLE L2 NONE"),
     f"{_COMMON}:BoundsCheckMode": Used({}, "FATAL NONE WARNING"),
     f"{_COMMON}:EmbeddingLocation": Used({}, "DEVICE"),
@@ -163,7 +165,14 @@ CLASSES = {
 }
 
 FUSED_LOOKUP = Used(
-    {"get_learning_rate": "", "split_embedding_weights": "", "split_optimizer_states": ""},
+    {
+        "__init__": "embedding_specs optimizer device bounds_check_mode weight_decay_mode counter_based_regularization "
+        "output_dtype pooling_mode weights_precision",
+        "forward": "indices offsets",
+        "get_learning_rate": "",
+        "split_embedding_weights": "",
+        "split_optimizer_states": "",
+    },
     "D_offsets bounds_check_mode_int embedding_specs embedding_table_index_type iter iter_cpu "
     "learning_rate_tensor lxu_cache_locations_empty lxu_cache_weights optimizer optimizer_args output_dtype "
     "pooling_mode stochastic_rounding use_cpu use_uniq_cache_locations_bwd weight_decay_mode weights_dev "
