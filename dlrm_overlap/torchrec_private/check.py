@@ -44,9 +44,9 @@ def find_changes() -> list[str]:
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)  # FBGEMM logs each lookup that is made
     try:
-        imports = list(_import_changes())
-        lookups = [] if imports else _fused_lookup_changes()  # needs the imports
-        return list(dict.fromkeys((*imports, *_class_changes(), *_operator_changes(), *lookups)))
+        imports, operators = list(_import_changes()), list(_operator_changes())
+        lookups = [] if imports or operators else _fused_lookup_changes()  # which needs them
+        return list(dict.fromkeys((*imports, *_class_changes(), *operators, *lookups)))
     finally:
         logging.disable(level)
 
@@ -94,6 +94,8 @@ def _method_changes(cls: type, used: Used) -> Iterator[str]:
         parameters = inspect.signature(getattr(cls, method)).parameters.values()
         named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         required = {each.name for each in named if each.default is each.empty} - {"self"}
+        if len(named) < len(parameters):  # it takes any, as a wrapper may
+            passed = [each.name for each in named]
         yield from _parameter_changes(title, passed, [each.name for each in named], required)
 
 
