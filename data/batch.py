@@ -78,7 +78,16 @@ class Batch(Pipelineable):
             torch.cat([batch.labels for batch in batches]),
         )
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+    def to(
+        self, device: torch.device, non_blocking: bool = False, data_copy_stream: torch.Stream | None = None
+    ) -> "Batch":
+        """Return the batch on `device`.
+
+        With `data_copy_stream`, which TorchRec's in-place copies pass, the memory belongs to the current stream, and
+        `data_copy_stream` copies to it after the current stream's earlier work.
+        """
+        if data_copy_stream is not None and self.dense.device != device:
+            return self._copied_on(data_copy_stream, device, non_blocking)
         moved = Batch(
             self.dense.to(device, non_blocking=non_blocking),
             self.sparse.to(device, non_blocking=non_blocking),
@@ -87,6 +96,24 @@ class Batch(Pipelineable):
         if self.lease:
             self.lease.copying()
         return moved
+
+    def _copied_on(self, stream: torch.Stream, device: torch.device, non_blocking: bool) -> "Batch":
+        streams = torch.get_device_module(device)
+        dense, labels = (torch.empty_like(each, device=device) for each in (self.dense, self.labels))
+        moved = Batch(dense, KeyedJaggedTensor.empty_like(self.sparse, device=device), labels)
+        stream.wait_stream(streams.current_stream(device))  # the memory may still be read by work of that stream
+        with streams.stream(stream):
+            for target, source in zip(moved._parts(), self._parts(), strict=True):
+                target.copy_(source, non_blocking=non_blocking)
+            if self.lease:
+                self.lease.copying()
+        return moved
+
+    def _parts(self) -> list[torch.Tensor]:
+        ids = self.sparse
+        inverse = ids.inverse_indices_or_none() or (None, None)
+        parts = self.dense, self.labels, ids.values(), ids.weights_or_none(), ids.lengths_or_none(), inverse[1]
+        return [part for part in (*parts, ids.offsets_or_none()) if part is not None]
 
     def clone(self) -> "Batch":
         return Batch.from_tensors(*(tensor.clone() for tensor in self.tensors))

@@ -282,8 +282,8 @@ class EmbeddingConfig:
     programs_per_sm: PositiveInt | None = None
     """fused: programs of the persistent kernel per multiprocessor; null takes as many as fit"""
     nodes: PositiveInt | Literal["auto"] = "auto"
-    """pgas, fused: number of nodes. auto detects which ranks can store into each other's memory; a number emulates that
-    many nodes of consecutive ranks, for tests"""
+    """pgas, fused: number of nodes. auto detects which ranks can store into each other's memory, on a machine or in an
+    NVLink domain of several machines; a number emulates that many nodes of consecutive ranks, for tests"""
     internode: Literal["messages", "puts"] = "messages"
     """pgas, fused, GPUs on several nodes: how pooled rows are sent to other nodes. messages: one NCCL call per step.
     puts: kernels send each group of rows by NVSHMEM when it is ready; tested on emulated nodes only"""

@@ -99,7 +99,7 @@ def agree_on(path: Path) -> Manifest:
         if other != everywhere[0]:
             raise InputError(
                 f"checkpoint: rank {rank} and rank 0 see different files in {path}; put it on a file system shared by "
-                f"all nodes"
+                f"all machines"
             )
     if isinstance(seen, str):
         raise DamagedError(seen)
@@ -167,7 +167,7 @@ class Checkpointer:
         if missing := [rank for rank, seen in enumerate(gathered(found, world())) if not seen]:
             raise InputError(
                 f"log.dir: rank {missing[0]} does not see {self.folder}, to which all ranks write checkpoints; put it "
-                f"on a file system shared by all nodes, or save none: --checkpoint.last false --checkpoint.every 0"
+                f"on a file system shared by all machines, or save none: --checkpoint.last false --checkpoint.every 0"
             )
 
     def write(

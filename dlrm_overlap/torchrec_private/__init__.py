@@ -42,6 +42,7 @@ try:
         EmbeddingBagCollectionContext,
         ShardedEmbeddingBagCollection,
     )
+    from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
     from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
     from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
     from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding

@@ -124,7 +124,7 @@ def run_on_ranks(
     """
 
     def add_all(parser: Parser) -> None:
-        text = "number of processes to start on this node; auto: one per GPU, or two on the CPU"
+        text = "number of processes to start on this machine; auto: one per GPU, or two on the CPU"
         parser.add_argument("--nproc", type=PositiveInt | Literal["auto"], help=text)
         add_options(parser)
 
