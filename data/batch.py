@@ -10,6 +10,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from dlrm_overlap.data.encoding import Encoded
+
 
 def table_keys(tables: int) -> list[str]:
     """Return the names of `tables` tables, `t_00`, `t_01`, .., in the model's order."""
@@ -116,6 +118,8 @@ class Dataset:
     """None for an endless stream"""
     labels: Mapping[str, float] = MappingProxyType({"label": 1.0})
     """name of each of L labels -> weight of its loss"""
+    encoded: Encoded | None = None
+    """the encoding that made the ids; None if they were not made of a table"""
     packed: Any = None
     """the `RecordLayout` of `records`; None if samples are not stored as records"""
     on_gpu: bool = False

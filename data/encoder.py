@@ -1,8 +1,11 @@
 """Converts a table's columns to samples.
 
 The key of a categorical value is the 64-bit integer itself, or the BLAKE2b hash of a text. A vocabulary has row 0 for
-missing values, row 1 for all rare values, and rows from 2 on for the others in ascending order of keys.
+missing values, row 1 for all rare and unknown values, and rows from 2 on for the others in ascending order of keys.
 """
+
+from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +19,8 @@ _LEAST_PENDING = 1 << 18
 
 
 class _Vocabulary:
-    def __init__(self, min_count: int) -> None:
-        self.keys = self.counts = np.empty(0, np.int64)
+    def __init__(self, min_count: int, keys: np.ndarray | None = None) -> None:
+        self.keys = self.counts = np.empty(0, np.int64) if keys is None else keys
         """[k] int64, keys in ascending order, and their counts"""
         self._min_count = min_count
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []
@@ -48,15 +51,22 @@ class _Vocabulary:
 
 
 class Encoder:
-    """Converts blocks of a table to samples, after it has learnt the vocabularies."""
+    """Converts blocks of a table to samples, by given vocabularies or after it has learnt them."""
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Schema, keys: Mapping[str, np.ndarray] | None = None) -> None:
+        """Take the keys of all vocabularies, see `Encoding.keys`; None: `learn` them."""
         self._schema, self._missing = schema, Missing(schema.missing)
         self._vocabularies = {
-            name: _Vocabulary(column.min_count) for name, column in schema.categorical.items() if column.min_count
+            name: _Vocabulary(column.min_count, None if keys is None else keys[name])
+            for name, column in schema.categorical.items()
+            if column.min_count
         }
-        self.learns = bool(self._vocabularies)
+        self.learns = keys is None and bool(self._vocabularies)
         """whether `learn` must be called for all blocks, and then `finish`, before the first `encode`"""
+        self.values = Counter[str]()
+        """column with a vocabulary -> number of its values that were encoded, without missing ones"""
+        self.unknown = Counter[str]()
+        """how many of these are in no vocabulary, or rare in the table that it was learnt from"""
 
     def learn(self, row: int, block: pa.RecordBatch) -> None:
         for name, vocabulary in self._vocabularies.items():
@@ -97,6 +107,9 @@ class Encoder:
         rows = self._schema.categorical[name].rows
         known = hashed_rows(keys, rows) if rows else self._vocabularies[name].rows_of(keys)
         ids = np.where(missing, np.int32(_MISSING), known)
+        if not rows:
+            self.values[name] += len(keys) - int(missing.sum())
+            self.unknown[name] += int((ids == _RARE).sum())
         return ids[:, None] if ends is None else Ragged(ids, ends)
 
     def _keys(self, row: int, block: pa.RecordBatch, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

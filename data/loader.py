@@ -12,6 +12,7 @@ from dlrm_overlap.config import HELD_BATCHES, DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.criteo import Criteo
 from dlrm_overlap.data.days import Days
+from dlrm_overlap.data.encoding import other_encoding
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.records import Unpacker
 from dlrm_overlap.data.ring import Form, Lent, Ring
@@ -19,10 +20,7 @@ from dlrm_overlap.data.synthetic import Synthetic
 
 _CPU = torch.device("cpu")
 
-PREPARE_TOGETHER = (
-    "its ids were made by another vocabulary or hash, so no key makes them fit; prepare both in one `dlrm-overlap "
-    "prepare` command, or, to prepare them apart, hash every column into the same rows in both"
-)
+PREPARE_TOGETHER = "no key makes these ids fit; prepare both in one `dlrm-overlap prepare` command"
 
 
 def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Dataset, Dataset]:
@@ -48,8 +46,13 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
             )
     kept = dataset.num_samples - (held or 0)
     held_out = dataset.part(kept, held or 0) if config.eval_path is None else open_files(config, config.eval_path)
-    if foreign := other_ids(held_out.made_for, dataset.made_for):
-        raise InputError(f"data.eval_path: {config.eval_path} has {foreign} in {config.path}; {PREPARE_TOGETHER}")
+    if config.eval_path is not None:
+        expected = dataset.encoded and dataset.encoded.digest
+        made_by = f"the samples of {config.path}"
+        if other := other_encoding(config.eval_path, held_out.encoded, made_by, expected, str(config.path)):
+            raise InputError(f"data.eval_path: {other}")
+        if foreign := other_ids(held_out.made_for, dataset.made_for):
+            raise InputError(f"data.eval_path: {config.eval_path} has {foreign} in {config.path}; {PREPARE_TOGETHER}")
     return dataset.part(0, kept, config.shuffle, config.seed), held_out
 
 

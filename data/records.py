@@ -49,6 +49,8 @@ class RecordLayout:
     samples: int = 0
     held_out: int | None = None
     """number of last samples to evaluate on; None: data.eval_fraction decides"""
+    encoding: str | None = None
+    """digest of the `encoding`; None if the samples were not made of a table"""
     moduli: Sequence[int] = ()
     """per table, the modulus that folds ids when they are unpacked; 0 for none"""
 

@@ -68,6 +68,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
             process group is made.
     """
     from dlrm_overlap.checkpoint.checkpoint import agree_on, checkpoint_shape
+    from dlrm_overlap.data.encoding import other_encoding
     from dlrm_overlap.data.loader import PREPARE_TOGETHER, open_datasets, other_ids
     from dlrm_overlap.train.stepping import StepRunner
 
@@ -77,11 +78,15 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     _, held_out = open_datasets(config.data, ranks.device)
     shape = checkpoint_shape(config, list(held_out.rows), held_out.dense_features)
     model = {key: shape[key] for key in shape if key.startswith("model.") or key in ("rows", "weight_dtype")}
-    stored = read_manifest(path)
+    stored, samples = read_manifest(path), config.data.eval_path or config.data.path
+    made_by = f"the samples that {path} was trained with"
+    if config.data.kind != "synthetic" and (
+        other := other_encoding(str(samples), held_out.encoded, made_by, stored.encoding, path)
+    ):
+        raise InputError(f"{_OPTION}: {other}")
     if config.data.kind == "prepared" and (foreign := other_ids(shape["rows"], stored.shape.get("rows", []))):
         raise InputError(
-            f"{_OPTION}: {config.data.eval_path or config.data.path} has {foreign} in the samples that {path} was "
-            f"trained with; unless data.tables.max_rows differs, {PREPARE_TOGETHER}"
+            f"{_OPTION}: {samples} has {foreign} in {made_by}; unless data.tables.max_rows differs, {PREPARE_TOGETHER}"
         )
     if differing := differences(stored, model):
         raise InputError(f"{_OPTION}: {path} has {differing}; leave out --config and these keys to use its own")

@@ -94,7 +94,7 @@ class Ranks:
         total_steps(config, train_data, self.world.world_size)
         if resumes:
             batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size
-            check_resume_fits(config, list(train_data.rows), train_data.dense_features, batch)
+            check_resume_fits(config, list(train_data.rows), train_data.dense_features, batch, train_data.encoded)
         self.connect(path=train_data.fingerprint(), eval_path=held_out.fingerprint())
         sharders = make_sharders or build_sharders
         return Trainer(

@@ -60,6 +60,7 @@ class Trainer(StepRunner):
             config.checkpoint.keep,
             checkpoint_shape(config, list(train.rows), train.dense_features),
             trained_with(config, self.global_batch),
+            train.encoded,
         )
         self.checkpointer.tick = self.progress.tick
         self.checkpointer.about = {

@@ -209,6 +209,5 @@ def test_an_empty_split_is_refused(file_config: Callable[..., DataConfig], path:
 def test_held_out_samples_of_other_tables_are_refused(file_config: Callable[..., DataConfig]):
     train, held_out = open_datasets(file_config(path="12", eval_path="3"))
     assert (train.num_samples, held_out.num_samples) == (12, 3), "those to train on stay whole"
-    rule = r"^data\.eval_path: other has 2000 rows in table 0, not 1000 as in 12; its ids .* prepare both in"
-    with refuses(rule):
+    with refuses(r"^data\.eval_path: other has 2000 rows in table 0, not 1000 as in 12; no key makes these ids fit; "):
         open_datasets(file_config(path="12", eval_path="other"))

@@ -192,7 +192,7 @@ def test_what_is_learnt_of_the_samples(tmp_path: Path) -> None:
     for table, name, count in ((0, "movie", 2), (1, "genres", 9)):
         seen = Counter(value for bag in bags[name] for value in bag)
         frequent = {value for value, number in seen.items() if number >= count}
-        with np.load(tmp_path / "days" / "vocabulary.npz") as vocabulary:
+        with np.load(tmp_path / "days" / "encoding" / "vocabulary.npz") as vocabulary:
             assert sorted(vocabulary[f"{name}.counts"].tolist()) == sorted(seen[value] for value in frequent)
         rows = {}  # value -> its row, which is the same in all samples
         for bag, found in zip(bags[name], bags_of(batch)[table], strict=True):
