@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
@@ -132,6 +133,10 @@ class Dataset:
     def fingerprint(self) -> str:
         """Return a text that identifies the samples, empty if the configuration determines them."""
         return ""
+
+    def times(self, first: int, count: int) -> np.ndarray | None:
+        """Return the times of the samples [first, first + count), [count] int64; None if samples have none."""
+        return None
 
     def records(self, first: int, count: int) -> torch.Tensor:
         """Return the samples [first, first + count) as records [count, record_bytes] uint8; only if `packed`."""

@@ -94,7 +94,9 @@ class Encoder:
         labels = [Column(block, name, row, self._missing).labels() for name in self._schema.labels]
         dense = [self._dense(row, block, name) for name in self._schema.dense] or [np.ones(block.num_rows)]
         ids = [self._ids(row, block, name) for name in self._schema.categorical]
-        return Day("table", np.stack(labels, axis=1), np.stack(dense, axis=1).astype(np.float32), ids)
+        time, unit = self._schema.time, self._schema.time_unit
+        times = Column(block, time, row, self._missing).times(unit) if time else None
+        return Day("table", np.stack(labels, axis=1), np.stack(dense, axis=1).astype(np.float32), ids, times=times)
 
     def _dense(self, row: int, block: pa.RecordBatch, name: str) -> np.ndarray:
         numbers = Column(block, name, row, self._missing).numbers()

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from dlrm_overlap.config import DataConfig, InputError, in_one_line
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.days import Day, Ragged
@@ -71,7 +73,7 @@ def prepare_files(
         labels = {name: label.weight for name, label in schema.labels.items()}
         sizes = [None if column.list else 1 for column in schema.categorical.values()]
         layout = RecordLayout(labels, max(1, len(schema.dense)), encoder.rows, sizes, encoding=encoded.digest)
-        layout = write_samples(target, layout, read("writing samples", encoder.encode))
+        layout = write_samples(target, layout, read("writing samples", encoder.encode), timed=bool(schema.time))
         if not layout.samples:
             raise InputError(f"{source}: no samples; name a file, or a folder, that has some")
         counted = [Unknown(name, count, encoder.values[name]) for name, count in encoder.unknown.items()]
@@ -108,19 +110,20 @@ def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> Re
     with new_folder(target):
         if encoded:
             encoded.copy(target / FOLDER)
-        return write_samples(target, layout, read())
+        timed = all(each.times(0, 1) is not None for each in (train, evaluated))
+        return write_samples(target, layout, read(), timed)
 
 
 def _read(dataset: Dataset, end: int, workers: int) -> Iterator[Day]:
     with Loader(dataset, _BATCH, 0, 1, range(end // _BATCH), workers, 2, False) as loader:
-        for batch in loader:
-            yield _day_of(batch)
+        for step, batch in enumerate(loader):
+            yield _day_of(batch, dataset.times(step * _BATCH, _BATCH))
     if rest := end % _BATCH:
-        yield _day_of(dataset.read(end - rest, rest))
+        yield _day_of(dataset.read(end - rest, rest), dataset.times(end - rest, rest))
 
 
-def _day_of(batch: Batch) -> Day:
+def _day_of(batch: Batch, times: np.ndarray | None) -> Day:
     lengths = batch.sparse.lengths().view(len(batch.sparse.keys()), -1)
     tables = batch.sparse.values().split(lengths.sum(1).tolist())
     ids = [Ragged(ids.numpy(), ends.numpy()) for ids, ends in zip(tables, lengths.cumsum(1), strict=True)]
-    return Day("samples", batch.labels.view(lengths.shape[1], -1).numpy(), batch.dense.numpy(), ids)
+    return Day("samples", batch.labels.view(lengths.shape[1], -1).numpy(), batch.dense.numpy(), ids, times=times)

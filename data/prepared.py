@@ -3,6 +3,7 @@
     records     uint8 [n, record_bytes], see `records`
     ends_t      int64 [n], for each table t whose bags differ in size: end of each sample's bag in list_t
     list_t      int32 [m], the ids of these bags, which are not in records
+    times       int64 [n], if the schema names a column of times; see `times`
     checksums   uint64, of each block of these files, in this order; see `checksums`
     encoding    folder, if the samples were made of a table; see `encoding`
 
@@ -67,7 +68,9 @@ class Prepared(Days):
                     f"{folder / f'ends_{t}'}: the bag of sample {falls.argmax()} ends before it begins; {_CURE}"
                 )
             ids.insert(t, Ragged(files.map_next(f"list_{t}", "<i4", (int(ends[-1]),)), ends))
-        super().__init__([Day(str(folder), labels, dense, ids, records)], made, tables.max_rows)
+        self.unordered = layout.unordered
+        times = None if layout.unordered is None else files.map_next("times", "<i8", (samples,))
+        super().__init__([Day(str(folder), labels, dense, ids, records, times)], made, tables.max_rows)
         self.held_out = layout.held_out
         self.labels = layout.labels
         self.encoded = encoded_of(folder)
@@ -107,6 +110,7 @@ def _read_meta(file: Path) -> tuple[RecordLayout, dict[str, Any], str]:
         "samples": _is_count(samples, 0, sys.maxsize),
         "held_out": layout.held_out is None or _is_count(layout.held_out, 1, sys.maxsize),
         "encoding": layout.encoding is None or isinstance(layout.encoding, str),
+        "unordered": layout.unordered is None or _is_count(layout.unordered, 0, sys.maxsize),
         "moduli": layout.moduli == [],
     }
     wrong = [f"{key} {content.get(key, digest)!r:.60}" for key, holds in rules.items() if not holds]
@@ -176,11 +180,12 @@ def new_folder(target: Path) -> Iterator[None]:
         raise InputError(f"{target}: cannot be written ({error.strerror}); delete it, or name another folder") from None
 
 
-def write_samples(target: Path, layout: RecordLayout, blocks: Iterable[Day]) -> RecordLayout:
-    samples = 0
+def write_samples(target: Path, layout: RecordLayout, blocks: Iterable[Day], timed: bool = False) -> RecordLayout:
+    """Write the samples of `blocks`, with times if `timed`, and return the layout with their number."""
+    samples, unordered, newest = 0, 0, np.int64(np.iinfo(np.int64).min)
     ids = dict.fromkeys(layout.lists, 0)
     with ExitStack() as stack:
-        names = ["records", *(f"{part}_{t}" for t in ids for part in ("ends", "list"))]
+        names = ["records", *(f"{part}_{t}" for t in ids for part in ("ends", "list")), *["times"] * timed]
         files = {name: stack.enter_context((target / name).open("xb")) for name in [*names, _CHECKSUMS]}
         writers = {name: ChecksumWriter(files[name]) for name in names}
         for block in blocks:
@@ -191,12 +196,17 @@ def write_samples(target: Path, layout: RecordLayout, blocks: Iterable[Day]) -> 
                 writers[f"ends_{t}"].write((ids[t] + sizes.cumsum()).astype("<i8"))
                 writers[f"list_{t}"].write(values.astype("<i4"))
                 ids[t] += len(values)
+            if timed:
+                times: Any = block.times
+                writers["times"].write(times.astype("<i8"))
+                so_far = np.maximum.accumulate(np.append(newest, times))
+                unordered, newest = unordered + int((times < so_far[:-1]).sum()), so_far[-1]
         checksums = np.concatenate([writer.finish() for writer in writers.values()])
         files[_CHECKSUMS].write(checksums.data)
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-    layout = replace(layout, samples=samples)
+    layout = replace(layout, samples=samples, unordered=unordered if timed else None)
     content = asdict(layout)
     write_json(target / _META, {**content, "digest": _digest_of(content, checksums)}, "OUT")
     return layout

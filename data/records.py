@@ -51,6 +51,8 @@ class RecordLayout:
     """number of last samples to evaluate on; None: data.eval_fraction decides"""
     encoding: str | None = None
     """digest of the `encoding`; None if the samples were not made of a table"""
+    unordered: int | None = None
+    """how many samples are older than one before them; None if samples have no times"""
     moduli: Sequence[int] = ()
     """per table, the modulus that folds ids when they are unpacked; 0 for none"""
 

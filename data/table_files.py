@@ -51,15 +51,15 @@ def read_blocks(file: Path, schema: Schema, block_bytes: int) -> Iterator[tuple[
         return
     if kind := _FORMATS.get(file.suffix.lower()):
         fragment = kind().make_fragment(str(file), fs.LocalFileSystem())
-        _require_columns(schema.names, fragment.physical_schema.names)
-        blocks = fragment.to_batches(columns=schema.names, batch_size=_BLOCK_ROWS)
+        _require_columns(schema.read, fragment.physical_schema.names)
+        blocks = fragment.to_batches(columns=schema.read, batch_size=_BLOCK_ROWS)
     elif not _text(file).read(1):  # compressed, and empty
         return
     else:
         if schema.columns is None:
-            _require_columns(schema.names, _open_csv(file, schema, block_bytes).schema.names)
+            _require_columns(schema.read, _open_csv(file, schema, block_bytes).schema.names)
             row += 1
-        blocks = _open_csv(file, schema, block_bytes, schema.names)
+        blocks = _open_csv(file, schema, block_bytes, schema.read)
     for block in blocks:
         yield row, block
         row += block.num_rows

@@ -262,6 +262,12 @@ def _report_samples(target: Path, meta: Any) -> int:
     held_out = f", {meta.held_out} of them held out" if meta.held_out else ""
     rows = f"{min(meta.rows)} to {max(meta.rows)} rows per table"
     print(f"{target}: {count_of(meta.samples, 'sample')}{held_out}, {rows}")
+    if meta.unordered:
+        print(
+            f"dlrm-overlap: {count_of(meta.unordered, 'sample')} of {meta.samples} are older than one before them; "
+            f"sort the table by time, since the last samples are held out",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -44,7 +44,7 @@ log = logging.getLogger("dlrm_overlap")
 _COPIED_BYTES = 1 << 24  # at a time
 _SEEN_WITHIN_S = 60.0  # network file systems may show a new folder late
 _PARTIAL = ".partial_"  # prefix of a folder that is being written or removed
-_FREE = ("workers", "prefetch")  # keys of `data` that change no sample
+_FREE = ("workers", "prefetch", "eval_window")  # keys of `data` that change no sample
 Loaded = TypeVar("Loaded")
 
 

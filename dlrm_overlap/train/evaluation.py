@@ -1,6 +1,7 @@
 """`dlrm-overlap eval`: evaluates a checkpoint on held-out samples, with any number of ranks, backend and plan."""
 
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from dlrm_overlap.checkpoint.pieces import DamagedError
 from dlrm_overlap.config import Config, EmbeddingConfig, FullPath, InputError, TrainConfig
 from dlrm_overlap.launching.files import write_json
 from dlrm_overlap.launching.parsing import Parser, read_tree
-from dlrm_overlap.launching.text_table import count_of, plain
+from dlrm_overlap.launching.text_table import count_of, format_table, plain
 from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_start, run_on_ranks
 
 _OPTION = "--checkpoint"
@@ -45,11 +46,21 @@ def run(argv: list[str], description: str) -> int:
             for label in (key.removeprefix("auroc/") for key in results if key.startswith("auroc/")):
                 auroc, ne, calibration = (results[f"{key}/{label}"] for key in ("auroc", "ne", "calibration"))
                 print(f"{plain(label)}: AUROC {auroc:.4f}, NE {ne:.4f}, calibration {calibration:.4f}")
+            if found := results.get("windows"):
+                print(_table_of(found))
             if ranks.values.output is not None:
                 write_json(Path(ranks.values.output), nan_as_none(results), "--output")
         return 0
 
     return run_on_ranks(["eval"], description, argv, work, add_options, check, defaults)
+
+
+def _table_of(found: Mapping[str, Mapping[str, float]]) -> str:
+    columns = "auroc", "ne", "calibration"
+    lines = [["from", "samples", "AUROC", "NE", "calibration"]]
+    for begin, values in found.items():
+        lines.append([begin, str(values["samples"]), *(f"{values[column]:.4f}" for column in columns)])
+    return format_table(lines)
 
 
 def _named(argv: list[str]) -> Path | None:
@@ -103,6 +114,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
         "checkpoint": str(path.absolute()),
         "step": manifest.step,
         **values,
+        **({"windows": runner.window_metrics} if runner.window_metrics else {}),
         "samples": held_out.num_samples,
         "world_size": ranks.world.world_size,
         "global_batch_size": runner.global_batch,

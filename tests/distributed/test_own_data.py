@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from dlrm_overlap.cli import main
+from dlrm_overlap.data.times import time_of
 from examples import own_data
 from tests.conftest import read_metrics, run_cli
 
@@ -22,11 +24,17 @@ def train(folder: Path, name: str, steps: int, *options: str) -> dict[str, Any]:
     return json.loads((folder / name / "summary.json").read_text())
 
 
+def _timed_table(rows: int) -> pa.Table:
+    """Return a table with a sample a minute."""
+    minutes = [time_of("2026-11-19") // 10**6 + 60 * minute for minute in range(rows)]
+    return own_data.make_table(rows).append_column("at", pa.array(minutes))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
-    own_data.parquet.write_table(own_data.make_table(3000), folder / "samples.parquet")
-    (folder / "schema.yaml").write_text(own_data.SCHEMA)
+    own_data.parquet.write_table(_timed_table(3000), folder / "samples.parquet")
+    (folder / "schema.yaml").write_text(f"time: at\n{own_data.SCHEMA}")
     paths = [str(folder / "samples.parquet"), str(folder / "days"), "--schema", str(folder / "schema.yaml")]
     prepared = run_cli("prepare", "table", *paths)
     assert prepared.returncode == 0, prepared.stderr
@@ -59,8 +67,25 @@ def test_a_checkpoint_is_evaluated_with_all_labels(folder: Path) -> None:
         assert found[key] == pytest.approx(summary[f"eval_{key}"], rel=1e-5)
 
 
+def test_metrics_by_window_of_time(folder: Path, tmp_path: Path) -> None:
+    """The last 620 minutes of 50 hours are 10 hours and 20 minutes."""
+    options = ["--checkpoint", str(folder / "torchrec"), "--train.device", "cpu", "--nproc", "2"]
+    options += ["--data.eval_from", "2026-11-20 15:40", "--data.eval_window", "hour"]
+    done = run_cli("eval", *options, "--output", str(tmp_path / "eval.json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "eval.json").read_text())
+    windows = found["windows"]
+    assert [each["samples"] for each in windows.values()] == [20, *[60] * 10]
+    assert list(windows)[:2] == ["2026-11-20 15:00:00", "2026-11-20 16:00:00"]
+    assert re.search(r"\nfrom +samples +AUROC +NE +calibration\n2026-11-20 15:00:00 +20 ", done.stdout)
+    for key in ("loss", "accuracy", "loss/purchase"):
+        total = sum(each["samples"] * each[key] for each in windows.values()) / 620
+        assert total == pytest.approx(found[key], rel=1e-6), key
+    assert len({each["auroc/click"] for each in windows.values()}) > 9
+
+
 def test_a_day_that_was_prepared_separately_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own_data.parquet.write_table(own_data.make_table(1500), folder / "later.parquet")
+    own_data.parquet.write_table(_timed_table(1500), folder / "later.parquet")
     paths = [str(folder / "later.parquet"), str(folder / "later"), "--schema", str(folder / "schema.yaml")]
     assert main(["prepare", "table", *paths]) == 0
     rows = json.loads((folder / "days" / "meta.json").read_text())["rows"]  # which were the cure once
@@ -86,7 +111,7 @@ def test_a_day_that_was_prepared_separately_is_refused(folder: Path, capsys: pyt
 def test_a_later_day_is_encoded_by_the_checkpoint_alone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = own_data.make_table(3000)
+    table = _timed_table(3000)
     own_data.parquet.write_table(table.slice(2000), tmp_path / "later.parquet")
     checkpoint = tmp_path / "step_16"
     shutil.copytree(folder / "torchrec" / "checkpoints" / "step_16", checkpoint)
