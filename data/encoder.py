@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from dlrm_overlap.data.columns import Column, Missing
-from dlrm_overlap.data.days import Day, Ragged
+from dlrm_overlap.data.day import Day, Ragged
 from dlrm_overlap.data.schema import Schema
 
 _MISSING, _RARE, _FIRST_KNOWN = 0, 1, 2  # rows of a table with a vocabulary
@@ -92,11 +92,16 @@ class Encoder:
         Without dense columns in the schema, samples have one dense feature, which is 1.
         """
         labels = [Column(block, name, row, self._missing).labels() for name in self._schema.labels]
-        dense = [self._dense(row, block, name) for name in self._schema.dense] or [np.ones(block.num_rows)]
-        ids = [self._ids(row, block, name) for name in self._schema.categorical]
+        dense, ids = self.features(row, block)
         time, unit = self._schema.time, self._schema.time_unit
         times = Column(block, time, row, self._missing).times(unit) if time else None
-        return Day("table", np.stack(labels, axis=1), np.stack(dense, axis=1).astype(np.float32), ids, times=times)
+        return Day("table", np.stack(labels, axis=1), dense, ids, times=times)
+
+    def features(self, row: int, block: pa.RecordBatch) -> tuple[np.ndarray, list[np.ndarray | Ragged]]:
+        """Return the dense features [n, F] float32 of `block`, and the ids of each table; see `Day`."""
+        dense = [self._dense(row, block, name) for name in self._schema.dense] or [np.ones(block.num_rows)]
+        ids = [self._ids(row, block, name) for name in self._schema.categorical]
+        return np.stack(dense, axis=1).astype(np.float32), ids
 
     def _dense(self, row: int, block: pa.RecordBatch, name: str) -> np.ndarray:
         numbers = Column(block, name, row, self._missing).numbers()

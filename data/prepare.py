@@ -9,7 +9,7 @@ import numpy as np
 
 from dlrm_overlap.config import DataConfig, InputError, in_one_line
 from dlrm_overlap.data.batch import Batch, Dataset
-from dlrm_overlap.data.days import Day, Ragged
+from dlrm_overlap.data.day import Day, Ragged
 from dlrm_overlap.data.encoding import FOLDER, Encoded, write_encoding
 from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.prepared import new_folder, write_samples

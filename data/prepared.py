@@ -26,7 +26,8 @@ import numpy as np
 
 from dlrm_overlap.config import InputError, TablesConfig, in_one_line
 from dlrm_overlap.data.checksums import BLOCK_BYTES, CheckedArray, ChecksumWriter, digest_of
-from dlrm_overlap.data.days import Day, Days, Ragged
+from dlrm_overlap.data.day import Day, Ragged
+from dlrm_overlap.data.days import Days
 from dlrm_overlap.data.encoding import FOLDER, Encoded
 from dlrm_overlap.data.records import Packed, RecordLayout
 from dlrm_overlap.launching.files import open_file, write_json

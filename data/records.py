@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.data.days import Day
+from dlrm_overlap.data.day import Day
 from dlrm_overlap.kernels import reference
 
 _ID, _LABEL, _FLOAT = 0, 1, 2  # kinds of a field, as in `kernels/unpack.py`

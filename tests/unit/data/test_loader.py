@@ -13,7 +13,8 @@ from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data import loader as loader_module
 from dlrm_overlap.data import synthetic_device
 from dlrm_overlap.data.batch import Batch, Dataset
-from dlrm_overlap.data.days import Day, Days, Ragged
+from dlrm_overlap.data.day import Day, Ragged
+from dlrm_overlap.data.days import Days
 from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.synthetic import Synthetic
 from tests.conftest import refuses, wait_until
