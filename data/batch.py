@@ -12,12 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from dlrm_overlap.data.encoding import Encoded
-
-
-def table_keys(tables: int) -> list[str]:
-    """Return the names of `tables` tables, `t_00`, `t_01`, .., in the model's order."""
-    width = max(2, len(str(tables - 1)))
-    return [f"t_{t:0{width}}" for t in range(tables)]
+from dlrm_overlap.data.schema import table_keys
 
 
 class Lease:

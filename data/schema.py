@@ -25,6 +25,12 @@ Separator = Annotated[str, ValueRule("the text between two values", bool)]
 Delimiter = Annotated[str, ValueRule("one ASCII character", lambda value: len(value) == 1 and value.isascii())]
 
 
+def table_keys(tables: int) -> list[str]:
+    """Return the names of `tables` tables, `t_00`, `t_01`, .., in the model's order."""
+    width = max(2, len(str(tables - 1)))
+    return [f"t_{t:0{width}}" for t in range(tables)]
+
+
 @dataclass(frozen=True)
 class Label:
     weight: NonNegativeFloat = 1.0

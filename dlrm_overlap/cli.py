@@ -271,6 +271,15 @@ def _report_samples(target: Path, meta: Any) -> int:
     return 0
 
 
+def predict(argv: list[str]) -> int:
+    """Predict by a checkpoint: the probability of each label for each row of a table."""
+    try:
+        from dlrm_overlap.predict import command
+    except ModuleNotFoundError as error:
+        raise InputError(f'{error.name}: not installed; pip install "dlrm-overlap[data]"') from None
+    return command.run(argv, predict.__doc__ or "")
+
+
 def trace(argv: list[str]) -> int:
     """Summarize a GPU's traces: the time of each kind of work, and how much of it did not overlap."""
     parser = Parser("dlrm-overlap trace", trace.__doc__ or "")
@@ -330,6 +339,7 @@ def doctor(argv: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "eval": evaluate,
+    "predict": predict,
     **{each.__name__: each for each in (compare, bench, simulate, trace, checkpoint, prepare, doctor)},
 }
 

@@ -201,6 +201,11 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
     return found
 
 
+def section_of(tree: Any, section: type[Sections], path: Path | str) -> Sections:
+    """Return the section that `tree` describes, such as a part of a stored configuration; see `read_tree`."""
+    return section(**_changes(section, read_tree(tree, section, path)))
+
+
 def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise InputError(f"{path}: {key}: {tree!r} must be sections by name, each with its keys")

@@ -14,7 +14,8 @@ from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig
-from dlrm_overlap.data.batch import Batch, table_keys
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.data.schema import table_keys
 from dlrm_overlap.train.attention import TargetAttention
 from dlrm_overlap.train.interaction import DotInteraction
 

@@ -15,11 +15,11 @@ import torch
 from pyarrow import feather, parquet
 
 from dlrm_overlap.config import TablesConfig
-from dlrm_overlap.data.batch import Batch, table_keys
+from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.data.prepare import prepare_files
 from dlrm_overlap.data.prepared import Prepared
-from dlrm_overlap.data.schema import Schema, read_schema
+from dlrm_overlap.data.schema import Schema, read_schema, table_keys
 from tests.agreement import assert_same_samples
 from tests.conftest import refuses
 from tests.unit.data.criteo_lines import hash_plainly
