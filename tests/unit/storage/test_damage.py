@@ -8,11 +8,13 @@ import os
 import pickle
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -162,6 +164,27 @@ def test_a_checkpoint_of_the_format_before_loads_with_a_warning(
     assert (said.out, said.err) == (f"{path}: whole\n", f"dlrm-overlap: {text}\n")
     os.truncate(path / DATA, 100)
     assert len(verify(path)) == 1
+
+
+def test_a_checkpoint_that_another_python_wrote_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its metadata names the class of its path, which Python 3.13 has in `pathlib._local` and others in `pathlib`."""
+    path = write_table(tmp_path / "run", [0, 4])
+    metadata = read_metadata(path, read_manifest(path))
+    for name in ("pathlib", "pathlib._local"):
+        module = ModuleType(name)
+        module.PosixPath = type("PosixPath", (_Path,), {"__module__": name})  # pyright: ignore[reportAttributeAccessIssue]
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, name, module)
+            metadata.storage_meta.checkpoint_id = module.PosixPath()
+            content = pickle.dumps(metadata)
+        assert name.encode() in content
+        _replace(path, METADATA, content)
+        assert read_metadata(path, read_manifest(path)).storage_meta.checkpoint_id == "run/step_3"
+
+
+class _Path:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ("run", "step_3")
 
 
 class _Code:
