@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-
-def table_keys(tables: int) -> list[str]:
-    """Return the names of `tables` tables, `t_00`, `t_01`, .., in the model's order."""
-    width = max(2, len(str(tables - 1)))
-    return [f"t_{t:0{width}}" for t in range(tables)]
+from dlrm_overlap.data.encoding import Encoded
+from dlrm_overlap.data.schema import table_keys
 
 
 class Lease:
@@ -78,7 +76,16 @@ class Batch(Pipelineable):
             torch.cat([batch.labels for batch in batches]),
         )
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+    def to(
+        self, device: torch.device, non_blocking: bool = False, data_copy_stream: torch.Stream | None = None
+    ) -> "Batch":
+        """Return the batch on `device`.
+
+        With `data_copy_stream`, which TorchRec's in-place copies pass, the memory belongs to the current stream, and
+        `data_copy_stream` copies to it after the current stream's earlier work.
+        """
+        if data_copy_stream is not None and self.dense.device != device:
+            return self._copied_on(data_copy_stream, device, non_blocking)
         moved = Batch(
             self.dense.to(device, non_blocking=non_blocking),
             self.sparse.to(device, non_blocking=non_blocking),
@@ -87,6 +94,24 @@ class Batch(Pipelineable):
         if self.lease:
             self.lease.copying()
         return moved
+
+    def _copied_on(self, stream: torch.Stream, device: torch.device, non_blocking: bool) -> "Batch":
+        streams = torch.get_device_module(device)
+        dense, labels = (torch.empty_like(each, device=device) for each in (self.dense, self.labels))
+        moved = Batch(dense, KeyedJaggedTensor.empty_like(self.sparse, device=device), labels)
+        stream.wait_stream(streams.current_stream(device))  # the memory may still be read by work of that stream
+        with streams.stream(stream):
+            for target, source in zip(moved._parts(), self._parts(), strict=True):
+                target.copy_(source, non_blocking=non_blocking)
+            if self.lease:
+                self.lease.copying()
+        return moved
+
+    def _parts(self) -> list[torch.Tensor]:
+        ids = self.sparse
+        inverse = ids.inverse_indices_or_none() or (None, None)
+        parts = self.dense, self.labels, ids.values(), ids.weights_or_none(), ids.lengths_or_none(), inverse[1]
+        return [part for part in (*parts, ids.offsets_or_none()) if part is not None]
 
     def clone(self) -> "Batch":
         return Batch.from_tensors(*(tensor.clone() for tensor in self.tensors))
@@ -116,6 +141,8 @@ class Dataset:
     """None for an endless stream"""
     labels: Mapping[str, float] = MappingProxyType({"label": 1.0})
     """name of each of L labels -> weight of its loss"""
+    encoded: Encoded | None = None
+    """the encoding that made the ids; None if they were not made of a table"""
     packed: Any = None
     """the `RecordLayout` of `records`; None if samples are not stored as records"""
     on_gpu: bool = False
@@ -128,6 +155,10 @@ class Dataset:
     def fingerprint(self) -> str:
         """Return a text that identifies the samples, empty if the configuration determines them."""
         return ""
+
+    def times(self, first: int, count: int) -> np.ndarray | None:
+        """Return the times of the samples [first, first + count), [count] int64; None if samples have none."""
+        return None
 
     def records(self, first: int, count: int) -> torch.Tensor:
         """Return the samples [first, first + count) as records [count, record_bytes] uint8; only if `packed`."""

@@ -31,6 +31,8 @@ _STRONGEST: Mapping[str, Keys] = {
     "_fp16": {"embedding.wire_dtype": "fp16"},
     "_default_plan": _DEFAULT,
     "_fused_pipeline": {},
+    "_async_copy": {},
+    "_default_plan_async_copy": _DEFAULT,
 }
 # For a model with unpooled tables.
 _STRONGEST_UNPOOLED: Mapping[str, Keys] = {"_index_dedup": {}, "_bf16_index_dedup": _BF16}

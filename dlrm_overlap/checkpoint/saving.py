@@ -76,7 +76,9 @@ class Saves:
         return self._background is not None and self._background.done() and self._background.exception() is not None
 
     def prepare(self, local_ranks: int) -> None:
-        """Make the folder and, for background saves, a process group; a collective. This node has `local_ranks` ranks.
+        """Make the folder and, for background saves, a process group; a collective.
+
+        This machine has `local_ranks` ranks.
 
         Raises:
             InputError: on all ranks, if one does not see the folder or lacks memory for copies.
@@ -92,8 +94,8 @@ class Saves:
             held = sum(_bytes_of_copy(extent.tensor) for extent in extents) * local_ranks
             if held > (free := psutil.virtual_memory().available):
                 raise InputError(
-                    f"checkpoint.asynchronous: copies of the state need {held / 1e9:.3g} GB of this node's memory, but "
-                    f"{free / 1e9:.3g} GB are free; set it to false"
+                    f"checkpoint.asynchronous: copies of the state need {held / 1e9:.3g} GB of this machine's memory, "
+                    f"but {free / 1e9:.3g} GB are free; set it to false"
                 )
 
         on_every_rank(check_memory, world())

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dlrm_overlap.comm.deadline import Deadline
 from dlrm_overlap.comm.device_errors import ExchangeTimeoutError
 from dlrm_overlap.comm.every_rank import gathered, on_every_rank
-from dlrm_overlap.comm.reach import Reach
+from dlrm_overlap.comm.reach import Reach, find_nodes
 from dlrm_overlap.config import InputError, in_one_line
 
 _ALIGNMENT_BYTES = 256
@@ -155,10 +155,7 @@ class CudaArena(Arena):
             try:
                 return symmetric_memory.rendezvous(local, self.reach.group or group)
             except RuntimeError as error:
-                raise InputError(
-                    f"embedding.backend: the GPUs of these {len(self.reached)} ranks do not reach each other's memory "
-                    f"({in_one_line(error):.200}); use --embedding.backend torchrec, or ranks within one NVLink domain"
-                ) from error
+                raise _unreachable(len(self.reached), in_one_line(error)[:200]) from error
 
         handle = on_every_rank(meet, group)
         peers = [handle.get_buffer(i, (self.size_bytes,), torch.uint8) for i in range(len(self.reached))]
@@ -167,7 +164,7 @@ class CudaArena(Arena):
 
 
 class HostArena(Arena):
-    """Memory shared by the processes of a node, in unnamed files."""
+    """Memory shared by the processes of a machine, in unnamed files."""
 
     def _map(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
         files: list[int] = []
@@ -178,10 +175,10 @@ class HostArena(Arena):
             location = socket.gethostname(), f"/proc/{os.getpid()}/fd/{files[0]}", (found.st_dev, found.st_ino)
             every = gathered(location, group)
             locations = [every[rank] for rank in self.reached]
-            if (nodes := len({node for node, _, _ in locations})) > 1:
+            if (machines := len({machine for machine, _, _ in locations})) > 1:
                 raise InputError(
-                    f"embedding.backend: CPU ranks on {nodes} nodes share no memory; use --embedding.backend torchrec, "
-                    f"or ranks of one node"
+                    f"embedding.backend: CPU ranks on {machines} machines share no memory; use --embedding.backend "
+                    f"torchrec, or ranks of one machine"
                 )
             # A rank keeps its file open until all ranks have mapped it.
             return on_every_rank(lambda: [self._open(path, file) for _, path, file in locations], group)
@@ -241,6 +238,13 @@ class HostArena(Arena):
             time.sleep(20e-6)
 
 
+def _unreachable(ranks: int, why: str) -> InputError:
+    return InputError(
+        f"embedding.backend: the GPUs of these {ranks} ranks do not reach each other's memory ({why}); use "
+        f"--embedding.backend torchrec, or ranks within one NVLink domain"
+    )
+
+
 def _out_of_reach(path: str, why: str) -> InputError:
     return InputError(
         f"embedding.backend: {path}, a peer's memory, cannot be opened ({why}); start all ranks as one user in one "
@@ -257,4 +261,9 @@ def open_arena(
 
     Raises `InputError` if ranks that should share memory cannot.
     """
+    # Symmetric memory may wait forever for a rank that it cannot reach.
+    if reach is None and device.type == "cuda":
+        found = Reach(group.rank(), *find_nodes(group, device))
+        if not found.is_one_node:
+            raise _unreachable(group.size(), found.summary())
     return (CudaArena if device.type == "cuda" else HostArena)(regions, group, device, reach)

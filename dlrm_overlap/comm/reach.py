@@ -1,7 +1,11 @@
-"""Which ranks reach each other by loads and stores: those of a node, which are consecutive."""
+"""Which ranks reach each other by loads and stores: those of a node, which are consecutive.
+
+Ranks of a node are on one machine, whose GPUs have peer access, or in one NVLink domain, on whatever machines.
+"""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,10 +14,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.every_rank import gathered
+from dlrm_overlap.comm.every_rank import gathered, on_every_rank
+from dlrm_overlap.comm.fabric import Domain, ExportedBlock, fabric_of, map_fault
 from dlrm_overlap.config import InputError
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NO_HANDLE = "there is no handle"
+_CONNECT_CURE = "the IMEX services of the machines must be connected (nvidia-imex-ctl -N)"
 
 
 class Location(NamedTuple):
@@ -22,6 +29,10 @@ class Location(NamedTuple):
     """the GPU's UUID; empty on a CPU"""
     reached: frozenset[str]
     """UUIDs of the GPUs that this GPU can load from and store to, including its own"""
+    domain: Domain | None = None
+    """the NVLink domain in which the GPU can share memory; None if there is none"""
+    fault: str = ""
+    """why there is no domain, or why this GPU reaches only some GPUs of it; empty if nothing is wrong"""
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,7 @@ class Reach:
     nodes: tuple[range, ...]
     """ranks of each node, in order"""
     why: str = ""
-    """why there is more than one node; empty if there is one"""
+    """what connects the ranks of a node, and what separates nodes"""
     group: dist.ProcessGroup | None = None
     """group of this node's ranks, for symmetric memory; None on CPUs, or if the node has one rank or all ranks"""
 
@@ -88,27 +99,41 @@ class Reach:
     def summary(self) -> str:
         names = [_named(node) for node in self.nodes]
         shown = names if len(names) <= 4 else [*names[:3], "..", names[-1]]
-        return f"{len(names)} nodes ({', '.join(shown)}; {self.why})"
+        nodes = "1 node" if len(names) == 1 else f"{len(names)} nodes"
+        return f"{nodes} ({', '.join(shown)}; {self.why})"
 
 
 def find_reach(group: dist.ProcessGroup, device: torch.device, nodes: int | str = "auto") -> Reach:
     """Find out which ranks can load from and store to each other's memory; a collective.
 
-    If `nodes` is auto, these are consecutive ranks on one machine whose GPUs have peer access. A number, which must
-    divide the number of ranks, emulates that number of nodes. Raises `InputError` if it does not.
+    If `nodes` is auto, these are consecutive ranks of one NVLink domain, or on one machine whose GPUs have peer access.
+    A number, which must divide the number of ranks, emulates that number of nodes. Raises `InputError` if it does not,
+    or if ranks of such a node do not reach each other.
     """
     rank, world_size = group.rank(), group.size()
+    if isinstance(nodes, int) and world_size % nodes:
+        raise InputError(
+            f"embedding.nodes: {nodes} emulated nodes do not divide {world_size} ranks; take a divisor, or auto"
+        )
+    found, why = find_nodes(group, device)
     if isinstance(nodes, int):
-        if world_size % nodes:
-            raise InputError(
-                f"embedding.nodes: {nodes} emulated nodes do not divide {world_size} ranks; take a divisor, or auto"
-            )
-        each = world_size // nodes
+        each, real = world_size // nodes, Reach(rank, found, why)
         found = tuple(range(first, first + each) for first in range(0, world_size, each))
+        if any(node[-1] not in real.node_of(node[0]) for node in found):
+            raise InputError(
+                f"embedding.nodes: {nodes} joins ranks that do not reach each other, {real.summary()}; take auto"
+            )
         why = f"emulated, embedding.nodes is {nodes}"
-    else:
-        found, why = nodes_of(gathered(location_of(device), group))
-    return Reach(rank, found, why if len(found) > 1 else "", _group_of(group, rank, found, device))
+    return Reach(rank, found, why, _group_of(group, rank, found, device))
+
+
+def find_nodes(group: dist.ProcessGroup, device: torch.device) -> tuple[tuple[range, ...], str]:
+    """Return the ranks of each node and what connects or separates them, see `nodes_of`; a collective."""
+    locations = gathered(on_every_rank(lambda: location_of(device), group), group)
+    domains = [location.domain for location in locations if location.domain is not None]
+    if len(set(domains)) < len(domains):
+        locations = gathered(_tried(locations, group, device), group)
+    return nodes_of(locations)
 
 
 def location_of(device: torch.device) -> Location:
@@ -119,29 +144,84 @@ def location_of(device: torch.device) -> Location:
     index = device.index if device.index is not None else torch.cuda.current_device()
     names = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     reached = {name for i, name in enumerate(names) if i == index or torch.cuda.can_device_access_peer(index, i)}
-    return Location(machine, names[index], frozenset(reached))
+    return Location(machine, names[index], frozenset(reached), *fabric_of(device))
+
+
+def _tried(locations: Sequence[Location], group: dist.ProcessGroup, device: torch.device) -> Location:
+    """Return this rank's location with the GPUs of its domain whose memory it can map; a collective.
+
+    That two machines are in one domain does not imply that their IMEX services are connected.
+    """
+    own, handle = locations[group.rank()], b""
+    with ExitStack() as until_mapped:
+        if own.domain is not None:
+            handle = until_mapped.enter_context(closing(ExportedBlock(device))).handle
+        handles = gathered(handle, group)
+
+        def try_all() -> dict[int, str]:
+            peers = [rank for rank, each in enumerate(locations) if own.domain and each.domain == own.domain]
+            return {rank: map_fault(handles[rank], device) if handles[rank] else _NO_HANDLE for rank in peers}
+
+        faults = on_every_rank(try_all, group)  # and a barrier: all have mapped this rank's block
+    if own.domain is None:
+        return own
+    reached = frozenset(locations[rank].device for rank, fault in faults.items() if not fault)
+    if failed := [rank for rank, fault in faults.items() if fault]:
+        own = own._replace(fault=f"it cannot map memory of {_runs(failed)}, {faults[failed[0]]}; {_CONNECT_CURE}")
+    return own._replace(reached=reached | {own.device})
 
 
 def nodes_of(locations: Sequence[Location]) -> tuple[tuple[range, ...], str]:
-    """Return the ranks of each node, and why there are several nodes.
+    """Return the ranks of each node, and what connects or separates them.
 
-    Example: ranks 0 and 2 on machine a and rank 1 on machine b are three nodes.
+    Example: ranks 0 and 2 on machine a and rank 1 on machine b are three nodes, unless their GPUs are in one domain.
     """
     first, found = 0, []
     for rank in range(1, len(locations) + 1):
         if rank == len(locations) or not all(_reach(locations[rank], each) for each in locations[first:rank]):
             found.append(range(first, rank))
             first = rank
-    machines = len({location.machine for location in locations})
-    if len(found) > machines > 1:
-        why = "ranks of a machine do not follow one another, or its GPUs have no access to each other"
-    else:
-        why = f"{machines} machines" if machines > 1 else "GPUs without access to each other"
-    return tuple(found), why
+    return tuple(found), _explained(locations, len(found))
 
 
 def _reach(one: Location, other: Location) -> bool:
-    return one.machine == other.machine and one.device in other.reached and other.device in one.reached
+    # A GPU in a domain and one outside it are not joined, even on one machine: their memory has different handles.
+    together = one.domain == other.domain if one.domain or other.domain else one.machine == other.machine
+    return together and one.device in other.reached and other.device in one.reached
+
+
+def _explained(locations: Sequence[Location], nodes: int) -> str:
+    inside = [location for location in locations if location.domain is not None]
+    outside = {location.machine for location in locations if location.domain is None}
+    domains, machines = {location.domain for location in inside}, {location.machine for location in inside}
+    told = _count(len(outside), "machine")
+    if domains:
+        told = f"{_count(len(domains), 'NVLink domain')} over {_count(len(machines), 'machine')}"
+        told += f", and GPUs of {_count(len(outside), 'machine')} outside" * bool(outside)
+    if nodes > (places := len(domains) + len(outside)):
+        apart = "GPUs have no access to each other"
+        told += f": {apart}" if places == 1 else f": ranks do not follow one another, or {apart}"
+    # Why GPUs are outside a domain does not matter to a single node.
+    faults: dict[str, list[int]] = {}
+    for rank, location in enumerate(locations):
+        if location.fault and nodes > 1:
+            faults.setdefault(location.fault, []).append(rank)
+    return "; ".join([told, *(f"{_runs(ranks)}: {fault}" for fault, ranks in faults.items())])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number > 1)
+
+
+def _runs(ranks: Iterable[int]) -> str:
+    """Return ascending ranks as text. Example: 0, 1, 2, 5 become "ranks 0 to 2, rank 5"."""
+    runs: list[range] = []
+    for rank in ranks:
+        if runs and runs[-1].stop == rank:
+            runs[-1] = range(runs[-1].start, rank + 1)
+        else:
+            runs.append(range(rank, rank + 1))
+    return ", ".join(map(_named, runs))
 
 
 def _named(node: range) -> str:

@@ -47,7 +47,8 @@ class FlatParameters:
     ) -> None:
         """Move `parameters`, by name in the model's order; `unsupported_by_flat` must return None for them.
 
-        `shards` names parameters of which each rank holds a different part; the others are the same size on all ranks.
+        `shards` names parameters that differ between ranks, as each holds a part or trains it alone; the others are the
+        same size on all ranks. If a slice is one, its holder is.
         `shadow_dtype` is float16 or bfloat16; None makes no shadow.
         """
         assert (reason := unsupported_by_flat(parameters)) is None, reason
@@ -61,7 +62,7 @@ class FlatParameters:
         """all parameters but slices, then the holders of slices"""
         self.unseen = set(holders)
         """names of parameters whose gradients may be written without autograd"""
-        self.shards = frozenset(shards)
+        self.shards = frozenset(shards) | {holder for name, (holder, _) in slices.items() if name in shards}
         self.idle: frozenset[str] = frozenset()
         """names of parameters that get a gradient on no rank: `grad` is None, and the flat gradient is zero there"""
         # The layout: shared parameters, then shards.

@@ -1,9 +1,9 @@
 """Places tables on ranks, and cuts some, so that every rank has the same work in a step.
 
 Work is the row elements that a rank reads, and the columns that it sends; docs/architecture/step.md (The plan) explains
-the order of the cuts. With several nodes, pooled tables are cut by rows within one node, which adds partial sums before
-they leave it. Owners of columns on several nodes would each receive all ids, so columns are cut only where rows are
-few, and for unpooled tables.
+the order of the cuts. With several nodes, pooled tables are cut by rows within one machine, so that its node adds up
+partial sums before they leave it. Owners of columns on several nodes would each receive all ids, so columns are cut
+only where rows are few, and for unpooled tables.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ def balance(
     world_size: int,
     capacity_bytes: int,
     cut_columns: bool = True,
-    node_size: int | None = None,
+    machine_size: int | None = None,
 ) -> Balance | None:
     """Place all tables on the ranks; return None if they do not fit.
 
@@ -73,13 +73,13 @@ def balance(
 
     Args:
         capacity_bytes: room for tables on each rank.
-        node_size: ranks of a node, a divisor of `world_size`; None for all ranks.
+        machine_size: with several nodes, the ranks of a machine, a divisor of `world_size`; None for one node.
     """
     # Work is measured relative to the mean of the ranks; the memory's is scaled by its weight against the links'.
     memory = sum(table.pooling * table.dim for table in tables) / world_size or 1.0  # all bags may be empty
     links = sum(table.sent_columns for table in tables) / world_size or 1.0
-    node_ranks = world_size if node_size in (None, 1) else node_size
-    one_node = node_ranks == world_size
+    machine_ranks = world_size if machine_size in (None, 1) else machine_size
+    one_node = machine_ranks == world_size
     weight = 1.0 if one_node else min(1.0, _ELEMENT_OVER_COLUMN * memory / links)
     memory /= weight
     whole = [
@@ -87,7 +87,7 @@ def balance(
         for t, table in enumerate(tables)
     ]
     begun = [_Rank(capacity_bytes, 0.0, 0.0) for _ in range(world_size)]  # has the tables cut by rows
-    owners = [node_ranks if table.pooled else world_size for table in tables]  # of row shards
+    owners = [machine_ranks if table.pooled else world_size for table in tables]  # of row shards
     columns, by_rows = [1] * len(tables), dict[int, range]()
     best, tries = None, 0
     while True:
@@ -128,9 +128,9 @@ def balance(
         if (t := chosen.table) in in_columns:
             columns[t] *= 2
             continue
-        for count in dict.fromkeys((owners[t], world_size)):  # all ranks, if no node has room
-            shard = whole[t].cut_by_rows(tables[t], count, summed=not one_node and count == node_ranks)
-            by_rows[t] = _lightest_node(begun, count, shard)
+        for count in dict.fromkeys((owners[t], world_size)):  # all ranks, if no machine has room
+            shard = whole[t].cut_by_rows(tables[t], count, summed=not one_node and count == machine_ranks)
+            by_rows[t] = _lightest_machine(begun, count, shard)
             if all(begun[number].room >= shard.bytes for number in by_rows[t]):
                 break
         for number in by_rows[t]:
@@ -210,12 +210,12 @@ def _place(shards: Sequence[_Shard], begun: Sequence[_Rank], tries: int) -> tupl
     return ranks, tries
 
 
-def _lightest_node(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
+def _lightest_machine(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
     """Return the `owners` consecutive ranks with room and the least work after each has taken `shard`."""
 
     def after(first: int) -> tuple[bool, tuple[float, float]]:
-        node = ranks[first : first + owners]
-        return any(rank.room < shard.bytes for rank in node), max(rank.score(shard) for rank in node)
+        machine = ranks[first : first + owners]
+        return any(rank.room < shard.bytes for rank in machine), max(rank.score(shard) for rank in machine)
 
     first = min(range(0, len(ranks), owners), key=after)
     return range(first, first + owners)

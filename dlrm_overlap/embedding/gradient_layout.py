@@ -7,11 +7,13 @@ from itertools import accumulate
 import torch
 
 from dlrm_overlap.comm.arena import Region
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.windows import WindowSpec
 
 _PART_BYTES = 32 << 20  # sending less takes less time than a part's kernel launches
 _HEAVY = 0.25  # tables with a larger share of a rank's ids are sent first
+_MAX_ELEMENTS = 1 << 33  # of a window: `RowUpdate` counts 4 elements as one, in 32 bits
 _MAX_PARTS = 6  # with more, the CPU's launches cost more than the overlap saves
 
 
@@ -28,6 +30,9 @@ class GradientLayout:
     Args:
         samples_per_rank: the most samples of a rank.
         bag_ids: feature -> ids of a bag, identical on every rank; None if unknown.
+
+    Raises:
+        InputError: if a window would have more than 2^33 elements.
     """
 
     def __init__(
@@ -38,7 +43,13 @@ class GradientLayout:
         bag_ids: Mapping[str, float] | None = None,
     ) -> None:
         self._layout, self._wire_dtype, self._bag_ids = layout, wire_dtype, bag_ids or {}
-        self._elements = max(layout.owner_dims) * samples_per_rank * layout.world_size
+        columns, samples = max(layout.owner_dims), samples_per_rank * layout.world_size
+        self._elements = columns * samples
+        if self._elements > _MAX_ELEMENTS:
+            raise InputError(
+                f"gradients: {columns} columns of a rank for {samples} samples of all ranks are more than "
+                f"{_MAX_ELEMENTS} elements; take a smaller train.batch_size, or a plan whose ranks have fewer columns"
+            )
         parts = min(_MAX_PARTS, self._elements * wire_dtype.itemsize // _PART_BYTES)
         self.parts = max(1, parts) if self._elements else 0
         """number of parts; 0 if nothing is exchanged, since no kernel would signal a part's flag"""

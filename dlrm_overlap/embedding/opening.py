@@ -32,6 +32,8 @@ def reach_of(options: ExchangeOptions, group: dist.ProcessGroup, device: torch.d
         return Reach.of_one_node(group)  # collectives reach all ranks
     reach, puts = find_reach(group, device, options.nodes), options.internode == "puts"
     if reach.is_one_node:
+        if reach.rank == 0 and group.size() > 1:
+            log.info("backend %s: %s: all ranks store into each other's memory", options.backend, reach.summary())
         return reach
     if puts:
         start_puts(group, device, options.wait_timeout_s)

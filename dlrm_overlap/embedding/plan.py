@@ -25,8 +25,9 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap.comm.every_rank import gathered
+from dlrm_overlap.comm.reach import find_nodes
 from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
-from dlrm_overlap.data.batch import table_keys
+from dlrm_overlap.data.schema import table_keys
 from dlrm_overlap.embedding.balance import TableLoad, balance
 from dlrm_overlap.kernels.optimizer_params import looks_at_rows, state_bytes
 
@@ -198,10 +199,13 @@ def _balanced(
     group: dist.ProcessGroup,
 ) -> ShardingPlan:
     local, world_size = topology.local_world_size, group.size()
+    nodes, _ = find_nodes(group, torch.device(topology.compute_device))
     # FBGEMM updates each shard separately, with its own row-wise states and row norms. Cuts by columns would make the
     # losses depend on the number of ranks.
-    cut_columns, node_size = not looks_at_rows(config.optimizer), local if world_size % local == 0 else None
-    placed = balance(list(loads.values()), world_size, capacity, cut_columns, node_size)
+    cut_columns = not looks_at_rows(config.optimizer)
+    # TorchRec cuts tables by rows over all ranks, or over those of one machine.
+    machine_size = local if len(nodes) > 1 and world_size % local == 0 else None
+    placed = balance(list(loads.values()), world_size, capacity, cut_columns, machine_size)
     if placed is None:
         held = sum(load.bytes for load in loads.values())
         raise _does_not_fit("auto", f"{held} bytes of tables on {world_size} ranks with room for {capacity} each")

@@ -77,3 +77,13 @@ def data_parallel_weights(model: nn.Module) -> dict[str, TableBatchedEmbeddingSl
         for name, parameter in model.named_parameters()
         if isinstance(parameter, TableBatchedEmbeddingSlice) and not hasattr(parameter, "_in_backward_optimizers")
     }
+
+
+def unsynchronized_weights(model: nn.Module) -> dict[str, TableBatchedEmbeddingSlice]:
+    """Return those of `data_parallel_weights` that each rank trains alone.
+
+    They are in modules that TorchRec's `mark_data_parallel_skip_grad_sync` was called for, which it leaves out of DDP.
+    """
+    marked = [module for module in model.modules() if getattr(module, "_skip_data_parallel_grad_sync", False)]
+    alone = {id(parameter) for module in marked for parameter in module.parameters()}
+    return {name: weight for name, weight in data_parallel_weights(model).items() if id(weight) in alone}

@@ -48,9 +48,20 @@ def unsupported_by_exchange(
         whole = "2D parallelism with fully sharded rows"
     elif on_cpu and any(_decays_unpooled(group) for each in shardings.values() for group in groups_of(each)):
         whole = "rows that decay, which FBGEMM updates feature by feature on a CPU"
+    elif any(
+        _is_stashed(table)
+        for each in shardings.values()
+        for group in groups_of(each)
+        for table in group.embedding_tables
+    ):
+        whole = "rows that TorchRec stashes in host memory during a step"
     found = {kind: next(_of_sharding(each, wire_dtype, cached), whole) for kind, each in shardings.items()}
     alone = _why_not_together([shardings[kind] for kind, reason in found.items() if reason is None])
     return {kind: reason or alone for kind, reason in found.items()}
+
+
+def _is_stashed(table: Any) -> bool:
+    return getattr(table, "stash_weights", False)
 
 
 def _decays_unpooled(group: Any) -> bool:
@@ -138,6 +149,8 @@ def unsupported_by_graphs(shardings: Mapping[str, Any], unsupported_reasons: Map
             continue
         for group in groups_of(sharding):
             for table in group.embedding_tables:
+                if _is_stashed(table):
+                    return f"table {table.name} stays with TorchRec, which stashes its rows during a step"
                 if kind == ShardingType.DATA_PARALLEL.value:
                     if (reason := next(_of_replicated(group, table), None)) is not None:
                         return f"data-parallel table {table.name} stays with TorchRec: {reason}"

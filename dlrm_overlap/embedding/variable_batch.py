@@ -18,6 +18,7 @@ InverseIndices = tuple[list[str], torch.Tensor]
 
 def with_even_batches(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return ids padded to one bag for each sample and feature; unchanged unless the batch is variable."""
+    features = _with_one_stride(features)
     if not features.variable_stride_per_key():
         return features
     inverse = _inverse_of(features)
@@ -43,6 +44,7 @@ def of_samples(pooled: KeyedTensor, inverse: InverseIndices) -> KeyedTensor:
 
 def with_bags_of_samples(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return ids with each sample's own bags, repeating shared ones; unchanged unless the batch is variable."""
+    features = _with_one_stride(features)
     if not features.variable_stride_per_key():
         return features
     keys, (names, bags) = features.keys(), _inverse_of(features)
@@ -52,6 +54,21 @@ def with_bags_of_samples(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     tensors = features.lengths(), features.values(), features.weights_or_none()
     lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(order, *tensors)
     return KeyedJaggedTensor(keys, values, weights, lengths=lengths, stride=bags.shape[1])
+
+
+def _with_one_stride(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return the ids of a batch that is variable only by its form as those of a batch of one stride.
+
+    `KeyedJaggedTensor.from_jt_dict(force_variable_stride=True)` gives features a stride each although all are equal.
+    Without inverse indices each bag is a sample's then.
+    """
+    if not features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+        return features
+    samples, *others = {*features.stride_per_key()} or {0}
+    if others:
+        return features
+    tensors = features.values(), features.weights_or_none()
+    return KeyedJaggedTensor(features.keys(), *tensors, lengths=features.lengths(), stride=samples)
 
 
 def _inverse_of(features: KeyedJaggedTensor) -> InverseIndices:

@@ -5,13 +5,17 @@ import platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching import supported_versions
 from dlrm_overlap.launching.environment import output_of
+
+if TYPE_CHECKING:
+    from dlrm_overlap.comm.fabric import Domain
+    from dlrm_overlap.comm.reach import Location
 
 _MIN_SHM_BYTES = 1 << 30
 
@@ -85,16 +89,36 @@ def _gpus() -> Iterator[Finding]:
         about = torch.cuda.get_device_properties(device)
         memory = f"{about.total_memory / 2**30:.0f} GiB"
         yield Finding(f"GPU {device.index}", f"{about.name}, {memory}, compute capability {about.major}.{about.minor}")
-    nodes, _ = nodes_of([location_of(device) for device in devices])
+    locations = [location_of(device) for device in devices]
+    nodes, why = nodes_of(locations)
     groups = " | ".join(f"{node[0]}-{node[-1]}" if len(node) > 1 else str(node[0]) for node in nodes)
     missing = missing_puts()
     others = "NCCL messages" + (f" ({missing})" if missing else ", or kernels' puts (NVSHMEM is installed)")
-    detail = f"GPUs {groups} by stores, all others and other machines by {others}"
+    detail = f"GPUs {groups} by stores ({why}), all others and other machines by {others}"
     cure = (
         "some have no peer access (nvidia-smi topo -p2p r shows why), and messages are slower" if len(nodes) > 1 else ""
     )
+    yield from _domains(locations)
     yield Finding("reach", detail, cure)
     yield _compiler()
+
+
+def _domains(locations: "Sequence[Location]") -> Iterator[Finding]:
+    """Report NVLink domains, which may span machines, by the locations of this machine's GPUs."""
+    together: dict[tuple[Domain | None, str], list[str]] = {}
+    for index, location in enumerate(locations):
+        together.setdefault((location.domain, location.fault), []).append(str(index))
+    for (domain, fault), gpus in together.items():
+        where = f"GPU {', '.join(gpus)}"
+        if domain is not None:
+            detail = f"{where} in cluster {domain.cluster}, clique {domain.clique}, reach its GPUs on other machines by"
+            yield Finding("NVLink domain", f"{detail} stores if IMEX connects the machines (nvidia-imex-ctl -N)")
+        elif fault:
+            cure = (
+                "if the domain spans machines, as in a GB200 NVL72: pip install nvidia-ml-py; nvidia-smi -q shows the "
+                "state of each GPU's fabric; nvidia-imex must run on each machine"
+            )
+            yield Finding("NVLink domain", f"{where}: {fault}", cure)
 
 
 def _compiler() -> Finding:

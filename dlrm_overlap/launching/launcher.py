@@ -24,11 +24,11 @@ class World:
 
     rank: int
     local_rank: int
-    """rank on this node, which selects the GPU"""
+    """rank on this machine, which selects the GPU"""
     world_size: int
     local_world_size: int
     master_addr: str
-    """address of rank 0's node; an IPv6 address has no brackets"""
+    """address of rank 0's machine; an IPv6 address has no brackets"""
     master_port: int
     """0 for a single rank"""
     source: str
@@ -52,8 +52,8 @@ class World:
         if self.world_size > 1 and not (_is_address(self.master_addr) and 0 < self.master_port < 1 << 16):
             raise InputError(
                 f"{self.source} launch: {self.world_size} ranks cannot meet at {self.master_addr!r}, port "
-                f"{self.master_port}; set MASTER_ADDR to the name or IP address of rank 0's node, without a port, and "
-                f"MASTER_PORT to a free port, 1 .. 65535"
+                f"{self.master_port}; set MASTER_ADDR to the name or IP address of rank 0's machine, without a port, "
+                f"and MASTER_PORT to a free port, 1 .. 65535"
             )
 
     @property
@@ -127,7 +127,7 @@ def _from_variables(environ: Mapping[str, str], source: str) -> World:
     rank, size = _integer(environ, "RANK", source), _integer(environ, "WORLD_SIZE", source)
     address = _master_addr(environ)
     port = _integer(environ, "MASTER_PORT", source) if size > 1 else 0
-    if size == 1 or is_loopback(address):  # one node: local ranks equal ranks
+    if size == 1 or is_loopback(address):  # one machine: local ranks equal ranks
         environ = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), **environ}
     local, local_size = _integer(environ, "LOCAL_RANK", source), _integer(environ, "LOCAL_WORLD_SIZE", source)
     return World(rank, local, size, local_size, LOOPBACK if size == 1 else address, port, source)

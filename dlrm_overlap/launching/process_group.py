@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # The timeout of collectives: LAST_RESORT * wait_timeout_s + _LAST_RESORT_S seconds.
 LAST_RESORT, _LAST_RESORT_S = 10.0, 5.0
 _MAX_SHOWN = 60  # characters of a value
-_RESOLVE_S = 20.0  # a node's name may be registered only after its container has started
+_RESOLVE_S = 20.0  # a machine's name may be registered only after its container has started
 _RELEASE_S = 0.05  # far more than gloo's threads need to release the last collective's tensors
 
 
@@ -73,7 +73,7 @@ def init_process_group(
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # collectives must not wait for low-priority kernels
         backend, device_id = "cpu:gloo,cuda:nccl", device
-    if is_loopback(world.master_addr):  # otherwise gloo and NCCL take the interface of the node's name
+    if is_loopback(world.master_addr):  # otherwise gloo and NCCL take the interface of the machine's name
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     # Meet the other ranks.
@@ -96,9 +96,9 @@ def init_process_group(
     except (OSError, RuntimeError) as error:  # by sockets, the store and gloo
         raise InputError(
             f"{world.source} launch: {world.world_size} ranks do not meet at {world.rendezvous} within "
-            f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, with MASTER_ADDR and MASTER_PORT a node "
-            f"and a free port that all reach, and GLOO_SOCKET_IFNAME on each node the interface by which the others "
-            f"reach it"
+            f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, with MASTER_ADDR and MASTER_PORT a "
+            f"machine and a free port that all reach, and GLOO_SOCKET_IFNAME on each machine the interface by which "
+            f"the others reach it"
         ) from error
 
 
@@ -121,7 +121,7 @@ def _open_store(world: World, timeout_s: float) -> "Store":
 
 
 def _resolve(world: World, timeout_s: float) -> tuple[Any, ...]:
-    """Return the first address of rank 0's node; its name must be resolved within `timeout_s`."""
+    """Return the first address of rank 0's machine; its name must be resolved within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -129,7 +129,7 @@ def _resolve(world: World, timeout_s: float) -> tuple[Any, ...]:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise InputError(
-                    f"{world.source} launch: {world.master_addr}, the node of rank 0, has no address "
+                    f"{world.source} launch: {world.master_addr}, the machine of rank 0, has no address "
                     f"({error.strerror}); set MASTER_ADDR to a name or an address that all ranks can look up"
                 ) from None
         time.sleep(min(1.0, timeout_s))
@@ -146,7 +146,7 @@ def check_identical(facts: Mapping[str, Any], group: "dist.ProcessGroup") -> Non
             found = [f"{key} is {_shown(theirs.get(key))}, not {_shown(first.get(key))}" for key in keys]
             raise InputError(
                 f"rank {rank} differs from rank 0: {', '.join(found)}; start all ranks of a run by one command, with "
-                f"the same files on every node"
+                f"the same files on every machine"
             )
 
 

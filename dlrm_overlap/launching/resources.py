@@ -15,9 +15,9 @@ _RANK_BYTES = 500_000_000  # resident memory of a rank that has imported its lib
 
 
 def check_processes(nproc: int) -> None:
-    """Raise an `InputError` unless this node has room for `nproc` ranks.
+    """Raise an `InputError` unless this machine has room for `nproc` ranks.
 
-    A rank needs 0.5 GB of memory. Up to 4 ranks per core are allowed, and 8 ranks on a node with fewer than 2 cores.
+    A rank needs 0.5 GB of memory. Up to 4 ranks per core are allowed, and 8 ranks on a machine with fewer than 2 cores.
     """
     cores, memory_bytes = available_cores(), available_memory_bytes()
     max_ranks = min(max(_ALWAYS_FIT, _RANKS_PER_CORE * cores), max(1, memory_bytes // _RANK_BYTES))
@@ -55,8 +55,8 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        # Version 1 has a folder per controller. In a container the path may be the node's, which does not exist here;
-        # then the mount itself is the container's cgroup.
+        # Version 1 has a folder per controller. In a container the path may be the machine's, which does not exist
+        # here; then the mount itself is the container's cgroup.
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         folder = mount / path.lstrip("/")
         yield from (each for each in (folder, *folder.parents) if each.is_relative_to(mount))

@@ -24,7 +24,7 @@ _REASONS = {
 
 
 def spawn(argv: Sequence[str], nproc: int) -> int:
-    """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this node; return the first failing exit code, or 0.
+    """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this machine; return the first failing exit code, or 0.
 
     If a rank fails, the others are killed, and standard error names it. SIGUSR1 is forwarded to the ranks, and SIGTERM,
     SIGHUP and SIGINT as SIGTERM, so that ranks may save; a second signal ends all ranks at once. The exit code after a

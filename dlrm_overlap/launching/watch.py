@@ -23,7 +23,7 @@ SLACK = 1.1
 """factor on the timeout, so that a wait of the embedding exchange expires first"""
 _POLL_S = 0.5
 _SHOWN_RANKS = 8
-_SILENT = "it is stopped, or its node is gone or cut off"
+_SILENT = "it is stopped, or its machine is gone or cut off"
 
 
 class Progress:

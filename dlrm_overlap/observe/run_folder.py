@@ -1,4 +1,4 @@
-"""The folder of a run. Only rank 0 reads it for decisions, since nodes may have different folders of one name."""
+"""The folder of a run. Only rank 0 reads it for decisions, since machines may have different folders of one name."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

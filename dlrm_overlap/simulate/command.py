@@ -33,7 +33,8 @@ def run(argv: Sequence[str], description: str) -> int:
         Path(own.output).parent.mkdir(parents=True, exist_ok=True)
         made_by = {"commit": commit() or ""}
         with Path(own.output).open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], *made_by], lineterminator="\n")
+            names = dict.fromkeys(itertools.chain(*rows, made_by))
+            writer = csv.DictWriter(file, list(names), lineterminator="\n")
             writer.writeheader()
             writer.writerows(row | made_by for row in rows)
     columns = [key.removeprefix("--").rpartition(".")[2] for key in varied]
@@ -77,6 +78,7 @@ def describe(config: SimulateConfig) -> dict[str, Any]:
         "aggregate_bytes": embedding.aggregate_bytes,
         "nodes": network.nodes,
         "gpus_per_node": network.gpus_per_node,
+        **({"gpus_per_machine": network.gpus_per_machine} if network.gpus_per_machine else {}),
         "nic_gbit_per_s": network.nic_gbit_per_s,
         "world_size": work.world_size,
         "tables": work.tables,

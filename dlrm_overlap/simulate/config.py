@@ -76,12 +76,15 @@ class GpuConfig:
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Nodes with one NIC per GPU, connected by a fat tree without oversubscription."""
+    """Nodes with one NIC per GPU, connected by a fat tree without oversubscription; a node is an NVLink domain."""
 
     nodes: PositiveInt = 1
     """number of nodes"""
     gpus_per_node: PositiveInt = 8
-    """GPUs per node, all connected by NVLink"""
+    """GPUs per node, all connected by NVLink: 8 of a machine with NVSwitches, 72 of a GB200 NVL72"""
+    gpus_per_machine: PositiveInt | None = None
+    """GPUs per machine, a divisor of gpus_per_node; null: gpus_per_node. If tables are not cut by rows over all GPUs,
+    they are cut over those of a machine"""
     nic_gbit_per_s: PositiveFloat = 400.0
     """bandwidth of a GPU's NIC"""
     latency_ns: NonNegativeFloat = 2000.0
@@ -92,6 +95,10 @@ class NetworkConfig:
     @property
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def machine_size(self) -> int:
+        return self.gpus_per_machine or self.gpus_per_node
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,11 @@ class SimulateConfig(Config):
             raise InputError("data.tables.rows: null, but a simulation reads no data; set the tables' rows")
         if self.model.sequence.history is not None:
             raise InputError("model.sequence.history: the simulator has no model of tables that are not pooled")
+        if self.network.gpus_per_node % self.network.machine_size:
+            raise InputError(
+                f"network.gpus_per_machine: {self.network.gpus_per_machine} does not divide network.gpus_per_node, "
+                f"{self.network.gpus_per_node}; take a divisor, or null"
+            )
 
     @property
     def is_collective(self) -> bool:

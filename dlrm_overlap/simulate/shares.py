@@ -10,6 +10,7 @@ import numpy as np
 from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.embedding.balance import TableLoad, balance
 from dlrm_overlap.kernels.optimizer_params import looks_at_rows
+from dlrm_overlap.simulate.config import NetworkConfig
 
 _GPU_BYTES = 140 * 10**9  # an H200's memory
 _CAPACITY_BYTES = _GPU_BYTES * 4 // 5  # for a rank's tables: `embedding.plan` reserves a fifth
@@ -42,29 +43,30 @@ class SimulatedShares(NamedTuple):
 def shares_of(
     loads: Sequence[TableLoad],
     plan: Sequence[Sequence[SimulatedShard]],
-    world_size: int,
-    gpus_per_node: int,
+    network: NetworkConfig,
     dense: bool,
 ) -> SimulatedShares:
     """Return the ranks' shares of `loads` under `plan`, the shards of each table.
 
     For a table that is cut by rows, a shard sends partial sums within the node only for bags that have ids of the
     shard. For samples of other nodes, the G ranks of a node gather all partial sums of the node, each rank for one
-    sample in G, and send the sums. If `dense`, a collective does so for samples of its own node, too (exact for
-    table-row-wise shards).
+    sample in G, and send the sums. If `dense`, collectives add up the partial sums of a machine first, for samples of
+    all ranks (exact for table-row-wise shards).
 
     Example: 2 ranks of a node share a table of 2 ids per bag and 64 columns by rows. Each has 1 of `memory` and `ids`,
     2 of `links` (64 columns, while the mean of whole tables is 32), and 1.5 of `near`, since a fourth of the bags have
     no id of its rows; with `dense` it has 2.
     """
-    W, G = world_size, gpus_per_node
+    W, G, M = network.world_size, network.gpus_per_node, network.machine_size
     found = np.zeros((6, W))
     for load, shards in zip(loads, plan, strict=True):
         nodes = [shard.rank // G for shard in shards]
         for rank, columns, rows in shards:
             near, away, sums = float(columns), float(columns), 0.0
             if rows < 1 and dense:
-                near, away = columns * W / G, columns / G
+                # Partial sums go to the M - 1 other ranks of the machine, then sums to ranks of other machines.
+                near = (columns * W / M * (M - 1) + columns / M * (G - M)) / max(1, G - 1)
+                away = columns / M
             elif rows < 1:
                 near = columns * (1 - (1 - rows) ** load.pooling)  # bags that have an id of these rows
                 if (here := nodes.count(rank // G)) > 1:
@@ -78,14 +80,15 @@ def shares_of(
 
 @lru_cache(maxsize=32)
 def plan_tables(
-    loads: tuple[TableLoad, ...], plan: str, optimizer: Any, world_size: int, gpus_per_node: int, samples: int
+    loads: tuple[TableLoad, ...], plan: str, optimizer: Any, network: NetworkConfig, samples: int
 ) -> list[list[SimulatedShard]]:
+    world_size = network.world_size
     if plan != "auto":
-        return _torchrecs(loads, plan, optimizer, world_size, gpus_per_node, samples)
+        return _torchrecs(loads, plan, optimizer, network, samples)
     if len(set(loads)) == 1 and len(loads) % world_size == 0:  # an equal number for each rank
         return [[SimulatedShard(number % world_size, load.dim, 1.0)] for number, load in enumerate(loads)]
-    cut_columns = not looks_at_rows(optimizer)
-    placed = balance(loads, world_size, _CAPACITY_BYTES, cut_columns, gpus_per_node)
+    cut_columns, machine_size = not looks_at_rows(optimizer), network.machine_size if network.nodes > 1 else None
+    placed = balance(loads, world_size, _CAPACITY_BYTES, cut_columns, machine_size)
     if placed is None:
         raise _no_room(loads, world_size, "they have no room")
     found = []
@@ -97,7 +100,7 @@ def plan_tables(
 
 
 def _torchrecs(
-    loads: Sequence[TableLoad], plan: str, optimizer: Any, world_size: int, gpus_per_node: int, samples: int
+    loads: Sequence[TableLoad], plan: str, optimizer: Any, network: NetworkConfig, samples: int
 ) -> list[list[SimulatedShard]]:
     import torch
     from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -128,13 +131,15 @@ def _torchrecs(
         for config, load in zip(configs, loads, strict=True)
     }
     logging.getLogger("torchrec").setLevel(logging.ERROR)  # the planner warns about how hardware is described
-    topology = Topology(world_size, "cuda", hbm_cap=_GPU_BYTES, local_world_size=gpus_per_node)
+    topology = Topology(network.world_size, "cuda", hbm_cap=_GPU_BYTES, local_world_size=network.machine_size)
     planner = torchrecs_planner(topology, samples, constraints)
     sharders = build_sharders(EmbeddingConfig(backend="pgas", optimizer=optimizer))
     try:
         (planned,) = planner.plan(torch.nn.Sequential(collection), sharders).plan.values()
     except PlannerError as error:
-        raise _no_room(loads, world_size, f"TorchRec's planner has no plan ({in_one_line(error):.200}...)") from None
+        raise _no_room(
+            loads, network.world_size, f"TorchRec's planner has no plan ({in_one_line(error):.200}...)"
+        ) from None
     found = []
     for config in configs:
         shards = planned[config.name].sharding_spec.shards  # type: ignore[index]

@@ -73,8 +73,7 @@ def build_workload(config: SimulateConfig) -> SimulatedWorkload:
     sizes = batch, samples, total_dim, total_dim / world_size
     hbm, link = pooling_bytes(shards, *sizes, config.id_bytes, wire)
     update = update_bytes(shards, *sizes, wire, wire, embedding.optimizer)
-    ranks = world_size, config.network.gpus_per_node
-    plan = plan_tables(tuple(loads), embedding.plan, embedding.optimizer, *ranks, samples)
+    plan = plan_tables(tuple(loads), embedding.plan, embedding.optimizer, config.network, samples)
     return SimulatedWorkload(
         world_size=world_size,
         samples=samples,
@@ -89,7 +88,7 @@ def build_workload(config: SimulateConfig) -> SimulatedWorkload:
         update_bytes=update.hbm,
         id_bytes=(own_ids + bags) * config.id_bytes * (world_size - 1) / world_size,
         ids=own_ids,
-        shares=shares_of(loads, plan, *ranks, config.is_collective),
+        shares=shares_of(loads, plan, config.network, config.is_collective),
     )
 
 

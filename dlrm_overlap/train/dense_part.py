@@ -21,7 +21,8 @@ from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.layers import Layer, fits, interact, relu_layers
 from dlrm_overlap.dense.tensor_parallel import divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
-from dlrm_overlap.train.model import DotInteraction, Head, Part, TrainTask, concatenated
+from dlrm_overlap.train.interaction import DotInteraction
+from dlrm_overlap.train.model import Head, Part, TrainTask, concatenated
 
 log = logging.getLogger("dlrm_overlap")
 

@@ -10,6 +10,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.types import ParameterSharding, ShardedModule, ShardingEnv, ShardingPlan, ShardingType
@@ -18,6 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import unsupported_by_flat
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
+from dlrm_overlap.embedding.replicated import unsynchronized_weights
 from dlrm_overlap.embedding.shardings import cached_shares
 from dlrm_overlap.embedding.unsupported import unsupported_by_exchange, unsupported_by_graphs
 from dlrm_overlap.launching.text_table import format_table
@@ -106,7 +108,7 @@ def explain(
         raise InputError("explain: no module of the model is sharded; give its plan, or shard it first")
     paths = tuple(f"{path}." for path in plan.plan) if plan is not None else ()
     dense = {name: each for name, each in dense_parameters(model).items() if not name.startswith(paths)}
-    uncaptured = _first_reason(collections, dense) or getattr(model, _WHY_EAGER, None)
+    uncaptured = _first_reason(model, collections, dense) or getattr(model, _WHY_EAGER, None)
     tables = [
         _table(collection, name, sharding, uncaptured)
         for collection in collections
@@ -129,15 +131,17 @@ def capture_blockers(model: nn.Module) -> str | None:
     """Return why the steps of a sharded model cannot be captured, or None; the same on every rank."""
     if not any(isinstance(module, ExchangingModule) for module in model.modules()):
         return "no module was sharded by OverlapEmbeddingBagCollectionSharder or OverlapEmbeddingCollectionSharder"
-    return _first_reason(list(_sharded(model)), dense_parameters(model))
+    return _first_reason(model, list(_sharded(model)), dense_parameters(model))
 
 
-def _first_reason(collections: Sequence[_Collection], dense: Mapping[str, nn.Parameter]) -> str | None:
+def _first_reason(
+    model: nn.Module, collections: Sequence[_Collection], dense: Mapping[str, nn.Parameter]
+) -> str | None:
     if (reason := next((each.uncaptured for each in collections if each.uncaptured), None)) is not None:
         return reason
     if not any(reason is None for each in collections for reason in each.why_not.values()):
         return "it exchanges nothing"
-    if not dense:
+    if dense.keys() <= unsynchronized_weights(model).keys():
         return "no dense parameter takes a gradient"
     reason = unsupported_by_flat(dense)
     return reason and f"dense parameter {reason}"
@@ -166,10 +170,14 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
     """Yield the modules that have tables; if none uses our sharder, described as our sharder would shard them."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, ShardedModule)}
     ours = any(isinstance(module, ExchangingModule) for module in modules.values())
+    wrappers: dict[str, nn.Module] = {}  # prefix of names -> module that calls the lookups of the collection inside it
     for name, module in modules.items():
         path = name.replace("_dmp_wrapped_module.", "").removeprefix("module.")  # strip the names of DMP and DDP
         params: Mapping[str, ParameterSharding] = getattr(module, "module_sharding_plan", {})
-        if isinstance(module, ExchangingModule):
+        wrapper = next((each for prefix, each in wrappers.items() if name.startswith(prefix)), None)
+        if wrapper is not None:
+            yield _left_alone(path, params, wrapper)
+        elif isinstance(module, ExchangingModule):
             uncaptured = module.why_ids_are_not_taken()
             yield _Collection(path, params, module.unsupported_reasons, uncaptured, module.cached)
         elif not ours and isinstance(module, ShardedEmbeddingBagCollection):
@@ -178,6 +186,8 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
         elif not ours and isinstance(module, ShardedEmbeddingCollection):
             yield _as_if_exchanged(path, params, module._sharding_type_to_sharding, module._env)
         else:
+            if not isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection):  # which takes our sharder
+                wrappers[f"{name}."] = module
             yield _left_alone(path, params, module)
 
 

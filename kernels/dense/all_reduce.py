@@ -14,7 +14,20 @@ from dlrm_overlap.kernels.primitives import count_and_signal
 from dlrm_overlap.kernels.tuning import power_of_2
 
 NUM_WARPS = 32
+_MOST_UNROLLED = 16  # ranks: with 72, unrolled loops spill registers
 _LANE_BYTES = 64  # bytes in flight a lane, of all ranks; with more, the compiler loads in turns, to save registers
+
+
+@triton.jit
+def _load_share(shares, peer, at, mask, TYPE: tl.constexpr):
+    share = tl.multiple_of(tl.load(shares + peer).to(tl.pointer_type(TYPE)), 16)
+    return tl.load(share + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_share(shares, peer, at, mean, mask, TYPE: tl.constexpr):
+    share = tl.multiple_of(tl.load(shares + peer).to(tl.pointer_type(TYPE)), 16)
+    tl.store(share + at, mean, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank", "lines", "scale", "slot", "epoch"])
@@ -33,6 +46,7 @@ def _average_share(
     TYPE: tl.constexpr,
     LINE: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNROLLED: tl.constexpr,
 ):
     """Store `scale` times the sum of a share over the ranks to all ranks, as program p of P the blocks p, p + P, ..
 
@@ -55,15 +69,20 @@ def _average_share(
         # Add up the block of all ranks, in the order of the ranks.
         share = tl.multiple_of(tl.load(shares).to(tl.pointer_type(TYPE)), 16)
         total = tl.load(share + at, mask=mask, other=0.0).to(tl.float32)
-        for peer in tl.static_range(1, WORLD_SIZE):
-            share = tl.multiple_of(tl.load(shares + peer).to(tl.pointer_type(TYPE)), 16)
-            total += tl.load(share + at, mask=mask, other=0.0).to(tl.float32)
+        if UNROLLED:
+            for peer in tl.static_range(1, WORLD_SIZE):
+                total += _load_share(shares, peer, at, mask, TYPE)
+        else:
+            for peer in tl.range(1, WORLD_SIZE, loop_unroll_factor=8):
+                total += _load_share(shares, peer, at, mask, TYPE)
         # Store the mean over the block at all ranks.
         mean = (total * scale).to(TYPE)  # [BLOCK]
-        for turn in tl.static_range(WORLD_SIZE):
-            peer = (rank + 1 + turn) % WORLD_SIZE
-            share = tl.multiple_of(tl.load(shares + peer).to(tl.pointer_type(TYPE)), 16)
-            tl.store(share + at, mean, mask=mask)
+        if UNROLLED:
+            for turn in tl.static_range(WORLD_SIZE):
+                _store_share(shares, (rank + 1 + turn) % WORLD_SIZE, at, mean, mask, TYPE)
+        else:
+            for turn in tl.range(0, WORLD_SIZE):
+                _store_share(shares, (rank + 1 + turn) % WORLD_SIZE, at, mean, mask, TYPE)
     # Count this program (acquire and release, GPU scope); the last one sets the flags, a release at system scope.
     count_and_signal(counted, peers_ready, slot, WORLD_SIZE, epoch + tl.load(clock), PEERS)
 
@@ -78,7 +97,7 @@ def _compiled(world_size: int, dtype: torch.dtype) -> CompiledKernel:
     return specialised(
         _average_share, num_warps=NUM_WARPS,
         WORLD_SIZE=world_size, PEERS=power_of_2(world_size), TYPE=TYPES[dtype], LINE=LINE,
-        BLOCK=lanes * lane_elements(world_size, dtype),
+        BLOCK=lanes * lane_elements(world_size, dtype), UNROLLED=world_size <= _MOST_UNROLLED,
     )  # fmt: skip
 
 

@@ -153,13 +153,15 @@ def make_plan(
 
 
 def open_pipeline(
-    kind: str,
+    kind: str | Callable[..., Any],
     model: DistributedModelParallel,
     optimizer: Any,
     capacity: BatchCapacity | None = None,
     device: torch.device = CPU,
 ) -> Any:
-    """Return TorchRec's simplest pipeline (`none`), its `sparse_dist`, or ours (`graph`)."""
+    """Return TorchRec's simplest pipeline (`none`), its `sparse_dist`, ours (`graph`), or what `kind` makes."""
+    if callable(kind):
+        return kind(model, optimizer, device)
     if kind == "none":
         return TrainPipelineBase(model, optimizer, device)
     if kind == "sparse_dist":
@@ -172,7 +174,7 @@ def train(
     plan: ShardingPlan,
     sharder: ModuleSharder,
     batches: Sequence[Batch],
-    pipeline: str = "none",
+    pipeline: str | Callable[..., Any] = "none",
     wrap: Callable[[CombinedOptimizer], Any] = lambda optimizer: optimizer,
     dense_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     before: Callable[[DistributedModelParallel, CombinedOptimizer], object] = lambda *_: None,

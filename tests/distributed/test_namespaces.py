@@ -144,5 +144,5 @@ def test_an_interface_that_the_other_node_does_not_reach_is_told_in_one_line(nod
     codes = [rank.poll() for rank in ranks]
     assert 1 in codes
     said = (tmp_path / f"node{codes.index(1)}").read_text()
-    assert re.search(r"2 ranks do not meet at .*; start all ranks.* GLOO_SOCKET_IFNAME on each node", said), said
+    assert re.search(r"2 ranks do not meet at .*; start all ranks.* GLOO_SOCKET_IFNAME on each machine", said), said
     assert "Traceback" not in said

@@ -34,7 +34,13 @@ TABLES: Tables = {
     "everywhere": (10, 8, ["f3"], SUM),
 }
 SHARDS: dict[str, Any] = {"whole": [1], "columns": [0, 1], "rows": row_wise(compute_kernel="fused"), "everywhere": []}
-WAYS = {"nccl": "sparse_dist", "pgas": "sparse_dist", "fused": "none", "pgas_graph": "graph", "fused_graph": "graph"}
+WAYS = {
+    "nccl": "sparse_dist",
+    "pgas": "sparse_dist",
+    "fused": "none",
+    "pgas_graph": "graph",
+    "fused_graph_hook": "graph",
+}
 """way, which begins with its backend -> pipeline"""
 ADAGRAD: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.5, "eps": 1e-3}
 SGD: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 1024.0}
@@ -47,8 +53,22 @@ class CpuCollection(DMPCollection):
     device: Any = property(lambda _: CPU, lambda *_: None)
     _device: Any = device
 
+    taken_by_hook = 0
+    """number of tensors that a hook has averaged"""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, device=torch.device("mtia"), custom_all_reduce=self._average, **kwargs)
+
+    def average_by_hook(self) -> None:
+        """Average by `set_all_reduce_hook`, whose hook gets the process group as well since TorchRec 1.9."""
+
+        def hook(*given: Any) -> None:
+            *group, tensors = given
+            assert group == ([self._default_ctx.replica_pg] if hasattr(self, "_all_reduce_hook") else [])
+            self.taken_by_hook += len(tensors)
+            self._average(tensors)
+
+        self.set_all_reduce_hook(hook)
 
     def _remap_sharding_plan(self, plan: ShardingPlan, *args: Any, **kwargs: Any) -> None:
         super()._remap_sharding_plan(plan, *args, **kwargs)
@@ -112,9 +132,14 @@ class ScaledAdagrad:
 
 
 def _train(
-    sharder: Any, pipeline: str, after_step: Callable[[CpuCollection], ScaledAdagrad] | None = None
+    sharder: Any,
+    pipeline: str,
+    after_step: Callable[[CpuCollection], ScaledAdagrad] | None = None,
+    by_hook: bool = False,
 ) -> dict[str, Any]:
     model = _shard(sharder)
+    if by_hook:
+        model.average_by_hook()
     generator = torch.Generator().manual_seed(0)
     for lookup in _lookups(model):
         for rows in lookup.split_embedding_weights():
@@ -132,6 +157,7 @@ def _train(
         outputs.append(steps.progress(remaining))
         if pipeline == "none":
             (written_out or model.sync)()
+    taken_by_hook = model.taken_by_hook
     rows = [rows.clone() for lookup in _lookups(model) for rows in lookup.split_embedding_weights()]
     if written_out is not None:
         states = written_out.sums
@@ -141,7 +167,7 @@ def _train(
     used = [exchange.options.backend for exchange in exchanges(model)]
     for exchange in exchanges(model):
         exchange.close()
-    return {"outputs": outputs, "trained": dict(enumerate(every)), "used": used}
+    return {"outputs": outputs, "trained": dict(enumerate(every)), "used": used, "taken_by_hook": taken_by_hook}
 
 
 def _train_all(folder: Path) -> None:
@@ -149,7 +175,7 @@ def _train_all(folder: Path) -> None:
     saved = {"torchrec": _train(EmbeddingBagCollectionSharder(dict(ADAGRAD)), "sparse_dist")}
     for way, pipeline in WAYS.items():
         sharder = OverlapEmbeddingBagCollectionSharder(dict(ADAGRAD), backend=way.partition("_")[0], slice_bags=4)
-        saved[way] = _train(sharder, pipeline)
+        saved[way] = _train(sharder, pipeline, by_hook=way.endswith("hook"))
     root = (RANKS // GROUP) ** 0.5
     scaled = ADAGRAD | {name: ADAGRAD[name] * root for name in ("learning_rate", "eps")}
     saved["scaled"] = _train(OverlapEmbeddingBagCollectionSharder(scaled), WAYS["pgas_graph"])
@@ -179,6 +205,7 @@ def test_outputs_rows_and_states(saved: list[dict[str, Any]], way: str) -> None:
             assert_all_near(outputs, expected, tolerance, f"rank {rank}, step {step}, output")
         assert_all_near(ours["trained"], torchrec["trained"], tolerance, f"rank {rank}, trained")
         assert ours["used"] == [way.partition("_")[0]] * 2
+        assert (ours["taken_by_hook"] > 0) == way.endswith("hook")
         assert not saved[rank]["log"]["messages"], "everything is exchanged, and taken by the pipeline"
 
 

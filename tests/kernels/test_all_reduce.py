@@ -10,7 +10,7 @@ from tests.kernels.emulation import CLOCK, interpreted, to_wire
 
 SLOTS, SLOT, EPOCH = 3, 1, 5
 # Ranks, and lines of a range that begins after one line: fewer than ranks, of unequal shares, of two blocks.
-CASES = [(1, 3), (2, 1), (2, 301), (3, 4), (4, 143), (5, 7)]
+CASES = [(1, 3), (2, 1), (2, 301), (3, 4), (4, 143), (5, 7), (17, 20)]
 
 
 class Ranks:

@@ -9,15 +9,17 @@ least busy rank (`observe.trace_summary`). Speedups are over the fastest TorchRe
 """
 
 import csv
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
+from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist, TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder
 
 from dlrm_overlap.bench.harness.agreement import judge_losses
@@ -27,16 +29,19 @@ from dlrm_overlap.bench.harness.training_runs import TracedSteps, TrainingRun, r
 from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
 from dlrm_overlap.bench.rows import append_csv, report
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, Keys, expand, split_into_groups
-from dlrm_overlap.config import Config, EmbeddingConfig
+from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.configured_sharders import build_sharders, fused_params_of
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
 from dlrm_overlap.train.ranks import Ranks, check_start
 from dlrm_overlap.train.trainer import Trainer
 
+log = logging.getLogger("dlrm_overlap")
+
 CHECKED_STEPS = 20
 _LR_SCALE = 0.03  # relative to the configuration's
 _TRACED_STEPS = 5
+_ASYNC_COPY = "async_inplace_copy"  # argument of TorchRec's pipeline
 _TRACED = ("busy_ms", "exposed_ms", "exposed_most_ms")
 _SPEEDUPS = {"speedup": "median_ms", "busy_speedup": "busy_ms"}
 _SHOWN = (
@@ -48,7 +53,9 @@ _SHOWN = (
 def run(kind: str, ranks: Ranks) -> int:
     """Return 1 if losses disagree."""
     values, output = ranks.values, Path(ranks.values.output)
-    names = expand(values.contenders)
+    names, missing = split_by_installed(expand(values.contenders))
+    if missing and ranks.world.rank == 0:
+        log.warning("contenders: without %s, since this TorchRec has no %s", ", ".join(missing), _ASYNC_COPY)
     if values.resume and output.exists():
         with output.open(newline="") as file:
             done = {row.get("contender") for row in csv.DictReader(file)}
@@ -86,6 +93,22 @@ def run(kind: str, ranks: Ranks) -> int:
     return int(wrong)
 
 
+def split_by_installed(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the contenders that the installed TorchRec can run, and the others.
+
+    Raises:
+        InputError: if it can run none of them.
+    """
+    has_it = _ASYNC_COPY in signature(TrainPipelineSparseDist).parameters
+    missing = tuple(name for name in names if name.endswith("async_copy") and not has_it)
+    if len(missing) == len(names):
+        raise InputError(
+            f"contenders: {', '.join(missing)} need TrainPipelineSparseDist({_ASYNC_COPY}=..), as TorchRec 1.9 has it; "
+            f"add other contenders"
+        )
+    return tuple(name for name in names if name not in missing), missing
+
+
 def contender_configs(ranks: Ranks, names: Sequence[str]) -> dict[str, Config]:
     """Return each contender's configuration; an InputError if one does not fit the device or the data."""
     embedding, train = ranks.config.embedding, ranks.config.train
@@ -105,7 +128,8 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
     """Return the trainer of the contender `name`, with the settings that no key expresses; a collective.
 
     `torchrec_strongest` looks up int32 ids. Variants of it use TrainPipelineFusedSparseDist, whose lookup overlaps with
-    the optimizer, or index dedup for unpooled tables. `drop_in` uses our sharders with their defaults.
+    the optimizer; a thread of TrainPipelineSparseDist that issues the copies of batches; or index dedup for unpooled
+    tables. `drop_in` uses our sharders with their defaults.
     """
     on_gpu = ranks.device.type == "cuda"
     is_strongest = name.startswith("torchrec_strongest")
@@ -118,7 +142,14 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
     trainer = ranks.trainer(config, make_sharders)
     if name.endswith("fused_pipeline") and on_gpu:  # it needs CUDA streams
         trainer.pipeline = TrainPipelineFusedSparseDist(trainer.model, trainer.optimizer, trainer.device)
+    if name.endswith("async_copy") and on_gpu:  # on a CPU nothing is copied
+        trainer.pipeline = _pipeline_with_copy_thread(trainer.model, trainer.optimizer, trainer.device)
     return trainer
+
+
+def _pipeline_with_copy_thread(model: Any, optimizer: Any, device: torch.device) -> TrainPipelineSparseDist[Any, Any]:
+    options: Any = {_ASYNC_COPY: True, "enable_inplace_copy_batch": True}  # the thread issues in-place copies only
+    return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True, **options)
 
 
 def _sharders_at_defaults(config: EmbeddingConfig, *_: Any) -> list[ModuleSharder[Any]]:

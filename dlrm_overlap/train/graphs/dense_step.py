@@ -21,6 +21,7 @@ from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps, unsupported_by_
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.tensor_parallel import shards_of
+from dlrm_overlap.embedding.replicated import unsynchronized_weights
 
 _WRAPPERS = (CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, GradientClippingOptimizer, WarmupOptimizer)
 _BUCKET_BYTES = 16 << 20  # smallest bucket of gradients
@@ -43,7 +44,7 @@ class DenseStep:
         gradient_dtype: torch.dtype,
         stores: StoreOptions | None,
     ) -> None:
-        """Copy rank 0's dense parameters to all ranks, except parameters that are divided over ranks; a collective.
+        """Copy rank 0's dense parameters to all ranks, except those that differ between ranks; a collective.
 
         Args:
             optimizer: optimizer of all parameters, including tables.
@@ -51,7 +52,7 @@ class DenseStep:
             gradient_dtype: type in which gradients are sent, float32 or bfloat16.
             stores: options of the reduction by stores; None reduces by a collective.
         """
-        trained, divided = dense_parameters(model), shards_of(model)
+        trained, divided = dense_parameters(model), {*shards_of(model), *unsynchronized_weights(model)}
         self._flat = flat = casts.flat if casts is not None else FlatParameters(trained, divided)
         self._casts, optimizers = casts, dense_optimizers(optimizer)
         assert trained.keys() <= flat.named.keys(), "gradients of other parameters would not be averaged over the ranks"

@@ -3,7 +3,6 @@
 import copy
 import copyreg
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from enum import Enum
 from functools import cache, partial
 from itertools import accumulate, pairwise
@@ -282,9 +281,9 @@ class StaticKeyedJaggedTensor:
     def __init__(self, example: KeyedJaggedTensor, device: torch.device, capacity: BatchCapacity) -> None:
         self._known, self._samples, self.keys = capacity.known_lengths, example.stride(), example.keys()
         self._weighted = weights_of(example) is not None
-        if self._known:  # no padding, also if the batch has fewer samples than the capacity
-            capacity = replace(capacity, samples=max(1, self._samples))
         self._capacities = capacity.capacity(self.keys)
+        if self._known:  # no padding, also if the batch has fewer samples than the capacity, or none
+            self._capacities = [self._samples * capacity.bag_sizes[key][1] for key in self.keys]
         self._size = sum(self._capacities)
         self._values = torch.zeros(self._size, dtype=example.values().dtype, device=device)
         weights = example.weights_or_none()

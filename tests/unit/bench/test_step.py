@@ -40,6 +40,30 @@ def test_index_dedup_is_for_unpooled_tables(tmp_path: Path) -> None:
     assert "output_dtype" in unpooled.fused_params
 
 
+@pytest.mark.parametrize("has_it", [False, True])
+def test_a_contender_that_this_torchrec_cannot_run_is_left_out(monkeypatch: pytest.MonkeyPatch, has_it: bool) -> None:
+    def pipeline(async_inplace_copy: bool = False) -> None: ...
+
+    monkeypatch.setattr(step, "TrainPipelineSparseDist", pipeline if has_it else lambda: None)
+    strongest = expand(["torchrec", "strongest", "pgas_graph"])
+    newer = ("torchrec_strongest_async_copy", "torchrec_strongest_default_plan_async_copy")
+    assert set(newer) < set(strongest)
+    names, missing = step.split_by_installed(strongest)
+    assert missing == (() if has_it else newer)
+    assert names == tuple(name for name in strongest if name not in missing)
+    if not has_it:
+        with refuses("need TrainPipelineSparseDist"):
+            step.split_by_installed(newer)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_copy_thread_is_given_to_torchrec(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(step, "TrainPipelineSparseDist", lambda *_, **options: given.update(options))
+    step._pipeline_with_copy_thread(None, None, CPU)
+    assert given == {"execute_all_batches": True, "enable_inplace_copy_batch": True, "async_inplace_copy": True}
+
+
 def test_the_last_contender_takes_turns_with_all_others() -> None:
     assert split_into_groups("abcde", 3) == [("a", "b", "e"), ("c", "d", "e")]
     assert split_into_groups("abcd", 4) == [("a", "b", "c", "d")]

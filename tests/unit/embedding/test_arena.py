@@ -149,3 +149,14 @@ def test_a_wait_is_bounded_and_names_the_flag(arena: HostArena) -> None:
         arena.wait("flags", torch.tensor([3]), epoch=7, timeout_s=0.2)
     assert 0.2 <= time.monotonic() - began < 10
     assert "rank 0 waited 0.2 s for slice 1 of rank 0: expected epoch 7, seen 6;" in str(raised.value)
+
+
+def test_memory_is_not_shared_with_ranks_out_of_reach(
+    world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's symmetric memory might wait for them forever."""
+    monkeypatch.setattr("dlrm_overlap.comm.arena.find_nodes", lambda *_: ((range(1), range(1, 2)), "2 machines"))
+    with refuses(
+        r"GPUs of these 1 ranks do not reach each other's memory \(2 nodes \(rank 0, rank 1; 2 machines\)\); use"
+    ):
+        open_arena({"flags": Region((1,), torch.int64)}, world_of_one, torch.device("cuda"))

@@ -97,7 +97,7 @@ def test_rows_are_cut_where_columns_do_not_balance(world_size: int) -> None:
 
 def test_of_several_nodes_rows_are_cut_within_one() -> None:
     tables = _mlperf()
-    placed = balance(tables, 64, _ROOM, node_size=8)
+    placed = balance(tables, 64, _ROOM, machine_size=8)
     assert placed is not None
     nodes = [list(range(first, first + 8)) for first in range(0, 64, 8)]
     assert all(placed.ranks[t] in nodes for t in placed.by_rows)
@@ -107,12 +107,12 @@ def test_of_several_nodes_rows_are_cut_within_one() -> None:
         "no rank has more than an eighth of it"
     )
     assert placed.links < 1.5, "the network counts more"
-    unpooled = balance([TableLoad(100.0, 64, 256, 1 << 20, 1 << 20, False)], 4, _ROOM, node_size=2)
+    unpooled = balance([TableLoad(100.0, 64, 256, 1 << 20, 1 << 20, False)], 4, _ROOM, machine_size=2)
     assert unpooled is not None
     assert (unpooled.ranks, unpooled.by_rows) == ([[0, 1, 2, 3]], frozenset()), "by columns, whose owners may be any"
-    large = balance([TableLoad(1.0, 64, 256, 6 << 30, 1 << 20)], 4, 2 << 30, node_size=2)
+    large = balance([TableLoad(1.0, 64, 256, 6 << 30, 1 << 20)], 4, 2 << 30, machine_size=2)
     assert large is not None
-    assert (large.ranks, large.by_rows) == ([[0, 1, 2, 3]], {0}), "a node has no room"
+    assert (large.ranks, large.by_rows) == ([[0, 1, 2, 3]], {0}), "a machine has no room"
 
 
 def test_a_table_is_cut_to_fit() -> None:

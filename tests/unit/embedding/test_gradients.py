@@ -6,6 +6,7 @@ import torch
 from dlrm_overlap.embedding import gradient_layout
 from dlrm_overlap.embedding.gradient_layout import GradientLayout
 from dlrm_overlap.embedding.layout import Layout
+from tests.conftest import refuses
 from tests.unit.embedding.shards import make_shard
 
 # Rank 0 holds two lookups, in each a table of two features and one of one; rank 1 nothing; rank 2 two tables, of which
@@ -54,13 +55,23 @@ def test_parts_go_by_columns_the_first_half_as_long(monkeypatch: pytest.MonkeyPa
     assert [part[2] for part in by_part[1:]] == [SHARDS[7:], [], []], "fewer tables than parts"
 
 
+def test_a_window_has_no_more_elements_than_its_updates_can_count() -> None:
+    """Rank 2 of 3 has 80 columns."""
+    most = gradient_layout._MAX_ELEMENTS // (80 * 3)
+    assert GradientLayout(LAYOUT, most, torch.bfloat16).parts == 6
+    with refuses(
+        r"gradients: 80 columns of a rank for \d+ samples of all ranks are more than 8589934592 elements; take"
+    ):
+        GradientLayout(LAYOUT, most + 1, torch.bfloat16)
+
+
 def test_only_large_windows_are_cut() -> None:
     assert GradientLayout(LAYOUT, 5, torch.float32).parts == 1
     columns, enough = max(LAYOUT.owner_dims) * 3, 2 * gradient_layout._PART_BYTES
     samples = -(-enough // (4 * columns))
     assert GradientLayout(LAYOUT, samples, torch.float32).parts == 2
     assert GradientLayout(LAYOUT, samples, torch.bfloat16).parts == 1, "half the bytes"
-    assert GradientLayout(LAYOUT, 1000 * samples, torch.float32).parts == gradient_layout._MAX_PARTS
+    assert GradientLayout(LAYOUT, 100 * samples, torch.float32).parts == gradient_layout._MAX_PARTS
 
 
 def _weighted(patch: pytest.MonkeyPatch, parts: int, bag_ids: dict[str, float]) -> GradientLayout:

@@ -1,5 +1,6 @@
 """Each table of a model is explained alike before and after it is sharded, and planned as constraints ask."""
 
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -8,9 +9,11 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.sharding import rw_sharding
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
     column_wise,
@@ -68,6 +71,43 @@ def test_tables_beyond_the_devices_memory() -> None:
         kernels[kernel] = [(table.memory, table.exchanged) for table in found.tables]
     assert kernels["fused_uvm_caching"] == [("cached", True), ("device", True)]
     assert kernels["fused_uvm"] == [("host", False), ("device", False)]
+
+
+def test_a_collection_whose_rows_torchrec_stashes_stays_with_it() -> None:
+    model: Any = Model({"t0": TABLES["t0"], "t1": TABLES["t1"]})
+    plan = _plan(model, 2, FUSED, row_wise())
+    assert all(table.captured for table in explain(model, plan).tables)
+    model.tables.embedding_bag_configs()[0].stash_weights = True
+    params: Any = plan.plan["tables"]
+    infos = ShardedEmbeddingBagCollection.create_grouped_sharding_infos(model.tables, params, "embedding_bags.", {})
+    if not any(getattr(each.embedding_config, "stash_weights", False) for tables in infos.values() for each in tables):
+        pytest.skip("this TorchRec ignores it in collections whose tables are all on one kind of device")
+    found = explain(model, plan).tables
+    assert {table.why_not for table in found} == {"rows that TorchRec stashes in host memory during a step"}
+    assert not any(table.exchanged or table.captured for table in found)
+
+
+class Later(Enum):
+    """A compute kernel of a later TorchRec."""
+
+    UNHEARD = "unheard"
+
+
+@pytest.mark.parametrize("kernel", [*EmbeddingComputeKernel, Later.UNHEARD], ids=lambda kernel: kernel.value)
+def test_tables_of_other_compute_kernels_stay_with_torchrec(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model({"t0": TABLES["t0"], "t1": TABLES["t1"]})
+    plan = _plan(model, 2, FUSED, row_wise())
+    monkeypatch.setattr(rw_sharding, "EmbeddingComputeKernel", lambda _: kernel)
+    known = "dense" if kernel is Later.UNHEARD else kernel.value  # TorchRec refuses the names of others
+    plan.plan["tables"]["t1"].compute_kernel = known  # type: ignore[index]
+    first, second = explain(model, plan).tables
+    assert first.exchanged
+    if kernel.value in ("fused", "fused_uvm_caching"):
+        assert second.why_not is None
+        return
+    assert (second.exchanged, second.why_not) == (False, f"compute kernel {kernel.value}")
+    kept = f"table t1 stays with TorchRec, with compute kernel {kernel.value}"
+    assert first.why_not == (None if kernel.value == "fused_uvm" else kept)
 
 
 def test_a_plan_of_every_sharding_type_without_a_process_group() -> None:

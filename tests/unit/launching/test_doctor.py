@@ -9,6 +9,8 @@ import torch
 
 import dlrm_overlap
 from dlrm_overlap.comm import network
+from dlrm_overlap.comm.fabric import Domain
+from dlrm_overlap.comm.reach import Location
 from dlrm_overlap.launching import doctor
 
 NEWEST = {"torch": "2.14.1+cpu", "fbgemm_gpu": None, "fbgemm_gpu_cpu": "1.9.0", "torchrec": "1.9.2", "triton": "3.8.0"}
@@ -78,7 +80,11 @@ def test_doctor_shows_gpus_and_which_reach_each_other(monkeypatch: pytest.Monkey
     *gpus, reach, _ = doctor._gpus()
     assert [gpu.name for gpu in gpus] == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
     assert gpus[0].detail == "NVIDIA X, 80 GiB, compute capability 9.0"
-    found = "GPUs 0-2 | 3 by stores, all others" if apart else "GPUs 0-3 by stores, all others"
+    found = (
+        "GPUs 0-2 | 3 by stores (1 machine: GPUs have no access to each other), all others"
+        if apart
+        else "GPUs 0-3 by stores (1 machine), all others"
+    )
     others = (
         "NCCL messages (NVSHMEM's libnvshmem_host.so.3 is"
         if apart
@@ -87,6 +93,17 @@ def test_doctor_shows_gpus_and_which_reach_each_other(monkeypatch: pytest.Monkey
     assert reach.detail.startswith(found)
     assert others in reach.detail
     assert bool(reach.cure) == apart
+
+
+def test_doctor_shows_nvlink_domains() -> None:
+    places = [Location("m", str(gpu), frozenset("0123"), Domain("ab12", 3)) for gpu in range(3)]
+    places.append(Location("m", "3", frozenset("0123"), None, "its NVLink fabric is in progress"))
+    domain, apart = doctor._domains(places)
+    assert domain.detail.startswith("GPU 0, 1, 2 in cluster ab12, clique 3, reach its GPUs on other machines by stores")
+    assert not domain.cure
+    assert apart.detail == "GPU 3: its NVLink fabric is in progress"
+    assert "pip install nvidia-ml-py" in apart.cure
+    assert not list(doctor._domains([Location("m", "0", frozenset("0"))])), "nothing to say"
 
 
 def test_importing_doctor_and_launcher_does_not_import_torch() -> None:

@@ -74,7 +74,10 @@ def test_detect(environ: dict[str, str], expected: World) -> None:
         (bare(0, 2, RANK="1" * 5000), "RANK is '" + "1" * 100),
         (bare(0, 2, MASTER_PORT="70000"), "cannot meet at '127.0.0.1', port 70000"),
         (torchrun(0, 2, MASTER_ADDR=""), "cannot meet at '', port 29500"),
-        (torchrun(0, 2, MASTER_ADDR="h0:29500"), "set MASTER_ADDR to the name or IP address of rank 0's node, without"),
+        (
+            torchrun(0, 2, MASTER_ADDR="h0:29500"),
+            "set MASTER_ADDR to the name or IP address of rank 0's machine, without",
+        ),
         (torchrun(0, 2, MASTER_ADDR="[::1]:29500"), "cannot meet at '[::1]:29500', port 29500"),
         (torchrun(0, 2, MASTER_ADDR="[h0]"), "cannot meet at '[h0]', "),
         (torchrun(0, 2, MASTER_ADDR="[::1"), "cannot meet at '[::1', "),

@@ -47,7 +47,7 @@ def test_find_device_refuses_to_share_a_gpu(monkeypatch: pytest.MonkeyPatch, kin
 
 
 @pytest.mark.parametrize("node", [HERE, "localhost", "127.0.0.2", "::1", "[::1]", "::ffff:127.0.0.1"])
-def test_ranks_of_one_node_meet_on_loopback_alone(node: str) -> None:
+def test_ranks_of_one_machine_meet_on_loopback_alone(node: str) -> None:
     port = launcher.free_port()
     ranks = [launcher.detect(bare(rank, 2, MASTER_ADDR=node, MASTER_PORT=str(port))) for rank in range(2)]
     with ThreadPoolExecutor() as pool:
@@ -84,14 +84,14 @@ def test_unlike_ranks_are_refused_with_the_keys(monkeypatch: pytest.MonkeyPatch)
 def test_an_interface_that_is_not_there_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     world = World(0, 0, 1, 1, HERE, 0, "single")
-    with refuses("ranks do not meet .*nosuch0.*; start all ranks.* GLOO_SOCKET_IFNAME on each node"):
+    with refuses("ranks do not meet .*nosuch0.*; start all ranks.* GLOO_SOCKET_IFNAME on each machine"):
         process_group.init_process_group(world, torch.device("cpu"), timeout_s=10)
 
 
 @pytest.mark.parametrize("node", ["no.such.node.invalid", "999.1.1.1", "fe80::1%nosuch0"])
-def test_a_node_without_an_address_is_reported_in_one_line(node: str) -> None:
+def test_a_machine_without_an_address_is_reported_in_one_line(node: str) -> None:
     nowhere = World(0, 0, 2, 1, node, 29500, "slurm")
-    with refuses(rf"slurm launch: {node}, the node of rank 0, has no address .*; set MASTER"):
+    with refuses(rf"slurm launch: {node}, the machine of rank 0, has no address .*; set MASTER"):
         process_group.init_process_group(nowhere, torch.device("cpu"), timeout_s=0.01)
 
 

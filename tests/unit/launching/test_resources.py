@@ -1,4 +1,4 @@
-"""How many ranks a node has room for, by its cores, its memory and the limits of cgroups."""
+"""How many ranks a machine has room for, by its cores, its memory and the limits of cgroups."""
 
 import os
 from pathlib import Path

@@ -175,7 +175,8 @@ def test_the_work_of_tables_that_are_cut_by_rows() -> None:
     """Two nodes of two ranks: a table of two ids a bag is cut by rows over the first, one of one id is on rank 3."""
     tables = [TableLoad(ids, 64, 256, 0) for ids in (2, 1)]
     plan = [[SimulatedShard(0, 64, 0.5), SimulatedShard(1, 64, 0.5)], [SimulatedShard(3, 64, 1.0)]]
-    ours, dense = (shares_of(tables, plan, 4, 2, dense=each) for each in (False, True))
+    network = NetworkConfig(nodes=2, gpus_per_node=2)
+    ours, dense = (shares_of(tables, plan, network, dense=each) for each in (False, True))
     for found in (ours, dense):
         assert (found.memory * 3 / 4).tolist() == pytest.approx([1, 1, 0, 1]), "of 3 rows a sample"
         assert (found.ids * 3 / 4).tolist() == pytest.approx([1, 1, 0, 1])
@@ -186,8 +187,36 @@ def test_the_work_of_tables_that_are_cut_by_rows() -> None:
     assert (ours.sums * 32).tolist() == pytest.approx([32, 32, 0, 0])
     assert (dense.near * 32).tolist() == pytest.approx([128, 128, 0, 64]), "the sums of both nodes' samples"
     assert (dense.away * 32).tolist() == pytest.approx([32, 32, 0, 64]), "each rank forwards half of them"
-    few_rows = shares_of(tables[:1], [[SimulatedShard(0, 64, 1.0), SimulatedShard(1, 64, 0.0)]], 4, 2, dense=False)
+    few_rows = shares_of(tables[:1], [[SimulatedShard(0, 64, 1.0), SimulatedShard(1, 64, 0.0)]], network, dense=False)
     assert few_rows.near.tolist() == [4, 4, 0, 0], "rank 1, which has no rows, sends what it gathers"
+
+
+def test_a_node_of_several_machines_adds_partial_sums_together() -> None:
+    """Two nodes, each of two machines of two ranks: a table of 64 columns is cut by rows over ranks 0 and 1."""
+    tables, plan = [TableLoad(2, 64, 256, 0)], [[SimulatedShard(0, 64, 0.5), SimulatedShard(1, 64, 0.5)]]
+    network = NetworkConfig(nodes=2, gpus_per_node=4, gpus_per_machine=2)
+    ours, dense = (shares_of(tables, plan, network, dense=each) for each in (False, True))
+    to_rank = ours.near[0] * 64 / 8, ours.away[0] * 64 / 8, dense.near[0] * 64 / 8, dense.away[0] * 64 / 8
+    # Ours: bags with ids go to the 3 ranks of the node, and the 4 other ranks' partial sums are gathered by 4 ranks.
+    assert to_rank[:2] == pytest.approx((48 + 64, 32))
+    # The collective: half of 8 ranks' partial sums to the other rank of the machine, then half of the node's other
+    # machine's 2 ranks' sums: 256 and 64 columns, for 3 ranks.
+    assert to_rank[2:] == pytest.approx(((256 + 64) / 3, 32))
+    one_machine = shares_of(tables, plan, replace(network, gpus_per_machine=None), dense=True)
+    assert one_machine.near[0] * 64 / 8 == pytest.approx(64 * 2), "a fourth to each of 3 ranks, of 8 ranks' sums"
+
+
+def test_one_node_is_planned_as_one_machine() -> None:
+    """MLPerf's tables on 72 ranks: cuts by columns may be on all ranks, not only where rows are few."""
+    shape = ("--network.nodes", "1", "--network.gpus_per_node", "72", "--network.gpus_per_machine")
+    rack = build_workload(_mlperf(*shape, "4")).shares
+    assert rack.memory.max() == pytest.approx(4.21, abs=0.005)
+    assert rack.links.max() * 26 * 128 / 72 == pytest.approx(128), "columns of a gradient window, docs/architecture"
+    assert rack.ids.max() * 214 / 72 == pytest.approx(100), "ids of a sample that an owner pulls"
+    apart = build_workload(_mlperf("--network.nodes", "18", "--network.gpus_per_node", "4")).shares.memory
+    assert apart.max() == pytest.approx(9.08, abs=0.005)
+    with refuses(r"network\.gpus_per_machine: 5 does not divide network\.gpus_per_node, 72; take a divisor, or null"):
+        _mlperf(*shape, "5")
 
 
 def test_torchrecs_planner_cuts_tables_by_rows_within_a_node() -> None:
