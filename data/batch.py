@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-
-def table_keys(tables: int) -> list[str]:
-    """Return the names of `tables` tables, `t_00`, `t_01`, .., in the model's order."""
-    width = max(2, len(str(tables - 1)))
-    return [f"t_{t:0{width}}" for t in range(tables)]
+from dlrm_overlap.data.encoding import Encoded
+from dlrm_overlap.data.schema import table_keys
 
 
 class Lease:
@@ -143,6 +141,8 @@ class Dataset:
     """None for an endless stream"""
     labels: Mapping[str, float] = MappingProxyType({"label": 1.0})
     """name of each of L labels -> weight of its loss"""
+    encoded: Encoded | None = None
+    """the encoding that made the ids; None if they were not made of a table"""
     packed: Any = None
     """the `RecordLayout` of `records`; None if samples are not stored as records"""
     on_gpu: bool = False
@@ -155,6 +155,10 @@ class Dataset:
     def fingerprint(self) -> str:
         """Return a text that identifies the samples, empty if the configuration determines them."""
         return ""
+
+    def times(self, first: int, count: int) -> np.ndarray | None:
+        """Return the times of the samples [first, first + count), [count] int64; None if samples have none."""
+        return None
 
     def records(self, first: int, count: int) -> torch.Tensor:
         """Return the samples [first, first + count) as records [count, record_bytes] uint8; only if `packed`."""

@@ -15,6 +15,7 @@ import pyarrow as pa
 from pyarrow import compute
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.data.times import NO_TIME, are_times, in_microseconds, time_of
 
 pc: Any = compute  # pyarrow creates its functions at import
 types: Any = pa.types
@@ -124,6 +125,18 @@ class Column:
             self._require(~np.isinf(numbers.astype(np.float32)), _KINDS["float"].rule)
         return np.where(missing, np.nan, numbers)
 
+    def times(self, unit: str) -> np.ndarray:
+        """Return the cells as int64 [n], see `times`; numbers are Unix times in `unit`."""
+        if types.is_binary(self._cells.type):
+            times, missing = self._read_times(unit)
+        else:
+            is_float = types.is_floating(self._cells.type)
+            numbers, missing = self._read("float" if is_float else "int")
+            times = in_microseconds(np.where(missing, 0, numbers), unit)
+        rule = f"a time in the years 1 to 9999; numbers are Unix times in time_unit, which is {unit}"
+        self._require(are_times(times) & ~missing, rule)
+        return times
+
     def keys(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return keys [m] int64, a mask [m] bool that is True for missing cells, and ends of lists [n] int64 or None.
 
@@ -186,6 +199,14 @@ class Column:
                 missing = missing | np.isin(numbers.astype(dtype), np.array(entries, dtype))
         return numbers, missing
 
+    def _read_times(self, unit: str) -> tuple[np.ndarray, np.ndarray]:
+        texts = self._texts()
+        coded = texts.dictionary_encode()
+        words = [_decoded(text).strip() for text in coded.dictionary.to_pylist()]
+        times = [_time(word, unit) for word in words]
+        codes = coded.indices.fill_null(len(words)).to_numpy()
+        return np.array([*times, 0], np.int64)[codes], texts.is_null().to_numpy(zero_copy_only=False)
+
     def _read_fast(self, cells: Any, kind: str) -> tuple[np.ndarray, np.ndarray] | None:
         cells = pc.binary_replace_slice(cells, 0, 0, b"0x") if kind == "hex" else cells
         for of_arrow in _KINDS[kind].fast:
@@ -206,6 +227,17 @@ class Column:
         codes = coded.indices.fill_null(len(words)).to_numpy()
         self._require(np.array([number is not None for number in [*numbers, 0]])[codes], _KINDS[kind].rule)
         return np.array([*numbers, 0], _KINDS[kind].dtype)[codes], np.array([*missing, True])[codes]
+
+
+def _time(text: str, unit: str) -> int:
+    """Return the time that a text names, or one that `are_times` refuses."""
+    if _FLOAT.fullmatch(text):
+        number = np.array([float(text)]) if _whole(text) is None else np.array([_whole(text)])
+        return int(in_microseconds(number, unit)[0])
+    try:
+        return time_of(text)
+    except ValueError:
+        return NO_TIME
 
 
 def _plain(array: Any) -> Any:

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, InputError, TablesConfig, in_one_line
-from dlrm_overlap.data.days import Day, Days, require_successive
+from dlrm_overlap.data.day import Day, require_successive
+from dlrm_overlap.data.days import Days
 from dlrm_overlap.launching.files import open_file
 
 _ZIP_HEADER_BYTES = 30  # before a member's name, extra field and data

@@ -3,70 +3,25 @@
 import copy
 import functools
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from pathlib import Path
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Dataset
-from dlrm_overlap.data.checksums import CheckedArray
+from dlrm_overlap.data.day import Day, Samples
 
+_TIMES = 1 << 20  # read at a time
 _FINGERPRINTED = 64  # samples; each costs a page or two of a file
-
-Samples = slice | np.ndarray  # numbers of samples in a day
-
-
-@dataclass(frozen=True)
-class Ragged:
-    values: np.ndarray | CheckedArray
-    """[m] int32: ids, bag after bag"""
-    ends: np.ndarray
-    """[n] int64, end of each bag in `values`"""
-
-
-@dataclass(frozen=True)
-class Day:
-    """The samples of one day, as arrays or as `records.Packed`."""
-
-    name: str
-    labels: np.ndarray
-    """[n, L], any number type"""
-    dense: np.ndarray
-    """[n, F] float32"""
-    ids: Sequence[np.ndarray | Ragged]
-    """per table: [n, pooling factor] int32, or ragged"""
-    records: np.ndarray | CheckedArray | None = None
-    """[n, record_bytes] uint8 if the other fields are unpacked from records"""
-
-    def bags(self, table: int, samples: Samples) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids [m] int32 of one table for `samples`, and the size of each sample's bag."""
-        ids = self.ids[table]
-        if not isinstance(ids, Ragged):
-            taken = ids[samples]
-            return taken.reshape(-1), np.full(len(taken), taken.shape[1])
-        ends = ids.ends[samples]
-        if isinstance(samples, slice):
-            first = ids.ends[samples.start - 1] if samples.start else 0
-            return ids.values[first : ends[-1]].reshape(-1), np.diff(ends, prepend=first)
-        sizes = ends - np.where(samples > 0, ids.ends[samples - 1], 0)
-        within = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
-        return ids.values[np.repeat(ends - sizes, sizes) + within].reshape(-1), sizes
-
-    def bag_sizes(self, table: int) -> tuple[int, int, int]:
-        """Return a table's minimum and maximum bag size and number of ids in this day, which must have samples."""
-        ids = self.ids[table]
-        if isinstance(ids, Ragged):
-            sizes = np.diff(ids.ends, prepend=0)
-            return int(sizes.min()), int(sizes.max()), len(ids.values)
-        samples, size = ids.shape
-        return size, size, samples * size
 
 
 class Days(Dataset):
+    unordered: int | None = None
+    """how many samples are older than one before them; None if samples have no times"""
     held_out: int | None = None
     """number of last samples to evaluate on; None: data.eval_fraction decides"""
     cure = "correct the file"
@@ -76,7 +31,7 @@ class Days(Dataset):
         self.made_for: list[int] = list(rows)
         self.rows: list[int] = [min(table_rows, max_rows or table_rows) for table_rows in rows]
         self._moduli = [kept if kept < made else 0 for kept, made in zip(self.rows, rows, strict=True)]
-        self._days = days
+        self._days, self.name = days, days[0].name
         self._ends = list(accumulate(len(day.labels) for day in days))
         self._start, self._shuffle, self._seed = 0, 0, 0
         self.num_samples: int = self._ends[-1]
@@ -119,6 +74,54 @@ class Days(Dataset):
             assert day.records is not None, "packed days have records"
             found.append(day.records[samples])
         return torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found))
+
+    def times(self, first: int, count: int) -> np.ndarray | None:
+        """Return the times of the samples [first, first + count), [count] int64; None if samples have none."""
+        found = []
+        for day, samples in self._stretches(self._positions(np.arange(first, first + count))):
+            if day.times is None:
+                return None
+            found.append(day.times[samples])
+        return np.concatenate(found) if found else None
+
+    def first_from(self, time_us: int) -> int:
+        """Return the number of the first sample at a time or later; `num_samples` if there is none."""
+        if not self.unordered:
+            return bisect_left(range(self.num_samples), time_us, key=self.time_of)
+        for begin, times in self._times():
+            if len(late := np.flatnonzero(times >= time_us)):
+                return begin + int(late[0])
+        return self.num_samples
+
+    def time_of(self, sample: int) -> int:
+        day, samples = self._stretches(np.array([self._start + sample]))[0]
+        assert day.times is not None, "the samples have times"
+        return int(day.times[samples][0])
+
+    def first_time(self) -> int | None:
+        """Return the time of the oldest sample; None if samples have none."""
+        return self._extreme(0, np.min)
+
+    def last_time(self) -> int | None:
+        """Return the time of the newest sample; None if samples have none."""
+        return self._extreme(self.num_samples - 1, np.max)
+
+    def _extreme(self, sample: int, of: Callable[[Any], np.int64]) -> int | None:
+        if self.unordered is None:
+            return None
+        if not self.unordered:
+            return self.time_of(sample)
+        return int(of([of(times) for _, times in self._times()]))
+
+    def _times(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield this part's times in the order of the files, by blocks, each with the number of its first sample."""
+        begin = 0
+        while begin < self.num_samples:
+            end = min(begin + _TIMES, self.num_samples)
+            day, samples = self._stretches(np.arange(self._start + begin, self._start + end))[0]
+            assert day.times is not None, "the samples have times"
+            yield begin, (times := day.times[samples])
+            begin += len(times)
 
     def _positions(self, positions: np.ndarray) -> np.ndarray:
         """Return the positions in all days of this part's `positions`, which wrap around at the end.
@@ -181,16 +184,6 @@ class Days(Dataset):
 @functools.lru_cache(4)
 def _order(seed: int, epoch: int, window: int, size: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch, window)).permutation(size)
-
-
-def require_successive(folder: Path, days: Iterable[int]) -> None:
-    """Raise an InputError if the numbers of day_i, from any first one on, have a gap."""
-    for day, following in pairwise(sorted(days)):
-        if following > day + 1:
-            raise InputError(
-                f"{folder}: holds day_{day} and day_{following}, but no day_{day + 1}; add it, or number the days "
-                f"without a gap"
-            )
 
 
 def _where(stretches: Sequence[tuple[Day, Samples]], position: int) -> str:

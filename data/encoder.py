@@ -1,14 +1,17 @@
 """Converts a table's columns to samples.
 
 The key of a categorical value is the 64-bit integer itself, or the BLAKE2b hash of a text. A vocabulary has row 0 for
-missing values, row 1 for all rare values, and rows from 2 on for the others in ascending order of keys.
+missing values, row 1 for all rare and unknown values, and rows from 2 on for the others in ascending order of keys.
 """
+
+from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
 
 from dlrm_overlap.data.columns import Column, Missing
-from dlrm_overlap.data.days import Day, Ragged
+from dlrm_overlap.data.day import Day, Ragged
 from dlrm_overlap.data.schema import Schema
 
 _MISSING, _RARE, _FIRST_KNOWN = 0, 1, 2  # rows of a table with a vocabulary
@@ -16,8 +19,8 @@ _LEAST_PENDING = 1 << 18
 
 
 class _Vocabulary:
-    def __init__(self, min_count: int) -> None:
-        self.keys = self.counts = np.empty(0, np.int64)
+    def __init__(self, min_count: int, keys: np.ndarray | None = None) -> None:
+        self.keys = self.counts = np.empty(0, np.int64) if keys is None else keys
         """[k] int64, keys in ascending order, and their counts"""
         self._min_count = min_count
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []
@@ -48,15 +51,22 @@ class _Vocabulary:
 
 
 class Encoder:
-    """Converts blocks of a table to samples, after it has learnt the vocabularies."""
+    """Converts blocks of a table to samples, by given vocabularies or after it has learnt them."""
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Schema, keys: Mapping[str, np.ndarray] | None = None) -> None:
+        """Take the keys of all vocabularies, see `Encoding.keys`; None: `learn` them."""
         self._schema, self._missing = schema, Missing(schema.missing)
         self._vocabularies = {
-            name: _Vocabulary(column.min_count) for name, column in schema.categorical.items() if column.min_count
+            name: _Vocabulary(column.min_count, None if keys is None else keys[name])
+            for name, column in schema.categorical.items()
+            if column.min_count
         }
-        self.learns = bool(self._vocabularies)
+        self.learns = keys is None and bool(self._vocabularies)
         """whether `learn` must be called for all blocks, and then `finish`, before the first `encode`"""
+        self.values = Counter[str]()
+        """column with a vocabulary -> number of its values that were encoded, without missing ones"""
+        self.unknown = Counter[str]()
+        """how many of these are in no vocabulary, or rare in the table that it was learnt from"""
 
     def learn(self, row: int, block: pa.RecordBatch) -> None:
         for name, vocabulary in self._vocabularies.items():
@@ -82,9 +92,16 @@ class Encoder:
         Without dense columns in the schema, samples have one dense feature, which is 1.
         """
         labels = [Column(block, name, row, self._missing).labels() for name in self._schema.labels]
+        dense, ids = self.features(row, block)
+        time, unit = self._schema.time, self._schema.time_unit
+        times = Column(block, time, row, self._missing).times(unit) if time else None
+        return Day("table", np.stack(labels, axis=1), dense, ids, times=times)
+
+    def features(self, row: int, block: pa.RecordBatch) -> tuple[np.ndarray, list[np.ndarray | Ragged]]:
+        """Return the dense features [n, F] float32 of `block`, and the ids of each table; see `Day`."""
         dense = [self._dense(row, block, name) for name in self._schema.dense] or [np.ones(block.num_rows)]
         ids = [self._ids(row, block, name) for name in self._schema.categorical]
-        return Day("table", np.stack(labels, axis=1), np.stack(dense, axis=1).astype(np.float32), ids)
+        return np.stack(dense, axis=1).astype(np.float32), ids
 
     def _dense(self, row: int, block: pa.RecordBatch, name: str) -> np.ndarray:
         numbers = Column(block, name, row, self._missing).numbers()
@@ -97,6 +114,9 @@ class Encoder:
         rows = self._schema.categorical[name].rows
         known = hashed_rows(keys, rows) if rows else self._vocabularies[name].rows_of(keys)
         ids = np.where(missing, np.int32(_MISSING), known)
+        if not rows:
+            self.values[name] += len(keys) - int(missing.sum())
+            self.unknown[name] += int((ids == _RARE).sum())
         return ids[:, None] if ends is None else Ragged(ids, ends)
 
     def _keys(self, row: int, block: pa.RecordBatch, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -12,17 +12,18 @@ from dlrm_overlap.config import HELD_BATCHES, DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.criteo import Criteo
 from dlrm_overlap.data.days import Days
+from dlrm_overlap.data.encoding import other_encoding
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.records import Unpacker
 from dlrm_overlap.data.ring import Form, Lent, Ring
 from dlrm_overlap.data.synthetic import Synthetic
+from dlrm_overlap.data.times import text_of, time_of
+from dlrm_overlap.launching.text_table import count_of
 
 _CPU = torch.device("cpu")
 
-PREPARE_TOGETHER = (
-    "its ids were made by another vocabulary or hash, so no key makes them fit; prepare both in one `dlrm-overlap "
-    "prepare` command, or, to prepare them apart, hash every column into the same rows in both"
-)
+_NO_TIMES = "the samples have no times; name their column as `time` in the schema, and prepare again"
+PREPARE_TOGETHER = "no key makes these ids fit; prepare both in one `dlrm-overlap prepare` command"
 
 
 def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Dataset, Dataset]:
@@ -38,19 +39,79 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
             return DeviceSynthetic(config, "train", device), DeviceSynthetic(config, "eval", device)
         return Synthetic(config, "train"), Synthetic(config, "eval")
     dataset = open_files(config, config.path)
-    held = dataset.held_out
-    if config.eval_path is None and held is None:
-        held = int(dataset.num_samples * config.eval_fraction)
-        if held == 0:
-            raise InputError(
-                f"data.eval_fraction: {config.eval_fraction} holds out none of {dataset.num_samples} samples; "
-                f"raise it or set data.eval_path"
-            )
-    kept = dataset.num_samples - (held or 0)
-    held_out = dataset.part(kept, held or 0) if config.eval_path is None else open_files(config, config.eval_path)
-    if foreign := other_ids(held_out.made_for, dataset.made_for):
-        raise InputError(f"data.eval_path: {config.eval_path} has {foreign} in {config.path}; {PREPARE_TOGETHER}")
-    return dataset.part(0, kept, config.shuffle, config.seed), held_out
+    held, begin = _held_out_of(config, dataset), 0
+    if config.train_from:
+        begin = first_from(dataset, config.train_from, "data.train_from")
+    kept = dataset.num_samples - held - begin
+    if kept <= 0:
+        raise InputError(
+            f"data.train_from: {config.train_from} leaves none of {dataset.num_samples - held} samples to train on; "
+            f"take an earlier one"
+        )
+    if config.eval_path is None:
+        held_out = dataset.part(begin + kept, held)
+    else:
+        held_out = open_files(config, config.eval_path)
+        expected = dataset.encoded and dataset.encoded.digest
+        made_by = f"the samples of {config.path}"
+        if other := other_encoding(config.eval_path, held_out.encoded, made_by, expected, str(config.path)):
+            raise InputError(f"data.eval_path: {other}")
+        if foreign := other_ids(held_out.made_for, dataset.made_for):
+            raise InputError(f"data.eval_path: {config.eval_path} has {foreign} in {config.path}; {PREPARE_TOGETHER}")
+    if config.eval_window and held_out.unordered is None:
+        raise InputError(f"data.eval_window: {config.eval_window}, but {_NO_TIMES}")
+    return dataset.part(begin, kept, config.shuffle, config.seed), held_out
+
+
+def _held_out_of(config: DataConfig, dataset: Days) -> int:
+    """Return the number of last samples of data.path to evaluate on."""
+    samples = dataset.num_samples
+    if config.eval_from is not None and config.eval_path is not None:
+        raise InputError(
+            f"data.eval_from: {config.eval_from}, but data.eval_path {config.eval_path} has the samples; leave one out"
+        )
+    if config.eval_from is not None:
+        if held := samples - first_from(dataset, config.eval_from, "data.eval_from"):
+            return held
+        raise InputError(
+            f"data.eval_from: {config.eval_from} holds out none of {samples} samples, which end at "
+            f"{text_of(dataset.time_of(samples - 1))}; take an earlier time"
+        )
+    if config.eval_path is not None or dataset.held_out is not None:
+        return dataset.held_out or 0
+    if held := int(samples * config.eval_fraction):
+        return held
+    raise InputError(
+        f"data.eval_fraction: {config.eval_fraction} holds out none of {samples} samples; "
+        f"raise it or set data.eval_path"
+    )
+
+
+def first_from(dataset: Days, start: int | str, key: str) -> int:
+    """Return the number of the first sample at `start`, a number or a time, or later; all samples if there is none."""
+    samples = dataset.num_samples
+    if isinstance(start, int):
+        return min(start, samples)
+    if dataset.unordered is None:
+        raise InputError(f"{key}: {start}, but {_NO_TIMES}")
+    return dataset.first_from(time_of(start))
+
+
+def warnings_of_time(train: Days, held_out: Days) -> list[str]:
+    """Return what is wrong with the samples' order in time; nothing if they have no times."""
+    found = [
+        f"{count_of(each.unordered, 'sample')} of {each.name} are older than one before them, so a part of the samples "
+        f"is no period of time; sort the table by time and prepare it again"
+        for each in {each.name: each for each in (train, held_out)}.values()
+        if each.unordered
+    ]
+    last, first = train.last_time(), held_out.first_time()
+    if last is not None and first is not None and first < last:
+        found.append(
+            f"evaluation begins at {text_of(first)}, before training ends at {text_of(last)}, so its metrics are not "
+            f"those of a later time; set data.eval_from, or evaluate a later table"
+        )
+    return found
 
 
 def other_ids(rows: Sequence[int], expected: Sequence[int]) -> str:

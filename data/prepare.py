@@ -3,13 +3,14 @@
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from dlrm_overlap.config import DataConfig, InputError, in_one_line
 from dlrm_overlap.data.batch import Batch, Dataset
-from dlrm_overlap.data.days import Day, Ragged
+from dlrm_overlap.data.day import Day, Ragged
+from dlrm_overlap.data.encoding import FOLDER, Encoded, write_encoding
 from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.prepared import new_folder, write_samples
 from dlrm_overlap.data.records import RecordLayout
@@ -20,17 +21,40 @@ _BATCH = 8192  # samples packed at once
 _BLOCK_BYTES = 1 << 21  # of text, so that a block's arrays stay near the caches
 
 
-def prepare_files(source: Path, target: Path, schema: Schema, block_bytes: int = _BLOCK_BYTES) -> RecordLayout:
-    """Convert the files at `source` to the folder `target`, and return the content of its meta.json.
+class Unknown(NamedTuple):
+    """Values of a column that share the row of rare values."""
 
-    Vocabularies are learnt from all files first and stored in vocabulary.npz. Memory: about ten times `block_bytes`,
-    16 bytes per distinct value of vocabularies, and about five times the vocabulary of one table while it is merged.
-    Raises ModuleNotFoundError without pyarrow.
+    column: str
+    values: int
+    of: int
+    """number of values that are not missing"""
+
+
+def prepare_files(
+    source: Path, target: Path, schema: Schema | None, block_bytes: int = _BLOCK_BYTES, like: Encoded | None = None
+) -> tuple[RecordLayout, list[Unknown]]:
+    """Convert the files at `source` to the folder `target`.
+
+    Without `like`, vocabularies are learnt from all files first. Memory: about ten times `block_bytes`, 16 bytes per
+    distinct value of vocabularies, and about five times the vocabulary of one table while it is merged.
+
+    Args:
+        like: encode by this encoding's schema and vocabularies; then `schema` is None.
+
+    Returns:
+        The content of meta.json, and the columns with unknown values, which only `like` may leave.
+
+    Raises:
+        InputError: if the files or the encoding cannot be read.
+        ModuleNotFoundError: without pyarrow.
     """
     from dlrm_overlap.data.encoder import Encoder  # needs pyarrow
     from dlrm_overlap.data.table_files import READ_ERRORS, read_blocks, table_files
 
-    files, encoder = table_files(source), Encoder(schema)
+    encoding = like and like.read()
+    schema = encoding.schema if encoding else schema
+    assert schema is not None, "a schema, or an encoding, which has one"
+    files, encoder = table_files(source), Encoder(schema, encoding and encoding.keys)
 
     def read(purpose: str, use: Callable[[int, Any], _T]) -> Iterator[_T]:
         for file in files:
@@ -45,14 +69,15 @@ def prepare_files(source: Path, target: Path, schema: Schema, block_bytes: int =
         if encoder.learns:
             for _ in read("counting values", encoder.learn):
                 pass
-            np.savez(target / "vocabulary.npz", **encoder.finish())  # pyright: ignore[reportArgumentType]
+        encoded = like.copy(target / FOLDER) if like else write_encoding(target / FOLDER, schema, encoder.finish())
         labels = {name: label.weight for name, label in schema.labels.items()}
         sizes = [None if column.list else 1 for column in schema.categorical.values()]
-        layout = RecordLayout(labels, max(1, len(schema.dense)), encoder.rows, sizes)
-        layout = write_samples(target, layout, read("writing samples", encoder.encode))
+        layout = RecordLayout(labels, max(1, len(schema.dense)), encoder.rows, sizes, encoding=encoded.digest)
+        layout = write_samples(target, layout, read("writing samples", encoder.encode), timed=bool(schema.time))
         if not layout.samples:
             raise InputError(f"{source}: no samples; name a file, or a folder, that has some")
-        return layout
+        counted = [Unknown(name, count, encoder.values[name]) for name, count in encoder.unknown.items()]
+        return layout, [each for each in counted if like and each.values]
 
 
 def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> RecordLayout:
@@ -68,26 +93,37 @@ def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> Re
         trained[0] if len({*trained, *held_out}) == 1 else None
         for trained, held_out in zip(train.bag_sizes, evaluated.bag_sizes, strict=True)
     ]
-    layout = RecordLayout(dict(train.labels), train.dense_features, train.rows, sizes, held_out=evaluated.num_samples)
+    encoded, held_out = train.encoded, evaluated.num_samples
+    layout = RecordLayout(
+        dict(train.labels),
+        train.dense_features,
+        train.rows,
+        sizes,
+        held_out=held_out,
+        encoding=encoded and encoded.digest,
+    )
 
     def read() -> Iterator[Day]:
         yield from _read(train, end, config.workers)
-        yield from _read(evaluated, evaluated.num_samples or 0, config.workers)
+        yield from _read(evaluated, held_out or 0, config.workers)
 
     with new_folder(target):
-        return write_samples(target, layout, read())
+        if encoded:
+            encoded.copy(target / FOLDER)
+        timed = all(each.times(0, 1) is not None for each in (train, evaluated))
+        return write_samples(target, layout, read(), timed)
 
 
 def _read(dataset: Dataset, end: int, workers: int) -> Iterator[Day]:
     with Loader(dataset, _BATCH, 0, 1, range(end // _BATCH), workers, 2, False) as loader:
-        for batch in loader:
-            yield _day_of(batch)
+        for step, batch in enumerate(loader):
+            yield _day_of(batch, dataset.times(step * _BATCH, _BATCH))
     if rest := end % _BATCH:
-        yield _day_of(dataset.read(end - rest, rest))
+        yield _day_of(dataset.read(end - rest, rest), dataset.times(end - rest, rest))
 
 
-def _day_of(batch: Batch) -> Day:
+def _day_of(batch: Batch, times: np.ndarray | None) -> Day:
     lengths = batch.sparse.lengths().view(len(batch.sparse.keys()), -1)
     tables = batch.sparse.values().split(lengths.sum(1).tolist())
     ids = [Ragged(ids.numpy(), ends.numpy()) for ids, ends in zip(tables, lengths.cumsum(1), strict=True)]
-    return Day("samples", batch.labels.view(lengths.shape[1], -1).numpy(), batch.dense.numpy(), ids)
+    return Day("samples", batch.labels.view(lengths.shape[1], -1).numpy(), batch.dense.numpy(), ids, times=times)

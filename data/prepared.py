@@ -3,7 +3,9 @@
     records     uint8 [n, record_bytes], see `records`
     ends_t      int64 [n], for each table t whose bags differ in size: end of each sample's bag in list_t
     list_t      int32 [m], the ids of these bags, which are not in records
+    times       int64 [n], if the schema names a column of times; see `times`
     checksums   uint64, of each block of these files, in this order; see `checksums`
+    encoding    folder, if the samples were made of a table; see `encoding`
 
 meta.json is written last, and a folder without it is refused. Its `digest` is a checksum of its other values and of the
 file `checksums`.
@@ -24,7 +26,9 @@ import numpy as np
 
 from dlrm_overlap.config import InputError, TablesConfig, in_one_line
 from dlrm_overlap.data.checksums import BLOCK_BYTES, CheckedArray, ChecksumWriter, digest_of
-from dlrm_overlap.data.days import Day, Days, Ragged
+from dlrm_overlap.data.day import Day, Ragged
+from dlrm_overlap.data.days import Days
+from dlrm_overlap.data.encoding import FOLDER, Encoded
 from dlrm_overlap.data.records import Packed, RecordLayout
 from dlrm_overlap.launching.files import open_file, write_json
 
@@ -43,9 +47,9 @@ class Prepared(Days):
                 `tables` has other numbers of rows than the ids were made for, unless both fold to the same number.
         """
         folder = Path(path)
-        layout, digest = _read_meta(folder / _META)
+        layout, content, digest = _read_meta(folder / _META)
         checksums = _map(folder / _CHECKSUMS, "<u8")
-        if digest != _digest_of(layout, checksums):
+        if digest != _digest_of(content, checksums):
             raise InputError(f"{folder}: {_META} or {_CHECKSUMS} has changed since it was written; {_CURE}")
         made, most = layout.rows, tables.max_rows or math.inf
         rows = tables.rows if isinstance(tables.rows, list) else [tables.rows or each for each in made]
@@ -65,13 +69,27 @@ class Prepared(Days):
                     f"{folder / f'ends_{t}'}: the bag of sample {falls.argmax()} ends before it begins; {_CURE}"
                 )
             ids.insert(t, Ragged(files.map_next(f"list_{t}", "<i4", (int(ends[-1]),)), ends))
-        super().__init__([Day(str(folder), labels, dense, ids, records)], made, tables.max_rows)
+        self.unordered = layout.unordered
+        times = None if layout.unordered is None else files.map_next("times", "<i8", (samples,))
+        super().__init__([Day(str(folder), labels, dense, ids, records, times)], made, tables.max_rows)
         self.held_out = layout.held_out
         self.labels = layout.labels
+        self.encoded = encoded_of(folder)
         self.packed = None if layout.lists else replace(layout, moduli=self._moduli)
 
 
-def _read_meta(file: Path) -> tuple[RecordLayout, str]:
+def encoded_of(folder: Path) -> Encoded | None:
+    """Return the encoding of a prepared folder; None if it has none, or an earlier version wrote it."""
+    layout, _, _ = _read_meta(folder / _META)
+    return Encoded(folder / FOLDER, layout.encoding) if layout.encoding else None
+
+
+def is_prepared(folder: Path) -> bool:
+    return (folder / _META).exists()
+
+
+def _read_meta(file: Path) -> tuple[RecordLayout, dict[str, Any], str]:
+    """Return the layout, the values that the digest covers, and the digest."""
     try:
         with open_file(file) as stream:
             content = json.load(stream)
@@ -92,6 +110,8 @@ def _read_meta(file: Path) -> tuple[RecordLayout, str]:
         "sizes": isinstance(sizes, list) and all(each is None or _is_count(each) for each in sizes),
         "samples": _is_count(samples, 0, sys.maxsize),
         "held_out": layout.held_out is None or _is_count(layout.held_out, 1, sys.maxsize),
+        "encoding": layout.encoding is None or isinstance(layout.encoding, str),
+        "unordered": layout.unordered is None or _is_count(layout.unordered, 0, sys.maxsize),
         "moduli": layout.moduli == [],
     }
     wrong = [f"{key} {content.get(key, digest)!r:.60}" for key, holds in rules.items() if not holds]
@@ -105,7 +125,7 @@ def _read_meta(file: Path) -> tuple[RecordLayout, str]:
         raise InputError(f"{file}: no digest, since an earlier version wrote the folder without checksums; {_CURE}")
     if not samples:
         raise InputError(f"{file.parent}: no samples; give a data set that has some")
-    return layout, digest
+    return layout, content, digest
 
 
 def _is_count(value: Any, least: int = 1, most: int = 2**31 - 1) -> bool:
@@ -116,8 +136,8 @@ def _is_weight(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= 1e37  # as `NonNegativeFloat`
 
 
-def _digest_of(layout: RecordLayout, checksums: np.ndarray) -> str:
-    return digest_of(json.dumps(asdict(layout), sort_keys=True).encode(), checksums.data)
+def _digest_of(content: dict[str, Any], checksums: np.ndarray) -> str:
+    return digest_of(json.dumps(content, sort_keys=True).encode(), checksums.data)
 
 
 class _Files:
@@ -161,11 +181,12 @@ def new_folder(target: Path) -> Iterator[None]:
         raise InputError(f"{target}: cannot be written ({error.strerror}); delete it, or name another folder") from None
 
 
-def write_samples(target: Path, layout: RecordLayout, blocks: Iterable[Day]) -> RecordLayout:
-    samples = 0
+def write_samples(target: Path, layout: RecordLayout, blocks: Iterable[Day], timed: bool = False) -> RecordLayout:
+    """Write the samples of `blocks`, with times if `timed`, and return the layout with their number."""
+    samples, unordered, newest = 0, 0, np.int64(np.iinfo(np.int64).min)
     ids = dict.fromkeys(layout.lists, 0)
     with ExitStack() as stack:
-        names = ["records", *(f"{part}_{t}" for t in ids for part in ("ends", "list"))]
+        names = ["records", *(f"{part}_{t}" for t in ids for part in ("ends", "list")), *["times"] * timed]
         files = {name: stack.enter_context((target / name).open("xb")) for name in [*names, _CHECKSUMS]}
         writers = {name: ChecksumWriter(files[name]) for name in names}
         for block in blocks:
@@ -176,11 +197,17 @@ def write_samples(target: Path, layout: RecordLayout, blocks: Iterable[Day]) -> 
                 writers[f"ends_{t}"].write((ids[t] + sizes.cumsum()).astype("<i8"))
                 writers[f"list_{t}"].write(values.astype("<i4"))
                 ids[t] += len(values)
+            if timed:
+                times: Any = block.times
+                writers["times"].write(times.astype("<i8"))
+                so_far = np.maximum.accumulate(np.append(newest, times))
+                unordered, newest = unordered + int((times < so_far[:-1]).sum()), so_far[-1]
         checksums = np.concatenate([writer.finish() for writer in writers.values()])
         files[_CHECKSUMS].write(checksums.data)
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-    layout = replace(layout, samples=samples)
-    write_json(target / _META, {**asdict(layout), "digest": _digest_of(layout, checksums)}, "OUT")
+    layout = replace(layout, samples=samples, unordered=unordered if timed else None)
+    content = asdict(layout)
+    write_json(target / _META, {**content, "digest": _digest_of(content, checksums)}, "OUT")
     return layout

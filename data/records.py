@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.data.days import Day
+from dlrm_overlap.data.day import Day
 from dlrm_overlap.kernels import reference
 
 _ID, _LABEL, _FLOAT = 0, 1, 2  # kinds of a field, as in `kernels/unpack.py`
@@ -49,6 +49,10 @@ class RecordLayout:
     samples: int = 0
     held_out: int | None = None
     """number of last samples to evaluate on; None: data.eval_fraction decides"""
+    encoding: str | None = None
+    """digest of the `encoding`; None if the samples were not made of a table"""
+    unordered: int | None = None
+    """how many samples are older than one before them; None if samples have no times"""
     moduli: Sequence[int] = ()
     """per table, the modulus that folds ids when they are unpacked; 0 for none"""
 

@@ -25,6 +25,12 @@ Separator = Annotated[str, ValueRule("the text between two values", bool)]
 Delimiter = Annotated[str, ValueRule("one ASCII character", lambda value: len(value) == 1 and value.isascii())]
 
 
+def table_keys(tables: int) -> list[str]:
+    """Return the names of `tables` tables, `t_00`, `t_01`, .., in the model's order."""
+    width = max(2, len(str(tables - 1)))
+    return [f"t_{t:0{width}}" for t in range(tables)]
+
+
 @dataclass(frozen=True)
 class Label:
     weight: NonNegativeFloat = 1.0
@@ -56,6 +62,9 @@ class Schema:
     labels: Mapping[str, Label] = field(default_factory=dict)
     dense: Mapping[str, Dense] = field(default_factory=dict)
     categorical: Mapping[str, Categorical] = field(default_factory=dict)
+    time: str | None = None
+    """column of the samples' times: timestamps, dates, text in ISO 8601, or Unix times in `time_unit`"""
+    time_unit: Literal["s", "ms", "us", "ns"] = "s"
     delimiter: Delimiter = ","
     """text: the separator of fields"""
     columns: list[str] | None = None
@@ -76,7 +85,7 @@ class Schema:
         if twice := [name for name in self.names if self.names.count(name) > 1]:
             raise InputError(f"{twice[0]}: a column with two uses; write it twice into the table, under two names")
         if self.columns is not None:
-            for name in self.names:
+            for name in self.read:
                 if (number := self.columns.count(name)) != 1:
                     what = "twice" if number else "missing"
                     raise InputError(f"columns: {name} is {what}; name every column of the file, in its order")
@@ -84,6 +93,11 @@ class Schema:
     @property
     def names(self) -> list[str]:
         return [*self.labels, *self.dense, *self.categorical]
+
+    @property
+    def read(self) -> list[str]:
+        """Names of all columns to read; the time may also be a feature."""
+        return list(dict.fromkeys([*self.names, *([self.time] if self.time else [])]))
 
 
 def read_schema(path: Path) -> Schema:

@@ -9,7 +9,7 @@ import pyarrow as pa
 from pyarrow import csv, dataset, fs
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.data.days import require_successive
+from dlrm_overlap.data.day import require_successive
 from dlrm_overlap.data.schema import Schema
 
 READ_ERRORS = (ValueError, OSError, pa.ArrowException)  # an InputError is a ValueError
@@ -41,25 +41,27 @@ def table_files(path: Path) -> list[Path]:
     return sorted(files, key=lambda file: re.sub(r"\d+", lambda number: number[0].zfill(20), file.name))
 
 
-def read_blocks(file: Path, schema: Schema, block_bytes: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield the number of each block's first row in the file, and the block.
+def read_blocks(
+    file: Path, schema: Schema, block_bytes: int, names: Sequence[str] | None = None
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Yield the number of each block's first row in the file, and the block, with the columns `names` or the schema's.
 
     A header counts as a row, blank lines do not.
     """
-    row = 1
+    row, names = 1, schema.read if names is None else names
     if not file.stat().st_size:
         return
     if kind := _FORMATS.get(file.suffix.lower()):
         fragment = kind().make_fragment(str(file), fs.LocalFileSystem())
-        _require_columns(schema.names, fragment.physical_schema.names)
-        blocks = fragment.to_batches(columns=schema.names, batch_size=_BLOCK_ROWS)
+        _require_columns(names, fragment.physical_schema.names)
+        blocks = fragment.to_batches(columns=names, batch_size=_BLOCK_ROWS)
     elif not _text(file).read(1):  # compressed, and empty
         return
     else:
         if schema.columns is None:
-            _require_columns(schema.names, _open_csv(file, schema, block_bytes).schema.names)
+            _require_columns(names, _open_csv(file, schema, block_bytes).schema.names)
             row += 1
-        blocks = _open_csv(file, schema, block_bytes, schema.names)
+        blocks = _open_csv(file, schema, block_bytes, names)
     for block in blocks:
         yield row, block
         row += block.num_rows

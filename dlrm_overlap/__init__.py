@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         OverlapEmbeddingCollectionSharder,
         get_default_sharders,
     )
+    from dlrm_overlap.predict.scorer import Scorer
     from dlrm_overlap.train.explain import explain
     from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
     from dlrm_overlap.train.profiling import profile_steps
@@ -22,6 +23,7 @@ __all__ = [
     "GraphTrainPipeline",
     "OverlapEmbeddingBagCollectionSharder",
     "OverlapEmbeddingCollectionSharder",
+    "Scorer",
     "constraints",
     "explain",
     "get_default_sharders",
@@ -33,6 +35,7 @@ _MODULES = {
     "GraphTrainPipeline": "train.graphs.train_pipeline",
     "OverlapEmbeddingBagCollectionSharder": "embedding.sharder",
     "OverlapEmbeddingCollectionSharder": "embedding.sharder",
+    "Scorer": "predict.scorer",
     "constraints": "embedding.plan",
     "explain": "train.explain",
     "get_default_sharders": "embedding.sharder",

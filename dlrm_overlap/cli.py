@@ -183,6 +183,8 @@ def prepare(argv: list[str]) -> int:
     )
     parser.add_argument("target", type=FullPath, metavar="OUT", help="folder to create")
     parser.add_argument("--schema", type=FullPath, help="table: YAML file that names the columns")
+    text = "instead: a folder that `prepare` wrote, a checkpoint or a run, whose schema and vocabularies encode IN"
+    parser.add_argument("--like", type=FullPath, metavar="PATH", help=text)
     parser.add_argument(
         "--min_count",
         type=PositiveInt,
@@ -194,20 +196,48 @@ def prepare(argv: list[str]) -> int:
     values = parser.read(argv)
     if values.rows and values.min_count:
         raise InputError(f"--rows {values.rows} --min_count {values.min_count}: these exclude each other; give one")
-    if (values.format == "table") != (values.schema is not None):
+    if values.like and (values.schema or values.rows or values.min_count):
+        raise InputError(
+            f"--like: {values.like} has the schema, with its rows and min_count; leave out the other options"
+        )
+    if not values.like and (values.format == "table") != (values.schema is not None):
         raise InputError(f"--schema: {values.schema}, but only format table takes one, and needs it; see --help")
     if values.schema and (values.rows or values.min_count):
         raise InputError("--rows, --min_count: a schema has these for each column; write them into it")
     from dlrm_overlap.data.prepare import prepare_files
     from dlrm_overlap.data.schema import criteo_schema, read_schema
 
+    like = _encoded_at(Path(values.like)) if values.like else None
     schema = read_schema(Path(values.schema)) if values.schema else None
-    schema = schema or criteo_schema(values.rows, None if values.rows else values.min_count or 10)
+    if not (schema or like):
+        schema = criteo_schema(values.rows, None if values.rows else values.min_count or 10)
     target = Path(values.target)
     try:
-        return _report_samples(target, prepare_files(Path(values.source), target, schema))
+        layout, unknown = prepare_files(Path(values.source), target, schema, like=like)
+        _report_samples(target, layout)
+        for column, count, of in unknown:
+            print(f"{plain(column)}: {count} of {count_of(of, 'value')} ({count / of:.1%}) not in the vocabulary")
+        return 0
     except ModuleNotFoundError as error:
         raise InputError(f'{error.name}: not installed; pip install "dlrm-overlap[data]"') from None
+
+
+def _encoded_at(path: Path) -> Any:
+    """Return the encoding of a prepared folder, a checkpoint or a run."""
+    from dlrm_overlap.checkpoint import manifest
+    from dlrm_overlap.data import prepared
+
+    found = (
+        prepared.encoded_of(path)
+        if prepared.is_prepared(path)
+        else manifest.encoded_of(manifest.locate_checkpoint(path, "--like"))
+    )
+    if found is None:
+        raise InputError(
+            f"--like: {path} has no encoding, since its samples were not made by `prepare table`, or by an earlier "
+            f"version; name another, or prepare both tables in one command"
+        )
+    return found
 
 
 def _prepare_samples(argv: list[str]) -> int:
@@ -232,7 +262,22 @@ def _report_samples(target: Path, meta: Any) -> int:
     held_out = f", {meta.held_out} of them held out" if meta.held_out else ""
     rows = f"{min(meta.rows)} to {max(meta.rows)} rows per table"
     print(f"{target}: {count_of(meta.samples, 'sample')}{held_out}, {rows}")
+    if meta.unordered:
+        print(
+            f"dlrm-overlap: {count_of(meta.unordered, 'sample')} of {meta.samples} are older than one before them; "
+            f"sort the table by time, since the last samples are held out",
+            file=sys.stderr,
+        )
     return 0
+
+
+def predict(argv: list[str]) -> int:
+    """Predict by a checkpoint: the probability of each label for each row of a table."""
+    try:
+        from dlrm_overlap.predict import command
+    except ModuleNotFoundError as error:
+        raise InputError(f'{error.name}: not installed; pip install "dlrm-overlap[data]"') from None
+    return command.run(argv, predict.__doc__ or "")
 
 
 def trace(argv: list[str]) -> int:
@@ -294,6 +339,7 @@ def doctor(argv: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "eval": evaluate,
+    "predict": predict,
     **{each.__name__: each for each in (compare, bench, simulate, trace, checkpoint, prepare, doctor)},
 }
 

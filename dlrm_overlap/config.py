@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -72,6 +73,19 @@ FolderName = Annotated[
         f"the name of one folder, of at most {_NAME_BYTES} bytes, which the run makes in log.dir",
         lambda value: value not in ("", ".", "..") and "/" not in value and value.isprintable() and _is_path(value),
     ),
+]
+
+
+def _is_time(value: str) -> bool:
+    try:
+        datetime.fromisoformat(value)
+    except ValueError:
+        return False
+    return True
+
+
+Time = Annotated[
+    str, ValueRule("a time such as 2026-11-20 or 2026-11-20T18:00+01:00; the zone is UTC if none is given", _is_time)
 ]
 TableOptimizer = Literal[
     "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
@@ -160,6 +174,12 @@ class DataConfig:
     """file or folder of the evaluation samples; null holds out the last eval_fraction of path"""
     eval_fraction: BelowOne = 0.25
     """fraction of path's samples, at its end, that is held out for evaluation"""
+    eval_from: Time | None = None
+    """prepared samples with times: hold out the samples from this time on, instead of eval_fraction"""
+    eval_window: Literal["hour", "day", "week"] | None = None
+    """samples with times: also give the metrics of each hour, day or week of the evaluation samples"""
+    train_from: NonNegativeInt | Time = 0
+    """files: number of the first training sample or, if samples have times, its time"""
     shuffle: NonNegativeInt = 0
     """files: number of successive training samples that are shuffled together, by seed and differently in each pass; 0
     keeps the files' order"""

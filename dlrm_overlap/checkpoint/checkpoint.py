@@ -21,6 +21,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from dlrm_overlap.checkpoint.extents import Cut, Extent, local_extents
 from dlrm_overlap.checkpoint.manifest import (
+    ENCODING_FILES,
     Manifest,
     check_fits,
     is_checkpoint,
@@ -30,18 +31,20 @@ from dlrm_overlap.checkpoint.manifest import (
     without_checksums,
     write_manifest,
 )
-from dlrm_overlap.checkpoint.pieces import DamagedError
+from dlrm_overlap.checkpoint.pieces import ChecksummedFile, DamagedError, Piece
 from dlrm_overlap.checkpoint.storage import load_extents, save_extents
 from dlrm_overlap.comm.every_rank import gathered, on_every_rank
 from dlrm_overlap.config import Config, InputError, flatten
+from dlrm_overlap.data.encoding import FILES, FOLDER, Encoded
 from dlrm_overlap.dense.tensor_parallel import shards_of
-from dlrm_overlap.launching.files import discard, make_folder, sync_folder
+from dlrm_overlap.launching.files import discard, make_folder, open_file, sync_folder
 
 log = logging.getLogger("dlrm_overlap")
 
+_COPIED_BYTES = 1 << 24  # at a time
 _SEEN_WITHIN_S = 60.0  # network file systems may show a new folder late
 _PARTIAL = ".partial_"  # prefix of a folder that is being written or removed
-_FREE = ("workers", "prefetch")  # keys of `data` that change no sample
+_FREE = ("workers", "prefetch", "eval_window")  # keys of `data` that change no sample
 Loaded = TypeVar("Loaded")
 
 
@@ -109,12 +112,23 @@ def agree_on(path: Path) -> Manifest:
 
 
 class Checkpointer:
-    def __init__(self, folder: Path, keep: int, shape: dict[str, Any], settings: dict[str, Any] | None = None) -> None:
-        """Take the results of `checkpoint_shape` and `trained_with`; `keep` is `checkpoint.keep`."""
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        shape: dict[str, Any],
+        settings: dict[str, Any] | None = None,
+        encoded: Encoded | None = None,
+    ) -> None:
+        """Take the results of `checkpoint_shape` and `trained_with`, and the training samples' encoding.
+
+        `keep` is `checkpoint.keep`.
+        """
         self.folder = folder
         self.keep = keep
         self.shape = shape
         self.settings = settings or {}
+        self._encoded, self._is_encoding_intact = encoded, False
         self._damaged: set[Path] = set()  # found by `resume`
         self.about: dict[str, Any] = {}  # facts about this run, for readers of manifests
         self.tick: Callable[[], None] = lambda: None
@@ -139,7 +153,7 @@ class Checkpointer:
         for path in paths:
             try:
                 manifest = agree_on(path)
-                check_fits(path, manifest, self.shape, self.settings, changed)
+                check_fits(path, manifest, self.shape, self.settings, changed, self._encoded)
                 loaded = load(path, manifest)
             except DamagedError as error:
                 faults.append(str(error))
@@ -196,6 +210,7 @@ class Checkpointer:
             self.settings,
             metrics={key: value for key, value in (metrics or {}).items() if math.isfinite(value)},
             about=self.about if about is None else about,
+            encoding=self._encoded.digest if self._encoded else None,
         )
 
         def on_rank_0(act: Callable[[], None]) -> None:
@@ -206,6 +221,7 @@ class Checkpointer:
             on_rank_0(lambda: self._remove_partial(temporary))
             with _writing(final):
                 files = save_extents(temporary, extents, group, self.tick)
+            on_rank_0(lambda: files.update(self._copy_encoding(temporary)))
             on_rank_0(lambda: self._commit(temporary, final, replace(manifest, files=files)))
         except Exception:
             if dist.get_rank() == 0:
@@ -218,6 +234,21 @@ class Checkpointer:
         for left in self.folder.glob(f"{_PARTIAL}*"):
             with suppress(OSError) if left != temporary else nullcontext():
                 discard(left)
+
+    def _copy_encoding(self, checkpoint: Path) -> dict[str, list[Piece]]:
+        if self._encoded is None:
+            return {}
+        if not self._is_encoding_intact:
+            self._encoded.read()
+            self._is_encoding_intact = True
+        copies = {}
+        (checkpoint / FOLDER).mkdir()
+        for name, source in zip(ENCODING_FILES, FILES, strict=True):
+            with open_file(self._encoded.folder / source) as file, ChecksummedFile(checkpoint / name) as copy:
+                shutil.copyfileobj(file, copy, _COPIED_BYTES)
+            copies[name] = copy.pieces
+        sync_folder(checkpoint / FOLDER)
+        return copies
 
     def _commit(self, temporary: Path, final: Path, manifest: Manifest) -> None:
         manifests, unreadable = newest_first(self.folder)
@@ -279,7 +310,9 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
     return {name: (shard.shape, shard.offsets) for name, shard in shards_of(model).items()}
 
 
-def check_resume_fits(config: Config, rows: list[int], dense_features: int, global_batch: int) -> None:
+def check_resume_fits(
+    config: Config, rows: list[int], dense_features: int, global_batch: int, encoded: Encoded | None = None
+) -> None:
     """Check by the manifests that a run of `config` can resume, see `check_fits`; needs no process group."""
     resume = config.checkpoint.resume
     if resume == "never":
@@ -293,4 +326,4 @@ def check_resume_fits(config: Config, rows: list[int], dense_features: int, glob
     if path is not None:
         shape = checkpoint_shape(config, rows, dense_features)
         settings = trained_with(config, global_batch)
-        check_fits(path, read_manifest(path), shape, settings, config.checkpoint.allow_config_mismatch)
+        check_fits(path, read_manifest(path), shape, settings, config.checkpoint.allow_config_mismatch, encoded)

@@ -13,17 +13,21 @@ from xxhash import xxh3_128
 
 from dlrm_overlap.checkpoint.pieces import DamagedError, Piece
 from dlrm_overlap.config import InputError, in_one_line
+from dlrm_overlap.data.encoding import FILES, FOLDER, Encoded, other_encoding
 from dlrm_overlap.launching.files import open_file
 
 log = logging.getLogger("dlrm_overlap")
 
-FORMAT = 4
-_WITHOUT_CHECKSUMS = 3  # the previous format, which only has file sizes
+FORMAT = 5
+_WITHOUT_ENCODING = 4
+_WITHOUT_CHECKSUMS = 3  # only has file sizes
+_FORMATS = FORMAT, _WITHOUT_ENCODING, _WITHOUT_CHECKSUMS
 MANIFEST = "checkpoint.json"
 _STEP = re.compile(r"step_(\d+)")
 _CHECKSUM = b',\n "checksum": "'
-_CHECKSUMS = {FORMAT: re.compile(r"[0-9a-f]{32}"), _WITHOUT_CHECKSUMS: re.compile("")}
-_FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp")
+_PIECE_CHECKSUM, _DIGEST = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{16}")
+ENCODING_FILES = [f"{FOLDER}/{name}" for name in FILES]
+_FILE = re.compile("|".join([r"\.metadata|__[0-9]+_[0-9]+\.distcp", *map(re.escape, ENCODING_FILES)]))
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Manifest:
     """`checkpoint_shape`: must be equal in a run that loads the checkpoint"""
     settings: dict[str, Any] = field(default_factory=dict)
     """`trained_with`: should be equal, since it decides which samples a step takes"""
+    encoding: str | None = None
+    """digest of the encoding of the training samples, which the checkpoint then contains"""
     saved: int = 0
     """number of this save in its folder; the last save has the greatest, even if a run went back"""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -44,7 +50,7 @@ class Manifest:
 
     @property
     def has_checksums(self) -> bool:
-        return self.format == FORMAT
+        return self.format != _WITHOUT_CHECKSUMS
 
     def size_of(self, file: str) -> int:
         return sum(piece.size for piece in self.files[file])
@@ -73,11 +79,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
         with open_file(path) as file:
             data = file.read()
         content = json.loads(data)
-        if (version := content["format"]) not in (FORMAT, _WITHOUT_CHECKSUMS):
+        if (version := content["format"]) not in _FORMATS:
             raise InputError(
                 f"{path} has format {version!s:.80}, but this version reads {FORMAT}; use the version that wrote it"
             )
-        if version == FORMAT:
+        if version != _WITHOUT_CHECKSUMS:
             if data != _sealed(data.rpartition(_CHECKSUM)[0]):
                 raise ValueError("its checksum differs")
             del content["checksum"]
@@ -112,8 +118,12 @@ def _check_types(manifest: Manifest) -> None:
         "trained_metrics": all(_is_count(index) and _is_number(value) for index, value in sums),
         "files": all(_FILE.fullmatch(name) for name in manifest.files),
         "pieces": all(
-            _is_count(piece.size) and _CHECKSUMS[manifest.format].fullmatch(piece.checksum) for piece in pieces
+            _is_count(piece.size)
+            and (_PIECE_CHECKSUM.fullmatch(piece.checksum) if manifest.has_checksums else not piece.checksum)
+            for piece in pieces
         ),
+        "encoding": manifest.encoding is None
+        or (_DIGEST.fullmatch(manifest.encoding) and manifest.files.keys() >= set(ENCODING_FILES)),
     }
     if wrong := [name for name, is_right in checks.items() if not is_right]:
         raise ValueError(f"{wrong[0]} has the wrong type")
@@ -152,6 +162,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
+    if not os.path.isdir(folder):  # glob raises if no folder can have this name, from Python 3.13 on
+        return []
     named = (path for path in folder.glob("step_*") if _STEP.fullmatch(path.name))
     return sorted((path for path in named if path.is_dir()), key=lambda path: int(path.name[5:]))
 
@@ -190,6 +202,12 @@ def locate_checkpoint(path: Path, key: str) -> Path:
     )
 
 
+def encoded_of(checkpoint: Path) -> Encoded | None:
+    """Return the encoding in a checkpoint; None if its training samples had none, or an earlier version saved it."""
+    digest = read_manifest(checkpoint).encoding
+    return Encoded(checkpoint / FOLDER, digest) if digest else None
+
+
 def differences(manifest: Manifest, shape: dict[str, Any]) -> str:
     had = manifest.shape
     return "; ".join(
@@ -198,12 +216,21 @@ def differences(manifest: Manifest, shape: dict[str, Any]) -> str:
 
 
 def check_fits(
-    path: Path, manifest: Manifest, shape: dict[str, Any], settings: dict[str, Any], changed: bool = False
+    path: Path,
+    manifest: Manifest,
+    shape: dict[str, Any],
+    settings: dict[str, Any],
+    changed: bool = False,
+    encoded: Encoded | None = None,
 ) -> None:
     """Check that a run of `shape` (`checkpoint_shape`) and `settings` (`trained_with`) can resume from `path`.
 
-    If they differ, an InputError lists all differences. If `changed`, the settings may differ, but not the shape.
+    If they differ, or its samples have another encoding than `encoded`, an InputError lists the differences. If
+    `changed`, the settings may differ, but nothing else.
     """
+    samples = str(encoded.folder.parent) if encoded else "data.path"
+    if other := other_encoding(samples, encoded, f"the samples that {path} was trained with", manifest.encoding, path):
+        raise InputError(f"checkpoint.resume: {other}")
     if differing := differences(manifest, shape):
         raise InputError(
             f"checkpoint.resume: {path} has {differing}; use the same, or start over with --checkpoint.resume never "

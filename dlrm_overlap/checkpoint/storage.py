@@ -111,6 +111,13 @@ def read_unsharded(path: Path) -> dict[str, Any]:
     return planner.original_state_dict
 
 
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Return the unsharded model's weights by name, without optimizer states; an InputError if unreadable."""
+    planner = _EmptyStateDictLoadPlanner(keys={"model"})
+    _read(path, planner)
+    return planner.original_state_dict["model"]
+
+
 def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     stored = metadata.state_dict_metadata
     return {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}

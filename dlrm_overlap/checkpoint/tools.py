@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dlrm_overlap.checkpoint.manifest import MANIFEST, is_checkpoint, read_complete, read_manifest
+from dlrm_overlap.checkpoint.manifest import ENCODING_FILES, MANIFEST, is_checkpoint, read_complete, read_manifest
+from dlrm_overlap.checkpoint.pieces import CheckedFile, DamagedError
 from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.launching.files import replacing
 from dlrm_overlap.launching.text_table import plain
@@ -25,6 +26,7 @@ def show(path: Path) -> str:
         **manifest.metrics,
         **manifest.shape,
         **manifest.settings,
+        "encoding": manifest.encoding or "none",
         **{f"file {name}": f"{manifest.size_of(name)} bytes" for name in manifest.files},
     }
     return "\n".join(plain(f"{key}: {value}") for key, value in facts.items())
@@ -38,7 +40,18 @@ def verify(path: Path) -> list[str]:
         return [str(error)]
     from dlrm_overlap.checkpoint.storage import find_faults  # loads torch
 
-    return find_faults(path)
+    return [*_damaged_encoding(path), *find_faults(path)]
+
+
+def _damaged_encoding(path: Path) -> list[str]:
+    manifest = read_manifest(path)
+    try:
+        for name in ENCODING_FILES if manifest.encoding else ():
+            with CheckedFile(path / name, 0, manifest.files[name]):
+                pass  # all pieces are checked on exit
+    except DamagedError as error:
+        return [str(error)]
+    return []
 
 
 def export(path: Path, output: Path) -> None:

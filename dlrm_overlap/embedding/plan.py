@@ -27,7 +27,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.comm.reach import find_nodes
 from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
-from dlrm_overlap.data.batch import table_keys
+from dlrm_overlap.data.schema import table_keys
 from dlrm_overlap.embedding.balance import TableLoad, balance
 from dlrm_overlap.kernels.optimizer_params import looks_at_rows, state_bytes
 

@@ -12,6 +12,7 @@ import os
 import re
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin
@@ -73,6 +74,8 @@ def convert(kind: Any, value: Any, text: str | None = None) -> Any:
             return [convert(arguments[0], each) for each in value]
     elif kind is str and (text is not None or isinstance(value, str)):
         return value if text is None else text
+    elif kind is str and isinstance(value, date):  # YAML reads 2026-11-20 as a date
+        return value.isoformat()
     elif kind is float and type(value) in (int, float, str):
         with contextlib.suppress(OverflowError):
             return float(value)  # YAML reads 1e-4 as a string
@@ -196,6 +199,11 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
             shown = "null" if value is None else in_one_line(str(value))
             raise InputError(f"{path}: {key}: {_cut(shown)} is not {words_of(kinds[name])}; see --help") from None
     return found
+
+
+def section_of(tree: Any, section: type[Sections], path: Path | str) -> Sections:
+    """Return the section that `tree` describes, such as a part of a stored configuration; see `read_tree`."""
+    return section(**_changes(section, read_tree(tree, section, path)))
 
 
 def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[str, Any]:

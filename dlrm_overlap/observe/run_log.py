@@ -184,16 +184,25 @@ class RunLog:
         )
         log.info("step %d: loss %.4f, %.1f ms a step, %.1f ms of it input wait", step, self.loss, mean_ms, wait_ms)
 
-    def evaluation(self, step: int, values: dict[str, float]) -> None:
-        self._write(step, {f"eval/{key}": value for key, value in values.items()})
+    def evaluation(
+        self, step: int, values: dict[str, float], windows: Mapping[str, Mapping[str, float]] | None = None
+    ) -> None:
+        self._write(step, {f"eval/{key}": value for key, value in values.items()}, windows)
         log.info(
             "step %d: held out AUROC %.4f, NE %.4f, loss %.4f", step, values["auroc"], values["ne"], values["loss"]
         )
 
-    def summary(self, step: int, values: dict[str, float], trained: Mapping[str, float]) -> dict[str, Any]:
+    def summary(
+        self,
+        step: int,
+        values: dict[str, float],
+        trained: Mapping[str, float],
+        windows: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> dict[str, Any]:
         """Write `summary.json` and return the summary; a collective.
 
-        `values` are metrics of the last evaluation, `trained` metrics of all training samples. Times are this rank's.
+        `values` and `windows` are metrics of the last evaluation, `trained` metrics of all training samples. Times are
+        this rank's.
         """
         times = self.step_ms[WARMUP_STEPS:] or self.step_ms
         memory = torch.tensor(memory_bytes(self.device), dtype=torch.float64, device=self.device)
@@ -203,6 +212,7 @@ class RunLog:
             "train_loss": self.loss,
             **{f"train_{key}": value for key, value in trained.items()},
             **{f"eval_{key}": value for key, value in values.items()},
+            **({"eval_windows": windows} if windows else {}),
             "samples_per_s": self.global_batch * 1e3 * len(times) / sum(times) if times else math.nan,
             **{f"step_ms_p{percent}": quantile(times, percent / 100) for percent in (10, 50, 90, 95)},
             "input_wait_ms": self.waited_s * 1e3 / max(1, len(self.step_ms)),
@@ -217,10 +227,12 @@ class RunLog:
             write_atomically(self.folder / "summary.json", json.dumps(nan_as_none(summary), indent=1) + "\n")
         return summary
 
-    def _write(self, step: int, values: dict[str, float]) -> None:
+    def _write(
+        self, step: int, values: dict[str, float], windows: Mapping[str, Mapping[str, float]] | None = None
+    ) -> None:
         try:
             if self._metrics:
-                self._metrics.write({"step": step, **values})
+                self._metrics.write({"step": step, **values, **({"eval/windows": windows} if windows else {})})
             if self._board:
                 for tag, value in values.items():
                     if math.isfinite(value):

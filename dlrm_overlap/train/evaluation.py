@@ -1,6 +1,7 @@
 """`dlrm-overlap eval`: evaluates a checkpoint on held-out samples, with any number of ranks, backend and plan."""
 
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from dlrm_overlap.checkpoint.pieces import DamagedError
 from dlrm_overlap.config import Config, EmbeddingConfig, FullPath, InputError, TrainConfig
 from dlrm_overlap.launching.files import write_json
 from dlrm_overlap.launching.parsing import Parser, read_tree
-from dlrm_overlap.launching.text_table import count_of, plain
+from dlrm_overlap.launching.text_table import count_of, format_table, plain
 from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_start, run_on_ranks
 
 _OPTION = "--checkpoint"
@@ -45,11 +46,21 @@ def run(argv: list[str], description: str) -> int:
             for label in (key.removeprefix("auroc/") for key in results if key.startswith("auroc/")):
                 auroc, ne, calibration = (results[f"{key}/{label}"] for key in ("auroc", "ne", "calibration"))
                 print(f"{plain(label)}: AUROC {auroc:.4f}, NE {ne:.4f}, calibration {calibration:.4f}")
+            if found := results.get("windows"):
+                print(_table_of(found))
             if ranks.values.output is not None:
                 write_json(Path(ranks.values.output), nan_as_none(results), "--output")
         return 0
 
     return run_on_ranks(["eval"], description, argv, work, add_options, check, defaults)
+
+
+def _table_of(found: Mapping[str, Mapping[str, float]]) -> str:
+    columns = "auroc", "ne", "calibration"
+    lines = [["from", "samples", "AUROC", "NE", "calibration"]]
+    for begin, values in found.items():
+        lines.append([begin, str(values["samples"]), *(f"{values[column]:.4f}" for column in columns)])
+    return format_table(lines)
 
 
 def _named(argv: list[str]) -> Path | None:
@@ -68,6 +79,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
             process group is made.
     """
     from dlrm_overlap.checkpoint.checkpoint import agree_on, checkpoint_shape
+    from dlrm_overlap.data.encoding import other_encoding
     from dlrm_overlap.data.loader import PREPARE_TOGETHER, open_datasets, other_ids
     from dlrm_overlap.train.stepping import StepRunner
 
@@ -77,11 +89,15 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     _, held_out = open_datasets(config.data, ranks.device)
     shape = checkpoint_shape(config, list(held_out.rows), held_out.dense_features)
     model = {key: shape[key] for key in shape if key.startswith("model.") or key in ("rows", "weight_dtype")}
-    stored = read_manifest(path)
+    stored, samples = read_manifest(path), config.data.eval_path or config.data.path
+    made_by = f"the samples that {path} was trained with"
+    if config.data.kind != "synthetic" and (
+        other := other_encoding(str(samples), held_out.encoded, made_by, stored.encoding, path)
+    ):
+        raise InputError(f"{_OPTION}: {other}")
     if config.data.kind == "prepared" and (foreign := other_ids(shape["rows"], stored.shape.get("rows", []))):
         raise InputError(
-            f"{_OPTION}: {config.data.eval_path or config.data.path} has {foreign} in the samples that {path} was "
-            f"trained with; unless data.tables.max_rows differs, {PREPARE_TOGETHER}"
+            f"{_OPTION}: {samples} has {foreign} in {made_by}; unless data.tables.max_rows differs, {PREPARE_TOGETHER}"
         )
     if differing := differences(stored, model):
         raise InputError(f"{_OPTION}: {path} has {differing}; leave out --config and these keys to use its own")
@@ -98,6 +114,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
         "checkpoint": str(path.absolute()),
         "step": manifest.step,
         **values,
+        **({"windows": runner.window_metrics} if runner.window_metrics else {}),
         "samples": held_out.num_samples,
         "world_size": ranks.world.world_size,
         "global_batch_size": runner.global_batch,

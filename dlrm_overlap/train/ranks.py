@@ -83,7 +83,8 @@ class Ranks:
             InputError: before the group is made, if the device, the data or the checkpoint does not fit.
         """
         from dlrm_overlap.checkpoint.checkpoint import check_resume_fits
-        from dlrm_overlap.data.loader import open_datasets
+        from dlrm_overlap.data.days import Days
+        from dlrm_overlap.data.loader import open_datasets, warnings_of_time
         from dlrm_overlap.embedding.configured_sharders import build_sharders
         from dlrm_overlap.train.stepping import total_steps
         from dlrm_overlap.train.trainer import Trainer
@@ -94,8 +95,11 @@ class Ranks:
         total_steps(config, train_data, self.world.world_size)
         if resumes:
             batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size
-            check_resume_fits(config, list(train_data.rows), train_data.dense_features, batch)
+            check_resume_fits(config, list(train_data.rows), train_data.dense_features, batch, train_data.encoded)
         self.connect(path=train_data.fingerprint(), eval_path=held_out.fingerprint())
+        if self.world.rank == 0 and isinstance(train_data, Days) and isinstance(held_out, Days):
+            for warning in warnings_of_time(train_data, held_out):
+                log.warning("data: %s", warning)
         sharders = make_sharders or build_sharders
         return Trainer(
             config, self.world, self.device, train_data, held_out, sharders, progress=self.progress, end=self.end

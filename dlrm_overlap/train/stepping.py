@@ -13,15 +13,18 @@ from dlrm_overlap.checkpoint.storage import load_weights
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader
+from dlrm_overlap.data.times import text_of, windows
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import products_of
 from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.tables import counts
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.metrics import evaluation_metrics, gather_predictions
+from dlrm_overlap.torchrec_private import EmbeddingFusedOptimizer
+from dlrm_overlap.torchrec_private.attributes import tbe_of
+from dlrm_overlap.torchrec_private.fbgemm import counts
 from dlrm_overlap.train.assembly import LearningRate, MakeSharders, assemble
 from dlrm_overlap.train.graphs.dense_step import fused_optimizers
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
@@ -67,6 +70,8 @@ class StepRunner:
         self.learning_rate = LearningRate(self.optimizer, config.train)
         self.predictions: list[torch.Tensor] = []
         """logits and labels of this rank's last step, valid until the next"""
+        self.window_metrics: dict[str, dict[str, float]] = {}
+        """begin of each window (data.eval_window) -> its number of samples and metrics in the last `evaluate`"""
 
     @contextmanager
     def raising_kernel_errors(self) -> Iterator[None]:
@@ -87,7 +92,7 @@ class StepRunner:
         """Return the `evaluation_metrics` of all ranks' held-out samples, bit-identical on every rank; a collective."""
         samples = self.held_out_data.num_samples
         assert samples is not None, "an endless data set cannot be evaluated"
-        return self._evaluate_on(math.ceil(samples / self.global_batch))
+        return self._evaluate_on(math.ceil(samples / self.global_batch), by_window=True)
 
     def evaluate_checkpoint(self, checkpoint: Path) -> dict[str, float]:
         """Load the weights of a complete checkpoint, then `evaluate`; a collective.
@@ -102,7 +107,7 @@ class StepRunner:
         return values
 
     @torch.no_grad()
-    def _evaluate_on(self, steps: int) -> dict[str, float]:
+    def _evaluate_on(self, steps: int, by_window: bool = False) -> dict[str, float]:
         samples = self.held_out_data.num_samples
         logits, labels = [], []
         self.model.eval()
@@ -121,6 +126,13 @@ class StepRunner:
         logits, labels = (each[:samples] for each in gathered)
         weights = self.held_out_data.labels
         values = evaluation_metrics(logits, labels, list(weights), list(weights.values()))
+        if by_window and (window := self.config.data.eval_window):
+            times = self.held_out_data.times(0, samples or 0)
+            assert times is not None, "checked when the samples were opened"
+            for begin, found in windows(times, window):
+                part = torch.from_numpy(found).to(logits.device)
+                metrics = evaluation_metrics(logits[part], labels[part], list(weights), list(weights.values()))
+                self.window_metrics[text_of(begin)] = {"samples": len(found), **metrics}
         # Every rank must take the same decision about an early stop.
         shared = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
         dist.broadcast(shared, 0)
@@ -129,10 +141,10 @@ class StepRunner:
     def _subtract_forwards(self, forwards: int) -> None:
         """Subtract evaluation forwards from FBGEMM's step counts, on which Adam's bias correction depends."""
         fused = fused_optimizers(self.optimizer)
-        for lookup in {each._emb_module for each in fused if hasattr(each, "_emb_module")}:
-            if counts(lookup):
-                lookup.iter.sub_(forwards)
-                lookup.iter_cpu.sub_(forwards)
+        for tbe in {tbe_of(each) for each in fused if isinstance(each, EmbeddingFusedOptimizer)}:
+            if counts(tbe):
+                tbe.iter.sub_(forwards)
+                tbe.iter_cpu.sub_(forwards)
         for exchange in exchanges(self.model):
             exchange.follow_rules()
 

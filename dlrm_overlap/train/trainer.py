@@ -60,6 +60,7 @@ class Trainer(StepRunner):
             config.checkpoint.keep,
             checkpoint_shape(config, list(train.rows), train.dense_features),
             trained_with(config, self.global_batch),
+            train.encoded,
         )
         self.checkpointer.tick = self.progress.tick
         self.checkpointer.about = {
@@ -142,7 +143,7 @@ class Trainer(StepRunner):
             if evaluated != step:
                 values = self._evaluate(step, run_log)
             self.saves.finish()
-            return run_log.summary(step, values, self.running.lifetime())
+            return run_log.summary(step, values, self.running.lifetime(), self.window_metrics)
 
     def _set_aside(self) -> None:
         """Move away the files of a run that ended before its first checkpoint or, with `log.overwrite`, of any run."""
@@ -203,7 +204,7 @@ class Trainer(StepRunner):
     def _evaluate(self, step: int, run_log: RunLog) -> dict[str, float]:
         values = self.evaluate()
         self.check()
-        run_log.evaluation(step, values)
+        run_log.evaluation(step, values, self.window_metrics)
         self._require_finite(values["loss"], "the held-out loss is", step)
         return values
 

@@ -2,12 +2,15 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from dlrm_overlap.cli import main
+from dlrm_overlap.data.times import time_of
 from examples import own_data
 from tests.conftest import read_metrics, run_cli
 
@@ -21,11 +24,17 @@ def train(folder: Path, name: str, steps: int, *options: str) -> dict[str, Any]:
     return json.loads((folder / name / "summary.json").read_text())
 
 
+def _timed_table(rows: int) -> pa.Table:
+    """Return a table with a sample a minute."""
+    minutes = [time_of("2026-11-19") // 10**6 + 60 * minute for minute in range(rows)]
+    return own_data.make_table(rows).append_column("at", pa.array(minutes))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
-    own_data.parquet.write_table(own_data.make_table(3000), folder / "samples.parquet")
-    (folder / "schema.yaml").write_text(own_data.SCHEMA)
+    own_data.parquet.write_table(_timed_table(3000), folder / "samples.parquet")
+    (folder / "schema.yaml").write_text(f"time: at\n{own_data.SCHEMA}")
     paths = [str(folder / "samples.parquet"), str(folder / "days"), "--schema", str(folder / "schema.yaml")]
     prepared = run_cli("prepare", "table", *paths)
     assert prepared.returncode == 0, prepared.stderr
@@ -58,21 +67,38 @@ def test_a_checkpoint_is_evaluated_with_all_labels(folder: Path) -> None:
         assert found[key] == pytest.approx(summary[f"eval_{key}"], rel=1e-5)
 
 
+def test_metrics_by_window_of_time(folder: Path, tmp_path: Path) -> None:
+    """The last 620 minutes of 50 hours are 10 hours and 20 minutes."""
+    options = ["--checkpoint", str(folder / "torchrec"), "--train.device", "cpu", "--nproc", "2"]
+    options += ["--data.eval_from", "2026-11-20 15:40", "--data.eval_window", "hour"]
+    done = run_cli("eval", *options, "--output", str(tmp_path / "eval.json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "eval.json").read_text())
+    windows = found["windows"]
+    assert [each["samples"] for each in windows.values()] == [20, *[60] * 10]
+    assert list(windows)[:2] == ["2026-11-20 15:00:00", "2026-11-20 16:00:00"]
+    assert re.search(r"\nfrom +samples +AUROC +NE +calibration\n2026-11-20 15:00:00 +20 ", done.stdout)
+    for key in ("loss", "accuracy", "loss/purchase"):
+        total = sum(each["samples"] * each[key] for each in windows.values()) / 620
+        assert total == pytest.approx(found[key], rel=1e-6), key
+    assert len({each["auroc/click"] for each in windows.values()}) > 9
+
+
 def test_a_day_that_was_prepared_separately_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own_data.parquet.write_table(own_data.make_table(1500), folder / "later.parquet")
+    own_data.parquet.write_table(_timed_table(1500), folder / "later.parquet")
     paths = [str(folder / "later.parquet"), str(folder / "later"), "--schema", str(folder / "schema.yaml")]
     assert main(["prepare", "table", *paths]) == 0
     rows = json.loads((folder / "days" / "meta.json").read_text())["rows"]  # which were the cure once
     capsys.readouterr()
-    differs = r"later has \d+ rows in table \d+, not \d+ as in "
-    cure = "its ids were made by another vocabulary or hash, so no key makes them fit; prepare both in one"
-    trained = rf"--checkpoint: \S+{differs}the samples that \S+step_16 was trained with; .*{cure}"
+    differs = r"later has the encoding [0-9a-f]{16}, not [0-9a-f]{16} as the samples "
+    cure = "so one value has different ids; .*: dlrm-overlap prepare table TABLE OUT --like "
+    trained = rf"--checkpoint: \S+{differs}that \S+step_16 was trained with, {cure}\S+step_16$"
     rows_set = r"data\.tables\.rows: .*later were made for"
     later = str(folder / "later")
     for options, rule in (
         (["--data.path", later, "--data.eval_path", later], trained),
         (["--data.path", later], trained),
-        (["--data.eval_path", later], rf"data\.eval_path: \S+{differs}\S+days; {cure}"),
+        (["--data.eval_path", later], rf"data\.eval_path: \S+{differs}of \S+days, {cure}\S+days$"),
         (["--data.path", later, "--data.tables.rows", json.dumps(rows)], rows_set),
         (["--data.eval_path", later, "--data.tables.rows", json.dumps(rows)], rows_set),
     ):
@@ -80,6 +106,45 @@ def test_a_day_that_was_prepared_separately_is_refused(folder: Path, capsys: pyt
         (line,) = capsys.readouterr().err.splitlines()
         assert re.match(f"dlrm-overlap: {rule}", line), line
         assert "set data.tables.rows" not in line
+
+
+def test_a_later_day_is_encoded_by_the_checkpoint_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = _timed_table(3000)
+    own_data.parquet.write_table(table.slice(2000), tmp_path / "later.parquet")
+    checkpoint = tmp_path / "step_16"
+    shutil.copytree(folder / "torchrec" / "checkpoints" / "step_16", checkpoint)
+    later = str(tmp_path / "later")
+    assert main(["prepare", "table", str(tmp_path / "later.parquet"), later, "--like", str(checkpoint)]) == 0
+    assert " not in the vocabulary" in capsys.readouterr().out
+    evaluate = ["eval", "--checkpoint", str(checkpoint), "--train.device", "cpu"]
+    same = run_cli(*evaluate, "--data.eval_path", later, "--data.path", later)
+    assert same.returncode == 0, same.stderr
+    assert "1000 samples" in same.stdout
+    whole = run_cli(*evaluate, "--data.eval_fraction", "0.3333334")
+    assert same.stdout == whole.stdout, "the last 1000 of all samples"
+
+
+def test_a_run_does_not_resume_on_samples_of_another_encoding(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two columns are in the other order, so the tables have the same sizes."""
+    own_data.parquet.write_table(own_data.make_table(3000), tmp_path / "samples.parquet")
+    first, second = (f"  {name}: {{rows: 200}}" for name in own_data.TEXTS[14:16])
+    (tmp_path / "schema.yaml").write_text(own_data.SCHEMA.replace(f"{first}\n{second}", f"{second}\n{first}"))
+    paths = [str(tmp_path / "samples.parquet"), str(tmp_path / "days"), "--schema", str(tmp_path / "schema.yaml")]
+    assert main(["prepare", "table", *paths]) == 0
+    capsys.readouterr()
+    options = ["--data.kind", "prepared", "--data.path", str(tmp_path / "days"), "--model.top_mlp", "[64, 32, 2]"]
+    options += ["--log.dir", str(folder), "--log.name", "torchrec", "--train.steps", "20", "--train.device", "cpu"]
+    assert main(["train", *options, "--train.batch_size", "128", "--checkpoint.allow_config_mismatch", "true"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(
+        r"checkpoint\.resume: \S+days has the encoding [0-9a-f]{16}, not [0-9a-f]{16} as the samples that \S+step_16 "
+        r"was trained with, so one value has different ids; .* --like \S+step_16$",
+        line,
+    ), line
 
 
 def test_a_model_of_another_number_of_labels_is_refused(folder: Path) -> None:

@@ -4,7 +4,7 @@ import torch
 from dlrm_overlap.dense.layers import fits, interact
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.dense import interaction
-from dlrm_overlap.train.model import DotInteraction
+from dlrm_overlap.train.interaction import DotInteraction
 from tests.agreement import assert_near
 from tests.kernels.emulation import interpreted
 

@@ -8,7 +8,8 @@ import torch
 from dlrm_overlap.config import DataConfig, TablesConfig
 from dlrm_overlap.data import loader as loader_module
 from dlrm_overlap.data.batch import Lease
-from dlrm_overlap.data.days import Day, Days
+from dlrm_overlap.data.day import Day
+from dlrm_overlap.data.days import Days
 from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.prepare import prepare_samples
 from dlrm_overlap.data.records import Packed, RecordLayout, Unpacker

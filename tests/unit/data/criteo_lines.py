@@ -17,7 +17,8 @@ ROWS = [3 + 5 * t for t in range(26)]
 def prepare_criteo(
     source: Path, target: Path, rows: int | None = None, min_count: int | None = None, **options: Any
 ) -> RecordLayout:
-    return prepare_files(source, target, criteo_schema(rows, min_count), **options)
+    layout, _ = prepare_files(source, target, criteo_schema(rows, min_count), **options)
+    return layout
 
 
 def random_lines(n: int, seed: int = 0) -> list[bytes]:

@@ -14,7 +14,7 @@ import xxhash
 
 from dlrm_overlap.config import DataConfig, TablesConfig
 from dlrm_overlap.data.checksums import BLOCK_BYTES, CheckedArray, ChecksumWriter
-from dlrm_overlap.data.days import Day, Ragged
+from dlrm_overlap.data.day import Day, Ragged
 from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.prepared import Prepared, write_samples
 from dlrm_overlap.data.records import RecordLayout

@@ -109,7 +109,7 @@ def write(file: Path, table: dict[str, Cells], none: str = "") -> None:
 def prepared_bytes(file: Path, schema: Schema) -> dict[str, bytes]:
     target = file.with_name(f"{file.name}_days")
     prepare_files(file, target, schema)
-    return {each.name: each.read_bytes() for each in target.iterdir()}
+    return {each.name: each.read_bytes() for each in target.rglob("*") if each.is_file()}
 
 
 @pytest.mark.parametrize("learn", [False, True])
@@ -139,7 +139,7 @@ def hashed(*values: str) -> list[int]:
 def test_cells_mean_what_the_page_says(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, TABLE)
     prepare_files(tmp_path / name, tmp_path / "days", schema_of(TABLE, [""], learn=True))
-    with np.load(tmp_path / "days" / "vocabulary.npz") as archive:
+    with np.load(tmp_path / "days" / "encoding" / "vocabulary.npz") as archive:
         keys = {column.removesuffix(".keys"): archive[column].tolist() for column in archive.files}
     assert keys["site"] == hashed("m\u00fcnchen.de", "NULL", "\u6771\u4eac", " x ")
     assert keys["city"] == hashed("K\u00f6ln", "NULL", "7")

@@ -16,7 +16,8 @@ from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data import loader as loader_module
 from dlrm_overlap.data import synthetic_device
 from dlrm_overlap.data.batch import Batch, Dataset
-from dlrm_overlap.data.days import Day, Days, Ragged
+from dlrm_overlap.data.day import Day, Ragged
+from dlrm_overlap.data.days import Days
 from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.synthetic import Synthetic
 from tests.agreement import assert_same
@@ -247,6 +248,5 @@ def test_an_empty_split_is_refused(file_config: Callable[..., DataConfig], path:
 def test_held_out_samples_of_other_tables_are_refused(file_config: Callable[..., DataConfig]):
     train, held_out = open_datasets(file_config(path="12", eval_path="3"))
     assert (train.num_samples, held_out.num_samples) == (12, 3), "those to train on stay whole"
-    rule = r"^data\.eval_path: other has 2000 rows in table 0, not 1000 as in 12; its ids .* prepare both in"
-    with refuses(rule):
+    with refuses(r"^data\.eval_path: other has 2000 rows in table 0, not 1000 as in 12; no key makes these ids fit; "):
         open_datasets(file_config(path="12", eval_path="other"))

@@ -36,7 +36,7 @@ def target(tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 @pytest.mark.parametrize("min_count", [1, 3, 10**6])
@@ -58,7 +58,7 @@ def test_rows_by_frequency_agree_with_plain_python(
         assert ids[t] == [rows.get(int(value, 16), 1) if value else 0 for value in column], t
         assert data.rows[t] == 2 + len(known)
     assert meta.rows == data.rows
-    with np.load(target / "vocabulary.npz") as vocabulary:
+    with np.load(target / "encoding" / "vocabulary.npz") as vocabulary:
         assert vocabulary["C26.keys"].tolist() == known
         assert vocabulary["C26.counts"].tolist() == [counts[value] for value in known]
 

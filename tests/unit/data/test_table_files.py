@@ -162,7 +162,8 @@ def test_columns_that_are_missing_or_there_twice_are_named(tmp_path: Path, name:
         with refuses(f"{name}: {rule}; correct the file, or the schema"):
             prepare_files(tmp_path / name, tmp_path / "days", schema)
     write_named(tmp_path / name, ["a", "d", "b", "d", "c"])  # one that is not read
-    assert prepare_files(tmp_path / name, tmp_path / "days", schema).samples == 10
+    layout, _ = prepare_files(tmp_path / name, tmp_path / "days", schema)
+    assert layout.samples == 10
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 1000, 2**31 - 1])

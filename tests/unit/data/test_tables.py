@@ -15,11 +15,11 @@ import torch
 from pyarrow import feather, parquet
 
 from dlrm_overlap.config import TablesConfig
-from dlrm_overlap.data.batch import Batch, table_keys
+from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.data.prepare import prepare_files
 from dlrm_overlap.data.prepared import Prepared
-from dlrm_overlap.data.schema import Schema, read_schema
+from dlrm_overlap.data.schema import Schema, read_schema, table_keys
 from tests.agreement import assert_same_samples
 from tests.conftest import refuses
 from tests.unit.data.criteo_lines import hash_plainly
@@ -192,7 +192,7 @@ def test_what_is_learnt_of_the_samples(tmp_path: Path) -> None:
     for table, name, count in ((0, "movie", 2), (1, "genres", 9)):
         seen = Counter(value for bag in bags[name] for value in bag)
         frequent = {value for value, number in seen.items() if number >= count}
-        with np.load(tmp_path / "days" / "vocabulary.npz") as vocabulary:
+        with np.load(tmp_path / "days" / "encoding" / "vocabulary.npz") as vocabulary:
             assert sorted(vocabulary[f"{name}.counts"].tolist()) == sorted(seen[value] for value in frequent)
         rows = {}  # value -> its row, which is the same in all samples
         for bag, found in zip(bags[name], bags_of(batch)[table], strict=True):

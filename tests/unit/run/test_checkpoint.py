@@ -230,5 +230,5 @@ def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogC
     with refuses("no earlier checkpoint is complete; name another checkpoint, or start over"):
         _find(checkpoint)
     _describe(newer, replace(manifest, format=2))
-    with refuses(f"{newer}/{MANIFEST} has format 2, but this version reads 4"):
+    with refuses(f"{newer}/{MANIFEST} has format 2, but this version reads 5"):
         _checkpointer(checkpoint.parent, _config(), 2).resume(str(newer), False, _path_of)

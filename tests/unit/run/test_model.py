@@ -9,7 +9,8 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig, TrainConfig
 from dlrm_overlap.embedding.weights import uniform_rows
 from dlrm_overlap.train.assembly import LearningRate
-from dlrm_overlap.train.model import DotInteraction, JoinInPlace, build_model, joined
+from dlrm_overlap.train.interaction import DotInteraction
+from dlrm_overlap.train.model import JoinInPlace, build_model, joined
 from tests.agreement import assert_same
 
 

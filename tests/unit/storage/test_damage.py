@@ -8,16 +8,19 @@ import os
 import pickle
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from xxhash import xxh3_128
 
 from dlrm_overlap.checkpoint import manifest as manifest_module
@@ -25,12 +28,14 @@ from dlrm_overlap.checkpoint import pieces
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer
 from dlrm_overlap.checkpoint.dcp_files import METADATA, read_metadata
 from dlrm_overlap.checkpoint.extents import local_extents
-from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, read_manifest, write_manifest
+from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, _sealed, encoded_of, read_manifest, write_manifest
 from dlrm_overlap.checkpoint.pieces import CheckedFile, ChecksummedFile, DamagedError, Piece
 from dlrm_overlap.checkpoint.storage import load_extents
 from dlrm_overlap.checkpoint.tools import export, show, verify
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
+from dlrm_overlap.data.encoding import SCHEMA, VOCABULARY, Encoded, write_encoding
+from dlrm_overlap.data.schema import criteo_schema
 from dlrm_overlap.train.evaluation import stored_config
 from tests.conftest import NO_FILES, refuses
 from tests.unit.storage.test_storage import make_table, write_table
@@ -162,6 +167,72 @@ def test_a_checkpoint_of_the_format_before_loads_with_a_warning(
     assert (said.out, said.err) == (f"{path}: whole\n", f"dlrm-overlap: {text}\n")
     os.truncate(path / DATA, 100)
     assert len(verify(path)) == 1
+
+
+def test_a_checkpoint_that_another_python_wrote_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its metadata names the class of its path, which Python 3.13 has in `pathlib._local` and others in `pathlib`."""
+    path = write_table(tmp_path / "run", [0, 4])
+    for name in ("pathlib", "pathlib._local"):
+        metadata = read_metadata(path, read_manifest(path))
+        kind: Any = type("PosixPath", (_Path,), {"__module__": name})
+        metadata.storage_meta = StorageMeta(checkpoint_id=kind())
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, name, SimpleNamespace(PosixPath=kind))
+            content = pickle.dumps(metadata)
+        assert name.encode() in content
+        _replace(path, METADATA, content)
+        read = read_metadata(path, read_manifest(path)).storage_meta
+        assert read is not None
+        assert read.checkpoint_id == "run/step_3"
+
+
+class _Path:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ("run", "step_3")
+
+
+def _encoded(folder: Path) -> Encoded:
+    schema = criteo_schema(None, min_count=1)
+    keys = {f"{name}.keys": np.arange(1000) for name in schema.categorical}
+    return write_encoding(folder, schema, keys)
+
+
+def test_a_damaged_vocabulary_in_a_checkpoint_is_found(tmp_path: Path) -> None:
+    encoded = _encoded(tmp_path / "encoding")
+    state = local_extents(*make_table([0, 4]))
+    path = Checkpointer(tmp_path, 9, {"rows": [5]}, encoded=encoded).write(3, state)
+    assert verify(path) == []
+    inside = encoded_of(path)
+    assert inside is not None
+    assert inside.read().digest == encoded.digest
+    file = path / "encoding" / VOCABULARY
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert verify(path) == [f"{file} is damaged: the checksum of bytes 0 to {len(content)} differs"]
+    os.truncate(file, 100)
+    assert verify(path) == [f"{file} has 100 bytes, not {len(content)}"]
+    file.unlink()
+    assert len(verify(path)) == 1
+
+
+def test_a_damaged_vocabulary_is_not_saved(tmp_path: Path) -> None:
+    encoded = _encoded(tmp_path / "encoding")
+    _encoded(tmp_path / "other")
+    (encoded.folder / SCHEMA).write_text((encoded.folder / SCHEMA).read_text().replace("log1p", "none"))
+    with refuses("encoding: has the digest [0-9a-f]{16}, not [0-9a-f]{16} as when it was written"):
+        Checkpointer(tmp_path, 9, {"rows": [5]}, encoded=encoded).write(3, local_extents(*make_table([0, 4])))
+    assert list(tmp_path.glob("*step_3")) == []
+
+
+def test_a_checkpoint_of_the_format_before_encodings_loads(tmp_path: Path) -> None:
+    path = Checkpointer(tmp_path, 9, {"rows": [5]}).write(3, local_extents(*make_table([0, 4])))
+    content = json.loads((path / MANIFEST).read_bytes())
+    del content["checksum"], content["encoding"]
+    (path / MANIFEST).write_bytes(_sealed(json.dumps(content | {"format": 4}, indent=1).rstrip("}\n").encode()))
+    assert _resume(tmp_path) == path
+    assert encoded_of(path) is None
+    assert verify(path) == []
 
 
 class _Code:

@@ -1,0 +1,115 @@
+"""The encoding of a table: what turned its columns into samples. It lies beside the samples and in checkpoints.
+
+    schema.yaml      the schema, with all keys
+    vocabulary.npz   for each column NAME with a vocabulary: NAME.keys, ascending, and NAME.counts, both [k] int64
+
+Samples fit a model only if their encoding has the digest of the one that the model was trained with.
+"""
+
+import json
+import shutil
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from dlrm_overlap.config import InputError, in_one_line
+from dlrm_overlap.data.checksums import digest_of
+from dlrm_overlap.data.schema import Schema, read_schema
+from dlrm_overlap.launching.files import open_file
+
+FOLDER = "encoding"
+SCHEMA, VOCABULARY = FILES = "schema.yaml", "vocabulary.npz"
+_KEYS = ".keys"
+
+
+@dataclass(frozen=True)
+class Encoding:
+    schema: Schema
+    keys: Mapping[str, np.ndarray]
+    """column with a vocabulary -> its values' keys, ascending, [k] int64"""
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits of everything that decides which row a value has."""
+        schema = self.schema
+        columns = [list(schema.labels), *(_pairs(each) for each in (schema.dense, schema.categorical)), schema.missing]
+        parts: list[Any] = [json.dumps(columns).encode()]
+        for name in sorted(self.keys):
+            keys = np.ascontiguousarray(self.keys[name], "<i8")
+            parts += [f"{name} {len(keys)}".encode(), keys.data]
+        return digest_of(*parts)
+
+
+def _pairs(columns: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, asdict(column)) for name, column in columns.items()]
+
+
+class Encoded(NamedTuple):
+    """Where the encoding of a data set is, and its digest."""
+
+    folder: Path
+    digest: str
+
+    def read(self) -> Encoding:
+        """Return the encoding; an InputError if its files are missing, unreadable or have changed."""
+        encoding = read_encoding(self.folder)
+        if encoding.digest != self.digest:
+            raise InputError(
+                f"{self.folder}: has the digest {encoding.digest}, not {self.digest} as when it was written, so a file "
+                f"in it has changed; copy the folder again"
+            )
+        return encoding
+
+    def copy(self, folder: Path) -> "Encoded":
+        """Copy the files to a new folder."""
+        folder.mkdir()
+        for name in FILES:
+            shutil.copyfile(self.folder / name, folder / name)
+        return Encoded(folder, self.digest)
+
+
+def write_encoding(folder: Path, schema: Schema, vocabularies: Mapping[str, np.ndarray]) -> Encoded:
+    """Write a new folder; `vocabularies` are the arrays of vocabulary.npz."""
+    folder.mkdir()
+    (folder / SCHEMA).write_text(yaml.safe_dump(asdict(schema), sort_keys=False, allow_unicode=True))
+    np.savez(folder / VOCABULARY, **vocabularies)  # pyright: ignore[reportArgumentType]
+    return Encoded(folder, read_encoding(folder).digest)
+
+
+def read_encoding(folder: Path) -> Encoding:
+    """Return the encoding in a folder; an InputError if a file is missing or unreadable."""
+    schema, file = read_schema(folder / SCHEMA), folder / VOCABULARY
+    wanted = {name for name, column in schema.categorical.items() if column.min_count}
+    try:
+        with open_file(file) as stream, np.load(stream) as archive:
+            keys = {name: archive[name + _KEYS] for name in sorted(wanted)}
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise InputError(f"{file}: no vocabularies can be read ({in_one_line(error):.200}); copy it again") from None
+    for name, array in keys.items():
+        if array.dtype != np.int64 or array.ndim != 1 or (array[1:] <= array[:-1]).any():
+            raise InputError(f"{file}: {name}{_KEYS} are not ascending 64-bit integers; copy the file again")
+    return Encoding(schema, keys)
+
+
+def other_encoding(samples: str, found: Encoded | None, made_by: str, expected: str | None, like: Path | str) -> str:
+    """Return why the ids of `samples` do not fit what `made_by` says, or an empty string.
+
+    Example: days has the encoding 0b5e.., not 77ac.. as the samples of step_300 had; encode its table anew by ..
+
+    Args:
+        expected: digest of the right encoding; None if it is unknown.
+        like: a folder with the right encoding, for the command that encodes a table by it.
+    """
+    if expected is None or (found is not None and found.digest == expected):
+        return ""
+    has = "no encoding" if found is None else f"the encoding {found.digest}"
+    return (
+        f"{samples} has {has}, not {expected} as {made_by}, so one value has different ids; encode the table of "
+        f"{samples} by that encoding: dlrm-overlap prepare table TABLE OUT --like {like}"
+    )

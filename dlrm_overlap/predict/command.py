@@ -1,0 +1,143 @@
+"""`dlrm-overlap predict`: a probability for each row and label of a table, with or without labels. Needs pyarrow."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import csv, parquet
+
+from dlrm_overlap.checkpoint.manifest import locate_checkpoint
+from dlrm_overlap.config import FullPath, InputError, PositiveInt, in_one_line
+from dlrm_overlap.launching.files import replacing
+from dlrm_overlap.launching.parsing import Parser
+from dlrm_overlap.launching.text_table import count_of
+
+_BLOCK_BYTES = 1 << 21  # of text
+_OPTION = "--checkpoint"
+_FORMATS = ".parquet", ".csv"
+
+_scorer: Any = None  # of a worker process
+
+
+def run(argv: list[str], description: str) -> int:
+    parser = Parser("dlrm-overlap predict", description)
+    text = "folder step_<N>, or a run's folder, for its newest checkpoint"
+    parser.add_argument(_OPTION, type=FullPath, metavar="PATH", required=True, help=text)
+    parser.add_argument("table", type=FullPath, metavar="TABLE", help="file or folder of files, as for `prepare table`")
+    text = "new file, .parquet or .csv, with a row for each row of TABLE, in its order"
+    parser.add_argument("--output", type=FullPath, required=True, help=text)
+    text = "column of TABLE to copy to the output, such as a key"
+    parser.add_argument("--key", type=str, action="append", default=[], help=text)
+    parser.add_argument("--nproc", type=PositiveInt, default=1, help="number of processes (default 1)")
+    values = parser.read(argv)
+    path, output = locate_checkpoint(Path(values.checkpoint), _OPTION), Path(values.output)
+    if output.suffix.lower() not in _FORMATS:
+        raise InputError(f"--output: {output} is not one of {', '.join(_FORMATS)}; name such a file")
+    rows = predict(path, Path(values.table), output, values.key, values.nproc)
+    print(f"{output}: {count_of(rows, 'row')}")
+    return 0
+
+
+def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], processes: int) -> int:
+    """Write the predictions for `table` to `output`, and return their number.
+
+    The file has the columns `keys` of the table, then a float32 probability for each label, under its name. It appears
+    once it is complete.
+    """
+    from dlrm_overlap.data.table_files import READ_ERRORS, read_blocks, table_files
+    from dlrm_overlap.predict.scorer import Scorer
+
+    scorer, count = Scorer(checkpoint), 0
+    if twice := [name for name in keys if name in scorer.labels or keys.count(name) > 1]:
+        raise InputError(f"--key {twice[0]}: the output has a column of that name already; leave it out")
+    names = list(dict.fromkeys([*scorer.columns, *keys]))
+
+    def blocks() -> Iterator[tuple[Path, int, Any]]:
+        for file in table_files(table):
+            try:
+                for row, block in read_blocks(file, scorer.schema, _BLOCK_BYTES, names):
+                    yield file, row, block
+            except READ_ERRORS as error:
+                raise InputError(f"{file}: {in_one_line(error)}; correct the file") from None
+
+    try:
+        with replacing(output) as stream, _scoring(scorer, checkpoint, processes) as score, ExitStack() as stack:
+            writer: Any = None
+            schema: Any = None
+            for found in score(blocks(), keys):
+                if writer is None:
+                    open_writer = csv.CSVWriter if output.suffix.lower() == ".csv" else parquet.ParquetWriter
+                    writer = stack.enter_context(open_writer(stream, found.schema))
+                    schema = found.schema
+                writer.write_table(found.cast(schema))
+                count += len(found)
+            if writer is None:
+                raise InputError(f"{table}: no rows; name a file, or a folder, that has some")
+    except OSError as error:
+        reason = error.strerror or in_one_line(error)
+        raise InputError(f"--output: {output} cannot be written ({reason}); name another file") from None
+    return count
+
+
+Block = tuple[Path, int, Any]
+"""a file, the number of a block's first row in it, and the block"""
+
+
+@contextmanager
+def _scoring(
+    scorer: Any, checkpoint: Path, processes: int
+) -> Iterator[Callable[[Iterator[Block], list[str]], Iterator[Any]]]:
+    """Yield a function that maps blocks and names of keys to tables of keys and predictions, in order."""
+    if processes == 1:
+        yield lambda blocks, keys: (_score(scorer, *block, keys) for block in blocks)
+        return
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    with ProcessPoolExecutor(processes, get_context("spawn"), _begin_worker, (checkpoint, threads)) as pool:
+
+        def score(blocks: Iterator[Block], keys: list[str]) -> Iterator[Any]:
+            running = deque[Future[Any]]()
+            for block in blocks:
+                running.append(pool.submit(_score_in_worker, *block, keys))
+                if len(running) > 2 * processes:  # so that few blocks are in memory
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+
+        yield score
+
+
+def _begin_worker(checkpoint: Path, threads: int) -> None:
+    global _scorer
+    import torch
+
+    from dlrm_overlap.predict.scorer import Scorer
+
+    torch.set_num_threads(threads)
+    _scorer = Scorer(checkpoint)
+
+
+def _score_in_worker(*arguments: Any) -> Any:
+    return _score(_scorer, *arguments)
+
+
+def _score(scorer: Any, file: Path, row: int, block: Any, keys: list[str]) -> Any:
+    """Return a table of the columns `keys` of `block` and the predictions."""
+    try:
+        scores = scorer.score(block, row)
+    except InputError as error:
+        raise InputError(f"{file}: {error}; correct the file") from None
+    return pa.table({**{name: _readable(block.column(name)) for name in keys}, **scores})
+
+
+def _readable(column: Any) -> Any:
+    """Return a column with text as text: cells of text files are read as bytes."""
+    try:
+        return column.cast(pa.string()) if pa.types.is_binary(column.type) else column
+    except pa.ArrowInvalid:  # not UTF-8
+        return column

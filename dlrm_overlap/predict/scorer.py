@@ -1,0 +1,98 @@
+"""Predicts by a checkpoint from the raw columns of a table."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from dlrm_overlap.checkpoint.manifest import encoded_of, locate_checkpoint, read_manifest
+from dlrm_overlap.checkpoint.storage import read_weights
+from dlrm_overlap.config import InputError, ModelConfig, in_one_line
+from dlrm_overlap.data.day import Ragged
+from dlrm_overlap.launching.parsing import section_of
+from dlrm_overlap.predict.plain_model import PlainDLRM
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class Scorer:
+    """A trained model that predicts from raw values, as the columns of a table had them before `prepare`.
+
+    It loads all tables into this process's memory, and needs PyTorch and pyarrow, but no TorchRec, FBGEMM or GPU.
+    Threads may share it. Computes in float32, whatever `train.precision` was.
+
+    Example:
+        scorer = Scorer("runs/quickstart/first")
+        scorer({"price": [9.5, 12.0], "site": ["a.org", None], "genres": [["drama"], []]})["click"]  # [2] float32
+    """
+
+    def __init__(self, checkpoint: str | Path) -> None:
+        """Load a checkpoint, or a run's newest one.
+
+        Raises:
+            InputError: if it is damaged, or its training samples were not made by `prepare table`.
+            ModuleNotFoundError: without pyarrow.
+        """
+        from dlrm_overlap.data.encoder import Encoder  # needs pyarrow
+
+        self.path = locate_checkpoint(Path(checkpoint), "checkpoint")
+        manifest, encoded = read_manifest(self.path), encoded_of(self.path)
+        if encoded is None:
+            raise InputError(
+                f"checkpoint: {self.path} has no encoding, since its training samples were not made by `prepare table` "
+                f"or `prepare criteo`, or by an earlier version; prepare the table, and train on it"
+            )
+        encoding = encoded.read()
+        self.step: int = manifest.step
+        self.labels: list[str] = list(encoding.schema.labels)
+        """names of the predicted labels"""
+        self.columns: list[str] = [*encoding.schema.dense, *encoding.schema.categorical]
+        """names of the columns that `__call__` needs"""
+        self.schema, self._encoder = encoding.schema, Encoder(encoding.schema, encoding.keys)
+        config = section_of(manifest.about.get("config", {}).get("model", {}), ModelConfig, self.path)
+        self._model = PlainDLRM(config, read_weights(self.path), len(encoding.schema.categorical))
+
+    def __call__(self, rows: "pa.Table | pa.RecordBatch | Mapping[str, Any]") -> dict[str, np.ndarray]:
+        """Return the probability of each label, [n] float32, for n rows.
+
+        `rows` is a table of pyarrow, or maps names of columns to n values each; other columns are ignored. Raises an
+        InputError if a column is missing, or a value is not what the schema says.
+        """
+        return self.score(_batch_of(rows, self.columns), 1)
+
+    def score(self, block: "pa.RecordBatch", first_row: int) -> dict[str, np.ndarray]:
+        """Return what `__call__` does; messages number rows from `first_row`."""
+        dense, ids = self._encoder.features(first_row, block)
+        logits = self._model(torch.from_numpy(dense), [self._bags(t, each) for t, each in enumerate(ids)])
+        probabilities = logits.sigmoid().numpy()
+        return dict(zip(self.labels, np.ascontiguousarray(probabilities.T), strict=True))
+
+    def _bags(self, table: int, ids: np.ndarray | Ragged) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(ids, Ragged):
+            values, lengths = ids.values[:], np.diff(ids.ends, prepend=0)
+        else:
+            values, lengths = ids[:, 0], np.ones(len(ids), np.int64)
+        values = values % self._model.rows[table]  # as data.tables.max_rows folds them
+        return torch.from_numpy(values.astype(np.int64)), torch.from_numpy(lengths)
+
+
+def _batch_of(rows: Any, columns: list[str]) -> "pa.RecordBatch":
+    import pyarrow as pa
+
+    names = rows.schema.names if isinstance(rows, (pa.Table, pa.RecordBatch)) else rows
+    if missing := [name for name in columns if name not in names]:
+        raise InputError(f"column {missing[0]}: missing; the model needs {', '.join(columns)}")
+    arrays = []
+    for name in columns:
+        try:
+            array = rows[name] if isinstance(rows[name], (pa.Array, pa.ChunkedArray)) else pa.array(rows[name])
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise InputError(f"column {name}: no column of values ({in_one_line(error):.200}); give a list") from None
+        arrays.append(array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array)
+    if len({len(array) for array in arrays}) > 1:
+        sizes = ", ".join(f"{name} {len(array)}" for name, array in zip(columns, arrays, strict=True))
+        raise InputError(f"rows: columns differ in length ({sizes:.200}); give each one value a row")
+    return pa.RecordBatch.from_arrays(arrays, names=columns)

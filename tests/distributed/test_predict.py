@@ -1,0 +1,169 @@
+"""Predictions from raw values by plain PyTorch are those of the trained model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import csv, parquet
+
+from dlrm_overlap import Scorer
+from dlrm_overlap.cli import main
+from dlrm_overlap.config import InputError
+from dlrm_overlap.observe.metrics import evaluation_metrics
+from tests.conftest import ROOT, run_cli
+
+SCHEMA = """
+labels: {click: {}, buy: {weight: 0.5}}
+dense: {price: {transform: log1p}, age: {}}
+categorical:
+  city: {min_count: 2}
+  genres: {list: "|", min_count: 1}
+  user: {type: int, rows: 40}
+  seen: {list: true, type: int, rows: 60}
+"""
+N = 1200
+MODELS = {
+    "dot": [],
+    "dcn": ["--model.arch", "dcn", "--model.cross_rank", "8", "--model.activation", "gelu"],
+    "history": ["--model.sequence.history", "3", "--model.sequence.candidate", "2", "--model.sequence.positions", "3"],
+    "folded": ["--data.tables.max_rows", "9", "--embedding.weight_dtype", "fp16"],
+}
+
+
+def make_table(n: int) -> pa.Table:
+    rng = np.random.default_rng(3)
+    cities = rng.choice(["Köln", "Bonn", "Aachen", "Ulm", "Mainz"], n, p=[0.5, 0.3, 0.1, 0.09, 0.01])
+    genres = ["|".join(rng.choice(list("abcde"), rng.integers(0, 4))) for _ in range(n)]
+    seen = [rng.integers(0, 500, rng.integers(0, 6)).tolist() for _ in range(n)]
+    price = np.where(rng.random(n) < 0.1, np.nan, rng.gamma(2.0, 5.0, n))
+    click = rng.random(n) < 1 / (1 + np.exp(1.5 - 1.0 * (cities == "Köln") - 0.1 * np.nan_to_num(price)))
+    columns = {"id": range(n), "click": click.astype(int), "buy": (click & (rng.random(n) < 0.4)).astype(int)}
+    columns |= {"price": price, "age": rng.integers(18, 90, n), "city": cities, "genres": genres}
+    return pa.table({**columns, "user": rng.integers(0, 2**40, n), "seen": pa.array(seen, pa.list_(pa.int64()))})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("predict")
+    parquet.write_table(make_table(N), folder / "table.parquet")
+    parquet.write_table(make_table(N).drop_columns(["click", "buy"]), folder / "unlabelled.parquet", row_group_size=500)
+    (folder / "schema.yaml").write_text(SCHEMA)
+    paths = [str(folder / "table.parquet"), str(folder / "days"), "--schema", str(folder / "schema.yaml")]
+    assert main(["prepare", "table", *paths]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, request: pytest.FixtureRequest) -> Path:
+    """Return the run of the model that the test's parameter names."""
+    run = ["--data.kind", "prepared", "--data.path", str(folder / "days"), "--model.top_mlp", "[16, 2]"]
+    run += ["--train.batch_size", "32", "--train.device", "cpu", "--nproc", "2", "--data.workers", "0"]
+    run += ["--embedding.backend", "pgas", "--log.dir", str(folder), "--log.name", request.param]
+    done = run_cli("train", *run, *MODELS[request.param])
+    assert done.returncode == 0, done.stderr
+    return folder / request.param
+
+
+@pytest.mark.parametrize("trained", MODELS, indirect=True)
+def test_predictions_have_the_metrics_of_eval(folder: Path, trained: Path, tmp_path: Path) -> None:
+    scores, result = tmp_path / "scores.parquet", tmp_path / "eval.json"
+    options = ["--checkpoint", str(trained), "--output", str(scores), "--key", "id"]
+    assert main(["predict", str(folder / "unlabelled.parquet"), *options]) == 0
+    found = parquet.read_table(scores)
+    assert found.column_names == ["id", "click", "buy"]
+    assert found["id"].to_pylist() == list(range(N))
+    assert run_cli("eval", "--checkpoint", str(trained), "--output", str(result)).returncode == 0
+    expected = json.loads(result.read_text())
+    held, table = expected["samples"], make_table(N)
+    probabilities = torch.from_numpy(
+        np.stack([found[name].to_numpy()[-held:] for name in ("click", "buy")], 1)
+    ).double()
+    labels = torch.from_numpy(np.stack([table[name].to_numpy()[-held:] for name in ("click", "buy")], 1))
+    metrics = evaluation_metrics(probabilities.logit(), labels, ["click", "buy"], [1.0, 0.5])
+    for key in ("loss", "auroc/click", "ne/buy", "calibration/click", "accuracy"):
+        assert metrics[key] == pytest.approx(expected[key], rel=2e-5), key
+
+
+@pytest.mark.parametrize("trained", ["dot"], indirect=True)
+def test_every_kind_of_rows_and_file_gives_the_same(folder: Path, trained: Path, tmp_path: Path) -> None:
+    table, scorer = make_table(N), Scorer(trained)
+    expected = scorer(table)
+    assert expected["click"].dtype == np.float32
+    assert [each.shape for each in expected.values()] == [(N,), (N,)]
+    assert len(np.unique(expected["click"])) > N // 2
+    columns: dict[str, Any] = {name: table[name].to_pylist() for name in scorer.columns}
+    columns["age"] = np.array(columns["age"])
+    for rows in (columns, table.to_batches()[0], table.select(scorer.columns)):
+        for name, each in scorer(rows).items():
+            np.testing.assert_array_equal(each, expected[name])
+    for first, end in ((0, 1), (7, 39), (N, N)):
+        part = scorer({name: column[first:end] for name, column in columns.items()})
+        np.testing.assert_allclose(part["click"], expected["click"][first:end], rtol=1e-6)
+    parquet.write_table(table, tmp_path / "table.parquet", row_group_size=100)
+    for name, options in (("one.parquet", []), ("two.CSV", ["--nproc", "2", "--key", "city"])):
+        output = tmp_path / name
+        command = ["predict", "--checkpoint", str(trained), str(tmp_path / "table.parquet"), "--output", str(output)]
+        assert main([*command, *options]) == 0
+        found = parquet.read_table(output) if name.endswith("parquet") else csv.read_csv(output)
+        np.testing.assert_allclose(found["buy"].to_numpy(), expected["buy"], rtol=1e-6)
+        assert not options or found["city"].to_pylist() == columns["city"]
+
+
+@pytest.mark.parametrize("trained", ["dot"], indirect=True)
+def test_it_loads_neither_torchrec_nor_fbgemm(folder: Path, trained: Path) -> None:
+    code = (
+        "import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None\n"
+        "from dlrm_overlap import Scorer; import pyarrow.parquet as parquet\n"
+        f"print(Scorer({str(trained)!r})(parquet.read_table({str(folder / 'unlabelled.parquet')!r}))['click'].mean())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(Scorer(trained)(make_table(N))["click"].mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("trained", ["dot"], indirect=True)
+def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scorer, columns = Scorer(trained), {name: [None] for name in Scorer(trained).columns}
+    assert 0 < scorer(columns)["click"][0] < 1, "all values are missing"
+    for changed, rule in (
+        ({"city": None}, "column city: missing; the model needs price, age, city, genres, user, seen"),
+        ({"age": ["old"]}, r"row 1, column age: 'old' is not a finite number"),
+        ({"age": 3}, "column age: no column of values"),
+        ({"seen": [3]}, "row 1, column seen: int64, but the schema asks for lists"),
+        ({"price": [1.0, 2.0]}, r"rows: columns differ in length \(price 2, age 1, "),
+    ):
+        rows = {name: value for name, value in (columns | changed).items() if value is not None}
+        with pytest.raises(InputError, match=rule):
+            scorer(rows)
+    bad = make_table(3).set_column(4, "age", pa.array(["1", "2", "x"]))
+    parquet.write_table(bad, tmp_path / "bad.parquet")
+    command = ["predict", "--checkpoint", str(trained), "--output", str(tmp_path / "out.parquet")]
+    for options, rule in (
+        ([str(tmp_path / "bad.parquet")], "bad.parquet: row 3, column age: 'x' is not a finite number"),
+        ([str(tmp_path / "none.parquet")], "none.parquet: no such file"),
+        (
+            [str(folder / "table.parquet"), "--key", "click"],
+            "--key click: the output has a column of that name",
+        ),
+        ([str(folder / "table.parquet"), "--key", "nr"], "column nr: missing; the file has id, click"),
+        ([str(folder / "table.parquet"), "--output", "out.txt"], "--output: out.txt is not one of .parquet, .csv"),
+    ):
+        assert main([*command, *options]) == 2
+        assert rule in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [tmp_path / "bad.parquet"]
+
+
+def test_a_run_on_other_samples_is_refused(tmp_path: Path) -> None:
+    options = ["--config", "quickstart", "--train.steps", "1", "--train.device", "cpu", "--nproc", "1"]
+    done = run_cli("train", *options, "--log.dir", str(tmp_path), "--log.name", "run", "--data.eval_samples", "64")
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(InputError, match="step_1 has no encoding, since its training samples were not made by"):
+        Scorer(tmp_path / "run")

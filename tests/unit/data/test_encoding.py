@@ -1,0 +1,144 @@
+"""The encoding of a table is kept beside its samples, and encodes later tables alike."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from dlrm_overlap.cli import main
+from dlrm_overlap.config import DataConfig, InputError, TablesConfig
+from dlrm_overlap.data.encoding import Encoded, read_encoding
+from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.data.prepared import Prepared, encoded_of
+from dlrm_overlap.data.schema import read_schema
+from tests.conftest import refuses
+
+SCHEMA = """
+labels: {click: {}}
+dense: {price: {transform: log1p}}
+categorical:
+  city: {min_count: 2}
+  genres: {list: true, min_count: 1}
+  user: {type: int, rows: 50}
+"""
+CITIES = ["Köln", "Köln", "Aachen", "Aachen", "Bonn", None]
+GENRES = [["a"], ["a", "b"], [], ["c"], ["b"], None]
+
+
+def write_table(path: Path, cities: list[str | None], genres: list[Any]) -> Path:
+    n = len(cities)
+    columns = {"click": [i % 2 for i in range(n)], "price": [1.5 * i for i in range(n)], "city": cities}
+    parquet.write_table(
+        pa.table({**columns, "genres": pa.array(genres, pa.list_(pa.string())), "user": range(n)}), path
+    )
+    return path
+
+
+def prepare(folder: Path, name: str, *options: str) -> Path:
+    assert main(["prepare", "table", str(folder / f"{name}.parquet"), str(folder / name), *options]) == 0
+    return folder / name
+
+
+@pytest.fixture
+def days(tmp_path: Path) -> Path:
+    write_table(tmp_path / "days.parquet", CITIES, GENRES)
+    (tmp_path / "schema.yaml").write_text(SCHEMA)
+    return prepare(tmp_path, "days", "--schema", str(tmp_path / "schema.yaml"))
+
+
+def ids_of(folder: Path) -> dict[str, list[list[int]]]:
+    data = Prepared(folder, TablesConfig())
+    sparse = data.read(0, data.num_samples).sparse
+    return {key: [bag.long().tolist() for bag in sparse[key].to_dense()] for key in sparse.keys()}  # noqa: SIM118 - no dict
+
+
+def test_a_later_table_gets_the_rows_of_the_first(tmp_path: Path, days: Path, capsys: Any) -> None:
+    write_table(
+        tmp_path / "later.parquet", ["Aachen", "Paris", "Bonn", None, "Köln"], [["c", "x"], ["y"], None, [], ["b"]]
+    )
+    capsys.readouterr()
+    found = ids_of(prepare(tmp_path, "later", "--like", str(days)))
+    said = capsys.readouterr().out
+    assert "city: 2 of 4 values (50.0%) not in the vocabulary\n" in said
+    assert "genres: 2 of 4 values (50.0%) not in the vocabulary\n" in said
+    first = ids_of(days)
+    rows = dict(zip(CITIES, [row for (row,) in first["t_00"]], strict=True))
+    # Bonn is rare in the first table, so it has the row that Paris, which is unknown, gets, too.
+    assert found["t_00"] == [[rows["Aachen"]], [rows["Bonn"]], [rows["Bonn"]], [rows[None]], [rows["Köln"]]]
+    (a,), (_, b), _, (c,), *_ = first["t_01"]
+    assert sorted([a, b, c]) == [2, 3, 4]
+    assert found["t_01"] == [[c, 1], [1], [], [], [b]]
+    assert encoded_of(tmp_path / "later") == Encoded(tmp_path / "later" / "encoding", encoded_of(days).digest)  # type: ignore[union-attr]
+    assert Prepared(tmp_path / "later", TablesConfig()).rows == Prepared(days, TablesConfig()).rows
+
+
+def test_the_same_table_and_schema_have_one_digest(tmp_path: Path, days: Path) -> None:
+    again = write_table(tmp_path / "again.parquet", CITIES[::-1], GENRES[::-1])
+    same = prepare(tmp_path, "again", "--schema", str(tmp_path / "schema.yaml"))
+    assert encoded_of(same).digest == encoded_of(days).digest  # type: ignore[union-attr]
+    digests = {encoded_of(days).digest}  # type: ignore[union-attr]
+    changes = (("min_count: 2", "min_count: 1"), ("rows: 50", "rows: 51"), ("type: int, ", ""), ("log1p", "none"))
+    for number, (old, new) in enumerate(changes):
+        (tmp_path / "other.yaml").write_text(SCHEMA.replace(old, new))
+        again.rename(again := tmp_path / f"other_{number}.parquet")
+        other = encoded_of(prepare(tmp_path, f"other_{number}", "--schema", str(tmp_path / "other.yaml")))
+        digests.add(other.digest)  # type: ignore[union-attr]
+    assert len(digests) == 1 + len(changes)
+    (tmp_path / "free.yaml").write_text(SCHEMA.replace("click: {}", "click: {weight: 2.0}"))
+    again.rename(tmp_path / "free.parquet")
+    weighted = encoded_of(prepare(tmp_path, "free", "--schema", str(tmp_path / "free.yaml")))
+    assert weighted.digest == encoded_of(days).digest  # type: ignore[union-attr]
+
+
+def test_the_schema_that_is_kept_is_the_one_that_was_given(tmp_path: Path, days: Path) -> None:
+    assert read_encoding(days / "encoding").schema == read_schema(tmp_path / "schema.yaml")
+
+
+def test_samples_of_another_encoding_are_refused(tmp_path: Path, days: Path) -> None:
+    """Their tables have as many rows, so that no other check finds them."""
+    write_table(tmp_path / "other.parquet", ["Ulm", "Ulm", "Mainz", "Mainz", "Trier", None], GENRES)
+    other = prepare(tmp_path, "other", "--schema", str(tmp_path / "schema.yaml"))
+    assert Prepared(other, TablesConfig()).rows == Prepared(days, TablesConfig()).rows
+    config = DataConfig(kind="prepared", path=str(days), eval_path=str(other))
+    digests = [encoded_of(folder).digest for folder in (other, days)]  # type: ignore[union-attr]
+    with refuses(
+        f"data.eval_path: {other} has the encoding {digests[0]}, not {digests[1]} as the samples of {days}, so one "
+        f"value has different ids; encode the table of {other} by that encoding: dlrm-overlap prepare table TABLE OUT "
+        f"--like {days}"
+    ):
+        open_datasets(config)
+
+
+def test_samples_are_packed_anew_with_their_encoding(tmp_path: Path, days: Path) -> None:
+    source = ["--data.kind", "prepared", "--data.path", str(days)]
+    assert main(["prepare", "samples", str(tmp_path / "packed"), *source]) == 0
+    packed = encoded_of(tmp_path / "packed")
+    assert packed is not None
+    assert packed.read().digest == encoded_of(days).digest  # type: ignore[union-attr]
+
+
+def test_a_changed_file_is_found(tmp_path: Path, days: Path) -> None:
+    write_table(tmp_path / "later.parquet", CITIES, GENRES)
+    file = days / "encoding" / "vocabulary.npz"
+    with np.load(file) as archive:
+        arrays = dict(archive)
+    arrays["city.keys"] = arrays["city.keys"] + 1
+    np.savez(file, **arrays)
+    encoded = encoded_of(days)
+    assert encoded is not None
+    with pytest.raises(InputError, match=rf"encoding: has the digest [0-9a-f]{{16}}, not {encoded.digest} as when"):
+        encoded.read()
+    file.write_bytes(file.read_bytes()[:-30])
+    with pytest.raises(InputError, match=re.escape(f"{file}: no vocabularies can be read")):
+        encoded.read()
+
+
+@pytest.mark.parametrize("options", [["--schema", "schema.yaml"], ["--rows", "9"], ["--min_count", "2"]])
+def test_an_encoding_takes_no_other_options(tmp_path: Path, days: Path, options: list[str], capsys: Any) -> None:
+    like = ["prepare", "table", str(tmp_path / "days.parquet"), str(tmp_path / "x"), "--like", str(days)]
+    assert main([*like, *options]) == 2
+    assert "has the schema, with its rows and min_count; leave out the other options" in capsys.readouterr().err
