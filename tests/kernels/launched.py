@@ -45,6 +45,7 @@ from dlrm_overlap.kernels.count_bags import count_bags
 from dlrm_overlap.kernels.network import Network
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.launching.parsing import parse_config
+from dlrm_overlap.torchrec_private.check import check_private_api
 from dlrm_overlap.train.graphs import capacity, train_pipeline
 from dlrm_overlap.train.trainer import Trainer
 from tests.distributed import interpreted
@@ -190,6 +191,7 @@ def launched(
 ) -> dict[str, Launched]:
     """Return what the steps of `names` launch on all ranks, or on the first and the last, by the text."""
     assert not compiled.INTERPRETED, "unset TRITON_INTERPRET: it changes constants"
+    check_private_api()  # once, before FBGEMM's operator has a stand-in
     found: dict[str, Launched] = {}
     for rank in {0, world_size - 1} if first_and_last else range(world_size):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
