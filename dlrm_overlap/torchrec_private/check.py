@@ -27,7 +27,7 @@ def check_private_api() -> None:
 
 def refusal(changes: Sequence[str], instead: str = "") -> InputError:
     """Return the error for releases with these changes, which names the releases that work, then what works instead."""
-    releases = sorted([int(part) for part in stack.torchrec.split(".")[:2]] for stack in STACKS.values())
+    releases = sorted([int(part) for part in stack.torchrec.split(".")[:2]] for stack in STACKS)
     oldest, newest = (".".join(map(str, releases[i])) for i in (0, -1))
     return InputError(
         f"TorchRec {version_of('torchrec')}: {', '.join(changes)}; use TorchRec {oldest} to {newest} "

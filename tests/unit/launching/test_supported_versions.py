@@ -77,7 +77,8 @@ def test_the_extras_and_the_pages_have_the_rows_of_the_table() -> None:
         for build, fbgemm in supported_versions.FBGEMM_NAMES.items():
             pins = {f"torch=={stack.torch}", f"{fbgemm}=={stack.fbgemm}", f"triton=={stack.triton}"}
             pinned |= pins | {f"torchrec=={stack.torchrec}"}
-            wanted = pins | ({f"torchrec=={stack.torchrec}"} if build == "cuda" else {"dlrm-overlap[torchrec-needs]"})
+            others = {f"torchrec=={stack.torchrec}", "nvidia-ml-py"}, {"dlrm-overlap[torchrec-needs]"}
+            wanted = pins | others[build == "cpu"]
             named = {line.partition(";")[0] for line in extras[f"{build}-{release}"]}
             assert {line for line in named if not line.startswith("numpy")} == wanted
             if stack is supported_versions.STACKS[-1]:
