@@ -61,24 +61,24 @@ def train(name: str, folder: Path, split: datetime, seed: int, options: Sequence
 
 
 def logistic_regression(table: pa.Table, is_training: np.ndarray) -> np.ndarray:
-    """Return the logits [n] of all rows: one-hot values, means of the values of lists, standardised numbers."""
+    """Return the logits [n] of all rows, by an indicator per value of each column or list, and standardised numbers."""
     columns = ("user", "movie", "gender", "occupation", "year", "genres", "history")
     numbers = _numbers(table, is_training)
     features = sparse.hstack([*(_one_hot(table[name]) for name in columns), numbers]).tocsr()
-    model = LogisticRegression(C=0.003, max_iter=300)
+    model = LogisticRegression(C=0.0005, max_iter=300)
     model.fit(features[is_training], table["liked"].to_numpy()[is_training])
     return model.decision_function(features)
 
 
 def gradient_boosting(table: pa.Table, is_training: np.ndarray) -> np.ndarray:
-    """Return the logits [n] of all rows: numbers, the year, categories, an indicator per genre.
+    """Return the logits [n] of all rows, by numbers, the year, categories, genres, and counts of the histories.
 
-    Users and movies are there by their counts and means so far.
+    Counts and means so far stand for users and movies.
     """
     codes = [table[name].combine_chunks().dictionary_encode().indices.to_numpy() for name in ("gender", "occupation")]
     year = table["year"].to_numpy()
-    genres = (_one_hot(table["genres"]) > 0).toarray()
-    features = np.column_stack([*codes, year, genres, _numbers(table, is_training)])
+    genres = _one_hot(table["genres"]).toarray()
+    features = np.column_stack([*codes, year, genres, _numbers(table, is_training), _history_counts(table)])
     model = HistGradientBoostingClassifier(
         learning_rate=0.05, max_iter=100, max_leaf_nodes=31, categorical_features=[0, 1], early_stopping=False
     )
@@ -93,14 +93,29 @@ def _numbers(table: pa.Table, is_training: np.ndarray) -> np.ndarray:
     return StandardScaler().fit(numbers[is_training]).transform(numbers)
 
 
+def _history_counts(table: pa.Table) -> np.ndarray:
+    """Return counts [n, 4] of the history's movies.
+
+    They are the liked movies; the others; the genres that any of them have in common with the row's movie; and these
+    genres of liked movies minus those of the others.
+    """
+    rows = table.select(["movie", "genres", "history"]).to_pylist()
+    genres = {str(row["movie"]): set(row["genres"]) for row in rows}
+    counts = np.zeros((len(rows), 4))
+    for count, row in zip(counts, rows, strict=True):
+        for sign, movie in ((each[0], each[1:]) for each in row["history"]):
+            common = len(genres[movie].intersection(row["genres"]))
+            count += (1, 0, common, common) if sign == "+" else (0, 1, common, -common)
+    return counts
+
+
 def _one_hot(column: pa.ChunkedArray) -> Any:
-    """Return a sparse matrix [n, V] of V distinct values; a list of k values has k entries of 1 / k."""
+    """Return a sparse matrix [n, V] of V distinct values, 1 for the value of a row, or for those of its list."""
     array = column.combine_chunks()
     is_list = pa.types.is_list(array.type)
     lengths = compute.list_value_length(array).to_numpy() if is_list else np.ones(len(array), np.int64)
-    encoded = (array.flatten() if is_list else array).dictionary_encode("encode")
-    entries = np.repeat(1 / np.maximum(lengths, 1), lengths)
-    return sparse.csr_matrix((entries, np.array(encoded.indices), np.concatenate(([0], lengths.cumsum()))))
+    codes = np.array((array.flatten() if is_list else array).dictionary_encode("encode").indices)
+    return sparse.csr_matrix((np.ones(len(codes)), codes, np.concatenate(([0], lengths.cumsum()))))
 
 
 BASELINES = {"logistic regression": logistic_regression, "gradient boosting": gradient_boosting}
