@@ -1,4 +1,4 @@
-"""Draws the pictures of README from measured rows: `python -m tests.pictures`. It needs the extra `plots`.
+"""Draws the pictures of the pages from measured rows: `python -m tests.pictures`. It needs the extra `plots`.
 
 Text stays text in the SVG, so `test_pages.py` compares its numbers with the rows.
 """
@@ -40,6 +40,16 @@ _LEGEND = (
     ("all-reduce", "all-reduce"),
 )
 _BARS = ("#c9c9cd", "#9d9da1", "#4c78a8")
+
+CURVES = FOLDER / "movielens/curves.svg"
+CURVE_ROWS = "movielens/curves.csv"
+# Panels of the curves: label of the axis, and its metrics with their lines' styles.
+_PANELS = {
+    "loss": {"train/loss": ":", "eval/loss": "-"},
+    "AUROC on the last weeks": {"eval/auroc": "-"},
+}
+_METRICS = {"train/loss": "training", "eval/loss": "last weeks", "eval/auroc": "last weeks"}
+_CURVE_COLORS = ("#4c78a8", "#e45756")
 
 
 def step_times() -> list[tuple[str, list[float]]]:
@@ -91,6 +101,26 @@ def draw_timelines() -> None:
     _save(figure, axes, TIMELINES)
 
 
+def draw_curves() -> None:
+    """Write `CURVES`: loss and AUROC of two models of MovieLens-100k while they train."""
+    plt = _pyplot()
+    rows = read(CURVE_ROWS)
+    figure, panels = plt.subplots(1, 2, figsize=(8, 2.8))
+    for axes, (label, styles) in zip(panels, _PANELS.items(), strict=True):
+        for model, color in zip(dict.fromkeys(row["model"] for row in rows), _CURVE_COLORS, strict=True):
+            for metric, style in styles.items():
+                own = [row for row in rows if (row["model"], row["metric"]) == (model, metric)]
+                steps, values = [int(row["step"]) for row in own], [float(row["value"]) for row in own]
+                axes.plot(steps, values, style, color=color, label=f"{model}, {_METRICS[metric]}")
+        axes.set_xlabel("step")
+        axes.set_ylabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=8, loc="upper center", ncols=2, bbox_to_anchor=(0.5, 1.08))
+    figure.tight_layout()
+    _write(figure, CURVES)
+
+
 def _pyplot():
     import matplotlib  # pyright: ignore[reportMissingImports]
 
@@ -106,6 +136,10 @@ def _save(figure, axes, path: Path) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, axes.get_xlim()[1] * 1.08)
     axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.2), ncols=5)
+    _write(figure, path)
+
+
+def _write(figure, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
     text = path.read_text()
     path.write_text(re.sub(r" +$", "", text, flags=re.MULTILINE).replace("<svg ", '<svg style="background:white" ', 1))
@@ -114,3 +148,4 @@ def _save(figure, axes, path: Path) -> None:
 if __name__ == "__main__":
     draw_step_times()
     draw_timelines()
+    draw_curves()
