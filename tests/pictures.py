@@ -43,11 +43,8 @@ _BARS = ("#c9c9cd", "#9d9da1", "#4c78a8")
 
 CURVES = FOLDER / "movielens/curves.svg"
 CURVE_ROWS = "movielens/curves.csv"
-# Panels of the curves: label of the axis, and its metrics with their lines' styles.
-_PANELS = {
-    "loss": {"train/loss": ":", "eval/loss": "-"},
-    "AUROC on the last weeks": {"eval/auroc": "-"},
-}
+# Panels of the curves by their titles, with the metrics and the styles of their lines.
+_PANELS = {"loss": {"train/loss": ":", "eval/loss": "-"}, "AUROC": {"eval/auroc": "-"}}
 _METRICS = {"train/loss": "training", "eval/loss": "last weeks", "eval/auroc": "last weeks"}
 _CURVE_COLORS = ("#4c78a8", "#e45756")
 
@@ -101,22 +98,26 @@ def draw_timelines() -> None:
     _save(figure, axes, TIMELINES)
 
 
+def curve_label(rows: list[dict[str, str]]) -> str:
+    """Return the label of the curve with these rows, which ends in its last value."""
+    return f"{rows[0]['name']}, {_METRICS[rows[0]['metric']]}: {float(rows[-1]['value']):.3f}"
+
+
 def draw_curves() -> None:
     """Write `CURVES`: loss and AUROC of two models of MovieLens-100k while they train."""
     plt = _pyplot()
     rows = read(CURVE_ROWS)
     figure, panels = plt.subplots(1, 2, figsize=(8, 2.8))
-    for axes, (label, styles) in zip(panels, _PANELS.items(), strict=True):
-        for model, color in zip(dict.fromkeys(row["model"] for row in rows), _CURVE_COLORS, strict=True):
+    for axes, (title, styles) in zip(panels, _PANELS.items(), strict=True):
+        for model, color in zip(dict.fromkeys(row["name"] for row in rows), _CURVE_COLORS, strict=True):
             for metric, style in styles.items():
-                own = [row for row in rows if (row["model"], row["metric"]) == (model, metric)]
+                own = [row for row in rows if (row["name"], row["metric"]) == (model, metric)]
                 steps, values = [int(row["step"]) for row in own], [float(row["value"]) for row in own]
-                axes.plot(steps, values, style, color=color, label=f"{model}, {_METRICS[metric]}")
+                axes.plot(steps, values, style, color=color, label=curve_label(own))
         axes.set_xlabel("step")
-        axes.set_ylabel(label)
+        axes.set_title(title, fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, fontsize=8, loc="upper center", ncols=2, bbox_to_anchor=(0.5, 1.08))
+        axes.legend(frameon=False, fontsize=7)
     figure.tight_layout()
     _write(figure, CURVES)
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from pyarrow import compute, parquet
+from pyarrow import parquet
 from scipy import sparse  # pyright: ignore[reportMissingImports]
 from sklearn.ensemble import HistGradientBoostingClassifier  # pyright: ignore[reportMissingImports]
 from sklearn.linear_model import LogisticRegression  # pyright: ignore[reportMissingImports]
@@ -29,7 +29,7 @@ from sklearn.preprocessing import StandardScaler  # pyright: ignore[reportMissin
 
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.observe.metrics import evaluation_metrics
-from examples.movielens.table import SPLIT
+from examples.movielens.table import COLUMNS, SPLIT
 
 VALIDATION = datetime(1998, 3, 2, tzinfo=UTC)
 CONFIG = Path(__file__).with_name("dlrm.yaml")
@@ -52,7 +52,7 @@ def train(name: str, folder: Path, split: datetime, seed: int, options: Sequence
     summary = json.loads((run / "summary.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     curves = [
-        {"model": name, "step": line["step"], "metric": metric, "value": f"{line[metric]:.5f}"}
+        {"name": name, "step": line["step"], "metric": metric, "value": f"{line[metric]:.5f}"}
         for metric in CURVES
         for line in lines
         if metric in line
@@ -113,7 +113,7 @@ def _one_hot(column: pa.ChunkedArray) -> Any:
     """Return a sparse matrix [n, V] of V distinct values, 1 for the value of a row, or for those of its list."""
     array = column.combine_chunks()
     is_list = pa.types.is_list(array.type)
-    lengths = compute.list_value_length(array).to_numpy() if is_list else np.ones(len(array), np.int64)
+    lengths = np.diff(np.array(array.offsets)) if is_list else np.ones(len(array), np.int64)
     codes = np.array((array.flatten() if is_list else array).dictionary_encode("encode").indices)
     return sparse.csr_matrix((np.ones(len(codes)), codes, np.concatenate(([0], lengths.cumsum()))))
 
@@ -124,13 +124,14 @@ BASELINES = {"logistic regression": logistic_regression, "gradient boosting": gr
 def compare(folder: Path, split: datetime, seeds: int, options: Sequence[str]) -> tuple[list[Row], list[Row]]:
     """Return a row per model and seed, and the curves of seed 0; print each row."""
     table = parquet.read_table(folder / ("ratings.parquet" if split == SPLIT else "training.parquet"))
-    is_training = compute.less(table["time"], pa.scalar(split, table["time"].type)).to_numpy()
+    seconds = table["time"].cast(COLUMNS["time"]).cast(pa.int64()).to_numpy()
+    is_training = seconds < split.timestamp()
     labels = torch.tensor(table["liked"].to_numpy()[~is_training]).float()
     rows: list[Row] = []
     curves: list[Row] = []
 
     def add(model: str, seed: int | str, metrics: Row) -> None:
-        rows.append({"model": model, "seed": seed} | {key: f"{metrics[key]:.5f}" for key in METRICS})
+        rows.append({"name": model, "seed": seed} | {key: f"{metrics[key]:.5f}" for key in METRICS})
         print(f"{model:<20} {seed!s:>4}  " + "  ".join(f"{key} {metrics[key]:.4f}" for key in METRICS), flush=True)
 
     for name, logits_of in BASELINES.items():
@@ -141,8 +142,8 @@ def compare(folder: Path, split: datetime, seeds: int, options: Sequence[str]) -
             metrics, found = train(name, folder, split, seed, options)
             add(name, seed, metrics)
             curves += found if seed == 0 else []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        found = {key: [float(row[key]) for row in rows if row["model"] == model] for key in METRICS}
+    for model in dict.fromkeys(row["name"] for row in rows):
+        found = {key: [float(row[key]) for row in rows if row["name"] == model] for key in METRICS}
         print(f"{model:<20} mean  " + "  ".join(f"{key} {np.mean(each):.4f}" for key, each in found.items()))
     return rows, curves
 

@@ -17,8 +17,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
-from pyarrow import compute, parquet
+from pyarrow import parquet
 
 SPLIT = datetime(1998, 3, 23, tzinfo=UTC)  # a Monday; 17% of the ratings are later
 LIKED = 4  # stars
@@ -147,11 +148,11 @@ def _row(rating: Rating, files: Files, user: Past, movie: Past) -> dict[str, Any
 
 def run(source: Path, folder: Path) -> None:
     table = make_table(read_files(source))
-    is_late = compute.greater_equal(table["time"], pa.scalar(SPLIT, table["time"].type))
+    early = int(np.searchsorted(table["time"].cast(pa.int64()).to_numpy(), SPLIT.timestamp()))
     tables = {
         "ratings": table,
-        "training": table.filter(compute.invert(is_late)),
-        "last_weeks": table.filter(is_late).drop_columns(["liked"]),
+        "training": table.slice(0, early),
+        "last_weeks": table.slice(early).drop_columns(["liked"]),
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in tables.items():

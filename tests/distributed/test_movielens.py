@@ -91,9 +91,9 @@ def test_the_comparison_gives_the_committed_rows(folder: Path, tmp_path: Path, m
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     compare.main([str(folder), "--seeds", "1", "--rows", str(tmp_path)])
     found = read_rows(tmp_path / "results.csv")
-    committed = {(row["model"], row["seed"]): row for row in read_rows(RESULTS)}
+    committed = {(row["name"], row["seed"]): row for row in read_rows(RESULTS)}
     assert len(found) == 4
     for row in found:
         for metric in ("auroc", "ne"):
-            expected = float(committed[row["model"], row["seed"]][metric])
-            assert float(row[metric]) == pytest.approx(expected, abs=TOLERANCE), f"{row['model']}: {metric}"
+            expected = float(committed[row["name"], row["seed"]][metric])
+            assert float(row[metric]) == pytest.approx(expected, abs=TOLERANCE), f"{row['name']}: {metric}"

@@ -83,3 +83,13 @@ def test_the_timelines_are_those_of_the_rows() -> None:
     for contender, title in pictures.TIMELINE_CONTENDERS.items():
         end_ms = max(float(row["end_us"]) for row in rows if row["contender"] == contender) / 1e3
         assert f"{title}: {end_ms:.2f} ms" in shown, "run `python -m tests.pictures`"
+
+
+def test_the_curves_end_in_the_values_of_the_rows() -> None:
+    shown = re.findall(r"<text [^>]*>([^<]*)</text>", pictures.CURVES.read_text())
+    rows = read(pictures.CURVE_ROWS)
+    curves = {(row["name"], row["metric"]) for row in rows}
+    assert len(curves) == 6
+    for curve in curves:
+        own = [row for row in rows if (row["name"], row["metric"]) == curve]
+        assert pictures.curve_label(own) in shown, "run `python -m tests.pictures`"
