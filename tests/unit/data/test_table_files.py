@@ -155,8 +155,9 @@ def test_columns_that_are_missing_or_there_twice_are_named(tmp_path: Path, name:
     schema = Schema(labels={"a": Label()}, categorical={"b": Categorical("int", 9), "c": Categorical("int", 9)})
     for names, rule in (
         (["a", "b", "c", "b"], "column b: twice"),
-        (["a", "c"], "column b: missing; the file has a, c"),
-        (["a", "B", "c"], "column b: missing; the file has a, B, c"),
+        (["a", "c"], r"column b: missing among the file's 2 columns \(a, c\)"),
+        (["a", "B", "c"], r"column b: missing among the file's 3 columns \(did you mean B\?\)"),
+        ([f"x_{i}" for i in range(200)], r"column a: missing among the file's 200 columns \(none has a similar name\)"),
     ):
         write_named(tmp_path / name, names)
         with refuses(f"{name}: {rule}; correct the file, or the schema"):
