@@ -121,7 +121,7 @@ class Trainer(StepRunner):
         self.saves.prepare(self.world.local_world_size)
         step, evaluated, values = self.start, -1, {}
         with (
-            RunLog(self.config, self.world, self.device, self.folder, self.start, self.plan) as run_log,
+            RunLog(self.config, self.world, self.device, self.folder, self.start, self.steps, self.plan) as run_log,
             self.loader(self.train_data, self.start, self.steps) as loader,
         ):
             batches = iter(loader)
