@@ -36,6 +36,7 @@ def train(argv: list[str]) -> int:
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.run_log import check_folder
+        from dlrm_overlap.train.evaluation import label_table, means_of
         from dlrm_overlap.train.trainer import PreemptedError
 
         check_folder(ranks.config)  # before a process group is created
@@ -50,9 +51,11 @@ def train(argv: list[str]) -> int:
         trainer.close()
         if ranks.world.rank == 0:
             print(
-                f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
+                f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}{means_of(summary, 'eval_')}, "
                 f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
             )
+            if table := label_table(summary, "eval_"):
+                print(table)
             _print_paths(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
         return 0
 
