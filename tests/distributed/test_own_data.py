@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepared = run_cli("prepare", "table", *paths)
     assert prepared.returncode == 0, prepared.stderr
     assert ": 3000 samples, " in prepared.stdout
-    train(folder, "torchrec", 16)
+    train(folder, "torchrec", 16, "--embedding.backend", "torchrec")
     return folder
 
 
