@@ -10,7 +10,8 @@
 #
 # TensorBoard has no login, so it listens on the loopback address; -e TENSORBOARD_HOST=0.0.0.0 changes that.
 #
-# Another base image: --build-arg BASE=..., Debian or Ubuntu with Python 3.11 or 3.12. torch installs CUDA's libraries.
+# Another base image: --build-arg BASE=..., Debian or Ubuntu with Python 3.11 to 3.13. torch installs CUDA's libraries.
+# Other versions of the libraries: --build-arg STACK=cuda-2-11, an extra of docs/torchrec.md; by default the newest.
 ARG BASE=nvidia/cuda:13.0.2-runtime-ubuntu24.04
 FROM $BASE
 
@@ -23,8 +24,9 @@ RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 
 WORKDIR /app
+ARG STACK=cuda
 COPY dist/*.whl /tmp/
-RUN pip install --no-cache-dir "$(echo /tmp/*.whl)[cuda,mpi]" \
+RUN pip install --no-cache-dir "$(echo /tmp/*.whl)[$STACK,mpi]" \
     && useradd --create-home dlrm && install -d -o dlrm -g dlrm runs
 
 # A user name and a writable cache for `docker run --user` with an unknown id.

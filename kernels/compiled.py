@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dlrm_overlap.kernels.target import any_tensor_size, compile_options
+
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
@@ -45,9 +47,10 @@ class CompiledKernel:
 
         Args:
             kernel: its `tl.constexpr` parameters come last.
+            num_warps: warps of a program, of 32 lanes each.
             num_stages: loads of a pipelined loop in flight at once.
             fuse_sums: let a product and a sum become one instruction. Without, results have a CPU's bits.
-            registers: limit of a thread's registers.
+            registers: limit of a thread's registers, on NVIDIA GPUs.
             libraries: name and file of each library of device functions.
             prepare: called with the module's handle before the first launch.
             constants: the `tl.constexpr` parameters, in their order. Fields of a named tuple are constants, too, but
@@ -61,7 +64,8 @@ class CompiledKernel:
         self._kernel, self.constants, self._values = kernel, constants, tuple(constants.values())
         given: dict[str, Any] = {"num_stages": num_stages, "maxnreg": registers, "extern_libs": dict(libraries) or None}
         given["enable_fp_fusion"] = None if fuse_sums else False
-        self._options = {"num_warps": num_warps} | {name: value for name, value in given.items() if value is not None}
+        options = {"num_warps": num_warps} | {name: value for name, value in given.items() if value is not None}
+        self._options = compile_options(options)
         self._prepare = prepare
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
 
@@ -92,7 +96,8 @@ class CompiledKernel:
 
     def compile(self, *arguments: Any) -> Any:
         self.check(*arguments)
-        compiled = self._kernel.warmup(*arguments, **self.constants, **self._options, grid=(1,))
+        with any_tensor_size():
+            compiled = self._kernel.warmup(*arguments, **self.constants, **self._options, grid=(1,))
         compiled._init_handles()
         return compiled
 

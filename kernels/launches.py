@@ -1,7 +1,8 @@
 """Launches that are prepared once, then issued in two microseconds each, and the cache that finds them again.
 
 Triton's launcher asks the driver about every tensor argument. A `Launch` keeps the arguments in a buffer, laid out as
-the kernel reads them; a call overwrites those that have changed (docs/results/lab.md).
+the kernel reads them; a call overwrites those that have changed (docs/results/lab.md). On AMD GPUs, where nothing has
+been run, a `Launch` uses Triton's launcher, which takes some microseconds more.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ import torch
 from torch.cuda import is_current_stream_capturing, is_initialized
 
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+from dlrm_overlap.kernels.target import ON_AMD
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -123,7 +125,7 @@ class Launch:
     """A kernel with its arguments; each call gives some of them again.
 
     Two threads must not call it at the same time. It holds the tensors that stay. The tensors of a call have the type
-    and the device of the first ones, which is not checked, except for types by Triton's interpreter.
+    and the device of the first ones, which is not checked, except for types where Triton launches.
 
     Example:
         # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
@@ -151,9 +153,12 @@ class Launch:
         self._arguments = list(arguments)
         self._changing = [kernel.arguments.index(name) for name in changing]
         self._device = arguments[0].device.index
-        self._interpreted, self._types = INTERPRETED, [_type_of(arguments[index]) for index in self._changing]
+        self._by_triton = INTERPRETED or ON_AMD
+        self._types = [_type_of(arguments[index]) for index in self._changing]
         if not INTERPRETED and programs != 0:
-            self._pack(kernel.compiled(dtypes, *arguments))
+            compiled = kernel.compiled(dtypes, *arguments)
+            if not self._by_triton:
+                self._pack(compiled)
         for index in self._changing:  # do not hold the tensors of the first call
             self._arguments[index] = None
 
@@ -196,7 +201,7 @@ class Launch:
         if programs is None:
             programs = self._programs
             assert programs is not None, f"{self._kernel.name}: of how many programs?"
-        if self._interpreted:
+        if self._by_triton:
             arguments = list(self._arguments)
             for index, argument, kind in zip(self._changing, changed, self._types, strict=True):
                 assert _type_of(argument) == kind, f"{self._kernel.name}: {_type_of(argument)}, prepared for {kind}"

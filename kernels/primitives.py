@@ -14,7 +14,9 @@ its loads.
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
+from triton.language.extra import cuda, hip
+
+from dlrm_overlap.kernels.target import has_tma, is_amd, num_threads
 
 # Kinds of records. Each has a lock in `status`, and a row in the host's [kinds, 8] int64, whose word 0 is written last.
 RECORD_WORDS = tl.constexpr(8)
@@ -22,6 +24,8 @@ EXPIRED = tl.constexpr(1)  # words 1 ..: waiting rank, peer, slot, expected epoc
 BAD_ID = tl.constexpr(2)  # words 1 ..: index of the feature in its input, sample, rows of its table
 OVERFLOW = tl.constexpr(3)  # words 1 ..: rank that has too many ids, the feature, their number, the capacity
 BAD_ARRIVAL = tl.constexpr(4)  # words 1 ..: shard, source rank, index among its ids there, id, rows of its table
+
+_AMD_TICK_NS = tl.constexpr(10)  # of s_memrealtime, which counts at 100 MHz on CDNA 3 (gfx942)
 
 
 @triton.jit
@@ -72,7 +76,12 @@ def record(status, KIND: tl.constexpr, a, b, c, d, e):
 @triton.jit
 def clock(turn, INTERPRETED: tl.constexpr):
     """Return the GPU's time in ns, or `turn` under the interpreter."""
-    return tl.full((), 0, tl.int64) + turn if INTERPRETED else cuda.globaltimer()
+    if INTERPRETED:
+        return tl.full((), 0, tl.int64) + turn
+    elif is_amd():
+        return hip.memrealtime() * _AMD_TICK_NS
+    else:
+        return cuda.globaltimer()
 
 
 @triton.jit
@@ -122,7 +131,7 @@ def time_since(began, turn, INTERPRETED: tl.constexpr, ALONE: tl.constexpr):
     """
     waited = clock(turn, INTERPRETED) - began
     if not (INTERPRETED or ALONE) and cuda.num_warps() > 1:
-        waited = tl.max(tl.where(tl.arange(0, cuda.num_threads()) == 0, waited, 0), 0)
+        waited = tl.max(tl.where(tl.arange(0, num_threads()) == 0, waited, 0), 0)
     return waited
 
 
@@ -220,14 +229,21 @@ def wait_for_few(
 @triton.jit
 def fence_proxy(value):
     """Return `value`, after a fence: the thread's reads by TMA also see what it has acquired."""
-    return tl.inline_asm_elementwise(
-        "{ fence.proxy.async.global; mov.u32 $0, $1; }", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
-    )
+    if has_tma():
+        value = tl.inline_asm_elementwise(
+            "{ fence.proxy.async.global; mov.u32 $0, $1; }", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return value
 
 
 @triton.jit
 def stop(value):
-    """Stop the kernel: later work on this GPU does not start, and the host's next call fails with a CUDA error."""
-    tl.inline_asm_elementwise(
-        "{ fence.sc.sys; trap; mov.u32 $0, $1; }", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
-    )
+    """Stop the kernel: later work on this GPU does not start, and the host's next call fails with an error."""
+    if is_amd():
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)\ns_trap 2\nv_mov_b32 $0, $1", "=v,v", [value], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.inline_asm_elementwise(
+            "{ fence.sc.sys; trap; mov.u32 $0, $1; }", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+        )

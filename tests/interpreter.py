@@ -34,9 +34,23 @@ def _known_np_dtype(given: Any) -> np.dtype:
     return _np_dtypes[name]
 
 
+def _take_masks_of_integers(name: str) -> None:
+    """Have a masked load or store take a mask of integers: in the interpreter of triton 3.9 `&` may give one."""
+    access = getattr(interpreter.InterpreterBuilder, name)
+
+    def call(self: Any, *operands: Any, **options: Any) -> Any:
+        mask = operands[1 if "load" in name else 2]
+        mask.data = mask.data.astype(bool, copy=False)
+        return access(self, *operands, **options)
+
+    setattr(interpreter.InterpreterBuilder, name, call)
+
+
 def quicken() -> None:
     """Cache lookups of the interpreter in this process and in those forked from it."""
     for owner in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
         _builtins(owner)  # as they are before any is patched
     interpreter._patch_builtin = _patch_builtin
     interpreter._get_np_dtype = _known_np_dtype
+    for name in ("create_masked_load", "create_masked_store"):
+        _take_masks_of_integers(name)

@@ -209,6 +209,7 @@ class _Unpickler(pickle.Unpickler):
         ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
         ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
         ("pathlib", "PosixPath"): os.path.join,
+        ("pathlib._local", "PosixPath"): os.path.join,  # its module in Python 3.13
     }
 
     def find_class(self, module: str, name: str) -> Any:

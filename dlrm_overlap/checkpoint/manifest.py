@@ -162,6 +162,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
+    if not os.path.isdir(folder):  # glob raises if no folder can have this name, from Python 3.13 on
+        return []
     named = (path for path in folder.glob("step_*") if _STEP.fullmatch(path.name))
     return sorted((path for path in named if path.is_dir()), key=lambda path: int(path.name[5:]))
 

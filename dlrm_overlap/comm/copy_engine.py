@@ -59,7 +59,7 @@ class CopyEngine:
         kernel that increments it, and before the next wait (`follow`). Launch that kernel first: its first launch loads
         it, which can wait for the whole device.
         """
-        from cuda.bindings import driver  # pyright: ignore[reportMissingImports] # not on a CPU
+        from cuda.bindings import driver  # pyright: ignore # compiled, and not on every CPU
 
         stream, address = driver.CUstream(self.stream.cuda_stream), driver.CUdeviceptr(word.data_ptr())
         reached = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
@@ -68,7 +68,7 @@ class CopyEngine:
 
 @lru_cache
 def _runtime() -> Any:
-    from cuda.bindings import runtime  # pyright: ignore[reportMissingImports] # not on a CPU
+    from cuda.bindings import runtime  # pyright: ignore # compiled, and not on every CPU
 
     return runtime
 

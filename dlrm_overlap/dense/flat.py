@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
 from dlrm_overlap.kernels.dense.arguments import BLOCK, LINE
+from dlrm_overlap.torchrec_private import TableBatchedEmbeddingSlice
+from dlrm_overlap.torchrec_private.attributes import first_element, holder_of
 
 
 class FlatPosition(NamedTuple):
@@ -57,7 +58,7 @@ class FlatParameters:
         # The parameters to move: slices are moved with their holders.
         slices = _slices(parameters)
         whole = {name: parameter for name, parameter in reversed(self.named.items()) if name not in slices}
-        holders = {holder: parameters[name]._original_tensor for name, (holder, _) in slices.items()}  # type: ignore[attr-defined]
+        holders = {holder: holder_of(parameters[name]) for name, (holder, _) in slices.items()}
         self.parameters: dict[str, nn.Parameter] = whole | holders
         """all parameters but slices, then the holders of slices"""
         self.unseen = set(holders)
@@ -178,17 +179,17 @@ def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, int]
     holders: dict[int, list[tuple[str, TableBatchedEmbeddingSlice]]] = {}
     for name, parameter in parameters.items():
         if isinstance(parameter, TableBatchedEmbeddingSlice):
-            holders.setdefault(id(parameter._original_tensor), []).append((name, parameter))
+            holders.setdefault(id(holder_of(parameter)), []).append((name, parameter))
     found: dict[str, tuple[str, int]] = {}
     for slices in holders.values():
         names = "/".join(name for name, _ in slices)
-        found |= {name: (f"lookup of {names}", each._start_offset) for name, each in slices}
+        found |= {name: (f"lookup of {names}", first_element(each)) for name, each in slices}
     return found
 
 
 def unsupported_by_flat(parameters: Mapping[str, nn.Parameter]) -> str | None:
     for name, given in parameters.items():
-        parameter = given._original_tensor if isinstance(given, TableBatchedEmbeddingSlice) else given
+        parameter = holder_of(given)
         if type(parameter) is not nn.Parameter:
             return f"{name} is a {type(parameter).__name__} and must be a plain nn.Parameter with memory of its own"
         if parameter.dtype != torch.float32:

@@ -9,7 +9,7 @@ divided by W. The gradients of x and of the second layer's bias, which is later 
 by W. Both are exact if W is a power of two.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torchrec.modules.mlp import MLP, Perceptron
 from dlrm_overlap.dense.gemm.layer import Activation
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from dlrm_overlap.dense.gemm.products import ParallelProducts
+from dlrm_overlap.torchrec_private.attributes import activation_of, layers_of, linear_of, set_layers
 
 
 class Shard(NamedTuple):
@@ -38,15 +39,16 @@ class DividedPerceptron(nn.Module):
         self.products = products
         self.shards: dict[str, Shard] = {}
         """parameter name -> this rank's shard, for divided parameters"""
-        self._is_first, linear = is_first, whole._linear
+        self._is_first, linear = is_first, linear_of(whole)
         has_bias = linear.bias is not None
         self._linear = nn.Linear(linear.in_features, linear.out_features, has_bias, device="meta")
         self._linear.weight = self._part("_linear.weight", linear.weight, 0 if is_first else 1)
         if has_bias:
             self._linear.bias = self._part("_linear.bias", linear.bias, 0 if is_first else None)
         # The product's epilogue supports ReLU only; other activations follow it.
-        self._epilogue: Activation = "relu" if whole._activation_fn is torch.relu else "none"
-        self._rest = nn.Identity() if self._epilogue == "relu" else whole._activation_fn
+        activation = activation_of(whole)
+        self._epilogue: Activation = "relu" if activation is torch.relu else "none"
+        self._rest = nn.Identity() if self._epilogue == "relu" else activation
 
     def _part(self, name: str, whole: torch.Tensor, dim: int | None) -> nn.Parameter:
         if dim is None:
@@ -83,17 +85,17 @@ def divide_pairs(mlp: MLP, products: ParallelProducts) -> list[tuple[int, int]]:
     A pair stays whole if its inner width is not divisible by the number of ranks, or its activations have parameters.
     Other activations must be elementwise. Checkpoints of whole and divided layers are interchangeable.
     """
-    layers: list[Any] = list(mlp._mlp)  # type: ignore[arg-type]
+    layers = layers_of(mlp)
     pairs = []
     for first in range(0, len(layers) - 1, 2):
         pair = layers[first : first + 2]
-        activations = [each._activation_fn for each in pair if isinstance(each._activation_fn, nn.Module)]
+        activations = [activation for each in pair if isinstance(activation := activation_of(each), nn.Module)]
         learnt = any(True for each in activations for _ in each.parameters())
-        if layers[first]._out_size % products.world_size == 0 and not learnt:
+        if linear_of(layers[first]).out_features % products.world_size == 0 and not learnt:
             for number in (first, first + 1):
                 layers[number] = DividedPerceptron(layers[number], products, is_first=number == first)
             pairs.append((first, first + 1))
-    mlp._mlp = nn.Sequential(*layers)
+    set_layers(mlp, layers)
     return pairs
 
 

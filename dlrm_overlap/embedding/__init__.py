@@ -24,7 +24,9 @@ its values     layout, shardings      the shards of all ranks
 
 from importlib.util import find_spec
 
-if not all(map(find_spec, ("torch", "fbgemm_gpu", "torchrec"))):
-    from dlrm_overlap.launching.supported_versions import check_stack
+from dlrm_overlap.launching.supported_versions import check_releases, check_stack
 
+if all(map(find_spec, ("torch", "fbgemm_gpu", "torchrec"))):
+    check_releases()
+else:
     check_stack()  # raises, with the command that installs the missing one

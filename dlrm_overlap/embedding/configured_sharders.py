@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
@@ -17,7 +16,8 @@ from dlrm_overlap.embedding.sharder import (
     PooledArguments,
     UnpooledArguments,
 )
-from dlrm_overlap.embedding.tables import OPTIMIZERS
+from dlrm_overlap.torchrec_private import BoundsCheckMode
+from dlrm_overlap.torchrec_private.fbgemm import OPTIMIZERS
 
 _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
 

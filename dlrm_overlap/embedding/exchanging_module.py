@@ -9,8 +9,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
-from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
-from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.types import LazyAwaitable, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer
 
@@ -26,6 +24,8 @@ from dlrm_overlap.embedding.shardings import build_layout, exchanging_group, gro
 from dlrm_overlap.embedding.tables import LocalTables, max_gradients
 from dlrm_overlap.embedding.torchrec_tables import TorchRecTables
 from dlrm_overlap.embedding.unsupported import unsupported_by_exchange, unsupported_by_graphs
+from dlrm_overlap.torchrec_private import DpPooledEmbeddingSharding, DpSequenceEmbeddingSharding
+from dlrm_overlap.torchrec_private.attributes import shardings_by_type
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -75,9 +75,12 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
     @property
     def _shardings(self) -> list[Any]:
+        return list(self._shardings_by_type.values())
+
+    @property
+    def _shardings_by_type(self) -> dict[str, Any]:
         module: Any = self
-        pooled = getattr(module, "_embedding_shardings", None)
-        return list(module._sharding_type_to_sharding.values()) if pooled is None else pooled
+        return shardings_by_type(module)
 
     def _names_in_output(self, numbers: Sequence[int]) -> Mapping[str, str]:
         """Return unique output name -> TorchRec's name, for the shardings `numbers`, in the exchange's order."""
@@ -89,8 +92,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self.exchange, self.sender, self.torchrec_tables, self._replicated_tables = None, None, None, None
         self.takes_ids = False
         # Which shardings can be exchanged; rank 0 logs the others.
-        every: list[Any] = self._shardings
-        by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
+        by_type = self._shardings_by_type
+        every = list(by_type.values())
         reasons = unsupported_by_exchange(by_type, self._env, self._options.wire_dtype, self.cached, self._device)
         self.unsupported_reasons: Mapping[str, str | None] = reasons
         """sharding type -> why its tables stay with TorchRec, None if they are exchanged; identical on every rank"""
@@ -218,7 +221,7 @@ class _TableOptimizer(CombinedOptimizer):
 
     def __init__(self, optimizer: CombinedOptimizer, module: ExchangingModule[Any]) -> None:
         self._note_writes = module.note_writes
-        super().__init__(list(optimizer._optims))
+        super().__init__(list(optimizer.optimizers))
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:

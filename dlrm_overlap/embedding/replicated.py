@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.tables import StoredRows, bounds_check_modes
+from dlrm_overlap.torchrec_private import BoundsCheckMode, TableBatchedEmbeddingSlice
+from dlrm_overlap.torchrec_private.attributes import fused_lookups_of, own_groups
 
 
 class ReplicatedTables:
@@ -25,9 +25,9 @@ class ReplicatedTables:
 
     @classmethod
     def of(cls, shardings: Sequence[Any], lookups: Sequence[Any]) -> "ReplicatedTables":
-        params = [group.fused_params or {} for s in shardings for group in s._grouped_embedding_configs]
-        modules = [lookup.module if isinstance(lookup, DistributedDataParallel) else lookup for lookup in lookups]
-        return cls([each.emb_module for module in modules for each in module._emb_modules], bounds_check_modes(params))
+        params = [group.fused_params or {} for s in shardings for group in own_groups(s)]
+        modules = [each.module if isinstance(each, DistributedDataParallel) else each for each in lookups]
+        return cls([tbe for module in modules for _, tbe in fused_lookups_of(module)], bounds_check_modes(params))
 
     def storage(self) -> tuple[int, ...]:
         return tuple(lookup.weights.data_ptr() for lookup in self.lookups)

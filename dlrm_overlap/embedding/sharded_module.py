@@ -6,15 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.embeddingbag import (
-    EmbeddingBagCollectionAwaitable,
-    ShardedEmbeddingBagCollection,
-)
 from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
@@ -26,6 +20,13 @@ from dlrm_overlap.embedding.shardings import exchanging_group, in_rank_order, mo
 from dlrm_overlap.embedding.steps import weights_of, with_float_weights
 from dlrm_overlap.embedding.torchrec_tables import TorchRecTables
 from dlrm_overlap.embedding.variable_batch import InverseIndices, of_samples, with_even_batches
+from dlrm_overlap.torchrec_private import (
+    EmbeddingBagCollectionAwaitable,
+    KJTList,
+    ShardedEmbeddingBagCollection,
+    maybe_td_to_kjt,
+)
+from dlrm_overlap.torchrec_private.attributes import shardings_by_type
 
 
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
@@ -201,7 +202,7 @@ def output_dtype(module: nn.Module) -> torch.dtype:
     """Return the type of the pooled embeddings; float32 if the module is not sharded."""
     if not isinstance(module, ShardedEmbeddingBagCollection):
         return torch.float32
-    shardings, types = dict(enumerate(module._embedding_shardings)), []
+    shardings, types = dict(enumerate(shardings_by_type(module).values())), []
     if isinstance(module, OverlapShardedEmbeddingBagCollection) and module.exchange is not None:
         types = [module.exchange.options.output_dtype]
         shardings = {number: each for number, each in shardings.items() if number not in module._exchanged}

@@ -5,12 +5,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
-from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from dlrm_overlap.embedding.distinct import DistinctIds, NamedSequence
 from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
@@ -19,6 +16,12 @@ from dlrm_overlap.embedding.shardings import table_names
 from dlrm_overlap.embedding.steps import padded
 from dlrm_overlap.embedding.unpooled import UnpooledExchange, UnpooledIdSender
 from dlrm_overlap.embedding.variable_batch import with_bags_of_samples
+from dlrm_overlap.torchrec_private import (
+    EmbeddingCollectionContext,
+    KJTList,
+    ShardedEmbeddingCollection,
+    maybe_td_to_kjt,
+)
 
 
 class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], ShardedEmbeddingCollection):

@@ -29,6 +29,7 @@ from dlrm_overlap.embedding.shardings import cached_shares, exchanging_group
 from dlrm_overlap.embedding.unsupported import POOLED_OPS, UNPOOLED_OPS, precisions
 from dlrm_overlap.kernels.schedule import SCHEDULES
 from dlrm_overlap.launching.parsing import convert, new_name, new_value, words_of
+from dlrm_overlap.torchrec_private.check import check_private_api
 
 
 def _one_of(known: Collection[str]) -> ValueRule:
@@ -175,6 +176,7 @@ class OverlapEmbeddingBagCollectionSharder(_ExchangingSharder, EmbeddingBagColle
         sharded_module_order_overwrite: list[str] | None = None,
         **given: Unpack[PooledArguments],
     ) -> None:
+        check_private_api()
         super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
         asked = precisions(qcomm_codecs_registry, POOLED_OPS)
         self._of_module = self._take({"copy_output": True, **given}, PooledArguments, asked, output_order="plan")
@@ -201,6 +203,7 @@ class OverlapEmbeddingCollectionSharder(_ExchangingSharder, EmbeddingCollectionS
         use_index_dedup: bool = False,
         **given: Unpack[UnpooledArguments],
     ) -> None:
+        check_private_api()
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
         asked = precisions(qcomm_codecs_registry, UNPOOLED_OPS)
         self._of_module = self._take(given, UnpooledArguments, asked) | {"use_index_dedup": use_index_dedup}

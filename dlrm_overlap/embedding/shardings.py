@@ -9,15 +9,6 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
-from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
-from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
-from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
-from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
-from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
-from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
-from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
-from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
 from torchrec.distributed.types import (
     ParameterSharding,
     ShardingEnv,
@@ -29,6 +20,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, Layout, outputs_of, unique_names
+from dlrm_overlap.torchrec_private import (
+    CwPooledEmbeddingSharding,
+    CwSequenceEmbeddingSharding,
+    GridPooledEmbeddingSharding,
+    RwPooledEmbeddingSharding,
+    RwSequenceEmbeddingSharding,
+    TwCwPooledEmbeddingSharding,
+    TwPooledEmbeddingSharding,
+    TwRwPooledEmbeddingSharding,
+    TwSequenceEmbeddingSharding,
+)
+from dlrm_overlap.torchrec_private.attributes import groups_by_rank, ranks_of_a_node
 
 UNPOOLED = TwSequenceEmbeddingSharding, CwSequenceEmbeddingSharding, RwSequenceEmbeddingSharding
 TAKEN = (
@@ -79,7 +82,7 @@ def names_of(shardings: Sequence[Any]) -> dict[str, str]:
 
 
 def groups_of(sharding: Any) -> list[Any]:
-    return [group for groups in sharding._grouped_embedding_configs_per_rank for group in groups]
+    return [group for groups in groups_by_rank(sharding) for group in groups]
 
 
 def table_names(shardings: Sequence[Any]) -> set[str]:
@@ -98,9 +101,10 @@ def in_rank_order(ids: KeyedJaggedTensor, sharding: Any, batch_sizes: tuple[int,
 
     Example: 2 nodes of 2 ranks, one sample each. Samples in the order of ranks 0, 2, 1, 3 become 0, 1, 2, 3.
     """
-    if not isinstance(sharding, _BY_NODE) or sharding._world_size == sharding._local_size:
+    local = ranks_of_a_node(sharding) if isinstance(sharding, _BY_NODE) else None
+    if local is None:
         return ids
-    order = _rank_order(len(ids.keys()), batch_sizes, sharding._local_size, ids.device())
+    order = _rank_order(len(ids.keys()), batch_sizes, local, ids.device())
     positions = torch.arange(ids.values().numel(), device=ids.device())
     lengths, positions, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, ids.lengths(), positions, None)
     weights = ids.weights_or_none()
@@ -150,8 +154,9 @@ def build_layout(
     for owner in (*range(world_size), EVERY_RANK):
         lookup = 0
         for number, sharding in enumerate(replicated if owner == EVERY_RANK else shardings):
-            feature, groups = 0, sharding._grouped_embedding_configs_per_rank[owner]
+            feature, groups = 0, groups_by_rank(sharding)[owner]
             by_rows, by_columns = isinstance(sharding, _CUT_BY_ROWS), isinstance(sharding, _CUT_BY_COLUMNS)
+            config: Any
             for config in groups:
                 for index, table in enumerate(config.embedding_tables):
                     first_row = table.local_metadata.shard_offsets[0] if by_rows else 0

@@ -7,11 +7,11 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
 from dlrm_overlap.kernels.optimizer_params import OptimizerParams
+from dlrm_overlap.torchrec_private import WeightDecayMode
 
 _LAZY = 3  # FBGEMM's CounterWeightDecayMode.ADAGRADW
 

@@ -5,32 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    SplitTableBatchedEmbeddingBagsCodegen,
-    WeightDecayMode,
-)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.cache import CachedTable, RowCache, activate, make_caches
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.steps import UpdateRule
-from dlrm_overlap.kernels.optimizer_params import STATES
-
-OPTIMIZERS = {
-    EmbOptimType.EXACT_SGD: "sgd",
-    EmbOptimType.EXACT_ADAGRAD: "adagrad",
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
-    EmbOptimType.ADAM: "adam",
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: "partial_rowwise_adam",
-    EmbOptimType.LAMB: "lamb",
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: "partial_rowwise_lamb",
-}
-_WITH_COUNTER = "rowwise_adagrad_with_counter"
-_BUFFERS = {name: ("momentum1", "momentum2")[: len(states)] for name, states in STATES.items()}
-_BUFFERS[_WITH_COUNTER] = "momentum1", "prev_iter", "row_counter"
-"""names of FBGEMM's state buffers by optimizer; those with more than one count their steps"""
+from dlrm_overlap.torchrec_private import BoundsCheckMode, SplitTableBatchedEmbeddingBagsCodegen
+from dlrm_overlap.torchrec_private.attributes import fused_lookups_of
+from dlrm_overlap.torchrec_private.fbgemm import STATE_BUFFERS, counts, optimizer_of
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -69,7 +51,7 @@ class LocalTables:
         self._storages: list[tuple[Any, str]] = [
             (tbe, f"{name}_{'host' if tbe.use_cpu else 'dev'}")
             for tbe in lookups
-            for name in ("weights", *_BUFFERS.get(optimizer_of(tbe), ()))
+            for name in ("weights", *STATE_BUFFERS.get(optimizer_of(tbe), ()))
         ]
         for number in {lookup for lookup, _ in self.fractions}:
             if not lookups[number].use_cpu:
@@ -84,14 +66,14 @@ class LocalTables:
     @classmethod
     def of(cls, lookups: Sequence[Any], cached: Mapping[str, float] | None = None) -> "LocalTables":
         """Return the tables of TorchRec's lookup modules, one a sharding; `cached` has shares of rows by table name."""
-        modules, cached = [module for lookup in lookups for module in lookup._emb_modules], cached or {}
+        fused, cached = [each for lookup in lookups for each in fused_lookups_of(lookup)], cached or {}
         fractions = {
             (number, index): cached[table.name]
-            for number, module in enumerate(modules)
-            for index, table in enumerate(module._config.embedding_tables)
+            for number, (group, _) in enumerate(fused)
+            for index, table in enumerate(group.embedding_tables)
             if table.name in cached
         }
-        return cls([module.emb_module for module in modules], fractions)
+        return cls([tbe for _, tbe in fused], fractions)
 
     @property
     def bounds_checks(self) -> list[BoundsCheckMode]:
@@ -134,7 +116,7 @@ class LocalTables:
         else:
             weights, *states = [
                 _holding(rows, getattr(tbe, f"{name}_dev"), getattr(tbe, f"{name}_uvm"))
-                for name, rows in zip(("weights", *_BUFFERS[optimizer]), tensors, strict=True)
+                for name, rows in zip(("weights", *STATE_BUFFERS[optimizer]), tensors, strict=True)
             ]
         given = tbe.optimizer_args  # SGD and Adagrad read none of them, as in FBGEMM
         if optimizer == "rowwise_adagrad" and (given.weight_decay_mode or given.max_norm):
@@ -210,7 +192,7 @@ class LocalTables:
                 tbe.optimizer_args,
                 _frozen(tbe),
                 int(tbe.iter_cpu) if counts(tbe) else 0,
-                "momentum2" in _BUFFERS[optimizer_of(tbe)],
+                "momentum2" in STATE_BUFFERS[optimizer_of(tbe)],
             )
             for tbe in self.lookups
         ]
@@ -231,16 +213,6 @@ class LocalTables:
         self._count(1)
         self.count_on_device()
         return bool(self._counting)
-
-
-def optimizer_of(tbe: Any) -> str:
-    """Return a lookup's optimizer, by FBGEMM's operator name."""
-    counter = tbe.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD and tbe.weight_decay_mode == WeightDecayMode.COUNTER
-    return _WITH_COUNTER if counter else OPTIMIZERS.get(tbe.optimizer, str(tbe.optimizer))
-
-
-def counts(tbe: Any) -> bool:
-    return len(_BUFFERS.get(optimizer_of(tbe), ())) > 1
 
 
 def _frozen(tbe: Any) -> bool:

@@ -1,12 +1,12 @@
 """The tables of a module that stay with TorchRec."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.torchrec_private import ShardedEmbeddingBagCollection
+from dlrm_overlap.torchrec_private.attributes import look_up
 
 
 class TorchRecTables:
@@ -54,29 +54,7 @@ class TorchRecTables:
         self._buffers = []
 
     def _pool(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
-        """Do what the module's `input_dist` and `compute_and_output_dist` do, for these shardings only."""
-        module: Any = self._module
-        features = exact(features)
-        if module._has_uninitialized_input_dist:
-            module._create_input_dist(features.keys())
-            module._has_uninitialized_input_dist = False
-        context, awaitables = EmbeddingBagCollectionContext(), []
-        with torch.no_grad():
-            if module._has_features_permute:
-                features = features.permute(module._features_order, module._features_order_tensor)
-            by_sharding = features.split(module._feature_splits)
-            for number in self.numbers:
-                ids = by_sharding[number]
-                awaitables.append(module._input_dists[number](ids))
-                context.sharding_contexts.append(
-                    EmbeddingShardingContext(batch_size_per_feature_pre_a2a=ids.stride_per_key())
-                )
-            arrived = KJTListSplitsAwaitable(awaitables, context).wait().wait()
-        pooled = [
-            module._output_dists[number](module._lookups[number](arrived[i]), context.sharding_contexts[i])
-            for i, number in enumerate(self.numbers)
-        ]
-        return [each.wait() for each in pooled]
+        return look_up(self._module, self.numbers, exact(features))
 
 
 def exact(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

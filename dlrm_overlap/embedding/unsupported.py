@@ -4,9 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from fbgemm_gpu.quantize_comm import QuantizedCommCodec
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import (
     CommOp,
@@ -21,7 +19,10 @@ from torchrec.modules.embedding_configs import DataType, PoolingType, data_type_
 
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.shardings import TAKEN, UNPOOLED, groups_of, output_types
-from dlrm_overlap.embedding.tables import OPTIMIZERS, max_gradients
+from dlrm_overlap.embedding.tables import max_gradients
+from dlrm_overlap.torchrec_private import QuantizedCommCodec, WeightDecayMode
+from dlrm_overlap.torchrec_private.attributes import loss_scale_of, precision_of
+from dlrm_overlap.torchrec_private.fbgemm import OPTIMIZERS
 
 _MAX_COLUMNS = 1024  # of a shard; a program holds whole rows in registers
 UNPOOLED_OPS = (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,)
@@ -96,7 +97,7 @@ def _precision(codec: Any) -> str:
         return "fp32"
     if type(codec) is not QuantizedCommCodec:  # a user's class
         return type(codec).__name__
-    return codec._comm_precision.value + (" with a loss scale" if codec._loss_scale is not None else "")
+    return precision_of(codec) + (" with a loss scale" if loss_scale_of(codec) is not None else "")
 
 
 def _of_lookup(group: Any, wire_dtype: torch.dtype, cached: Collection[str]) -> Iterator[str]:

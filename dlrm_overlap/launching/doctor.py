@@ -41,8 +41,9 @@ def run_doctor() -> int:
 
 
 def _findings() -> Iterator[Finding]:
-    inside = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    yield Finding("Python", platform.python_version(), "" if inside else "use Python 3.11 or 3.12", needed=True)
+    oldest, *_, newest = [".".join(map(str, release)) for release in supported_versions.PYTHONS]
+    cure = "" if sys.version_info[:2] in supported_versions.PYTHONS else f"use Python {oldest} to {newest}"
+    yield Finding("Python", platform.python_version(), cure, needed=True)
     try:
         supported_versions.check_stack()
     except InputError as error:
@@ -56,14 +57,21 @@ def _findings() -> Iterator[Finding]:
 
 
 def _libraries() -> Finding:
-    build, found = supported_versions.build(), supported_versions.versions()
-    tested = supported_versions.STACKS[build]._asdict()
-    others = [name for name, version in found.items() if (version or "").partition("+")[0] != tested[name]]
+    found, stack = supported_versions.versions(), supported_versions.row()
     detail = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
-    if others:
+    build = supported_versions.build()
+    if stack is None:
+        newest = supported_versions.STACKS[-1].torch
         cure = supported_versions.install_command(build)
-        return Finding("libraries", f"{detail}: {', '.join(others)} not tested in this combination", cure)
-    return Finding("libraries", f"{detail}, tested together")
+        return Finding("libraries", f"{detail}: torch is newer than {newest}, the newest tested one", cure)
+    tested = stack._asdict()
+    if others := [name for name, version in found.items() if (version or "").partition("+")[0] != tested[name]]:
+        cure = supported_versions.install_command(build, stack)
+        return Finding("libraries", f"{detail}: {', '.join(others)} not tested with this torch", cure)
+    release = stack.torch.rpartition(".")[0]
+    on_gpus = ", ".join(f"torch {each.torch}" for each in supported_versions.STACKS if each.ran_on_gpus)
+    where = "CPUs and GPUs" if stack.ran_on_gpus else f"CPUs only (on GPUs: {on_gpus})"
+    return Finding("libraries", f"{detail}: the row of torch {release}, tested on {where}")
 
 
 def _gpus() -> Iterator[Finding]:
@@ -73,8 +81,8 @@ def _gpus() -> Iterator[Finding]:
     from dlrm_overlap.comm.reach import location_of, nodes_of
 
     if not torch.cuda.is_available():
-        cure = "check nvidia-smi, the driver, CUDA_VISIBLE_DEVICES, docker run --gpus all" if torch.version.cuda else ""
-        yield Finding("GPUs", "none, training runs on the CPU", cure)
+        cure = "check nvidia-smi, the driver, CUDA_VISIBLE_DEVICES, docker run --gpus all"
+        yield Finding("GPUs", "none, training runs on the CPU", cure if supported_versions.build() == "cuda" else "")
         return
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     for device in devices:

@@ -1,11 +1,15 @@
 """Versions of torch, FBGEMM, TorchRec and Triton that work together, and those installed."""
 
+import functools
 import importlib.metadata
 import logging
 import re
 from typing import NamedTuple
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.launching import launcher
+
+log = logging.getLogger("dlrm_overlap")
 
 _OPERATOR = "fbgemm::permute_2D_sparse_data"  # TorchRec calls it in every input dist
 
@@ -17,41 +21,77 @@ class Stack(NamedTuple):
     fbgemm: str
     torchrec: str
     triton: str
+    ran_on_gpus: bool = False
+    """False: tested on CPUs only"""
 
 
-STACKS = {"cuda": Stack("2.11.0", "1.6.0", "1.6.1", "3.6.0"), "cpu": Stack("2.13.0", "1.8.0", "1.8.0", "3.7.1")}
+# Oldest first. `make test-versions` tests every row on CPUs.
+STACKS = (
+    Stack("2.11.0", "1.6.0", "1.6.1", "3.6.0", ran_on_gpus=True),
+    Stack("2.12.1", "1.7.0", "1.7.0", "3.7.1"),
+    Stack("2.13.0", "1.8.0", "1.8.0", "3.7.1"),
+    Stack("2.14.1", "1.9.0", "1.9.2", "3.8.0"),
+)
+PYTHONS = ((3, 11), (3, 12), (3, 13))
 FBGEMM_NAMES = {"cuda": "fbgemm-gpu", "cpu": "fbgemm-gpu-cpu"}
 
 
 def check_stack() -> None:
-    """Check that FBGEMM and TorchRec match torch, and that FBGEMM's operators load; takes about a second.
+    """Check that torch, FBGEMM and TorchRec are installed and match, and that FBGEMM's operators load.
 
-    Raises an `InputError` that names the first package of another version, and the command that installs all packages.
+    Takes about a second.
+
+    Raises:
+        InputError: for a package that is missing or of another release, with the command that installs all packages.
     """
-    torch_version = version_of("torch")
-    if torch_version is None:
+    if version_of("torch") is None:
         raise InputError(
             f"torch: not installed; for GPUs {install_command('cuda')}, for a CPU {install_command('cpu')}"
         )
-    # Other releases of torch are not in the table, so FBGEMM and TorchRec are not compared.
-    wanted = next((each for each in STACKS.values() if _release(each.torch) == _release(torch_version)), None)
-    cure = install_command(build())
-    if _release(torch_version) < min(_release(each.torch) for each in STACKS.values()):
-        raise InputError(f"torch: {torch_version} is too old; {cure}")
-    fbgemm = fbgemm_versions() or dict.fromkeys(["FBGEMM"])
-    wants = [(name, version, wanted and wanted.fbgemm) for name, version in fbgemm.items()]
-    for name, version, want in [*wants, ("torchrec", version_of("torchrec"), wanted and wanted.torchrec)]:
+    for name, version in [*(fbgemm_versions() or {"FBGEMM": None}).items(), ("torchrec", version_of("torchrec"))]:
         if version is None:
-            raise InputError(f"{name}: not installed; {cure}")
-        if want and _release(version) != _release(want):
-            raise InputError(f"{name}: {version} does not match torch {torch_version}; {cure}")
+            raise InputError(f"{name}: not installed; {install_command(build(), row())}")
+    check_releases()
     if error := _load_fbgemm():
+        cure = install_command(build(), row())
         raise InputError(f"FBGEMM {error}; pip uninstall -y {' '.join(FBGEMM_NAMES.values())}; {cure}")
 
 
+def check_releases() -> None:
+    """Check that the releases of FBGEMM and TorchRec are the ones tested with the installed torch, without loading it.
+
+    If torch is newer than all rows of `STACKS`, nothing is compared, and rank 0 logs a warning, once. A package whose
+    version is unknown is not compared.
+
+    Raises:
+        InputError: for a torch older than all rows, or another release of FBGEMM or TorchRec.
+    """
+    if (torch_version := version_of("torch")) is None:
+        return
+    if _release(torch_version) < _release(STACKS[0].torch):
+        raise InputError(f"torch: {torch_version} is too old; {install_command(build())}")
+    if (stack := row()) is None:
+        newest = STACKS[-1].torch
+        _warn_once(f"torch: {torch_version} is newer than {newest}, the newest tested one; {install_command(build())}")
+        return
+    wants = [(name, version, stack.fbgemm) for name, version in fbgemm_versions().items()]
+    for name, version, want in [*wants, ("torchrec", version_of("torchrec"), stack.torchrec)]:
+        if version and _release(version) != _release(want):
+            cure = install_command(build(), stack)
+            raise InputError(f"{name}: {version} does not match torch {torch_version}; {cure}")
+
+
+def row() -> Stack | None:
+    """Return the row of the installed torch's release (2.11 of 2.11.1), or None."""
+    release = _release(version_of("torch") or "")
+    return next((stack for stack in STACKS if _release(stack.torch) == release), None)
+
+
 def versions() -> dict[str, str | None]:
-    found = [version_of("torch"), next(iter(fbgemm_versions().values()), None), version_of("torchrec")]
-    return dict(zip(Stack._fields, [*found, version_of("triton")], strict=True))
+    """Return the installed versions by the fields of `Stack`."""
+    fbgemm = next(iter(fbgemm_versions().values()), None)
+    found = [version_of("torch"), fbgemm, version_of("torchrec"), version_of("triton")]
+    return dict(zip(("torch", "fbgemm", "torchrec", "triton"), found, strict=True))
 
 
 def version_of(name: str) -> str | None:
@@ -76,17 +116,25 @@ def fbgemm_versions() -> dict[str, str]:
 
 
 def build() -> str:
-    """Return torch's build, "cuda" or "cpu"."""
+    """Return "cpu" if torch or the only FBGEMM that is installed has no CUDA, else "cuda"."""
     import torch
 
-    return "cuda" if torch.version.cuda else "cpu"
+    cpu_fbgemm = set(fbgemm_versions()) == {FBGEMM_NAMES["cpu"]} and not torch.cuda.is_available()
+    return "cuda" if torch.version.cuda and not cpu_fbgemm else "cpu"
 
 
-def install_command(build: str) -> str:
-    stack = STACKS[build]
+def install_command(build: str, stack: Stack | None = None) -> str:
+    """Return the command that installs a row of `STACKS`, by default the newest."""
+    stack = stack or STACKS[-1]
     libraries = f"torch=={stack.torch} {FBGEMM_NAMES[build]}=={stack.fbgemm} triton=={stack.triton}"
     # --no-deps: TorchRec depends on the CUDA fbgemm-gpu, which would overwrite fbgemm-gpu-cpu.
     return f"pip install {libraries} && pip install --no-deps torchrec=={stack.torchrec}"
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    if launcher.announced_rank() in (None, 0):
+        log.warning("%s", text)
 
 
 def _load_fbgemm() -> str:

@@ -21,6 +21,7 @@ from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.layers import Layer, fits, interact, relu_layers
 from dlrm_overlap.dense.tensor_parallel import divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
+from dlrm_overlap.torchrec_private.attributes import activation_of, layers_of, linear_of
 from dlrm_overlap.train.interaction import DotInteraction
 from dlrm_overlap.train.model import Head, Part, TrainTask, concatenated
 
@@ -154,10 +155,10 @@ def _with_casts(part: nn.Module, casts: CastWeights, compiled: bool) -> Callable
 
 
 def _relu_layers(mlp: nn.Module) -> list[nn.Linear] | None:
-    each = list(mlp._mlp) if isinstance(mlp, MLP) else []  # type: ignore[arg-type]
-    if not each or not all(isinstance(layer, Perceptron) and layer._activation_fn is torch.relu for layer in each):
+    each = layers_of(mlp) if isinstance(mlp, MLP) else []
+    if not each or not all(isinstance(layer, Perceptron) and activation_of(layer) is torch.relu for layer in each):
         return None
-    return [layer._linear for layer in each]
+    return [linear_of(layer) for layer in each]
 
 
 def _aligned(columns: int) -> int:

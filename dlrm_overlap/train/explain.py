@@ -6,13 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
-from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
-from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.types import ParameterSharding, ShardedModule, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -23,6 +17,16 @@ from dlrm_overlap.embedding.replicated import unsynchronized_weights
 from dlrm_overlap.embedding.shardings import cached_shares
 from dlrm_overlap.embedding.unsupported import unsupported_by_exchange, unsupported_by_graphs
 from dlrm_overlap.launching.text_table import format_table
+from dlrm_overlap.torchrec_private import (
+    CwPooledEmbeddingSharding,
+    EmbeddingShardingInfo,
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
+    ShardedFeatureProcessedEmbeddingBagCollection,
+    TwPooledEmbeddingSharding,
+)
+from dlrm_overlap.torchrec_private.attributes import environment_of, shardings_by_type
+from dlrm_overlap.torchrec_private.check import check_private_api
 from dlrm_overlap.train.graphs.dense_step import dense_optimizers, dense_parameters, why_after_the_graph
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
@@ -103,6 +107,7 @@ def explain(
     Raises:
         InputError: if no module is sharded and there is no plan.
     """
+    check_private_api()
     collections = list(_sharded(model) if plan is None else _planned(model, plan, fused_params or {}))
     if not collections:
         raise InputError("explain: no module of the model is sharded; give its plan, or shard it first")
@@ -180,11 +185,8 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
         elif isinstance(module, ExchangingModule):
             uncaptured = module.why_ids_are_not_taken()
             yield _Collection(path, params, module.unsupported_reasons, uncaptured, module.cached)
-        elif not ours and isinstance(module, ShardedEmbeddingBagCollection):
-            shardings = dict(zip(module._sharding_types, module._embedding_shardings, strict=True))
-            yield _as_if_exchanged(path, params, shardings, module._env)
-        elif not ours and isinstance(module, ShardedEmbeddingCollection):
-            yield _as_if_exchanged(path, params, module._sharding_type_to_sharding, module._env)
+        elif not ours and isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            yield _as_if_exchanged(path, params, shardings_by_type(module), environment_of(module))
         else:
             if not isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection):  # which takes our sharder
                 wrappers[f"{name}."] = module

@@ -19,10 +19,12 @@ from dlrm_overlap.dense.tensor_parallel import products_of
 from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.tables import counts
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.metrics import evaluation_metrics, gather_predictions
+from dlrm_overlap.torchrec_private import EmbeddingFusedOptimizer
+from dlrm_overlap.torchrec_private.attributes import tbe_of
+from dlrm_overlap.torchrec_private.fbgemm import counts
 from dlrm_overlap.train.assembly import LearningRate, MakeSharders, assemble
 from dlrm_overlap.train.graphs.dense_step import fused_optimizers
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
@@ -140,10 +142,10 @@ class StepRunner:
     def _subtract_forwards(self, forwards: int) -> None:
         """Subtract evaluation forwards from FBGEMM's step counts, on which Adam's bias correction depends."""
         fused = fused_optimizers(self.optimizer)
-        for lookup in {each._emb_module for each in fused if hasattr(each, "_emb_module")}:
-            if counts(lookup):
-                lookup.iter.sub_(forwards)
-                lookup.iter_cpu.sub_(forwards)
+        for tbe in {tbe_of(each) for each in fused if isinstance(each, EmbeddingFusedOptimizer)}:
+            if counts(tbe):
+                tbe.iter.sub_(forwards)
+                tbe.iter_cpu.sub_(forwards)
         for exchange in exchanges(self.model):
             exchange.follow_rules()
 

@@ -5,8 +5,10 @@ Their times mean nothing here. Steps are captured by stand-ins, and products are
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS
 from dlrm_overlap.kernels.compiled import INTERPRETED
@@ -21,7 +24,7 @@ from tests.conftest import configuration, read_rows
 from tests.distributed.captured import captures
 from tests.distributed.models import CPU
 from tests.distributed.workers import ranks_here, run_ranks
-from tests.gpu import caching, cross, dense, kernels_alone, stages, step_parts
+from tests.gpu import caching, cross, dense, kernels_alone, launched, stages, step_parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")]
 _TINY = ["--config", "configs/bench/tiny.yaml", "--train.device", "cpu"]
@@ -116,8 +119,34 @@ def test_kernels_alone(tmp_path: Path) -> None:
     run_ranks(_run_kernels_alone, 1, tmp_path)
 
 
+@contextmanager
+def _noting() -> Iterator[dict[str, Any]]:
+    yield {"flags._signal_flags": None, f"of rank {dist.get_rank()}": None}
+
+
+def _run_launched(_: Path) -> None:
+    expected = {"flags._signal_flags": ["rows"], "a CPU's": ["rows"], "of another step": ["mlperf"]}
+    stand_ins = {"noting_on_gpu": _noting, "on_a_cpu": lambda names, ranks: expected}
+    options = {"steps": ["rows"], "max_rows": 1000, "max_samples": 8}
+    output = StringIO()
+    compiles = patch.object(torch, "compile", lambda function, **_: function)
+    with patch.multiple(launched, **stand_ins), compiles, captures(), redirect_stdout(output):
+        assert launched.work(_ranks(_TINY, **options)) == (dist.get_rank() == 0)
+    if dist.get_rank() == 0:
+        assert output.getvalue().splitlines() == [
+            "rows: 3 on GPUs, 2 found on a CPU, 1 in both",
+            "  only on GPUs: of rank 0",
+            "  only on GPUs: of rank 1",
+            "  only on a CPU: a CPU's",
+        ]
+
+
+def test_launched(tmp_path: Path) -> None:
+    run_ranks(_run_launched, 2, tmp_path)
+
+
 def test_every_script_is_rehearsed() -> None:
     folder = Path(kernels_alone.__file__).parent
     scripts = {path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()}
-    rehearsed = (caching, cross, dense, kernels_alone, stages, step_parts)
+    rehearsed = (caching, cross, dense, kernels_alone, launched, stages, step_parts)
     assert scripts == {each.__name__.rpartition(".")[2] for each in rehearsed}

@@ -147,7 +147,8 @@ def _loss_and_output(found: Any, scale: torch.Tensor, pooled: Any) -> tuple[torc
     loss, given = scale.square().sum(), list[torch.Tensor]()
     if pooled is not None:
         by_key = pooled.to_dict()
-        loss = loss + sum((by_key[key] * scale).square().sum() for key in ("p", "q"))
+        # By tanh, since squares of sums of repeated rows grow without limit in a few steps.
+        loss = loss + sum((by_key[key] * scale).tanh().square().sum() for key in ("p", "q"))
     for _, each in sorted(found.items()):
         values, lengths = each.values(), each.lengths().long()
         sample = torch.repeat_interleave(lengths)

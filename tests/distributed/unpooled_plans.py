@@ -97,7 +97,9 @@ def compare_unpooled(drawn: Drawn, _: Path) -> Iterator[Callable[[], None]]:
     """Train by TorchRec and in the drawn ways; yield a check of each way: outputs, weights, states, captured steps."""
     case = drawn.case
     torchrec = train(case, torchrec_sharders(case), "none", CPU)
-    tolerance = WEIGHT_TOLERANCE["fp16_rows" if case.rows == DataType.FP16 else "fp32"]
+    # Clipped gradients of a row have one size and both signs, so a sum of a hundred may cancel, as a first moment does.
+    fp32 = "first_moments" if case.clipped else "fp32"
+    tolerance = WEIGHT_TOLERANCE["fp16_rows" if case.rows == DataType.FP16 else fp32]
     for way in drawn.ways:
         sharders: list[Any] = our_sharders(case, backend=way.backend)
         captured = way.pipeline == "captured"

@@ -1,17 +1,71 @@
-"""Kernels compiled for an H200, which needs no GPU."""
+"""Kernels compiled for GPUs that need not be there."""
 
+import contextlib
+import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.target import any_tensor_size, compile_options
+from tests.kernels.specialisations import Specialisation
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+# Patterns of a kernel's registers, and of the spills of it and of the functions that it calls.
+_NVIDIA = r"Used (\d+) registers", r"(\d+) bytes spill stores"  # in the log of ptxas
+_AMD = r"\.vgpr_count: +(\d+)", r"\.vgpr_spill_count: +(\d+)"  # in the assembly
+
+
+class Resources(NamedTuple):
+    """What a compiled kernel needs."""
+
+    registers: int
+    """of a thread; AMD: vector registers"""
+    spilled: int
+    """bytes of registers that a thread stores to memory for want of more; AMD: number of vector registers"""
+    shared: int
+    """bytes of a program's shared memory"""
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
+
+
+def compile_for(made: Specialisation, target: str) -> tuple[Any, Resources]:
+    """Compile a kernel for one of `TARGETS`; not under TRITON_INTERPRET."""
+    kernel, constants = made.made._kernel, made.made.constants
+    index, on_amd = kernel.arg_names.index, TARGETS[target].backend == "hip"
+    source = ASTSource(
+        fn=kernel,
+        signature=made.signature,
+        constexprs={(index(name),): value for name, value in constants.items()},
+        attrs={(index(name),): [["tt.divisibility", 16]] for name in made.aligned},
+    )
+    options = compile_options(made.made._options, on_amd)
+    log = io.StringIO()
+    knobs: Any = triton.knobs  # pyright: ignore[reportAttributeAccessIssue]
+    with any_tensor_size(on_amd), knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.compilation.always_compile = True  # the cache has no log
+        knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=TARGETS[target], options=options)
+    registers, spilled = _AMD if on_amd else _NVIDIA
+    text = compiled.asm["amdgcn"] if on_amd else log.getvalue()
+    (used,), saved = (list(map(int, re.findall(pattern, text))) for pattern in (registers, spilled))
+    return compiled, Resources(used, sum(saved), compiled.metadata.shared)
 
 
 def compile_for_h200(made: CompiledKernel, types: Mapping[str, str]) -> Any:
@@ -22,21 +76,14 @@ def compile_for_h200(made: CompiledKernel, types: Mapping[str, str]) -> Any:
         types: name of a run-time argument -> type, as Triton writes it: `*bf16`, `i64`. Others are i32; names that
             the kernel does not have are ignored.
     """
-    kernel: Any = made._kernel
-    types = {**types, **dict.fromkeys(made.constants, "constexpr")}
-    pointers = [name for name in kernel.arg_names if types.get(name, "").startswith("*")]
-    source = ASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "i32") for name in kernel.arg_names},
-        constexprs={(kernel.arg_names.index(name),): value for name, value in made.constants.items()},
-        attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(made._options)).asm
+    return compile_for(Specialisation.with_types(made, types), "sm_90")[0].asm
 
 
-def run_without_interpreter(module: str) -> None:
+def run_without_interpreter(module: str, *argv: str) -> None:
     """Run a module in another process: this one interprets kernels, and cannot compile them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    argv, root = [sys.executable, "-m", module], Path(__file__).parents[2]
-    result = subprocess.run(argv, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
+    command, root = [sys.executable, "-m", module, *argv], Path(__file__).parents[2]
+    result = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr

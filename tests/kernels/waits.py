@@ -2,7 +2,7 @@
 
 Compiles for an H200 the kernels whose waits expire, in programs of several warps, and checks that no warp decides by
 its own clock: a time reaches a condition only through a reduction, whose result is the same for all threads, or
-through a store by one thread.
+through a store by one thread. On AMD such a kernel reads that vendor's clock, and stops by its trap.
 """
 
 import re
@@ -18,7 +18,8 @@ from dlrm_overlap.kernels.gemm import product
 from dlrm_overlap.kernels.gemm.product import Tiling
 from dlrm_overlap.kernels.network import Network
 from dlrm_overlap.kernels.tuning import PoolingOptions, tuning_for
-from tests.kernels.compiling import compile_for_h200
+from tests.kernels.compiling import compile_for, compile_for_h200
+from tests.kernels.specialisations import Specialisation
 
 _PASSED_ON = re.compile(r"arith\.|tt\.splat|tt\.expand_dims|tt\.broadcast")
 _ENDS = re.compile(r'"tt\.reduce"|tt\.store')
@@ -82,6 +83,10 @@ def main() -> None:
         text = compile_for_h200(made, _TYPES | types)["ttir"]
         assert "%globaltimer" in text, f"{name} reads no time"
         assert not (found := times_in_conditions(text)), f"{name}: each warp decides by its own time:\n{found}"
+    made, types = _kernels()["wait_for_flags"]
+    text = compile_for(Specialisation.with_types(made, _TYPES | types), "gfx942")[0].asm["amdgcn"]
+    for instruction in ("s_memrealtime", "s_trap 2"):
+        assert instruction in text, f"wait_for_flags on AMD: no {instruction}\n{text}"
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.harness.workload import Ids, Workload
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.torchrec_private import BoundsCheckMode, SplitTableBatchedEmbeddingBagsCodegen
+from dlrm_overlap.torchrec_private.attributes import names_in_output
 
 
 class Contender(ABC):
@@ -149,7 +149,7 @@ def split_lookup(
 class TorchRec(Contender):
     def __init__(self, workload: Workload) -> None:
         super().__init__("torchrec", workload)
-        assert workload.module._embedding_names == workload.layout.names
+        assert names_in_output(workload.module) == workload.layout.names
 
     def step(self, batch: Ids) -> torch.Tensor:
         pooled = self.workload.module.compute_and_output_dist(batch.context, batch.inputs).wait().values()

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -23,6 +22,8 @@ from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.shardings import build_layout, model_order
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.weights import initialise_tables
+from dlrm_overlap.torchrec_private import ShardedEmbeddingBagCollection
+from dlrm_overlap.torchrec_private.attributes import lookups_of, shardings_by_type
 from dlrm_overlap.train.model import build_model
 
 _CPU = torch.device("cpu")
@@ -128,11 +129,12 @@ def make_workload(
         sharding.compute_kernel = EmbeddingComputeKernel.FUSED.value
     module = sharder.shard(collection, plan, ShardingEnv.from_process_group(group), device)
     initialise_tables(module, config.train.seed)
-    layout = build_layout(module._embedding_shardings, model_order(collection.embedding_bag_configs()), world_size)
+    names = model_order(collection.embedding_bag_configs())
+    layout = build_layout(list(shardings_by_type(module).values()), names, world_size)
     return Workload(
         module=module,
         layout=layout,
-        tables=LocalTables.of(module._lookups),
+        tables=LocalTables.of(lookups_of(module)),
         group=group,
         device=device,
         batch_sizes=(config.train.samples_per_rank(world_size),) * world_size,

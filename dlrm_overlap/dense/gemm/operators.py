@@ -50,7 +50,7 @@ def all_gather_matmul(
 
     Raises:
         InputError: on every rank, if there is no memory for windows or, unless `way` is auto, if the ranks cannot
-            access each other's memory.
+            access each other's memory, or the GPU cannot run `way`.
     """
     keep = torch.is_grad_enabled() and weight.requires_grad  # in a `Function` gradients are always off
     return _AllGatherMatmul.apply(*_cast(x_shard, weight, bias), activation, products, way, keep)

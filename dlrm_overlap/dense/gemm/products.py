@@ -1,7 +1,7 @@
 """Runs products with communication inside, in one of the ways of `docs/architecture/step.md`.
 
 The way `auto` means copies, or serial if few bytes are sent or copies cannot run. All ways but serial run only between
-GPUs, in float16 or bfloat16; tiles and triggered need N and K that are multiples of 8.
+NVIDIA GPUs, in float16 or bfloat16; tiles and triggered need Hopper or later, and N and K that are multiples of 8.
 """
 
 import logging
@@ -23,6 +23,7 @@ log = logging.getLogger("dlrm_overlap")
 # Measured on H200 over NVLink, bfloat16: cuBLAS, and copies of 64 MB to each of three peers.
 _FLOP_PER_US, _SENT_BYTES_PER_US = 800e6, 394e3
 _FEW_BYTES = 8e6
+_HOPPER = 9, 0
 
 
 def rule(gathers: bool, rows: int, columns: int, inner: int, world_size: int) -> tuple[str, int]:
@@ -54,7 +55,8 @@ class ParallelProducts:
         self.order: AbstractContextManager[object] = nullcontext()
         """context in which the operators issue all communication, to order it within a captured step"""
         self.windows: ProductWindows | None = None
-        self._reaches_peers = device.type == "cuda" and self.world_size > 1
+        self._on_gpus = device.type == "cuda" and torch.version.hip is None
+        self._reaches_peers = self._on_gpus and self.world_size > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelProducts":
         return self
@@ -87,6 +89,7 @@ class ParallelProducts:
         columns, inner = layer.weight.shape
         ruled, parts = rule(gathers, rows, columns, inner, self.world_size)
         if way != "auto":
+            self._require(way)
             return way, parts
         is_half = x.dtype in (torch.float16, torch.bfloat16)
         if ruled == "copies" and is_half and self._reaches_peers and self.windows is None:
@@ -96,6 +99,20 @@ class ParallelProducts:
                 log.warning("products of divided layers run serially, since %s", error)
                 self._reaches_peers = False
         return ruled if is_half and self._reaches_peers else "serial", parts
+
+    def _require(self, way: str) -> None:
+        if way != "serial" and torch.version.hip is not None:
+            raise InputError(
+                f"way: {way} on AMD GPUs; products with communication inside need NVIDIA's copies and kernels, so take "
+                f"serial"
+            )
+        if way in ("tiles", "triggered") and self._on_gpus:
+            found = torch.cuda.get_device_capability(self.device)
+            if found < _HOPPER:
+                raise InputError(
+                    f"way: {way} on a GPU of compute capability {found[0]}.{found[1]}, but its kernel reads by TMA, "
+                    f"which GPUs have from 9.0 on; take copies, serial or auto"
+                )
 
     def _open_windows(self) -> "ProductWindows":
         if self.windows is None:

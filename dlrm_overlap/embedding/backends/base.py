@@ -7,7 +7,6 @@ from math import gcd
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
-from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.order import CurrentStream
 from dlrm_overlap.embedding.backends.internode import GradientTransport
@@ -21,6 +20,7 @@ from dlrm_overlap.embedding.windows import WindowPair, WindowSpec
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.bags import EVERY_BAG, Partials
 from dlrm_overlap.kernels.forward.add_partials import PartialTable, add_partials, partial_table
+from dlrm_overlap.torchrec_private import get_gradient_division
 
 State = TypeVar("State")
 """What `start` returns for `finish`."""

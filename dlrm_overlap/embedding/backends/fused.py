@@ -50,6 +50,10 @@ class SlicedForward(ZeroCopyForward[Windows]):
 
     def __init__(self, context: ExchangeContext, windows: WindowPair, platform: Platform[Windows]) -> None:
         super().__init__(context, windows, platform)
+        if torch.version.hip is not None:
+            raise InputError(
+                "embedding.backend: fused on AMD GPUs, but CUDA is asked how many of its programs fit; take pgas"
+            )
         self._in_place = self.options.put == "direct"
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}

@@ -6,8 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
@@ -22,6 +20,13 @@ from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.replicated import unsynchronized_weights
+from dlrm_overlap.torchrec_private.attributes import (
+    adds_norms_over_ranks,
+    holder_of,
+    inner_optimizer,
+    keeps_norms,
+    set_optimizer,
+)
 
 _WRAPPERS = (CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, GradientClippingOptimizer, WarmupOptimizer)
 _BUCKET_BYTES = 16 << 20  # smallest bucket of gradients
@@ -58,12 +63,7 @@ class DenseStep:
         assert trained.keys() <= flat.named.keys(), "gradients of other parameters would not be averaged over the ranks"
         reasons = {id(each): why_after_the_graph(each, flat.named) for each in optimizers}
         self._after = [each for each in optimizers if reasons[id(each)] is not None]
-        after = {
-            id(getattr(p, "_original_tensor", p))
-            for each in self._after
-            for group in each.param_groups
-            for p in group["params"]
-        }
+        after = {id(holder_of(p)) for each in self._after for group in each.param_groups for p in group["params"]}
         self._may_be_kept = {name for name, parameter in flat.parameters.items() if id(parameter) in after}
         self.why_after = ", ".join(sorted({reason for reason in reasons.values() if reason is not None}))
         """why some optimizers step in `update_after` instead of `update`; empty if none does"""
@@ -150,9 +150,9 @@ def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> 
         name = type(each).__name__
         if getattr(each, "_optimizer_step_pre_hooks", None) or getattr(each, "_optimizer_step_post_hooks", None):
             return f"{name} has hooks of its steps"
-        if isinstance(each, GradientClippingOptimizer) and each._sharded_params:
+        if isinstance(each, GradientClippingOptimizer) and adds_norms_over_ranks(each):
             return f"{name} adds norms up over ranks"
-        if isinstance(each, GradientClippingOptimizer) and getattr(each, "_track_grad_norm", False):
+        if isinstance(each, GradientClippingOptimizer) and keeps_norms(each):
             return f"{name} keeps the norm of each step"
         if type(each) in _WRAPPERS or isinstance(each, FusedOptimizer):
             continue
@@ -162,7 +162,7 @@ def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> 
             for parameter in group["params"]:
                 if parameter.requires_grad and id(parameter) not in held:
                     return f"{name} has parameters that the model does not train"
-                lookup = id(getattr(parameter, "_original_tensor", parameter))
+                lookup = id(holder_of(parameter))
                 if group_of.setdefault(lookup, id(group)) != id(group):
                     return f"{name} has tables of one lookup in several groups"
     return None
@@ -187,8 +187,8 @@ def _all_of(optimizer: Any) -> Iterator[Any]:
     if isinstance(optimizer, CombinedOptimizer):
         for _, each in optimizer.optimizers:
             yield from _all_of(each)
-    elif not isinstance(optimizer, FusedOptimizer) and hasattr(optimizer, "_optimizer"):
-        yield from _all_of(optimizer._optimizer)
+    elif not isinstance(optimizer, FusedOptimizer) and (inner := inner_optimizer(optimizer)) is not None:
+        yield from _all_of(inner)
 
 
 class _NoStep:
@@ -198,12 +198,13 @@ class _NoStep:
 
 def step_alone(wrapper: Any) -> None:
     """Call `step` of a wrapper, but not of the optimizer inside it."""
-    held, wrapper._optimizer = wrapper._optimizer, _NoStep()
+    held = inner_optimizer(wrapper)
+    set_optimizer(wrapper, _NoStep())
     try:
         with torch.no_grad():
             wrapper.step()
     finally:
-        wrapper._optimizer = held
+        set_optimizer(wrapper, held)
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -212,12 +213,3 @@ def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     They include data-parallel tables, see `FlatParameters`.
     """
     return {name: each for name, each in in_backward_optimizer_filter(model.named_parameters()) if each.requires_grad}
-
-
-def leave_ddp(model: DistributedModelParallel) -> None:
-    """Take the model out of DDP, whose autograd nodes run on a stream that is not captured.
-
-    `model.init_data_parallel` wraps it again.
-    """
-    if isinstance(model._dmp_wrapped_module, DistributedDataParallel):
-        model._dmp_wrapped_module, model._ddp_wrapped = model.module, False

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
@@ -17,6 +16,7 @@ from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.id_sender import IdSender
 from dlrm_overlap.embedding.steps import weights_of
 from dlrm_overlap.embedding.torchrec_tables import TorchRecTables
+from dlrm_overlap.torchrec_private import maybe_td_to_kjt
 from dlrm_overlap.train.graphs.static_batch import StaticBatch
 
 log = logging.getLogger("dlrm_overlap")

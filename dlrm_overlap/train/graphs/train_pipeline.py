@@ -24,10 +24,11 @@ from dlrm_overlap.dense.tensor_parallel import divided_layers
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges_of
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.torchrec_private.attributes import leave_ddp, set_optimizer
 from dlrm_overlap.train.explain import capture_blockers, explain, note_why_eager
 from dlrm_overlap.train.graphs.capacity import CapacityTracker, RankConsensus
 from dlrm_overlap.train.graphs.captured import GraphPair
-from dlrm_overlap.train.graphs.dense_step import DenseStep, leave_ddp
+from dlrm_overlap.train.graphs.dense_step import DenseStep
 from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher, PlannedStep, StepKind
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.model_ids import ModelIds
@@ -201,7 +202,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if self._fallback is None and not self._has_checked_first:
             dataloader_iter = self._check_first(dataloader_iter)
         if self._fallback is not None:
-            self._fallback._optimizer = self._optimizer
+            set_optimizer(self._fallback, self._optimizer)
             return self._fallback.progress(dataloader_iter)
         try:
             self.check()

@@ -24,7 +24,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.tables import OPTIMIZERS, LocalTables
+from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.torchrec_private.fbgemm import OPTIMIZERS
 from tests.gpu.exchange.place import Place
 
 _PRECISIONS = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}

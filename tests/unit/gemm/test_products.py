@@ -11,6 +11,7 @@ from dlrm_overlap.dense.gemm.layer import ProductLayer
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.gemm.serial import scatter
 from tests.agreement import assert_same
+from tests.conftest import refuses
 
 LARGE = torch.ones(8192, 512, dtype=torch.bfloat16)
 
@@ -29,6 +30,25 @@ def test_auto_runs_serially_where_ranks_do_not_reach_each_other(
         assert products._choose(False, 8192, LARGE, layer, "auto") == ("serial", 4)
     opened.assert_called_once()
     assert "run serially, since the GPUs of these 2 ranks" in caplog.text
+
+
+def test_ways_that_the_gpu_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    layer, device = ProductLayer(LARGE), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    products = ParallelProducts(group, device)
+    for way in ("tiles", "triggered"):
+        with refuses(rf"way: {way} on a GPU of compute capability 8\.0, .* from 9\.0 on; take copies"):
+            products._choose(True, 8192, LARGE, layer, way)
+    assert products._choose(True, 8192, LARGE, layer, "copies")[0] == "copies"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert products._choose(True, 8192, LARGE, layer, "tiles")[0] == "tiles"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    products = ParallelProducts(group, device)
+    assert products._choose(True, 8192, LARGE, layer, "auto")[0] == "serial"
+    for way in ("copies", "tiles", "triggered"):
+        with refuses(f"way: {way} on AMD GPUs; .* take serial"):
+            products._choose(True, 8192, LARGE, layer, way)
 
 
 def test_on_cpus_partial_products_are_added_up_in_the_order_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

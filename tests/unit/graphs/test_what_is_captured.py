@@ -32,6 +32,7 @@ from dlrm_overlap.bench.harness.timing import max_over_ranks
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap.torchrec_private.attributes import leave_ddp
 from dlrm_overlap.train import assembly
 from dlrm_overlap.train.assembly import takes_graph
 from dlrm_overlap.train.explain import capture_blockers
@@ -40,7 +41,6 @@ from dlrm_overlap.train.graphs.dense_step import (
     dense_optimizers,
     dense_parameters,
     fused_optimizers,
-    leave_ddp,
     why_after_the_graph,
 )
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives

@@ -13,22 +13,42 @@ from dlrm_overlap.comm.fabric import Domain
 from dlrm_overlap.comm.reach import Location
 from dlrm_overlap.launching import doctor
 
-TRIED = {"torch": "2.13.0+cpu", "fbgemm_gpu": None, "fbgemm_gpu_cpu": "1.8.0", "torchrec": "1.8.0", "triton": "3.7.1"}
+NEWEST = {"torch": "2.14.1+cpu", "fbgemm_gpu": None, "fbgemm_gpu_cpu": "1.9.0", "torchrec": "1.9.2", "triton": "3.8.0"}
+ON_GPUS = {"torch": "2.11.0", "fbgemm_gpu_cpu": "1.6.0", "torchrec": "1.6.1", "triton": "3.6.0"}
 
 
 @pytest.mark.parametrize(
     ("versions", "code", "told"),
     [
-        ({}, 0, "ok     libraries: torch 2.13.0+cpu, fbgemm 1.8.0, torchrec 1.8.0, triton 3.7.1, tested together\n"),
         (
-            {"triton": None},
+            {},
             0,
-            "wrong  libraries: torch 2.13.0+cpu, fbgemm 1.8.0, torchrec 1.8.0, triton missing: triton not tested in "
-            "this combination\n"
-            "         optional: pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0 triton==3.7.1 && pip install --no-deps "
-            "torchrec==1.8.0\n",
+            "ok     libraries: torch 2.14.1+cpu, fbgemm 1.9.0, torchrec 1.9.2, triton 3.8.0: the row of torch 2.14, "
+            "tested on CPUs only (on GPUs: torch 2.11.0)\n",
         ),
-        ({"torchrec": None}, 1, "wrong  libraries: torchrec: not installed\n         cure: pip install torch=="),
+        (
+            ON_GPUS,
+            0,
+            "ok     libraries: torch 2.11.0, fbgemm 1.6.0, torchrec 1.6.1, triton 3.6.0: the row of torch 2.11, tested "
+            "on CPUs and GPUs\n",
+        ),
+        (
+            ON_GPUS | {"triton": None},
+            0,
+            "wrong  libraries: torch 2.11.0, fbgemm 1.6.0, torchrec 1.6.1, triton missing: triton not tested with this "
+            "torch\n"
+            "         optional: pip install torch==2.11.0 fbgemm-gpu-cpu==1.6.0 triton==3.6.0 && pip install --no-deps "
+            "torchrec==1.6.1\n",
+        ),
+        (
+            {"torch": "2.15.0"},
+            0,
+            "wrong  libraries: torch 2.15.0, fbgemm 1.9.0, torchrec 1.9.2, triton 3.8.0: torch is newer than 2.14.1, "
+            "the newest tested one\n"
+            "         optional: pip install torch==2.14.1 fbgemm-gpu-cpu==1.9.0 triton==3.8.0 && pip install --no-deps "
+            "torchrec==1.9.2\n",
+        ),
+        ({"torchrec": None}, 1, "wrong  libraries: torchrec: not installed\n         cure: pip install torch==2.14.1"),
     ],
 )
 def test_doctor(
@@ -38,7 +58,7 @@ def test_doctor(
     code: int,
     told: str,
 ) -> None:
-    installed(**TRIED | versions, mpi4py=None)
+    installed(**NEWEST | versions, mpi4py=None)
     assert doctor.run_doctor() == code
     out = capsys.readouterr().out
     assert told in out

@@ -13,57 +13,94 @@ import torch
 from dlrm_overlap.launching import supported_versions
 from tests.conftest import read_table, refuses
 
-CPU = "pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0 triton==3.7.1 && pip install --no-deps torchrec==1.8.0"
-OLDER = {"torch": "2.13.0+cpu", "fbgemm_gpu_cpu": "1.6.0"}
-NEWER = {"torch": "2.13.1", "fbgemm_gpu_cpu": "1.8.0", "torchrec": "1.9.2"}
-BOTH = {"torch": "2.11.0+cu130", "fbgemm_gpu": "1.6.0", "fbgemm_gpu_cpu": "1.8.0"}  # in the same files: both must match
-CUDA = "pip install torch==2.11.0 fbgemm-gpu==1.6.0 triton==3.6.0 && pip install --no-deps torchrec==1.6.1"
+CPU = "pip install torch==2.14.1 fbgemm-gpu-cpu==1.9.0 triton==3.8.0 && pip install --no-deps torchrec==1.9.2"
+CPU_2_13 = "pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0 triton==3.7.1 && pip install --no-deps torchrec==1.8.0"
+CUDA = "pip install torch==2.14.1 fbgemm-gpu==1.9.0 triton==3.8.0 && pip install --no-deps torchrec==1.9.2"
+CUDA_2_11 = "pip install torch==2.11.0 fbgemm-gpu==1.6.0 triton==3.6.0 && pip install --no-deps torchrec==1.6.1"
+OLD = {"torch": "2.9.1", "fbgemm_gpu_cpu": "1.4.0", "torchrec": "1.4.0"}
+OTHER_FBGEMM = {"torch": "2.13.0+cpu", "fbgemm_gpu_cpu": "1.6.0", "torchrec": "1.8.0"}
+OTHER_TORCHREC = {"torch": "2.13.1", "fbgemm_gpu_cpu": "1.8.0", "torchrec": "1.9.2"}
+# Both are in the same folder, so both must match.
+BOTH = {"torch": "2.11.0+cu130", "fbgemm_gpu": "1.6.0", "fbgemm_gpu_cpu": "1.8.0", "torchrec": "1.6.1"}
 
 
 @pytest.mark.parametrize(
     ("cuda", "versions", "message"),
     [
         (None, {"torch": None}, f"torch: not installed; for GPUs {CUDA}, for a CPU {CPU}"),
-        (None, {"torch": "2.9.1"}, f"torch: 2.9.1 is too old; {CPU}"),
-        (
-            None,
-            {"torch": "2.13.0+cpu", "fbgemm_gpu_cpu": "1.6.0"},
-            f"fbgemm-gpu-cpu: 1.6.0 does not match torch 2.13.0+cpu; {CPU}",
-        ),
-        ("13.0", BOTH, f"fbgemm-gpu-cpu: 1.8.0 does not match torch 2.11.0+cu130; {CUDA}"),
-        (None, NEWER, f"torchrec: 1.9.2 does not match torch 2.13.1; {CPU}"),
+        (None, OTHER_FBGEMM | {"torchrec": None}, f"torchrec: not installed; {CPU_2_13}"),
+        ("13.0", BOTH | {"fbgemm_gpu": None, "fbgemm_gpu_cpu": None}, f"FBGEMM: not installed; {CUDA_2_11}"),
+        (None, OLD, f"torch: 2.9.1 is too old; {CPU}"),
+        (None, OTHER_FBGEMM, f"fbgemm-gpu-cpu: 1.6.0 does not match torch 2.13.0+cpu; {CPU_2_13}"),
+        ("13.0", BOTH, f"fbgemm-gpu-cpu: 1.8.0 does not match torch 2.11.0+cu130; {CUDA_2_11}"),
+        ("13.0", OTHER_TORCHREC, f"torchrec: 1.9.2 does not match torch 2.13.1; {CPU_2_13}"),
     ],
 )
-def test_check_stack_names_what_does_not_match(
+def test_check_stack_names_what_is_missing_or_does_not_match(
     installed: Callable[..., None], cuda: str | None, versions: dict[str, str | None], message: str
 ) -> None:
-    installed(cuda, **versions)
+    installed(cuda, **{"fbgemm_gpu": None} | versions)
     with refuses(f"^{re.escape(message)}$"):
         supported_versions.check_stack()
 
 
-@pytest.mark.parametrize(
-    ("torch_version", "release"),
-    [("2.11.0+cu130", "1.6.1"), ("2.12.1+cpu", "1.7.0"), ("2.13.0", "1.8.0"), ("2.14.0", "1.9.0")],
-)
-def test_check_stack_takes_what_matches(installed: Callable[..., None], torch_version: str, release: str) -> None:
-    installed(torch=torch_version, fbgemm_gpu=None, fbgemm_gpu_cpu=release, torchrec=release)
-    supported_versions.check_stack()
+@pytest.mark.parametrize("stack", supported_versions.STACKS)
+def test_check_stack_takes_each_row(
+    installed: Callable[..., None], caplog: pytest.LogCaptureFixture, stack: supported_versions.Stack
+) -> None:
+    for torch_version in (stack.torch, f"{stack.torch[:-1]}7+cu130"):  # any patch release
+        installed(torch=torch_version, fbgemm_gpu=None, fbgemm_gpu_cpu=stack.fbgemm, torchrec=stack.torchrec)
+        supported_versions.check_stack()
+        assert supported_versions.row() == stack
+    assert not caplog.records
 
 
-def test_the_extras_and_the_pages_have_the_versions_of_the_table() -> None:
-    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
-    rows: dict[str, list[str]] = dict(zip(("cuda", "cpu"), read_table("docs/torchrec.md", "  | extra |"), strict=True))
-    for build, versions in supported_versions.STACKS.items():
-        names = ("torch", supported_versions.FBGEMM_NAMES[build], "torchrec", "triton")
-        pins = [f"{name}=={version}" for name, version in zip(names, versions, strict=True)]
-        found = [line.partition(";")[0] for line in extras[build]]
-        assert set(pins) - set(found) == ({pins[2]} if build == "cpu" else set())
-        assert [cell.strip("`") for cell in rows[build]] == [f"[{build}]", *pins]
-    pinned = {pin for build in rows for pin in " ".join(rows[build]).replace("`", "").split() if "==" in pin}
-    for page in ("Makefile", "pyproject.toml", "README.md", "docs/torchrec.md"):
+def test_a_newer_torch_is_a_warning_once_on_rank_0(
+    installed: Callable[..., None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(torch="2.15.0", fbgemm_gpu=None, fbgemm_gpu_cpu="1.10.0", torchrec="1.10.0")
+    for rank, texts in (("1", []), ("0", [f"torch: 2.15.0 is newer than 2.14.1, the newest tested one; {CPU}"])):
+        monkeypatch.setenv("RANK", rank)
+        supported_versions._warn_once.cache_clear()
+        supported_versions.check_stack()
+        supported_versions.check_releases()
+        assert [record.getMessage() for record in caplog.records] == texts
+
+
+def test_the_extras_and_the_pages_have_the_rows_of_the_table() -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    table = read_table("docs/torchrec.md", "  | torch |")
+    pinned = set()
+    for stack, cells in zip(supported_versions.STACKS[::-1], table, strict=True):
+        release = stack.torch.rpartition(".")[0].replace(".", "-")
+        for build, fbgemm in supported_versions.FBGEMM_NAMES.items():
+            pins = {f"torch=={stack.torch}", f"{fbgemm}=={stack.fbgemm}", f"triton=={stack.triton}"}
+            pinned |= pins | {f"torchrec=={stack.torchrec}"}
+            others = {f"torchrec=={stack.torchrec}", "nvidia-ml-py"}, {"dlrm-overlap[torchrec-needs]"}
+            wanted = pins | others[build == "cpu"]
+            named = {line.partition(";")[0] for line in extras[f"{build}-{release}"]}
+            assert {line for line in named if not line.startswith("numpy")} == wanted
+            if stack is supported_versions.STACKS[-1]:
+                assert extras[build] == [f"dlrm-overlap[{build}-{release}]"]
+        tested = "CPUs, GPUs" if stack.ran_on_gpus else "CPUs"
+        assert cells == [*stack[:4], tested, f"`[cuda-{release}]`", f"`[cpu-{release}]`"]
+    pages = ("Makefile", "README.md", "docs/torchrec.md", "CONTRIBUTING.md", "launch/README.md", "Dockerfile")
+    for page in pages:
         named = re.findall(r"\b(?:torch|torchrec|fbgemm-gpu|fbgemm-gpu-cpu|triton)==[\d.]*\d", Path(page).read_text())
         assert set(named) <= pinned, page
+    newest = supported_versions.STACKS[-1]
+    assert f"torchrec=={newest.torchrec}\n" in Path("Makefile").read_text()
+
+
+def test_the_pythons_are_the_ones_of_pyproject_the_makefile_and_the_pages() -> None:
+    (first_major, first), *_, (last_major, last) = supported_versions.PYTHONS
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">={first_major}.{first},<{last_major}.{last + 1}"
+    makefile = Path("Makefile").read_text()
+    assert f"not ({first_major}, {first}) <= sys.version_info[:2] <= ({last_major}, {last})" in makefile
+    for page in ("Makefile", "README.md", "docs/torchrec.md", "Dockerfile"):
+        assert f"{first_major}.{first} to {last_major}.{last}" in Path(page).read_text(), page
 
 
 def test_an_import_without_torchrec_names_the_command() -> None:

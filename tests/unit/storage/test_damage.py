@@ -8,17 +8,19 @@ import os
 import pickle
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from xxhash import xxh3_128
 
 from dlrm_overlap.checkpoint import manifest as manifest_module
@@ -165,6 +167,28 @@ def test_a_checkpoint_of_the_format_before_loads_with_a_warning(
     assert (said.out, said.err) == (f"{path}: whole\n", f"dlrm-overlap: {text}\n")
     os.truncate(path / DATA, 100)
     assert len(verify(path)) == 1
+
+
+def test_a_checkpoint_that_another_python_wrote_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its metadata names the class of its path, which Python 3.13 has in `pathlib._local` and others in `pathlib`."""
+    path = write_table(tmp_path / "run", [0, 4])
+    for name in ("pathlib", "pathlib._local"):
+        metadata = read_metadata(path, read_manifest(path))
+        kind: Any = type("PosixPath", (_Path,), {"__module__": name})
+        metadata.storage_meta = StorageMeta(checkpoint_id=kind())
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, name, SimpleNamespace(PosixPath=kind))
+            content = pickle.dumps(metadata)
+        assert name.encode() in content
+        _replace(path, METADATA, content)
+        read = read_metadata(path, read_manifest(path)).storage_meta
+        assert read is not None
+        assert read.checkpoint_id == "run/step_3"
+
+
+class _Path:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ("run", "step_3")
 
 
 def _encoded(folder: Path) -> Encoded:

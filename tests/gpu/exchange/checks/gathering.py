@@ -24,7 +24,7 @@ def _finish_under_delays(
     row = tl.load(order + program)
     began = clock(0, INTERPRETED)
     turn = 0
-    while clock(turn, INTERPRETED) - began < tl.load(delays + program):
+    while clock(turn, INTERPRETED) - began < tl.load(delays + program):  # pyright: ignore[reportOperatorIssue]
         turn += 1000
     lane = tl.arange(0, WIDTH)
     tl.store(rows + row * WIDTH + lane, tl.zeros((WIDTH,), tl.int64) + epoch)

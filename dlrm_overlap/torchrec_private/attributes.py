@@ -1,0 +1,191 @@
+"""Reads and writes private attributes of TorchRec's objects. A test checks that `check` lists each under its class."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.mlp import MLP, Perceptron
+from torchrec.optim.clipping import GradientClippingOptimizer
+from torchrec.optim.keyed import KeyedOptimizerWrapper, OptimizerWrapper
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.torchrec_private import (
+    BatchedFusedEmbeddingBag,
+    DpPooledEmbeddingSharding,
+    EmbeddingBagCollectionContext,
+    EmbeddingFusedOptimizer,
+    EmbeddingShardingContext,
+    GridPooledEmbeddingSharding,
+    GroupedEmbeddingConfig,
+    GroupedPooledEmbeddingsLookup,
+    KJTListSplitsAwaitable,
+    QuantizedCommCodec,
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
+    TableBatchedEmbeddingSlice,
+    TwPooledEmbeddingSharding,
+    TwRwPooledEmbeddingSharding,
+)
+
+# Sharded modules.
+
+
+def shardings_by_type(module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection) -> dict[str, Any]:
+    """Return sharding type -> `EmbeddingSharding` of a module, in the order of its lookups."""
+    if isinstance(module, ShardedEmbeddingCollection):
+        return dict(module._sharding_type_to_sharding)
+    return dict(zip(module._sharding_types, module._embedding_shardings, strict=True))
+
+
+def environment_of(module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection) -> ShardingEnv:
+    return module._env
+
+
+def lookups_of(module: ShardedEmbeddingBagCollection) -> Sequence[nn.Module]:
+    return module._lookups
+
+
+def names_in_output(module: ShardedEmbeddingBagCollection) -> list[str]:
+    return module._embedding_names
+
+
+def look_up(
+    module: ShardedEmbeddingBagCollection, numbers: Sequence[int], features: KeyedJaggedTensor
+) -> list[torch.Tensor]:
+    """Return the pooled embeddings [b, D] of the shardings `numbers` of a module; a collective.
+
+    Does what the module's `input_dist` and `compute_and_output_dist` do, for these shardings only.
+    """
+    if module._has_uninitialized_input_dist:
+        module._create_input_dist(features.keys())
+        module._has_uninitialized_input_dist = False
+    contexts, awaitables = list[Any](), list[Any]()
+    with torch.no_grad():
+        if module._has_features_permute:
+            order: Any = module._features_order_tensor
+            features = features.permute(module._features_order, order)
+        by_sharding = features.split(module._feature_splits)
+        for number in numbers:
+            ids = by_sharding[number]
+            awaitables.append(module._input_dists[number](ids))
+            contexts.append(EmbeddingShardingContext(batch_size_per_feature_pre_a2a=ids.stride_per_key()))
+        context = EmbeddingBagCollectionContext(sharding_contexts=contexts)
+        arrived = KJTListSplitsAwaitable(awaitables, context).wait().wait()
+    pooled = [
+        module._output_dists[number](module._lookups[number](arrived[i]), contexts[i])
+        for i, number in enumerate(numbers)
+    ]
+    return [each.wait() for each in pooled]
+
+
+# Shardings and lookups.
+
+
+def groups_by_rank(sharding: TwPooledEmbeddingSharding) -> list[list[GroupedEmbeddingConfig]]:
+    """Return, for each rank, the groups of tables of a sharding of any type; each group is one fused lookup."""
+    return sharding._grouped_embedding_configs_per_rank
+
+
+def own_groups(sharding: DpPooledEmbeddingSharding) -> list[GroupedEmbeddingConfig]:
+    """Return the groups of data-parallel tables, the same on every rank."""
+    return sharding._grouped_embedding_configs
+
+
+def ranks_of_a_node(sharding: TwRwPooledEmbeddingSharding | GridPooledEmbeddingSharding) -> int | None:
+    """Return the number of ranks of a node, None if all ranks are on one."""
+    return sharding._local_size if sharding._world_size != sharding._local_size else None
+
+
+def fused_lookups_of(lookup: GroupedPooledEmbeddingsLookup) -> list[tuple[GroupedEmbeddingConfig, Any]]:
+    """Return each group of tables of a sharding's lookup, pooled or not, with FBGEMM's fused lookup (TBE) of it."""
+    return [_group_and_tbe(module) for module in lookup._emb_modules]
+
+
+def _group_and_tbe(module: Any | BatchedFusedEmbeddingBag) -> tuple[GroupedEmbeddingConfig, Any]:
+    return module._config, module.emb_module
+
+
+def precision_of(codec: QuantizedCommCodec) -> str:
+    """Return the precision that a codec sends, such as "bf16"."""
+    return codec._comm_precision.value
+
+
+def loss_scale_of(codec: QuantizedCommCodec) -> float | None:
+    return codec._loss_scale
+
+
+# Data-parallel tables.
+
+
+def holder_of(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the parameter that holds the rows of a data-parallel table; other parameters hold themselves."""
+    return _holder_of(parameter) if isinstance(parameter, TableBatchedEmbeddingSlice) else parameter
+
+
+def _holder_of(table: TableBatchedEmbeddingSlice) -> nn.Parameter:
+    return table._original_tensor  # type: ignore[return-value]
+
+
+def first_element(table: TableBatchedEmbeddingSlice) -> int:
+    """Return the index of the table's first element in `holder_of` it."""
+    return table._start_offset
+
+
+# The dense part.
+
+
+def layers_of(mlp: MLP) -> list[Any]:
+    return list(mlp._mlp)  # type: ignore[arg-type]
+
+
+def set_layers(mlp: MLP, layers: Iterable[nn.Module]) -> None:
+    mlp._mlp = nn.Sequential(*layers)
+
+
+def linear_of(layer: Perceptron) -> nn.Linear:
+    return layer._linear
+
+
+def activation_of(layer: Perceptron) -> Any:
+    """Return the activation, a module or a function."""
+    return layer._activation_fn
+
+
+# Optimizers, pipelines, DDP.
+
+
+def tbe_of(optimizer: EmbeddingFusedOptimizer) -> Any:
+    """Return the fused lookup (TBE) whose rows an optimizer of tables updates."""
+    return optimizer._emb_module
+
+
+def inner_optimizer(optimizer: OptimizerWrapper | KeyedOptimizerWrapper | Any) -> Any:
+    """Return the optimizer inside a wrapper, of TorchRec or of a user; None if there is none."""
+    return getattr(optimizer, "_optimizer", None)
+
+
+def set_optimizer(outer: OptimizerWrapper | TrainPipelineSparseDist[Any, Any], optimizer: Any) -> None:
+    """Replace the optimizer inside a wrapper or a pipeline."""
+    outer._optimizer = optimizer
+
+
+def adds_norms_over_ranks(optimizer: GradientClippingOptimizer) -> bool:
+    return bool(optimizer._sharded_params)
+
+
+def keeps_norms(optimizer: GradientClippingOptimizer) -> bool:
+    return getattr(optimizer, "_track_grad_norm", False)  # not in all releases
+
+
+def leave_ddp(model: DistributedModelParallel) -> None:
+    """Take the model out of DDP, whose autograd nodes run on a stream that is not captured.
+
+    `model.init_data_parallel` wraps it again.
+    """
+    if isinstance(model._dmp_wrapped_module, DistributedDataParallel):
+        model._dmp_wrapped_module, model._ddp_wrapped = model.module, False
