@@ -15,6 +15,7 @@ from dlrm_overlap.comm.every_rank import faults
 from dlrm_overlap.comm.reach import Reach, find_reach
 from dlrm_overlap.config import AUTO, EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.embedding.configured_sharders import fused_params_of
+from dlrm_overlap.torchrec_private.check import check_private_api
 from dlrm_overlap.train.explain import explain
 
 log = logging.getLogger("dlrm_overlap")
@@ -59,13 +60,25 @@ def why_not_pgas(reach: Reach, group: dist.ProcessGroup, device: torch.device, i
     """Return why auto does not take pgas on these ranks, or None; not None on every rank or on none. A collective."""
     if not reach.is_one_node and not is_emulated:
         return f"{reach.summary()}, and messages between nodes were tested on emulated nodes only"
-    if found := faults(kernel_fault(device) if device.type == "cuda" else None, group):
+    if found := faults(_fault_of_rank(device), group):
         return found[0]
     try:
         open_arena({"trial": Region((1,), torch.int64)}, group, device, reach).close()
-    except InputError as error:  # on every rank, before any window is allocated
-        return str(error).removeprefix("embedding.backend: ").partition("; ")[0]
+    except InputError as error:  # on every rank
+        return _without_cure(error)
     return None
+
+
+def _fault_of_rank(device: torch.device) -> str | None:
+    try:
+        check_private_api()
+    except InputError as error:
+        return _without_cure(error)
+    return kernel_fault(device) if device.type == "cuda" else None
+
+
+def _without_cure(error: InputError) -> str:
+    return str(error).removeprefix("embedding.backend: ").partition("; ")[0]
 
 
 def kernel_fault(device: torch.device) -> str | None:

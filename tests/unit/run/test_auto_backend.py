@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.kernels import flags
 from dlrm_overlap.simulate.config import SimulateConfig
+from dlrm_overlap.torchrec_private.check import refusal
 from dlrm_overlap.train import auto_backend
 from dlrm_overlap.train.auto_backend import kernel_fault, why_not_pgas
 from dlrm_overlap.train.trainer import Trainer
@@ -104,6 +106,18 @@ def test_it_takes_torchrec_on_gpus_where_kernels_do_not_run(
     monkeypatch.setattr(auto_backend, "kernel_fault", lambda device: f"kernels do not run on {device} (..)")
     found = why_not_pgas(Reach.of_one_node(world_of_one), world_of_one, torch.device("cuda", 0), is_emulated=False)
     assert found == "kernels do not run on cuda:0 (..)"
+
+
+def test_it_takes_torchrec_with_libraries_that_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Any
+) -> None:
+    def changed() -> None:
+        raise refusal(["KJTList is gone"], ", or embedding.backend: torchrec")
+
+    monkeypatch.setattr(auto_backend, "check_private_api", changed)
+    assert _close(make_trainer(_config(tmp_path))).embedding.backend == "torchrec"
+    (line,) = lines()
+    assert re.fullmatch(r"backend auto: torchrec, not pgas: TorchRec [\d.]+\S*: KJTList is gone", line)
 
 
 def test_what_keeps_kernels_from_running_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
