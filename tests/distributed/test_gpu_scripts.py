@@ -24,7 +24,7 @@ from tests.conftest import configuration, read_rows
 from tests.distributed.captured import captures
 from tests.distributed.models import CPU
 from tests.distributed.workers import ranks_here, run_ranks
-from tests.gpu import caching, cross, dense, kernels_alone, launched, stages, step_parts
+from tests.gpu import caching, cross, dense, fabric, kernels_alone, launched, stages, step_parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")]
 _TINY = ["--config", "configs/bench/tiny.yaml", "--train.device", "cpu"]
@@ -145,8 +145,26 @@ def test_launched(tmp_path: Path) -> None:
     run_ranks(_run_launched, 2, tmp_path)
 
 
+def _run_fabric(_: Path) -> None:
+    gpu = SimpleNamespace(name="a GPU", uuid="of no GPU", major=9, minor=0)
+    block = SimpleNamespace(fault="no driver", handle=b"", close=lambda: None)
+    stand_ins = {"fabric_of": lambda _: fabric.read_fabric(gpu.uuid, gpu.major), "ExportedBlock": lambda *_: block}
+    properties = patch.object(torch.cuda, "get_device_properties", lambda _: gpu)
+    nvml, group = patch.object(fabric, "_nvml_fields", lambda _: "none"), dist.group.WORLD
+    assert group is not None
+    with patch.multiple(fabric, **stand_ins), properties, nvml, redirect_stdout(output := StringIO()):
+        fabric.report(CPU, group)
+    if dist.get_rank() == 0:
+        assert output.getvalue().count("POSIX_FILE_DESCRIPTOR no driver; FABRIC no driver") == 2
+        assert output.getvalue().endswith("reach: 1 node (ranks 0 to 1; 1 machine)\n")
+
+
+def test_fabric(tmp_path: Path) -> None:
+    run_ranks(_run_fabric, 2, tmp_path)
+
+
 def test_every_script_is_rehearsed() -> None:
     folder = Path(kernels_alone.__file__).parent
     scripts = {path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()}
-    rehearsed = (caching, cross, dense, kernels_alone, launched, stages, step_parts)
+    rehearsed = (caching, cross, dense, fabric, kernels_alone, launched, stages, step_parts)
     assert scripts == {each.__name__.rpartition(".")[2] for each in rehearsed}

@@ -43,8 +43,12 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    group = dist.group.WORLD
-    assert group is not None
+    assert dist.group.WORLD is not None
+    report(device, dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def report(device: torch.device, group: dist.ProcessGroup) -> None:
     about = torch.cuda.get_device_properties(device)
     lines = [
         f"rank {group.rank()}: {about.name}, {about.uuid}, compute capability {about.major}.{about.minor}",
@@ -59,7 +63,6 @@ def main() -> None:
     if group.rank() == 0:
         print(*every, f"reach: {reach.summary()}", sep="\n")
     assert reach.is_one_node, "these GPUs were one node before domains were read"
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -81,10 +81,10 @@ def step_config(name: str, keys: dict[str, Any]) -> Config:
 
 
 def _transposed(
-    first_keys: torch.Tensor, _: int, values: torch.Tensor, *__: Any, **___: Any
+    _: torch.Tensor, __: int, values: torch.Tensor, *___: Any, **____: Any
 ) -> tuple[torch.Tensor | None, ...]:
     """Return tensors of the types of FBGEMM's `transpose_embedding_input`, which sorts ids."""
-    keys, ids = torch.zeros(len(values), dtype=first_keys.dtype), torch.zeros(len(values) + 1, dtype=torch.int32)
+    keys, ids = torch.zeros_like(values), torch.zeros(len(values) + 1, dtype=torch.int32)
     return keys.clone(), None, ids[:-1], keys, None, ids[:1].clone(), ids
 
 
