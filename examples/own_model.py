@@ -1,6 +1,6 @@
 """Trains your own small TorchRec model with an embedding backend of your choice.
 
-    torchrun --nproc-per-node 2 examples/own_model.py --backend pgas        # on GPUs, or on a CPU if there are none
+    torchrun --nproc-per-node 2 examples/own_model.py                       # on GPUs, or on a CPU if there are none
     python examples/own_model.py                                            # one process
 
 The dot product of a user vector and an item vector is the logit of a click. Only two lines differ from TorchRec

@@ -68,11 +68,20 @@ def check_folder(config: Config) -> None:
 
 class RunLog:
     def __init__(
-        self, config: Config, world: World, device: torch.device, folder: Path, start: int, end: int, plan: ShardingPlan
+        self,
+        config: Config,
+        world: World,
+        device: torch.device,
+        folder: Path,
+        start: int,
+        end: int,
+        plan: ShardingPlan,
+        backend: str,
     ) -> None:
         """Open the files of a run that takes the steps `start` + 1 to `end`."""
         self.end = end
         self.config, self.world, self.device, self.folder, self.start = config, world, device, folder, start
+        self.backend = backend
         self.global_batch = config.train.samples_per_rank(world.world_size) * world.world_size
         self.step_ms: list[float] = []
         self.loss = math.nan
@@ -224,7 +233,7 @@ class RunLog:
             **{f"step_ms_p{percent}": quantile(times, percent / 100) for percent in (10, 50, 90, 95)},
             "input_wait_ms": self.waited_s * 1e3 / max(1, len(self.step_ms)),
             "peak_memory_bytes": int(memory.item()),
-            "backend": self.config.embedding.backend,
+            "backend": self.backend,
             "world_size": self.world.world_size,
             "global_batch_size": self.global_batch,
             "device": self.device.type,

@@ -136,7 +136,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
         "samples": held_out.num_samples,
         "world_size": ranks.world.world_size,
         "global_batch_size": runner.global_batch,
-        "backend": config.embedding.backend,
+        "backend": runner.embedding.backend,
         "device": ranks.device.type,
     }
 

@@ -40,20 +40,20 @@ def _metrics_of(summary: dict[str, Any]) -> dict[str, list[str]]:
 
 def _timed_table(rows: int) -> pa.Table:
     """Return a table with a sample a minute."""
-    minutes = [time_of("2026-11-19") // 10**6 + 60 * minute for minute in range(rows)]
-    return own_data.make_table(rows).append_column("at", pa.array(minutes))
+    minutes, table = [time_of("2026-11-19") // 10**6 + 60 * minute for minute in range(rows)], own_data.make_table(rows)
+    return table.set_column(table.column_names.index("at"), "at", pa.array(minutes))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     own_data.parquet.write_table(_timed_table(3000), folder / "samples.parquet")
-    (folder / "schema.yaml").write_text(f"time: at\n{own_data.SCHEMA}")
+    (folder / "schema.yaml").write_text(own_data.SCHEMA)
     paths = [str(folder / "samples.parquet"), str(folder / "days"), "--schema", str(folder / "schema.yaml")]
     prepared = run_cli("prepare", "table", *paths)
     assert prepared.returncode == 0, prepared.stderr
     assert ": 3000 samples, " in prepared.stdout
-    train(folder, "torchrec", 16)
+    train(folder, "torchrec", 16, "--embedding.backend", "torchrec")
     return folder
 
 
