@@ -22,7 +22,7 @@ STACK ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cp
 TORCHREC_cpu = $(BIN)/python -m pip install -q --no-deps torchrec==1.9.2
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 PROBE := import urllib.request as u; u.urlopen("$(CPU_WHEELS)/torch/", timeout=5)
-INDEX_cpu = $$($(BIN)/python -m pip config list | grep -qE "(index-url|no-index|find-links)=" || \
+INDEX_cpu = $$($(BIN)/python -m pip config list | grep -E "(index-url|no-index|find-links)=" > /dev/null || \
 	! $(BIN)/python -c '$(PROBE)' 2>/dev/null || echo --extra-index-url $(CPU_WHEELS))
 READY := $(VENV)/.ready-$(STACK)
 # Two processes, one test file at a time each, as the tests of a file share ranks and runs; those that start ranks first.

@@ -1,13 +1,12 @@
 """Writes folders of records that training maps from disk: `dlrm-overlap prepare`."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dlrm_overlap.config import DataConfig, InputError, in_one_line
+from dlrm_overlap.config import DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.day import Day, Ragged
 from dlrm_overlap.data.encoding import FOLDER, Encoded, write_encoding
@@ -15,6 +14,7 @@ from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.prepared import new_folder, write_samples
 from dlrm_overlap.data.records import RecordLayout
 from dlrm_overlap.data.schema import Schema
+from dlrm_overlap.launching.progress_bar import ProgressBar
 
 _T = TypeVar("_T")
 _BATCH = 8192  # samples packed at once
@@ -49,31 +49,34 @@ def prepare_files(
         ModuleNotFoundError: without pyarrow.
     """
     from dlrm_overlap.data.encoder import Encoder  # needs pyarrow
-    from dlrm_overlap.data.table_files import READ_ERRORS, read_blocks, table_files
+    from dlrm_overlap.data.table_files import count_rows, read_files, table_files
 
     encoding = like and like.read()
     schema = encoding.schema if encoding else schema
     assert schema is not None, "a schema, or an encoding, which has one"
     files, encoder = table_files(source), Encoder(schema, encoding and encoding.keys)
 
-    def read(purpose: str, use: Callable[[int, Any], _T]) -> Iterator[_T]:
-        for file in files:
-            print(f"{file.name}: {purpose}", file=sys.stderr)
-            try:
-                for row, block in read_blocks(file, schema, block_bytes):
-                    yield use(row, block)
-            except READ_ERRORS as error:
-                raise InputError(f"{file}: {in_one_line(error)}; correct the file, or the schema") from None
+    def read(bar: ProgressBar, use: Callable[[int, Any], _T]) -> Iterator[_T]:
+        def count(file: Path, row: int, block: Any) -> _T:
+            used = use(row, block)
+            bar.advance(block.num_rows)
+            return used
+
+        return read_files(files, schema, block_bytes, bar, count, "correct the file, or the schema")
 
     with new_folder(target):
+        rows = count_rows(files)
         if encoder.learns:
-            for _ in read("counting values", encoder.learn):
-                pass
+            with ProgressBar("counting values", rows) as bar:
+                for _ in read(bar, encoder.learn):
+                    pass
+            rows = bar.count
         encoded = like.copy(target / FOLDER) if like else write_encoding(target / FOLDER, schema, encoder.finish())
         labels = {name: label.weight for name, label in schema.labels.items()}
         sizes = [None if column.list else 1 for column in schema.categorical.values()]
         layout = RecordLayout(labels, max(1, len(schema.dense)), encoder.rows, sizes, encoding=encoded.digest)
-        layout = write_samples(target, layout, read("writing samples", encoder.encode), timed=bool(schema.time))
+        with ProgressBar("writing samples", rows) as bar:
+            layout = write_samples(target, layout, read(bar, encoder.encode), timed=bool(schema.time))
         if not layout.samples:
             raise InputError(f"{source}: no samples; name a file, or a folder, that has some")
         counted = [Unknown(name, count, encoder.values[name]) for name, count in encoder.unknown.items()]
@@ -103,15 +106,18 @@ def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> Re
         encoding=encoded and encoded.digest,
     )
 
-    def read() -> Iterator[Day]:
-        yield from _read(train, end, config.workers)
-        yield from _read(evaluated, held_out or 0, config.workers)
+    def read(bar: ProgressBar) -> Iterator[Day]:
+        for dataset, samples in ((train, end), (evaluated, held_out or 0)):
+            for day in _read(dataset, samples, config.workers):
+                yield day
+                bar.advance(len(day.labels))
 
     with new_folder(target):
         if encoded:
             encoded.copy(target / FOLDER)
         timed = all(each.times(0, 1) is not None for each in (train, evaluated))
-        return write_samples(target, layout, read(), timed)
+        with ProgressBar("writing samples", end + (held_out or 0), "samples") as bar:
+            return write_samples(target, layout, read(bar), timed)
 
 
 def _read(dataset: Dataset, end: int, workers: int) -> Iterator[Day]:

@@ -1,19 +1,24 @@
 """Reads files of samples by a schema: text (CSV, TSV; plain or compressed), Parquet and Arrow IPC."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from pyarrow import csv, dataset, fs
 
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.data.day import require_successive
 from dlrm_overlap.data.schema import Schema
+from dlrm_overlap.launching.parsing import nearest
+from dlrm_overlap.launching.progress_bar import ProgressBar
+from dlrm_overlap.launching.text_table import count_of
 
-READ_ERRORS = (ValueError, OSError, pa.ArrowException)  # an InputError is a ValueError
+_T = TypeVar("_T")
+_READ_ERRORS = (ValueError, OSError, pa.ArrowException)  # an InputError is a ValueError
 _BLOCK_ROWS = 1 << 16
+_SHOWN_COLUMNS = 12  # in an error
 _FORMATS = {  # by suffix, case-insensitive; all other files are text
     ".parquet": dataset.ParquetFileFormat,
     ".arrow": dataset.IpcFileFormat,
@@ -41,39 +46,86 @@ def table_files(path: Path) -> list[Path]:
     return sorted(files, key=lambda file: re.sub(r"\d+", lambda number: number[0].zfill(20), file.name))
 
 
-def read_blocks(
-    file: Path, schema: Schema, block_bytes: int, names: Sequence[str] | None = None
-) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield the number of each block's first row in the file, and the block, with the columns `names` or the schema's.
+def count_rows(files: Sequence[Path]) -> int | None:
+    """Return the number of rows of Parquet and Arrow files, by their metadata; None if that does not tell."""
+    try:
+        fragments = [_fragment(file) for file in files if file.stat().st_size]
+        return None if None in fragments else sum(fragment.count_rows() for fragment in fragments)
+    except _READ_ERRORS:  # a damaged file, which is reported when it is read, or two columns of a name
+        return None
+
+
+def read_files(
+    files: Sequence[Path],
+    schema: Schema,
+    block_bytes: int,
+    bar: ProgressBar,
+    use: Callable[[Path, int, pa.RecordBatch], _T],
+    cure: str,
+    names: Sequence[str] | None = None,
+) -> Iterator[_T]:
+    """Yield `use` of each file, the number of a block's first row in it, and the block.
 
     A header counts as a row, blank lines do not.
+
+    Args:
+        block_bytes: size of a block of text.
+        bar: is told an estimate of the number of rows of all files.
+        cure: end of the message of an InputError.
+        names: columns to read, by default the schema's.
+
+    Raises:
+        InputError: if a file cannot be read, or lacks a column; also if `use` raises a ValueError.
     """
-    row, names = 1, schema.read if names is None else names
-    if not file.stat().st_size:
+    sizes, rows = [file.stat().st_size for file in files], 0
+    for i, file in enumerate(files):
+        try:
+            for row, block, read in _read_blocks(file, schema, block_bytes, schema.read if names is None else names):
+                rows += block.num_rows
+                bar.estimate(rows * sum(sizes) / max(1, sum(sizes[:i]) + read))
+                yield use(file, row, block)
+        except _READ_ERRORS as error:
+            raise InputError(f"{file}: {in_one_line(error)}; {cure}") from None
+
+
+def _read_blocks(
+    file: Path, schema: Schema, block_bytes: int, names: Sequence[str]
+) -> Iterator[tuple[int, pa.RecordBatch, int]]:
+    """Yield the number of each block's first row, the block, and how many bytes were read so far, of text."""
+    row, size = 1, file.stat().st_size
+    if not size:
         return
-    if kind := _FORMATS.get(file.suffix.lower()):
-        fragment = kind().make_fragment(str(file), fs.LocalFileSystem())
+    if (fragment := _fragment(file)) is not None:
         _require_columns(names, fragment.physical_schema.names)
-        blocks = fragment.to_batches(columns=names, batch_size=_BLOCK_ROWS)
-    elif not _text(file).read(1):  # compressed, and empty
+        blocks, raw = fragment.to_batches(columns=names, batch_size=_BLOCK_ROWS), None
+    elif not _text(file)[1].read(1):  # compressed, and empty
         return
     else:
         if schema.columns is None:
-            _require_columns(names, _open_csv(file, schema, block_bytes).schema.names)
+            _require_columns(names, _open_csv(_text(file)[1], schema, block_bytes).schema.names)
             row += 1
-        blocks = _open_csv(file, schema, block_bytes, names)
+        raw, text = _text(file)
+        blocks = _open_csv(text, schema, block_bytes, names)
     for block in blocks:
-        yield row, block
+        yield row, block, size if raw is None else raw.tell()
         row += block.num_rows
 
 
-def _text(file: Path) -> pa.NativeFile:
-    return pa.input_stream(str(file), compression=_PACKED.get(file.suffix.lower()))
+def _fragment(file: Path) -> Any:
+    """Open a Parquet or Arrow file; None if `file` is text."""
+    kind = _FORMATS.get(file.suffix.lower())
+    return kind and kind().make_fragment(str(file), fs.LocalFileSystem())
 
 
-def _open_csv(file: Path, schema: Schema, block_bytes: int, columns: Sequence[str] = ()) -> Any:
+def _text(file: Path) -> tuple[pa.NativeFile, pa.NativeFile]:
+    """Open a file as it is stored, and its text, which is read from there."""
+    raw, packed = pa.OSFile(str(file)), _PACKED.get(file.suffix.lower())
+    return raw, pa.CompressedInputStream(raw, packed) if packed else raw
+
+
+def _open_csv(text: pa.NativeFile, schema: Schema, block_bytes: int, columns: Sequence[str] = ()) -> Any:
     return csv.open_csv(
-        _text(file),
+        text,
         csv.ReadOptions(column_names=schema.columns, block_size=block_bytes, use_threads=False),  # errors name rows
         csv.ParseOptions(delimiter=schema.delimiter, quote_char='"' if schema.delimiter != "\t" else False),
         csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.binary()), include_columns=columns),
@@ -82,6 +134,11 @@ def _open_csv(file: Path, schema: Schema, block_bytes: int, columns: Sequence[st
 
 def _require_columns(needed: Sequence[str], found: Sequence[str]) -> None:
     for name in needed:
-        if (number := found.count(name)) != 1:
-            what = "twice" if number else f"missing; the file has {', '.join(found):.200}"
-            raise InputError(f"column {name}: {what}")
+        if (number := found.count(name)) > 1:
+            raise InputError(f"column {name}: twice")
+        if not number:
+            near = nearest(name, found)
+            hint = f"did you mean {near:.200}?" if near else "none has a similar name"
+            if not near and len(found) <= _SHOWN_COLUMNS:
+                hint = f"{', '.join(found):.200}"
+            raise InputError(f"column {name}: missing among the file's {count_of(len(found), 'column')} ({hint})")

@@ -21,6 +21,7 @@ from dlrm_overlap.bench.options import FIGURES, options_of
 from dlrm_overlap.config import BelowOne, Config, FullPath, InputError, NonNegativeInt, PositiveInt
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.launcher import announced_rank
+from dlrm_overlap.launching.library_warnings import hide_library_warnings
 from dlrm_overlap.launching.lifetime import SAVED, report_missing, say, unblock_signals
 from dlrm_overlap.launching.parsing import Parser, parse_config, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
@@ -35,6 +36,7 @@ def train(argv: list[str]) -> int:
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.run_log import check_folder
+        from dlrm_overlap.train.evaluation import label_table, means_of
         from dlrm_overlap.train.trainer import PreemptedError
 
         check_folder(ranks.config)  # before a process group is created
@@ -49,9 +51,11 @@ def train(argv: list[str]) -> int:
         trainer.close()
         if ranks.world.rank == 0:
             print(
-                f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
+                f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}{means_of(summary, 'eval_')}, "
                 f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
             )
+            if table := label_table(summary, "eval_"):
+                print(table)
             _print_paths(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
         return 0
 
@@ -360,6 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
+        hide_library_warnings()
         if argv[0] != "train":  # the only command that saves, and it unblocks signals when it can
             unblock_signals()
         return COMMANDS[argv[0]](argv[1:])

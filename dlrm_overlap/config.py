@@ -91,7 +91,9 @@ TableOptimizer = Literal[
     "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
 ]
 Memory = Literal["gpu", "cached", "auto"]
-BackendName = Annotated[str, ValueRule(f"one of {', '.join(map(repr, BACKENDS))}", BACKENDS.__contains__)]
+AUTO = "auto"
+BACKEND_NAMES = (AUTO, *BACKENDS)
+BackendName = Annotated[str, ValueRule(f"one of {', '.join(map(repr, BACKEND_NAMES))}", BACKEND_NAMES.__contains__)]
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 # Batches that loader processes keep in addition to those read ahead, as copies of them to the GPU may be in flight.
@@ -288,10 +290,11 @@ class ModelConfig:
 class EmbeddingConfig:
     """The embedding stage: from ids to pooled embeddings, and from their gradients to updated rows."""
 
-    backend: BackendName = "torchrec"
+    backend: BackendName = AUTO
     """torchrec: FBGEMM's lookup and an All-to-All by NCCL (gloo on CPU). nccl: this project's lookup and the same
     All-to-All. pgas: kernels store pooled rows straight into the peers' memory. fused: the same by one persistent
-    kernel, for short steps that are not captured; on CPUs identical to pgas"""
+    kernel, for short steps that are not captured; on CPUs identical to pgas. auto: pgas where it works and all ranks
+    are in one node, else torchrec; the log says which, and why"""
     schedule: Literal["linear", "remote_first", "balanced"] = "balanced"
     """pgas, fused, on GPUs: order in which a rank stores to its peers"""
     put: Literal["direct", "staged"] = "direct"
@@ -333,10 +336,10 @@ class EmbeddingConfig:
     """data type of the rows"""
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """data type in which pooled embeddings and their gradients are sent; auto is bf16 if train.precision is bf16 and
-    the backend is not torchrec, else fp32"""
+    the run's backend is not torchrec, else fp32"""
 
     def __post_init__(self) -> None:
-        caches = self.backend == "torchrec" or BACKENDS[self.backend].stores_to_peers
+        caches = self.backend in (AUTO, "torchrec") or BACKENDS[self.backend].stores_to_peers
         if self.may_cache and not caches:
             raise InputError(
                 f"embedding.memory: {self.memory}, but backend {self.backend} updates rows on the GPU alone; take "
@@ -345,8 +348,9 @@ class EmbeddingConfig:
 
     def resolved_wire_dtype(self, precision: str) -> str:
         """Return `wire_dtype`, where auto becomes bf16 for a dense part in bf16, and otherwise fp32."""
-        if self.wire_dtype != "auto":
+        if self.wire_dtype != AUTO:
             return self.wire_dtype
+        assert self.backend != AUTO, "the backend is chosen before its wire type"
         return "bf16" if precision == "bf16" and self.backend != "torchrec" else "fp32"
 
     @property
@@ -438,7 +442,7 @@ class LogConfig:
     dir: FullPath = "runs"
     """folder of the runs; this run writes to dir/name"""
     name: FolderName | None = None
-    """name of the run; null takes embedding.backend"""
+    """name of the run; null takes embedding.backend as it is set, so auto is named auto on every machine"""
     every: PositiveInt = 10
     """steps between two log lines"""
     tensorboard: bool = True

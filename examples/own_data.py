@@ -2,8 +2,8 @@
 
     python examples/own_data.py --folder own_data --nproc 2        # on GPUs, or on a CPU if there are none
 
-The table is created here as a Parquet file. Its 39 columns are two labels, 8 numbers, 28 strings and a list.
-docs/configuration.md describes schemas.
+The tables are created here as Parquet files: samples.parquet, for training, and later.parquet, the days after it. Their
+40 columns are a time, two labels, 8 numbers, 28 strings and a list. docs/configuration.md describes schemas.
 """
 
 import argparse
@@ -16,9 +16,11 @@ from pyarrow import parquet
 
 from dlrm_overlap.cli import main
 
+FIRST_S, EVERY_S = 1793491200, 120  # 2026-11-01, as a Unix time; a sample every two minutes
 NUMBERS, TEXTS = [f"number_{i}" for i in range(8)], [f"text_{i}" for i in range(28)]
 SCHEMA = "\n".join(
     [
+        "time: at",
         "labels:",
         "  click: {}",
         "  purchase: {weight: 0.5}",
@@ -32,15 +34,16 @@ SCHEMA = "\n".join(
 )
 
 
-def make_table(rows: int) -> pa.Table:
-    """Return samples whose labels depend on the first number, the first string and the list."""
-    rng = np.random.default_rng(0)
+def make_table(rows: int, first: int = 0) -> pa.Table:
+    """Return samples [first, first + rows), whose labels depend on the first number, the first string and the list."""
+    rng = np.random.default_rng(first)
     numbers, texts = rng.normal(size=(8, rows)), rng.zipf(1.5, (28, rows)) % 100
     words = [[f"w{word}" for word in rng.integers(0, 50, rng.integers(0, 8))] for _ in range(rows)]
     score = numbers[0] + (texts[0] % 3 - 1.0) + [("w1" in each) - 0.1 for each in words]
     columns = {"click": rng.random(rows) < 1 / (1 + np.exp(-score))}
     columns["purchase"] = columns["click"] & (rng.random(rows) < 0.3)
     columns = {name: column.astype(np.int8) for name, column in columns.items()}
+    columns |= {"at": FIRST_S + EVERY_S * np.arange(first, first + rows)}
     columns |= dict(zip(NUMBERS, numbers, strict=True))
     columns |= {name: [f"v{value}" for value in each] for name, each in zip(TEXTS, texts, strict=True)}
     return pa.table(columns | {"words": words})
@@ -50,6 +53,7 @@ def run(folder: Path, rows: int, options: list[str]) -> int:
     """Write a table of `rows` samples in `folder`, prepare it, and train with further `options` of train."""
     folder.mkdir(parents=True, exist_ok=True)
     parquet.write_table(make_table(rows), folder / "samples.parquet")
+    parquet.write_table(make_table(rows // 10, first=rows), folder / "later.parquet")
     (folder / "schema.yaml").write_text(SCHEMA + "\n")
     table, days = str(folder / "samples.parquet"), str(folder / "days")
     if code := main(["prepare", "table", table, days, "--schema", str(folder / "schema.yaml")]):

@@ -1,10 +1,10 @@
 """Trains your own small TorchRec model with an embedding backend of your choice.
 
-    torchrun --nproc-per-node 2 examples/own_model.py --backend pgas        # on GPUs, or on a CPU if there are none
+    torchrun --nproc-per-node 2 examples/own_model.py                       # on GPUs, or on a CPU if there are none
     python examples/own_model.py                                            # one process
 
 The dot product of a user vector and an item vector is the logit of a click. Only two lines differ from TorchRec
-(--backend torchrec): the sharder and the pipeline (docs/torchrec.md). Ignore the planner's and PyTorch's warnings.
+(--backend torchrec): the sharder and the pipeline (docs/torchrec.md).
 """
 
 import argparse
@@ -18,7 +18,7 @@ from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -29,6 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap import GraphTrainPipeline, OverlapEmbeddingBagCollectionSharder, constraints
 from dlrm_overlap.launching import launcher, process_group
+from dlrm_overlap.launching.library_warnings import hide_library_warnings
 
 USER, ITEM = ("user", "history"), ("item", "words")  # the features of each tower
 ROWS = {"user": 4000, "history": 1000, "item": 1000, "words": 400}  # rows of each feature's table
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
 
+    hide_library_warnings()  # what TorchRec and PyTorch warn of in their own code
     world = launcher.detect()  # torchrun, mpirun, srun, or this process alone
     device = process_group.find_device("auto", world.local_rank, world.source)
     process_group.init_process_group(world, device)  # also sets streams' priorities on a GPU
@@ -93,7 +95,8 @@ def main() -> None:
         sharders = [OverlapEmbeddingBagCollectionSharder(fused_params, backend=options.backend)]
 
     towers = TwoTowers(device)
-    planner = EmbeddingShardingPlanner(batch_size=SAMPLES, constraints=constraints(towers))
+    topology = Topology(world.world_size, device.type, local_world_size=world.local_world_size)
+    planner = EmbeddingShardingPlanner(topology, batch_size=SAMPLES, constraints=constraints(towers))
     plan = planner.collective_plan(towers, sharders, dist.group.WORLD)
     model = DistributedModelParallel(towers, device=device, plan=plan, sharders=sharders)
 

@@ -146,8 +146,8 @@ def run_cli(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[s
 
 
 def run_quickstart(folder: Path, name: str, nproc: int, *options: str) -> subprocess.CompletedProcess[str]:
-    """Train the quickstart on `nproc` CPU processes, and log every step."""
-    argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu"]
+    """Train the quickstart on `nproc` CPU processes, with `torchrec` unless asked otherwise, and log every step."""
+    argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu", "--embedding.backend", "torchrec"]
     argv += ["--nproc", str(nproc)] if nproc > 1 else []
     argv += ["--log.dir", str(folder), "--log.name", name, "--log.every", "1", "--checkpoint.last", "false", *options]
     return run_cli(*argv)

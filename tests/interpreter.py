@@ -40,7 +40,8 @@ def _take_masks_of_integers(name: str) -> None:
 
     def call(self: Any, *operands: Any, **options: Any) -> Any:
         mask = operands[1 if "load" in name else 2]
-        mask.data = mask.data.astype(bool, copy=False)
+        if isinstance(mask, interpreter.TensorHandle):  # older tritons also pass arrays, which are of bools
+            mask.data = mask.data.astype(bool, copy=False)
         return access(self, *operands, **options)
 
     setattr(interpreter.InterpreterBuilder, name, call)

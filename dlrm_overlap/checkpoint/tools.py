@@ -20,7 +20,7 @@ def show(path: Path) -> str:
         "step": manifest.step,
         "format": manifest.format,
         "ranks": about.get("world_size", "unknown"),
-        "backend": about.get("config", {}).get("embedding", {}).get("backend", "unknown"),
+        "backend": about.get("backend") or about.get("config", {}).get("embedding", {}).get("backend", "unknown"),
         "plan": ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds))) or "unknown",
         **about.get("versions", {}),
         **manifest.metrics,

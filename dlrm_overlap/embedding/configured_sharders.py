@@ -28,7 +28,7 @@ def build_sharders(
     leading_columns: int = 0,
     fused_params: Mapping[str, Any] | None = None,
 ) -> list[ModuleSharder[Any]]:
-    """Return the sharders of pooled and of unpooled tables for the configured backend.
+    """Return the sharders of pooled and of unpooled tables for the configured backend, which is not `auto`.
 
     If the wire type is the type of the dense part (`precision`), pooled embeddings have this type, with
     `leading_columns` columns in front; otherwise they are float32 without such columns. Unpooled rows are sent as

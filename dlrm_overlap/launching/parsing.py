@@ -219,8 +219,15 @@ def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[s
 
 def suggest(name: str, known: Sequence[str]) -> str:
     """Return "did you mean X?" with the most similar of `known`, or a list of all."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    close = nearest(name, known)
+    return f"did you mean {close}?" if close else f"known: {', '.join(known)}"
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """Return the name in `known` that is most similar to `name`, by any case; None if none is similar."""
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return by_lower[close[0]] if close else None
 
 
 def _suggest_option(name: str, known: Sequence[str]) -> str:

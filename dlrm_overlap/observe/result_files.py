@@ -127,7 +127,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
             summary = json.load(file, parse_constant=_refuse)
         if type(summary["steps"]) is not int or summary["steps"] < 0:
             raise ValueError(f"steps {summary['steps']!r:.40}")
-        for key in _RESULTS:
+        for key in (*_RESULTS, *(key for key in summary if key.startswith("eval_") and "/" in key)):
             if summary[key] is not None and not is_number(summary[key]):
                 raise ValueError(f"{key} {summary[key]!r:.40}")
     except FileNotFoundError:

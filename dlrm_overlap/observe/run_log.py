@@ -21,6 +21,7 @@ from dlrm_overlap.checkpoint.manifest import newest_checkpoint, same_checkpoint
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.launching.text_table import duration
 from dlrm_overlap.observe.metrics import WARMUP_STEPS, make_tracer, memory_bytes, quantile
 from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, remove, write_atomically
 
@@ -31,12 +32,8 @@ def start_logging(rank: int) -> None:
     """Send the package's log to standard error: everything on rank 0, only warnings on other ranks."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
-    # TorchRec and DDP warn about deprecated names that they use themselves.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     if rank > 0:  # rank 0 shows the same warnings of libraries
         warnings.filterwarnings("ignore", category=UserWarning, module="torchrec|torch")
-    for library in ("torchrec", "torch.fx"):
-        logging.getLogger(library).setLevel(logging.ERROR)
     log.handlers = [handler]
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     log.propagate = False
@@ -71,9 +68,20 @@ def check_folder(config: Config) -> None:
 
 class RunLog:
     def __init__(
-        self, config: Config, world: World, device: torch.device, folder: Path, start: int, plan: ShardingPlan
+        self,
+        config: Config,
+        world: World,
+        device: torch.device,
+        folder: Path,
+        start: int,
+        end: int,
+        plan: ShardingPlan,
+        backend: str,
     ) -> None:
+        """Open the files of a run that takes the steps `start` + 1 to `end`."""
+        self.end = end
         self.config, self.world, self.device, self.folder, self.start = config, world, device, folder, start
+        self.backend = backend
         self.global_batch = config.train.samples_per_rank(world.world_size) * world.world_size
         self.step_ms: list[float] = []
         self.loss = math.nan
@@ -182,7 +190,15 @@ class RunLog:
                 "memory/peak_bytes": float(memory_bytes(self.device)),
             },
         )
-        log.info("step %d: loss %.4f, %.1f ms a step, %.1f ms of it input wait", step, self.loss, mean_ms, wait_ms)
+        where, left = f"step {step} of {self.end}", self._time_left(step, mean_ms)
+        log.info("%s: loss %.4f, %.1f ms a step, %.1f ms of it input wait%s", where, self.loss, mean_ms, wait_ms, left)
+
+    def _time_left(self, step: int, mean_ms: float) -> str:
+        """Return ", 9 s left", from the mean of the last steps, evaluations and saves aside; "" after the last step."""
+        if step >= self.end:
+            return ""
+        at_most = "at most " if self.config.train.target_auroc else ""
+        return f", {at_most}{duration((self.end - step) * mean_ms / 1e3)} left"
 
     def evaluation(
         self, step: int, values: dict[str, float], windows: Mapping[str, Mapping[str, float]] | None = None
@@ -217,7 +233,7 @@ class RunLog:
             **{f"step_ms_p{percent}": quantile(times, percent / 100) for percent in (10, 50, 90, 95)},
             "input_wait_ms": self.waited_s * 1e3 / max(1, len(self.step_ms)),
             "peak_memory_bytes": int(memory.item()),
-            "backend": self.config.embedding.backend,
+            "backend": self.backend,
             "world_size": self.world.world_size,
             "global_batch_size": self.global_batch,
             "device": self.device.type,

@@ -16,6 +16,7 @@ from dlrm_overlap.checkpoint.manifest import locate_checkpoint
 from dlrm_overlap.config import FullPath, InputError, PositiveInt, in_one_line
 from dlrm_overlap.launching.files import replacing
 from dlrm_overlap.launching.parsing import Parser
+from dlrm_overlap.launching.progress_bar import ProgressBar
 from dlrm_overlap.launching.text_table import count_of
 
 _BLOCK_BYTES = 1 << 21  # of text
@@ -50,43 +51,42 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
     The file has the columns `keys` of the table, then a float32 probability for each label, under its name. It appears
     once it is complete.
     """
-    from dlrm_overlap.data.table_files import READ_ERRORS, read_blocks, table_files
+    from dlrm_overlap.data.table_files import count_rows, read_files, table_files
     from dlrm_overlap.predict.scorer import Scorer
 
-    scorer, count = Scorer(checkpoint), 0
+    scorer = Scorer(checkpoint)
     if twice := [name for name in keys if name in scorer.labels or keys.count(name) > 1]:
         raise InputError(f"--key {twice[0]}: the output has a column of that name already; leave it out")
     names = list(dict.fromkeys([*scorer.columns, *keys]))
-
-    def blocks() -> Iterator[tuple[Path, int, Any]]:
-        for file in table_files(table):
-            try:
-                for row, block in read_blocks(file, scorer.schema, _BLOCK_BYTES, names):
-                    yield file, row, block
-            except READ_ERRORS as error:
-                raise InputError(f"{file}: {in_one_line(error)}; correct the file") from None
+    files = table_files(table)
 
     try:
         with replacing(output) as stream, _scoring(scorer, checkpoint, processes) as score, ExitStack() as stack:
+            bar = stack.enter_context(ProgressBar("predicting", count_rows(files)))
+            blocks = read_files(files, scorer.schema, _BLOCK_BYTES, bar, _as_block, "correct the file", names)
             writer: Any = None
             schema: Any = None
-            for found in score(blocks(), keys):
+            for found in score(blocks, keys):
                 if writer is None:
                     open_writer = csv.CSVWriter if output.suffix.lower() == ".csv" else parquet.ParquetWriter
                     writer = stack.enter_context(open_writer(stream, found.schema))
                     schema = found.schema
                 writer.write_table(found.cast(schema))
-                count += len(found)
+                bar.advance(len(found))
             if writer is None:
                 raise InputError(f"{table}: no rows; name a file, or a folder, that has some")
     except OSError as error:
         reason = error.strerror or in_one_line(error)
         raise InputError(f"--output: {output} cannot be written ({reason}); name another file") from None
-    return count
+    return bar.count
 
 
 Block = tuple[Path, int, Any]
 """a file, the number of a block's first row in it, and the block"""
+
+
+def _as_block(*block: Any) -> Block:
+    return block
 
 
 @contextmanager

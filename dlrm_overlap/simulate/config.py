@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.config import Config, InputError, NonNegativeFloat, PositiveFloat, PositiveInt
+from dlrm_overlap.config import AUTO, Config, EmbeddingConfig, InputError, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ class NetworkConfig:
 class SimulateConfig(Config):
     """The configuration of a simulated run, which must give the tables' rows, and of the machines that it runs on."""
 
+    embedding: EmbeddingConfig = field(default_factory=lambda: EmbeddingConfig(backend="torchrec"))
     what: Literal["stage", "backward", "step"] = "step"
     """stage: lookup and exchange, forward only; backward: from the embeddings' gradient to the updated rows (push has
     sorted the ids before); step: a whole captured training step"""
@@ -116,6 +117,8 @@ class SimulateConfig(Config):
     def __post_init__(self) -> None:
         if self.data.tables.rows is None:
             raise InputError("data.tables.rows: null, but a simulation reads no data; set the tables' rows")
+        if self.embedding.backend == AUTO:
+            raise InputError("embedding.backend: auto depends on a run's machines; simulate torchrec, pgas or fused")
         if self.model.sequence.history is not None:
             raise InputError("model.sequence.history: the simulator has no model of tables that are not pooled")
         if self.network.gpus_per_node % self.network.machine_size:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_overlap.backends import BACKENDS
@@ -25,6 +25,7 @@ from dlrm_overlap.embedding.plan import build_topology, make_plan
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import count_of
+from dlrm_overlap.train.auto_backend import Sharders, plan_by_backend
 from dlrm_overlap.train.dense_part import cast_once, compile_dense, compile_loss, divide_head, join_dense
 from dlrm_overlap.train.explain import capture_blockers
 from dlrm_overlap.train.graphs.dense_step import dense_parameters
@@ -33,7 +34,7 @@ from dlrm_overlap.train.model import TrainTask, build_model
 
 log = logging.getLogger("dlrm_overlap")
 
-MakeSharders = Callable[[EmbeddingConfig, str, int], list[ModuleSharder[Any]]]
+MakeSharders = Callable[[EmbeddingConfig, str, int], Sharders]
 """Takes section `embedding`, the dense part's precision, and the number of columns to leave in front of the pooled
 embeddings; returns sharders."""
 
@@ -67,8 +68,10 @@ class LearningRate:
 
 def assemble(
     config: Config, world: World, device: torch.device, train: Dataset, make_sharders: MakeSharders
-) -> tuple[DistributedModelParallel, CombinedOptimizer, TrainPipeline[Any, Any], ShardingPlan]:
-    """Build the sharded model, its optimizer, pipeline and plan; a collective.
+) -> tuple[DistributedModelParallel, CombinedOptimizer, TrainPipeline[Any, Any], ShardingPlan, EmbeddingConfig]:
+    """Build the sharded model, its optimizer, pipeline and plan; return them and `config.embedding`; a collective.
+
+    In the returned `config.embedding` the backend `auto` is replaced by the backend in use.
 
     Raises:
         InputError: if the ranks cannot run the configuration.
@@ -86,10 +89,14 @@ def assemble(
     # Divide layers before they are sharded, compiled and captured.
     if config.model.top_parallel == "tensor":
         divide_head(dlrm.head, ParallelProducts(group, device, config.embedding.wait_timeout_s))
-    # Shard the tables.
-    sharders = make_sharders(config.embedding, config.train.precision, dlrm.front_columns)
+    # Choose the backend, and shard the tables.
     topology = build_topology(device, world.world_size, world.local_world_size)
-    plan = make_plan(task, sharders, topology, config.embedding, train.pooling, samples, group)
+
+    def plan_for(embedding: EmbeddingConfig) -> tuple[Sharders, ShardingPlan]:
+        sharders = make_sharders(embedding, config.train.precision, dlrm.front_columns)
+        return sharders, make_plan(task, sharders, topology, embedding, train.pooling, samples, group)
+
+    embedding, sharders, plan = plan_by_backend(config.embedding, plan_for, task, group, device)
     model = DistributedModelParallel(
         module=task,
         env=ShardingEnv.from_process_group(group),
@@ -101,7 +108,7 @@ def assemble(
     )
     task.to(device)
     # Compile the dense part, and capture it or wrap it with DDP unless the whole step is captured.
-    graph = takes_graph(config, model, device)
+    graph = takes_graph(config.train.pipeline, embedding.backend, model, device)
     casts_once = graph and config.train.flat_dense and config.train.precision == "bf16"
     if config.train.compile_dense:
         compile_loss(task)
@@ -133,12 +140,12 @@ def assemble(
             capture=None if config.train.capture else False,
         )
     else:
-        pipeline = _torchrec_pipeline(config, model, optimizer, plan, device)
-    return model, optimizer, pipeline, plan
+        pipeline = _torchrec_pipeline(embedding.backend, model, optimizer, plan, device)
+    return model, optimizer, pipeline, plan, embedding
 
 
 def _torchrec_pipeline(
-    config: Config,
+    backend: str,
     model: DistributedModelParallel,
     optimizer: CombinedOptimizer,
     plan: ShardingPlan,
@@ -147,18 +154,20 @@ def _torchrec_pipeline(
     tables = [each for params in plan.plan.values() for each in params.values()]  # type: ignore[attr-defined]
     cached = any(table.cache_params is not None for table in tables)
     # FBGEMM fills its row caches one step ahead.
-    prefetches = cached and config.embedding.backend == "torchrec" and device.type == "cuda"
+    prefetches = cached and backend == "torchrec" and device.type == "cuda"
     kind = PrefetchTrainPipelineSparseDist if prefetches else TrainPipelineSparseDist
     return kind(model, optimizer, device, execute_all_batches=True)
 
 
-def takes_graph(config: Config, model: DistributedModelParallel, device: torch.device) -> bool:
-    """Return whether `GraphTrainPipeline` trains a model, the same on every rank; log why not, if it was expected."""
-    kind = config.train.pipeline
+def takes_graph(kind: str, backend: str, model: DistributedModelParallel, device: torch.device) -> bool:
+    """Return whether `GraphTrainPipeline` trains a model, the same on every rank; log why not, if it was expected.
+
+    `kind` is `train.pipeline`, and `backend` the backend in use.
+    """
     if kind == "torchrec" or (kind == "auto" and device.type != "cuda"):
         return False
     reason = capture_blockers(model)
-    is_due = kind == "graph" or BACKENDS[config.embedding.backend].stores_to_peers
+    is_due = kind == "graph" or BACKENDS[backend].stores_to_peers
     if reason is not None and is_due and dist.get_rank() == 0:
         log.warning("train.pipeline: torchrec, since the steps cannot be captured: %s", reason)
     return reason is None

@@ -1,5 +1,6 @@
 """`dlrm-overlap eval`: evaluates a checkpoint on held-out samples, with any number of ranks, backend and plan."""
 
+import math
 from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +16,8 @@ from dlrm_overlap.launching.text_table import count_of, format_table, plain
 from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_start, run_on_ranks
 
 _OPTION = "--checkpoint"
+_COLUMNS = {"auroc": "AUROC", "ne": "NE", "calibration": "calibration"}
+"""metric -> its title in tables"""
 
 
 def run(argv: list[str], description: str) -> int:
@@ -40,14 +43,13 @@ def run(argv: list[str], description: str) -> int:
         if ranks.world.rank == 0:
             print(
                 f"step {results['step']}: AUROC {results['auroc']:.4f}, NE {results['ne']:.4f}, "
-                f"calibration {results['calibration']:.4f}, loss {results['loss']:.4f}, "
+                f"calibration {results['calibration']:.4f}{means_of(results)}, loss {results['loss']:.4f}, "
                 f"accuracy {results['accuracy']:.4f}, {count_of(results['samples'], 'sample')}"
             )
-            for label in (key.removeprefix("auroc/") for key in results if key.startswith("auroc/")):
-                auroc, ne, calibration = (results[f"{key}/{label}"] for key in ("auroc", "ne", "calibration"))
-                print(f"{plain(label)}: AUROC {auroc:.4f}, NE {ne:.4f}, calibration {calibration:.4f}")
+            if table := label_table(results):
+                print(table)
             if found := results.get("windows"):
-                print(_table_of(found))
+                print(_table("from", found, "samples"))
             if ranks.values.output is not None:
                 write_json(Path(ranks.values.output), nan_as_none(results), "--output")
         return 0
@@ -55,11 +57,27 @@ def run(argv: list[str], description: str) -> int:
     return run_on_ranks(["eval"], description, argv, work, add_options, check, defaults)
 
 
-def _table_of(found: Mapping[str, Mapping[str, float]]) -> str:
-    columns = "auroc", "ne", "calibration"
-    lines = [["from", "samples", "AUROC", "NE", "calibration"]]
-    for begin, values in found.items():
-        lines.append([begin, str(values["samples"]), *(f"{values[column]:.4f}" for column in columns)])
+def means_of(values: Mapping[str, Any], prefix: str = "") -> str:
+    """Return " (means of 2 labels)", or "" for one label. Keys of metrics begin with `prefix`."""
+    labels = _labels(values, prefix)
+    return f" (means of {len(labels)} labels)" if labels else ""
+
+
+def label_table(values: Mapping[str, Any], prefix: str = "") -> str:
+    """Return a table of the metrics of each label, or "" for one label. Keys of metrics begin with `prefix`."""
+    labels = _labels(values, prefix)
+    found = {label: {key: values.get(f"{prefix}{key}/{label}", math.nan) for key in _COLUMNS} for label in labels}
+    return _table("label", found) if found else ""
+
+
+def _labels(values: Mapping[str, Any], prefix: str) -> list[str]:
+    return [key.removeprefix(f"{prefix}auroc/") for key in values if key.startswith(f"{prefix}auroc/")]
+
+
+def _table(name: str, found: Mapping[str, Mapping[str, float]], *counts: str) -> str:
+    lines = [[name, *counts, *_COLUMNS.values()]]
+    for row, values in found.items():
+        lines.append([plain(row), *(str(values[key]) for key in counts), *(f"{values[key]:.4f}" for key in _COLUMNS)])
     return format_table(lines)
 
 
@@ -118,7 +136,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
         "samples": held_out.num_samples,
         "world_size": ranks.world.world_size,
         "global_batch_size": runner.global_batch,
-        "backend": config.embedding.backend,
+        "backend": runner.embedding.backend,
         "device": ranks.device.type,
     }
 

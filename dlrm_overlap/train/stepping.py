@@ -66,7 +66,8 @@ class StepRunner:
         self.global_batch = self.samples_per_rank * world.world_size
         self.steps = total_steps(config, train, world.world_size)
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
-        self.model, self.optimizer, self.pipeline, self.plan = assemble(config, world, device, train, make_sharders)
+        assembled = assemble(config, world, device, train, make_sharders)
+        self.model, self.optimizer, self.pipeline, self.plan, self.embedding = assembled
         self.learning_rate = LearningRate(self.optimizer, config.train)
         self.predictions: list[torch.Tensor] = []
         """logits and labels of this rank's last step, valid until the next"""

@@ -65,6 +65,7 @@ class Trainer(StepRunner):
         self.checkpointer.tick = self.progress.tick
         self.checkpointer.about = {
             "config": config.as_dict(),
+            "backend": self.embedding.backend,
             "plan": {
                 name: {"sharding": sharding.sharding_type}
                 for tables in self.plan.plan.values()
@@ -121,7 +122,16 @@ class Trainer(StepRunner):
         self.saves.prepare(self.world.local_world_size)
         step, evaluated, values = self.start, -1, {}
         with (
-            RunLog(self.config, self.world, self.device, self.folder, self.start, self.plan) as run_log,
+            RunLog(
+                self.config,
+                self.world,
+                self.device,
+                self.folder,
+                self.start,
+                self.steps,
+                self.plan,
+                self.embedding.backend,
+            ) as run_log,
             self.loader(self.train_data, self.start, self.steps) as loader,
         ):
             batches = iter(loader)

@@ -160,7 +160,7 @@ def train(folder: Path, *options: str, fault: Mapping[str, str] | None = None, l
 
     `launcher` is nproc, mpirun, torchrun, or forked: as nproc, by processes that need not import torch.
     """
-    argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu"]
+    argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu", "--embedding.backend", "torchrec"]
     argv += ["--nproc", "2"] if launcher in ("nproc", "forked") else []
     argv += ["--log.dir", str(folder), "--log.name", "run", "--log.every", "5", "--log.tensorboard", "false"]
     argv += ["--data.workers", "1", "--checkpoint.every", "10"]

@@ -23,5 +23,5 @@ def test_prepare_and_train_on_the_kaggle_sample(tmp_path: Path) -> None:
         *["--train.device", "cpu", "--log.dir", str(tmp_path / "runs")],
     )
     assert trained.returncode == 0, trained.stderr
-    (auroc,) = read_metrics(tmp_path / "runs" / "torchrec", "eval/auroc").values()
+    (auroc,) = read_metrics(tmp_path / "runs" / "auto", "eval/auroc").values()
     assert auroc >= 0.66  # on the last quarter, held out; one epoch of the other three

@@ -21,25 +21,39 @@ def train(folder: Path, name: str, steps: int, *options: str) -> dict[str, Any]:
     ranks = ["--nproc", "2", "--train.device", "cpu", "--train.batch_size", "64", "--data.workers", "1"]
     done = run_cli("train", *source, *run, *ranks, *options)
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / name / "summary.json").read_text())
+    summary = json.loads((folder / name / "summary.json").read_text())
+    assert _label_table(done.stdout) == _metrics_of(summary)
+    return summary
+
+
+def _label_table(output: str) -> dict[str, list[str]]:
+    """Return the rows of the table of labels in `output`, without its header."""
+    _, header, rows = re.split(r"^(label +AUROC +NE +calibration)\n", output, flags=re.MULTILINE)
+    assert [len(row) for row in rows.splitlines()[:2]] == [len(header)] * 2, "aligned"
+    return {label: values for label, *values in map(str.split, rows.splitlines()[:2])}
+
+
+def _metrics_of(summary: dict[str, Any]) -> dict[str, list[str]]:
+    metrics = "auroc", "ne", "calibration"
+    return {label: [f"{summary[f'eval_{key}/{label}']:.4f}" for key in metrics] for label in ("click", "purchase")}
 
 
 def _timed_table(rows: int) -> pa.Table:
     """Return a table with a sample a minute."""
-    minutes = [time_of("2026-11-19") // 10**6 + 60 * minute for minute in range(rows)]
-    return own_data.make_table(rows).append_column("at", pa.array(minutes))
+    minutes, table = [time_of("2026-11-19") // 10**6 + 60 * minute for minute in range(rows)], own_data.make_table(rows)
+    return table.set_column(table.column_names.index("at"), "at", pa.array(minutes))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     own_data.parquet.write_table(_timed_table(3000), folder / "samples.parquet")
-    (folder / "schema.yaml").write_text(f"time: at\n{own_data.SCHEMA}")
+    (folder / "schema.yaml").write_text(own_data.SCHEMA)
     paths = [str(folder / "samples.parquet"), str(folder / "days"), "--schema", str(folder / "schema.yaml")]
     prepared = run_cli("prepare", "table", *paths)
     assert prepared.returncode == 0, prepared.stderr
     assert ": 3000 samples, " in prepared.stdout
-    train(folder, "torchrec", 16)
+    train(folder, "torchrec", 16, "--embedding.backend", "torchrec")
     return folder
 
 
@@ -61,7 +75,9 @@ def test_a_checkpoint_is_evaluated_with_all_labels(folder: Path) -> None:
     checkpoint = str(folder / "torchrec" / "checkpoints" / "step_16")
     done = run_cli("eval", "--checkpoint", checkpoint, "--output", str(folder / "eval.json"))
     assert done.returncode == 0, done.stderr
-    assert "\npurchase: AUROC 0." in done.stdout
+    means = f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}"
+    assert re.search(rf"^step 16: {means}, calibration .* \(means of 2 labels\), loss", done.stdout)
+    assert _label_table(done.stdout) == _metrics_of(summary)
     found = json.loads((folder / "eval.json").read_text())
     for key in ("loss", "auroc", "ne/click", "calibration/purchase"):
         assert found[key] == pytest.approx(summary[f"eval_{key}"], rel=1e-5)

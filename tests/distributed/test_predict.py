@@ -153,7 +153,7 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
             [str(folder / "table.parquet"), "--key", "click"],
             "--key click: the output has a column of that name",
         ),
-        ([str(folder / "table.parquet"), "--key", "nr"], "column nr: missing; the file has id, click"),
+        ([str(folder / "table.parquet"), "--key", "nr"], "column nr: missing among the file's 9 columns (id, click"),
         ([str(folder / "table.parquet"), "--output", "out.txt"], "--output: out.txt is not one of .parquet, .csv"),
     ):
         assert main([*command, *options]) == 2

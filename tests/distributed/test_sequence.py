@@ -17,6 +17,7 @@ STEPS = 12
 
 def _config(folder: Path, name: str, *options: str) -> Config:
     argv = ["--config", "configs/sequence.yaml", "--train.device", "cpu", "--train.steps", str(STEPS)]
+    argv += ["--embedding.backend", "torchrec"]
     argv += ["--train.batch_size", "64", "--train.eval_every", "0", "--data.eval_samples", "1000"]
     argv += ["--log.dir", str(folder), "--log.name", name, "--log.every", "1", "--log.tensorboard", "false"]
     return configuration(*argv, *options)

@@ -194,8 +194,12 @@ def _rank(rank: int, world_size: int, work: Callable[..., None], folder: Path, *
 
 
 def quickstart(folder: Path, name: str, *options: str) -> Config:
-    """Return the quickstart's configuration for a run `name` in `folder`, changed by dotted `options`."""
+    """Return the quickstart's configuration for a run `name` in `folder`, changed by dotted `options`.
+
+    The backend is `torchrec` unless they change it.
+    """
     argv = ["--config", str(ROOT / "configs/quickstart.yaml"), "--train.device", "cpu"]
+    argv += ["--embedding.backend", "torchrec"]
     argv += ["--log.dir", str(folder), "--log.name", name, "--log.every", "1", "--log.tensorboard", "false"]
     argv += ["--checkpoint.last", "false"]
     return configuration(*argv, *options)
@@ -219,7 +223,7 @@ def train(config: Config) -> Path:
     """Train `config` on the ranks of the process group and return the run's folder."""
     trainer = make_trainer(config)
     used = {exchange.options.backend for exchange in exchanges(trainer.model)}
-    assert used == {config.embedding.backend} - {"torchrec"}, f"fell back: {used}"
+    assert used == {trainer.embedding.backend} - {"torchrec"}, f"fell back: {used}"
     trainer.fit()
     trainer.close()
     return trainer.folder

@@ -83,3 +83,9 @@ def test_evaluating_a_checkpoint_gives_what_its_run_logged(tmp_path: Path, backe
     found = json.loads(output.read_text())
     for key in ("loss", "auroc", "ne", "accuracy"):
         assert found[key] == pytest.approx(read_metrics(run, f"eval/{key}")[50], rel=1e-6), key
+
+
+@pytest.mark.parametrize("nproc", sorted({1, NPROC}))
+def test_the_default_backend_is_pgas_on_gpus_of_one_node(tmp_path: Path, nproc: int) -> None:
+    run = _train(tmp_path, "auto", "adagrad", "--embedding.backend", "auto", nproc=nproc)
+    assert json.loads((run / "summary.json").read_text())["backend"] == "pgas"

@@ -3,6 +3,7 @@
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def run(kind: str, ranks: Ranks) -> int:
     trainer.close()
     row: dict[str, Any] = {
         "kind": kind,
-        **describe(trainer.config, ranks.world.world_size),
+        **describe(replace(trainer.config, embedding=trainer.embedding), ranks.world.world_size),
         "data": trainer.config.data.kind,
         "workers": trainer.config.data.workers,
         "ids_per_sample": sum(trainer.train_data.pooling),

@@ -4,6 +4,7 @@
 """
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def run(kind: str, ranks: Ranks) -> int:
     trainer.close()
     row: dict[str, Any] = {
         "kind": kind,
-        **describe(config, world_size),
+        **describe(replace(config, embedding=trainer.embedding), world_size),
         "eval_samples": config.data.eval_samples,
         "step_ms": summary["step_ms_p50"],
         "samples_per_s_per_gpu": trainer.samples_per_rank / summary["step_ms_p50"] * 1e3,

@@ -104,11 +104,13 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         given = signature(TrainPipelineSparseDist).bind(*arguments, **torchrec_kwargs)
         given.apply_defaults()
         self._model, self._device, self._optimizer = model, device, optimizer
+        self._captures = device.type == "cuda" if capture is None else capture
         self._modules = [each for each in model.modules() if isinstance(each, ExchangingModule)]
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
         self._is_first = dist.get_rank(group) == 0
         if self._modules and self._is_first and log.isEnabledFor(logging.INFO):
-            log.info("tables:\n%s", explain(model, optimizer=optimizer))
+            where = "" if self._captures else f" (`captured` is for GPUs; on {device.type} no step is)"
+            log.info("tables%s:\n%s", where, explain(model, optimizer=optimizer))
         reason = capture_blockers(model)
         if reason is None and not given.arguments["execute_all_batches"]:
             reason = "execute_all_batches is False"
@@ -117,7 +119,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._fall_back(reason)
             return
         self._model_fwd = given.arguments["custom_model_fwd"] or model
-        self._captures = device.type == "cuda" if capture is None else capture
         ranks = group or dist.group.WORLD
         assert ranks is not None, "the process group is made before the pipeline"
         self._group, self._casts = ranks, casts

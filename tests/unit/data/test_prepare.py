@@ -10,6 +10,7 @@ import pytest
 from dlrm_overlap.config import TablesConfig
 from dlrm_overlap.data import encoder
 from dlrm_overlap.data.prepared import Prepared
+from dlrm_overlap.launching import progress_bar
 from tests.conftest import refuses
 from tests.unit.data.criteo_lines import prepare_criteo, random_lines
 
@@ -85,3 +86,19 @@ def test_a_folder_of_other_rows_is_refused(source: Path, target: Path) -> None:
     for rows, most in ((12, None), (14, None), (12, 13), (14, 20)):
         with refuses(rf"rows: \[{rows}, .*were made for \[13, 13, .*; set it to null"):
             Prepared(target, TablesConfig(rows=rows, max_rows=most))
+
+
+def test_a_log_says_how_far_it_is(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare_criteo(source, target, min_count=2)
+    assert capsys.readouterr().err == "", "it takes no ten seconds"
+    monkeypatch.setattr(progress_bar, "_LINE_EVERY_S", 0.0)
+    prepare_criteo(source, target.with_name("again"), min_count=2, block_bytes=BLOCK)
+    lines = capsys.readouterr().err.splitlines()
+    counting, writing = ([line for line in lines if line.startswith(begin)] for begin in ("counting ", "writing "))
+    assert len(counting) > 4
+    assert len(writing) == len(counting) == len(lines) / 2
+    # The number of rows of text is an estimate by its bytes until all was read.
+    assert " 100%, 95.0 of about 95.0 rows, " in counting[-1]
+    assert all(" of 95.0 rows, " in line for line in writing)

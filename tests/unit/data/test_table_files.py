@@ -14,6 +14,7 @@ from dlrm_overlap.data.prepare import prepare_files
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.schema import Categorical, Label, Schema, criteo_schema
 from dlrm_overlap.data.table_files import table_files
+from dlrm_overlap.launching import progress_bar
 from tests.conftest import refuses
 from tests.unit.data.criteo_lines import hash_all, hash_plainly, parse_plainly, prepare_criteo, random_lines, with_field
 
@@ -155,8 +156,9 @@ def test_columns_that_are_missing_or_there_twice_are_named(tmp_path: Path, name:
     schema = Schema(labels={"a": Label()}, categorical={"b": Categorical("int", 9), "c": Categorical("int", 9)})
     for names, rule in (
         (["a", "b", "c", "b"], "column b: twice"),
-        (["a", "c"], "column b: missing; the file has a, c"),
-        (["a", "B", "c"], "column b: missing; the file has a, B, c"),
+        (["a", "c"], r"column b: missing among the file's 2 columns \(a, c\)"),
+        (["a", "B", "c"], r"column b: missing among the file's 3 columns \(did you mean B\?\)"),
+        ([f"x_{i}" for i in range(200)], r"column a: missing among the file's 200 columns \(none has a similar name\)"),
     ):
         write_named(tmp_path / name, names)
         with refuses(f"{name}: {rule}; correct the file, or the schema"):
@@ -164,6 +166,17 @@ def test_columns_that_are_missing_or_there_twice_are_named(tmp_path: Path, name:
     write_named(tmp_path / name, ["a", "d", "b", "d", "c"])  # one that is not read
     layout, _ = prepare_files(tmp_path / name, tmp_path / "days", schema)
     assert layout.samples == 10
+
+
+@pytest.mark.parametrize(("name", "about"), [("in.csv", "about "), ("in.parquet", ""), ("in.arrow", "")])
+def test_the_number_of_rows_is_known_by_metadata(
+    tmp_path: Path, name: str, about: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_bar, "_LINE_EVERY_S", 0.0)
+    write_named(tmp_path / name, ["a", "b"])
+    schema = Schema(labels={"a": Label()}, categorical={"b": Categorical("int", 9)})
+    prepare_files(tmp_path / name, tmp_path / "days", schema)
+    assert f"writing samples: 100%, 10.0 of {about}10.0 rows, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 1000, 2**31 - 1])

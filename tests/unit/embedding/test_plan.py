@@ -23,7 +23,8 @@ _ROWS, _POOLING = [100, 50, 20, 10], [1.0, 2.0, 3.0, 4.0]
 
 
 def _config(*options: str) -> Config:
-    return parse_config(Config, "train", "", ["--config", "configs/quickstart.yaml", *options])[0]
+    argv = ["--config", "configs/quickstart.yaml", "--embedding.backend", "torchrec", *options]
+    return parse_config(Config, "train", "", argv)[0]
 
 
 def _plan(config: Config, group: dist.ProcessGroup, rows: list[int] | None = None) -> ShardingPlan:
@@ -75,6 +76,7 @@ def test_cached_tables_of_a_plan(world_of_one: dist.ProcessGroup) -> None:
 def test_torchrecs_own_plan_has_shards_of_any_type(world_of_one: dist.ProcessGroup) -> None:
     """Of MLPerf's tables on four GPUs: the one of 100 ids a bag is cut by rows."""
     options = ["--config", "configs/mlperf_dcnv2.yaml", "--embedding.plan", "torchrec"]
+    options += ["--embedding.backend", "torchrec"]
     config = parse_config(Config, "train", "", options)[0]
     rows, pooling = config.data.tables.rows, config.data.tables.multi_hot
     assert isinstance(rows, list)

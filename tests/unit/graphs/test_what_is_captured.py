@@ -30,7 +30,6 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dlrm_overlap.bench.harness.timing import max_over_ranks
 from dlrm_overlap.comm.order import CommunicationOrder
-from dlrm_overlap.config import Config, DataConfig, TablesConfig, TrainConfig
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.torchrec_private.attributes import leave_ddp
@@ -295,8 +294,7 @@ def test_which_pipeline_a_run_takes(
 ) -> None:
     monkeypatch.setattr(assembly, "capture_blockers", lambda model: reason)
     model: Any = nn.Linear(2, 2)
-    config = Config(data=DataConfig(tables=TablesConfig(rows=[3])), train=TrainConfig(steps=1, pipeline=kind))
-    assert takes_graph(config, model, torch.device(device_type)) == taken
+    assert takes_graph(kind, "torchrec", model, torch.device(device_type)) == taken
     told = kind == "graph" and reason is not None
     assert caplog.messages == ["train.pipeline: torchrec, since the steps cannot be captured: of this"] * told
 

@@ -13,10 +13,10 @@ CLOSED = ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"]
 BROKEN = [*CLOSED, ">/dev/full", "2>/dev/full", ">/dev/full 2>&1", "| true"]
 
 
-def _shell(redirected: str, *argv: str, timeout_s: float = 15) -> subprocess.CompletedProcess[str]:
+def _shell(redirected: str, *argv: str, timeout_s: float = 15, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run this Python with `argv`, its streams redirected as the shell's words `redirected` say."""
     command = f'set -o pipefail; "$0" "$@" {redirected}'
-    environ = os.environ | {"PYTHONPATH": PYTHON_PATH}
+    environ = os.environ | {"PYTHONPATH": PYTHON_PATH} | variables
     shell = ["bash", "-c", command, sys.executable, *argv]
     return subprocess.run(shell, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
 
@@ -62,6 +62,18 @@ print("x" * 1_000_000)
 """
     done = _shell("| { sleep 0.3; wc -c; }", "-c", program)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "1000001", "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_line_is_written_at_once(unbuffered: str) -> None:
+    program = """
+import os, sys
+from dlrm_overlap.launching.streams import open_streams
+open_streams()
+print("first", file=sys.stderr)
+os.write(2, b"second\\n")
+"""
+    assert _shell("", "-c", program, PYTHONUNBUFFERED=unbuffered).stderr == "first\nsecond\n"
 
 
 @pytest.mark.slow

@@ -68,6 +68,6 @@ def test_the_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
     where = _run(python, "-c", "import dlrm_overlap; print(dlrm_overlap.__file__)", cwd=empty)
     assert where.startswith(libraries)
     assert "training can run here" in _run(command, "doctor", cwd=empty)
-    options = ["--config", "quickstart", "--train.steps", "20", "--train.device", "cpu", "--embedding.backend", "pgas"]
+    options = ["--config", "quickstart", "--train.steps", "20", "--train.device", "cpu"]
     assert "AUROC" in _run(command, "train", *options, "--nproc", "2", cwd=empty)
-    assert (empty / "runs/quickstart/pgas/summary.json").exists()
+    assert (empty / "runs/quickstart/auto/summary.json").exists()

@@ -70,7 +70,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
         (f"{TRAIN} --train.lr inf", ["train.lr: inf is not a number from 1e-37 to 1e37"]),
         (f"{TRAIN} --train.steps", ["train.steps: expected one argument"]),
         (f"{TRAIN} --train.graph_dense maybe", ["train.graph_dense: maybe is not true or false"]),
-        (f"{TRAIN} --embedding.backend magic", ["embedding.backend: magic is not one of 'torchrec', 'nccl'"]),
+        (f"{TRAIN} --embedding.backend magic", ["embedding.backend: magic is not one of 'auto', 'torchrec', 'nccl'"]),
         (f"{TRAIN} --model.bottom_mlp 5", ["model.bottom_mlp: 5 is not a list"]),
         (f"{TRAIN} --data.tables.rows 1.5", ["data.tables.rows: 1.5 is not a whole number from 1 to 2^31 - 1, a list"]),
         (f"{TRAIN} --data.tables.rows 0", ["data.tables.rows: 0 is not a whole number from 1 to 2^31 - 1, a list"]),

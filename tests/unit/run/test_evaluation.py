@@ -74,7 +74,8 @@ def test_exported_weights_predict_in_the_unsharded_model(
     run = request.getfixturevalue("two_ranks") / ranks if ranks in CUTS else request.getfixturevalue("run")
     monkeypatch.chdir(tmp_path)
     assert main(["checkpoint", "export", str(run), "dlrm.pt"]) == 0
-    page = (ROOT / "docs/serving.md").read_text().partition("```python\n")[2].partition("```")[0]
+    page = (ROOT / "docs/serving.md").read_text().partition("## Export\n")[2].partition("```python\n")[2]
+    page = page.partition("```")[0]
     names: dict[str, Any] = {}
     exec(page, names)
     assert re.search(r"^tensor\(\[0\.\d+, 0\.\d+\]\)$", capsys.readouterr().out, re.MULTILINE)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,6 +24,7 @@ from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.launching.text_table import duration
 from dlrm_overlap.observe.run_log import RunLog
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.trainer import PreemptedError, Trainer
@@ -70,6 +72,34 @@ def test_steps_of_the_graphs_pipeline_learn_the_same_where_autocast_casts(tmp_pa
             losses.append([trainer.step(batches).item() for _ in range(4)])
         trainer.close()
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def _steps(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the log's lines of training steps, without their losses."""
+    lines = [re.sub("loss [0-9.]+, ", "", line) for line in caplog.messages if " ms of it input wait" in line]
+    caplog.clear()
+    return lines
+
+
+def test_a_line_of_steps_says_how_long_the_run_still_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    many = ["--train.steps", "100000", "--log.every", "1", "--checkpoint.every", "2"]
+    trainer = _trainer(tmp_path, *many)
+    trainer._end.asked = True
+    with pytest.raises(PreemptedError):
+        trainer.fit()
+    trainer.close()
+    first, *others = _steps(caplog)
+    found = re.fullmatch(r"step 1 of 100000: ([0-9.]+) ms a step, [0-9.]+ ms of it input wait, (.*) left", first)
+    assert found is not None, first
+    assert found[2].startswith(duration(float(found[1]) * 99.999).split(" ")[0]), first
+    # The run goes on: a target ends it earlier, and nothing is left after its last step.
+    end = 1 + len(others) + 2
+    fewer = ["--train.steps", str(end), "--log.every", "1", "--train.eval_every", "1", "--train.target_auroc", "0.99"]
+    _fit(tmp_path, *fewer, "--checkpoint.allow_config_mismatch", "true")
+    times = "[0-9.]+ ms a step, [0-9.]+ ms of it input wait"
+    before, last = _steps(caplog)
+    assert re.fullmatch(rf"step {end - 1} of {end}: {times}, at most \d+ s left", before)
+    assert re.fullmatch(rf"step {end} of {end}: {times}", last)
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def _check_overflow(place: Place, known: bool) -> None:
         message = _train_until_error(place, make_trainer(place, config), 12, _too_many)
     culprit = CULPRIT % place.world_size
     assert message.startswith(f"the batch of rank {culprit} has "), message
-    assert "correct the bound" in message, message
+    assert "correct the capacity's bag_sizes" in message, message
     place.leave()
 
 

@@ -1,0 +1,14 @@
+"""Hides what TorchRec and PyTorch warn of in their own code, in a process that this project owns."""
+
+import logging
+import warnings
+
+
+def hide_library_warnings() -> None:
+    """Hide warnings of names that the libraries deprecate and use themselves, and of options the planner passes over.
+
+    Errors of the libraries, and warnings of other kinds, are still shown.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
+    for library in ("torchrec", "torch.fx"):
+        logging.getLogger(library).setLevel(logging.ERROR)
