@@ -24,7 +24,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
         yield cache(lambda ranks, local: stack.enter_context(RankPool(ranks, tmp_path_factory.mktemp("ranks"))))
 
 
-@pytest.mark.parametrize(("ranks", "local"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("ranks", "local"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("check", CHECKS)
 def test_few(pools: Pools, ranks: int, local: int, check: str) -> None:
     check_draws(pools(ranks, local), check, local, FEW, derandomize=True)

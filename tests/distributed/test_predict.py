@@ -70,7 +70,10 @@ def trained(folder: Path, request: pytest.FixtureRequest) -> Path:
     return folder / request.param
 
 
-@pytest.mark.parametrize("trained", MODELS, indirect=True)
+_OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "dot"]
+
+
+@pytest.mark.parametrize("trained", ["dot", *_OTHERS], indirect=True)
 def test_predictions_have_the_metrics_of_eval(folder: Path, trained: Path, tmp_path: Path) -> None:
     scores, result = tmp_path / "scores.parquet", tmp_path / "eval.json"
     options = ["--checkpoint", str(trained), "--output", str(scores), "--key", "id"]
