@@ -29,7 +29,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(tmp_path: Path) -> None:
         fault = fail_at(stopped, 12, "stop")
         runs[backend, stopped] = train(folder, *FOREVER, *options, fault=fault, launcher="forked")
     for run in runs.values():
-        run.wait_for("step 10:")
+        run.wait_for("step 10 of ")
     begin = time.monotonic()
     ends = {case: run.end(60) for case, run in runs.items()}
     assert time.monotonic() - begin < 35
@@ -63,7 +63,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_ended(tmp_p
 def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
     """A loader process is stopped when the launcher is killed."""
     run = train(tmp_path, *FOREVER, fault=fail_at(1, 12, "stop_reader"))
-    run.wait_for("step 10:")
+    run.wait_for("step 10 of ")
     ranks = children_of(run.process.pid)
     readers = [child for rank in ranks for child in children_of(rank)]
     assert len(run.processes()) == 1 + len(ranks) + len(readers) == 5
@@ -148,7 +148,7 @@ def test_an_exception_of_one_rank_of_mpirun_ends_the_others(tmp_path: Path) -> N
 def test_torchrun_starts_the_ranks_again_which_go_on(tmp_path: Path) -> None:
     options = ["--train.steps", "40", "--embedding.backend", "pgas"]
     run = train(tmp_path, *options, fault=fail_at(1, 12, "kill"), launcher="torchrun")
-    run.wait_for("step 10:")
+    run.wait_for("step 10 of ")
     run.wait_for("resume: ", 60)
     code, errors = run.end(150)
     assert code == 0, errors
@@ -159,7 +159,7 @@ def test_torchrun_starts_the_ranks_again_which_go_on(tmp_path: Path) -> None:
 def test_a_run_all_of_whose_processes_are_stopped_goes_on_when_they_wake(tmp_path: Path) -> None:
     options = ["--embedding.backend", "pgas", "--embedding.wait_timeout_s", "4", "--log.every", "1"]
     run = train(tmp_path, *FOREVER, *options, launcher="forked")
-    run.wait_for("step 10:")
+    run.wait_for("step 10 of ")
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in run.processes():
             os.kill(pid, number)

@@ -55,7 +55,7 @@ def test_they_train_over_a_slow_wire_as_one_node_does_and_name_each_other_once_i
     forever = ["--train.steps", "1000000", "--log.every", "1", "--embedding.wait_timeout_s", "10"]
     agents = _start_agents(nodes, tmp_path, *forever)
     deadline = time.monotonic() + 120
-    while f"step {_COMPARED}:" not in (said := (tmp_path / "node0").read_text()):
+    while f"step {_COMPARED} of " not in (said := (tmp_path / "node0").read_text()):
         assert time.monotonic() < deadline, f"{told}\n{said}"
         assert all(agent.poll() is None for agent in agents), said
         time.sleep(0.1)
