@@ -164,9 +164,9 @@ def test_a_run_all_of_whose_processes_are_stopped_goes_on_when_they_wake(tmp_pat
         for pid in run.processes():
             os.kill(pid, number)
         if number == signal.SIGSTOP:
-            seen = run.errors.read_text().rpartition("step ")[2].partition(":")[0]
+            seen = run.errors.read_text().rpartition("step ")[2].partition(" of ")[0]
             time.sleep(7)  # longer than the timeout, shorter than the collective's of 10 s
-    run.wait_for(f"step {int(seen) + 50}:")
+    run.wait_for(f"step {int(seen) + 50} of ")
     run.process.terminate()
     code, errors = run.end(30)
     assert code == SAVED, errors
