@@ -232,8 +232,8 @@ class Column:
 def _time(text: str, unit: str) -> int:
     """Return the time that a text names, or one that `are_times` refuses."""
     if _FLOAT.fullmatch(text):
-        number = np.array([float(text)]) if _whole(text) is None else np.array([_whole(text)])
-        return int(in_microseconds(number, unit)[0])
+        whole = _whole(text)
+        return int(in_microseconds(np.array([float(text) if whole is None else whole]), unit)[0])
     try:
         return time_of(text)
     except ValueError:

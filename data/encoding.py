@@ -79,16 +79,20 @@ def write_encoding(folder: Path, schema: Schema, vocabularies: Mapping[str, np.n
     folder.mkdir()
     (folder / SCHEMA).write_text(yaml.safe_dump(asdict(schema), sort_keys=False, allow_unicode=True))
     np.savez(folder / VOCABULARY, **vocabularies)  # pyright: ignore[reportArgumentType]
-    return Encoded(folder, read_encoding(folder).digest)
+    keys = {name: vocabularies[name + _KEYS] for name in _with_vocabulary(schema)}
+    return Encoded(folder, Encoding(schema, keys).digest)
+
+
+def _with_vocabulary(schema: Schema) -> list[str]:
+    return sorted(name for name, column in schema.categorical.items() if column.min_count)
 
 
 def read_encoding(folder: Path) -> Encoding:
     """Return the encoding in a folder; an InputError if a file is missing or unreadable."""
     schema, file = read_schema(folder / SCHEMA), folder / VOCABULARY
-    wanted = {name for name, column in schema.categorical.items() if column.min_count}
     try:
         with open_file(file) as stream, np.load(stream) as archive:
-            keys = {name: archive[name + _KEYS] for name in sorted(wanted)}
+            keys = {name: archive[name + _KEYS] for name in _with_vocabulary(schema)}
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise InputError(f"{file}: no vocabularies can be read ({in_one_line(error):.200}); copy it again") from None
     for name, array in keys.items():

@@ -100,8 +100,8 @@ def first_from(dataset: Days, start: int | str, key: str) -> int:
 def warnings_of_time(train: Days, held_out: Days) -> list[str]:
     """Return what is wrong with the samples' order in time; nothing if they have no times."""
     found = [
-        f"{count_of(each.unordered, 'sample')} of {each.name} are older than one before them, so a part of the samples "
-        f"is no period of time; sort the table by time and prepare it again"
+        f"{count_of(each.unordered, 'sample')} of {each.name} are older than one before them, so the last samples are "
+        f"not the newest; sort the table by time and prepare it again"
         for each in {each.name: each for each in (train, held_out)}.values()
         if each.unordered
     ]

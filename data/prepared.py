@@ -74,13 +74,16 @@ class Prepared(Days):
         super().__init__([Day(str(folder), labels, dense, ids, records, times)], made, tables.max_rows)
         self.held_out = layout.held_out
         self.labels = layout.labels
-        self.encoded = encoded_of(folder)
+        self.encoded = _encoded(folder, layout)
         self.packed = None if layout.lists else replace(layout, moduli=self._moduli)
 
 
 def encoded_of(folder: Path) -> Encoded | None:
     """Return the encoding of a prepared folder; None if it has none, or an earlier version wrote it."""
-    layout, _, _ = _read_meta(folder / _META)
+    return _encoded(folder, _read_meta(folder / _META)[0])
+
+
+def _encoded(folder: Path, layout: RecordLayout) -> Encoded | None:
     return Encoded(folder / FOLDER, layout.encoding) if layout.encoding else None
 
 
