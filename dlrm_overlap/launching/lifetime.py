@@ -120,17 +120,19 @@ class EndRequest:
         if not self._listens:
             yield
             return
-        # The main thread waits in a call that runs no signal handlers, so another thread receives the signals.
+        # The main thread waits in a call that runs no signal handlers, so the signals are kept pending, and another
+        # thread looks for them. It does not call `sigtimedwait`, which reports a signal that never came if another one
+        # interrupts it at the end of its timeout (CPython 3.11).
         signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
         met = threading.Event()
 
         def end_unless_met() -> None:
-            while not met.is_set():
-                if self.asked or signal.sigtimedwait(_END_SIGNALS, _POLL_S):
-                    self.asked = True
-                    if not met.wait(_GRACE_S):
-                        say("dlrm-overlap: asked to end before all ranks had started: run the same command again")
-                        os._exit(SAVED)
+            while not (self.asked or signal.sigpending().intersection(_END_SIGNALS)):
+                if met.wait(_POLL_S):
+                    return
+            if not met.wait(_GRACE_S):
+                say("dlrm-overlap: asked to end before all ranks had started: run the same command again")
+                os._exit(SAVED)
 
         threading.Thread(target=end_unless_met, name="end unless ranks meet", daemon=True).start()
         try:

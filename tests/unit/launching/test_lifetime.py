@@ -76,3 +76,23 @@ print(end.asked)
 def test_other_ranks_are_not_waited_for_once_it_is_asked_to_end(meets_s: str, asked: str, code: int, out: str) -> None:
     told = "dlrm-overlap: asked to end before all ranks had started: run the same command again\n" if code else ""
     assert _run(MEETS, meets_s, asked) == (code, out, told)
+
+
+# Interrupts the thread that looks for requests to end, for a second.
+INTERRUPTS = """
+import signal, threading, time
+from dlrm_overlap.launching import lifetime
+signal.signal(signal.SIGURG, lambda *_: None)
+end = lifetime.EndRequest()
+end.listen()
+with end.while_ranks_meet():
+    looks, = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        signal.pthread_kill(looks.ident, signal.SIGURG)
+print(end.asked)
+"""
+
+
+def test_a_signal_that_asks_for_nothing_asks_for_nothing() -> None:
+    assert _run(INTERRUPTS) == (0, "False\n", "")
