@@ -57,6 +57,9 @@ class PlannedTable(NamedTuple):
     """why the table is not exchanged or, if it is, why its steps are not captured; None if they are"""
 
 
+_LOCATION = "module", "table", "sharding", "ranks", "shard", "memory"
+
+
 @dataclass(frozen=True)
 class Explanation:
     """The tables of a model; `str` formats them as a text table."""
@@ -66,7 +69,7 @@ class Explanation:
     """why the dense optimizer steps after the graphs; empty if it is captured, None if no optimizer was given"""
 
     def __str__(self) -> str:
-        lines = [("module", "table", "sharding", "ranks", "shard", "memory", "exchanged", "captured", "why not")]
+        lines: list[tuple[str, ...]] = [(*_LOCATION, "exchanged", "captured on GPUs", "why not")]
         for each in self.tables:
             shard = f"{each.rows} x {each.columns}" if each.rows else "whole"
             exchanged, captured = ("yes" if so else "no" for so in (each.exchanged, each.captured))

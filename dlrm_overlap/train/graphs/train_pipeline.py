@@ -109,7 +109,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
         self._is_first = dist.get_rank(group) == 0
         if self._modules and self._is_first and log.isEnabledFor(logging.INFO):
-            where = "" if self._captures else f" (`captured` is for GPUs; on {device.type} no step is)"
+            where = "" if self._captures else f" (on {device.type} no step is captured)"
             log.info("tables%s:\n%s", where, explain(model, optimizer=optimizer))
         reason = capture_blockers(model)
         if reason is None and not given.arguments["execute_all_batches"]:
