@@ -1,4 +1,4 @@
-"""Measures the speed of `predict`, and the latency of docs/serving.md's web server; writes docs/results/serving.csv.
+"""Measures the speed of `predict`, and the latency of docs/serving.md's web server; writes docs/results/serving/speed.csv.
 
     pip install fastapi uvicorn
     python -m tests.serving                                        # some three minutes on two cores
@@ -6,7 +6,6 @@
 The model is that of examples/own_data.py, whose table has 40 columns. The clients run on the same machine.
 """
 
-import csv
 import http.client
 import json
 import os
@@ -24,21 +23,20 @@ from typing import Any
 
 from pyarrow import parquet
 
+from dlrm_overlap.bench.rows import append_rows, print_table
 from examples.own_data import make_table, run
 from tests.conftest import ROOT
 
-PAGE, ROWS_CSV = ROOT / "docs" / "serving.md", ROOT / "docs" / "results" / "serving.csv"
+PAGE, OUTPUT = ROOT / "docs" / "serving.md", ROOT / "docs" / "results" / "serving" / "speed.csv"
 TABLE_ROWS, REQUEST_ROWS, REQUESTS = 400_000, (1, 32, 1024), 500
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         measured = [*measure(Path(folder))]
-    with ROWS_CSV.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, list(measured[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(measured)
-    print(ROWS_CSV.read_text(), end="")
+    OUTPUT.unlink(missing_ok=True)
+    append_rows(OUTPUT, measured, "python -m tests.serving")
+    print_table(measured, list(measured[0]))
 
 
 def measure(folder: Path) -> Iterator[dict[str, Any]]:
@@ -106,8 +104,7 @@ def _request(connection: http.client.HTTPConnection, body: str, rows: int) -> fl
 def _row(what: str, rows: int, times: list[float]) -> dict[str, Any]:
     p99 = statistics.quantiles(times, n=100)[98] if len(times) > 1 else times[0]
     median = statistics.median(times)
-    milliseconds = {"median_ms": f"{median * 1e3:.2f}", "p99_ms": f"{p99 * 1e3:.2f}"}
-    return {"what": what, "rows": rows, **milliseconds, "rows_per_s": f"{rows / median:.0f}"}
+    return {"what": what, "rows": rows, "median_ms": 1e3 * median, "p99_ms": 1e3 * p99, "rows_per_s": rows / median}
 
 
 if __name__ == "__main__":
