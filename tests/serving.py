@@ -1,4 +1,4 @@
-"""Measures the speed of `predict`, and the latency of docs/serving.md's web server; writes docs/results/serving/speed.csv.
+"""Measures `predict` and the web server of docs/serving.md; writes docs/results/serving/speed.csv.
 
     pip install fastapi uvicorn
     python -m tests.serving                                        # some three minutes on two cores
