@@ -10,7 +10,6 @@ import http.client
 import json
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 from pyarrow import parquet
 
 from dlrm_overlap.bench.rows import append_rows, print_table
+from dlrm_overlap.launching.launcher import free_port
 from examples.own_data import make_table, run
 from tests.conftest import ROOT
 
@@ -69,9 +69,7 @@ def server_code() -> str:
 @contextmanager
 def serving(folder: Path, checkpoint: Path) -> Iterator[http.client.HTTPConnection]:
     """Yield a connection to the server in `folder`/server.py."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "uvicorn", "server:app", "--port", str(port), "--log-level", "warning"]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environ = os.environ | {"CHECKPOINT": str(checkpoint), "PYTHONPATH": paths}
