@@ -1,0 +1,126 @@
+"""Gives the rows of new ids their initial values: see `map_ids`, which claims the slots."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels import reference_ids
+from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
+from dlrm_overlap.kernels.id_map import Claims
+from dlrm_overlap.kernels.map_ids import mix, murmur
+from dlrm_overlap.kernels.tuning import power_of_2
+
+_NUM_WARPS = 4
+_PROGRAMS = 2 if INTERPRETED else 528
+_BLOCK_WORDS, _MOST_ROWS = 1024, 64  # upper limits of what a program stores at a time
+MOST_STATES = 3
+
+
+class FilledTable(NamedTuple):
+    """The rows of a table of a map on this rank; a row of a table [tables, 13] int64. A word is an int32."""
+
+    first_slot: int
+    size: int
+    """slots of a bucket"""
+    open_slots: int
+    """of them, those that ids can have"""
+    weights: int
+    """address of the rows"""
+    words: int
+    """of a row"""
+    source: int
+    """address of initial rows, of which an id's hash chooses one; 0: the bucket's reserved slots have them"""
+    sources: int
+    """their number"""
+    states: tuple[int, ...]
+    """address and words of a row of each state, which becomes 0; address 0 for none"""
+
+    def entry(self) -> list[int]:
+        states = [*self.states, *[0] * (2 * MOST_STATES - len(self.states))]
+        return [*self[:-1], *states]
+
+
+# Columns.
+FIRST_SLOT = tl.constexpr(0)
+SIZE = tl.constexpr(1)
+OPEN = tl.constexpr(2)
+WEIGHTS = tl.constexpr(3)
+WORDS = tl.constexpr(4)
+SOURCE = tl.constexpr(5)
+SOURCES = tl.constexpr(6)
+STATES = tl.constexpr(7)
+COLUMNS = tl.constexpr(7 + 2 * MOST_STATES)
+
+
+@triton.jit(do_not_specialize_on_alignment=["count"])
+def _fill_rows(
+    ids,  # [slots] int64
+    tables,  # [tables, 13] int64
+    slots,  # these three as in `Claims`
+    numbers,
+    count,
+    STATE_COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Fill the rows of claims, as program p of P the blocks p, p + P, .. of ROWS.
+
+    Memory: stores rows that no step reads or updates yet, and zeros to their states.
+    """
+    total = tl.load(count)
+    column = tl.arange(0, BLOCK)[None, :]
+    for first in range(tl.program_id(0) * ROWS, total, tl.num_programs(0) * ROWS):
+        i = first + tl.arange(0, ROWS)
+        mask = i < total
+        slot = tl.load(slots + i, mask=mask, other=0)  # [ROWS]
+        table = tables + tl.load(numbers + i, mask=mask, other=0).to(tl.int64) * COLUMNS
+        id = tl.load(ids + slot, mask=mask, other=0)
+        row = slot - tl.load(table + FIRST_SLOT)
+        size = tl.load(table + SIZE)
+        open = tl.load(table + OPEN)
+        words = tl.load(table + WORDS)
+        weights = tl.load(table + WEIGHTS)
+        source = tl.load(table + SOURCE)
+        reserved = row // size * size + open + (murmur(id) % tl.maximum(size - open, 1).to(tl.uint64)).to(tl.int64)
+        drawn = (mix(id) % tl.maximum(tl.load(table + SOURCES), 1).to(tl.uint64)).to(tl.int64)
+        read = tl.where(source == 0, weights + reserved * words * 4, source + drawn * words * 4)
+        inside = mask[:, None] & (column < words[:, None])
+        values = tl.load(read.to(tl.pointer_type(tl.int32))[:, None] + column, mask=inside, other=0)  # [ROWS, BLOCK]
+        write = (weights + row * words * 4).to(tl.pointer_type(tl.int32))
+        tl.store(write[:, None] + column, values, mask=inside)
+        for state in tl.static_range(STATE_COUNT):
+            words = tl.load(table + STATES + 2 * state + 1)
+            at = (tl.load(table + STATES + 2 * state) + row * words * 4).to(tl.pointer_type(tl.int32))
+            tl.store(at[:, None] + column, tl.zeros_like(values), mask=mask[:, None] & (column < words[:, None]))
+
+
+class RowTables(NamedTuple):
+    """The rows of a map's tables."""
+
+    entries: torch.Tensor
+    """[tables, 13] int64, see `FilledTable.entry`"""
+    words: int
+    """most words of a row"""
+    states: int
+    """most states of a table"""
+
+
+def row_tables(tables: list[FilledTable], device: torch.device) -> RowTables:
+    entries = torch.tensor([table.entry() for table in tables], dtype=torch.int64, device=device)
+    return RowTables(entries, max(t.words for t in tables), max(len(t.states) // 2 for t in tables))
+
+
+def fill_rows(ids: torch.Tensor, tables: RowTables, claims: Claims) -> None:
+    """Give the rows of `claims` their initial values, and zero their optimizer states.
+
+    An id's initial row depends on the id alone. `ids` [slots] int64 has the ids of a map's slots.
+    """
+    if not (ids.is_cuda or INTERPRETED):
+        reference_ids.fill_rows(ids, tables.entries, claims)
+        return
+    block = power_of_2(tables.words)
+    rows = max(1, min(_BLOCK_WORDS // block, _MOST_ROWS))
+    kernel = specialised(_fill_rows, num_warps=_NUM_WARPS, STATE_COUNT=tables.states, ROWS=rows, BLOCK=block)
+    kernel(_PROGRAMS, (), ids, tables.entries, claims.slots, claims.tables, claims.count)
