@@ -4,11 +4,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from dlrm_overlap.kernels import reference_ids
-from dlrm_overlap.kernels.fill_rows import FilledTable, fill_rows, row_tables
-from dlrm_overlap.kernels.id_map import (
+from dlrm_overlap.kernels.ids import reference
+from dlrm_overlap.kernels.ids.fill_rows import FilledTable, fill_rows, row_tables
+from dlrm_overlap.kernels.ids.id_map import (
     EMPTY,
-    NO_FEATURE,
     MapFeature,
     MapState,
     Policy,
@@ -18,7 +17,7 @@ from dlrm_overlap.kernels.id_map import (
     segments_of,
     unsigned_remainder,
 )
-from dlrm_overlap.kernels.map_ids import Features, IdSet, map_ids
+from dlrm_overlap.kernels.ids.map_ids import Features, IdSet, map_ids
 
 _SAMPLES = 4
 CPU = torch.device("cpu")
@@ -45,11 +44,9 @@ def state_of(*tables: Table) -> tuple[MapState, Features]:
         rules = table.writes, table.lifetime, table.admit_after, table.admit_below, int(table.policy)
         rows.append(MapFeature(*where, *rules, number))
         slots, segments = slots + table.buckets * table.size, segments + table.buckets * each
-    counts = any(table.policy in (Policy.LFU, Policy.DISTANCE_LFU) for table in tables)
-    sketch = any(table.admit_after > 1 for table in tables)
-    whole = all(row.segments == 1 and row.open_slots <= 128 for row in rows)
-    features = Features(torch.tensor([*rows, NO_FEATURE, NO_FEATURE]), counts, sketch, whole)
-    return MapState.empty(slots, segments, CPU, counts, sketch), features
+    features = Features.of(rows, False, CPU)
+    switches = features.times, features.counts, features.sketch
+    return MapState.empty(slots, segments, CPU, *switches), features
 
 
 def words_of(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +71,7 @@ def batches(pool: torch.Tensor, ids: int, features: int, steps: int) -> Iterator
 
 def on_cpu(state: MapState, features: Features, ids: torch.Tensor, offsets: torch.Tensor, train: bool) -> torch.Tensor:
     low, high = words_of(ids)
-    reference_ids.map_ids(state, features, low.clone(), high, low, offsets, _SAMPLES, train)
+    reference.map_ids(state, features, low.clone(), high, low, offsets, _SAMPLES, train)
     return low
 
 
@@ -107,12 +104,13 @@ def test_kernels_agree_with_the_reference(case: str) -> None:
         low, high = words_of(drawn)
         claims = map_ids(state, features, members, low, high, low, offsets, _SAMPLES, train)
         expected, upper = words_of(drawn)
-        claimed = reference_ids.map_ids(other, features, expected.clone(), upper, expected, offsets, _SAMPLES, train)
+        claimed = reference.map_ids(other, features, expected.clone(), upper, expected, offsets, _SAMPLES, train)
         assert low.tolist() == expected.tolist()
         for name, mine, its in zip(MapState._fields, state, other, strict=True):
             assert torch.equal(mine, its), f"step {step}: {name}"
         if train:
-            assert claims is not None and claimed is not None
+            assert claims is not None
+            assert claimed is not None
             assert _sorted(claims) == _sorted(claimed)
     assert state.totals[Totals.INSERTED] > 0
     assert low[-3:].tolist() == words_of(drawn)[0][-3:].tolist(), "padding stays"
@@ -275,7 +273,7 @@ def test_rows_of_new_ids_begin_alike_wherever_they_are() -> None:
         filled = [each.clone() for each in (*weights, *states)]
         for each, copy in zip((*weights, *states), copies, strict=True):
             each.copy_(copy)
-        reference_ids.fill_rows(state.ids, row_tables(tables, CPU).entries, claims)
+        reference.fill_rows(state.ids, row_tables(tables, CPU).entries, claims)
         assert all(torch.equal(*pair) for pair in zip((*weights, *states), filled, strict=True))
         claimed.append(int(claims.count))
     assert claimed == [40, 40]

@@ -25,18 +25,17 @@ CELLS = 64
 
 
 class Policy(IntEnum):
-    """Which slot loses its id if there is no empty one: of the slots that the last two steps did not use,"""
+    """Which id leaves its slot if no slot is empty; never one that this step or the last one has used."""
 
     NONE = 0
-    """none"""
     LRU = 1
     """the one with the least time"""
     LFU = 2
-    """the one with the least count, then time"""
+    """the one with the least count, then the least time"""
     DISTANCE_LFU = 3
     """the one with the least count divided by the steps since its last use, plus 1"""
     TTL = 4
-    """of those whose time has passed, the one with the least time"""
+    """of the ids whose time has passed, the one with the least time"""
 
 
 class MapFeature(NamedTuple):
@@ -97,11 +96,11 @@ class MapState(NamedTuple):
     ids: torch.Tensor
     """[S] int64: `EMPTY` without an id"""
     digests: torch.Tensor
-    """[S] uint8: bits of the id's hash, 0 for an empty slot"""
+    """[S, rounded up to words of 4] uint8: bits of the id's hash, 0 for an empty slot"""
     used_at: torch.Tensor
     """[S] int32: last training step that used the slot"""
     times: torch.Tensor
-    """[S] int32: greatest time, with the feature's lifetime, at which the id was seen; -1 never"""
+    """[S] int32: greatest time, with the feature's lifetime, at which the id was seen; [0] if no policy needs it"""
     counts: torch.Tensor
     """[S] int32: sightings since the id has the slot; [0] unless a policy needs them"""
     sketch: torch.Tensor
@@ -116,15 +115,17 @@ class MapState(NamedTuple):
     """[5] int64, see `Totals`"""
 
     @classmethod
-    def empty(cls, slots: int, segments: int, device: torch.device, counts: bool, sketch: bool) -> "MapState":
+    def empty(
+        cls, slots: int, segments: int, device: torch.device, times: bool, counts: bool, sketch: bool
+    ) -> "MapState":
         def full(count: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full((count,), value, dtype=dtype, device=device)
 
         return cls(
             full(slots, EMPTY, torch.int64),
-            full(slots, 0, torch.uint8),
+            full(-(-slots // 4) * 4, 0, torch.uint8),
             full(slots, -2),
-            full(slots, -1),
+            full(slots * times, -1),
             full(slots * counts, 0),
             full(segments * CELLS * sketch, 0),
             full(segments, 0),

@@ -1,20 +1,21 @@
 """Gives the rows of new ids their initial values: see `map_ids`, which claims the slots."""
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels import reference_ids
 from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
-from dlrm_overlap.kernels.id_map import Claims
-from dlrm_overlap.kernels.map_ids import mix, murmur
+from dlrm_overlap.kernels.ids import reference
+from dlrm_overlap.kernels.ids.id_map import Claims
+from dlrm_overlap.kernels.ids.probing import mix, murmur, remainder
 from dlrm_overlap.kernels.tuning import power_of_2
 
 _NUM_WARPS = 4
-_PROGRAMS = 2 if INTERPRETED else 528
-_BLOCK_WORDS, _MOST_ROWS = 1024, 64  # upper limits of what a program stores at a time
+_PROGRAMS = 2 if INTERPRETED else 1056
+_BLOCK_WORDS, _MOST_ROWS = 2048, 64  # upper limits of what a program stores at a time
 MOST_STATES = 3
 
 
@@ -62,6 +63,7 @@ def _fill_rows(
     numbers,
     count,
     STATE_COUNT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -80,15 +82,16 @@ def _fill_rows(
         row = slot - tl.load(table + FIRST_SLOT)
         size = tl.load(table + SIZE)
         open = tl.load(table + OPEN)
-        words = tl.load(table + WORDS)
+        words = tl.multiple_of(tl.load(table + WORDS), [ALIGNMENT // 4])
         weights = tl.load(table + WEIGHTS)
         source = tl.load(table + SOURCE)
-        reserved = row // size * size + open + (murmur(id) % tl.maximum(size - open, 1).to(tl.uint64)).to(tl.int64)
-        drawn = (mix(id) % tl.maximum(tl.load(table + SOURCES), 1).to(tl.uint64)).to(tl.int64)
+        reserved = row // size * size + open + remainder(murmur(id), size - open)
+        drawn = remainder(mix(id), tl.load(table + SOURCES))
         read = tl.where(source == 0, weights + reserved * words * 4, source + drawn * words * 4)
         inside = mask[:, None] & (column < words[:, None])
-        values = tl.load(read.to(tl.pointer_type(tl.int32))[:, None] + column, mask=inside, other=0)  # [ROWS, BLOCK]
-        write = (weights + row * words * 4).to(tl.pointer_type(tl.int32))
+        read = tl.multiple_of(read.to(tl.pointer_type(tl.int32)), [ALIGNMENT])
+        values = tl.load(read[:, None] + column, mask=inside, other=0)  # [ROWS, BLOCK]
+        write = tl.multiple_of((weights + row * words * 4).to(tl.pointer_type(tl.int32)), [ALIGNMENT])
         tl.store(write[:, None] + column, values, mask=inside)
         for state in tl.static_range(STATE_COUNT):
             words = tl.load(table + STATES + 2 * state + 1)
@@ -105,11 +108,14 @@ class RowTables(NamedTuple):
     """most words of a row"""
     states: int
     """most states of a table"""
+    alignment: int
+    """of all weights and sources, in bytes: a power of two up to 16"""
 
 
 def row_tables(tables: list[FilledTable], device: torch.device) -> RowTables:
     entries = torch.tensor([table.entry() for table in tables], dtype=torch.int64, device=device)
-    return RowTables(entries, max(t.words for t in tables), max(len(t.states) // 2 for t in tables))
+    alignment = gcd(16, *(part for t in tables for part in (t.weights, t.source, 4 * t.words)))
+    return RowTables(entries, max(t.words for t in tables), max(len(t.states) // 2 for t in tables), alignment)
 
 
 def fill_rows(ids: torch.Tensor, tables: RowTables, claims: Claims) -> None:
@@ -118,9 +124,12 @@ def fill_rows(ids: torch.Tensor, tables: RowTables, claims: Claims) -> None:
     An id's initial row depends on the id alone. `ids` [slots] int64 has the ids of a map's slots.
     """
     if not (ids.is_cuda or INTERPRETED):
-        reference_ids.fill_rows(ids, tables.entries, claims)
+        reference.fill_rows(ids, tables.entries, claims)
         return
     block = power_of_2(tables.words)
     rows = max(1, min(_BLOCK_WORDS // block, _MOST_ROWS))
-    kernel = specialised(_fill_rows, num_warps=_NUM_WARPS, STATE_COUNT=tables.states, ROWS=rows, BLOCK=block)
+    kernel = specialised(
+        _fill_rows, num_warps=_NUM_WARPS,
+        STATE_COUNT=tables.states, ALIGNMENT=tables.alignment, ROWS=rows, BLOCK=block,
+    )  # fmt: skip
     kernel(_PROGRAMS, (), ids, tables.entries, claims.slots, claims.tables, claims.count)

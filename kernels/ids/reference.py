@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dlrm_overlap.kernels.id_map import (
+from dlrm_overlap.kernels.ids.id_map import (
     CELLS,
     EMPTY,
     SEGMENT,
@@ -23,7 +23,7 @@ from dlrm_overlap.kernels.id_map import (
 )
 
 if TYPE_CHECKING:
-    from dlrm_overlap.kernels.map_ids import Features
+    from dlrm_overlap.kernels.ids.map_ids import Features
 
 _GREATEST, _FAR = 2**63 - 1, 2**31 - 1
 
@@ -55,15 +55,15 @@ def map_ids(
     slots = step.probe(np.arange(len(places)))
     found = slots >= 0
     if train:
-        step.mark(np.flatnonzero(found & (step.of["writes"] > 0)), slots, features.counts)
+        step.mark(np.flatnonzero(found & (step.of["writes"] > 0)), slots, features)
         step.total(Totals.FOUND, found.sum())
     claims, lost = None, np.flatnonzero(~found)
     if train:
         admitted = step.admit(lost, features.sketch)
-        claims = step.assign(lost[admitted], features.counts)
+        claims = step.assign(lost[admitted], features)
         slots[lost[admitted]] = step.probe(lost[admitted])
         got = lost[admitted]
-        step.mark(got[slots[got] >= 0], slots, features.counts)
+        step.mark(got[slots[got] >= 0], slots, features)
         step.total(Totals.NO_ROOM, (slots[got] < 0).sum())
         step.total(Totals.NOT_ADMITTED, (step.of["writes"][lost[~admitted]] > 0).sum())
     without = slots < 0
@@ -114,11 +114,12 @@ class _Step:
             left = left[~same & (there != EMPTY)]  # no id is behind an empty slot
         return found
 
-    def mark(self, of: np.ndarray, slots: np.ndarray, counts: bool) -> None:
+    def mark(self, of: np.ndarray, slots: np.ndarray, features: "Features") -> None:
         at, clock = self._first[of] + slots[of], self._state.clock
         self._state.used_at[at] = clock[0]
-        np.maximum.at(self._state.times, at, (clock[1] + self.of["lifetime"][of]).astype(np.int32))
-        if counts:
+        if features.times:
+            np.maximum.at(self._state.times, at, (clock[1] + self.of["lifetime"][of]).astype(np.int32))
+        if features.counts:
             np.add.at(self._state.counts, at, 1)
 
     def admit(self, of: np.ndarray, sketch: bool) -> np.ndarray:
@@ -134,7 +135,7 @@ class _Step:
             admitted &= (after <= 1) | (np.minimum(counters[first], counters[second]) >= after)
         return admitted
 
-    def assign(self, of: np.ndarray, counts: bool) -> Claims:
+    def assign(self, of: np.ndarray, features: "Features") -> Claims:
         """Give slots to ids, segment by segment, in the order of phases."""
         new = _once(np.stack([self.of["first_slot"][of], self._ids[of]], axis=1), of)
         segments = self.of["segments"][new]
@@ -145,7 +146,7 @@ class _Step:
         claimed: list[tuple[int, int, int]] = []
         ends = np.append(starts, len(new))[1:]
         for begin, end in zip(starts, ends, strict=True):
-            claimed += self._assign_segment(new[begin:end], counts)
+            claimed += self._assign_segment(new[begin:end], features)
         slots, tables, evicted = np.array(claimed, np.int64).reshape(-1, 3).T
         self.total(Totals.INSERTED, len(slots))
         self.total(Totals.EVICTED, (evicted != EMPTY).sum())
@@ -153,23 +154,25 @@ class _Step:
         tables = torch.from_numpy(tables.astype(np.int32))
         return Claims(torch.from_numpy(slots.copy()), tables, torch.from_numpy(evicted.copy()), count)
 
-    def _assign_segment(self, new: np.ndarray, counts: bool) -> list[tuple[int, int, int]]:
+    def _assign_segment(self, new: np.ndarray, features: "Features") -> list[tuple[int, int, int]]:
         state, one = self._state, new[0]
         of = {name: int(column[one]) for name, column in self.of.items()}
-        lanes = min(WHOLE if of["segments"] > 1 or of["open_slots"] > SEGMENT else SEGMENT, of["open_slots"])
+        limit = WHOLE if of["open_slots"] > SEGMENT else SEGMENT
+        lanes = min(limit, of["open_slots"])
         begin = int(self._within[one]) * SEGMENT
         slots = (begin + np.arange(lanes)) % of["open_slots"]
         at = int(self._first[one]) + slots
         step, now = int(state.clock[0]), int(state.clock[1])
-        before, used, times = state.ids[at], state.used_at[at], state.times[at].astype(np.int64)
+        before, used = state.ids[at], state.used_at[at]
+        times = (state.times if features.times else state.used_at)[at].astype(np.int64)
         score = times
-        if counts and of["policy"] == Policy.LFU:
+        if features.counts and of["policy"] == Policy.LFU:
             score = (state.counts[at].astype(np.int64) << 32) + times
-        if counts and of["policy"] == Policy.DISTANCE_LFU:
+        if features.counts and of["policy"] == Policy.DISTANCE_LFU:
             score = (state.counts[at].astype(np.int64) << 24) // np.maximum(step - used + 1, 1)
         may_go = (used < step - 1) & (of["policy"] != Policy.NONE) & ((of["policy"] != Policy.TTL) | (times < now))
         after, changed = before.copy(), np.zeros(lanes, bool)
-        for sighting in new:
+        for sighting in new[:limit]:
             distance = np.arange(lanes) - (self._home[sighting] - begin)
             if of["segments"] == 1:
                 distance = distance % of["open_slots"]
@@ -185,8 +188,10 @@ class _Step:
         where = at[changed]
         state.ids[where] = after[changed]
         state.digests[where] = digests_of(murmur(torch.from_numpy(after[changed]))).numpy()
-        state.used_at[where], state.times[where] = step, -1
-        if counts:
+        state.used_at[where] = step
+        if features.times:
+            state.times[where] = -1
+        if features.counts:
             state.counts[where] = 0
         return [(int(slot), of["table"], int(old)) for slot, old in zip(where, before[changed], strict=True)]
 
