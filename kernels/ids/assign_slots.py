@@ -8,7 +8,6 @@ from dlrm_overlap.kernels.ids.probing import (
     ADMIT_AFTER,
     ADMIT_BELOW,
     CELLS,
-    CLAIMED,
     COLUMNS,
     DISTANCE_LFU,
     EMPTY,
@@ -30,6 +29,7 @@ from dlrm_overlap.kernels.ids.probing import (
     TABLE,
     TTL,
     WRITES,
+    add_total,
     bucket_of,
     digest,
     id_at,
@@ -99,6 +99,7 @@ def _choose(
     new_ids,  # [count] int64
     twin,  # [count] int32: the place in the list of the id that is chained for this one; -1 if it is not admitted
     slot_of,  # [count] int32
+    claimed,  # [count] int64
     members,  # [2 ** set_bits] int32, 0 between steps: places of the list, plus 1
     member_of,  # [count] int32: where a place is in `members`; -1 if nowhere
     active,  # [3 * most_segments] int32
@@ -160,6 +161,7 @@ def _choose(
         chosen = wanted & (of == k)
         tl.store(twin + k, of, mask=mask)
         tl.store(slot_of + k, tl.zeros_like(k) - 1, mask=chosen)
+        tl.store(claimed + k, tl.zeros_like(i) - 1, mask=mask)
         tl.store(member_of + k, tl.where(chosen, at, -1).to(tl.int32), mask=mask)
         # Its segment's chain.
         before = tl.atomic_add(waiting + segment, 1, mask=chosen, sem="relaxed")
@@ -297,11 +299,9 @@ def _assign(
         tl.store(slot_of + place_of, got, mask=placed)
         tl.store(waiting + segment, 0)
         tl.store(heads + segment, 0)
-        # List them.
-        if claims > 0:
-            into = tl.atomic_add(counters + CLAIMED, claims, sem="relaxed") + tl.cumsum(placed.to(tl.int32), 0) - 1
-            tl.store(claimed + into, at, mask=placed)
-            tl.store(claimed_tables + into, tl.zeros_like(lane) + tl.load(feature + TABLE).to(tl.int32), mask=placed)
-            tl.store(evicted + into, before, mask=placed)
-            tl.atomic_add(totals + INSERTED, claims.to(tl.int64), sem="relaxed")
-            tl.atomic_add(totals + EVICTED, tl.sum((placed & (before != EMPTY)).to(tl.int64), 0), sem="relaxed")
+        # Claim them.
+        tl.store(claimed + place_of, at, mask=placed)
+        tl.store(claimed_tables + place_of, tl.zeros_like(lane) + tl.load(feature + TABLE).to(tl.int32), mask=placed)
+        tl.store(evicted + place_of, before, mask=placed)
+        add_total(totals, INSERTED, claims)
+        add_total(totals, EVICTED, tl.sum((placed & (before != EMPTY)).to(tl.int32), 0))

@@ -14,8 +14,8 @@ from dlrm_overlap.kernels.ids.probing import mix, murmur, remainder
 from dlrm_overlap.kernels.tuning import power_of_2
 
 _NUM_WARPS = 4
-_PROGRAMS = 2 if INTERPRETED else 1056
-_BLOCK_WORDS, _MOST_ROWS = 2048, 64  # upper limits of what a program stores at a time
+_PROGRAMS = 2 if INTERPRETED else 1584
+_BLOCK_WORDS, _MOST_ROWS = 1024, 64  # upper limits of what a program stores at a time
 MOST_STATES = 3
 
 
@@ -57,10 +57,10 @@ COLUMNS = tl.constexpr(7 + 2 * MOST_STATES)
 
 @triton.jit(do_not_specialize_on_alignment=["count"])
 def _fill_rows(
-    ids,  # [slots] int64
     tables,  # [tables, 13] int64
-    slots,  # these three as in `Claims`
+    slots,  # these four as in `Claims`
     numbers,
+    ids,
     count,
     STATE_COUNT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -75,10 +75,10 @@ def _fill_rows(
     column = tl.arange(0, BLOCK)[None, :]
     for first in range(tl.program_id(0) * ROWS, total, tl.num_programs(0) * ROWS):
         i = first + tl.arange(0, ROWS)
-        mask = i < total
-        slot = tl.load(slots + i, mask=mask, other=0)  # [ROWS]
+        slot = tl.load(slots + i, mask=i < total, other=-1)  # [ROWS]
+        mask = slot >= 0
         table = tables + tl.load(numbers + i, mask=mask, other=0).to(tl.int64) * COLUMNS
-        id = tl.load(ids + slot, mask=mask, other=0)
+        id = tl.load(ids + i, mask=mask, other=0)
         row = slot - tl.load(table + FIRST_SLOT)
         size = tl.load(table + SIZE)
         open = tl.load(table + OPEN)
@@ -118,13 +118,10 @@ def row_tables(tables: list[FilledTable], device: torch.device) -> RowTables:
     return RowTables(entries, max(t.words for t in tables), max(len(t.states) // 2 for t in tables), alignment)
 
 
-def fill_rows(ids: torch.Tensor, tables: RowTables, claims: Claims) -> None:
-    """Give the rows of `claims` their initial values, and zero their optimizer states.
-
-    An id's initial row depends on the id alone. `ids` [slots] int64 has the ids of a map's slots.
-    """
-    if not (ids.is_cuda or INTERPRETED):
-        reference.fill_rows(ids, tables.entries, claims)
+def fill_rows(tables: RowTables, claims: Claims) -> None:
+    """Give the rows of `claims` their initial values, which depend on the ids alone, and zero their states."""
+    if not (claims.ids.is_cuda or INTERPRETED):
+        reference.fill_rows(tables.entries, claims)
         return
     block = power_of_2(tables.words)
     rows = max(1, min(_BLOCK_WORDS // block, _MOST_ROWS))
@@ -132,4 +129,4 @@ def fill_rows(ids: torch.Tensor, tables: RowTables, claims: Claims) -> None:
         _fill_rows, num_warps=_NUM_WARPS,
         STATE_COUNT=tables.states, ALIGNMENT=tables.alignment, ROWS=rows, BLOCK=block,
     )  # fmt: skip
-    kernel(_PROGRAMS, (), ids, tables.entries, claims.slots, claims.tables, claims.count)
+    kernel(_PROGRAMS, (), tables.entries, claims.slots, claims.tables, claims.ids, claims.count)

@@ -6,7 +6,6 @@ import triton.language as tl
 from dlrm_overlap.kernels.ids.probing import (
     COLUMNS,
     FIRST_SLOT,
-    FOUND,
     LIFETIME,
     MISSING,
     NO_ROOM,
@@ -14,6 +13,7 @@ from dlrm_overlap.kernels.ids.probing import (
     OPEN,
     SIZE,
     WRITES,
+    add_total,
     bucket_of,
     feature_of,
     id_at,
@@ -48,14 +48,13 @@ def _find(
     out,  # [count] int32 or int64; may be `low`
     offsets,  # [features * samples + 1], of the bags
     infos,  # [features + 1 or more, 15] int64
-    ids,  # these seven as in `MapState`, digests as int32
+    ids,  # these six as in `MapState`, digests as int32
     digests,
     used_at,
     times,
     counts,
     clock,
-    totals,
-    counters,  # [8] int32
+    counters,  # [4] int32
     missing,  # [count] int32
     missing_feature,  # [count] int32
     count,
@@ -90,7 +89,6 @@ def _find(
     if TRAIN:
         writes = found & (tl.load(feature + WRITES, mask=found, other=0) > 0)
         _mark(used_at, times, counts, first + slot, feature, clock, writes, TIMES, COUNTS)
-        tl.atomic_add(totals + FOUND, tl.sum(found.to(tl.int64), 0), sem="relaxed")
     # An id whose bucket is elsewhere was sent to the wrong rank, which the layout excludes.
     value = tl.where(found, row + slot, 0)
     tl.store(out + i, value.to(out.dtype.element_ty), mask=live & (found | (here == 0)))
@@ -154,9 +152,8 @@ def _replace(
             _mark(used_at, times, counts, first + slot, feature, clock, found, TIMES, COUNTS)
             spare = tl.where(found, slot, spare)
             writes = mask & (tl.load(feature + WRITES, mask=mask, other=0) > 0)
-            refused = tl.sum((writes & (wanted == 0)).to(tl.int64), 0)
-            tl.atomic_add(totals + NOT_ADMITTED, refused, sem="relaxed")
-            tl.atomic_add(totals + NO_ROOM, tl.sum((wanted & (slot < 0)).to(tl.int64), 0), sem="relaxed")
+            add_total(totals, NOT_ADMITTED, tl.sum((writes & (wanted == 0)).to(tl.int32), 0))
+            add_total(totals, NO_ROOM, tl.sum((wanted & (slot < 0)).to(tl.int32), 0))
             member = tl.load(member_of + k, mask=mask, other=-1)
             tl.store(members + member, tl.zeros_like(member), mask=member >= 0)
         tl.store(out + i, (bucket * size + spare).to(out.dtype.element_ty), mask=mask)

@@ -86,8 +86,10 @@ class Totals(IntEnum):
     """sightings of ids without a slot, in training: those that are not admitted yet,"""
     NO_ROOM = 3
     """and those that are, but every slot was in use"""
-    FOUND = 4
-    """sightings of ids with a slot, in training"""
+
+
+SPREAD, SPREAD_STEP = 32, 4
+"""a total is the sum of this many numbers, so far apart: programs that add to one address wait for each other"""
 
 
 class MapState(NamedTuple):
@@ -96,7 +98,7 @@ class MapState(NamedTuple):
     ids: torch.Tensor
     """[S] int64: `EMPTY` without an id"""
     digests: torch.Tensor
-    """[S, rounded up to words of 4] uint8: bits of the id's hash, 0 for an empty slot"""
+    """[at least S + SEGMENT] uint8: bits of the id's hash, 0 for an empty slot"""
     used_at: torch.Tensor
     """[S] int32: last training step that used the slot"""
     times: torch.Tensor
@@ -112,7 +114,7 @@ class MapState(NamedTuple):
     clock: torch.Tensor
     """[2] int64: number of training steps, and the time"""
     totals: torch.Tensor
-    """[5] int64, see `Totals`"""
+    """[4, SPREAD * SPREAD_STEP] int64: by `Totals`, numbers that add up to the total"""
 
     @classmethod
     def empty(
@@ -123,7 +125,7 @@ class MapState(NamedTuple):
 
         return cls(
             full(slots, EMPTY, torch.int64),
-            full(-(-slots // 4) * 4, 0, torch.uint8),
+            full((slots // 4 + 1) * 4 + SEGMENT, 0, torch.uint8),
             full(slots, -2),
             full(slots * times, -1),
             full(slots * counts, 0),
@@ -131,21 +133,27 @@ class MapState(NamedTuple):
             full(segments, 0),
             full(segments, 0),
             full(2, 0, torch.int64),
-            full(len(Totals), 0, torch.int64),
+            full(len(Totals) * SPREAD * SPREAD_STEP, 0, torch.int64).view(len(Totals), -1),
         )
+
+    def total(self, which: Totals) -> int:
+        """Return a total; waits for the device."""
+        return int(self.totals[which].sum())
 
 
 class Claims(NamedTuple):
-    """Slots that a step has assigned to new ids, in no order."""
+    """Slots that a step has assigned to new ids, in no order; some entries are void."""
 
     slots: torch.Tensor
-    """[n] int64"""
+    """[n] int64, negative in void entries"""
     tables: torch.Tensor
     """[n] int32"""
+    ids: torch.Tensor
+    """[n] int64"""
     evicted: torch.Tensor
     """[n] int64: the ids that were in the slots, or `EMPTY`"""
     count: torch.Tensor
-    """[1] int32: number of valid entries"""
+    """[1] int32: number of entries"""
 
 
 def segments_of(open_slots: int) -> int:

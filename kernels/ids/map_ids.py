@@ -27,12 +27,12 @@ from dlrm_overlap.kernels.ids.find_ids import _find, _replace
 from dlrm_overlap.kernels.ids.id_map import NO_FEATURE, SEGMENT, WHOLE, Claims, MapFeature, MapState, Policy
 from dlrm_overlap.kernels.tuning import power_of_2
 
-_NUM_WARPS = 4
+_NUM_WARPS, _FIND_WARPS = 4, 1
 _FIND_IDS = 8 if INTERPRETED else 32  # ids of a program, each with the digests of its bucket
 _BLOCK = 128  # listed ids that a program takes at a time
-_PROGRAMS, _ASSIGN_PROGRAMS = (2, 2) if INTERPRETED else (528, 2112)
+_PROGRAMS, _ASSIGN_PROGRAMS = (2, 2) if INTERPRETED else (1056, 2640)
 _PHASES = 3
-_COUNTERS = 8
+_COUNTERS = 4
 
 
 class Features(NamedTuple):
@@ -50,13 +50,13 @@ class Features(NamedTuple):
     """upper limit of a segment's slots"""
     phases: int
     words: int
-    """upper limit of the words of digests in which an id may be, a power of two"""
+    """words of digests that `probe` reads"""
 
     @classmethod
     def of(cls, rows: Sequence[MapFeature], clocked: bool, device: torch.device) -> "Features":
         """Return the features with the rows of a table; `clocked` if their times are not numbers of steps."""
         policies = {Policy(row.policy) for row in rows}
-        aligned = all(row.size % 4 == 0 and row.first_slot % 4 == 0 for row in rows)
+        aligned = all(row.size % 16 == 0 and row.first_slot % 16 == 0 for row in rows)
         small = all(row.open_slots <= SEGMENT for row in rows)
         return cls(
             torch.tensor([*rows, NO_FEATURE, NO_FEATURE], device=device),
@@ -123,11 +123,19 @@ def map_ids(
     )
     make = partial(specialised, num_warps=_NUM_WARPS)
     switches = {"TRAIN": train, "TIMES": with_times, "COUNTS": with_counts}
-    words, marks, listed = (low, high), (used_at, times, counts, clock, totals, counters), (missing, missing_feature)
-    find = make(_find, STRIDE=stride, **switches, HALVINGS=number.bit_length(), IDS=_FIND_IDS, WORDS=digest_words)
+    words, marks, listed = (low, high), (used_at, times, counts, clock), (missing, missing_feature)
+    find = specialised(
+        _find,
+        num_warps=_FIND_WARPS,
+        STRIDE=stride,
+        **switches,
+        HALVINGS=number.bit_length(),
+        IDS=_FIND_IDS,
+        WORDS=digest_words,
+    )
     find(
         -(-count // _FIND_IDS), (out.dtype, offsets.dtype),
-        *words, out, offsets, infos, ids, digests.view(torch.int32), *marks, *listed, count, samples, number,
+        *words, out, offsets, infos, ids, digests.view(torch.int32), *marks, counters, *listed, count, samples, number,
     )  # fmt: skip
     claims, members = None, none
     if train:
@@ -141,8 +149,8 @@ def map_ids(
         choose = make(_choose, STRIDE=stride, SKETCH=with_sketch, BLOCK=_BLOCK)
         choose(
             _PROGRAMS, (),
-            *words, infos, sketch, waiting, heads, counters, *listed, following, new_ids, twin, slot_of, members,
-            member_of, active, members.numel().bit_length() - 1, segments,
+            *words, infos, sketch, waiting, heads, counters, *listed, following, new_ids, twin, slot_of, claimed,
+            members, member_of, active, members.numel().bit_length() - 1, segments,
         )  # fmt: skip
         assign = specialised(_assign, num_warps=1, TIMES=with_times, COUNTS=with_counts, LANES=lanes)
         for phase in range(phases):
@@ -151,9 +159,10 @@ def map_ids(
                 infos, ids, digests, used_at, times, counts, waiting, heads, clock, totals, counters, missing_feature,
                 following, new_ids, slot_of, active, claimed, claimed_tables, evicted, phase, segments,
             )  # fmt: skip
-        claims = Claims(claimed, claimed_tables, evicted, counters[1:2])
+        claims = Claims(claimed, claimed_tables, new_ids, evicted, counters[:1])
     replace = make(_replace, STRIDE=stride, **switches, BLOCK=_BLOCK)
     replace(
-        _PROGRAMS, (out.dtype,), *words, out, infos, *marks, *listed, twin, slot_of, members, member_of
+        _PROGRAMS, (out.dtype,),
+        *words, out, infos, *marks, totals, counters, *listed, twin, slot_of, members, member_of,
     )  # fmt: skip
     return claims

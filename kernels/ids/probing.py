@@ -32,10 +32,12 @@ POLICY = tl.constexpr(_column("policy"))
 TABLE = tl.constexpr(_column("table"))
 COLUMNS = tl.constexpr(len(MapFeature._fields))
 
+SPREAD = tl.constexpr(id_map.SPREAD)
+SPREAD_STEP = tl.constexpr(id_map.SPREAD_STEP)
+
 # Words of the counters of a step, which begin at 0.
 MISSING = tl.constexpr(0)
-CLAIMED = tl.constexpr(1)
-ACTIVE = tl.constexpr(2)  # one for each phase
+ACTIVE = tl.constexpr(1)  # one for each phase
 
 LFU = tl.constexpr(int(id_map.Policy.LFU))
 DISTANCE_LFU = tl.constexpr(int(id_map.Policy.DISTANCE_LFU))
@@ -45,7 +47,6 @@ INSERTED = tl.constexpr(int(id_map.Totals.INSERTED))
 EVICTED = tl.constexpr(int(id_map.Totals.EVICTED))
 NOT_ADMITTED = tl.constexpr(int(id_map.Totals.NOT_ADMITTED))
 NO_ROOM = tl.constexpr(int(id_map.Totals.NO_ROOM))
-FOUND = tl.constexpr(int(id_map.Totals.FOUND))
 
 
 @triton.jit
@@ -103,6 +104,14 @@ def id_at(low, high, position, mask, STRIDE: tl.constexpr):
 
 
 @triton.jit
+def add_total(totals, which, count):
+    """Add to a total of a map, if there is something to add."""
+    if count > 0:
+        spread = which * (SPREAD * SPREAD_STEP) + tl.program_id(0) % SPREAD * SPREAD_STEP
+        tl.atomic_add(totals + spread, count.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
 def feature_of(offsets, position, mask, samples, features, HALVINGS: tl.constexpr):
     """Return [N]: the first feature whose bags end after `position` [N]; `features` if none does."""
     low = tl.zeros_like(position)
@@ -129,35 +138,41 @@ def bucket_of(id, feature, mask):
 def probe(ids, digests, id, hash, first, feature, live, IDS: tl.constexpr, WORDS: tl.constexpr):
     """Return [IDS] int32: the slot in its bucket, which begins at slot `first`, of each live id; -1 without one.
 
-    `digests` is [.. / 4] int32: four slots are compared at a time, in the words that hold the slots to be probed.
+    `digests` is int32: four slots are compared at a time. With `SEGMENT` / 4 WORDS a bucket has at most `SEGMENT` open
+    slots and begins at a multiple of 16, and all its words are read. Else they are read circularly from the first slot
+    to probe on, and an id is not farther than `SEGMENT` / 2 words.
     """
     open = tl.load(feature + OPEN, mask=live, other=1).to(tl.int32)
-    # The bucket's words are numbered from the one that holds its first slot; they are read circularly.
-    before = (first % 4).to(tl.int32)
-    words = (before + open + 3) // 4
     lane = tl.arange(0, WORDS)[None, :]
-    word = ((before + remainder(hash, open).to(tl.int32)) // 4)[:, None] + lane  # [IDS, WORDS]
-    word = tl.where(word >= words[:, None], word - words[:, None], word)
-    inside = live[:, None] & (lane < words[:, None])
-    four = tl.load((digests + first // 4)[:, None] + word, mask=inside, other=0)
+    before = tl.zeros((IDS,), tl.int32)  # slots before the bucket in its first word
+    if WORDS == SEGMENT // 4:
+        word = lane + before[:, None]  # [IDS, WORDS]
+        start = tl.multiple_of((first // 16) * 4, [4])
+        four = tl.load((digests + start)[:, None] + lane, mask=live[:, None], other=0)
+    else:
+        before = (first % 4).to(tl.int32)
+        words = (before + open + 3) // 4
+        word = ((before + remainder(hash, open).to(tl.int32)) // 4)[:, None] + lane
+        word = tl.where(word >= words[:, None], word - words[:, None], word)
+        inside = live[:, None] & (lane < words[:, None])
+        four = tl.load((digests + first // 4)[:, None] + word, mask=inside, other=0)
     # A byte is 0 where the digest is alike; then its highest bit is set.
     differs = four ^ (digest(hash).to(tl.int32) * 0x01010101)[:, None]
     alike = ~(((differs & 0x7F7F7F7F) + 0x7F7F7F7F) | differs | 0x7F7F7F7F)
-    alike = tl.where(inside, alike, 0)
     found = tl.full((IDS,), -1, tl.int32)
     more = 1
     # A digest of 8 bits is rarely another id's: the second loop has no turns.
     for _ in range(0, 3):
         if more > 0:
-            found, alike, more = _try(ids, id, first, before, open, word, found, alike)
+            found, alike, more = _try(ids, id, first, before, open, live, word, found, alike)
     for _ in range(0, more * SEGMENT):
         if more > 0:
-            found, alike, more = _try(ids, id, first, before, open, word, found, alike)
+            found, alike, more = _try(ids, id, first, before, open, live, word, found, alike)
     return found
 
 
 @triton.jit
-def _try(ids, id, first, before, open, word, found, alike):
+def _try(ids, id, first, before, open, live, word, found, alike):
     """Compare one id that is alike, for each id; return whether there may be more in addition."""
     lowest = alike & -alike
     byte = (lowest < 0).to(tl.int32) * 3 + (lowest > 0x8000).to(tl.int32) * 2 + (lowest == 0x8000).to(tl.int32)
@@ -165,7 +180,7 @@ def _try(ids, id, first, before, open, word, found, alike):
     candidate = tl.where(alike != 0, at, FAR)
     slot = tl.min(candidate, 1)
     trying = slot < FAR
-    safe = trying & (slot >= 0) & (slot < open)
+    safe = trying & live & (slot >= 0) & (slot < open)
     same = safe & (tl.load(ids + first + slot, mask=safe, other=EMPTY) == id)
     found = tl.where(same, slot, found)
     alike = tl.where((candidate == slot[:, None]), alike & (alike - 1), alike)

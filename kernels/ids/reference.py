@@ -56,7 +56,6 @@ def map_ids(
     found = slots >= 0
     if train:
         step.mark(np.flatnonzero(found & (step.of["writes"] > 0)), slots, features)
-        step.total(Totals.FOUND, found.sum())
     claims, lost = None, np.flatnonzero(~found)
     if train:
         admitted = step.admit(lost, features.sketch)
@@ -97,7 +96,7 @@ class _Step:
         self._segment = self.of["first_segment"] + self.bucket * self.of["segments"] + within
 
     def total(self, which: Totals, count: int) -> None:
-        self._state.totals[which] += count
+        self._state.totals[which, 0] += count
 
     def probe(self, of: np.ndarray) -> np.ndarray:
         """Return the slot in its bucket of each id, [len(of)] int64; -1 without one."""
@@ -147,12 +146,12 @@ class _Step:
         ends = np.append(starts, len(new))[1:]
         for begin, end in zip(starts, ends, strict=True):
             claimed += self._assign_segment(new[begin:end], features)
-        slots, tables, evicted = np.array(claimed, np.int64).reshape(-1, 3).T
+        slots, tables, evicted = torch.tensor(claimed, dtype=torch.int64).view(-1, 3).unbind(1)
         self.total(Totals.INSERTED, len(slots))
-        self.total(Totals.EVICTED, (evicted != EMPTY).sum())
+        self.total(Totals.EVICTED, int((evicted != EMPTY).sum()))
         count = torch.tensor([len(slots)], dtype=torch.int32)
-        tables = torch.from_numpy(tables.astype(np.int32))
-        return Claims(torch.from_numpy(slots.copy()), tables, torch.from_numpy(evicted.copy()), count)
+        ids = torch.from_numpy(self._state.ids)[slots]
+        return Claims(slots, tables.int(), ids, evicted, count)
 
     def _assign_segment(self, new: np.ndarray, features: "Features") -> list[tuple[int, int, int]]:
         state, one = self._state, new[0]
@@ -206,16 +205,16 @@ def _once(keys: np.ndarray, of: np.ndarray) -> np.ndarray:
     return of[np.unique(keys, axis=0, return_index=True)[1]]
 
 
-def fill_rows(ids: torch.Tensor, tables: torch.Tensor, claims: Claims) -> None:
+def fill_rows(tables: torch.Tensor, claims: Claims) -> None:
     """Do what `fill_rows.fill_rows` does; `tables` has the addresses of memory of this process."""
-    count = int(claims.count)
-    slots, numbers = claims.slots[:count], claims.tables[:count]
+    valid = (claims.slots[: int(claims.count)] >= 0).nonzero().flatten()
+    slots, numbers, ids = claims.slots[valid], claims.tables[valid], claims.ids[valid]
     for number, table in enumerate(tables.tolist()):
         first_slot, size, open_slots, weights, words, source, sources, *states = table
         here = slots[numbers == number]
         if not len(here):
             continue
-        rows, named = here - first_slot, ids[here]
+        rows, named = here - first_slot, ids[numbers == number]
         if source:
             read, origin = unsigned_remainder(mix(named), torch.tensor(sources)), _rows_at(source, sources, words)
         else:
