@@ -16,6 +16,7 @@ from dlrm_overlap.kernels.ids.probing import (
     FIRST_SEGMENT,
     FIRST_SLOT,
     GREATEST,
+    INITIALS,
     INSERTED,
     LFU,
     MISSING,
@@ -200,6 +201,7 @@ def _assign(
     active,
     claimed,  # [count] int64
     claimed_tables,  # [count] int32
+    origins,  # [count] int64
     evicted,  # [count] int64
     phase,
     most_segments,
@@ -248,7 +250,8 @@ def _assign(
             new = tl.where(place, id, new)
             place_of = tl.where(place, k, place_of)
             k = following_k
-        home = remainder(murmur(new), open).to(tl.int32) - begin  # [LANES]
+        hash = murmur(new)
+        home = remainder(hash, open).to(tl.int32) - begin  # [LANES]
         # Load the slots that they may take.
         slot = begin + lane
         slot = tl.where(slot >= open, slot - open, slot)
@@ -290,7 +293,7 @@ def _assign(
         at = first + got
         before = tl.load(ids + at, mask=placed, other=EMPTY)
         tl.store(ids + at, new, mask=placed)
-        tl.store(digests + at, digest(murmur(new)), mask=placed)
+        tl.store(digests + at, digest(hash), mask=placed)
         tl.store(used_at + at, tl.zeros_like(lane) + step, mask=placed)
         if TIMES:
             tl.store(times + at, tl.zeros_like(lane) - 1, mask=placed)
@@ -302,6 +305,12 @@ def _assign(
         # Claim them.
         tl.store(claimed + place_of, at, mask=placed)
         tl.store(claimed_tables + place_of, tl.zeros_like(lane) + tl.load(feature + TABLE).to(tl.int32), mask=placed)
+        size = tl.load(feature + SIZE)
+        initials = tl.load(feature + INITIALS)
+        origin = relative // segments * size + open + remainder(hash, size - open)
+        if initials > 0:
+            origin = remainder(mix(new), initials)
+        tl.store(origins + place_of, origin, mask=placed)
         tl.store(evicted + place_of, before, mask=placed)
         add_total(totals, INSERTED, claims)
         add_total(totals, EVICTED, tl.sum((placed & (before != EMPTY)).to(tl.int32), 0))

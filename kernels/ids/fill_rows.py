@@ -10,7 +10,6 @@ import triton.language as tl
 from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 from dlrm_overlap.kernels.ids import reference
 from dlrm_overlap.kernels.ids.id_map import Claims
-from dlrm_overlap.kernels.ids.probing import mix, murmur, remainder
 from dlrm_overlap.kernels.tuning import power_of_2
 
 _NUM_WARPS = 4
@@ -20,21 +19,15 @@ MOST_STATES = 3
 
 
 class FilledTable(NamedTuple):
-    """The rows of a table of a map on this rank; a row of a table [tables, 13] int64. A word is an int32."""
+    """The rows of a table of a map on this rank; a row of a table [tables, 10] int64. A word is an int32."""
 
     first_slot: int
-    size: int
-    """slots of a bucket"""
-    open_slots: int
-    """of them, those that ids can have"""
     weights: int
     """address of the rows"""
     words: int
     """of a row"""
     source: int
-    """address of initial rows, of which an id's hash chooses one; 0: the bucket's reserved slots have them"""
-    sources: int
-    """their number"""
+    """address of the initial rows; that of the rows themselves if reserved slots have them"""
     states: tuple[int, ...]
     """address and words of a row of each state, which becomes 0; address 0 for none"""
 
@@ -45,22 +38,19 @@ class FilledTable(NamedTuple):
 
 # Columns.
 FIRST_SLOT = tl.constexpr(0)
-SIZE = tl.constexpr(1)
-OPEN = tl.constexpr(2)
-WEIGHTS = tl.constexpr(3)
-WORDS = tl.constexpr(4)
-SOURCE = tl.constexpr(5)
-SOURCES = tl.constexpr(6)
-STATES = tl.constexpr(7)
-COLUMNS = tl.constexpr(7 + 2 * MOST_STATES)
+WEIGHTS = tl.constexpr(1)
+WORDS = tl.constexpr(2)
+SOURCE = tl.constexpr(3)
+STATES = tl.constexpr(4)
+COLUMNS = tl.constexpr(4 + 2 * MOST_STATES)
 
 
 @triton.jit(do_not_specialize_on_alignment=["count"])
 def _fill_rows(
-    tables,  # [tables, 13] int64
+    tables,  # [tables, 10] int64
     slots,  # these four as in `Claims`
     numbers,
-    ids,
+    origins,
     count,
     STATE_COUNT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -78,16 +68,10 @@ def _fill_rows(
         slot = tl.load(slots + i, mask=i < total, other=-1)  # [ROWS]
         mask = slot >= 0
         table = tables + tl.load(numbers + i, mask=mask, other=0).to(tl.int64) * COLUMNS
-        id = tl.load(ids + i, mask=mask, other=0)
-        row = slot - tl.load(table + FIRST_SLOT)
-        size = tl.load(table + SIZE)
-        open = tl.load(table + OPEN)
-        words = tl.multiple_of(tl.load(table + WORDS), [ALIGNMENT // 4])
-        weights = tl.load(table + WEIGHTS)
-        source = tl.load(table + SOURCE)
-        reserved = row // size * size + open + remainder(murmur(id), size - open)
-        drawn = remainder(mix(id), tl.load(table + SOURCES))
-        read = tl.where(source == 0, weights + reserved * words * 4, source + drawn * words * 4)
+        row = slot - tl.load(table + FIRST_SLOT, mask=mask, other=0)
+        words = tl.multiple_of(tl.load(table + WORDS, mask=mask, other=0), [ALIGNMENT // 4])
+        weights = tl.load(table + WEIGHTS, mask=mask, other=0)
+        read = tl.load(table + SOURCE, mask=mask, other=0) + tl.load(origins + i, mask=mask, other=0) * words * 4
         inside = mask[:, None] & (column < words[:, None])
         read = tl.multiple_of(read.to(tl.pointer_type(tl.int32)), [ALIGNMENT])
         values = tl.load(read[:, None] + column, mask=inside, other=0)  # [ROWS, BLOCK]
@@ -103,7 +87,7 @@ class RowTables(NamedTuple):
     """The rows of a map's tables."""
 
     entries: torch.Tensor
-    """[tables, 13] int64, see `FilledTable.entry`"""
+    """[tables, 10] int64, see `FilledTable.entry`"""
     words: int
     """most words of a row"""
     states: int
@@ -129,4 +113,4 @@ def fill_rows(tables: RowTables, claims: Claims) -> None:
         _fill_rows, num_warps=_NUM_WARPS,
         STATE_COUNT=tables.states, ALIGNMENT=tables.alignment, ROWS=rows, BLOCK=block,
     )  # fmt: skip
-    kernel(_PROGRAMS, (), tables.entries, claims.slots, claims.tables, claims.ids, claims.count)
+    kernel(_PROGRAMS, (), tables.entries, claims.slots, claims.tables, claims.origins, claims.count)

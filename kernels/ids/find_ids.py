@@ -47,7 +47,7 @@ def _find(
     high,  # [count * STRIDE] int32: upper words
     out,  # [count] int32 or int64; may be `low`
     offsets,  # [features * samples + 1], of the bags
-    infos,  # [features + 1 or more, 15] int64
+    infos,  # [features + 2, 16] int64
     ids,  # these six as in `MapState`, digests as int32
     digests,
     used_at,

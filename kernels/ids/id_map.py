@@ -67,6 +67,8 @@ class MapFeature(NamedTuple):
     admit_below: int
     """an id gets a slot if the upper 32 bits of `mix(id)` are less than this"""
     policy: int
+    initials: int
+    """number of initial rows; 0: the bucket's reserved slots have them"""
     table: int
     """index of the table in the map"""
 
@@ -150,6 +152,8 @@ class Claims(NamedTuple):
     """[n] int32"""
     ids: torch.Tensor
     """[n] int64"""
+    origins: torch.Tensor
+    """[n] int64: number of the id's initial row, or the reserved slot that has it"""
     evicted: torch.Tensor
     """[n] int64: the ids that were in the slots, or `EMPTY`"""
     count: torch.Tensor

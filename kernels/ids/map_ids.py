@@ -28,7 +28,7 @@ from dlrm_overlap.kernels.ids.id_map import NO_FEATURE, SEGMENT, WHOLE, Claims, 
 from dlrm_overlap.kernels.tuning import power_of_2
 
 _NUM_WARPS, _FIND_WARPS = 4, 1
-_FIND_IDS = 8 if INTERPRETED else 32  # ids of a program, each with the digests of its bucket
+_FIND_IDS = {SEGMENT // 4: 32, SEGMENT // 2: 16}  # ids of a program, by the words of digests of each
 _BLOCK = 128  # listed ids that a program takes at a time
 _PROGRAMS, _ASSIGN_PROGRAMS = (2, 2) if INTERPRETED else (1056, 2640)
 _PHASES = 3
@@ -39,7 +39,7 @@ class Features(NamedTuple):
     """The features that a map looks up together, and which constants their kernels have."""
 
     infos: torch.Tensor
-    """[features + 2, 15] int64, rows of `MapFeature`; ids after all bags belong to the last two"""
+    """[features + 2, 16] int64, rows of `MapFeature`; ids after all bags belong to the last two"""
     times: bool
     """whether a policy needs times other than those of the last use"""
     counts: bool
@@ -130,11 +130,11 @@ def map_ids(
         STRIDE=stride,
         **switches,
         HALVINGS=number.bit_length(),
-        IDS=_FIND_IDS,
+        IDS=_FIND_IDS[digest_words],
         WORDS=digest_words,
     )
     find(
-        -(-count // _FIND_IDS), (out.dtype, offsets.dtype),
+        -(-count // _FIND_IDS[digest_words]), (out.dtype, offsets.dtype),
         *words, out, offsets, infos, ids, digests.view(torch.int32), *marks, counters, *listed, count, samples, number,
     )  # fmt: skip
     claims, members = None, none
@@ -144,7 +144,7 @@ def map_ids(
             sight = make(_sight, STRIDE=stride, BLOCK=_BLOCK)
             sight(_PROGRAMS, (), *words, infos, sketch, counters, *listed)
         active = torch.empty(_PHASES * segments, dtype=torch.int32, device=device)
-        new_ids, claimed, evicted = torch.empty(3 * room, dtype=torch.int64, device=device).split(room)
+        new_ids, claimed, origins, evicted = torch.empty(4 * room, dtype=torch.int64, device=device).split(room)
         claimed_tables = torch.empty(room, dtype=torch.int32, device=device)
         choose = make(_choose, STRIDE=stride, SKETCH=with_sketch, BLOCK=_BLOCK)
         choose(
@@ -157,9 +157,9 @@ def map_ids(
             assign(
                 _ASSIGN_PROGRAMS, (),
                 infos, ids, digests, used_at, times, counts, waiting, heads, clock, totals, counters, missing_feature,
-                following, new_ids, slot_of, active, claimed, claimed_tables, evicted, phase, segments,
+                following, new_ids, slot_of, active, claimed, claimed_tables, origins, evicted, phase, segments,
             )  # fmt: skip
-        claims = Claims(claimed, claimed_tables, new_ids, evicted, counters[:1])
+        claims = Claims(claimed, claimed_tables, new_ids, origins, evicted, counters[:1])
     replace = make(_replace, STRIDE=stride, **switches, BLOCK=_BLOCK)
     replace(
         _PROGRAMS, (out.dtype,),

@@ -10,10 +10,11 @@ EMPTY = tl.constexpr(id_map.EMPTY)
 SEGMENT = tl.constexpr(id_map.SEGMENT)
 WHOLE = tl.constexpr(id_map.WHOLE)
 CELLS = tl.constexpr(id_map.CELLS)
+PART = tl.constexpr(id_map.SEGMENT // 4)  # words whose digests have a bit each in two of 64
 GREATEST = tl.constexpr(2**63 - 1)
 FAR = tl.constexpr(2**31 - 1)
 
-# Columns of the table of features [features + 1 or more, 15] int64.
+# Columns of the table of features [features + 2, 16] int64.
 _column = MapFeature._fields.index
 FIRST_SLOT = tl.constexpr(_column("first_slot"))
 FIRST_BUCKET = tl.constexpr(_column("first_bucket"))
@@ -29,6 +30,7 @@ LIFETIME = tl.constexpr(_column("lifetime"))
 ADMIT_AFTER = tl.constexpr(_column("admit_after"))
 ADMIT_BELOW = tl.constexpr(_column("admit_below"))
 POLICY = tl.constexpr(_column("policy"))
+INITIALS = tl.constexpr(_column("initials"))
 TABLE = tl.constexpr(_column("table"))
 COLUMNS = tl.constexpr(len(MapFeature._fields))
 
@@ -143,46 +145,68 @@ def probe(ids, digests, id, hash, first, feature, live, IDS: tl.constexpr, WORDS
     to probe on, and an id is not farther than `SEGMENT` / 2 words.
     """
     open = tl.load(feature + OPEN, mask=live, other=1).to(tl.int32)
-    lane = tl.arange(0, WORDS)[None, :]
+    pattern = (digest(hash).to(tl.int32) * 0x01010101)[:, None]
+    lane = tl.arange(0, PART)[None, :]
+    found = tl.full((IDS,), -1, tl.int32)
     before = tl.zeros((IDS,), tl.int32)  # slots before the bucket in its first word
-    if WORDS == SEGMENT // 4:
-        word = lane + before[:, None]  # [IDS, WORDS]
-        start = tl.multiple_of((first // 16) * 4, [4])
-        four = tl.load((digests + start)[:, None] + lane, mask=live[:, None], other=0)
-    else:
+    words = before + PART
+    home = before
+    if WORDS > PART:
         before = (first % 4).to(tl.int32)
         words = (before + open + 3) // 4
-        word = ((before + remainder(hash, open).to(tl.int32)) // 4)[:, None] + lane
-        word = tl.where(word >= words[:, None], word - words[:, None], word)
-        inside = live[:, None] & (lane < words[:, None])
-        four = tl.load((digests + first // 4)[:, None] + word, mask=inside, other=0)
-    # A byte is 0 where the digest is alike; then its highest bit is set.
-    differs = four ^ (digest(hash).to(tl.int32) * 0x01010101)[:, None]
-    alike = ~(((differs & 0x7F7F7F7F) + 0x7F7F7F7F) | differs | 0x7F7F7F7F)
-    found = tl.full((IDS,), -1, tl.int32)
-    more = 1
-    # A digest of 8 bits is rarely another id's: the second loop has no turns.
-    for _ in range(0, 3):
-        if more > 0:
-            found, alike, more = _try(ids, id, first, before, open, live, word, found, alike)
-    for _ in range(0, more * SEGMENT):
-        if more > 0:
-            found, alike, more = _try(ids, id, first, before, open, live, word, found, alike)
+        home = (before + remainder(hash, open).to(tl.int32)) // 4
+    for part in tl.static_range(WORDS // PART):
+        if WORDS == PART:
+            start = tl.multiple_of((first // 16) * 4, [4])
+            four = tl.load((digests + start)[:, None] + lane, mask=live[:, None], other=0)  # [IDS, PART]
+        else:
+            ahead = lane + part * PART
+            word = home[:, None] + ahead
+            word = tl.where(word >= words[:, None], word - words[:, None], word)
+            inside = live[:, None] & (ahead < words[:, None])
+            four = tl.load((digests + first // 4)[:, None] + word, mask=inside, other=0)
+        # A byte is 0 where the digest is alike: its highest bit is set, then the four are put together.
+        differs = four ^ pattern
+        alike = ~(((differs & 0x7F7F7F7F) + 0x7F7F7F7F) | differs | 0x7F7F7F7F)
+        bits = ((alike.to(tl.uint32, bitcast=True) >> 7) * 0x01020408 >> 24) & 0xF
+        wide = bits.to(tl.uint64) << (lane % 16 * 4).to(tl.uint64)
+        low = tl.sum(tl.where(lane < 16, wide, 0), 1)
+        high = tl.sum(tl.where(lane < 16, 0, wide), 1)
+        more = tl.max((live & (found < 0) & ((low | high) != 0)).to(tl.int32), 0)
+        # A digest of 8 bits is rarely another id's: the second loop seldom has turns.
+        for _ in range(0, 4):
+            if more > 0:
+                found, low, high, more = _try(ids, id, first, before, home, words, open, live, found, low, high, part)
+        for _ in range(0, more * SEGMENT):
+            if more > 0:
+                found, low, high, more = _try(ids, id, first, before, home, words, open, live, found, low, high, part)
     return found
 
 
 @triton.jit
-def _try(ids, id, first, before, open, live, word, found, alike):
-    """Compare one id that is alike, for each id; return whether there may be more in addition."""
-    lowest = alike & -alike
-    byte = (lowest < 0).to(tl.int32) * 3 + (lowest > 0x8000).to(tl.int32) * 2 + (lowest == 0x8000).to(tl.int32)
-    at = word * 4 + byte - before[:, None]
-    candidate = tl.where(alike != 0, at, FAR)
-    slot = tl.min(candidate, 1)
-    trying = slot < FAR
-    safe = trying & live & (slot >= 0) & (slot < open)
+def _lowest(bits):
+    """Return the number of the lowest bit that is set in uint64, as int32; 64 if none is."""
+    rest = (bits ^ (bits - 1)) >> 1  # the bits below it
+    rest = tl.where(bits == 0, 0, rest)
+    rest = rest - ((rest >> 1) & 0x5555555555555555)
+    rest = (rest & 0x3333333333333333) + ((rest >> 2) & 0x3333333333333333)
+    count = (((rest + (rest >> 4)) & 0x0F0F0F0F0F0F0F0F) * 0x0101010101010101) >> 56
+    return tl.where(bits == 0, 64, count.to(tl.int32))
+
+
+@triton.jit
+def _try(ids, id, first, before, home, words, open, live, found, low, high, part):
+    """Compare the id of one slot whose digest is alike, for each id; return whether there are more."""
+    one = _lowest(low)
+    one = tl.where(one < 64, one, 64 + _lowest(high))
+    trying = live & (found < 0) & (one < 128)
+    word = home + part * PART + one // 4
+    word = tl.where(word >= words, word - words, word)
+    slot = word * 4 + one % 4 - before
+    safe = trying & (slot >= 0) & (slot < open)
     same = safe & (tl.load(ids + first + slot, mask=safe, other=EMPTY) == id)
     found = tl.where(same, slot, found)
-    alike = tl.where((candidate == slot[:, None]), alike & (alike - 1), alike)
-    alike = tl.where((found < 0)[:, None], alike, 0)
-    return found, alike, tl.max(trying.to(tl.int32), 0)
+    high = tl.where(low == 0, high & (high - 1), high)
+    low = low & (low - 1)
+    more = live & (found < 0) & ((low | high) != 0)
+    return found, low, high, tl.max(more.to(tl.int32), 0)

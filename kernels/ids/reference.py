@@ -142,18 +142,18 @@ class _Step:
         phase = np.where(alone, 2, self._within[new] % 2)
         new = new[np.lexsort((self._keys[new], self._segment[new], phase))]
         starts = np.flatnonzero(np.diff(self._segment[new], prepend=-1))
-        claimed: list[tuple[int, int, int]] = []
+        claimed: list[tuple[int, ...]] = []
         ends = np.append(starts, len(new))[1:]
         for begin, end in zip(starts, ends, strict=True):
             claimed += self._assign_segment(new[begin:end], features)
-        slots, tables, evicted = torch.tensor(claimed, dtype=torch.int64).view(-1, 3).unbind(1)
+        slots, tables, origins, evicted = torch.tensor(claimed, dtype=torch.int64).view(-1, 4).unbind(1)
         self.total(Totals.INSERTED, len(slots))
         self.total(Totals.EVICTED, int((evicted != EMPTY).sum()))
         count = torch.tensor([len(slots)], dtype=torch.int32)
         ids = torch.from_numpy(self._state.ids)[slots]
-        return Claims(slots, tables.int(), ids, evicted, count)
+        return Claims(slots, tables.int(), ids, origins, evicted, count)
 
-    def _assign_segment(self, new: np.ndarray, features: "Features") -> list[tuple[int, int, int]]:
+    def _assign_segment(self, new: np.ndarray, features: "Features") -> list[tuple[int, ...]]:
         state, one = self._state, new[0]
         of = {name: int(column[one]) for name, column in self.of.items()}
         limit = WHOLE if of["open_slots"] > SEGMENT else SEGMENT
@@ -192,7 +192,13 @@ class _Step:
             state.times[where] = -1
         if features.counts:
             state.counts[where] = 0
-        return [(int(slot), of["table"], int(old)) for slot, old in zip(where, before[changed], strict=True)]
+        ids, tables = torch.from_numpy(after[changed]), np.full(len(where), of["table"])
+        if of["initials"]:
+            origins = unsigned_remainder(mix(ids), torch.tensor(of["initials"]))
+        else:
+            reserved = unsigned_remainder(murmur(ids), torch.tensor(max(of["size"] - of["open_slots"], 1)))
+            origins = int(self.bucket[one]) * of["size"] + of["open_slots"] + reserved
+        return [*zip(where.tolist(), tables.tolist(), origins.tolist(), before[changed].tolist(), strict=True)]
 
     def spare(self) -> np.ndarray:
         """Return the slot in the bucket for an id without one, [n]."""
@@ -208,24 +214,16 @@ def _once(keys: np.ndarray, of: np.ndarray) -> np.ndarray:
 def fill_rows(tables: torch.Tensor, claims: Claims) -> None:
     """Do what `fill_rows.fill_rows` does; `tables` has the addresses of memory of this process."""
     valid = (claims.slots[: int(claims.count)] >= 0).nonzero().flatten()
-    slots, numbers, ids = claims.slots[valid], claims.tables[valid], claims.ids[valid]
-    for number, table in enumerate(tables.tolist()):
-        first_slot, size, open_slots, weights, words, source, sources, *states = table
-        here = slots[numbers == number]
-        if not len(here):
+    slots, numbers, origins = claims.slots[valid], claims.tables[valid], claims.origins[valid]
+    for number, (first_slot, weights, words, source, *states) in enumerate(tables.tolist()):
+        rows = (slots[numbers == number] - first_slot).numpy()
+        if not len(rows):
             continue
-        rows, named = here - first_slot, ids[numbers == number]
-        if source:
-            read, origin = unsigned_remainder(mix(named), torch.tensor(sources)), _rows_at(source, sources, words)
-        else:
-            reserved = unsigned_remainder(murmur(named), torch.tensor(size - open_slots))
-            read = rows // size * size + open_slots + reserved
-            origin = _rows_at(weights, int(read.max()) + 1, words)
-        last = int(rows.max()) + 1
-        _rows_at(weights, last, words)[rows.numpy()] = origin[read.numpy()]
+        read, end = origins[numbers == number].numpy(), int(rows.max()) + 1
+        _rows_at(weights, end, words)[rows] = _rows_at(source, int(read.max()) + 1, words)[read]
         for address, row_words in zip(states[::2], states[1::2], strict=True):
             if address:
-                _rows_at(address, last, row_words)[rows.numpy()] = 0
+                _rows_at(address, end, row_words)[rows] = 0
 
 
 def _rows_at(address: int, rows: int, words: int) -> np.ndarray:

@@ -34,6 +34,7 @@ class Table(NamedTuple):
     admit_after: int = 1
     admit_below: int = 1 << 32
     writes: int = 1
+    initials: int = 0
 
 
 def state_of(*tables: Table) -> tuple[MapState, Features]:
@@ -42,7 +43,7 @@ def state_of(*tables: Table) -> tuple[MapState, Features]:
         open_slots = table.size - table.reserved
         each, probes = segments_of(open_slots), min(table.probes, open_slots)
         where = slots, 0, table.buckets, table.buckets, table.size, open_slots, probes, segments, each
-        rules = table.writes, table.lifetime, table.admit_after, table.admit_below, int(table.policy)
+        rules = table.writes, table.lifetime, table.admit_after, table.admit_below, int(table.policy), table.initials
         rows.append(MapFeature(*where, *rules, number))
         slots, segments = slots + table.buckets * table.size, segments + table.buckets * each
     features = Features.of(rows, False, CPU)
@@ -247,38 +248,30 @@ def test_a_share_of_ids_is_admitted() -> None:
 
 def test_rows_of_new_ids_begin_alike_wherever_they_are() -> None:
     """An initial row comes from the bucket's reserved slot, or from given rows; states become zeros."""
-    claimed = []
-    for source in (False, True):
-        state, features = state_of(Table(4, 16, 2), Table(2, 16, 2))
+    for initials in (0, 5):
+        state, features = state_of(Table(4, 16, 2, initials=initials), Table(2, 16, 2, initials=initials))
         low, high = words_of(random_ids(40, 15))
         offsets = torch.tensor([0, 20, 20, 20, 20, 40, 40, 40, 40], dtype=torch.int32)
         claims = map_ids(state, features, IdSet(), low, high, low, offsets, _SAMPLES, True)
         assert claims is not None
-        weights = [torch.randn(64, 8), torch.randn(32, 4)]
-        states = [torch.ones(64), torch.ones(32)]
-        rows = torch.randn(5, 8), torch.randn(5, 4)
-        tables = [
-            FilledTable(first, 16, 14, w.data_ptr(), w.shape[1], each.data_ptr() * source, 5, (s.data_ptr(), 1))
-            for first, w, s, each in zip((0, 64), weights, states, rows, strict=True)
-        ]
-        before = [each.clone() for each in weights]
-        copies = [each.clone() for each in (*weights, *states)]
-        fill_rows(row_tables(tables, CPU), claims)
-        for number, (first, weight, old) in enumerate(zip((0, 64), weights, before, strict=True)):
-            slots = [s for s, t, *_ in _sorted(claims) if t == number]
-            ids, here = state.ids[slots], torch.tensor(slots) - first
-            if source:
-                expected = rows[number][unsigned_remainder(mix(ids), torch.tensor(5))]
-            else:
-                expected = old[here // 16 * 16 + 14 + unsigned_remainder(murmur(ids), torch.tensor(2))]
-            assert torch.equal(weight[here], expected)
-            others = torch.ones(len(weight), dtype=torch.bool).index_fill(0, here, False)
-            assert torch.equal(weight[others], old[others])
-            assert torch.equal(states[number], others.float())
-        filled = [each.clone() for each in (*weights, *states)]
-        for each, copy in zip((*weights, *states), copies, strict=True):
-            each.copy_(copy)
-        reference.fill_rows(row_tables(tables, CPU).entries, claims)
-        assert all(torch.equal(*pair) for pair in zip((*weights, *states), filled, strict=True))
-        claimed.append(len(_sorted(claims)))
-    assert claimed == [40, 40]
+        before = [torch.randn(64, 8), torch.randn(32, 4), torch.ones(64), torch.ones(32)]
+        given = torch.randn(5, 8), torch.randn(5, 4)
+        for fill in (fill_rows, lambda tables, claims: reference.fill_rows(tables.entries, claims)):
+            after = [each.clone() for each in before]
+            tables = [
+                FilledTable(first, w.data_ptr(), w.shape[1], (g if initials else w).data_ptr(), (s.data_ptr(), 1))
+                for first, w, g, s in zip((0, 64), after[:2], given, after[2:], strict=True)
+            ]
+            fill(row_tables(tables, CPU), claims)
+            for number, first in enumerate((0, 64)):
+                slots = [s for s, t, *_ in _sorted(claims) if t == number]
+                assert len(slots) == 20
+                ids, here, old = state.ids[slots], torch.tensor(slots) - first, before[number]
+                if initials:
+                    expected = given[number][unsigned_remainder(mix(ids), torch.tensor(5))]
+                else:
+                    expected = old[here // 16 * 16 + 14 + unsigned_remainder(murmur(ids), torch.tensor(2))]
+                assert torch.equal(after[number][here], expected)
+                others = torch.ones(len(old), dtype=torch.bool).index_fill(0, here, False)
+                assert torch.equal(after[number][others], old[others])
+                assert torch.equal(after[2 + number], others.float())
