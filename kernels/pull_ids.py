@@ -208,7 +208,7 @@ class Published(NamedTuple):
     requested: torch.Tensor
     """[F] int32: feature of each of this rank's shards"""
     rows: torch.Tensor
-    """[F] int32: rows of each shard's table, negative if ids outside are not recorded; `ANY_ID` for a table of any id"""
+    """[F] int32: rows of each shard's table, negative if ids outside are not recorded; ANY_ID for a table of any id"""
     capacities: torch.Tensor
     """[T] int32: upper limit of each feature's ids in a rank's batch"""
     high_at: int = 0

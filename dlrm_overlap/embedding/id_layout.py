@@ -90,9 +90,9 @@ class IdLayout:
     shares when they are published. Published features are numbered: 0 .. T - 1 those of `keys`, T a separator, and from
     T + 1 on the shares.
 
-    The rows of a table of any id are B buckets of equal size, and each of its row shards has whole buckets. An id, which
-    is any int64, belongs to bucket `unsigned id % B`. If there is such a table, the layout is `wide`: a window also has
-    the high words of all ids.
+    The rows of a table of any id are divided into B buckets of equal size, and each row shard has whole buckets. An id
+    is any int64, and belongs to bucket `unsigned id % B`. If there is such a table, the layout is `wide`: a window also
+    has the high words of all ids.
 
     Example: features f of 1 id a bag and g of 0 .. 2, 3 samples a rank, W = 2. A window has room for 3 + 6 ids, then
     the offsets of 2 * 3 bags. An owner of g alone has room for 2 * 6 ids.
@@ -243,10 +243,9 @@ def _ids_of(shard: FeatureShard, table_rows: int) -> tuple[int, int, int]:
     """Return the first id, or bucket, of a row shard, the end, and the number of its table's buckets."""
     first, end = shard.rows
     if shard.buckets:
-        size, rest = divmod(table_rows, shard.buckets)
-        assert size and not (rest or first % size or end % size), (
-            f"{shard.name}: rows {first} .. {end - 1} of {table_rows} are not whole ones of {shard.buckets} buckets"
-        )
+        size = table_rows // shard.buckets
+        assert table_rows == size * shard.buckets, f"{shard.name}: {table_rows} rows, but {shard.buckets} buckets"
+        assert first % size == end % size == 0, f"{shard.name}: rows {first} to {end}, but buckets have {size} rows"
         return first // size, end // size, shard.buckets
     if first == end:
         return _EVERY_ID, _EVERY_ID, 0

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import open_arena
+from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, CpuIdExchange, IdExchange
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
 from dlrm_overlap.embedding.id_sender import IdSender
+from dlrm_overlap.embedding.internode import arrival_regions
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.windows import WindowPair
@@ -54,13 +57,17 @@ class AnyIdStage(Stage):
         return self.buckets // self.world_size * rank
 
 
-def _open(stage: AnyIdStage, kind: type[IdExchange]) -> IdExchange:
+def _open(stage: AnyIdStage, kind: type[IdExchange], nodes: int = 1) -> IdExchange:
     layout, counters = joined(stage.layout), StepCounters(CPU)
     ids = IdLayout(layout, list(KEYS), BatchCapacity(SAMPLES, KEYS), weighted=True)
     assert ids.wide
     options = ExchangeOptions(wait_timeout_s=TIMEOUT_S[kind])
     context = ExchangeContext(layout, stage.tables, options, world(), CPU, SAMPLES, counters, ids=ids)
-    arena = open_arena(ids.windows.regions(world().size()), world(), CPU)
+    of_node = stage.world_size // nodes
+    on_nodes = tuple(range(node * of_node, (node + 1) * of_node) for node in range(nodes))
+    reach = Reach(stage.rank, on_nodes, "emulated")
+    regions = {**ids.windows.regions(stage.world_size), **arrival_regions(ids.windows, reach)}
+    arena = open_arena(regions, world(), CPU, reach)
     return kind(context, ids, WindowPair(ids.windows, arena, counters.ids))
 
 
@@ -86,11 +93,11 @@ def _bags(batch: KeyedJaggedTensor, key: str) -> list[list[tuple[int, float]]]:
     of = batch[key]
     pairs = list(zip(of.values().tolist(), of.weights().tolist(), strict=True))
     ends = of.offsets().tolist()
-    return [pairs[begin:end] for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+    return [pairs[begin:end] for begin, end in pairwise(ends)]
 
 
 def _expected(stage: AnyIdStage, shard: FeatureShard, bag: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return what a shard is sent of a bag: ids of its buckets, or rows; ids outside a table become the last's row 0."""
+    """Return what a shard is sent of a bag: ids of its buckets, or rows; for ids outside the last takes row 0."""
     found = []
     (first_row, end_row), is_last = shard.rows, stage.rank == stage.world_size - 1
     for id, weight in bag:
@@ -110,13 +117,13 @@ def _arrived(arrived: ArrivedIds) -> list[list[tuple[int, float]]]:
     words = zip(arrived.high.tolist(), arrived.ids.values().tolist(), strict=True)
     pairs = list(zip((high * 2**32 + low % 2**32 for high, low in words), arrived.ids.weights().tolist(), strict=True))
     ends = arrived.ids.offsets().tolist()
-    return [pairs[begin:end] for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+    return [pairs[begin:end] for begin, end in pairwise(ends)]
 
 
-def _check_ids_arrive(kind: type[IdExchange]) -> None:
+def _check_ids_arrive(kind: type[IdExchange], nodes: int = 1) -> None:
     """Two steps' ids stay valid; later steps have fewer samples, then ids of 32 bits."""
     stage = AnyIdStage()
-    exchange, ranks = _open(stage, kind), range(stage.world_size)
+    exchange, ranks = _open(stage, kind, nodes), range(stage.world_size)
     before: tuple[ArrivedIds, list[Any]] | None = None
     for step, (samples, dtype) in enumerate([(4, torch.int64), (4, torch.int64), (2, torch.int64), (4, torch.int32)]):
         batches = [_batch(step, rank, samples, dtype) for rank in ranks]
@@ -186,9 +193,9 @@ def _check_lookup_and_update() -> None:
             torch.cat([batch.weights(), cut1.weights()]),
             lengths=torch.cat([batch.lengths(), cut1.lengths()]),
         )
-        pooled = [sender.start(ids).wait() for sender, ids in zip(senders, (batch, as_rows), strict=True)]
-        assert_same(*(each.detach() for each in pooled), f"pooled embeddings of step {step}")
-        for each in pooled:
+        of_ids, of_rows = (sender.start(ids).wait() for sender, ids in zip(senders, (batch, as_rows), strict=True))
+        assert_same(of_ids.detach(), of_rows.detach(), f"pooled embeddings of step {step}")
+        for each in (of_ids, of_rows):
             (each * (1 + torch.arange(each.shape[1]) % 5)).sum().backward()
     ours, expected = (stage.rows_and_states() for stage in stages)
     for name, weight in ours.items():
@@ -201,6 +208,7 @@ def _check_lookup_and_update() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "host: ids arrive": partial(_check_ids_arrive, CpuIdExchange),
+    "host: ids arrive between nodes": partial(_check_ids_arrive, CpuIdExchange, nodes=2),
     "host: lookup and update": _check_lookup_and_update,
 }
 if INTERPRETED:

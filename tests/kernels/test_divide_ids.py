@@ -59,7 +59,7 @@ def wide_ids(count: int, generator: torch.Generator) -> torch.Tensor:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("samples", [1, 130])
 def test_ids_of_64_bits_are_divided_into_shares_of_buckets_and_of_rows(samples: int, weighted: bool) -> None:
-    """Features 0 and 2 have tables of any id, with numbers of buckets of any kind; feature 0 has a table of rows, too."""
+    """Features 0 and 2 have several tables of any id; feature 0 also has a table of rows."""
     shares = [(0, 0, 4, 0), (0, 4, EVERY_ID, 0), (0, 0, 4, 12), (0, 4, 12, 12), (0, 0, 1, 1)]
     greatest = 2**31 - 1
     shares += [(2, 0, 2**30, greatest), (2, 2**30, greatest, greatest), (2, 0, 3, 7), (2, 3, 7, 7)]

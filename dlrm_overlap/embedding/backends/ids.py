@@ -115,10 +115,9 @@ class DeviceIdPull(IdPull):
         published, status = self._published[buffer_index], self._record.status
         locate_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
         bags, lengths = found.arrived[buffer_index], not self._known
-        *arriving, high = bags
         pull_ids(
-            published, found.arrivals, found.tasks, *arriving, status, samples,
-            lengths=lengths, check=self._looks, high=high,
+            published, found.arrivals, found.tasks, bags.values, bags.offsets, bags.weights, status, samples,
+            lengths=lengths, check=self._looks, high=bags.high,
         )  # fmt: skip
         return bags
 
@@ -174,13 +173,13 @@ class ArrivedIds(NamedTuple):
 
 
 class IdTables(Protocol):
-    """This rank's shards of tables of any id."""
+    """This rank's shards of tables of any id, which know the row of each id."""
 
     def activate(self, arrived: ArrivedIds) -> None:
-        """Write the rows of the next step's ids, numbered within their shards, over their low words in `arrived.ids`.
+        """Replace the next step's ids by rows, in place; on GPUs by the current stream, without the host.
 
-        Ids of tables of any id are those whose shard in the exchange's layout has buckets. On GPUs the current stream
-        does so, and the host reads nothing back.
+        Feature i of `arrived.ids` has the ids of this rank's shard i in the exchange's layout. If the shard has
+        buckets, the row of each id, numbered within the shard, is written over its low word. Other ids stay.
         """
         ...
 

@@ -1,6 +1,7 @@
 """How many ids there may be and where they lie, worked by hand; and what is said of bounds that are none."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout
 from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.unpooled import UnpooledIdSender
 from tests.conftest import refuses
 from tests.unit.embedding.shards import make_shard
 
@@ -77,10 +79,20 @@ def test_shares_of_buckets_and_of_rows(ranks: int) -> None:
 
 
 def test_a_rank_has_whole_buckets() -> None:
-    with pytest.raises(AssertionError, match=r"f: rows 0 \.\. 11 of 24 are not whole ones of 3 buckets"):
-        _ = IdLayout(_layout_with_any_ids(2, 3), ["f", "g", "h"], BatchCapacity(3, ANY)).shares
+    for buckets, told in ((3, "f: rows 0 to 12, but buckets have 8 rows"), (5, "f: 24 rows, but 5 buckets")):
+        with pytest.raises(AssertionError, match=told):
+            _ = IdLayout(_layout_with_any_ids(2, buckets), ["f", "g", "h"], BatchCapacity(3, ANY)).shares
     with pytest.raises(AssertionError, match="f: a table of any id is cut by rows, also on 1 rank"):
         make_shard("f", 0, 4, buckets=4)
+
+
+def test_tables_of_any_id_are_not_unpooled() -> None:
+    shards = [
+        replace(make_shard(name, 0, 4, rows=(0, 12), buckets=of), slots=True) for name, of in (("f", 4), ("g", 0))
+    ]
+    unread: Any = None
+    with refuses("^f: tables of any id cannot be unpooled here yet; pool them, or train them by TorchRec's pipeline$"):
+        UnpooledIdSender(unread, unread, BatchCapacity(3, RANGES), Layout(shards, ["f", "g"], 1), None)
 
 
 def test_known_ids_are_counted_of_the_features_that_a_batch_has() -> None:
