@@ -120,6 +120,9 @@ class IdSender:
         arrived = ids.send(features, self._most_samples(features.stride(), ids.group), count)
         if self.exchange.tables.fractions:
             self.exchange.tables.activate(arrived.ids)
+        if self.exchange.id_tables is not None:
+            self.exchange.id_tables.activate(arrived)
+        assert arrived.high is None or self.exchange.id_tables is not None, "ids are looked up as if they were rows"
         return arrived
 
     def _most_samples(self, samples: int, group: dist.ProcessGroup) -> int:
