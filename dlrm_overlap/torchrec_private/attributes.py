@@ -1,7 +1,7 @@
 """Reads and writes private attributes of TorchRec's objects. A test checks that `check` lists each under its class."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -9,6 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mlp import MLP, Perceptron
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper, OptimizerWrapper
@@ -117,6 +119,37 @@ def precision_of(codec: QuantizedCommCodec) -> str:
 
 def loss_scale_of(codec: QuantizedCommCodec) -> float | None:
     return codec._loss_scale
+
+
+# Managed collision modules.
+
+
+class ZchSettings(NamedTuple):
+    """The arguments of an MPZCH module."""
+
+    segments: Sequence[int]
+    """first slot of each bucket of all ranks, and the end"""
+    max_probe: int
+    opt_in_prob: int
+    """percentage; -1 for none"""
+    eviction: HashZchEvictionPolicyName | None
+    eviction_config: HashZchEvictionConfig | None
+    read_only_suffix: str | None
+    """None unless features are looked up one by one"""
+    has_extras: bool
+    """whether it keeps custom metadata, or logs"""
+
+
+def zch_settings_of(module: HashZchManagedCollisionModule) -> ZchSettings:
+    return ZchSettings(
+        module._output_segments,
+        module._max_probe,
+        module._opt_in_prob,
+        module._eviction_policy_name,
+        module._eviction_config,
+        module._read_only_suffix if module._enable_per_feature_lookups else None,
+        module._write_runtime_meta_dim > 0 or module._tb_logging_frequency > 0,
+    )
 
 
 # Data-parallel tables.

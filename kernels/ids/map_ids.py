@@ -40,6 +40,8 @@ class Features(NamedTuple):
 
     infos: torch.Tensor
     """[features + 2, 16] int64, rows of `MapFeature`; ids after all bags belong to the last two"""
+    clocked: bool
+    """whether the caller sets the time; else it is the number of training steps"""
     times: bool
     """whether a policy needs times other than those of the last use"""
     counts: bool
@@ -54,12 +56,13 @@ class Features(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[MapFeature], clocked: bool, device: torch.device) -> "Features":
-        """Return the features with the rows of a table; `clocked` if their times are not numbers of steps."""
+        """Return the features with the rows of a table."""
         policies = {Policy(row.policy) for row in rows}
         aligned = all(row.size % 16 == 0 and row.first_slot % 16 == 0 for row in rows)
         small = all(row.open_slots <= SEGMENT for row in rows)
         return cls(
             torch.tensor([*rows, NO_FEATURE, NO_FEATURE], device=device),
+            clocked,
             clocked or any(row.lifetime for row in rows) or Policy.TTL in policies,
             bool(policies & {Policy.LFU, Policy.DISTANCE_LFU}),
             any(row.admit_after > 1 for row in rows),
@@ -107,12 +110,12 @@ def map_ids(
     if not (low.is_cuda or INTERPRETED):
         return reference.map_ids(state, features, low, high, out, offsets, samples, train)
     ids, digests, used_at, times, counts, sketch, waiting, heads, clock, totals = state
-    infos, with_times, with_counts, with_sketch, lanes, phases, digest_words = features
+    infos, clocked, with_times, with_counts, with_sketch, lanes, phases, digest_words = features
     count, number, device = out.numel(), (offsets.numel() - 1) // samples, low.device
     segments, stride = waiting.numel(), low.stride(0)
     assert stride == high.stride(0), "words of one tensor, or of two alike"
     if train:
-        clock[:1].add_(1)
+        (clock[:1] if clocked else clock).add_(1)
     counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
     room = max(4, -(-count // 4) * 4)  # tensors begin at multiples of 16 bytes
     lists = torch.empty(6 * room, dtype=torch.int32, device=device).split(room)

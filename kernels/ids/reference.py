@@ -40,7 +40,7 @@ def map_ids(
 ) -> Claims | None:
     """Do what `map_ids.map_ids` does."""
     if train:
-        state.clock[0] += 1
+        (state.clock[:1] if features.clocked else state.clock).add_(1)
     number = (offsets.numel() - 1) // samples
     bounds = offsets[::samples].long()
     feature = torch.bucketize(torch.arange(out.numel()), bounds[1:], right=True).clamp(max=number)

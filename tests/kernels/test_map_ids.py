@@ -37,7 +37,7 @@ class Table(NamedTuple):
     initials: int = 0
 
 
-def state_of(*tables: Table) -> tuple[MapState, Features]:
+def state_of(*tables: Table, clocked: bool = True) -> tuple[MapState, Features]:
     rows, slots, segments = list[MapFeature](), 0, 0
     for number, table in enumerate(tables):
         open_slots = table.size - table.reserved
@@ -46,7 +46,7 @@ def state_of(*tables: Table) -> tuple[MapState, Features]:
         rules = table.writes, table.lifetime, table.admit_after, table.admit_below, int(table.policy), table.initials
         rows.append(MapFeature(*where, *rules, number))
         slots, segments = slots + table.buckets * table.size, segments + table.buckets * each
-    features = Features.of(rows, False, CPU)
+    features = Features.of(rows, clocked, CPU)
     switches = features.times, features.counts, features.sketch
     return MapState.empty(slots, segments, CPU, *switches), features
 
