@@ -9,8 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.modules.mlp import MLP, Perceptron
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper, OptimizerWrapper
@@ -29,6 +31,7 @@ from dlrm_overlap.torchrec_private import (
     QuantizedCommCodec,
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
+    ShardedManagedCollisionCollection,
     TableBatchedEmbeddingSlice,
     TwPooledEmbeddingSharding,
     TwRwPooledEmbeddingSharding,
@@ -150,6 +153,47 @@ def zch_settings_of(module: HashZchManagedCollisionModule) -> ZchSettings:
         module._read_only_suffix if module._enable_per_feature_lookups else None,
         module._write_runtime_meta_dim > 0 or module._tb_logging_frequency > 0,
     )
+
+
+def table_configs_of(collection: BaseManagedCollisionEmbeddingCollection) -> Sequence[BaseEmbeddingConfig]:
+    return collection._managed_collision_collection.embedding_configs()
+
+
+def collision_modules_of(
+    collection: BaseManagedCollisionEmbeddingCollection,
+) -> dict[str, tuple[nn.Module, int, list[str]]]:
+    """Return the tables of an unsharded collection, each with its module, its rows and its features."""
+    inner = collection._managed_collision_collection
+    modules: Any = inner._managed_collision_modules
+    return {
+        config.name: (modules[config.name], config.num_embeddings, list(config.feature_names))
+        for config in table_configs_of(collection)
+    }
+
+
+def sharded_zch_tables(
+    collection: ShardedManagedCollisionCollection,
+) -> dict[str, tuple[int, HashZchManagedCollisionModule]]:
+    """Return the tables of a sharded collection, each with its first row on this rank and its module."""
+    modules: Any = collection._managed_collision_modules
+    return {name: (collection._table_to_offset[name], module) for name, module in modules.items()}
+
+
+def features_by_sharding(collection: ShardedManagedCollisionCollection) -> list[list[tuple[str, str]]]:
+    """Return the features of each sharding's ids, in their order, each with its table."""
+    tables = collection._feature_to_table
+    return [[(tables[name], name) for name in names] for names in collection._sharding_features]
+
+
+def use_state(
+    module: HashZchManagedCollisionModule, ids: torch.Tensor, last_seen: torch.Tensor, counts: torch.Tensor | None
+) -> None:
+    """Let a module keep its ids [rows] int64, when they were last seen [rows] int32 and counts in the given memory."""
+    module._hash_zch_identities.data = ids.view(-1, 1)
+    if module._hash_zch_metadata is not None:
+        module._hash_zch_metadata = last_seen.view(-1, 1)
+    if counts is not None and module._hash_zch_runtime_meta is not None:
+        module._hash_zch_runtime_meta.data = counts.view(-1, 1)
 
 
 # Data-parallel tables.

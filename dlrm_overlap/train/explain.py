@@ -178,6 +178,8 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
     """Yield the modules that have tables; if none uses our sharder, described as our sharder would shard them."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, ShardedModule)}
     ours = any(isinstance(module, ExchangingModule) for module in modules.values())
+    entries = [module.entry for module in modules.values() if isinstance(module, ExchangingModule)]
+    around = {each for entry in entries for each in entry.modules()}
     wrappers: dict[str, nn.Module] = {}  # prefix of names -> module that calls the lookups of the collection inside it
     for name, module in modules.items():
         path = name.replace("_dmp_wrapped_module.", "").removeprefix("module.")  # strip the names of DMP and DDP
@@ -185,6 +187,8 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
         wrapper = next((each for prefix, each in wrappers.items() if name.startswith(prefix)), None)
         if wrapper is not None:
             yield _left_alone(path, params, wrapper)
+        elif module in around and not isinstance(module, ExchangingModule):
+            continue  # maps the ids of the module inside it
         elif isinstance(module, ExchangingModule):
             uncaptured = module.why_ids_are_not_taken()
             yield _Collection(path, params, module.unsupported_reasons, uncaptured, module.cached)

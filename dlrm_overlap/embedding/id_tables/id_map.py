@@ -4,10 +4,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
+from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_tables.rules import IdRules
+from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.tables import ReservedRows
 from dlrm_overlap.kernels.ids.fill_rows import FilledTable, RowTables, fill_rows, row_tables
 from dlrm_overlap.kernels.ids.id_map import (
     EMPTY,
@@ -150,13 +154,6 @@ class IdMap:
             self._tables, self._storage = row_tables(tables, self._device), storage
         return self._tables
 
-    def activate(self, arrived: ArrivedIds, names: Sequence[tuple[str | None, str]]) -> None:
-        """Replace the ids of a step by rows, in place; `names` has the features of `arrived.ids`."""
-        ids, high = arrived.ids, arrived.high
-        assert high is not None, "ids of 64 bits"
-        low = ids.values()
-        self.map((low, high), low, ids.offsets(), ids.stride(), self.features_of(names))
-
     def remap(self, ids: KeyedJaggedTensor, names: Sequence[tuple[str | None, str]]) -> KeyedJaggedTensor:
         """Return ids whose values are rows, int64; `names` has their features."""
         values = ids.values().long().contiguous()
@@ -180,15 +177,46 @@ class IdMap:
         self.state.digests[: ids.numel()] = digests_of(murmur(ids)).masked_fill_(ids == EMPTY, 0)
 
 
+class MappedIds:
+    """The `IdTables` of an exchange."""
+
+    def __init__(self, id_map: IdMap, exchange: Exchange, rank: int) -> None:
+        self._map, self._exchange, self._rank = id_map, exchange, rank
+        self._names: tuple[Layout, list[tuple[str | None, str]]] | None = None
+        for name, rules in id_map.rules.items():
+            if rules.frozen:
+                number = exchange.tables.numbers_of[name]
+                exchange.tables.reserved[number] = ReservedRows(rules.size, rules.open_slots)
+
+    def activate(self, arrived: ArrivedIds) -> None:
+        ids, high = arrived.ids, arrived.high
+        assert high is not None, "ids of 64 bits"
+        low, features = ids.values(), self._map.features_of(self._features())
+        self._map.map((low, high), low, ids.offsets(), ids.stride(), features)
+
+    def _features(self) -> list[tuple[str | None, str]]:
+        layout = self._exchange.layout
+        if self._names is None or self._names[0] is not layout:
+            tables = {number: name for name, number in self._exchange.tables.numbers_of.items()}
+            shards = layout.by_owner[self._rank]
+            of = [tables[shard.lookup, shard.table] if shard.buckets else None for shard in shards]
+            self._names = layout, [(table, s.feature_name) for table, s in zip(of, shards, strict=True)]
+        return self._names[1]
+
+    def follow_clock(self) -> None:
+        self._map.follow_clock()
+
+
 def _words(rows: torch.Tensor) -> int:
     """Return the words of 4 bytes from a row to the next."""
     return rows.stride(0) * rows.itemsize // 4
 
 
-def pool_of(rows: int, dim: int, dtype: torch.dtype, init: Callable[[torch.Tensor], object], seed: int) -> torch.Tensor:
-    """Return initial rows [P, D] on the CPU, drawn by a table's `init`; the same for one seed."""
+def pool_of(rows: int, config: BaseEmbeddingConfig, seed: int) -> torch.Tensor:
+    """Return initial rows [P, D] on the CPU, drawn as TorchRec draws those of the table; the same for one seed."""
+    assert config.init_fn is not None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pool = torch.empty(min(rows, _POOL), dim)
-        init(pool)
-    return pool.to(dtype)
+        pool = torch.empty(min(rows, _POOL), config.embedding_dim)
+        config.init_fn(pool)
+    return pool.to(data_type_to_dtype(config.data_type))
