@@ -48,7 +48,7 @@ _FREE = ("workers", "prefetch", "eval_window")  # keys of `data` that change no 
 Loaded = TypeVar("Loaded")
 
 
-def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> dict[str, Any]:
+def checkpoint_shape(config: Config, rows: list[int | None], dense_features: int) -> dict[str, Any]:
     """Return the settings that must be equal for one run to load another's checkpoint; `rows` are per table."""
     history = config.model.sequence.history
     model = flatten(config.as_dict()["model"], "model.")
@@ -74,7 +74,7 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
         "train.global_batch_size": global_batch,
         "train.seed": config.train.seed,
         **{f"data.{key}": value for key, value in data.items() if key not in _FREE},
-        **{f"data.tables.{key}": tables[key] for key in ("max_rows", "multi_hot", "zipf_alpha", "half_life")},
+        **{f"data.tables.{key}": tables[key] for key in ("max_rows", "multi_hot", "zipf_alpha", "ids", "half_life")},
     }
 
 

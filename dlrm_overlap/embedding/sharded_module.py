@@ -202,6 +202,7 @@ def _of_samples(pooled: LazyAwaitable[KeyedTensor], inverse: InverseIndices | No
 
 def output_dtype(module: nn.Module) -> torch.dtype:
     """Return the type of the pooled embeddings; float32 if the module is not sharded."""
+    module = getattr(module, "exchanging", module)  # inside a managed collision module
     if not isinstance(module, ShardedEmbeddingBagCollection):
         return torch.float32
     shardings, types = dict(enumerate(shardings_by_type(module).values())), []

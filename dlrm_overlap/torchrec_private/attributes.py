@@ -155,6 +155,11 @@ def zch_settings_of(module: HashZchManagedCollisionModule) -> ZchSettings:
     )
 
 
+def tables_inside(collection: BaseManagedCollisionEmbeddingCollection) -> nn.Module:
+    """Return the collection of tables inside an unsharded managed collision collection."""
+    return collection._embedding_module
+
+
 def table_configs_of(collection: BaseManagedCollisionEmbeddingCollection) -> Sequence[BaseEmbeddingConfig]:
     return collection._managed_collision_collection.embedding_configs()
 
@@ -185,15 +190,11 @@ def features_by_sharding(collection: ShardedManagedCollisionCollection) -> list[
     return [[(tables[name], name) for name in names] for names in collection._sharding_features]
 
 
-def use_state(
-    module: HashZchManagedCollisionModule, ids: torch.Tensor, last_seen: torch.Tensor, counts: torch.Tensor | None
-) -> None:
-    """Let a module keep its ids [rows] int64, when they were last seen [rows] int32 and counts in the given memory."""
+def use_state(module: HashZchManagedCollisionModule, ids: torch.Tensor, last_seen: torch.Tensor) -> None:
+    """Let a module keep its ids [rows] int64, and when they were last seen [rows] int32, in the given memory."""
     module._hash_zch_identities.data = ids.view(-1, 1)
     if module._hash_zch_metadata is not None:
         module._hash_zch_metadata = last_seen.view(-1, 1)
-    if counts is not None and module._hash_zch_runtime_meta is not None:
-        module._hash_zch_runtime_meta.data = counts.view(-1, 1)
 
 
 # Data-parallel tables.

@@ -9,10 +9,12 @@ from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding, ShardedModule, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import unsupported_by_flat
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
+from dlrm_overlap.embedding.id_tables.sharder import why_ids_stay
 from dlrm_overlap.embedding.replicated import unsynchronized_weights
 from dlrm_overlap.embedding.shardings import cached_shares
 from dlrm_overlap.embedding.unsupported import unsupported_by_exchange, unsupported_by_graphs
@@ -25,7 +27,7 @@ from dlrm_overlap.torchrec_private import (
     ShardedFeatureProcessedEmbeddingBagCollection,
     TwPooledEmbeddingSharding,
 )
-from dlrm_overlap.torchrec_private.attributes import environment_of, shardings_by_type
+from dlrm_overlap.torchrec_private.attributes import environment_of, shardings_by_type, tables_inside
 from dlrm_overlap.torchrec_private.check import check_private_api
 from dlrm_overlap.train.graphs.dense_step import dense_optimizers, dense_parameters, why_after_the_graph
 
@@ -206,6 +208,8 @@ def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, An
     env, device = ShardingEnv.from_local(world_size, 0), torch.device("cpu")
     for path, params in modules.items():
         module, given = model.get_submodule(path), dict(fused_params)
+        if isinstance(module, ManagedCollisionEmbeddingBagCollection) and why_ids_stay(module) is None:
+            module = tables_inside(module)
         if type(module) is EmbeddingBagCollection:
             pooled = ShardedEmbeddingBagCollection
             infos = pooled.create_grouped_sharding_infos(module, params, "embedding_bags.", given)

@@ -20,7 +20,7 @@ SEGMENT = 128
 """slots that one program assigns, and the most probes"""
 WHOLE = 256
 """a bucket with at most as many open slots is one segment"""
-CELLS = 64
+CELLS = 128
 """counters of a segment's sketch"""
 
 

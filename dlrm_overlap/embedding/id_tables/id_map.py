@@ -80,7 +80,10 @@ class IdMap:
         self._features.clear()
 
     def shard(self, column: torch.Tensor, table: str) -> torch.Tensor:
-        """Return the part of a column of `state`, [S], that is the table's."""
+        """Return the part of a column of `state`, [S], that is the table's.
+
+        The sketch is such a column, too: buckets of our own configuration have a segment, which has a counter a slot.
+        """
         first, (begin, end) = self._first[table][0], self._shards[table]
         return column[first : first + end - begin]
 

@@ -1,12 +1,16 @@
 """The module of a table of any id in our own configuration, and the rules of TorchRec's modules."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.hash_mc_evictions import HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import ManagedCollisionCollection
 
 from dlrm_overlap.config import IdTablesConfig, InputError
 from dlrm_overlap.embedding.id_tables.rules import EVERY_ID, IdRules
@@ -44,10 +48,14 @@ class IdTableModule(HashZchManagedCollisionModule):
             max_probe=SEGMENT,
             opt_in_prob=100,
             percent_reserved_slots=_PERCENT_OF_ONE,
-            track_id_freq=config.eviction in ("lfu", "distance_lfu"),
             **given,
         )
         self.config = config
+
+    def use_state(self, columns: Mapping[str, torch.Tensor]) -> None:
+        """Keep columns of the map's state, each [rows] int32, in state dicts."""
+        for name, column in columns.items():
+            self.register_buffer(f"_{name}", column.view(-1, 1))
 
     def rebuild_with_output_id_range(
         self,
@@ -67,6 +75,17 @@ class IdTableModule(HashZchManagedCollisionModule):
             start_bucket=first,
             end_bucket=end,
         )
+
+
+def collection_of_any_id(
+    tables: Sequence[EmbeddingBagConfig], config: IdTablesConfig, device: torch.device
+) -> ManagedCollisionEmbeddingBagCollection:
+    """Return a collection of pooled tables of any id, with the rules of section `embedding.id_tables`."""
+    modules: dict[str, Any] = {
+        each.name: IdTableModule(each.name, each.num_embeddings, device, config) for each in tables
+    }
+    collection = ManagedCollisionCollection(modules, list(tables))
+    return ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(list(tables), device=device), collection)
 
 
 def rules_of(module: torch.nn.Module, name: str, rows: int, features: Sequence[str]) -> IdRules | str:

@@ -1,8 +1,9 @@
 """Which ids of a table get a row, and which lose it again."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dlrm_overlap.config import IdTablesConfig, InputError
 from dlrm_overlap.kernels.ids.id_map import SEGMENT, Policy
 
 EVERY_ID = 1 << 32
@@ -46,3 +47,28 @@ class IdRules:
     @property
     def open_slots(self) -> int:
         return self.size - self.reserved
+
+
+def rows_of_tables(rows: Sequence[int | None], config: IdTablesConfig, ranks: int) -> list[int]:
+    """Return the rows of each table; None stands for a table of any id, whose rows `config` gives.
+
+    Raises:
+        InputError: if `config` has no rows for such tables, or another number of them.
+    """
+    names = [index for index, count in enumerate(rows) if count is None]
+    if not names:
+        return [count for count in rows if count is not None]
+    if config.rows is None:
+        raise InputError(
+            f"embedding.id_tables.rows: null, but {len(names)} tables take any id; give their rows, one number or one "
+            f"for each"
+        )
+    given = config.rows if isinstance(config.rows, list) else [config.rows] * len(names)
+    if len(given) != len(names):
+        raise InputError(
+            f"embedding.id_tables.rows: {len(given)} numbers for {len(names)} tables of any id; give one, or one for "
+            f"each"
+        )
+    step = SEGMENT * ranks
+    rounded = iter(-(-count // step) * step for count in given)
+    return [next(rounded) if count is None else count for count in rows]

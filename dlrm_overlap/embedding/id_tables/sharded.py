@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.embedding.id_tables.id_map import IdMap, MappedIds, pool_of
+from dlrm_overlap.embedding.id_tables.module import IdTableModule
 from dlrm_overlap.embedding.id_tables.rules import IdRules
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.embedding.shardings import exchanging_group
@@ -44,12 +45,18 @@ class OverlapShardedManagedCollisionCollection(ShardedManagedCollisionCollection
         modules = sharded_zch_tables(self)
         shards = {name: (offset, offset + each.output_size()) for name, (offset, each) in modules.items()}
         self.id_map = IdMap(self._rules, shards, torch.device(self._device), lambda: self.training)
-        # TorchRec's names refer to the map's memory from now on.
-        state = self.id_map.state
-        last_seen = state.times if state.times.numel() else state.used_at
+        # State dicts refer to the map's memory: under TorchRec's names and, of our own modules, under others besides.
+        state, shard = self.id_map.state, self.id_map.shard
         for name, (_, each) in modules.items():
-            counts = self.id_map.shard(state.counts, name) if state.counts.numel() else None
-            use_state(each, self.id_map.shard(state.ids, name), self.id_map.shard(last_seen, name), counts)
+            seen = state.times if state.times.numel() else state.used_at
+            use_state(each, shard(state.ids, name), shard(seen, name))
+            if isinstance(each, IdTableModule):
+                columns = {"used_at": state.used_at, "times": state.times, "counts": state.counts}
+                if state.sketch.numel():
+                    columns["sketch"] = state.sketch
+                each.use_state({key: shard(column, name) for key, column in columns.items() if column.numel()})
+                self.register_buffer("_clock", state.clock)
+        self.register_load_state_dict_post_hook(lambda *_: self.id_map.rebuild())
 
     def compute(self, ctx: Any, dist_input: KJTList) -> KJTList:
         remapped = []
@@ -86,6 +93,15 @@ class OverlapShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisi
                 if not rules.frozen
             }
             id_map.bind(exchange.tables.tensors_of, pools)
+
+    @property
+    def leading_columns(self) -> int:
+        return self._embedding_module.leading_columns
+
+    @property
+    def exchanging(self) -> OverlapShardedEmbeddingBagCollection:
+        """The module of the tables."""
+        return self._embedding_module
 
     def forward(self, *input: Any, **kwargs: Any) -> Any:
         """In steps of `GraphTrainPipeline`, look up by the tables' module, which sends the ids itself."""
