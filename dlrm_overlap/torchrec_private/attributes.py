@@ -194,7 +194,7 @@ def use_state(module: HashZchManagedCollisionModule, ids: torch.Tensor, last_see
     """Let a module keep its ids [rows] int64, and when they were last seen [rows] int32, in the given memory."""
     module._hash_zch_identities.data = ids.view(-1, 1)
     if module._hash_zch_metadata is not None:
-        module._hash_zch_metadata = last_seen.view(-1, 1)
+        module.register_buffer(module.METADATA_BUFFER, last_seen.view(-1, 1))
 
 
 # Data-parallel tables.

@@ -110,13 +110,15 @@ class DLRM(nn.Module):
         }
         pooled = {key: EmbeddingBagConfig(**described[key], pooling=PoolingType.SUM) for key in self.pooled_keys}
         taking_any = [pooled.pop(self.keys[number]) for number in sorted(any_id)]
-        collections = [EmbeddingBagCollection(tables=list(pooled.values()), device=meta)] if pooled else []
+        collections: list[nn.Module] = (
+            [EmbeddingBagCollection(tables=list(pooled.values()), device=meta)] if pooled else []
+        )
         if taking_any:
             assert id_tables is not None, "tables of any id have rules"
             collections.append(collection_of_any_id(taking_any, id_tables, meta))
-        self.embedding = collections[0]
+        self.embedding: Any = collections[0]
         """the pooled tables; tables of any id are in `id_embedding` if there are others"""
-        self.id_embedding = collections[1] if len(collections) > 1 else None
+        self.id_embedding: Any = collections[1] if len(collections) > 1 else None
         self.bottom = BottomMLP(dense_features, config.bottom_mlp, activation=_ACTIVATIONS[config.activation])
         self.head = Head(config, len(rows))
         if self.history_key is not None:
@@ -132,12 +134,12 @@ class DLRM(nn.Module):
         if self.history_key is not None:
             history, candidate_bD = (
                 history_of(histories, self.history_key),
-                in_order(pooled, others, [self.candidate_key]),
+                in_order(pooled, [self.candidate_key], others),
             )
             front = torch.cat((front, self.attention(candidate_bD, history.values(), history.lengths())), dim=1)
         if self.joins_in_place:
-            return self.head(joined(front, pooled, others, self.pooled_keys))
-        return self.head(front, in_order(pooled, others, self.pooled_keys))
+            return self.head(joined(front, pooled, self.pooled_keys, others))
+        return self.head(front, in_order(pooled, self.pooled_keys, others))
 
     @property
     def front_columns(self) -> int:
@@ -157,7 +159,7 @@ def history_of(histories: Any, key: str) -> JaggedTensor:
 
 
 @torch.fx.wrap  # TorchRec's pipeline traces the model, but cannot trace this function, which depends on values
-def in_order(pooled: KeyedTensor, others: KeyedTensor | None, keys: list[str]) -> torch.Tensor:
+def in_order(pooled: KeyedTensor, keys: list[str], others: KeyedTensor | None = None) -> torch.Tensor:
     """Wait for the exchange and return pooled embeddings [b, T * D] in the order of `keys`."""
     if pooled.keys() == keys:
         return pooled.values()
@@ -166,12 +168,14 @@ def in_order(pooled: KeyedTensor, others: KeyedTensor | None, keys: list[str]) -
 
 
 @torch.fx.wrap
-def joined(front: torch.Tensor, pooled: KeyedTensor, others: KeyedTensor | None, keys: list[str]) -> torch.Tensor:
+def joined(
+    front: torch.Tensor, pooled: KeyedTensor, keys: list[str], others: KeyedTensor | None = None
+) -> torch.Tensor:
     """Wait for the exchange and concatenate `front` and the pooled embeddings by columns.
 
     `front` is written in front of the pooled embeddings in place, unless TorchRec exchanged them or they were copied.
     """
-    values, dim = in_order(pooled, others, keys), front.shape[1]
+    values, dim = in_order(pooled, keys, others), front.shape[1]
     width = dim + values.shape[1]
     has_room = values.stride() == (width, 1) and values.storage_offset() == dim
     if not has_room or values.dtype != front.dtype:

@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import IdTablesConfig
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_tables.module import IdTableModule
 from dlrm_overlap.embedding.id_tables.sharder import OverlapManagedCollisionEmbeddingBagCollectionSharder
 from tests.distributed.models import CPU, open_pipeline, world
@@ -35,7 +36,8 @@ class Step(NamedTuple):
 
     @property
     def id_map(self) -> Any:
-        return self.sharded.module.tables._managed_collision_collection.id_map
+        (found,) = [each.id_map for each in self.sharded.modules() if isinstance(each, ExchangingModule)]
+        return found
 
 
 def start_at(rows: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,9 @@ class InputRows:
         weight_at = _offset(self._tables.weight(shard), stored.weights, first_key)
         state_at = [_offset(state, held, first_key) for state, held in zip(states, stored.states, strict=True)]
         reserved = self._tables.reserved_rows(shard)
-        kept = (0, 0, 0) if reserved is None else (*reserved, first_key % reserved.period)
+        kept = (0, 0, 0)
+        if reserved is not None:
+            kept = reserved.period, reserved.first, first_key % reserved.period
         return self._part_of[shard], shard.lookup, stored.weights.data_ptr(), weight_at, tuple(state_at), kept
 
     def _keys(self, features: int) -> torch.Tensor:

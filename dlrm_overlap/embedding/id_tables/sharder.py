@@ -96,13 +96,13 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbed
         )
 
 
-def why_ids_stay(module: nn.Module) -> str | None:
+def why_ids_stay(module: Any) -> str | None:
     """Return why the ids of an unsharded collection would stay with TorchRec; None if they would not."""
     found = _rules(module)
     return found if isinstance(found, str) else None
 
 
-def _rules(module: nn.Module) -> list[IdRules] | str:
+def _rules(module: Any) -> list[IdRules] | str:
     """Return the rules of a collection's tables, or why its ids stay with TorchRec."""
     modules: Mapping[str, tuple[nn.Module, int, list[str]]] = collision_modules_of(module)
     found = [rules_of(each, name, rows, features) for name, (each, rows, features) in modules.items()]
