@@ -139,6 +139,7 @@ class ZchSettings(NamedTuple):
     eviction_config: HashZchEvictionConfig | None
     read_only_suffix: str | None
     """None unless features are looked up one by one"""
+    disable_fallback: bool
     has_extras: bool
     """whether it keeps custom metadata, or logs"""
 
@@ -150,8 +151,10 @@ def zch_settings_of(module: HashZchManagedCollisionModule) -> ZchSettings:
         module._opt_in_prob,
         module._eviction_policy_name,
         module._eviction_config,
-        module._read_only_suffix if module._enable_per_feature_lookups else None,
-        module._write_runtime_meta_dim > 0 or module._tb_logging_frequency > 0,
+        # TorchRec 1.6 looks up all features at once, and keeps no metadata.
+        module._read_only_suffix if getattr(module, "_enable_per_feature_lookups", False) else None,
+        module._disable_fallback,
+        getattr(module, "_write_runtime_meta_dim", 0) > 0 or module._tb_logging_frequency > 0,
     )
 
 

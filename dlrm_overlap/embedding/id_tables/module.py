@@ -112,7 +112,7 @@ def rules_of(module: torch.nn.Module, name: str, rows: int, features: Sequence[s
     given = zch_settings_of(module)
     if len({end - begin for begin, end in pairwise(given.segments)}) > 1:
         return f"buckets of different sizes of table {name}"
-    if module.disable_fallback:
+    if given.disable_fallback:
         return f"disable_fallback of table {name}, which shortens bags"
     if given.max_probe > SEGMENT:
         return f"max_probe {given.max_probe} of table {name}: the most is {SEGMENT}"
