@@ -100,7 +100,7 @@ def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> Re
     layout = RecordLayout(
         dict(train.labels),
         train.dense_features,
-        train.rows,
+        [count for count in train.rows if count is not None],
         sizes,
         held_out=held_out,
         encoding=encoded and encoded.digest,

@@ -20,7 +20,8 @@ from dlrm_overlap.kernels.ids.id_map import mix
 _T = TypeVar("_T")
 DRAWS_PER_BLOCK = 4  # 64-bit draws of one Philox counter value
 _BLOCK_SAMPLES = 1024  # made at once, so that they fit in a core's cache
-_TABLE_BITS = 40  # a row's id is a bijective hash of its number + its table << 40
+_TABLE_BITS = 40  # a row's id is a hash of its number + its table << 40, of 63 bits
+_POSITIVE = 2**63 - 1  # TorchRec cannot divide negative ids over several ranks
 NORMAL_SCALE = math.sqrt(3 / (2.0**32 - 1))  # scales the centered sum of four 16-bit fields to variance 1
 
 
@@ -90,7 +91,7 @@ class Synthetic(Dataset):
         tables = torch.arange(len(self.rows), device=rows.device).repeat_interleave(batch.sparse.stride())
         table = tables.repeat_interleave(lengths, output_size=rows.numel())
         takes_any = torch.tensor(self._takes_any, device=rows.device)[table]
-        values = torch.where(takes_any, mix(rows + (table << _TABLE_BITS)), rows)
+        values = torch.where(takes_any, mix(rows + (table << _TABLE_BITS)) & _POSITIVE, rows)
         return Batch.from_tensors(batch.dense, lengths, values, batch.labels)
 
 

@@ -20,7 +20,7 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
+from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
@@ -54,8 +54,10 @@ def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) 
     Example:
         planner = EmbeddingShardingPlanner(constraints=constraints(model, {"clicks": 20}))
     """
+    divided = _tables_of_any_id(_collections(model))
     return {
         config.name: ParameterConstraints(
+            sharding_types=[ShardingType.ROW_WISE.value] if config.name in divided else None,
             compute_kernels=[_FUSED],
             min_partition=_MIN_COLUMNS,
             pooling_factors=[(bag_sizes or {}).get(feature, 1.0) for feature in config.feature_names],
@@ -177,7 +179,7 @@ def _planned_by_torchrec(
     min_partition = max(4, dim // topology.world_size // 4 * 4) if kind == "column_wise" else None
     constraints = {
         name: ParameterConstraints(
-            sharding_types=["row_wise"] if name in divided else None if kind == "torchrec" else [kind],
+            sharding_types=[ShardingType.ROW_WISE.value] if name in divided else None if kind == "torchrec" else [kind],
             compute_kernels=[_CACHING if name in cached else _FUSED],
             pooling_factors=[load.pooling],
             min_partition=min_partition,

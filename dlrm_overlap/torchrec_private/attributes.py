@@ -152,7 +152,7 @@ def zch_settings_of(module: HashZchManagedCollisionModule) -> ZchSettings:
         module._eviction_policy_name,
         module._eviction_config,
         # TorchRec 1.6 looks up all features at once, and keeps no metadata.
-        module._read_only_suffix if getattr(module, "_enable_per_feature_lookups", False) else None,
+        getattr(module, "_read_only_suffix", None) if getattr(module, "_enable_per_feature_lookups", False) else None,
         module._disable_fallback,
         getattr(module, "_write_runtime_meta_dim", 0) > 0 or module._tb_logging_frequency > 0,
     )

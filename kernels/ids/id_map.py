@@ -88,6 +88,8 @@ class Totals(IntEnum):
     """sightings of ids without a slot, in training: those that are not admitted yet,"""
     NO_ROOM = 3
     """and those that are, but every slot was in use"""
+    SEEN = 4
+    """sightings in training"""
 
 
 SPREAD, SPREAD_STEP = 32, 4
@@ -116,7 +118,7 @@ class MapState(NamedTuple):
     clock: torch.Tensor
     """[2] int64: number of training steps, and the time"""
     totals: torch.Tensor
-    """[4, SPREAD * SPREAD_STEP] int64: by `Totals`, numbers that add up to the total"""
+    """[5, SPREAD * SPREAD_STEP] int64: by `Totals`, numbers that add up to the total"""
 
     @classmethod
     def empty(

@@ -24,7 +24,7 @@ from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 from dlrm_overlap.kernels.ids import reference
 from dlrm_overlap.kernels.ids.assign_slots import _assign, _choose, _sight
 from dlrm_overlap.kernels.ids.find_ids import _find, _replace
-from dlrm_overlap.kernels.ids.id_map import NO_FEATURE, SEGMENT, WHOLE, Claims, MapFeature, MapState, Policy
+from dlrm_overlap.kernels.ids.id_map import NO_FEATURE, SEGMENT, WHOLE, Claims, MapFeature, MapState, Policy, Totals
 from dlrm_overlap.kernels.tuning import power_of_2
 
 _NUM_WARPS, _FIND_WARPS = 4, 1
@@ -40,6 +40,8 @@ class Features(NamedTuple):
 
     infos: torch.Tensor
     """[features + 2, 16] int64, rows of `MapFeature`; ids after all bags belong to the last two"""
+    mapped: int
+    """number of features; padding follows them"""
     clocked: bool
     """whether the caller sets the time; else it is the number of training steps"""
     times: bool
@@ -62,6 +64,7 @@ class Features(NamedTuple):
         small = all(row.open_slots <= SEGMENT for row in rows)
         return cls(
             torch.tensor([*rows, NO_FEATURE, NO_FEATURE], device=device),
+            len(rows),
             clocked,
             clocked or any(row.lifetime for row in rows) or Policy.TTL in policies,
             bool(policies & {Policy.LFU, Policy.DISTANCE_LFU}),
@@ -110,12 +113,13 @@ def map_ids(
     if not (low.is_cuda or INTERPRETED):
         return reference.map_ids(state, features, low, high, out, offsets, samples, train)
     ids, digests, used_at, times, counts, sketch, waiting, heads, clock, totals = state
-    infos, clocked, with_times, with_counts, with_sketch, lanes, phases, digest_words = features
+    infos, mapped, clocked, with_times, with_counts, with_sketch, lanes, phases, digest_words = features
     count, number, device = out.numel(), (offsets.numel() - 1) // samples, low.device
     segments, stride = waiting.numel(), low.stride(0)
     assert stride == high.stride(0), "words of one tensor, or of two alike"
     if train:
         (clock[:1] if clocked else clock).add_(1)
+        totals[Totals.SEEN, :1].add_(offsets[mapped * samples :][:1])
     counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
     room = max(4, -(-count // 4) * 4)  # tensors begin at multiples of 16 bytes
     lists = torch.empty(6 * room, dtype=torch.int32, device=device).split(room)

@@ -41,6 +41,7 @@ def map_ids(
     """Do what `map_ids.map_ids` does."""
     if train:
         (state.clock[:1] if features.clocked else state.clock).add_(1)
+        state.totals[Totals.SEEN, 0] += offsets[features.mapped * samples]
     number = (offsets.numel() - 1) // samples
     bounds = offsets[::samples].long()
     feature = torch.bucketize(torch.arange(out.numel()), bounds[1:], right=True).clamp(max=number)

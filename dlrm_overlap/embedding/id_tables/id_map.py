@@ -87,6 +87,12 @@ class IdMap:
         first, (begin, end) = self._first[table][0], self._shards[table]
         return column[first : first + end - begin]
 
+    @property
+    def rows(self) -> int:
+        """Rows of this rank that ids may have."""
+        shards = [(self.rules[name], end - begin) for name, (begin, end) in self._shards.items()]
+        return sum(rows // rules.size * rules.open_slots for rules, rows in shards)
+
     def total(self, which: Totals) -> int:
         return self.state.total(which)
 
