@@ -183,6 +183,10 @@ class IdTables(Protocol):
         """
         ...
 
+    def follow_clock(self) -> None:
+        """Write the time where captured steps read it."""
+        ...
+
 
 class IdExchange:
     """Sends ids to the owners of their rows; on GPUs, the host reads nothing back."""
