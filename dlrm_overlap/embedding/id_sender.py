@@ -127,7 +127,7 @@ class IdSender:
             self.exchange.tables.activate(arrived.ids)
         if self.exchange.id_tables is not None:
             self.exchange.id_tables.activate(arrived)
-        assert arrived.high is None or self.exchange.id_tables is not None, "ids are looked up as if they were rows"
+        assert arrived.high is None or self.exchange.id_tables is not None, "tables of any id need id_tables"
         return arrived
 
     def _most_samples(self, samples: int, group: dist.ProcessGroup) -> int:
