@@ -93,7 +93,9 @@ CLASSES = {
         },
         "_device _embedding_module _env _managed_collision_collection _return_remapped_features",
     ),
-    f"{_MC}:ManagedCollisionCollectionSharder": Used({"shard": "module params env device embedding_shardings"}),
+    f"{_MC}:ManagedCollisionCollectionSharder": Used(
+        {"__init__": "", "shard": "module params env device embedding_shardings"}
+    ),
     f"{_MC}:ShardedManagedCollisionCollection": Used(
         {
             "__init__": "module table_name_to_parameter_sharding env device embedding_shardings",
