@@ -219,8 +219,8 @@ def prepare(argv: list[str]) -> int:
     try:
         layout, unknown = prepare_files(Path(values.source), target, schema, like=like)
         _report_samples(target, layout)
-        for column, count, of in unknown:
-            print(f"{plain(column)}: {count} of {count_of(of, 'value')} ({count / of:.1%}) not in the vocabulary")
+        for each in unknown:
+            print(each)
         return 0
     except ModuleNotFoundError as error:
         raise InputError(f'{error.name}: not installed; pip install "dlrm-overlap[data]"') from None
