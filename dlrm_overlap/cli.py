@@ -67,7 +67,7 @@ def train(argv: list[str]) -> int:
 
 
 def evaluate(argv: list[str]) -> int:
-    """Evaluate a checkpoint on held-out samples: loss, AUROC, NE, accuracy. The run's folder is not changed."""
+    """Evaluate a checkpoint on held-out samples: AUROC, NE, calibration, loss, accuracy. The run is not changed."""
     from dlrm_overlap.train import evaluation
 
     return evaluation.run(argv, evaluate.__doc__ or "")
