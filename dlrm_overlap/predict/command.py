@@ -62,6 +62,8 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
         raise InputError(f"--key {twice[0]}: the output has a column of that name already; leave it out")
     names = list(dict.fromkeys([*scorer.columns, *keys]))
     files = table_files(table)
+    if {output.resolve(), output.resolve().parent} & {each.resolve() for each in (table, *files)}:
+        raise InputError(f"--output: {output} is a file of {table}, or in its folder; name a file elsewhere")
 
     try:
         with replacing(output) as stream, _scoring(scorer, checkpoint, processes) as score, ExitStack() as stack:

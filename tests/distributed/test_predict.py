@@ -194,6 +194,14 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
         assert main([*command, *options]) == 2
         assert rule in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [tmp_path / "bad.parquet"]
+    linked, good = tmp_path / "linked", tmp_path / "good.parquet"
+    linked.mkdir()
+    parquet.write_table(make_table(3), good)
+    (linked / "day.parquet").symlink_to(good)
+    for table, output in ((good, good), (tmp_path, tmp_path / "x.csv"), (linked, good), (linked / "day.parquet", good)):
+        assert main([*command[:3], str(table), "--output", str(output)]) == 2
+        assert f"--output: {output} is a file of {table}, or in its folder" in capsys.readouterr().err
+    assert parquet.read_table(good).equals(make_table(3))
 
 
 def test_a_run_on_other_samples_is_refused(tmp_path: Path) -> None:
