@@ -32,7 +32,7 @@ def run(argv: list[str], description: str) -> int:
     text = "folder step_<N>, or a run's folder, for its newest checkpoint"
     parser.add_argument(_OPTION, type=FullPath, metavar="PATH", required=True, help=text)
     parser.add_argument("table", type=FullPath, metavar="TABLE", help="file or folder of files, as for `prepare table`")
-    text = "new file, .parquet or .csv, with a row for each row of TABLE, in its order"
+    text = ".parquet or .csv file to write, with a row for each row of TABLE, in its order"
     parser.add_argument("--output", type=FullPath, required=True, help=text)
     text = "column of TABLE to copy to the output, such as a key"
     parser.add_argument("--key", type=str, action="append", default=[], help=text)

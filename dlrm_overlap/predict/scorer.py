@@ -58,8 +58,8 @@ class Scorer:
     def __call__(self, rows: "pa.Table | pa.RecordBatch | Mapping[str, Any]") -> dict[str, np.ndarray]:
         """Return the probability of each label, [n] float32, for n rows.
 
-        `rows` is a table of pyarrow, or maps names of columns to n values each; other columns are ignored. Raises an
-        InputError if a column is missing, or a value is not what the schema says.
+        `rows` is a table of pyarrow, or maps names of columns to n values each, which may be of several types; other
+        columns are ignored. Raises an InputError if a column is missing, or a value is not what the schema says.
         """
         return self.score(_batch_of(rows, self.columns), 1)
 
