@@ -240,7 +240,8 @@ def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCapt
         again = _fit(tmp_path, *SAVES, "--train.steps", steps)
         assert {key: again[key] for key in first} == first
         (line,) = [line for line in caplog.messages if line.startswith("finished already, nothing is trained: step 4 ")]
-        assert line.endswith(f"train.steps is {steps}; results in {tmp_path}/run/summary.json")
+        assert line.endswith(f"log.overwrite; results in {tmp_path}/run/summary.json")
+        assert f"since train.steps is {steps}; to train again, change log.name" in line
         caplog.clear()
     assert contents(tmp_path) == before
     more = ["--train.steps", "6", "--log.trace_first", "4", "--log.trace_steps", "1"]
