@@ -130,7 +130,8 @@ class Batch(Pipelineable):
 class Dataset:
     """A stream of samples, read by position; step s trains on the samples [s * B, (s + 1) * B)."""
 
-    rows: Sequence[int]
+    rows: Sequence[int | None]
+    """rows of each table; None for a table of any id"""
     pooling: Sequence[float]
     """mean number of ids per bag of each table"""
     bag_sizes: Sequence[tuple[int, int]]

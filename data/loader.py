@@ -114,7 +114,7 @@ def warnings_of_time(train: Days, held_out: Days) -> list[str]:
     return found
 
 
-def other_ids(rows: Sequence[int], expected: Sequence[int]) -> str:
+def other_ids(rows: Sequence[int | None], expected: Sequence[int | None]) -> str:
     if len(rows) != len(expected):
         return f"{len(rows)} tables, not {len(expected)} as"
     pairs = enumerate(zip(rows, expected, strict=True))
@@ -205,7 +205,7 @@ def _form_of(dataset: Dataset, b: int, is_packed: bool) -> Form:
     return [
         ((b, dataset.dense_features), torch.float32),
         ((b * len(dataset.rows),), torch.int32),
-        ((b * dataset.max_ids,), torch.int32),
+        ((b * dataset.max_ids,), torch.int64 if None in dataset.rows else torch.int32),
         ((b,) if labels == 1 else (b, labels), torch.float32),
     ]
 

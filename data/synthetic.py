@@ -15,10 +15,12 @@ from dlrm_overlap.config import DataConfig, parse_multi_hot
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.teacher import Teacher
 from dlrm_overlap.data.zipf import ZipfRanks, ZipfTable
+from dlrm_overlap.kernels.ids.id_map import mix
 
 _T = TypeVar("_T")
 DRAWS_PER_BLOCK = 4  # 64-bit draws of one Philox counter value
 _BLOCK_SAMPLES = 1024  # made at once, so that they fit in a core's cache
+_TABLE_BITS = 40  # a row's id is a bijective hash of its number + its table << 40
 NORMAL_SCALE = math.sqrt(3 / (2.0**32 - 1))  # scales the centered sum of four 16-bit fields to variance 1
 
 
@@ -33,13 +35,15 @@ class Synthetic(Dataset):
         tables, number = config.tables, config.tables.number()
         assert tables.rows is not None, "DataConfig checks that synthetic tables have rows"
         cap = tables.max_rows or math.inf
-        self.rows: list[int] = [int(min(rows, cap)) for rows in _per_table(tables.rows, number)]
+        counts = [int(min(rows, cap)) for rows in _per_table(tables.rows, number)]
+        self._takes_any = [kind == "any" for kind in _per_table(tables.ids, number)]
+        self.rows = [None if any_id else count for any_id, count in zip(self._takes_any, counts, strict=True)]
         self.num_samples: int | None = None if split == "train" else config.eval_samples
         self.bag_sizes: list[tuple[int, int]] = [parse_multi_hot(spec) for spec in _per_table(tables.multi_hot, number)]
         self.pooling: list[float] = [(low + high) / 2 for low, high in self.bag_sizes]
 
         rng = np.random.default_rng((config.seed, 2))
-        shapes = list(zip(self.rows, _per_table(tables.zipf_alpha, number), strict=True))
+        shapes = list(zip(counts, _per_table(tables.zipf_alpha, number), strict=True))
         ranks = {shape: ZipfRanks(*shape) for shape in set(shapes)}
         self._tables = [ZipfTable(ranks[shape], int(rng.integers(shape[0]))) for shape in shapes]
         half_lives = _per_table(tables.half_life, number)
@@ -76,7 +80,18 @@ class Synthetic(Dataset):
         uniform = (draws[:, 0] >> np.uint64(11)) * 2.0**-53
         labels = uniform < self._teacher.click_probability(dense, lengths, values)
         tensors = (dense, lengths.reshape(-1), values, labels.astype(np.float32))
-        return Batch.from_tensors(*map(torch.from_numpy, tensors))
+        return self._with_ids(Batch.from_tensors(*map(torch.from_numpy, tensors)))
+
+    def _with_ids(self, batch: Batch) -> Batch:
+        """Return the batch with 64-bit ids instead of rows, int64, in tables of any id; on any device."""
+        if not any(self._takes_any):
+            return batch
+        lengths, rows = batch.sparse.lengths(), batch.sparse.values().long()
+        tables = torch.arange(len(self.rows), device=rows.device).repeat_interleave(batch.sparse.stride())
+        table = tables.repeat_interleave(lengths, output_size=rows.numel())
+        takes_any = torch.tensor(self._takes_any, device=rows.device)[table]
+        values = torch.where(takes_any, mix(rows + (table << _TABLE_BITS)), rows)
+        return Batch.from_tensors(batch.dense, lengths, values, batch.labels)
 
 
 def _per_table(value: _T | list[_T], number: int) -> list[_T]:

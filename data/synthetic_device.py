@@ -35,7 +35,7 @@ class DeviceSynthetic(Synthetic):
 
     def read(self, first: int, count: int) -> Batch:
         """Make the samples [first, first + count) on the current stream; `count` is at least 1."""
-        return Batch.from_tensors(*draw_samples(self._source, first, count))
+        return self._with_ids(Batch.from_tensors(*draw_samples(self._source, first, count)))
 
     def _tables_of_ids(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         columns = np.full(self._blocks_per_sample * DRAWS_PER_BLOCK, -1, dtype=np.int32)

@@ -91,6 +91,7 @@ TableOptimizer = Literal[
     "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
 ]
 Memory = Literal["gpu", "cached", "auto"]
+IdKind = Literal["rows", "any"]
 AUTO = "auto"
 BACKEND_NAMES = (AUTO, *BACKENDS)
 BackendName = Annotated[str, ValueRule(f"one of {', '.join(map(repr, BACKEND_NAMES))}", BACKEND_NAMES.__contains__)]
@@ -128,6 +129,9 @@ class TablesConfig:
     """ids per bag: a number such as 3, or '0..8' for a uniform range, where 0 gives empty bags"""
     zipf_alpha: NonNegativeFloat | list[NonNegativeFloat] = 1.05
     """skew of the synthetic ids, P(k-th row) ~ 1/k^alpha; 0 is uniform"""
+    ids: IdKind | list[IdKind] = "rows"
+    """synthetic: what the ids of a table are. rows: numbers of its rows. any: 64-bit integers, which get their rows in
+    training (embedding.id_tables). For prepared samples the files say it"""
     half_life: HalfLife | list[HalfLife] = 0
     """synthetic: number of positions after which an id of a history counts half as much for the label, newest id first;
     0 weights all ids of a bag equally"""
@@ -139,12 +143,12 @@ class TablesConfig:
         if len(lengths | ({self.count} if lengths and self.count else set())) > 1:
             raise InputError(
                 f"data.tables: count {self.count}, lists of {sorted(lengths)} values; count, rows, multi_hot, "
-                f"zipf_alpha and half_life must agree on the number of tables"
+                f"zipf_alpha, ids and half_life must agree on the number of tables"
             )
 
     @property
     def _per_table(self) -> tuple[Any, ...]:
-        return self.rows, self.multi_hot, self.zipf_alpha, self.half_life
+        return self.rows, self.multi_hot, self.zipf_alpha, self.ids, self.half_life
 
     def number(self, default: int | None = None) -> int:
         """Return the number of tables, or `default` if no key gives it.
@@ -287,6 +291,34 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class IdTablesConfig:
+    """Tables of any id: which ids get a row, and which lose it again."""
+
+    rows: PositiveInt | list[PositiveInt] | None = None
+    """rows of each table of any id, one value or one per such table; rounded up to a multiple of 128 times the number
+    of ranks. 1 of 128 rows is kept for ids without a row"""
+    admit_after: PositiveInt = 1
+    """number of times that an id must be seen before it gets a row; 1 gives it one at once. Ids are counted in a sketch
+    that may count an id too often, never too seldom"""
+    admit_share: Share = 1.0
+    """share of the ids that may get a row, chosen by a hash of the id"""
+    eviction: Literal["none", "lru", "lfu", "distance_lfu", "ttl"] = "lru"
+    """which id loses its row if a bucket of 128 rows is full; never one of the current or the previous step. lru: the
+    one that has not been seen for the longest time. lfu: the one seen least often. distance_lfu: the one with the
+    fewest sightings divided by the steps since the last. ttl: the oldest of those not seen for ttl_steps. none: no
+    id"""
+    ttl_steps: PositiveInt | None = None
+    """ttl: number of steps without a sighting after which an id may lose its row"""
+
+    def __post_init__(self) -> None:
+        if (self.eviction == "ttl") != (self.ttl_steps is not None):
+            raise InputError(
+                f"embedding.id_tables: eviction {self.eviction}, ttl_steps {self.ttl_steps}; give ttl_steps with "
+                f"eviction ttl, and with no other"
+            )
+
+
+@dataclass(frozen=True)
 class EmbeddingConfig:
     """The embedding stage: from ids to pooled embeddings, and from their gradients to updated rows."""
 
@@ -334,6 +366,7 @@ class EmbeddingConfig:
     """epsilon of Adagrad, Adam and LAMB"""
     weight_dtype: Literal["fp32", "fp16"] = "fp32"
     """data type of the rows"""
+    id_tables: IdTablesConfig = field(default_factory=IdTablesConfig)
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """data type in which pooled embeddings and their gradients are sent; auto is bf16 if train.precision is bf16 and
     the run's backend is not torchrec, else fp32"""
