@@ -235,9 +235,12 @@ class Trainer(StepRunner):
         if summary is not None and (config.checkpoint.resume == "auto" or manifest.step >= summary["steps"]):
             reached = 0 < target <= summary["eval_auroc"]
             if reached or summary["steps"] >= self.steps:
-                why = f"train.target_auroc {target} is reached" if reached else f"train.steps is {self.steps}"
+                train = config.train
+                end = f"train.epochs is {train.epochs}" if train.steps is None else f"train.steps is {train.steps}"
+                why = f"train.target_auroc {target} is reached" if reached else end
                 path = self.folder / "summary.json"
-                text = "finished already, nothing is trained: step %d was the last, since %s; results in %s"
+                text = "finished already, nothing is trained: step %d was the last, since %s; to train again, change "
+                text += "log.name or set log.overwrite; results in %s"
                 log.info(text, summary["steps"], why, path)
                 return summary
         self.checkpointer.load(checkpoint, self.model, self.optimizer)
