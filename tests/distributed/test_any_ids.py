@@ -1,8 +1,13 @@
 """Tables of any id train as if each id had its own row, in every pipeline and on any number of ranks."""
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +16,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.ids.id_map import EMPTY, Totals
+from tests.conftest import PYTHON_PATH, ROOT, read_metrics, run_cli
 from tests.distributed import any_ids
 from tests.distributed.any_ids import batch_of, draw, expected_losses, own_module, shard, zch_module
 from tests.distributed.captured import captures
@@ -107,3 +113,45 @@ ended = cases_on_ranks(2, _run_case, list(CASES))
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(ended: Callable[[str], None], case: str) -> None:
     ended(case)
+
+
+_TRAIN = ("train", "--config", "quickstart", "--data.tables.ids", "any", "--embedding.id_tables.rows", "512")
+_TRAIN = (*_TRAIN, "--embedding.backend", "pgas", "--train.global_batch_size", "512", "--log.every", "5")
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_fewer_ranks(tmp_path: Path) -> None:
+    """A run that resumes ends with the same bits; on one rank instead of two, with the same losses but for rounding."""
+    keys = ("--log.dir", str(tmp_path), "--checkpoint.every", "20", "--checkpoint.keep", "3")
+    keys = (*keys, "--embedding.id_tables.eviction", "lfu", "--embedding.id_tables.admit_after", "2")
+    losses = {}
+    for name, ranks, resume in (("whole", 2, "never"), ("again", 2, "step_20"), ("alone", 1, "step_20")):
+        start = str(tmp_path / "whole" / "checkpoints" / resume) if resume != "never" else resume
+        steps = ("--train.steps", "40", "--checkpoint.resume", start, "--log.name", name, "--nproc", str(ranks))
+        result = run_cli(*_TRAIN, *keys, *steps)
+        assert result.returncode == 0, result.stderr
+        losses[name] = read_metrics(tmp_path / name, "train/loss")
+    later = [25, 30, 35, 40]
+    assert [losses["again"][step] for step in later] == [losses["whole"][step] for step in later]
+    assert [losses["alone"][step] for step in later] == pytest.approx(
+        [losses["whole"][step] for step in later], rel=1e-4
+    )
+
+
+@pytest.mark.slow
+def test_the_example_learns_while_ids_come_and_go() -> None:
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *agent, "examples/any_ids.py", "--steps", "100"],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "backend pgas: 2 of 2 tables exchanged, update by push" in done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 5
+    assert losses[-1] < 0.05

@@ -180,6 +180,21 @@ def test_stock_fbgemm_finds_every_id() -> None:
     assert torch.equal(found, (state.ids != EMPTY).nonzero().flatten())
 
 
+def test_the_number_of_ranks_does_not_change_the_slots() -> None:
+    """Each rank has whole buckets, and sees their ids alone."""
+    ids = random_ids(60, 16)
+    whole, features = state_of(Table(buckets=4))
+    one_bag(whole, features, *ids.tolist())
+    parts = []
+    for rank in range(2):
+        part, features = state_of(Table(buckets=2))
+        features.infos[:1, MapFeature._fields.index("first_bucket")] = 2 * rank
+        features.infos[:1, MapFeature._fields.index("buckets")] = 4
+        one_bag(part, features, *ids[unsigned_remainder(ids, torch.tensor(4)) // 2 == rank].tolist())
+        parts.append(part.ids)
+    assert torch.equal(torch.cat(parts), whole.ids)
+
+
 def test_no_id_of_this_step_or_the_last_one_is_evicted() -> None:
     state, features = state_of(Table(buckets=1, size=16))
     first, second, third = (each.tolist() for each in random_ids(30, 8).split((8, 7, 15)))

@@ -1,1 +1,1 @@
-"""Tables of any id: their ids are 64-bit integers that are not known beforehand (docs/architecture/any_ids.md)."""
+"""Tables of any id: their ids are 64-bit integers that are not known beforehand (docs/any_ids.md)."""

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
 
 from dlrm_overlap.embedding.id_tables.module import check_rows, rules_of
@@ -39,7 +40,7 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbed
     """TorchRec's sharder of `ManagedCollisionEmbeddingBagCollection`, with our map of ids and our exchange.
 
     It takes tables with `HashZchManagedCollisionModule`; if a table of a collection has another module or arguments
-    that the map does not know, the collection's ids stay with TorchRec, and the log says why.
+    that the map does not know, the collection stays with TorchRec, and the log says why.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapManagedCollisionEmbeddingBagCollectionSharder(), ..])
@@ -57,6 +58,8 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbed
         tables = OverlapEmbeddingBagCollectionSharder(fused_params, qcomm_codecs_registry, **given)
         super().__init__(ebc_sharder=tables, qcomm_codecs_registry=qcomm_codecs_registry)
         self._tables = tables
+        stock = EmbeddingBagCollectionSharder(fused_params, qcomm_codecs_registry)
+        self._stock = ManagedCollisionEmbeddingBagCollectionSharder(stock, qcomm_codecs_registry=qcomm_codecs_registry)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return row-wise alone, on CPUs too, where TorchRec's planner knows none for such tables."""
@@ -82,8 +85,8 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbed
         found = _rules(module)
         if isinstance(found, str):
             if env.rank == 0:
-                log.warning("ids of %s stay with TorchRec: %s", module_fqn or type(module).__name__, found)
-            return super().shard(module, params, env, device, module_fqn)
+                log.warning("%s stays with TorchRec: %s", module_fqn or type(module).__name__, found)
+            return self._stock.shard(module, params, env, device, module_fqn)
         for rules in found:
             check_rows(rules, exchanging_group(env).size())
         return OverlapShardedManagedCollisionEmbeddingBagCollection(
