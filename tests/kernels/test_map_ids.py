@@ -115,12 +115,12 @@ def test_kernels_agree_with_the_reference(case: str) -> None:
         if train:
             assert claims is not None
             assert claimed is not None
-            assert _sorted(claims) == _sorted(claimed)
+            assert claims_of(claims) == claims_of(claimed)
     assert state.total(Totals.INSERTED) > 0
     assert low[-3:].tolist() == words_of(drawn)[0][-3:].tolist(), "padding stays"
 
 
-def _sorted(claims: Claims) -> list[tuple[int, ...]]:
+def claims_of(claims: Claims) -> list[tuple[int, ...]]:
     """Return (slot, table, id, evicted id) of the claims that are not void."""
     *columns, count = claims
     entries = zip(*(each[: int(count)].tolist() for each in columns), strict=True)
@@ -279,7 +279,7 @@ def test_rows_of_new_ids_begin_alike_wherever_they_are() -> None:
             ]
             fill(row_tables(tables, CPU), claims)
             for number, first in enumerate((0, 64)):
-                slots = [s for s, t, *_ in _sorted(claims) if t == number]
+                slots = [s for s, t, *_ in claims_of(claims) if t == number]
                 assert len(slots) == 20
                 ids, here, old = state.ids[slots], torch.tensor(slots) - first, before[number]
                 if initials:
