@@ -11,8 +11,14 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.data.encoding import Encoded
 from dlrm_overlap.data.schema import table_keys
+
+
+def id_type(rows: Sequence[int | None]) -> torch.dtype:
+    """Return the type of a batch's ids: int64 if a table has ids of any value (its rows are None), else int32."""
+    return torch.int64 if None in rows else torch.int32
 
 
 class Lease:
@@ -42,7 +48,8 @@ class Batch(Pipelineable):
     dense: torch.Tensor
     """[b, F] float32"""
     sparse: KeyedJaggedTensor
-    """ids: T keys of b bags each, in table order; lengths int32, values int32 or int64"""
+    """ids: T keys of b bags each, in table order; lengths int32, values int32, or int64 if a table has ids of any
+    value"""
     labels: torch.Tensor
     """[b] float32, or [b, L] with several labels per sample, each 0 or 1"""
     lease: Lease | None = None
@@ -130,7 +137,8 @@ class Batch(Pipelineable):
 class Dataset:
     """A stream of samples, read by position; step s trains on the samples [s * B, (s + 1) * B)."""
 
-    rows: Sequence[int]
+    rows: Sequence[int | None]
+    """number of rows of each table; None for a table of any id"""
     pooling: Sequence[float]
     """mean number of ids per bag of each table"""
     bag_sizes: Sequence[tuple[int, int]]
@@ -147,6 +155,21 @@ class Dataset:
     """the `RecordLayout` of `records`; None if samples are not stored as records"""
     on_gpu: bool = False
     """whether `read` makes the samples on a GPU, on the current stream"""
+
+    @property
+    def known_rows(self) -> list[int]:
+        """Number of rows of each table.
+
+        Raises:
+            InputError: if a table has ids of any value, whose rows the samples do not give.
+        """
+        known = [rows for rows in self.rows if rows is not None]
+        if len(known) < len(self.rows):
+            raise InputError(
+                f"table {self.rows.index(None)}: has ids of any value, but its number of rows is needed here; prepare "
+                f"the samples by a schema with rows or min_count, or, for synthetic ones, set data.tables.ids rows"
+            )
+        return known
 
     @property
     def max_ids(self) -> int:
@@ -168,6 +191,7 @@ class Dataset:
         """Return the samples [first, first + count), on the CPU unless `on_gpu`.
 
         Raises:
-            InputError: if a label is not 0 or 1, a dense feature is not finite or an id is not in its table.
+            InputError: if a label is not 0 or 1, a dense feature is not finite, or an id is not in its table, unless it
+                is a table of any id.
         """
         raise NotImplementedError

@@ -91,6 +91,7 @@ TableOptimizer = Literal[
     "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
 ]
 Memory = Literal["gpu", "cached", "auto"]
+Ids = Literal["rows", "any"]
 AUTO = "auto"
 BACKEND_NAMES = (AUTO, *BACKENDS)
 BackendName = Annotated[str, ValueRule(f"one of {', '.join(map(repr, BACKEND_NAMES))}", BACKEND_NAMES.__contains__)]
@@ -121,7 +122,8 @@ class TablesConfig:
     count: PositiveInt | None = None
     """synthetic: number of tables; null takes the length of the lists"""
     rows: PositiveInt | list[PositiveInt] | None = None
-    """rows per table; null for prepared samples, whose files give them"""
+    """rows per table; null for prepared samples, whose files give them. synthetic with ids any: number of ids in use at
+    a time"""
     max_rows: PositiveInt | None = None
     """upper limit of every table's rows; Criteo's ids are taken modulo this"""
     multi_hot: PositiveInt | str | list[PositiveInt | str] = 1
@@ -131,6 +133,13 @@ class TablesConfig:
     half_life: HalfLife | list[HalfLife] = 0
     """synthetic: number of positions after which an id of a history counts half as much for the label, newest id first;
     0 weights all ids of a bag equally"""
+    ids: Ids | list[Ids] = "rows"
+    """synthetic: what a table's ids are. rows: numbers of rows. any: 64-bit integers that are not known beforehand, see
+    embedding.id_tables; each of the table's rows gets one. The files of prepared samples say what their ids are"""
+    drift: NonNegativeInt = 0
+    """synthetic, tables with ids any: number of samples after which half of the ids in use have been replaced by new
+    ones, one after the other; 0 keeps the ids. Evaluation samples have the ids of the first samples of training, so
+    judge a run by the metrics of its training samples"""
 
     def __post_init__(self) -> None:
         for spec in self.multi_hot if isinstance(self.multi_hot, list) else [self.multi_hot]:
@@ -139,12 +148,22 @@ class TablesConfig:
         if len(lengths | ({self.count} if lengths and self.count else set())) > 1:
             raise InputError(
                 f"data.tables: count {self.count}, lists of {sorted(lengths)} values; count, rows, multi_hot, "
-                f"zipf_alpha and half_life must agree on the number of tables"
+                f"zipf_alpha, half_life and ids must agree on the number of tables"
+            )
+        if self.drift and not self.has_any:
+            raise InputError(
+                f"data.tables.drift: {self.drift}, but no table has ids of any value; set data.tables.ids any, or "
+                f"leave drift out"
             )
 
     @property
     def _per_table(self) -> tuple[Any, ...]:
-        return self.rows, self.multi_hot, self.zipf_alpha, self.half_life
+        return self.rows, self.multi_hot, self.zipf_alpha, self.half_life, self.ids
+
+    @property
+    def has_any(self) -> bool:
+        """Whether some table has ids of any value."""
+        return "any" in self.ids if isinstance(self.ids, list) else self.ids == "any"
 
     def number(self, default: int | None = None) -> int:
         """Return the number of tables, or `default` if no key gives it.
@@ -218,6 +237,11 @@ class DataConfig:
                 raise InputError("data.tables.rows: null, but synthetic tables need their rows; set data.tables.rows")
             if self.shuffle:
                 raise InputError(f"data.shuffle: {self.shuffle}, but synthetic samples have no order; leave it out")
+        elif self.tables.has_any:
+            raise InputError(
+                f"data.tables.ids: {self.tables.ids}, but data.kind {self.kind} reads files, which say what their ids "
+                f"are; leave it out, and write any: true into the schema of `prepare`"
+            )
         elif self.path is None:
             raise InputError(f"data.path: null, but data.kind {self.kind} reads files; set data.path")
         elif self.kind.startswith("criteo") and (tables := self.tables.number(CRITEO_TABLES)) != CRITEO_TABLES:
@@ -287,6 +311,60 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class IdTablesConfig:
+    """Tables of any id: their ids are 64-bit integers that are not known beforehand, and get rows during training."""
+
+    rows: PositiveInt | list[PositiveInt] | None = None
+    """number of rows of each table of any id; one value, or one per table of any id. Required if there are such
+    tables"""
+    admit_after: PositiveInt = 1
+    """number of times that an id must be seen in training before it gets a row"""
+    admit_share: Share = 1.0
+    """share of the ids that may get a row, chosen by a hash of the id"""
+    eviction: Literal["lru", "lfu", "distance_lfu", "ttl", "none"] = "lru"
+    """which id loses its row to a new one if none is free. lru: the one seen longest ago. lfu: the one seen least
+    often. distance_lfu: the one seen least often, where earlier times count less. ttl: any that was not seen for
+    ttl_steps. none: ids keep their rows"""
+    ttl_steps: PositiveInt | None = None
+    """eviction ttl: number of steps without an id after which its row may be given to another"""
+    unknown: Literal["initial", "shared"] = "initial"
+    """what an id without a row reads. initial: the initial weights of the row that it would get. shared: a row that all
+    such ids of the table share, and train"""
+
+    def __post_init__(self) -> None:
+        if self.eviction == "ttl" and self.ttl_steps is None:
+            raise InputError(
+                "embedding.id_tables.ttl_steps: null, but eviction ttl needs a number of steps; set ttl_steps"
+            )
+        if self.eviction != "ttl" and self.ttl_steps is not None:
+            raise InputError(
+                f"embedding.id_tables.ttl_steps: {self.ttl_steps}, but only eviction ttl takes it, and eviction is "
+                f"{self.eviction}; leave ttl_steps out, or set eviction ttl"
+            )
+
+    def rows_of(self, tables: int) -> list[int]:
+        """Return the number of rows of each of `tables` tables of any id.
+
+        Raises:
+            InputError: if `rows` does not give them.
+        """
+        if not tables:
+            return []
+        if self.rows is None:
+            raise InputError(
+                f"embedding.id_tables.rows: null, but {tables} of the tables have ids of any value, and no data gives "
+                f"their number of rows; set embedding.id_tables.rows"
+            )
+        rows = self.rows if isinstance(self.rows, list) else [self.rows] * tables
+        if len(rows) != tables:
+            raise InputError(
+                f"embedding.id_tables.rows: {len(rows)} values, but {tables} of the tables have ids of any value; give "
+                f"one value, or one for each of these"
+            )
+        return rows
+
+
+@dataclass(frozen=True)
 class EmbeddingConfig:
     """The embedding stage: from ids to pooled embeddings, and from their gradients to updated rows."""
 
@@ -337,6 +415,7 @@ class EmbeddingConfig:
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """data type in which pooled embeddings and their gradients are sent; auto is bf16 if train.precision is bf16 and
     the run's backend is not torchrec, else fp32"""
+    id_tables: IdTablesConfig = field(default_factory=IdTablesConfig)
 
     def __post_init__(self) -> None:
         caches = self.backend in (AUTO, "torchrec") or BACKENDS[self.backend].stores_to_peers
@@ -495,6 +574,9 @@ class Config:
         self.data.require_source()
         if self.data.kind == "synthetic" and self.train.steps is None:
             raise InputError("train.steps: null, but synthetic data has no end; set train.steps")
+        if self.data.kind == "synthetic":  # files give the others
+            ids, tables = self.data.tables.ids, self.data.tables.number()
+            self.embedding.id_tables.rows_of((ids if isinstance(ids, list) else [ids] * tables).count("any"))
         if self.data.kind != "prepared":  # its files give the number of tables
             self.model.sequence.check_tables(self.data.tables.number(CRITEO_TABLES))
 

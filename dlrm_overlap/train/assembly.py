@@ -84,7 +84,7 @@ def assemble(
             f"model.top_mlp: {config.model.top_mlp} ends in {config.model.top_mlp[-1]}, but a sample has "
             f"{count_of(labels, 'label')}; end it in {labels}, a logit each"
         )
-    dlrm = build_model(config.model, config.embedding, list(train.rows), train.dense_features, config.train.seed)
+    dlrm = build_model(config.model, config.embedding, train.known_rows, train.dense_features, config.train.seed)
     task = TrainTask(dlrm, device.type, config.train.precision == "bf16", list(train.labels.values()))
     # Divide layers before they are sharded, compiled and captured.
     if config.model.top_parallel == "tensor":

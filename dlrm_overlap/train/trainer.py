@@ -58,7 +58,7 @@ class Trainer(StepRunner):
         self.checkpointer = Checkpointer(
             self.folder / "checkpoints",
             config.checkpoint.keep,
-            checkpoint_shape(config, list(train.rows), train.dense_features),
+            checkpoint_shape(config, train.known_rows, train.dense_features),
             trained_with(config, self.global_batch),
             train.encoded,
         )
