@@ -4,9 +4,9 @@ Sample i is drawn from a fixed range of a counter-based random stream (Philox, S
 It has the same bits on every rank and device (`synthetic_device.py`): ids and lengths come from integers, and
 floating-point operations round identically everywhere.
 
-In a table of any id, each row of today's stream stands for a 64-bit id, `id_of` the table, the row and the generation
-of the row's id. Without drift the generation is 0. With drift, a row's id is replaced every 2 * drift samples, and the
-rows take turns at even distances, so that after `drift` samples half of the ids have been replaced.
+In a table of any id, each row stands for a 64-bit id (`id_of`). Without drift these ids stay. With drift, the id of a
+row is replaced by that of its next generation every 2 * drift samples. The rows take turns at even distances, so after
+`drift` samples half of the ids have been replaced.
 """
 
 import math
@@ -115,7 +115,7 @@ def id_of(table: int, rows: np.ndarray, generations: np.ndarray | np.int64) -> n
     A bijection of 64 bits, the finalizer of SplitMix64, mixes table, row and generation, so ids come back after 2^18
     generations. Source: Steele et al., Fast splittable pseudorandom number generators, OOPSLA 2014.
     """
-    bits = rows.astype(np.uint64) + np.uint64(table << TABLE_SHIFT)
+    bits = rows.astype(np.uint64) + np.uint64(table + 1 << TABLE_SHIFT)
     bits += generations.astype(np.uint64) << np.uint64(GENERATION_SHIFT)
     for shift, factor in MIX:
         bits ^= bits >> np.uint64(shift)

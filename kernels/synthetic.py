@@ -83,7 +83,7 @@ def draw_block(key, sample, block, blocks):
 @triton.jit
 def id_of(table, rows, generations):
     """Return the ids, int64, of `rows` of a table, as `data/synthetic.py` does; all arguments are int64."""
-    bits = (rows + (table << 31) + (generations << 46)).to(tl.uint64, bitcast=True)
+    bits = (rows + ((table + 1) << 31) + (generations << 46)).to(tl.uint64, bitcast=True)
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
     return (bits ^ (bits >> 31)).to(tl.int64, bitcast=True)
