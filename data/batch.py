@@ -11,7 +11,6 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.data.encoding import Encoded
 from dlrm_overlap.data.schema import table_keys
 
@@ -155,21 +154,6 @@ class Dataset:
     """the `RecordLayout` of `records`; None if samples are not stored as records"""
     on_gpu: bool = False
     """whether `read` makes the samples on a GPU, on the current stream"""
-
-    @property
-    def known_rows(self) -> list[int]:
-        """Number of rows of each table.
-
-        Raises:
-            InputError: if a table has ids of any value, whose rows the samples do not give.
-        """
-        known = [rows for rows in self.rows if rows is not None]
-        if len(known) < len(self.rows):
-            raise InputError(
-                f"table {self.rows.index(None)}: has ids of any value, but its number of rows is needed here; prepare "
-                f"the samples by a schema with rows or min_count, or, for synthetic ones, set data.tables.ids rows"
-            )
-        return known
 
     @property
     def max_ids(self) -> int:

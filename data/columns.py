@@ -102,8 +102,8 @@ class Column:
                 self._cells = pc.split_pattern(self._texts(), separator)
             if (types.is_nested(self._cells.type) or isinstance(separator, str)) != bool(separator):
                 kind = "text" if types.is_binary(cells.type) else cells.type
-                asked = "lists" if separator else "single values"
-                raise pa.ArrowTypeError(f"{kind}, but the schema asks for {asked} (list: {separator})")
+                asked = f"lists (list: {separator})" if separator else "single values, without the key list"
+                raise pa.ArrowTypeError(f"{kind}, but the schema asks for {asked}")
             if types.is_nested(self._cells.type):
                 self._ends = pc.list_value_length(self._cells).fill_null(0).to_numpy().astype(np.int64).cumsum()
                 self._cells = _plain(self._cells.flatten())

@@ -90,6 +90,12 @@ class Encoder:
             for name, column in self._schema.categorical.items()
         ]
 
+    def take_counts(self) -> tuple[Counter[str], Counter[str]]:
+        """Return `values` and `unknown`, and count from 0 again."""
+        counts = self.values, self.unknown
+        self.values, self.unknown = Counter(), Counter()
+        return counts
+
     def encode(self, row: int, block: pa.RecordBatch) -> Day:
         """Convert `block`, whose first row is number `row` of its file.
 

@@ -9,6 +9,7 @@ Samples fit a model only if their encoding has the digest of the one that the mo
 import json
 import shutil
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.data.checksums import digest_of
 from dlrm_overlap.data.schema import Schema, read_schema
 from dlrm_overlap.launching.files import open_file
+from dlrm_overlap.launching.text_table import count_of, plain
 
 FOLDER = "encoding"
 SCHEMA, VOCABULARY = FILES = "schema.yaml", "vocabulary.npz"
@@ -76,6 +78,24 @@ class Encoded(NamedTuple):
         for name in FILES:
             shutil.copyfile(self.folder / name, folder / name)
         return Encoded(folder, self.digest)
+
+
+class Unknown(NamedTuple):
+    """Values of a column that its vocabulary does not have, so they share the row of rare values."""
+
+    column: str
+    values: int
+    of: int
+    """number of values that are not missing"""
+
+    def __str__(self) -> str:
+        share = f"{self.values} of {count_of(self.of, 'value')} ({self.values / self.of:.1%})"
+        return f"{plain(self.column)}: {share} not in the vocabulary"
+
+
+def unknown_values(values: Counter[str], unknown: Counter[str]) -> list[Unknown]:
+    """Return the columns with unknown values, by the counts of an `Encoder`."""
+    return [Unknown(name, count, values[name]) for name, count in unknown.items() if count]
 
 
 def write_encoding(folder: Path, schema: Schema, vocabularies: Mapping[str, np.ndarray]) -> Encoded:

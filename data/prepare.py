@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from dlrm_overlap.config import DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.day import Day, Ragged
-from dlrm_overlap.data.encoding import FOLDER, Encoded, write_encoding
+from dlrm_overlap.data.encoding import FOLDER, Encoded, Unknown, unknown_values, write_encoding
 from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.prepared import new_folder, write_samples
 from dlrm_overlap.data.records import RecordLayout
@@ -19,15 +19,6 @@ from dlrm_overlap.launching.progress_bar import ProgressBar
 _T = TypeVar("_T")
 _BATCH = 8192  # samples packed at once
 _BLOCK_BYTES = 1 << 21  # of text, so that a block's arrays stay near the caches
-
-
-class Unknown(NamedTuple):
-    """Values of a column that share the row of rare values."""
-
-    column: str
-    values: int
-    of: int
-    """number of values that are not missing"""
 
 
 def prepare_files(
@@ -79,8 +70,7 @@ def prepare_files(
             layout = write_samples(target, layout, read(bar, encoder.encode), timed=bool(schema.time))
         if not layout.samples:
             raise InputError(f"{source}: no samples; name a file, or a folder, that has some")
-        counted = [Unknown(name, count, encoder.values[name]) for name, count in encoder.unknown.items()]
-        return layout, [each for each in counted if like and each.values]
+        return layout, unknown_values(*encoder.take_counts()) if like else []
 
 
 def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> RecordLayout:

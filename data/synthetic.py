@@ -23,8 +23,9 @@ from dlrm_overlap.data.zipf import ZipfRanks, ZipfTable
 _T = TypeVar("_T")
 DRAWS_PER_BLOCK = 4  # 64-bit draws of one Philox counter value
 _BLOCK_SAMPLES = 1024  # made at once, so that they fit in a core's cache
-TABLE_SHIFT, GENERATION_SHIFT = 31, 46  # bits of a row, and of a row and a table, before they are mixed
-MIX = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)  # shifts and factors of `id_of`
+_TABLE_BITS = 40  # a row and its table are mixed as row + (table << 40)
+_POSITIVE = 2**63 - 1  # TorchRec cannot divide negative ids over several ranks
+_MIX = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)  # shifts and factors
 NORMAL_SCALE = math.sqrt(3 / (2.0**32 - 1))  # scales the centered sum of four 16-bit fields to variance 1
 
 
@@ -85,7 +86,7 @@ class Synthetic(Dataset):
             part = slice(start, start + drawn.size)
             rows[part] = drawn
             if self._any[t]:
-                generation = np.int64(0)
+                generation = np.zeros(1, dtype=np.int64)
                 if generations is not None:
                     samples = np.repeat(np.arange(first, first + count), bags)
                     generation = generations[part] = generation_of(drawn, table.rows, samples, self._period)
@@ -109,17 +110,16 @@ def generation_of(rows: np.ndarray, number: int, samples: np.ndarray, period: in
     return (samples + rows.astype(np.int64) * period // number) // period
 
 
-def id_of(table: int, rows: np.ndarray, generations: np.ndarray | np.int64) -> np.ndarray:
-    """Return the ids [n] int64 of `rows` [n] of a table: different ones for different rows and generations.
+def id_of(table: int, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
+    """Return the ids [n] int64, from 0 on, of `rows` [n] of a table: hashes of table, row and generation."""
+    return _mixed(rows + np.int64(table << _TABLE_BITS) ^ _mixed(generations)) & _POSITIVE
 
-    A bijection of 64 bits, the finalizer of SplitMix64, mixes table, row and generation, so ids come back after 2^18
-    generations. Source: Steele et al., Fast splittable pseudorandom number generators, OOPSLA 2014.
-    """
-    bits = rows.astype(np.uint64) + np.uint64(table + 1 << TABLE_SHIFT)
-    bits += generations.astype(np.uint64) << np.uint64(GENERATION_SHIFT)
-    for shift, factor in MIX:
-        bits ^= bits >> np.uint64(shift)
-        bits *= np.uint64(factor)
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Return SplitMix64's finaliser of int64 values, see `kernels.ids.id_map.mix`; 0 stays 0."""
+    bits = values.view(np.uint64)
+    for shift, factor in _MIX:
+        bits = (bits ^ bits >> np.uint64(shift)) * np.uint64(factor)
     return bits.view(np.int64)
 
 

@@ -53,7 +53,7 @@ class DeviceSynthetic(Synthetic):
                 cells.append(self._teacher.weights[t].astype(np.int64))
                 words += cells[-1].size
             shape = begins[ranks], ranks.bits, table.rows, table.multiplier, table.offset
-            period = -1 if not self._any[t] else self._period
+            period = self._period if self._any[t] else -1
             tables.append((*shape, int(self._teacher.keys[t]), column, most, column - self._first_id, weights, period))
             columns[column : column + most] = t
             column += most

@@ -24,10 +24,11 @@ def time_of(text: str) -> int:
     return (found - _EPOCH) // timedelta(microseconds=1)
 
 
-def text_of(time_us: int) -> str:
-    """Return a time as 2026-11-20, or 2026-11-20 18:00:05 if it is not midnight."""
+def text_of(time_us: int, window: Window | None = None) -> str:
+    """Return a time as 2026-11-20 18:00:05, or 2026-11-20 at midnight, unless it is the begin of an hour's window."""
     found = _EPOCH + timedelta(microseconds=int(time_us))
-    return f"{found:%Y-%m-%d}" if found.time() == _EPOCH.time() else f"{found:%Y-%m-%d %H:%M:%S}"
+    is_day = found.time() == _EPOCH.time() and window != "hour"
+    return f"{found:%Y-%m-%d}" if is_day else f"{found:%Y-%m-%d %H:%M:%S}"
 
 
 def in_microseconds(numbers: np.ndarray, unit: str) -> np.ndarray:

@@ -6,12 +6,13 @@ These names are the stable interface, imported on first use; the modules that de
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dlrm_overlap.embedding.default_sharders import get_default_sharders
     from dlrm_overlap.embedding.id_layout import BatchCapacity
+    from dlrm_overlap.embedding.id_tables.sharder import OverlapManagedCollisionEmbeddingBagCollectionSharder
     from dlrm_overlap.embedding.plan import constraints
     from dlrm_overlap.embedding.sharder import (
         OverlapEmbeddingBagCollectionSharder,
         OverlapEmbeddingCollectionSharder,
-        get_default_sharders,
     )
     from dlrm_overlap.predict.scorer import Scorer
     from dlrm_overlap.train.explain import explain
@@ -23,6 +24,7 @@ __all__ = [
     "GraphTrainPipeline",
     "OverlapEmbeddingBagCollectionSharder",
     "OverlapEmbeddingCollectionSharder",
+    "OverlapManagedCollisionEmbeddingBagCollectionSharder",
     "Scorer",
     "constraints",
     "explain",
@@ -35,10 +37,11 @@ _MODULES = {
     "GraphTrainPipeline": "train.graphs.train_pipeline",
     "OverlapEmbeddingBagCollectionSharder": "embedding.sharder",
     "OverlapEmbeddingCollectionSharder": "embedding.sharder",
+    "OverlapManagedCollisionEmbeddingBagCollectionSharder": "embedding.id_tables.sharder",
     "Scorer": "predict.scorer",
     "constraints": "embedding.plan",
     "explain": "train.explain",
-    "get_default_sharders": "embedding.sharder",
+    "get_default_sharders": "embedding.default_sharders",
     "profile_steps": "train.profiling",
 }
 

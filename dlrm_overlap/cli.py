@@ -67,7 +67,7 @@ def train(argv: list[str]) -> int:
 
 
 def evaluate(argv: list[str]) -> int:
-    """Evaluate a checkpoint on held-out samples: loss, AUROC, NE, accuracy. The run's folder is not changed."""
+    """Evaluate a checkpoint on held-out samples: AUROC, NE, calibration, loss, accuracy. The run is not changed."""
     from dlrm_overlap.train import evaluation
 
     return evaluation.run(argv, evaluate.__doc__ or "")
@@ -219,8 +219,8 @@ def prepare(argv: list[str]) -> int:
     try:
         layout, unknown = prepare_files(Path(values.source), target, schema, like=like)
         _report_samples(target, layout)
-        for column, count, of in unknown:
-            print(f"{plain(column)}: {count} of {count_of(of, 'value')} ({count / of:.1%}) not in the vocabulary")
+        for each in unknown:
+            print(each)
         return 0
     except ModuleNotFoundError as error:
         raise InputError(f'{error.name}: not installed; pip install "dlrm-overlap[data]"') from None

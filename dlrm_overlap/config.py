@@ -91,7 +91,7 @@ TableOptimizer = Literal[
     "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
 ]
 Memory = Literal["gpu", "cached", "auto"]
-Ids = Literal["rows", "any"]
+IdKind = Literal["rows", "any"]
 AUTO = "auto"
 BACKEND_NAMES = (AUTO, *BACKENDS)
 BackendName = Annotated[str, ValueRule(f"one of {', '.join(map(repr, BACKEND_NAMES))}", BACKEND_NAMES.__contains__)]
@@ -122,20 +122,20 @@ class TablesConfig:
     count: PositiveInt | None = None
     """synthetic: number of tables; null takes the length of the lists"""
     rows: PositiveInt | list[PositiveInt] | None = None
-    """rows per table; null for prepared samples, whose files give them. synthetic with ids any: number of ids in use at
-    a time"""
+    """rows per table; null for prepared samples, whose files give them. synthetic, ids any: number of ids in use at a
+    time"""
     max_rows: PositiveInt | None = None
     """upper limit of every table's rows; Criteo's ids are taken modulo this"""
     multi_hot: PositiveInt | str | list[PositiveInt | str] = 1
     """ids per bag: a number such as 3, or '0..8' for a uniform range, where 0 gives empty bags"""
     zipf_alpha: NonNegativeFloat | list[NonNegativeFloat] = 1.05
     """skew of the synthetic ids, P(k-th row) ~ 1/k^alpha; 0 is uniform"""
+    ids: IdKind | list[IdKind] = "rows"
+    """synthetic: what the ids of a table are. rows: numbers of its rows. any: 64-bit integers, which get their rows in
+    training (embedding.id_tables). For prepared samples the files say it"""
     half_life: HalfLife | list[HalfLife] = 0
     """synthetic: number of positions after which an id of a history counts half as much for the label, newest id first;
     0 weights all ids of a bag equally"""
-    ids: Ids | list[Ids] = "rows"
-    """synthetic: what a table's ids are. rows: numbers of rows. any: 64-bit integers that are not known beforehand, see
-    embedding.id_tables; each of the table's rows gets one. The files of prepared samples say what their ids are"""
     drift: NonNegativeInt = 0
     """synthetic, tables with ids any: number of samples after which half of the ids in use have been replaced by new
     ones, one after the other; 0 keeps the ids. Evaluation samples have the ids of the first samples of training, so
@@ -148,21 +148,21 @@ class TablesConfig:
         if len(lengths | ({self.count} if lengths and self.count else set())) > 1:
             raise InputError(
                 f"data.tables: count {self.count}, lists of {sorted(lengths)} values; count, rows, multi_hot, "
-                f"zipf_alpha, half_life and ids must agree on the number of tables"
+                f"zipf_alpha, ids and half_life must agree on the number of tables"
             )
         if self.drift and not self.has_any:
             raise InputError(
-                f"data.tables.drift: {self.drift}, but no table has ids of any value; set data.tables.ids any, or "
-                f"leave drift out"
+                f"data.tables.drift: {self.drift}, but no table takes any id; set data.tables.ids any, or leave drift "
+                f"out"
             )
 
     @property
     def _per_table(self) -> tuple[Any, ...]:
-        return self.rows, self.multi_hot, self.zipf_alpha, self.half_life, self.ids
+        return self.rows, self.multi_hot, self.zipf_alpha, self.ids, self.half_life
 
     @property
     def has_any(self) -> bool:
-        """Whether some table has ids of any value."""
+        """Whether some table takes any id."""
         return "any" in self.ids if isinstance(self.ids, list) else self.ids == "any"
 
     def number(self, default: int | None = None) -> int:
@@ -312,56 +312,30 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class IdTablesConfig:
-    """Tables of any id: their ids are 64-bit integers that are not known beforehand, and get rows during training."""
+    """Tables of any id: which ids get a row, and which lose it again."""
 
     rows: PositiveInt | list[PositiveInt] | None = None
-    """number of rows of each table of any id; one value, or one per table of any id. Required if there are such
-    tables"""
+    """rows of each table of any id, one value or one per such table; rounded up to a multiple of 128 times the number
+    of ranks. 1 of 128 rows is kept for ids without a row"""
     admit_after: PositiveInt = 1
-    """number of times that an id must be seen in training before it gets a row"""
+    """number of times that an id must be seen before it gets a row; 1 gives it one at once. Ids are counted in a sketch
+    that may count an id too often, never too seldom"""
     admit_share: Share = 1.0
     """share of the ids that may get a row, chosen by a hash of the id"""
-    eviction: Literal["lru", "lfu", "distance_lfu", "ttl", "none"] = "lru"
-    """which id loses its row to a new one if none is free. lru: the one seen longest ago. lfu: the one seen least
-    often. distance_lfu: the one seen least often, where earlier times count less. ttl: any that was not seen for
-    ttl_steps. none: ids keep their rows"""
+    eviction: Literal["none", "lru", "lfu", "distance_lfu", "ttl"] = "lru"
+    """which id loses its row if a bucket of 128 rows is full; never one of the current or the previous step. lru: the
+    one that has not been seen for the longest time. lfu: the one seen least often. distance_lfu: the one with the
+    fewest sightings divided by the steps since the last. ttl: the oldest of those not seen for ttl_steps. none: no
+    id"""
     ttl_steps: PositiveInt | None = None
-    """eviction ttl: number of steps without an id after which its row may be given to another"""
-    unknown: Literal["initial", "shared"] = "initial"
-    """what an id without a row reads. initial: the initial weights of the row that it would get. shared: a row that all
-    such ids of the table share, and train"""
+    """ttl: number of steps without a sighting after which an id may lose its row"""
 
     def __post_init__(self) -> None:
-        if self.eviction == "ttl" and self.ttl_steps is None:
+        if (self.eviction == "ttl") != (self.ttl_steps is not None):
             raise InputError(
-                "embedding.id_tables.ttl_steps: null, but eviction ttl needs a number of steps; set ttl_steps"
+                f"embedding.id_tables: eviction {self.eviction}, ttl_steps {self.ttl_steps}; give ttl_steps with "
+                f"eviction ttl, and with no other"
             )
-        if self.eviction != "ttl" and self.ttl_steps is not None:
-            raise InputError(
-                f"embedding.id_tables.ttl_steps: {self.ttl_steps}, but only eviction ttl takes it, and eviction is "
-                f"{self.eviction}; leave ttl_steps out, or set eviction ttl"
-            )
-
-    def rows_of(self, tables: int) -> list[int]:
-        """Return the number of rows of each of `tables` tables of any id.
-
-        Raises:
-            InputError: if `rows` does not give them.
-        """
-        if not tables:
-            return []
-        if self.rows is None:
-            raise InputError(
-                f"embedding.id_tables.rows: null, but {tables} of the tables have ids of any value, and no data gives "
-                f"their number of rows; set embedding.id_tables.rows"
-            )
-        rows = self.rows if isinstance(self.rows, list) else [self.rows] * tables
-        if len(rows) != tables:
-            raise InputError(
-                f"embedding.id_tables.rows: {len(rows)} values, but {tables} of the tables have ids of any value; give "
-                f"one value, or one for each of these"
-            )
-        return rows
 
 
 @dataclass(frozen=True)
@@ -412,10 +386,10 @@ class EmbeddingConfig:
     """epsilon of Adagrad, Adam and LAMB"""
     weight_dtype: Literal["fp32", "fp16"] = "fp32"
     """data type of the rows"""
+    id_tables: IdTablesConfig = field(default_factory=IdTablesConfig)
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """data type in which pooled embeddings and their gradients are sent; auto is bf16 if train.precision is bf16 and
     the run's backend is not torchrec, else fp32"""
-    id_tables: IdTablesConfig = field(default_factory=IdTablesConfig)
 
     def __post_init__(self) -> None:
         caches = self.backend in (AUTO, "torchrec") or BACKENDS[self.backend].stores_to_peers
@@ -574,9 +548,6 @@ class Config:
         self.data.require_source()
         if self.data.kind == "synthetic" and self.train.steps is None:
             raise InputError("train.steps: null, but synthetic data has no end; set train.steps")
-        if self.data.kind == "synthetic":  # files give the others
-            ids, tables = self.data.tables.ids, self.data.tables.number()
-            self.embedding.id_tables.rows_of((ids if isinstance(ids, list) else [ids] * tables).count("any"))
         if self.data.kind != "prepared":  # its files give the number of tables
             self.model.sequence.check_tables(self.data.tables.number(CRITEO_TABLES))
 

@@ -1,8 +1,9 @@
 """The input_dist of ids without the host: each rank publishes its samples' ids in a window, and owners read them there.
 
 A window is int32. It holds the ids of T features, feature after feature, bag after bag; their weights, if any, as
-float32 `weights_at` words after the ids; and, from word `offsets_at` on, the bags' offsets [T * b + 1]. Ids arrive in
-the order of `Bags`. Pair shard * W + rank is one of the owner's F shards and a source rank.
+float32 `weights_at` words after the ids; if a table is one of any id, the ids' high words `high_at` words after them;
+and, from word `offsets_at` on, the bags' offsets [T * b + 1]. Ids arrive in the order of `Bags`. Pair shard * W + rank
+is one of the owner's F shards and a source rank.
 
 Example: W = 2, b = 2. Rank 0 publishes the bags f: [5] [], g: [7, 7] [1], rank 1 publishes f: [] [9], g: [2] []. The
 owner of g finds 3 ids of pair 0 at source 1, which arrive at 0, and 1 id of pair 1 at source 1, which arrives at 3:
@@ -18,10 +19,12 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.compiled import specialised
 from dlrm_overlap.kernels.primitives import BAD_ARRIVAL, OVERFLOW, record
+from dlrm_overlap.kernels.wide_ids import row_of
 
 _PAIRS = 1024  # pairs that `_locate_ids` handles at a time
 _NUM_WARPS = 4
 BLOCK_IDS = 2048  # ids of a task of `_pull_ids`
+ANY_ID = tl.constexpr(-(2**31))  # in place of the rows of a table of any id
 
 # Columns of the task table [tasks, 3] int32.
 SHARD = tl.constexpr(0)
@@ -99,27 +102,30 @@ def _locate_ids(
         tl.store(arrivals + world_size * shards, arrived)
 
 
-@triton.jit(do_not_specialize=["world_size", "shards", "samples", "offsets_at", "weights_at", "capacity"])
+@triton.jit(do_not_specialize=["world_size", "shards", "samples", "offsets_at", "weights_at", "high_at", "capacity"])
 def _pull_ids(
     tasks,  # [tasks, 3] int32
     windows,  # [W] int64, addresses
     requested,  # [shards] int32
-    rows,  # [shards] int32, negative if ids outside the table are not recorded
+    rows,  # [shards] int32, negative if ids outside the table are not recorded; with WIDE also ANY_ID
     sources,  # these three as in `_locate_ids`
     counts,
     arrivals,
     values,  # [capacity] int32
     offsets,  # [(shards + 1) * W * samples + 1] int32
     weights,  # [capacity] float32
+    high_words,  # [capacity] int32
     status,
     world_size,
     shards,
     samples,
     offsets_at,
     weights_at,
+    high_at,
     capacity: tl.int64,
     LENGTHS: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    WIDE: tl.constexpr,
     CHECK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -127,7 +133,8 @@ def _pull_ids(
 
     Memory: with CHECK an id outside its table becomes 0, and the task's last such id is recorded. A task of shard
     number `shards` pads `values` with zeros, so that the number of sorted ids is constant, and divides the zeros evenly
-    among the bags of one additional feature.
+    among the bags of one additional feature. With WIDE the high words of ids of tables of any id arrive, too, and such
+    ids are not checked; other high words are 0.
 
     Order: published ids stay until their rank has seen this rank's flag of the next step.
     """
@@ -144,10 +151,17 @@ def _pull_ids(
         count = tl.load(counts + pair)
         live = i < count
         ids = tl.load(window + first + i, mask=live, other=0)  # [BLOCK]
+        if WIDE:
+            any_id = tl.load(rows + shard) == ANY_ID
+            high = tl.load(window + high_at + first + i, mask=live, other=0)  # [BLOCK]
+            ids = tl.where(any_id, ids, row_of(ids, high))
+            tl.store(high_words + into + i, tl.where(any_id, high, 0), mask=live)
         if CHECK:
             recorded = tl.load(rows + shard)
             table_rows = tl.abs(recorded)
             outside = live & ((ids < 0) | (ids >= table_rows))
+            if WIDE:
+                outside = outside & (recorded != ANY_ID)
             worst = tl.max(tl.where(outside, i, -1), 0)
             if (worst >= 0) & (recorded >= 0):
                 wrong = tl.sum(tl.where(i == worst, ids, 0), 0)
@@ -168,6 +182,8 @@ def _pull_ids(
         arrived = tl.load(arrivals + shards * world_size).to(tl.int64)
         at = arrived + i
         tl.store(values + at, tl.zeros_like(at).to(tl.int32), mask=at < capacity)
+        if WIDE:
+            tl.store(high_words + at, tl.zeros_like(at).to(tl.int32), mask=at < capacity)
         batch = world_size * samples
         share = arrived + (capacity - arrived) * i // batch
         tl.store(offsets + shards * batch + i, share.to(tl.int32), mask=i <= batch)
@@ -192,9 +208,11 @@ class Published(NamedTuple):
     requested: torch.Tensor
     """[F] int32: feature of each of this rank's shards"""
     rows: torch.Tensor
-    """[F] int32: rows of each shard's table, negative if ids outside are not recorded"""
+    """[F] int32: rows of each shard's table, negative if ids outside are not recorded; ANY_ID for a table of any id"""
     capacities: torch.Tensor
     """[T] int32: upper limit of each feature's ids in a rank's batch"""
+    high_at: int = 0
+    """words from an id to its high word, if there are any"""
 
 
 def pull_tasks(capacities: Sequence[int], world_size: int, samples: int, padded: int, block: int) -> list[list[int]]:
@@ -241,19 +259,22 @@ def pull_ids(
     lengths: bool,
     check: bool,
     block: int = BLOCK_IDS,
+    high: torch.Tensor | None = None,
 ) -> None:
     """Copy the ids of this rank's shards out of the ranks' windows; see `_pull_ids`.
 
     `tasks` are those of `pull_tasks`. If the `lengths` of bags vary, they pad `values` to its whole length, and
-    `offsets` are overwritten, else given.
+    `offsets` are overwritten, else given. `high` [capacity] int32 is for high words, if the windows have any.
     """
     kernel = specialised(
-        _pull_ids, num_warps=_NUM_WARPS, LENGTHS=lengths, WEIGHTED=weights is not None, CHECK=check, BLOCK=block
-    )
+        _pull_ids, num_warps=_NUM_WARPS, LENGTHS=lengths, WEIGHTED=weights is not None, WIDE=high is not None,
+        CHECK=check, BLOCK=block,
+    )  # fmt: skip
     world_size = published.windows.numel()
     kernel(
         tasks.shape[0], (),
         tasks, published.windows, published.requested, published.rows, *arrivals, values, offsets,
-        values if weights is None else weights, status,
-        world_size, published.requested.numel(), samples, published.offsets_at, published.weights_at, values.numel(),
+        values if weights is None else weights, values if high is None else high, status,
+        world_size, published.requested.numel(), samples, published.offsets_at, published.weights_at,
+        published.high_at, values.numel(),
     )  # fmt: skip

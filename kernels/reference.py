@@ -38,25 +38,54 @@ def pool(
 
 
 def divide_ids(
-    values: torch.Tensor, offsets: torch.Tensor, shares: Sequence[tuple[int, int, int]], samples: int
+    values: torch.Tensor, offsets: torch.Tensor, shares: Sequence[tuple[int, ...]], samples: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the ids of each share minus its first id, their positions in `values`, and the lengths [shares * samples].
+    """Return the ids of each share, their positions in `values`, and the lengths [shares * samples].
+
+    Ids of a range of rows are returned minus the first; ids of a range of buckets, of a table of any id, as they are.
 
     Args:
-        values: [n] int32, bag after bag.
+        values: [n] int32 or int64, bag after bag.
         offsets: [features * samples + 1] int32, of the bags.
-        shares: feature, first id and end of each; ids are unsigned, a negative id is 2^32 + id.
+        shares: feature, first id and end of each; ids are unsigned, a negative id is 2^32 + id. Or feature, first
+            bucket and end, and the table's number of buckets, if that is not 0.
     """
     lengths, ids, positions = [], [], []
-    for feature, first, end in shares:
+    for feature, first, end, *buckets in shares:
         bags = offsets[feature * samples : (feature + 1) * samples + 1].long()
-        here = values[int(bags[0]) : int(bags[-1])].long() % (1 << 32)
-        inside = (here >= first) & (here < end)
+        here = values[int(bags[0]) : int(bags[-1])]
+        index = buckets_of(here.long(), buckets[0]) if any(buckets) else rows_of(here).long() % (1 << 32)
+        inside = (index >= first) & (index < end)
         bag = torch.repeat_interleave(bags.diff())[inside]
         lengths.append(torch.bincount(bag, minlength=samples))
-        ids.append(here[inside] - first)
+        ids.append(here[inside] if any(buckets) else (index[inside] - first).to(torch.int32))
         positions.append(int(bags[0]) + inside.nonzero().flatten())
-    return torch.cat(ids).to(torch.int32), torch.cat(positions), torch.cat(lengths)
+    return torch.cat(ids).to(values.dtype), torch.cat(positions), torch.cat(lengths)
+
+
+def buckets_of(ids: torch.Tensor, buckets: int) -> torch.Tensor:
+    """Return [n] int64: int64 ids, taken as unsigned, modulo `buckets`, which is less than 2^31."""
+    high = ((ids >> 32) & 0xFFFFFFFF) % buckets
+    return ((high << 32) + (ids & 0xFFFFFFFF)) % buckets
+
+
+def rows_of(ids: torch.Tensor) -> torch.Tensor:
+    """Return [n] int32: ids as row numbers; -1 or 2^31 - 1, which no table has, for ids beyond int32."""
+    if ids.dtype == torch.int32:
+        return ids
+    rows = ids.to(torch.int32)
+    return rows.where(rows == ids, torch.where(ids < 0, -1, 2**31 - 1).to(torch.int32))
+
+
+def joined_words(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return [n] int64: the ids with low words `low` [n] int32 and high words `high` [n] int32."""
+    return (high.long() << 32) | (low.long() & 0xFFFFFFFF)
+
+
+def split_words(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the low and the high words, [n] int32 each, of int64 ids."""
+    words = ids.contiguous().view(torch.int32)
+    return words[::2], words[1::2]
 
 
 def add_partials(window: torch.Tensor, sums: Sequence[Partials], offsets: torch.Tensor | None = None) -> None:

@@ -81,12 +81,18 @@ def draw_block(key, sample, block, blocks):
 
 
 @triton.jit
-def id_of(table, rows, generations):
-    """Return the ids, int64, of `rows` of a table, as `data/synthetic.py` does; all arguments are int64."""
-    bits = (rows + ((table + 1) << 31) + (generations << 46)).to(tl.uint64, bitcast=True)
+def mixed(values):
+    """Return SplitMix64's finaliser of int64 values, see `ids.id_map.mix`."""
+    bits = values.to(tl.uint64, bitcast=True)
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
     return (bits ^ (bits >> 31)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def id_of(table, rows, generations):
+    """Return the ids, int64, of `rows` of a table, as `data/synthetic.py` does; all arguments are int64."""
+    return mixed((rows + (table << 40)) ^ mixed(generations)) & 0x7FFFFFFFFFFFFFFF
 
 
 @triton.jit(do_not_specialize=["first", "blocks", "count", "features", "tables"])

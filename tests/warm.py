@@ -107,6 +107,10 @@ def _go_on(argv: Sequence[str], environ: Mapping[str, str], main: Callable[[], N
     """Run `main` with the arguments, environment and signal handlers of a new process."""
     os.environ.clear()
     os.environ.update(environ)
+    if "TRITON_INTERPRET" not in environ:  # the fork server had it
+        for name, module in sys.modules.items():
+            if name.startswith("dlrm_overlap.kernels") and hasattr(module, "INTERPRETED"):
+                module.INTERPRETED = False  # type: ignore[attr-defined]
     sys.argv = ["dlrm-overlap", *argv]
     for number in (number for number in signal.valid_signals() if callable(signal.getsignal(number))):
         signal.signal(number, signal.SIG_DFL)

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -44,12 +44,12 @@ log = logging.getLogger("dlrm_overlap")
 _COPIED_BYTES = 1 << 24  # at a time
 _SEEN_WITHIN_S = 60.0  # network file systems may show a new folder late
 _PARTIAL = ".partial_"  # prefix of a folder that is being written or removed
-_OF_TABLES = ("max_rows", "multi_hot", "zipf_alpha", "half_life", "ids", "drift")  # keys of `data.tables`
+_OF_TABLES = ("max_rows", "multi_hot", "zipf_alpha", "ids", "half_life", "drift")  # keys of `data.tables`
 _FREE = ("workers", "prefetch", "eval_window")  # keys of `data` that change no sample
 Loaded = TypeVar("Loaded")
 
 
-def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> dict[str, Any]:
+def checkpoint_shape(config: Config, rows: Sequence[int | None], dense_features: int) -> dict[str, Any]:
     """Return the settings that must be equal for one run to load another's checkpoint; `rows` are per table."""
     history = config.model.sequence.history
     model = flatten(config.as_dict()["model"], "model.")
@@ -59,7 +59,7 @@ def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> di
         **{key: value for key, value in model.items() if key not in free},
         "model.sequence.history": history,
         "model.dense_features": dense_features,
-        "rows": rows,
+        "rows": list(rows),
         "optimizers": [config.embedding.optimizer, config.train.optimizer],
         "weight_dtype": config.embedding.weight_dtype,
     }
@@ -312,7 +312,7 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
 
 
 def check_resume_fits(
-    config: Config, rows: list[int], dense_features: int, global_batch: int, encoded: Encoded | None = None
+    config: Config, rows: Sequence[int | None], dense_features: int, global_batch: int, encoded: Encoded | None = None
 ) -> None:
     """Check by the manifests that a run of `config` can resume, see `check_fits`; needs no process group."""
     resume = config.checkpoint.resume

@@ -196,10 +196,11 @@ def locate_checkpoint(path: Path, key: str) -> Path:
         return path
     if newest := newest_checkpoint(path / "checkpoints"):
         return newest
-    raise InputError(
-        f"{key}: {str(path)!r} is neither a checkpoint nor the folder of a run with one; give a folder named step_<N>, "
-        f"or a run's folder"
+    runs = sorted(str(each.parent) for each in path.glob("*/checkpoints") if newest_checkpoint(each))
+    cure = (
+        f"give one of the runs in it, such as {runs[0]}" if runs else "give a folder named step_<N>, or a run's folder"
     )
+    raise InputError(f"{key}: {str(path)!r} is neither a checkpoint nor the folder of a run with one; {cure}")
 
 
 def encoded_of(checkpoint: Path) -> Encoded | None:

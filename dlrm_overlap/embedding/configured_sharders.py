@@ -10,13 +10,14 @@ from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.config import EmbeddingConfig
+from dlrm_overlap.embedding.id_tables.sharder import OverlapManagedCollisionEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.sharder import (
     OverlapEmbeddingBagCollectionSharder,
     OverlapEmbeddingCollectionSharder,
     PooledArguments,
     UnpooledArguments,
 )
-from dlrm_overlap.torchrec_private import BoundsCheckMode
+from dlrm_overlap.torchrec_private import BoundsCheckMode, ManagedCollisionEmbeddingBagCollectionSharder
 from dlrm_overlap.torchrec_private.fbgemm import OPTIMIZERS
 
 _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
@@ -40,23 +41,27 @@ def build_sharders(
     unpooled_wire = "fp32" if config.wire_dtype == "auto" else config.wire_dtype
     dense_dtype = "bf16" if precision == "bf16" else "fp32"
     pooled = EmbeddingBagCollectionSharder(dict(about_tables), _codecs(pooled_wire))
+    of_any_id: Any = ManagedCollisionEmbeddingBagCollectionSharder(
+        EmbeddingBagCollectionSharder(dict(about_tables), _codecs(pooled_wire))
+    )
     unpooled = EmbeddingCollectionSharder(dict(about_tables), _codecs(unpooled_wire))
     if backend.forward is not None:
-        pooled = OverlapEmbeddingBagCollectionSharder(
-            about_tables,
+        arguments = {
             **_keys_of(config, PooledArguments, pooled_wire),
-            copy_output=False,  # our model drops it within its forward
-            output_order="model",
-            output_dtype=dense_dtype if dense_dtype == pooled_wire else "fp32",
-            leading_columns=leading_columns if dense_dtype == pooled_wire else 0,
-        )
+            "copy_output": False,  # our model drops it within its forward
+            "output_order": "model",
+            "output_dtype": dense_dtype if dense_dtype == pooled_wire else "fp32",
+            "leading_columns": leading_columns if dense_dtype == pooled_wire else 0,
+        }
+        pooled = OverlapEmbeddingBagCollectionSharder(about_tables, **arguments)
+        of_any_id = OverlapManagedCollisionEmbeddingBagCollectionSharder(dict(about_tables), **arguments)
     if backend.stores_to_peers:
         unpooled = OverlapEmbeddingCollectionSharder(
             dict(about_tables),
             **_keys_of(config, UnpooledArguments, unpooled_wire),
             output_dtype=dense_dtype if unpooled_wire in ("fp32", dense_dtype) else "fp32",
         )
-    return [pooled, unpooled]
+    return [pooled, unpooled, of_any_id]
 
 
 def _keys_of(config: EmbeddingConfig, arguments: type, wire_dtype: str) -> dict[str, Any]:

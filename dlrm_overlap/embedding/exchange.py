@@ -27,7 +27,7 @@ from dlrm_overlap.comm.order import CommunicationOrder, uncompiled
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.base import gradient_scale
-from dlrm_overlap.embedding.backends.ids import IdExchange
+from dlrm_overlap.embedding.backends.ids import IdExchange, IdTables
 from dlrm_overlap.embedding.backends.local import LocalState
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import Layout
@@ -96,6 +96,8 @@ class Exchange:
         self.order = CommunicationOrder()
         """order of communication in captured steps; exchanges that are captured together share one"""
         self.tables = tables
+        self.id_tables: IdTables | None = None
+        """this rank's shards of tables of any id; an `IdSender` gives them the ids that have arrived"""
         self._group = group
         self._parts: ExchangeParts | None = None
         self._closed = 0  # number of calls of `close`
@@ -312,6 +314,8 @@ class Exchange:
         """Write the optimizers' parameters where captured steps read them; see `Backward.follow_rules`."""
         if self._parts is not None:
             self._parts.backward.follow_rules(capture)
+        if self.id_tables is not None:
+            self.id_tables.follow_clock()
 
     def skip(self, counter: Counter) -> None:
         """Take an epoch in which nothing is stored, of the windows whose epochs `counter` counts; a collective."""

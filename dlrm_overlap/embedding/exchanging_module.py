@@ -1,6 +1,7 @@
 """What both sharded modules share."""
 
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,9 +12,11 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torchrec.distributed.types import LazyAwaitable, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.embedding.backends.ids import IdTables
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.id_sender import IdSender
@@ -62,6 +65,11 @@ class ExchangingModule(nn.Module, Generic[Served]):
     torchrec_tables: TorchRecTables | None
     """tables that stay with TorchRec, set by `take_ids`"""
     unpooled_features: Collection[str] = ()
+    id_map: Any = None
+    """the `IdMap` of tables of any id; None for other tables"""
+    change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None
+    """changes the ids of a batch before `sender` sends them"""
+    _entry: Callable[[], nn.Module | None] | None = None
 
     def __init__(self, *args: Any, options: ExchangeOptions, cached: Mapping[str, float], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -125,7 +133,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
         exchanged, replicated = (
             [every[i] for i in kind if i in numbers] for kind in (self._exchanged, self._replicated)
         )
-        return build_layout(exchanged, list(self._names_in_output(numbers)), group.size(), replicated)
+        buckets = {} if self.id_map is None else {name: each.buckets for name, each in self.id_map.rules.items()}
+        return build_layout(exchanged, list(self._names_in_output(numbers)), group.size(), replicated, buckets)
 
     def _make_exchange(self) -> Served:
         tables = LocalTables.of([self._lookups[i] for i in self._exchanged], self.cached)
@@ -163,6 +172,27 @@ class ExchangingModule(nn.Module, Generic[Served]):
     @property
     def _looked_up_in_step(self) -> list[int]:
         return sorted({*self._exchanged, *self._replicated})
+
+    @property
+    def entry(self) -> nn.Module:
+        """The module that the model calls: this one, or a managed collision module around it."""
+        around = self._entry() if self._entry is not None else None
+        return around if around is not None else self
+
+    def own_ids(
+        self,
+        entry: nn.Module,
+        id_map: Any,
+        change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None,
+        make_tables: Callable[[Exchange], IdTables],
+    ) -> None:
+        """Look up ids that `id_map` maps to rows, inside the managed collision module `entry`.
+
+        `make_tables` returns the map for an exchange, which an `IdSender` sends ids to.
+        """
+        self._entry, self.id_map, self.change_ids = weakref.ref(entry), id_map, change_ids
+        if self.exchange is not None:
+            self.exchange.id_tables = make_tables(self.exchange)
 
     def why_ids_are_not_taken(self) -> str | None:
         """Return why `take_ids` would fail, if it would; identical on every rank."""

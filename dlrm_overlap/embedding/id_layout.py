@@ -70,12 +70,16 @@ _EVERY_ID = 1 << 32  # above every id; kernels read negative ids as unsigned num
 
 
 class Share(NamedTuple):
-    """The ids of feature `key` that name rows of one row shard of its table."""
+    """The ids of feature `key` that name rows of one row shard of its table, or any ids that belong to its buckets."""
 
     key: int
     first: int
+    """first id, or bucket"""
     end: int
-    """end of the shard's ids; for the last shard with rows above every id: its owner reports ids out of range"""
+    """end of the shard's ids; for the last shard with rows above every id: its owner reports ids out of range. Or end
+    of the shard's buckets"""
+    buckets: int = 0
+    """number of buckets of the whole table; 0 unless it is a table of any id"""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,10 @@ class IdLayout:
     The window has the ids of all T features. If tables are cut by rows, the same ids follow once more, sorted into
     shares when they are published. Published features are numbered: 0 .. T - 1 those of `keys`, T a separator, and from
     T + 1 on the shares.
+
+    The rows of a table of any id are divided into B buckets of equal size, and each row shard has whole buckets. An id
+    is any int64, and belongs to bucket `unsigned id % B`. If there is such a table, the layout is `wide`: a window also
+    has the high words of all ids.
 
     Example: features f of 1 id a bag and g of 0 .. 2, 3 samples a rank, W = 2. A window has room for 3 + 6 ids, then
     the offsets of 2 * 3 bags. An owner of g alone has room for 2 * 6 ids.
@@ -117,7 +125,12 @@ class IdLayout:
         for shard in cut:
             rows[shard.name] = max(rows.get(shard.name, 0), shard.rows[1])
         index = self.keys.index
-        return {shard: Share(index(shard.feature_name), *_ids_of(shard.rows, rows[shard.name])) for shard in cut}
+        return {shard: Share(index(shard.feature_name), *_ids_of(shard, rows[shard.name])) for shard in cut}
+
+    @cached_property
+    def wide(self) -> bool:
+        """True if some tables are of any id; the same on every rank."""
+        return any(shard.buckets for shards in self.layout.by_owner for shard in shards)
 
     def published(self, shard: FeatureShard) -> int:
         """Return the number of the published feature, or share, that has a shard's ids."""
@@ -163,13 +176,20 @@ class IdLayout:
         return _aligned(self.shares_at + self.shared_values)
 
     @cached_property
+    def high_at(self) -> int:
+        """Number of words from an id to its high word, if the layout is `wide`."""
+        return self.weights_at * (1 + self.weighted)
+
+    @cached_property
     def offsets_at(self) -> int:
         """Index of the first word of the offsets in a window."""
-        return self.weights_at * (1 + self.weighted)
+        return self.weights_at * (1 + self.weighted + self.wide)
 
     @property
     def windows(self) -> WindowSpec:
-        """int32 ids, float32 weights if any, then int32 offsets of bags or, with known lengths, the number of ids."""
+        """int32 ids, float32 weights if any, int32 high words if `wide`, then int32 offsets of bags or, with known
+        lengths, the number of ids.
+        """
         offsets = 0 if self.known_lengths else len(self.published_capacity) * self.batch_capacity.samples
         return WindowSpec("ids", Region((self.offsets_at + offsets + 1,), torch.int32), 1)
 
@@ -219,11 +239,17 @@ def _aligned(words: int) -> int:
     return -(-words // _ALIGNMENT) * _ALIGNMENT
 
 
-def _ids_of(rows: tuple[int, int], table_rows: int) -> tuple[int, int]:
-    first, end = rows
+def _ids_of(shard: FeatureShard, table_rows: int) -> tuple[int, int, int]:
+    """Return the first id, or bucket, of a row shard, the end, and the number of its table's buckets."""
+    first, end = shard.rows
+    if shard.buckets:
+        size = table_rows // shard.buckets
+        assert table_rows == size * shard.buckets, f"{shard.name}: {table_rows} rows, but {shard.buckets} buckets"
+        assert first % size == end % size == 0, f"{shard.name}: rows {first} to {end}, but buckets have {size} rows"
+        return first // size, end // size, shard.buckets
     if first == end:
-        return _EVERY_ID, _EVERY_ID
-    return first, _EVERY_ID if end == table_rows else end
+        return _EVERY_ID, _EVERY_ID, 0
+    return first, _EVERY_ID if end == table_rows else end, 0
 
 
 def joined(layout: Layout) -> Layout:

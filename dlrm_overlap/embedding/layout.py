@@ -45,6 +45,11 @@ class FeatureShard:
     """index among the row shards of the same columns, in the order of their owners"""
     slots: bool = False
     """True if bags are slots of at most one id: nothing is added up, and nothing is stored for an empty slot"""
+    buckets: int = 0
+    """number of buckets of the whole table if it is a table of any id, see `IdLayout`; else 0"""
+
+    def __post_init__(self) -> None:
+        assert not self.buckets or self.is_cut_by_rows, f"{self.name}: a table of any id is cut by rows, also on 1 rank"
 
     @property
     def is_cut_by_rows(self) -> bool:

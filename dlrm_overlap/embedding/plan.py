@@ -20,9 +20,10 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
+from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
 from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.comm.reach import find_nodes
@@ -30,6 +31,7 @@ from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.data.schema import table_keys
 from dlrm_overlap.embedding.balance import TableLoad, balance
 from dlrm_overlap.kernels.optimizer_params import looks_at_rows, state_bytes
+from dlrm_overlap.torchrec_private.attributes import table_configs_of
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -52,8 +54,10 @@ def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) 
     Example:
         planner = EmbeddingShardingPlanner(constraints=constraints(model, {"clicks": 20}))
     """
+    divided = _tables_of_any_id(_collections(model))
     return {
         config.name: ParameterConstraints(
+            sharding_types=[ShardingType.ROW_WISE.value] if config.name in divided else None,
             compute_kernels=[_FUSED],
             min_partition=_MIN_COLUMNS,
             pooling_factors=[(bag_sizes or {}).get(feature, 1.0) for feature in config.feature_names],
@@ -110,7 +114,7 @@ def make_plan(
         collection, table = tables[name]
         row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
         size = round(table.num_embeddings * (row_bytes + state_bytes(config.optimizer, table.embedding_dim)))
-        is_pooled = isinstance(collection, EmbeddingBagCollection)
+        is_pooled = not isinstance(collection, EmbeddingCollection)
         loads[name] = TableLoad(ids, table.embedding_dim, row_bytes, size, table.num_embeddings, is_pooled)
     # Room for tables on each rank, and the tables that are cached for lack of it.
     on_gpu, storage = topology.compute_device == "cuda", topology.devices[group.rank()].storage
@@ -170,12 +174,12 @@ def _planned_by_torchrec(
     batch_size: int,
     group: dist.ProcessGroup,
 ) -> ShardingPlan:
-    dim = next(iter(loads.values())).dim
+    dim, divided = next(iter(loads.values())).dim, _tables_of_any_id(_collections(module))
     # By default TorchRec cuts no shard below 128 columns; here every rank may have some.
     min_partition = max(4, dim // topology.world_size // 4 * 4) if kind == "column_wise" else None
     constraints = {
         name: ParameterConstraints(
-            sharding_types=None if kind == "torchrec" else [kind],
+            sharding_types=[ShardingType.ROW_WISE.value] if name in divided else None if kind == "torchrec" else [kind],
             compute_kernels=[_CACHING if name in cached else _FUSED],
             pooling_factors=[load.pooling],
             min_partition=min_partition,
@@ -205,16 +209,20 @@ def _balanced(
     cut_columns = not looks_at_rows(config.optimizer)
     # TorchRec cuts tables by rows over all ranks, or over those of one machine.
     machine_size = local if len(nodes) > 1 and world_size % local == 0 else None
-    placed = balance(list(loads.values()), world_size, capacity, cut_columns, machine_size)
-    if placed is None:
-        held = sum(load.bytes for load in loads.values())
+    # Tables of any id are cut by rows over all ranks, in whole buckets.
+    divided = _tables_of_any_id(collections)
+    held = sum(load.bytes for load in loads.values())
+    capacity -= sum(loads[name].bytes for name in divided) // world_size
+    placeable = {name: load for name, load in loads.items() if name not in divided}
+    placed = balance(list(placeable.values()), world_size, capacity, cut_columns, machine_size) if placeable else None
+    if capacity < 0 or (placed is None and placeable):
         raise _does_not_fit("auto", f"{held} bytes of tables on {world_size} ranks with room for {capacity} each")
-    if group.rank() == 0:
+    shardings = dict[str, ParameterShardingGenerator](dict.fromkeys(divided, row_wise()))
+    if placed is not None and group.rank() == 0:
         text = "plan: the fullest rank reads %.2f times the mean row elements, and sends %.2f times the mean columns"
         log.info(text, placed.memory, placed.links)
-    shardings = dict[str, ParameterShardingGenerator]()
-    for number, (name, ranks) in enumerate(zip(loads, placed.ranks, strict=True)):
-        if number in placed.by_rows:
+    for number, (name, ranks) in enumerate(zip(placeable, placed.ranks if placed else [], strict=True)):
+        if placed and number in placed.by_rows:
             shardings[name] = row_wise() if len(ranks) == world_size else table_row_wise(ranks[0] // local)
         else:
             shardings[name] = table_wise(ranks[0]) if len(ranks) == 1 else column_wise(ranks)
@@ -231,12 +239,25 @@ def _balanced(
 
 def _collections(module: nn.Module) -> dict[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]]:
     found: dict[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]] = {}
+    inside: set[nn.Module] = set()
     for path, each in module.named_modules():
-        if isinstance(each, EmbeddingBagCollection):
+        if isinstance(each, ManagedCollisionEmbeddingBagCollection):
+            found[path] = each, table_configs_of(each)
+            inside.update(each.modules())
+        elif each in inside:
+            continue
+        elif isinstance(each, EmbeddingBagCollection):
             found[path] = each, each.embedding_bag_configs()
         elif isinstance(each, EmbeddingCollection):
             found[path] = each, each.embedding_configs()
     return found
+
+
+def _tables_of_any_id(collections: Mapping[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]]) -> set[str]:
+    found = [
+        tables for each, tables in collections.values() if isinstance(each, ManagedCollisionEmbeddingBagCollection)
+    ]
+    return {table.name for tables in found for table in tables}
 
 
 def _does_not_fit(kind: str, reason: str) -> InputError:

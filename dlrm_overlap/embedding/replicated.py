@@ -63,6 +63,9 @@ class ReplicatedGradients(ReplicatedTables):
         """Return the gradients [rows, D] of the shard's table, a view of its parameter's gradient."""
         return self.table_in(self._gradient(shard.lookup), shard)
 
+    def reserved_rows(self, shard: FeatureShard) -> None:
+        """Return None: all rows are trained."""
+
     def states(self, shard: FeatureShard) -> list[torch.Tensor]:
         return []
 

@@ -77,7 +77,9 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         self.torchrec_tables = TorchRecTables(self, others) if others else None
         if self.exchange is not None:
             layout = self._layout(self._ours)
-            self.sender = IdSender(self.exchange, keys, capacity, layout, self._replicated_tables, weighted)
+            self.sender = IdSender(
+                self.exchange, keys, capacity, layout, self._replicated_tables, weighted, self.change_ids
+            )
             self._order_output(layout)
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
@@ -200,6 +202,7 @@ def _of_samples(pooled: LazyAwaitable[KeyedTensor], inverse: InverseIndices | No
 
 def output_dtype(module: nn.Module) -> torch.dtype:
     """Return the type of the pooled embeddings; float32 if the module is not sharded."""
+    module = getattr(module, "exchanging", module)  # inside a managed collision module
     if not isinstance(module, ShardedEmbeddingBagCollection):
         return torch.float32
     shardings, types = dict(enumerate(shardings_by_type(module).values())), []

@@ -9,9 +9,7 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.sharding_plan import get_default_sharders as get_torchrec_sharders
 from torchrec.distributed.types import (
-    ModuleSharder,
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
@@ -207,15 +205,6 @@ class OverlapEmbeddingCollectionSharder(_ExchangingSharder, EmbeddingCollectionS
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
         asked = precisions(qcomm_codecs_registry, UNPOOLED_OPS)
         self._of_module = self._take(given, UnpooledArguments, asked) | {"use_index_dedup": use_index_dedup}
-
-
-def get_default_sharders() -> list[ModuleSharder[Any]]:
-    """Return TorchRec's default sharders, with ours for pooled and unpooled tables."""
-    ours: dict[type, Any] = {
-        EmbeddingBagCollectionSharder: OverlapEmbeddingBagCollectionSharder,
-        EmbeddingCollectionSharder: OverlapEmbeddingCollectionSharder,
-    }
-    return [ours[type(each)]() if type(each) in ours else each for each in get_torchrec_sharders()]
 
 
 def require_same_plan(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -143,11 +144,16 @@ def _names_and_columns(table: Any, cut_by_columns: bool) -> list[tuple[str, int]
 
 
 def build_layout(
-    shardings: Sequence[Any], names: Sequence[str], world_size: int, replicated: Sequence[Any] = ()
+    shardings: Sequence[Any],
+    names: Sequence[str],
+    world_size: int,
+    replicated: Sequence[Any] = (),
+    buckets: Mapping[str, int] = MappingProxyType({}),
 ) -> Layout:
     """Return the layout of shardings, identical on every rank, for an output in the order of the unique `names`.
 
-    Sharding i has its ids in input i of each rank. `replicated` has the data-parallel sharding, if any.
+    Sharding i has its ids in input i of each rank. `replicated` has the data-parallel sharding, if any, and `buckets`
+    the number of buckets of each table of any id.
     """
     shards: list[FeatureShard] = []
     row_shards: Counter[tuple[str, int]] = Counter()
@@ -177,6 +183,7 @@ def build_layout(
                             rows=(first_row, first_row + table.local_rows) if by_rows else (0, 0),
                             row_shard=row_shards[columns],
                             slots=config.pooling == PoolingType.NONE,
+                            buckets=buckets.get(table.name, 0),
                         )
                         row_shards[columns] += 1
                         shards.append(shard)

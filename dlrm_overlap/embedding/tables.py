@@ -27,6 +27,13 @@ class StoredRows(NamedTuple):
     stochastic_rounding: bool
 
 
+class ReservedRows(NamedTuple):
+    """Rows that are not trained: of every `period` rows, those from number `first` on."""
+
+    period: int
+    first: int
+
+
 class LocalTables:
     """The fused lookups that hold this rank's shards; their storage is read and updated in place.
 
@@ -60,6 +67,10 @@ class LocalTables:
         self._weights: list[list[torch.Tensor]] = []
         self._states: list[list[list[torch.Tensor]]] = []
         self._counting: list[Any] = [tbe for tbe in lookups if counts(tbe)]
+        self.numbers_of: Mapping[str, tuple[int, int]] = {}
+        """table -> its lookup and its number there"""
+        self.reserved: dict[tuple[int, int], ReservedRows] = {}
+        """(lookup, table) -> which of its rows are not trained"""
         self._step: int | None = None
         """step up to which `iter_cpu` has counted"""
 
@@ -73,7 +84,13 @@ class LocalTables:
             for index, table in enumerate(group.embedding_tables)
             if table.name in cached
         }
-        return cls([tbe for _, tbe in fused], fractions)
+        tables = cls([tbe for _, tbe in fused], fractions)
+        tables.numbers_of = {
+            table.name: (number, index)
+            for number, (group, _) in enumerate(fused)
+            for index, table in enumerate(group.embedding_tables)
+        }
+        return tables
 
     @property
     def bounds_checks(self) -> list[BoundsCheckMode]:
@@ -95,6 +112,13 @@ class LocalTables:
     def _tensors(self, shard: FeatureShard) -> list[torch.Tensor]:
         cached = self._cached.get((shard.lookup, shard.table))
         return self._table_tensors(shard.lookup, shard.table) if cached is None else cached.rows
+
+    def tensors_of(self, name: str) -> list[torch.Tensor]:
+        """Return the rows [rows, D] of a table, and the states of its optimizer."""
+        return self._table_tensors(*self.numbers_of[name])
+
+    def reserved_rows(self, shard: FeatureShard) -> "ReservedRows | None":
+        return self.reserved.get((shard.lookup, shard.table))
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
         """Return the rows of a shard, [rows, D]; the cache's rows [slots, D] if the table is cached."""

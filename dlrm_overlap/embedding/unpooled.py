@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.order import uncompiled
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, SlotBlocks
 from dlrm_overlap.embedding.exchange import Exchange, poison_on_error
@@ -62,6 +63,9 @@ class UnpooledIdSender(IdSender):
         distinct: finds the distinct ids of the tables, which are in the order of `layout`.
         capacity: if its `distinct` is empty, there is a slot for every id.
         layout: shards of the tables, each with one feature and the same number of columns.
+
+    Raises:
+        InputError: on all ranks, if one of the tables is of any id.
     """
 
     exchange: UnpooledExchange
@@ -74,6 +78,12 @@ class UnpooledIdSender(IdSender):
         layout: Layout,
         replicated: ReplicatedTables | None,
     ) -> None:
+        # Distinct ids are found, and their ranges counted, by row number; an id has none before it has arrived.
+        if of_any_id := sorted({shard.name for shards in layout.by_owner for shard in shards if shard.buckets}):
+            raise InputError(
+                f"{', '.join(of_any_id)}: tables of any id cannot be unpooled here yet; pool them, or train them by "
+                f"TorchRec's pipeline"
+            )
         self.distinct, self._is_counted = distinct, bool(capacity.distinct)
         self.table_layout, self.dim = layout, layout.dims[0]
         self.sums = RowSums(self.dim, exchange.device) if exchange.device.type == "cuda" else None

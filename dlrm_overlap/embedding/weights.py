@@ -39,7 +39,7 @@ def initialise_tables(model: nn.Module, seed: int) -> None:
     """Fill all tables and shards on this rank in place, uniform in +-1/sqrt(rows)."""
     with torch.no_grad():
         for name, weight in model.state_dict().items():  # has this rank's tables only
-            if isinstance(weight, ShardedTensor):
+            if isinstance(weight, ShardedTensor) and weight.dtype.is_floating_point:  # not the ids of a table
                 for shard in weight.local_shards():
                     _fill(shard.tensor, shard.metadata.shard_offsets, name, weight.size(), seed)
         for name, weight in data_parallel_weights(model).items():

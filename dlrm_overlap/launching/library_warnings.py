@@ -10,5 +10,6 @@ def hide_library_warnings() -> None:
     Errors of the libraries, and warnings of other kinds, are still shown.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
+    warnings.filterwarnings("ignore", message="To copy construct from a tensor", module="torchrec")
     for library in ("torchrec", "torch.fx"):
         logging.getLogger(library).setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
 """`dlrm-overlap predict`: a probability for each row and label of a table, with or without labels. Needs pyarrow."""
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -14,6 +14,7 @@ from pyarrow import csv, parquet
 
 from dlrm_overlap.checkpoint.manifest import locate_checkpoint
 from dlrm_overlap.config import FullPath, InputError, PositiveInt, in_one_line
+from dlrm_overlap.data.encoding import Unknown, unknown_values
 from dlrm_overlap.launching.files import replacing
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.launching.progress_bar import ProgressBar
@@ -31,7 +32,7 @@ def run(argv: list[str], description: str) -> int:
     text = "folder step_<N>, or a run's folder, for its newest checkpoint"
     parser.add_argument(_OPTION, type=FullPath, metavar="PATH", required=True, help=text)
     parser.add_argument("table", type=FullPath, metavar="TABLE", help="file or folder of files, as for `prepare table`")
-    text = "new file, .parquet or .csv, with a row for each row of TABLE, in its order"
+    text = ".parquet or .csv file to write, with a row for each row of TABLE, in its order"
     parser.add_argument("--output", type=FullPath, required=True, help=text)
     text = "column of TABLE to copy to the output, such as a key"
     parser.add_argument("--key", type=str, action="append", default=[], help=text)
@@ -40,13 +41,15 @@ def run(argv: list[str], description: str) -> int:
     path, output = locate_checkpoint(Path(values.checkpoint), _OPTION), Path(values.output)
     if output.suffix.lower() not in _FORMATS:
         raise InputError(f"--output: {output} is not one of {', '.join(_FORMATS)}; name such a file")
-    rows = predict(path, Path(values.table), output, values.key, values.nproc)
+    rows, unknown = predict(path, Path(values.table), output, values.key, values.nproc)
     print(f"{output}: {count_of(rows, 'row')}")
+    for each in unknown:
+        print(each)
     return 0
 
 
-def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], processes: int) -> int:
-    """Write the predictions for `table` to `output`, and return their number.
+def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], processes: int) -> tuple[int, list[Unknown]]:
+    """Write the predictions for `table` to `output`, and return their number and the columns with unknown values.
 
     The file has the columns `keys` of the table, then a float32 probability for each label, under its name. It appears
     once it is complete.
@@ -59,6 +62,8 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
         raise InputError(f"--key {twice[0]}: the output has a column of that name already; leave it out")
     names = list(dict.fromkeys([*scorer.columns, *keys]))
     files = table_files(table)
+    if {output.resolve(), output.resolve().parent} & {each.resolve() for each in (table, *files)}:
+        raise InputError(f"--output: {output} is a file of {table}, or in its folder; name a file elsewhere")
 
     try:
         with replacing(output) as stream, _scoring(scorer, checkpoint, processes) as score, ExitStack() as stack:
@@ -66,19 +71,25 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
             blocks = read_files(files, scorer.schema, _BLOCK_BYTES, bar, _as_block, "correct the file", names)
             writer: Any = None
             schema: Any = None
-            for found in score(blocks, keys):
+            all_values, all_unknown = Counter[str](), Counter[str]()
+            for found, values, unknown in score(blocks, keys):
                 if writer is None:
                     open_writer = csv.CSVWriter if output.suffix.lower() == ".csv" else parquet.ParquetWriter
                     writer = stack.enter_context(open_writer(stream, found.schema))
                     schema = found.schema
                 writer.write_table(found.cast(schema))
+                all_values.update(values)
+                all_unknown.update(unknown)
                 bar.advance(len(found))
             if writer is None:
                 raise InputError(f"{table}: no rows; name a file, or a folder, that has some")
     except OSError as error:
         reason = error.strerror or in_one_line(error)
         raise InputError(f"--output: {output} cannot be written ({reason}); name another file") from None
-    return bar.count
+    except pa.ArrowException as error:  # lists in CSV, or a column whose type differs between files
+        named = f"--key {', '.join(keys)}: cannot be written to {output} ({in_one_line(error):.200})"
+        raise InputError(f"{named}; leave out such a column, or name a .parquet file") from None
+    return bar.count, unknown_values(all_values, all_unknown)
 
 
 Block = tuple[Path, int, Any]
@@ -93,7 +104,7 @@ def _as_block(*block: Any) -> Block:
 def _scoring(
     scorer: Any, checkpoint: Path, processes: int
 ) -> Iterator[Callable[[Iterator[Block], list[str]], Iterator[Any]]]:
-    """Yield a function that maps blocks and names of keys to tables of keys and predictions, in order."""
+    """Yield a function that maps blocks and names of keys to what `_score` returns, in order."""
     if processes == 1:
         yield lambda blocks, keys: (_score(scorer, *block, keys) for block in blocks)
         return
@@ -127,12 +138,13 @@ def _score_in_worker(*arguments: Any) -> Any:
 
 
 def _score(scorer: Any, file: Path, row: int, block: Any, keys: list[str]) -> Any:
-    """Return a table of the columns `keys` of `block` and the predictions."""
+    """Return a table of the columns `keys` of `block` and the predictions, and the counts of `Encoder.take_counts`."""
     try:
         scores = scorer.score(block, row)
     except InputError as error:
         raise InputError(f"{file}: {error}; correct the file") from None
-    return pa.table({**{name: _readable(block.column(name)) for name in keys}, **scores})
+    table = pa.table({**{name: _readable(block.column(name)) for name in keys}, **scores})
+    return table, *scorer.encoder.take_counts()
 
 
 def _readable(column: Any) -> Any:

@@ -33,7 +33,8 @@ class Scorer:
         """Load a checkpoint, or a run's newest one.
 
         Raises:
-            InputError: if it is damaged, or its training samples were not made by `prepare table`.
+            InputError: if it is damaged, has a table of any id, or its training samples were not made by `prepare
+                table`.
             ModuleNotFoundError: without pyarrow.
         """
         from dlrm_overlap.data.encoder import Encoder  # needs pyarrow
@@ -46,26 +47,31 @@ class Scorer:
                 f"or `prepare criteo`, or by an earlier version; prepare the table, and train on it"
             )
         encoding = encoded.read()
+        if of_any := [name for name, column in encoding.schema.categorical.items() if column.any]:
+            raise InputError(
+                f"checkpoint: {self.path} has a table of any id, of the column {of_any[0]}, whose ids are mapped to rows "
+                f"only in training and by `dlrm-overlap eval`; evaluate it, or train with rows or min_count instead"
+            )
         self.step: int = manifest.step
         self.labels: list[str] = list(encoding.schema.labels)
         """names of the predicted labels"""
         self.columns: list[str] = [*encoding.schema.dense, *encoding.schema.categorical]
         """names of the columns that `__call__` needs"""
-        self.schema, self._encoder = encoding.schema, Encoder(encoding.schema, encoding.keys)
+        self.schema, self.encoder = encoding.schema, Encoder(encoding.schema, encoding.keys)
         config = section_of(manifest.about.get("config", {}).get("model", {}), ModelConfig, self.path)
         self._model = PlainDLRM(config, read_weights(self.path), len(encoding.schema.categorical))
 
     def __call__(self, rows: "pa.Table | pa.RecordBatch | Mapping[str, Any]") -> dict[str, np.ndarray]:
         """Return the probability of each label, [n] float32, for n rows.
 
-        `rows` is a table of pyarrow, or maps names of columns to n values each; other columns are ignored. Raises an
-        InputError if a column is missing, or a value is not what the schema says.
+        `rows` is a table of pyarrow, or maps names of columns to n values each, which may be of several types; other
+        columns are ignored. Raises an InputError if a column is missing, or a value is not what the schema says.
         """
         return self.score(_batch_of(rows, self.columns), 1)
 
     def score(self, block: "pa.RecordBatch", first_row: int) -> dict[str, np.ndarray]:
         """Return what `__call__` does; messages number rows from `first_row`."""
-        dense, ids = self._encoder.features(first_row, block)
+        dense, ids = self.encoder.features(first_row, block)
         columns = self.schema.categorical.values()
         rows = [None if each.any else rows for each, rows in zip(columns, self._model.rows, strict=True)]
         bags = [bags_of(each, number) for each, number in zip(ids, rows, strict=True)]
@@ -96,12 +102,39 @@ def _batch_of(rows: Any, columns: list[str]) -> "pa.RecordBatch":
         raise InputError(f"column {missing[0]}: missing; the model needs {', '.join(columns)}")
     arrays = []
     for name in columns:
-        try:
-            array = rows[name] if isinstance(rows[name], (pa.Array, pa.ChunkedArray)) else pa.array(rows[name])
-        except (pa.ArrowException, TypeError, ValueError) as error:
-            raise InputError(f"column {name}: no column of values ({in_one_line(error):.200}); give a list") from None
+        array = rows[name] if isinstance(rows[name], (pa.Array, pa.ChunkedArray)) else _array_of(rows[name], name)
         arrays.append(array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array)
-    if len({len(array) for array in arrays}) > 1:
-        sizes = ", ".join(f"{name} {len(array)}" for name, array in zip(columns, arrays, strict=True))
-        raise InputError(f"rows: columns differ in length ({sizes:.200}); give each one value a row")
+    for name, array in zip(columns, arrays, strict=True):
+        if len(array) != len(arrays[0]):
+            sizes = f"{columns[0]} {len(arrays[0])}, {name} {len(array)}"
+            raise InputError(f"rows: columns differ in length ({sizes}); give each one value a row")
     return pa.RecordBatch.from_arrays(arrays, names=columns)
+
+
+def _array_of(values: Any, name: str) -> "pa.Array":
+    """Convert the values of a column. Arrow has no type for some columns, whose values become text."""
+    import pyarrow as pa
+
+    try:
+        if isinstance(values, (str, bytes, Mapping)):
+            raise TypeError(f"a {type(values).__name__}")
+        try:
+            return pa.array(values)
+        except (pa.ArrowException, TypeError, OverflowError):  # integers from 2^63 on, values of several types
+            return pa.array([_as_text(value) for value in values])
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        cure = "give a list of numbers and texts, or of lists of them"
+        raise InputError(f"column {name}: no column of values ({in_one_line(error):.200}); {cure}") from None
+
+
+def _as_text(value: Any) -> Any:
+    """Return a value, or the elements of a list, as Python prints them; None if missing."""
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [_as_text(element) for element in value]
+    if value is None or value != value:  # NaN
+        return None
+    if isinstance(value, (str, bytes)):
+        return value
+    if isinstance(value, (bool, int, float, np.generic)):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is not a number or a text")

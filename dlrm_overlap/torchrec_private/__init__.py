@@ -43,6 +43,11 @@ try:
         ShardedEmbeddingBagCollection,
     )
     from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+    from torchrec.distributed.mc_embeddingbag import (
+        ManagedCollisionEmbeddingBagCollectionSharder,
+        ShardedManagedCollisionEmbeddingBagCollection,
+    )
+    from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder, ShardedManagedCollisionCollection
     from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
     from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
     from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding

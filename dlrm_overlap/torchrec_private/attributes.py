@@ -1,7 +1,7 @@
 """Reads and writes private attributes of TorchRec's objects. A test checks that `check` lists each under its class."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -9,6 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.modules.mlp import MLP, Perceptron
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper, OptimizerWrapper
@@ -27,6 +31,7 @@ from dlrm_overlap.torchrec_private import (
     QuantizedCommCodec,
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
+    ShardedManagedCollisionCollection,
     TableBatchedEmbeddingSlice,
     TwPooledEmbeddingSharding,
     TwRwPooledEmbeddingSharding,
@@ -117,6 +122,82 @@ def precision_of(codec: QuantizedCommCodec) -> str:
 
 def loss_scale_of(codec: QuantizedCommCodec) -> float | None:
     return codec._loss_scale
+
+
+# Managed collision modules.
+
+
+class ZchSettings(NamedTuple):
+    """The arguments of an MPZCH module."""
+
+    segments: Sequence[int]
+    """first slot of each bucket of all ranks, and the end"""
+    max_probe: int
+    opt_in_prob: int
+    """percentage; -1 for none"""
+    eviction: HashZchEvictionPolicyName | None
+    eviction_config: HashZchEvictionConfig | None
+    read_only_suffix: str | None
+    """None unless features are looked up one by one"""
+    disable_fallback: bool
+    has_extras: bool
+    """whether it keeps custom metadata, or logs"""
+
+
+def zch_settings_of(module: HashZchManagedCollisionModule) -> ZchSettings:
+    return ZchSettings(
+        module._output_segments,
+        module._max_probe,
+        module._opt_in_prob,
+        module._eviction_policy_name,
+        module._eviction_config,
+        # TorchRec 1.6 looks up all features at once, and keeps no metadata.
+        getattr(module, "_read_only_suffix", None) if getattr(module, "_enable_per_feature_lookups", False) else None,
+        module._disable_fallback,
+        getattr(module, "_write_runtime_meta_dim", 0) > 0 or module._tb_logging_frequency > 0,
+    )
+
+
+def tables_inside(collection: BaseManagedCollisionEmbeddingCollection) -> nn.Module:
+    """Return the collection of tables inside an unsharded managed collision collection."""
+    return collection._embedding_module
+
+
+def table_configs_of(collection: BaseManagedCollisionEmbeddingCollection) -> Sequence[BaseEmbeddingConfig]:
+    return collection._managed_collision_collection.embedding_configs()
+
+
+def collision_modules_of(
+    collection: BaseManagedCollisionEmbeddingCollection,
+) -> dict[str, tuple[nn.Module, int, list[str]]]:
+    """Return the tables of an unsharded collection, each with its module, its rows and its features."""
+    inner = collection._managed_collision_collection
+    modules: Any = inner._managed_collision_modules
+    return {
+        config.name: (modules[config.name], config.num_embeddings, list(config.feature_names))
+        for config in table_configs_of(collection)
+    }
+
+
+def sharded_zch_tables(
+    collection: ShardedManagedCollisionCollection,
+) -> dict[str, tuple[int, HashZchManagedCollisionModule]]:
+    """Return the tables of a sharded collection, each with its first row on this rank and its module."""
+    modules: Any = collection._managed_collision_modules
+    return {name: (collection._table_to_offset[name], module) for name, module in modules.items()}
+
+
+def features_by_sharding(collection: ShardedManagedCollisionCollection) -> list[list[tuple[str, str]]]:
+    """Return the features of each sharding's ids, in their order, each with its table."""
+    tables = collection._feature_to_table
+    return [[(tables[name], name) for name in names] for names in collection._sharding_features]
+
+
+def use_state(module: HashZchManagedCollisionModule, ids: torch.Tensor, last_seen: torch.Tensor) -> None:
+    """Let a module keep its ids [rows] int64, and when they were last seen [rows] int32, in the given memory."""
+    module._hash_zch_identities.data = ids.view(-1, 1)
+    if module._hash_zch_metadata is not None:
+        module.register_buffer(module.METADATA_BUFFER, last_seen.view(-1, 1))
 
 
 # Data-parallel tables.

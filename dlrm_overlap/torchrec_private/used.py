@@ -18,6 +18,7 @@ class Used(NamedTuple):
 
 
 _EMBEDDINGBAG, _EMBEDDING = "torchrec.distributed.embeddingbag", "torchrec.distributed.embedding"
+_MC_EMBEDDINGBAG, _MC = "torchrec.distributed.mc_embeddingbag", "torchrec.distributed.mc_modules"
 _TYPES, _KERNELS = "torchrec.distributed.embedding_types", "torchrec.distributed.batched_embedding_kernel"
 _SHARDINGS, _LOOKUPS = "torchrec.distributed.sharding", "torchrec.distributed.embedding_lookup"
 _DIST = "torchrec.distributed.embedding_sharding"
@@ -74,6 +75,48 @@ CLASSES = {
             "create_grouped_sharding_infos": "module table_name_to_parameter_sharding fused_params",
         },
         f"{_SHARDED} _embedding_configs _embedding_names_per_sharding _need_indices _sharding_type_to_sharding",
+    ),
+    # Tables of any id.
+    f"{_MC_EMBEDDINGBAG}:ManagedCollisionEmbeddingBagCollectionSharder": Used(
+        {
+            "__init__": "ebc_sharder mc_sharder qcomm_codecs_registry",
+            "compute_kernels": "sharding_type compute_device_type",
+            "sharding_types": "compute_device_type",
+            **_SHARD,
+        }
+    ),
+    f"{_MC_EMBEDDINGBAG}:ShardedManagedCollisionEmbeddingBagCollection": Used(
+        {
+            "__init__": "module table_name_to_parameter_sharding ebc_sharder mc_sharder env device",
+            **_STEP,
+            "output_dist": "ctx output",
+        },
+        "_device _embedding_module _env _managed_collision_collection _return_remapped_features",
+    ),
+    f"{_MC}:ManagedCollisionCollectionSharder": Used(
+        {"__init__": "", "shard": "module params env device embedding_shardings"}
+    ),
+    f"{_MC}:ShardedManagedCollisionCollection": Used(
+        {
+            "__init__": "module table_name_to_parameter_sharding env device embedding_shardings",
+            "_create_managed_collision_modules": "module",
+            "compute": "ctx dist_input",
+            "evict": "",
+            "output_dist": "ctx output",
+        },
+        "_device _feature_to_table _managed_collision_modules _sharding_features _table_to_offset",
+    ),
+    "torchrec.modules.hash_mc_modules:HashZchManagedCollisionModule": Used(
+        {
+            "__init__": "zch_size device total_num_buckets max_probe output_segments name start_bucket end_bucket "
+            "opt_in_prob percent_reserved_slots",
+            "buckets": "",
+            "get_reserved_slots_per_bucket": "",
+            "output_size": "",
+            "rebuild_with_output_id_range": "output_id_range output_segments device",
+        },
+        "METADATA_BUFFER _buckets _disable_fallback _eviction_config _eviction_policy_name _hash_zch_identities "
+        "_hash_zch_metadata _max_probe _name _opt_in_prob _output_segments _tb_logging_frequency device",
     ),
     # What a step passes between their methods.
     f"{_EMBEDDINGBAG}:EmbeddingBagCollectionAwaitable": Used(

@@ -20,6 +20,7 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.id_layout import BatchCapacity
+from dlrm_overlap.embedding.id_tables.rules import rows_of_tables
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_topology, make_plan
 from dlrm_overlap.embedding.weights import initialise_tables
@@ -84,7 +85,9 @@ def assemble(
             f"model.top_mlp: {config.model.top_mlp} ends in {config.model.top_mlp[-1]}, but a sample has "
             f"{count_of(labels, 'label')}; end it in {labels}, a logit each"
         )
-    dlrm = build_model(config.model, config.embedding, train.known_rows, train.dense_features, config.train.seed)
+    rows = rows_of_tables(train.rows, config.embedding.id_tables, world.world_size)
+    any_id = [number for number, count in enumerate(train.rows) if count is None]
+    dlrm = build_model(config.model, config.embedding, rows, train.dense_features, config.train.seed, any_id)
     task = TrainTask(dlrm, device.type, config.train.precision == "bf16", list(train.labels.values()))
     # Divide layers before they are sharded, compiled and captured.
     if config.model.top_parallel == "tensor":

@@ -105,7 +105,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     config = for_evaluation(ranks.config)
     check_start(config, ranks.device)
     _, held_out = open_datasets(config.data, ranks.device)
-    shape = checkpoint_shape(config, held_out.known_rows, held_out.dense_features)
+    shape = checkpoint_shape(config, list(held_out.rows), held_out.dense_features)
     model = {key: shape[key] for key in shape if key.startswith("model.") or key in ("rows", "weight_dtype")}
     stored, samples = read_manifest(path), config.data.eval_path or config.data.path
     made_by = f"the samples that {path} was trained with"

@@ -9,10 +9,12 @@ from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding, ShardedModule, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import unsupported_by_flat
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
+from dlrm_overlap.embedding.id_tables.sharder import why_ids_stay
 from dlrm_overlap.embedding.replicated import unsynchronized_weights
 from dlrm_overlap.embedding.shardings import cached_shares
 from dlrm_overlap.embedding.unsupported import unsupported_by_exchange, unsupported_by_graphs
@@ -25,7 +27,7 @@ from dlrm_overlap.torchrec_private import (
     ShardedFeatureProcessedEmbeddingBagCollection,
     TwPooledEmbeddingSharding,
 )
-from dlrm_overlap.torchrec_private.attributes import environment_of, shardings_by_type
+from dlrm_overlap.torchrec_private.attributes import environment_of, shardings_by_type, tables_inside
 from dlrm_overlap.torchrec_private.check import check_private_api
 from dlrm_overlap.train.graphs.dense_step import dense_optimizers, dense_parameters, why_after_the_graph
 
@@ -178,6 +180,8 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
     """Yield the modules that have tables; if none uses our sharder, described as our sharder would shard them."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, ShardedModule)}
     ours = any(isinstance(module, ExchangingModule) for module in modules.values())
+    entries = [module.entry for module in modules.values() if isinstance(module, ExchangingModule)]
+    around = {each for entry in entries for each in entry.modules()}
     wrappers: dict[str, nn.Module] = {}  # prefix of names -> module that calls the lookups of the collection inside it
     for name, module in modules.items():
         path = name.replace("_dmp_wrapped_module.", "").removeprefix("module.")  # strip the names of DMP and DDP
@@ -185,6 +189,8 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
         wrapper = next((each for prefix, each in wrappers.items() if name.startswith(prefix)), None)
         if wrapper is not None:
             yield _left_alone(path, params, wrapper)
+        elif module in around and not isinstance(module, ExchangingModule):
+            continue  # maps the ids of the module inside it
         elif isinstance(module, ExchangingModule):
             uncaptured = module.why_ids_are_not_taken()
             yield _Collection(path, params, module.unsupported_reasons, uncaptured, module.cached)
@@ -202,6 +208,8 @@ def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, An
     env, device = ShardingEnv.from_local(world_size, 0), torch.device("cpu")
     for path, params in modules.items():
         module, given = model.get_submodule(path), dict(fused_params)
+        if isinstance(module, ManagedCollisionEmbeddingBagCollection) and why_ids_stay(module) is None:
+            module = tables_inside(module)
         if type(module) is EmbeddingBagCollection:
             pooled = ShardedEmbeddingBagCollection
             infos = pooled.create_grouped_sharding_infos(module, params, "embedding_bags.", given)

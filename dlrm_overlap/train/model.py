@@ -1,6 +1,6 @@
 """The DLRM: bottom MLP, embedding tables, interaction, top MLP, before sharding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from dlrm_overlap.config import EmbeddingConfig, ModelConfig
+from dlrm_overlap.config import EmbeddingConfig, IdTablesConfig, InputError, ModelConfig
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.schema import table_keys
+from dlrm_overlap.embedding.id_tables.module import collection_of_any_id
 from dlrm_overlap.train.attention import TargetAttention
 from dlrm_overlap.train.interaction import DotInteraction
 
@@ -81,7 +82,16 @@ class DLRM(nn.Module):
     the interaction, after the bottom MLP's output.
     """
 
-    def __init__(self, config: ModelConfig, rows: Sequence[int], dense_features: int, weight_dtype: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        rows: Sequence[int],
+        dense_features: int,
+        weight_dtype: str,
+        any_id: Collection[int] = (),
+        id_tables: IdTablesConfig | None = None,
+    ) -> None:
+        """Make the model; the tables whose numbers are in `any_id` take any id, by the rules of `id_tables`."""
         super().__init__()
         self.keys, self.dim, self.dense_features = table_keys(len(rows)), config.dim, dense_features
         number, meta = config.sequence.history, torch.device("meta")
@@ -98,8 +108,17 @@ class DLRM(nn.Module):
             }
             for key, n in zip(self.keys, rows, strict=True)
         }
-        pooled = [EmbeddingBagConfig(**described[key], pooling=PoolingType.SUM) for key in self.pooled_keys]
-        self.embedding = EmbeddingBagCollection(tables=pooled, device=meta)
+        pooled = {key: EmbeddingBagConfig(**described[key], pooling=PoolingType.SUM) for key in self.pooled_keys}
+        taking_any = [pooled.pop(self.keys[number]) for number in sorted(any_id)]
+        collections: list[nn.Module] = (
+            [EmbeddingBagCollection(tables=list(pooled.values()), device=meta)] if pooled else []
+        )
+        if taking_any:
+            assert id_tables is not None, "tables of any id have rules"
+            collections.append(collection_of_any_id(taking_any, id_tables, meta))
+        self.embedding: Any = collections[0]
+        """the pooled tables; tables of any id are in `id_embedding` if there are others"""
+        self.id_embedding: Any = collections[1] if len(collections) > 1 else None
         self.bottom = BottomMLP(dense_features, config.bottom_mlp, activation=_ACTIVATIONS[config.activation])
         self.head = Head(config, len(rows))
         if self.history_key is not None:
@@ -108,15 +127,19 @@ class DLRM(nn.Module):
 
     def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Map dense features [b, F] float32 and bags of T tables to logits [b], or [b, L] for several labels."""
-        pooled = self.embedding(sparse)  # returns at once: the exchange overlaps with the bottom MLP
+        pooled = pooled_of(self.embedding(sparse))  # returns at once: the exchange overlaps with the bottom MLP
+        others = None if self.id_embedding is None else pooled_of(self.id_embedding(sparse))
         histories = None if self.history_key is None else self.history(sparse)
         front = self.bottom(dense)
         if self.history_key is not None:
-            history, candidate_bD = history_of(histories, self.history_key), in_order(pooled, [self.candidate_key])
+            history, candidate_bD = (
+                history_of(histories, self.history_key),
+                in_order(pooled, [self.candidate_key], others),
+            )
             front = torch.cat((front, self.attention(candidate_bD, history.values(), history.lengths())), dim=1)
         if self.joins_in_place:
-            return self.head(joined(front, pooled, self.pooled_keys))
-        return self.head(front, in_order(pooled, self.pooled_keys))
+            return self.head(joined(front, pooled, self.pooled_keys, others))
+        return self.head(front, in_order(pooled, self.pooled_keys, others))
 
     @property
     def front_columns(self) -> int:
@@ -126,7 +149,7 @@ class DLRM(nn.Module):
     @property
     def joins_in_place(self) -> bool:
         """True if the embedding's output has room for `front_columns` in front of each row."""
-        return getattr(self.embedding, "leading_columns", 0) == self.front_columns
+        return self.id_embedding is None and getattr(self.embedding, "leading_columns", 0) == self.front_columns
 
 
 @torch.fx.wrap  # a dictionary of results has no keys before the wait
@@ -136,21 +159,23 @@ def history_of(histories: Any, key: str) -> JaggedTensor:
 
 
 @torch.fx.wrap  # TorchRec's pipeline traces the model, but cannot trace this function, which depends on values
-def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
+def in_order(pooled: KeyedTensor, keys: list[str], others: KeyedTensor | None = None) -> torch.Tensor:
     """Wait for the exchange and return pooled embeddings [b, T * D] in the order of `keys`."""
     if pooled.keys() == keys:
         return pooled.values()
-    by_table = pooled.to_dict()
+    by_table = pooled.to_dict() | ({} if others is None else others.to_dict())
     return torch.cat([by_table[key] for key in keys], dim=1)
 
 
 @torch.fx.wrap
-def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
+def joined(
+    front: torch.Tensor, pooled: KeyedTensor, keys: list[str], others: KeyedTensor | None = None
+) -> torch.Tensor:
     """Wait for the exchange and concatenate `front` and the pooled embeddings by columns.
 
     `front` is written in front of the pooled embeddings in place, unless TorchRec exchanged them or they were copied.
     """
-    values, dim = in_order(pooled, keys), front.shape[1]
+    values, dim = in_order(pooled, keys, others), front.shape[1]
     width = dim + values.shape[1]
     has_room = values.stride() == (width, 1) and values.storage_offset() == dim
     if not has_room or values.dtype != front.dtype:
@@ -203,15 +228,33 @@ class TrainTask(nn.Module):
         return loss, (loss.detach(), logits.detach(), batch.labels)
 
 
+@torch.fx.wrap
+def pooled_of(result: Any) -> Any:
+    """Return the pooled embeddings of what a collection returns; tables of any id return a pair."""
+    return result[0] if isinstance(result, tuple) else result
+
+
 def build_model(
-    model: ModelConfig, embedding: EmbeddingConfig, rows: Sequence[int], dense_features: int, seed: int
+    model: ModelConfig,
+    embedding: EmbeddingConfig,
+    rows: Sequence[int],
+    dense_features: int,
+    seed: int,
+    any_id: Collection[int] = (),
 ) -> DLRM:
     """Build the DLRM; `seed` alone decides its initial dense weights. `rows` has the number of rows of each table.
+
+    `any_id` has the numbers of the tables of any id.
 
     Raises:
         InputError: if `model.sequence` names a table that does not exist.
     """
     model.sequence.check_tables(len(rows))
+    if model.sequence.history in any_id:
+        raise InputError(
+            f"model.sequence.history: table {model.sequence.history} takes any id, and such tables are pooled; encode "
+            f"the histories' ids as rows"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return DLRM(model, rows, dense_features, embedding.weight_dtype)
+        return DLRM(model, rows, dense_features, embedding.weight_dtype, any_id, embedding.id_tables)

@@ -95,7 +95,7 @@ class Ranks:
         total_steps(config, train_data, self.world.world_size)
         if resumes:
             batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size
-            check_resume_fits(config, train_data.known_rows, train_data.dense_features, batch, train_data.encoded)
+            check_resume_fits(config, list(train_data.rows), train_data.dense_features, batch, train_data.encoded)
         self.connect(path=train_data.fingerprint(), eval_path=held_out.fingerprint())
         if self.world.rank == 0 and isinstance(train_data, Days) and isinstance(held_out, Days):
             for warning in warnings_of_time(train_data, held_out):

@@ -133,7 +133,7 @@ class StepRunner:
             for begin, found in windows(times, window):
                 part = torch.from_numpy(found).to(logits.device)
                 metrics = evaluation_metrics(logits[part], labels[part], list(weights), list(weights.values()))
-                self.window_metrics[text_of(begin)] = {"samples": len(found), **metrics}
+                self.window_metrics[text_of(begin, window)] = {"samples": len(found), **metrics}
         # Every rank must take the same decision about an early stop.
         shared = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
         dist.broadcast(shared, 0)

@@ -15,6 +15,7 @@ from dlrm_overlap.checkpoint.manifest import Manifest, newest_checkpoint
 from dlrm_overlap.checkpoint.saving import Saves, require_finite
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import Loader
+from dlrm_overlap.embedding.id_tables.counts import IdCounts
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching import supported_versions
 from dlrm_overlap.launching.lifetime import EndRequest
@@ -58,7 +59,7 @@ class Trainer(StepRunner):
         self.checkpointer = Checkpointer(
             self.folder / "checkpoints",
             config.checkpoint.keep,
-            checkpoint_shape(config, train.known_rows, train.dense_features),
+            checkpoint_shape(config, list(train.rows), train.dense_features),
             trained_with(config, self.global_batch),
             train.encoded,
         )
@@ -76,6 +77,7 @@ class Trainer(StepRunner):
             "trained_metrics": [],
         }
         self.running = RunningMetrics(list(train.labels), self.samples_per_rank, config.log.every, self.device)
+        self.id_counts = IdCounts(self.model, self.device)
         self.saves = Saves(
             config,
             self.checkpointer,
@@ -202,7 +204,7 @@ class Trainer(StepRunner):
             if step % self.config.log.every == 0 or step == first + segment.steps:
                 factor = self.learning_rate.factor(step - 1)
                 asked = self._end.asked or self.saves.failed
-                times, metrics = timer.take_ms(), self.running.take()
+                times, metrics = timer.take_ms(), self.running.take() | self.id_counts.take()
                 run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, asked)
                 self.check()  # the loss was read, so the kernels' records are complete
                 self._require_finite(run_log.loss, "the training loss is", step)
@@ -233,9 +235,12 @@ class Trainer(StepRunner):
         if summary is not None and (config.checkpoint.resume == "auto" or manifest.step >= summary["steps"]):
             reached = 0 < target <= summary["eval_auroc"]
             if reached or summary["steps"] >= self.steps:
-                why = f"train.target_auroc {target} is reached" if reached else f"train.steps is {self.steps}"
+                train = config.train
+                end = f"train.epochs is {train.epochs}" if train.steps is None else f"train.steps is {train.steps}"
+                why = f"train.target_auroc {target} is reached" if reached else end
                 path = self.folder / "summary.json"
-                text = "finished already, nothing is trained: step %d was the last, since %s; results in %s"
+                text = "finished already, nothing is trained: step %d was the last, since %s; to train again, change "
+                text += "log.name or set log.overwrite; results in %s"
                 log.info(text, summary["steps"], why, path)
                 return summary
         self.checkpointer.load(checkpoint, self.model, self.optimizer)

@@ -79,11 +79,10 @@ def gradient_boosting(table: pa.Table, is_training: np.ndarray) -> np.ndarray:
     year = table["year"].to_numpy()
     genres = _one_hot(table["genres"]).toarray()
     features = np.column_stack([*codes, year, genres, _numbers(table, is_training), _history_counts(table)])
-    model = HistGradientBoostingClassifier(
-        learning_rate=0.05, max_iter=100, max_leaf_nodes=31, categorical_features=[0, 1], early_stopping=False
-    )
+    categories: Any = {"categorical_features": [0, 1], "early_stopping": False}  # typed as str in scikit-learn
+    model = HistGradientBoostingClassifier(learning_rate=0.05, max_iter=100, max_leaf_nodes=31, **categories)
     model.fit(features[is_training], table["liked"].to_numpy()[is_training])
-    return model.decision_function(features)
+    return np.asarray(model.decision_function(features))
 
 
 def _numbers(table: pa.Table, is_training: np.ndarray) -> np.ndarray:

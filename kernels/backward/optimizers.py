@@ -42,6 +42,8 @@ class OptimizerRows(NamedTuple):
     """a key of `OPTIMIZERS`"""
     stochastic_rounding: bool = False
     """for rows that are not float32"""
+    reserved: tuple[int, int, int] = (0, 0, 0)
+    """period, first and shift: a key stays as it is if (key - shift) modulo period is at least first; 0: none does"""
 
 
 class Rule(NamedTuple):
@@ -66,6 +68,10 @@ class RowKind(NamedTuple):
     block_dim: int
     weight_type: tl.dtype
     stochastic: bool
+    period: int
+    """these three as in `OptimizerRows.reserved`"""
+    first_reserved: int
+    shift: int
 
 
 class RowPointers(NamedTuple):
@@ -145,7 +151,9 @@ def store_updated_rows(
     UPDATE: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """Update the rows of `load_rows` by the gradient `total` [N, block_dim] times the rule's factor."""
+    """Update the rows of `load_rows` that are not reserved, by the gradient `total` [N, block_dim] times the factor."""
+    if ROW.period > 0:
+        mask = mask & ((key - ROW.shift) % ROW.period < ROW.first_reserved)
     step = UPDATE(stored, key, mask, weight, state, total * rule.factor, rule, ROW)
     at, both = elements(stored.weight_at, key, ROW), mask[:, None] & (tl.arange(0, ROW.block_dim) < ROW.dim)[None, :]
     value = rounded(weight - step, at, rule.seed, ROW.weight_type, ROW.stochastic)

@@ -253,7 +253,13 @@ def _runs_a_task(dim: int) -> int:
 
 
 def _compiled(
-    dim: int, weights: torch.dtype, scaled: bool, optimizer: str, stochastic: bool, chunk_ids: int
+    dim: int,
+    weights: torch.dtype,
+    scaled: bool,
+    optimizer: str,
+    stochastic: bool,
+    chunk_ids: int,
+    reserved: tuple[int, int, int] = (0, 0, 0),
 ) -> CompiledKernel:
     block = power_of_2(dim)
     warps = max(1, block // 256)
@@ -265,7 +271,7 @@ def _compiled(
         TILING=RunTiling(_runs_a_task(dim), min(_SHORT_IDS, chunk_ids), tile, chunk_ids, scaled),
         # Not in a tuple: Triton's cache on disk looks for changes in a function that is an argument itself.
         UPDATE=OPTIMIZERS[optimizer],
-        ROW=RowKind(states, dim, block, TYPES[weights], stochastic and weights != torch.float32),
+        ROW=RowKind(states, dim, block, TYPES[weights], stochastic and weights != torch.float32, *reserved),
     )
 
 
@@ -319,6 +325,12 @@ class RowUpdate:
         changing = (*PreparedRuns._fields[:-1], "gradient", "chunk_sums", *Rule._fields)
         scaled = rows.any_mean or runs.weighted
         kernel = _compiled(
-            rows.dim, rows.weights.dtype, scaled, rows.optimizer, rows.stochastic_rounding, self._chunk_ids
+            rows.dim,
+            rows.weights.dtype,
+            scaled,
+            rows.optimizer,
+            rows.stochastic_rounding,
+            self._chunk_ids,
+            rows.reserved,
         )
         return Launch(kernel, None, (runs.run_keys.dtype, gradient.dtype), arguments, changing)

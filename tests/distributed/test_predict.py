@@ -94,8 +94,12 @@ def test_predictions_have_the_metrics_of_eval(folder: Path, trained: Path, tmp_p
 
 
 @pytest.mark.parametrize("trained", ["dot"], indirect=True)
-def test_every_kind_of_rows_and_file_gives_the_same(folder: Path, trained: Path, tmp_path: Path) -> None:
+def test_every_kind_of_rows_and_file_gives_the_same(
+    folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table, scorer = make_table(N), Scorer(trained)
+    cities = [*table["city"].to_pylist()[:-3], *["Trier"] * 3]  # unknown
+    table = table.set_column(table.column_names.index("city"), "city", pa.array(cities))
     expected = scorer(table)
     assert expected["click"].dtype == np.float32
     assert [each.shape for each in expected.values()] == [(N,), (N,)]
@@ -113,9 +117,28 @@ def test_every_kind_of_rows_and_file_gives_the_same(folder: Path, trained: Path,
         output = tmp_path / name
         command = ["predict", "--checkpoint", str(trained), str(tmp_path / "table.parquet"), "--output", str(output)]
         assert main([*command, *options]) == 0
+        counts = f"{output}: 1200 rows\ncity: 3 of 1200 values (0.2%) not in the vocabulary\n"
+        assert capsys.readouterr().out == counts
         found = parquet.read_table(output) if name.endswith("parquet") else csv.read_csv(output)
         np.testing.assert_allclose(found["buy"].to_numpy(), expected["buy"], rtol=1e-6)
         assert not options or found["city"].to_pylist() == columns["city"]
+
+
+@pytest.mark.parametrize("trained", ["dot"], indirect=True)
+def test_python_values_mean_what_the_columns_of_a_file_mean(folder: Path, trained: Path) -> None:
+    scorer, large = Scorer(trained), [2**63 + 5, 3, None, 2**64 - 1]
+    table = make_table(4).drop_columns(["user", "seen", "age"])
+    table = table.append_column("user", pa.array(large, pa.uint64())).append_column("age", pa.array([30, 40, None, 50]))
+    table = table.append_column("seen", pa.array([[2**63 + 1, 1], [], None, [7]], pa.list_(pa.uint64())))
+    expected, columns = scorer(table), table.to_pydict()
+    assert scorer(columns | {"user": [3, 3, None, 3]})["click"][0] != expected["click"][0]
+    mixed = {"user": [str(2**63 + 5), np.int64(3), float("nan"), 2**64 - 1], "age": ["30", 40, None, 50.0]}
+    for changed in ({}, mixed, {"seen": [[2**63 + 1, "1"], (), None, np.array([7])]}):
+        for name, each in scorer(columns | changed).items():
+            np.testing.assert_array_equal(each, expected[name])
+    whole = scorer(columns | {"user": [1, 7, 7, None]})["click"]
+    np.testing.assert_array_equal(scorer(columns | {"user": [True, 7.0, "7", None]})["click"], whole)
+    assert whole[0] != scorer(columns | {"user": [7, 7, 7, None]})["click"][0]
 
 
 @pytest.mark.parametrize("trained", ["dot"], indirect=True)
@@ -141,7 +164,12 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
         ({"age": ["old"]}, r"row 1, column age: 'old' is not a finite number"),
         ({"age": 3}, "column age: no column of values"),
         ({"seen": [3]}, "row 1, column seen: int64, but the schema asks for lists"),
-        ({"price": [1.0, 2.0]}, r"rows: columns differ in length \(price 2, age 1, "),
+        ({"age": "30"}, r"column age: no column of values \(a str\); give a list"),
+        ({"city": [{"name": "Ulm"}, 3]}, r"column city: no column of values \(dict is not a number or a text\)"),
+        ({"user": [2**64]}, "row 1, column user: '18446744073709551616' is not a whole number from"),
+        ({"seen": [[1, 2**64]]}, "row 1, column seen: '18446744073709551616' is not a whole number from"),
+        ({"age": [10**400]}, r"row 1, column age: '10+ is not a finite number of 32 bits"),
+        ({"user": [1, 2]}, r"rows: columns differ in length \(price 1, user 2\); give each"),
     ):
         rows = {name: value for name, value in (columns | changed).items() if value is not None}
         with pytest.raises(InputError, match=rule):
@@ -157,11 +185,23 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
             "--key click: the output has a column of that name",
         ),
         ([str(folder / "table.parquet"), "--key", "nr"], "column nr: missing among the file's 9 columns (id, click"),
+        (
+            [str(folder / "table.parquet"), "--key", "seen", "--output", str(tmp_path / "out.csv")],
+            "--key seen: cannot be written to",
+        ),
         ([str(folder / "table.parquet"), "--output", "out.txt"], "--output: out.txt is not one of .parquet, .csv"),
     ):
         assert main([*command, *options]) == 2
         assert rule in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [tmp_path / "bad.parquet"]
+    linked, good = tmp_path / "linked", tmp_path / "good.parquet"
+    linked.mkdir()
+    parquet.write_table(make_table(3), good)
+    (linked / "day.parquet").symlink_to(good)
+    for table, output in ((good, good), (tmp_path, tmp_path / "x.csv"), (linked, good), (linked / "day.parquet", good)):
+        assert main([*command[:3], str(table), "--output", str(output)]) == 2
+        assert f"--output: {output} is a file of {table}, or in its folder" in capsys.readouterr().err
+    assert parquet.read_table(good).equals(make_table(3))
 
 
 def test_a_run_on_other_samples_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ rows: samples are few and tables small. The plan cuts the tables in the same way
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
@@ -25,9 +26,11 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import utils as sharded_tensor
 from torch.distributed._shard.sharding_spec import api as sharding_spec
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import Implementation
 from dlrm_overlap.bench.harness.workload import with_keys
+from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
 from dlrm_overlap.config import Config, DataConfig, TablesConfig
 from dlrm_overlap.data.loader import open_datasets
@@ -40,8 +43,14 @@ from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.embedding import exchange, opening, unpooled
 from dlrm_overlap.embedding.backends import base
 from dlrm_overlap.embedding.backends.fused import SlicedForward
+from dlrm_overlap.embedding.backends.ids import IdExchange
+from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
+from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
+from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels import compiled, find_slots, launches, messages, peer_copy, swap_rows
 from dlrm_overlap.kernels.count_bags import count_bags
+from dlrm_overlap.kernels.ids import fill_rows, map_ids
 from dlrm_overlap.kernels.network import Network
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.launching.parsing import parse_config
@@ -50,13 +59,16 @@ from dlrm_overlap.train.graphs import capacity, train_pipeline
 from dlrm_overlap.train.trainer import Trainer
 from tests.distributed import interpreted
 from tests.distributed.captured import captures
+from tests.distributed.tiny_stage import Stage
 from tests.kernels.specialisations import Specialisation, noting_launches
 
 WORLD_SIZE = 4
 CPU = torch.device("cpu")
 _CAPTURED = {"train.pipeline": "graph", "train.compile_dense": True, "embedding.backend": "pgas"}
 _CACHED = {"embedding.memory": "cached", "embedding.cache_fraction": 0.1}
-REQUIRED = ("mlperf", "history", "cached")
+_ANY_IDS = {"data.tables.ids": "any", "embedding.id_tables.rows": 1024}
+_COUNTED = {"embedding.id_tables.eviction": "lfu", "embedding.id_tables.admit_after": 2}
+REQUIRED = ("mlperf", "history", "cached", "ids")
 """steps all of whose specialisations `make test` compiles"""
 # Name -> configuration and keys.
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,6 +78,8 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "fused": ("mlperf_dcnv2", {"embedding.backend": "fused"}),
     "dot": ("bench/step_dot", {}),
     "rows": ("quickstart", {"data.tables.multi_hot": [40, "0..6", 1, 1, 2, 1, 1, 1]}),  # the plan cuts a table by rows
+    "any_ids": ("bench/step_mlperf", _ANY_IDS),
+    "counted_ids": ("quickstart", {**_ANY_IDS, **_COUNTED}),
     "nodes": ("bench/step_mlperf", {"embedding.nodes": 2, "embedding.internode": "puts"}),
 }
 _FEW = {"train.global_batch_size": None, "train.batch_size": 16, "data.tables.max_rows": 10_000, "data.workers": 0}
@@ -107,7 +121,7 @@ def _as_on_gpus() -> Iterator[None]:
 
         # Kernels instead of references.
         replace(launches, INTERPRETED=True)  # prepares nothing for the driver
-        for module in (find_slots, swap_rows):
+        for module in (find_slots, swap_rows, map_ids, fill_rows):
             replace(module, INTERPRETED=True)
         for module in (cross, layers, flat_steps):
             replace(module, kernels_on=lambda _, name: import_module(f"dlrm_overlap.kernels.dense.{name}"))
@@ -180,7 +194,27 @@ def _read() -> None:
     peer_copy.store_rows(rows, flags, 0)
 
 
-OTHERS: dict[str, Callable[[], None]] = {"products": _multiply, "data": _read}
+def _send_ids() -> None:
+    """Ids of 64 bits to a table of any id, with and without weights."""
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    stage = Stage([([], [])] * WORLD_SIZE, group.rank(), cut=[(8, range(WORLD_SIZE))])
+    shards = [dataclasses.replace(shard, buckets=WORLD_SIZE) for shard in stage.shards]
+    layout = joined(Layout(shards, stage.layout.names, WORLD_SIZE))
+    (name,), samples = layout.names, 16
+    for weights in (None, torch.ones(samples)):
+        ids, counters = (
+            IdLayout(layout, [name], BatchCapacity(samples, {name: (0, 1)}), weights is not None),
+            StepCounters(CPU),
+        )
+        about = stage.tables, ExchangeOptions(), group, CPU, samples, counters
+        arena = open_arena(ids.windows.regions(WORLD_SIZE), group, CPU)
+        sender = IdExchange(ExchangeContext(layout, *about, ids=ids), ids, WindowPair(ids.windows, arena, counters.ids))
+        lengths = torch.ones(samples, dtype=torch.int32)
+        sender.send(KeyedJaggedTensor([name], torch.zeros(samples).long(), weights, lengths=lengths), samples)
+
+
+OTHERS: dict[str, Callable[[], None]] = {"products": _multiply, "data": _read, "ids": _send_ids}
 NAMES = (*STEPS, *OTHERS)
 
 

@@ -5,9 +5,10 @@ import torch
 
 from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.pull_ids import Arrivals, Published, locate_ids, pull_ids, pull_tasks
+from dlrm_overlap.kernels.pull_ids import ANY_ID, Arrivals, Published, locate_ids, pull_ids, pull_tasks
 from tests.agreement import assert_same
 from tests.kernels.emulation import CPU, interpreted
+from tests.kernels.test_divide_ids import wide_ids
 
 pytestmark = interpreted
 
@@ -18,12 +19,15 @@ _BLOCK = 4
 class Ranks:
     """The windows of several ranks, and a rank that pulls some features from them."""
 
-    def __init__(self, bag_sizes: Sequence[tuple[int, int]], world_size: int = 3, samples: int = 5) -> None:
+    def __init__(
+        self, bag_sizes: Sequence[tuple[int, int]], world_size: int = 3, samples: int = 5, wide: bool = False
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.world_size, self.samples = world_size, samples
         self.capacities = [samples * most for _, most in bag_sizes]
         self.weights_at = sum(self.capacities) + 3
-        self.offsets_at = 2 * self.weights_at
+        self.high_at = 2 * self.weights_at * wide
+        self.offsets_at = (2 + wide) * self.weights_at
         self.record = DeviceErrorRecord(CPU)
         self.published: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.windows: list[torch.Tensor] = []
@@ -32,7 +36,10 @@ class Ranks:
             offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(sizes).cumsum(0)]).int()
             ids = torch.randint(0, 100, (int(offsets[-1]),), generator=generator).int()
             window = torch.full((self.offsets_at + offsets.numel(),), GUARD, dtype=torch.int32)
-            window[: ids.numel()] = ids
+            if wide:
+                ids = wide_ids(ids.numel(), generator)
+                window[self.high_at : self.high_at + ids.numel()] = reference.split_words(ids)[1]
+            window[: ids.numel()] = ids.int()
             weights = torch.randint(-4, 5, ids.shape, generator=generator) / 4
             window[self.weights_at : self.weights_at + ids.numel()] = weights.view(torch.int32)
             window[self.offsets_at :] = offsets
@@ -47,6 +54,7 @@ class Ranks:
             requested=torch.tensor(requested).int(),
             rows=torch.full((len(requested),), rows).int(),
             capacities=torch.tensor(self.capacities).int(),
+            high_at=self.high_at,
         )
 
     def pull(
@@ -56,6 +64,8 @@ class Ranks:
         known: Arrivals | None = None,
         check: bool = True,
         weights: torch.Tensor | None = None,
+        high: torch.Tensor | None = None,
+        any_id: Sequence[int] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values and offsets that arrive, with their padding."""
         pairs, batch = len(requested) * self.world_size, self.world_size * self.samples
@@ -64,13 +74,15 @@ class Ranks:
         offsets = torch.full(((len(requested) + 1) * batch + 2,), GUARD, dtype=torch.int32)
         arrivals = known or Arrivals(*(torch.full((pairs + (i == 2),), GUARD, dtype=torch.int32) for i in range(3)))
         published, lengths = self.ask(requested, rows), known is None
+        for shard in any_id:
+            published.rows[shard] = ANY_ID.value
         total = self.published[0][0].numel()
         locate_ids(published, arrivals, self.record.status, self.samples, lengths, total)
         here = [self.capacities[feature] for feature in requested]
         tasks = pull_tasks(here, self.world_size, self.samples, capacity * lengths, _BLOCK)
         pull_ids(
             published, arrivals, torch.tensor(tasks).int().view(-1, 3), values[:-1], offsets, weights,
-            self.record.status, self.samples, lengths=lengths, check=check, block=_BLOCK,
+            self.record.status, self.samples, lengths=lengths, check=check, block=_BLOCK, high=high,
         )  # fmt: skip
         assert values[-1] == GUARD
         assert offsets[-1] == GUARD
@@ -99,6 +111,43 @@ def test_ids_arrive_with_their_offsets_and_are_padded(requested: list[int], worl
     assert padding.numel() == world_size * ranks.samples + 1
     assert 0 <= int(padding.diff().min()) <= int(padding.diff().max()) <= int(padding.diff().min()) + 1
     assert ranks.record.empty
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ids_of_64_bits_arrive_for_tables_of_any_id(weighted: bool, check: bool) -> None:
+    """Shards 0 and 2 are of such tables; shard 1 has 8 rows, and none but those ids are checked."""
+    ranks, requested = Ranks([(0, 3), (1, 4)], wide=True), [1, 1, 0]
+    weights = torch.full((200,), float(GUARD)) if weighted else None
+    capacity = ranks.world_size * sum(ranks.capacities[feature] for feature in requested)
+    high = torch.full((capacity + 1,), GUARD, dtype=torch.int32)
+    values, offsets = ranks.pull(requested, 8, None, check, weights, high[:-1], any_id=[0, 2])
+    assert high[-1] == GUARD
+    expected, bags = reference.pull_ids(ranks.published, requested, ranks.samples)
+    arrived, batch = expected.numel(), ranks.world_size * ranks.samples
+    begin, end = int(bags[batch]), int(bags[2 * batch])
+    rows = reference.rows_of(expected[begin:end])
+    outside = (rows < 0) | (rows >= 8)
+    assert outside.any()
+    expected[begin:end] = rows.masked_fill(outside, 0) if check else rows
+    low, expected_high = reference.split_words(expected)
+    expected_high[begin:end] = 0
+    assert_same(values[:arrived], low, "low words")
+    assert_same(high[:arrived], expected_high, "high words")
+    assert_same(offsets[: bags.numel()], bags, "offsets")
+    assert not values[arrived:].any()
+    assert not high[arrived:-1].any()
+    if weights is not None:
+        published = zip(ranks.windows, ranks.published, strict=True)
+        of = [(window[ranks.weights_at :], bags) for window, (_, bags) in published]
+        expected_weights = reference.pull_ids(of, requested, ranks.samples)[0].view(torch.float32)
+        assert_same(weights[:arrived], expected_weights, "weights")
+    record = ranks.record.bad_arrival()
+    assert (record is None) == (not check)
+    if record is not None:
+        shard, source, index, value, limit = record
+        bag = batch + source * ranks.samples
+        assert (shard, value, limit) == (1, int(rows[int(bags[bag]) - begin + index]), 8)
 
 
 def _known(ranks: Ranks, hots: Sequence[int], requested: Sequence[int]) -> Arrivals:

@@ -109,7 +109,10 @@ def make_workload(
     world_size = group.size()
     data, _ = open_datasets(config.data)
     tables = len(data.rows)
-    collection = build_model(config.model, config.embedding, data.known_rows, data.dense_features, 0).embedding
+    rows = [count for count in data.rows if count is not None]
+    if len(rows) < tables:
+        raise InputError("data.tables.ids: any, but this figure times tables whose rows are known; take ids rows")
+    collection = build_model(config.model, config.embedding, rows, data.dense_features, 0).embedding
     ours = exchange_options(config, "pgas")
     # Resolved for pgas: TorchRec's backend would resolve auto to fp32.
     wire_dtype = replace(config.embedding, backend="pgas").resolved_wire_dtype(config.train.precision)

@@ -227,6 +227,9 @@ class CpuPush(WindowBackward):
         for shards, (weight, states, optimizer) in zip(self._tables, tables, strict=True):
             if (numbers := numbers_of[shards[0].lookup]) is not None:
                 values, by_id = self._by_id(shards, step, gradients, scale)
+                if (reserved := self.tables.reserved_rows(shards[0])) is not None:
+                    trained = values % reserved.period < reserved.first
+                    values, by_id = values[trained], by_id[trained]
                 reference.update_rows(weight, states, values, by_id, optimizer, numbers)
         return state.weights_gradients
 

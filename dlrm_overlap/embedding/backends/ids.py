@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -24,10 +24,18 @@ from dlrm_overlap.embedding.windows import DeviceSignals, Signals, WindowPair, o
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
 from dlrm_overlap.kernels.launches import StepCache
-from dlrm_overlap.kernels.pull_ids import BLOCK_IDS, Arrivals, Published, locate_ids, pull_ids, pull_tasks
+from dlrm_overlap.kernels.pull_ids import ANY_ID, BLOCK_IDS, Arrivals, Published, locate_ids, pull_ids, pull_tasks
 
-Bags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""ids bag by bag, the offsets of the bags, and the ids' weights or None"""
+
+class Bags(NamedTuple):
+    values: torch.Tensor
+    """[n] int32: ids, or their low words, bag by bag"""
+    offsets: torch.Tensor
+    """offsets of the bags"""
+    weights: torch.Tensor | None = None
+    """[n] float32: the ids' weights, if any"""
+    high: torch.Tensor | None = None
+    """[n] int32: the ids' high words, see `ArrivedIds.high`"""
 
 
 class _Prepared(NamedTuple):
@@ -44,7 +52,7 @@ class IdPull(ABC):
 
     def __init__(self, exchange: "IdExchange", shards: Sequence[FeatureShard], sources: range) -> None:
         self._exchange, self._ids, self._shards, self._sources = exchange, exchange.ids, shards, sources
-        self._rows = [exchange.rows_of(shard) for shard in shards]
+        self._rows = [ANY_ID.value if shard.buckets else exchange.rows_of(shard) for shard in shards]
         self._features = [self._ids.published(shard) for shard in shards]
         arena, names = exchange.windows.arena, exchange.windows.names
         self._windows = [[published_window(arena, name, rank) for rank in sources] for name in names]
@@ -68,12 +76,15 @@ class DeviceIdPull(IdPull):
         numbers = self._tensor(self._features), self._tensor(self._rows), self._tensor(self._ids.published_capacity)
         addresses = [torch.tensor([each.data_ptr() for each in one], device=self._device) for one in self._windows]
         at = self._ids.offsets_at, self._ids.weights_at
-        self._published = [Published(each, *at, *numbers) for each in addresses]
+        self._published = [Published(each, *at, *numbers, self._ids.high_at) for each in addresses]
         capacity = self._ids.arriving(self._features, len(sources))
         self._values = [torch.zeros(capacity, dtype=torch.int32, device=self._device) for _ in range(2)]
         self._weights: Sequence[torch.Tensor | None] = [None, None]
         if self._ids.weighted:
             self._weights = [torch.zeros(capacity, device=self._device) for _ in range(2)]
+        self._high: Sequence[torch.Tensor | None] = [None, None]
+        if self._ids.wide:
+            self._high = [torch.zeros_like(values) for values in self._values]
         self._prepared = StepCache[int, _Prepared]()
         """by number of samples of a rank"""
 
@@ -96,7 +107,7 @@ class DeviceIdPull(IdPull):
         capacities = [self._ids.published_capacity[feature] for feature in self._features]
         padded = 0 if self._known else self._values[0].numel()
         tasks = pull_tasks(capacities, sources, samples, padded, BLOCK_IDS)
-        arrived = list(zip(values, offsets, weights, strict=True))
+        arrived = [Bags(*each) for each in zip(values, offsets, weights, self._high, strict=True)]
         return _Prepared(arrivals, self._tensor(tasks).reshape(len(tasks), 3), arrived)
 
     def __call__(self, samples: int, buffer_index: int) -> Bags:
@@ -104,7 +115,10 @@ class DeviceIdPull(IdPull):
         published, status = self._published[buffer_index], self._record.status
         locate_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
         bags, lengths = found.arrived[buffer_index], not self._known
-        pull_ids(published, found.arrivals, found.tasks, *bags, status, samples, lengths=lengths, check=self._looks)
+        pull_ids(
+            published, found.arrivals, found.tasks, bags.values, bags.offsets, bags.weights, status, samples,
+            lengths=lengths, check=self._looks, high=bags.high,
+        )  # fmt: skip
         return bags
 
     def check(self) -> None:
@@ -128,6 +142,16 @@ def _store(window: torch.Tensor, source: torch.Tensor) -> None:
     torch.bitwise_or(source, 0, out=window)
 
 
+def _store_words(low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> None:
+    """Write the words of integer ids [n] to `low` and `high` [n] int32; by kernels, see `_store`."""
+    if ids.dtype == torch.int32:
+        _store(low, ids)
+        torch.bitwise_right_shift(ids, 31, out=high)
+    else:
+        for window, words in zip((low, high), reference.split_words(ids.long()), strict=True):
+            _store(window, words)
+
+
 class ArrivedIds(NamedTuple):
     """The ids that a step looks up, one input for all of this rank's shards.
 
@@ -143,6 +167,25 @@ class ArrivedIds(NamedTuple):
     """[published * b + 1] int32: offsets of the bags of this rank's samples, see `Step.own_offsets`"""
     distinct: Distinct | None = None
     """if bags are slots: which of this rank's ids are in which slot"""
+    high: torch.Tensor | None = None
+    """[n] int32, parallel to `ids.values()`, if there are tables of any id: high words of the ids of such tables, whose
+    low words are in `ids` until `IdTables.activate`; 0 for all other ids and for padding"""
+
+
+class IdTables(Protocol):
+    """This rank's shards of tables of any id, which know the row of each id."""
+
+    def activate(self, arrived: ArrivedIds) -> None:
+        """Replace the next step's ids by rows, in place; on GPUs by the current stream, without the host.
+
+        Feature i of `arrived.ids` has the ids of this rank's shard i in the exchange's layout. If the shard has
+        buckets, the row of each id, numbered within the shard, is written over its low word. Other ids stay.
+        """
+        ...
+
+    def follow_clock(self) -> None:
+        """Write the time where captured steps read it."""
+        ...
 
 
 class IdExchange:
@@ -173,7 +216,10 @@ class IdExchange:
         ids, offsets = self.ids, 1 + len(self.ids.shares) * self.ids.batch_capacity.samples
         entries = torch.tensor(ids.shares, dtype=torch.int64, device=self.device)
         where = ids.shares_at, ids.shared_values, ids.offsets_at, len(ids.keys)
-        self._shares = Shares(entries, ids.values, *where, ids.weights_at * ids.weighted)
+        if not ids.wide:
+            entries = entries[:, :3].contiguous()
+        planes = ids.weights_at * ids.weighted, ids.high_at * ids.wide
+        self._shares = Shares(entries, ids.values, *where, *planes)
         self._counts = torch.full((offsets,), ids.shares_at, dtype=torch.int32, device=self.device)
 
     def send(self, features: KeyedJaggedTensor, samples: int, count: torch.Tensor | None = None) -> ArrivedIds:
@@ -234,7 +280,9 @@ class IdExchange:
     def _publish(self, window: torch.Tensor, features: KeyedJaggedTensor, count: torch.Tensor | None) -> None:
         values = features.values()
         here = min(values.numel(), self.ids.values)
-        if values.dtype != torch.int32:
+        if self.ids.wide:
+            _store_words(window[:here], window[self.ids.high_at :][:here], values[:here])
+        elif values.dtype != torch.int32:
             # Ids beyond int32 stay outside every table: a table has at most 2^31 - 1 rows.
             values = values.clamp(-1, _GREATEST_INT32)
             window[:here].copy_(values[:here])
@@ -274,7 +322,7 @@ class IdExchange:
         offsets = self.windows.local[self.ids.offsets_at :] if self.ids.shares or self.layout.has_slots else None
         published = len(self.ids.published_capacity) * samples + 1
         batch = BatchSizes.of((samples,) * self.world_size)
-        return ArrivedIds(ids, batch, own, None if offsets is None else offsets[:published])
+        return ArrivedIds(ids, batch, own, None if offsets is None else offsets[:published], high=bags.high)
 
     def rows_of(self, shard: FeatureShard) -> int:
         if shard.owner != EVERY_RANK:
@@ -333,7 +381,7 @@ class IdExchange:
 
 
 def _input(bags: Bags, samples: int) -> KeyedJaggedTensor:
-    values, offsets, weights = bags
+    values, offsets, weights, _ = bags
     keys = [str(index) for index in range((offsets.numel() - 1) // samples)]
     return KeyedJaggedTensor(keys, values, weights, offsets=offsets, stride=samples)
 
@@ -344,12 +392,19 @@ class CpuIdPull(IdPull):
         published = [
             self._offsets(*each, samples) for each in zip(self._sources, self._windows[buffer_index], strict=True)
         ]
-        values, offsets = reference.pull_ids(published, self._features, samples)
-        self._check_rows(values, offsets[::samples].tolist())
-        if not ids.weighted:
-            return values, offsets, None
-        weights = [(window[ids.weights_at :], offsets) for window, offsets in published]
-        return values, offsets, reference.pull_ids(weights, self._features, samples)[0].view(torch.float32)
+
+        def pulled(first: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return reference.pull_ids([(window[first:], of) for window, of in published], self._features, samples)
+
+        (values, offsets), weights, high = pulled(0), None, None
+        if ids.weighted:
+            weights = pulled(ids.weights_at)[0].view(torch.float32)
+        bounds = offsets[::samples].tolist()
+        if ids.wide:
+            high = pulled(ids.high_at)[0]
+            self._take_rows(values, high, bounds)
+        self._check_rows(values, bounds)
+        return Bags(values, offsets, weights, high)
 
     def _offsets(self, rank: int, window: torch.Tensor, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a rank's window and offsets, after a check that the ids do not exceed their capacity."""
@@ -366,10 +421,21 @@ class CpuIdPull(IdPull):
                 raise exchange.overflow(rank, feature, count, most)
         return window, offsets
 
+    def _take_rows(self, values: torch.Tensor, high: torch.Tensor, bounds: Sequence[int]) -> None:
+        """Make row numbers of ids, given by their words, but for tables of any id."""
+        shards = [shard for shard in self._shards for _ in self._sources]
+        for shard, (begin, end) in zip(shards, pairwise(bounds), strict=True):
+            if not shard.buckets:
+                here = slice(begin, end)
+                values[here] = reference.rows_of(reference.joined_words(values[here], high[here]))
+                high[here] = 0
+
     def _check_rows(self, values: torch.Tensor, bounds: Sequence[int]) -> None:
         shards = zip(self._shards, self._rows, strict=True)
         arrived = [(*each, source) for each in shards for source in self._sources]
         for (shard, rows, source), (begin, end) in zip(arrived, pairwise(bounds), strict=True):
+            if shard.buckets:
+                continue
             here = values[begin:end]
             outside = (here < 0) | (here >= rows)
             if outside.any():
@@ -390,8 +456,15 @@ class CpuIdExchange(IdExchange):
         counts = offsets[: features * samples + 1 : samples].diff()
         if (counts < 0).any() or (counts > torch.tensor(ids.capacity, device="cpu")).any():
             return
-        values, positions, lengths = reference.divide_ids(window, offsets, ids.shares, samples)
-        window[ids.shares_at :][: values.numel()] = values
+        published = window[: ids.values]
+        if ids.wide:
+            published = reference.joined_words(published, window[ids.high_at :][: ids.values])
+        values, positions, lengths = reference.divide_ids(published, offsets, ids.shares, samples)
+        if ids.wide:
+            high = window[ids.high_at + ids.shares_at :][: values.numel()]
+            _store_words(window[ids.shares_at :][: values.numel()], high, values)
+        else:
+            window[ids.shares_at :][: values.numel()] = values
         if ids.weighted:
             weights = window[ids.weights_at :]
             weights[ids.shares_at :][: values.numel()] = weights[positions]

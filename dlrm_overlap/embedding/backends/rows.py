@@ -72,12 +72,12 @@ class InputRows:
         boundaries: list[int] = []
         for index, (_, same) in enumerate(groupby(range(len(shards)), key=lambda i: shared[i])):
             members = list(same)
-            part, lookup, _, weight_at, state_at = shared[members[0]]
+            part, lookup, _, weight_at, state_at, reserved = shared[members[0]]
             any_mean = any(shards[i].mean for i in members)
             stored, dim = tables.stored(shards[members[0]]), shards[members[0]].dim
             rows = OptimizerRows(
                 index, stored.weights, stored.states, weight_at, state_at, dim, any_mean, stored.optimizer,
-                stored.stochastic_rounding,
+                stored.stochastic_rounding, reserved,
             )  # fmt: skip
             self.ranges.append(UpdateRange(part, lookup, RowUpdate(rows)))
             boundaries.append(first_keys[members[0]])
@@ -87,12 +87,21 @@ class InputRows:
             boundaries=torch.tensor([*boundaries, key], dtype=torch.int64, device=device),
         )
 
-    def _shared(self, shard: FeatureShard, first_key: int) -> tuple[int, int, int, int, tuple[int, ...]]:
-        """Return what the shards of a range share: part, lookup, allocation, offsets of row and states of key 0."""
+    def _shared(
+        self, shard: FeatureShard, first_key: int
+    ) -> tuple[int, int, int, int, tuple[int, ...], tuple[int, int, int]]:
+        """Return what the shards of a range share.
+
+        It is the part, lookup, allocation, offsets of row and states of key 0, and `OptimizerRows.reserved`.
+        """
         stored, states = self._tables.stored(shard), self._tables.states(shard)
         weight_at = _offset(self._tables.weight(shard), stored.weights, first_key)
         state_at = [_offset(state, held, first_key) for state, held in zip(states, stored.states, strict=True)]
-        return self._part_of[shard], shard.lookup, stored.weights.data_ptr(), weight_at, tuple(state_at)
+        reserved = self._tables.reserved_rows(shard)
+        kept = (0, 0, 0)
+        if reserved is not None:
+            kept = reserved.period, reserved.first, first_key % reserved.period
+        return self._part_of[shard], shard.lookup, stored.weights.data_ptr(), weight_at, tuple(state_at), kept
 
     def _keys(self, features: int) -> torch.Tensor:
         """Return [features + 1] int64 on the device, the first key of each feature's table, and the end."""

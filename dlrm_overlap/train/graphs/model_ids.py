@@ -81,8 +81,8 @@ class ModelIds:
         """
         found = set[nn.Module]()
 
-        def find(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            assert isinstance(module, ExchangingModule)
+        def find(entry: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            module = of_entry[entry]
             features = maybe_td_to_kjt(*inputs, *keywords.values())
             if module in found:
                 raise InputError(
@@ -106,7 +106,8 @@ class ModelIds:
         # A first step that failed may have found some.
         self.sent_ahead.clear()
         self._torchrec.clear()
-        hooks = [module.register_forward_pre_hook(find, with_kwargs=True) for module in self._modules]
+        of_entry = {module.entry: module for module in self._modules}
+        hooks = [entry.register_forward_pre_hook(find, with_kwargs=True) for entry in of_entry]
         try:
             yield
         finally:

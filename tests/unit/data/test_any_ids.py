@@ -13,7 +13,7 @@ import torch
 from pyarrow import parquet
 
 from dlrm_overlap.cli import main
-from dlrm_overlap.config import Config, DataConfig, EmbeddingConfig, IdTablesConfig, TablesConfig, TrainConfig
+from dlrm_overlap.config import DataConfig, TablesConfig
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.day import Ragged
 from dlrm_overlap.data.encoding import Encoding
@@ -22,6 +22,7 @@ from dlrm_overlap.data.prepare import prepare_files, prepare_samples
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.schema import MISSING_ID, Categorical, Label, Schema
 from dlrm_overlap.data.synthetic import Synthetic, id_of
+from dlrm_overlap.kernels.ids.id_map import mix
 from dlrm_overlap.predict.scorer import bags_of
 from tests.agreement import assert_same_samples
 from tests.conftest import refuses
@@ -102,8 +103,6 @@ def test_other_kinds_of_ids_are_refused(tmp_path: Path) -> None:
     folders = write_table(tmp_path / "any"), write_table(tmp_path / "rows", rows)
     with refuses(r"data\.eval_path: .* has the encoding .*, not "):
         open_datasets(DataConfig(kind="prepared", path=str(folders[0]), eval_path=str(folders[1])))
-    with refuses("table 0: has ids of any value, but its number of rows is needed here; prepare the samples by"):
-        _ = Prepared(folders[0], TablesConfig()).known_rows
 
 
 @pytest.mark.parametrize("keys", [{}, {"any": True, "rows": 5}, {"any": True, "min_count": 5}, {"any": False}])
@@ -155,15 +154,17 @@ def test_synthetic_rows_get_ids_and_labels_stay() -> None:
         assert [len(bag) for bag in table] == [len(bag) for bag in other]
         pairs = {(row, id_) for bag, ids_ in zip(table, other, strict=True) for row, id_ in zip(bag, ids_, strict=True)}
         assert len({row for row, _ in pairs}) == len({id_ for _, id_ in pairs}) == len(pairs)
-        assert all((row == id_) == (t == 1) for row, id_ in pairs)
+        assert t != 1 or all(row == id_ for row, id_ in pairs)
 
 
 def test_ids_of_all_tables_rows_and_generations_differ() -> None:
     rows, generations = np.meshgrid(np.arange(300, dtype=np.int32), np.arange(20))
     ids = np.concatenate([id_of(t, rows.reshape(-1), generations.reshape(-1)) for t in range(10)])
     assert len(np.unique(ids)) == ids.size
-    assert (ids < 0).mean() == pytest.approx(0.5, abs=0.01)
-    assert not np.isin([-1, MISSING_ID], ids).any()
+    assert ids.min() >= 0
+    assert ids.mean() == pytest.approx(2**62, rel=0.02)
+    of_torch = mix(torch.arange(9) + (3 << 40)) & 2**63 - 1
+    assert id_of(3, np.arange(9), np.zeros(1, np.int64)).tolist() == of_torch.tolist()
 
 
 @pytest.mark.parametrize(("tables", "chunk"), [(SOME, 7), (DRIFTING, 300)])
@@ -216,7 +217,7 @@ def test_labels_follow_the_ids() -> None:
     rows = np.arange(40, dtype=np.int32)
     pairs = [
         [rate.get(int(id_)) for rate, id_ in zip((early, last), of_row, strict=True)]
-        for of_row in zip(id_of(0, rows, np.int64(0)), id_of(0, rows, np.int64(2)), strict=True)
+        for of_row in zip(id_of(0, rows, np.zeros(1, np.int64)), id_of(0, rows, np.full(1, 2)), strict=True)
     ]
     known = np.array([pair for pair in pairs if None not in pair], dtype=float)
     assert len(known) > 35
@@ -241,18 +242,9 @@ def test_keys_of_any_value_reach_the_model_unchanged() -> None:
     assert [each.tolist() for each in bags_of(ragged, None)] == [keys[:, 0].tolist(), [0, 3]]
 
 
-def configured(tables: TablesConfig, **keys: Any) -> Config:
-    embedding = EmbeddingConfig(id_tables=IdTablesConfig(**keys))
-    return Config(data=DataConfig(tables=tables), embedding=embedding, train=TrainConfig(steps=1))
-
-
 WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: IdTablesConfig(eviction="ttl"), r"ttl_steps: null, but eviction ttl needs .*; set ttl_steps"),
-    (lambda: IdTablesConfig(ttl_steps=3), r"ttl_steps: 3, but only eviction ttl .* is lru; leave ttl_steps out"),
-    (lambda: configured(SOME), r"id_tables\.rows: null, but 2 of the tables have ids of any value"),
-    (lambda: configured(SOME, rows=[1, 2, 3]), r"id_tables\.rows: 3 values, but 2 of the tables .*; give one value"),
-    (lambda: TablesConfig(count=2, rows=3, drift=9), r"drift: 9, but no table has ids of any value; set data\.tables"),
-    (lambda: TablesConfig(rows=[3, 4], ids=["any"]), "and ids must agree on the number of tables"),
+    (lambda: TablesConfig(count=2, rows=3, drift=9), r"drift: 9, but no table takes any id; set data\.tables"),
+    (lambda: TablesConfig(rows=[3, 4], ids=["any"]), "ids and half_life must agree on the number of tables"),
     (
         lambda: DataConfig("prepared", "days", tables=TablesConfig(ids="any")).require_source(),
         r"ids: any, but data\.kind prepared reads files, which say .*; leave it out",
@@ -264,9 +256,3 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 def test_keys_that_contradict_each_other_are_refused(make: Callable[[], Any], rule: str) -> None:
     with refuses(rule):
         make()
-
-
-def test_tables_of_any_id_have_the_rows_that_the_keys_say() -> None:
-    assert configured(SOME, rows=7).embedding.id_tables.rows_of(2) == [7, 7]
-    assert configured(SOME, rows=[7, 8]).embedding.id_tables.rows_of(2) == [7, 8]
-    assert configured(TABLES).embedding.id_tables.rows_of(0) == []

@@ -80,8 +80,9 @@ def test_bags_follow_their_ranges_table_after_table():
         assert bags.unique().tolist() == list(range(low, high + 1))
     assert dataset.pooling == [3.0, 3.0, 3.5, 1.0]
     torch.testing.assert_close(lengths.double().mean(dim=1).tolist(), dataset.pooling, rtol=0.05, atol=0)
-    for ids, rows in zip(values.split(lengths.sum(dim=1).tolist()), dataset.known_rows, strict=True):
+    for ids, rows in zip(values.split(lengths.sum(dim=1).tolist()), dataset.rows, strict=True):
         assert ids.min() >= 0
+        assert rows is not None
         assert ids.max() < rows
 
 

@@ -3,7 +3,7 @@
 import re
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.days import Days
 from dlrm_overlap.data.loader import open_datasets, warnings_of_time
 from dlrm_overlap.data.prepared import Prepared
-from dlrm_overlap.data.times import text_of, time_of, windows
+from dlrm_overlap.data.times import Window, text_of, time_of, windows
 from dlrm_overlap.launching.parsing import parse_config
 from tests.conftest import refuses
 
@@ -167,10 +167,12 @@ def test_windows_begin_at_whole_hours_days_and_mondays() -> None:
     times = np.array(
         [time_of(text) for text in ("2026-11-23 23:59", "2026-11-22 00:10", "2026-11-23", "1969-12-31 23:00")]
     )
-    found = {kind: {text_of(begin): part.tolist() for begin, part in windows(times, kind)} for kind in ("day", "week")}  # type: ignore[arg-type]
+    found = {
+        kind: {text_of(begin, kind): part.tolist() for begin, part in windows(times, kind)} for kind in get_args(Window)
+    }
     assert found["day"] == {"1969-12-31": [3], "2026-11-22": [1], "2026-11-23": [0, 2]}
     assert found["week"] == {"1969-12-29": [3], "2026-11-16": [1], "2026-11-23": [0, 2]}
-    assert [text_of(begin) for begin, _ in windows(times, "hour")][-2:] == ["2026-11-23", "2026-11-23 23:00:00"]
+    assert list(found["hour"])[-2:] == ["2026-11-23 00:00:00", "2026-11-23 23:00:00"]
 
 
 def test_times_in_a_configuration_file_and_in_options(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """How many ids there may be and where they lie, worked by hand; and what is said of bounds that are none."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout
 from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.unpooled import UnpooledIdSender
 from tests.conftest import refuses
 from tests.unit.embedding.shards import make_shard
 
@@ -25,6 +29,70 @@ def test_the_worked_example() -> None:
     assert (ids.capacity, ids.values, ids.offsets_at) == ([3, 6], 9, 12)
     assert ids.windows.regions(2)["ids0"] == Region((12 + 2 * 3 + 1,), torch.int32)
     assert [ids.arriving(ids.features(rank), 2) for rank in range(2)] == [2 * 6, 2 * 3]
+
+
+ANY = {"f": (0, 2), "g": (1, 1), "h": (0, 5)}
+
+
+def _layout_with_any_ids(ranks: int, buckets: int) -> Layout:
+    """Return a layout in which f and h share ids of any kind, g is whole on the last rank, and i is cut by rows."""
+    shards = [
+        make_shard(name, rank, 4, rows=(rank * 12, rank * 12 + 12), row_shard=rank, feature=index, buckets=of)
+        for rank in range(ranks)
+        for index, (name, of) in enumerate((("f", buckets), ("h", 3 * ranks * (buckets > 0)), ("i", 0)))
+    ]
+    named = [replace(shard, feature_name="h") if shard.name == "i" else shard for shard in shards]
+    return Layout([*named, make_shard("g", ranks - 1, 4, feature=3)], ["f", "g", "h", "i"], ranks)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_windows_have_high_words_only_with_a_table_of_any_id(weighted: bool) -> None:
+    capacity = BatchCapacity(3, ANY)
+    without, with_any = (
+        IdLayout(_layout_with_any_ids(2, buckets), ["f", "g", "h"], capacity, weighted) for buckets in (0, 4)
+    )
+    values = 6 + 3 + 15
+    shared = 6 + 15 + 15  # h and i, tables of one feature, are cut in different ways
+    assert (without.wide, with_any.wide) == (False, True)
+    plane = values + 6 + 15 + 3  # h and i are cut in one way; a multiple of 4
+    assert without.windows == ("ids", Region((plane * (1 + weighted) + 8 * 3 + 1,), torch.int32), 1)
+    assert without.offsets_at == plane * (1 + weighted)
+    plane = values + shared
+    assert (with_any.weights_at, with_any.high_at) == (plane, plane * (1 + weighted))
+    assert with_any.offsets_at == plane * (2 + weighted)
+    assert with_any.windows == ("ids", Region((with_any.offsets_at + 10 * 3 + 1,), torch.int32), 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_shares_of_buckets_and_of_rows(ranks: int) -> None:
+    """f has 4 buckets, h 3 on each rank; a rank alone has a share of all buckets, or of all rows."""
+    ids = IdLayout(_layout_with_any_ids(ranks, 4), ["f", "g", "h"], BatchCapacity(3, ANY))
+    every, h = 1 << 32, 3 * ranks
+    if ranks == 1:
+        assert ids.shares == [(0, 0, 4, 4), (2, 0, h, h), (2, 0, every, 0)]
+        assert ids.features(0) == [4, 5, 6, 1]
+    else:
+        assert ids.shares == [(0, 0, 2, 4), (0, 2, 4, 4), (2, 0, 3, h), (2, 0, 12, 0), (2, 3, 6, h), (2, 12, every, 0)]
+        assert [ids.features(rank) for rank in range(2)] == [[4, 6, 7], [5, 8, 9, 1]]
+    assert not ids.known_lengths
+    assert IdLayout(ids.layout, ["f", "g", "h"], BatchCapacity(3, dict.fromkeys("fgh", (1, 1)))).known_lengths is False
+
+
+def test_a_rank_has_whole_buckets() -> None:
+    for buckets, told in ((3, "f: rows 0 to 12, but buckets have 8 rows"), (5, "f: 24 rows, but 5 buckets")):
+        with pytest.raises(AssertionError, match=told):
+            _ = IdLayout(_layout_with_any_ids(2, buckets), ["f", "g", "h"], BatchCapacity(3, ANY)).shares
+    with pytest.raises(AssertionError, match="f: a table of any id is cut by rows, also on 1 rank"):
+        make_shard("f", 0, 4, buckets=4)
+
+
+def test_tables_of_any_id_are_not_unpooled() -> None:
+    shards = [
+        replace(make_shard(name, 0, 4, rows=(0, 12), buckets=of), slots=True) for name, of in (("f", 4), ("g", 0))
+    ]
+    unread: Any = None
+    with refuses("^f: tables of any id cannot be unpooled here yet; pool them, or train them by TorchRec's pipeline$"):
+        UnpooledIdSender(unread, unread, BatchCapacity(3, RANGES), Layout(shards, ["f", "g"], 1), None)
 
 
 def test_known_ids_are_counted_of_the_features_that_a_batch_has() -> None:

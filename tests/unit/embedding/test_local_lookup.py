@@ -22,6 +22,7 @@ from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.windows import WindowPair, WindowSpec
+from dlrm_overlap.kernels import reference
 from tests.agreement import assert_near
 from tests.distributed.interpreted import without_streams
 from tests.unit.embedding.shards import make_shard
@@ -196,6 +197,33 @@ def test_ids_of_this_rank_are_found_and_checked(world_of_one: dist.ProcessGroup,
     wrong = KeyedJaggedTensor(names, values, lengths=lengths)
     with pytest.raises(ValueError, match="of feature d in the batch of rank 0: d: id 99 is outside its table"):
         _send_and_check(exchange, wrong)
+
+
+@pytest.mark.parametrize("kind", [CpuIdExchange, IdExchange])
+def test_ids_of_this_rank_beside_a_table_of_any_id(world_of_one: dist.ProcessGroup, kind: type[IdExchange]) -> None:
+    """The table is on one rank, which has all of its buckets."""
+    context, given = _context(world_of_one, make_shard("other", 0, 4, rows=(0, 12), buckets=3)), _ids(padding=0)
+    assert context.ids is not None
+    exchange = kind(context, context.ids, _windows(context, context.ids.windows, context.counters.ids))
+    generator = torch.Generator().manual_seed(0)
+    others = torch.randint(-(2**63), 2**63 - 1, (3 * SAMPLES,), generator=generator)
+    others[:4] = torch.tensor([-1, 2**63 - 1, -(2**63), 2**31])
+    keys, by_name = list(context.ids.keys), given.to_dict()
+    lengths = {name: each.lengths() for name, each in by_name.items()} | {"other": torch.full((SAMPLES,), 3).int()}
+    values = {name: each.values().long() for name, each in by_name.items()} | {"other": others}
+    features = [torch.cat([of[name] for name in keys]) for of in (values, lengths)]
+    arrived = exchange.send(KeyedJaggedTensor(keys, features[0], lengths=features[1]), SAMPLES)
+    assert arrived.replicated is not None
+    assert arrived.high is not None
+    assert arrived.replicated.values()[: given.values().numel()].tolist() == given.values().tolist()
+    found = reference.joined_words(arrived.ids.values(), arrived.high)
+    assert found.tolist() == [*others.tolist(), *[0] * (found.numel() - others.numel())]
+    assert arrived.ids.lengths()[:SAMPLES].tolist() == [3] * SAMPLES
+    for wrong, told in ((7 + 2**32, 2**31 - 1), (-(2**40), -1), (-5, -5)):
+        features[0][0] = wrong  # of feature d, whose table has 7 rows
+        with pytest.raises(ValueError, match=f"in the batch of rank 0: d: id {told} is outside its table"):
+            _send_and_check(exchange, KeyedJaggedTensor(keys, features[0], lengths=features[1]))
+        exchange = kind(context, context.ids, _windows(context, context.ids.windows, context.counters.ids))
 
 
 def _send_and_check(exchange: IdExchange, ids: KeyedJaggedTensor) -> None:

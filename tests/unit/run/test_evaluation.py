@@ -120,6 +120,7 @@ def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Pa
         ("", "missing on the command line: --checkpoint; see --help"),
         ("--checkpoint", "--checkpoint: expected one argument; see --help"),
         ("--checkpoint {run}/nowhere", "neither a checkpoint nor the folder of a run"),
+        ("--checkpoint {run}/..", "with one; give one of the runs in it, such as "),
         ("--checkpoint {newer}", "embedding.colour is not a key"),
         ("--checkpoint {wrong}", "train.steps: abc is not a whole number from 1"),
         ("--checkpoint {tmp_path}", "step_12/checkpoint.json is damaged"),

@@ -21,6 +21,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from dlrm_overlap.checkpoint.saving import NotFiniteError
+from dlrm_overlap.cli import main
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.sharded_module import exchanges
@@ -239,13 +240,24 @@ def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCapt
         again = _fit(tmp_path, *SAVES, "--train.steps", steps)
         assert {key: again[key] for key in first} == first
         (line,) = [line for line in caplog.messages if line.startswith("finished already, nothing is trained: step 4 ")]
-        assert line.endswith(f"train.steps is {steps}; results in {tmp_path}/run/summary.json")
+        assert line.endswith(f"log.overwrite; results in {tmp_path}/run/summary.json")
+        assert f"since train.steps is {steps}; to train again, change log.name" in line
         caplog.clear()
     assert contents(tmp_path) == before
     more = ["--train.steps", "6", "--log.trace_first", "4", "--log.trace_steps", "1"]
     assert _fit(tmp_path, *SAVES, *more)["steps"] == 6, "more steps were asked for"
     assert "log.trace_first: 4, but the run resumes later: no step is traced" in caplog.messages
     assert list(read_metrics(tmp_path / "run", "train/loss")) == list(range(1, 7))
+
+
+def test_epochs_are_passes_over_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    packed, size = str(tmp_path / "packed"), ["--data.eval_samples", "64", "--data.workers", "0"]
+    assert main(["prepare", "samples", packed, "--config", "quickstart", "--samples", "200", *size]) == 0
+    options = [*SAVES, *size, "--data.kind", "prepared", "--data.path", packed, "--train.steps", "null"]
+    for epochs, steps in (("1", 3), ("2", 6), ("2", 6)):  # of 64 samples
+        assert _fit(tmp_path / "runs", *options, "--train.epochs", epochs)["steps"] == steps
+    (line,) = [line for line in caplog.messages if line.startswith("finished already, nothing is trained: step 6 ")]
+    assert "since train.epochs is 2; " in line
 
 
 def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

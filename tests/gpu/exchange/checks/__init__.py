@@ -1,6 +1,7 @@
 """All checks, in the order in which they run."""
 
 from tests.gpu.exchange.checks import (
+    any_ids,
     backward,
     backward_steps,
     captured_nccl,
@@ -24,7 +25,7 @@ from tests.gpu.exchange.checks import (
 
 _MODULES = (
     *(lookups, windows, stress, streams, backward, backward_steps, overlap, faults, dense, collectives, gathering),
-    *(gemm, training, graphs, unpooled, lifetimes, tensor_parallel, nodes, captured_nccl),
+    *(gemm, training, graphs, unpooled, lifetimes, tensor_parallel, nodes, captured_nccl, any_ids),
 )
 CHECKS = {name: check for module in _MODULES for name, check in module.CHECKS.items()}
 CHECKS |= faults.LOST_PEERS | backward_steps.LOST_PEERS | dense.LOST | gemm.LOST | graphs.LOST

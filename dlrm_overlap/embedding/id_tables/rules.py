@@ -1,0 +1,74 @@
+"""Which ids of a table get a row, and which lose it again."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dlrm_overlap.config import IdTablesConfig, InputError
+from dlrm_overlap.kernels.ids.id_map import SEGMENT, Policy
+
+EVERY_ID = 1 << 32
+
+
+@dataclass(frozen=True)
+class IdRules:
+    """The rules of a table of any id; see `kernels.ids.id_map` for the layout of its slots."""
+
+    name: str
+    rows: int
+    """slots on all ranks"""
+    buckets: int
+    """number of buckets on all ranks, all of the same size"""
+    reserved: int = 0
+    """slots at the end of each bucket for ids without a slot; 0: these ids share other ids' slots"""
+    probes: int = SEGMENT
+    """upper limit of the slots in which an id may be"""
+    policy: Policy = Policy.LRU
+    lifetime: int = 0
+    """`Policy.TTL`: time for which an id keeps its slot after it was seen"""
+    lifetimes: Mapping[str, int] = field(default_factory=dict)
+    """feature -> its own lifetime"""
+    in_hours: bool = False
+    """whether times are hours; else training steps"""
+    admit_after: int = 1
+    """sightings after which an id gets a slot; 1 is at once"""
+    admit_below: int = EVERY_ID
+    """an id gets a slot if a hash of 32 bits is less than this"""
+    reading: frozenset[str] = frozenset()
+    """features that insert no ids, and whose sightings count as no use"""
+    frozen: bool = False
+    """whether the rows of reserved slots are not trained: they are the initial rows of their buckets' ids"""
+    mixes: bool = False
+    """whether ids are replaced by a bijective hash first, so that ids in regular steps spread over all buckets"""
+
+    @property
+    def size(self) -> int:
+        return self.rows // self.buckets
+
+    @property
+    def open_slots(self) -> int:
+        return self.size - self.reserved
+
+
+def rows_of_tables(rows: Sequence[int | None], config: IdTablesConfig, ranks: int) -> list[int]:
+    """Return the rows of each table; None stands for a table of any id, whose rows `config` gives.
+
+    Raises:
+        InputError: if `config` has no rows for such tables, or another number of them.
+    """
+    names = [index for index, count in enumerate(rows) if count is None]
+    if not names:
+        return [count for count in rows if count is not None]
+    if config.rows is None:
+        raise InputError(
+            f"embedding.id_tables.rows: null, but {len(names)} tables take any id; give their rows, one number or one "
+            f"for each"
+        )
+    given = config.rows if isinstance(config.rows, list) else [config.rows] * len(names)
+    if len(given) != len(names):
+        raise InputError(
+            f"embedding.id_tables.rows: {len(given)} numbers for {len(names)} tables of any id; give one, or one for "
+            f"each"
+        )
+    step = SEGMENT * ranks
+    rounded = iter(-(-count // step) * step for count in given)
+    return [next(rounded) if count is None else count for count in rows]

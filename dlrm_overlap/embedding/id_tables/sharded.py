@@ -1,0 +1,135 @@
+"""TorchRec's sharded managed collision modules, whose ids are mapped by an `IdMap`.
+
+TorchRec's pipelines   TorchRec sends the ids; `compute_and_output_dist` maps them, then the tables' exchange begins
+GraphTrainPipeline     the `IdSender` of the tables' exchange sends them a step ahead; `activate` maps them then
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from torchrec.distributed.types import NoWait
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.comm.every_rank import gathered
+from dlrm_overlap.embedding.id_tables.id_map import IdMap, MappedIds, pool_of
+from dlrm_overlap.embedding.id_tables.module import IdTableModule
+from dlrm_overlap.embedding.id_tables.rules import IdRules
+from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.embedding.shardings import exchanging_group
+from dlrm_overlap.kernels.ids.id_map import mix
+from dlrm_overlap.torchrec_private import (
+    KJTList,
+    ShardedManagedCollisionCollection,
+    ShardedManagedCollisionEmbeddingBagCollection,
+    maybe_td_to_kjt,
+)
+from dlrm_overlap.torchrec_private.attributes import (
+    features_by_sharding,
+    sharded_zch_tables,
+    table_configs_of,
+    use_state,
+)
+
+
+class OverlapShardedManagedCollisionCollection(ShardedManagedCollisionCollection):
+    """TorchRec's sharded collection, whose tables' ids are in one map; state dicts have TorchRec's names."""
+
+    def __init__(self, *args: Any, rules: Sequence[IdRules], **kwargs: Any) -> None:
+        self._rules = rules
+        super().__init__(*args, **kwargs)
+
+    def _create_managed_collision_modules(self, module: Any) -> None:
+        super()._create_managed_collision_modules(module)
+        modules = sharded_zch_tables(self)
+        shards = {name: (offset, offset + each.output_size()) for name, (offset, each) in modules.items()}
+        self.id_map = IdMap(self._rules, shards, torch.device(self._device), lambda: self.training)
+        # State dicts refer to the map's memory: under TorchRec's names and, of our own modules, under others besides.
+        state, shard = self.id_map.state, self.id_map.shard
+        for name, (_, each) in modules.items():
+            seen = state.times if state.times.numel() else state.used_at
+            use_state(each, shard(state.ids, name), shard(seen, name))
+            if isinstance(each, IdTableModule):
+                columns = {"used_at": state.used_at, "times": state.times, "counts": state.counts}
+                if state.sketch.numel():
+                    columns["sketch"] = state.sketch
+                each.use_state({key: shard(column, name) for key, column in columns.items() if column.numel()})
+                self.register_buffer("_clock", state.clock)
+        self.register_load_state_dict_post_hook(lambda *_: self.id_map.rebuild())
+
+    def compute(self, ctx: Any, dist_input: KJTList) -> KJTList:
+        remapped = []
+        for features, context, names in zip(dist_input, ctx.sharding_contexts, features_by_sharding(self), strict=True):
+            if not features.variable_stride_per_key():
+                context.lengths_after_input_dist = features.lengths().view(-1, features.stride())
+            remapped.append(self.id_map.remap(features, names))
+        return KJTList(remapped)
+
+    def evict(self) -> dict[str, torch.Tensor | None]:
+        return {}  # rows of new ids were filled when these got their slots
+
+
+class OverlapShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisionEmbeddingBagCollection):
+    """TorchRec's sharded module of pooled tables of any id, with the exchange of its tables' module."""
+
+    _managed_collision_collection: OverlapShardedManagedCollisionCollection
+    _embedding_module: OverlapShardedEmbeddingBagCollection
+
+    def __init__(self, module: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
+        tables, id_map = self._embedding_module, self._managed_collision_collection.id_map
+        self._mixes = any(each.mixes for each in id_map.rules.values())
+        group = exchanging_group(self._env)
+        tables.own_ids(
+            self, id_map, _mixed if self._mixes else None, lambda exchange: MappedIds(id_map, exchange, group.rank())
+        )
+        if (exchange := tables.exchange) is not None:
+            seed, *_ = gathered(torch.initial_seed(), group)
+            configs = {each.name: each for each in table_configs_of(module)}
+            pools = {
+                name: pool_of(rules.rows, configs[name], seed + crc32(name.encode())).to(self._device)
+                for name, rules in id_map.rules.items()
+                if not rules.frozen
+            }
+            id_map.bind(exchange.tables.tensors_of, pools)
+
+    @property
+    def leading_columns(self) -> int:
+        return self._embedding_module.leading_columns
+
+    @property
+    def exchanging(self) -> OverlapShardedEmbeddingBagCollection:
+        """The module of the tables."""
+        return self._embedding_module
+
+    def forward(self, *input: Any, **kwargs: Any) -> Any:
+        """In steps of `GraphTrainPipeline`, look up by the tables' module, which sends the ids itself."""
+        if self._embedding_module.takes_ids:
+            return self._embedding_module(*input, **kwargs), NoWait(None)
+        return super().forward(*input, **kwargs)
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        features = maybe_td_to_kjt(features, None)
+        return super().input_dist(ctx, _mixed(features) if self._mixes else features)
+
+    def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:
+        if self._embedding_module.exchange is None:
+            return super().compute_and_output_dist(ctx, input)
+        collection = self._managed_collision_collection
+        ctx.remapped_kjt, ctx.evictions_per_table = collection.compute(ctx, input), {}
+        pooled = self._embedding_module.compute_and_output_dist(ctx, ctx.remapped_kjt)
+        if not self._return_remapped_features:
+            return pooled, NoWait(None)
+        return pooled, collection.output_dist(ctx, ctx.remapped_kjt)
+
+
+def _mixed(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return ids that are replaced by a bijective hash."""
+    values, lengths = mix(ids.values().long()), ids.lengths()
+    if ids.variable_stride_per_key():
+        strides, inverse = ids.stride_per_key_per_rank(), ids.inverse_indices_or_none()
+        return KeyedJaggedTensor(
+            ids.keys(), values, ids.weights_or_none(), lengths, stride_per_key_per_rank=strides, inverse_indices=inverse
+        )
+    return KeyedJaggedTensor(ids.keys(), values, ids.weights_or_none(), lengths, stride=ids.stride())

@@ -1,0 +1,116 @@
+"""TorchRec's sharder of pooled tables of any id, with another exchange."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
+
+from dlrm_overlap.embedding.id_tables.module import check_rows, rules_of
+from dlrm_overlap.embedding.id_tables.rules import IdRules
+from dlrm_overlap.embedding.id_tables.sharded import (
+    OverlapShardedManagedCollisionCollection,
+    OverlapShardedManagedCollisionEmbeddingBagCollection,
+)
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, PooledArguments
+from dlrm_overlap.embedding.shardings import exchanging_group
+from dlrm_overlap.torchrec_private import (
+    ManagedCollisionCollectionSharder,
+    ManagedCollisionEmbeddingBagCollectionSharder,
+)
+from dlrm_overlap.torchrec_private.attributes import collision_modules_of
+
+log = logging.getLogger("dlrm_overlap")
+
+
+class _CollectionSharder(ManagedCollisionCollectionSharder):
+    def __init__(self, rules: list[IdRules]) -> None:
+        super().__init__()
+        self._rules = rules
+
+    def shard(self, module: Any, params: dict[str, ParameterSharding], **kwargs: Any) -> Any:  # type: ignore[override]
+        return OverlapShardedManagedCollisionCollection(module, params, rules=self._rules, **kwargs)
+
+
+class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbeddingBagCollectionSharder):
+    """TorchRec's sharder of `ManagedCollisionEmbeddingBagCollection`, with our map of ids and our exchange.
+
+    It takes tables with `HashZchManagedCollisionModule`; if a table of a collection has another module or arguments
+    that the map does not know, the collection stays with TorchRec, and the log says why.
+
+    Example:
+        DistributedModelParallel(model, sharders=[OverlapManagedCollisionEmbeddingBagCollectionSharder(), ..])
+
+    Args:
+        given: see `PooledArguments`.
+    """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        **given: Unpack[PooledArguments],
+    ) -> None:
+        tables = OverlapEmbeddingBagCollectionSharder(fused_params, qcomm_codecs_registry, **given)
+        super().__init__(ebc_sharder=tables, qcomm_codecs_registry=qcomm_codecs_registry)
+        self._tables = tables
+        stock = EmbeddingBagCollectionSharder(fused_params, qcomm_codecs_registry)
+        self._stock = ManagedCollisionEmbeddingBagCollectionSharder(stock, qcomm_codecs_registry=qcomm_codecs_registry)
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return row-wise alone, on CPUs too, where TorchRec's planner knows none for such tables."""
+        return [ShardingType.ROW_WISE.value]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Return the kernel for rows in the memory of their rank's device."""
+        return [EmbeddingComputeKernel.FUSED.value]
+
+    def shard(
+        self,
+        module: Any,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        """Return `module`, sharded by the plan's `params`; a collective.
+
+        Raises:
+            InputError: if the ranks do not have the same number of whole buckets, or their plans differ.
+        """
+        found = _rules(module)
+        if isinstance(found, str):
+            if env.rank == 0:
+                log.warning("%s stays with TorchRec: %s", module_fqn or type(module).__name__, found)
+            return self._stock.shard(module, params, env, device, module_fqn)
+        for rules in found:
+            check_rows(rules, exchanging_group(env).size())
+        return OverlapShardedManagedCollisionEmbeddingBagCollection(
+            module,
+            params,
+            ebc_sharder=self._tables,
+            mc_sharder=_CollectionSharder(found),
+            env=env,
+            device=device or torch.device("cuda"),
+        )
+
+
+def why_ids_stay(module: Any) -> str | None:
+    """Return why the ids of an unsharded collection would stay with TorchRec; None if they would not."""
+    found = _rules(module)
+    return found if isinstance(found, str) else None
+
+
+def _rules(module: Any) -> list[IdRules] | str:
+    """Return the rules of a collection's tables, or why its ids stay with TorchRec."""
+    modules: Mapping[str, tuple[nn.Module, int, list[str]]] = collision_modules_of(module)
+    found = [rules_of(each, name, rows, features) for name, (each, rows, features) in modules.items()]
+    if (reason := next((each for each in found if isinstance(each, str)), None)) is not None:
+        return reason
+    rules = [each for each in found if isinstance(each, IdRules)]
+    clocks = {(each.in_hours, each.mixes) for each in rules}
+    return rules if len(clocks) == 1 else "tables of our configuration beside TorchRec's modules"

@@ -1,0 +1,175 @@
+"""Replaces the ids of a step by the slots of a map, and gives slots to new ids; see `id_map` for the layout.
+
+    _find      ids that have a slot become rows of their table; the positions of the others are listed
+    _sight     the listed ids are counted, if ids are admitted after several sightings
+    _choose    of the listed ids, those that are admitted are chained by segment, once each
+    _assign    each segment's new ids take empty slots, or slots of ids that are evicted
+    _replace   the listed ids become rows, too: their new slots, or the row for ids without a slot
+
+The result does not depend on the order in which programs run. One program assigns the slots of a segment, in the order
+of a hash of the new ids. A segment of a large bucket shares slots with the next one, and the last segment may be short.
+So `_assign` runs in three phases: for segments of even number, for odd ones, and for the last one of even number, whose
+ids may also take slots of segment 0.
+
+Evaluation only finds: it changes nothing in the map.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
+from dlrm_overlap.kernels.ids import reference
+from dlrm_overlap.kernels.ids.assign_slots import _assign, _choose, _sight
+from dlrm_overlap.kernels.ids.find_ids import _find, _replace
+from dlrm_overlap.kernels.ids.id_map import NO_FEATURE, SEGMENT, WHOLE, Claims, MapFeature, MapState, Policy, Totals
+from dlrm_overlap.kernels.tuning import power_of_2
+
+_NUM_WARPS, _FIND_WARPS = 4, 1
+_FIND_IDS = {SEGMENT // 4: 32, SEGMENT // 2: 16}  # ids of a program, by the words of digests of each
+_BLOCK = 128  # listed ids that a program takes at a time
+_PROGRAMS, _ASSIGN_PROGRAMS = (2, 2) if INTERPRETED else (1056, 2640)
+_PHASES = 3
+_COUNTERS = 4
+
+
+class Features(NamedTuple):
+    """The features that a map looks up together, and which constants their kernels have."""
+
+    infos: torch.Tensor
+    """[features + 2, 16] int64, rows of `MapFeature`; ids after all bags belong to the last two"""
+    mapped: int
+    """number of features; padding follows them"""
+    clocked: bool
+    """whether the caller sets the time; else it is the number of training steps"""
+    times: bool
+    """whether a policy needs times other than those of the last use"""
+    counts: bool
+    """whether a policy needs counts"""
+    sketch: bool
+    """whether some ids are admitted after several sightings"""
+    lanes: int
+    """upper limit of a segment's slots"""
+    phases: int
+    words: int
+    """words of digests that `probe` reads"""
+
+    @classmethod
+    def of(cls, rows: Sequence[MapFeature], clocked: bool, device: torch.device) -> "Features":
+        """Return the features with the rows of a table."""
+        policies = {Policy(row.policy) for row in rows}
+        aligned = all(row.size % 16 == 0 and row.first_slot % 16 == 0 for row in rows)
+        small = all(row.open_slots <= SEGMENT for row in rows)
+        return cls(
+            torch.tensor([*rows, NO_FEATURE, NO_FEATURE], device=device),
+            len(rows),
+            clocked,
+            clocked or any(row.lifetime for row in rows) or Policy.TTL in policies,
+            bool(policies & {Policy.LFU, Policy.DISTANCE_LFU}),
+            any(row.admit_after > 1 for row in rows),
+            SEGMENT if small else WHOLE,
+            1 if all(row.segments == 1 for row in rows) else _PHASES,
+            SEGMENT // 4 if small and aligned else SEGMENT // 2,
+        )
+
+
+class IdSet:
+    """A hash set of the ids of one step, as large as the largest step so far."""
+
+    def __init__(self) -> None:
+        self._members: torch.Tensor | None = None
+
+    def for_ids(self, count: int, device: torch.device) -> torch.Tensor:
+        """Return [a power of two, at least 2 * count] int32, all 0."""
+        if self._members is None or self._members.numel() < 2 * count:
+            self._members = torch.zeros(power_of_2(2 * max(count, 2)), dtype=torch.int32, device=device)
+        return self._members
+
+
+def map_ids(
+    state: MapState,
+    features: Features,
+    id_set: IdSet,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    out: torch.Tensor,
+    offsets: torch.Tensor,
+    samples: int,
+    train: bool,
+) -> Claims | None:
+    """Replace ids by rows of their tables on this rank, and return the slots that new ids got; None if not `train`.
+
+    With `train`, `state` counts a step, its slots are marked, and ids that are admitted get slots. Else ids without a
+    slot only get the row for them.
+
+    Args:
+        low: [n] int32, lower words of the ids, feature after feature; maybe every other word of a tensor.
+        high: [n] int32, upper words, with the same stride.
+        out: [n] int32 or int64, receives the rows; may be `low`. Ids of features without a map stay as they are.
+        offsets: [F * samples + 1] int32 or int64, of the bags of F features.
+    """
+    if not (low.is_cuda or INTERPRETED):
+        return reference.map_ids(state, features, low, high, out, offsets, samples, train)
+    ids, digests, used_at, times, counts, sketch, waiting, heads, clock, totals = state
+    infos, mapped, clocked, with_times, with_counts, with_sketch, lanes, phases, digest_words = features
+    count, number, device = out.numel(), (offsets.numel() - 1) // samples, low.device
+    segments, stride = waiting.numel(), low.stride(0)
+    assert stride == high.stride(0), "words of one tensor, or of two alike"
+    if train:
+        (clock[:1] if clocked else clock).add_(1)
+        totals[Totals.SEEN, :1].add_(offsets[mapped * samples :][:1])
+    counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+    room = max(4, -(-count // 4) * 4)  # tensors begin at multiples of 16 bytes
+    lists = torch.empty(6 * room, dtype=torch.int32, device=device).split(room)
+    missing, missing_feature, following, twin, slot_of, member_of = lists
+    none = missing[:0]
+    times, counts, sketch = (
+        each if used else none for each, used in ((times, with_times), (counts, with_counts), (sketch, with_sketch))
+    )
+    make = partial(specialised, num_warps=_NUM_WARPS)
+    switches = {"TRAIN": train, "TIMES": with_times, "COUNTS": with_counts}
+    words, marks, listed = (low, high), (used_at, times, counts, clock), (missing, missing_feature)
+    find = specialised(
+        _find,
+        num_warps=_FIND_WARPS,
+        STRIDE=stride,
+        **switches,
+        HALVINGS=number.bit_length(),
+        IDS=_FIND_IDS[digest_words],
+        WORDS=digest_words,
+    )
+    find(
+        -(-count // _FIND_IDS[digest_words]), (out.dtype, offsets.dtype),
+        *words, out, offsets, infos, ids, digests.view(torch.int32), *marks, counters, *listed, count, samples, number,
+    )  # fmt: skip
+    claims, members = None, none
+    if train:
+        members = id_set.for_ids(count, device)
+        if with_sketch:
+            sight = make(_sight, STRIDE=stride, BLOCK=_BLOCK)
+            sight(_PROGRAMS, (), *words, infos, sketch, counters, *listed)
+        active = torch.empty(_PHASES * segments, dtype=torch.int32, device=device)
+        new_ids, claimed, origins, evicted = torch.empty(4 * room, dtype=torch.int64, device=device).split(room)
+        claimed_tables = torch.empty(room, dtype=torch.int32, device=device)
+        choose = make(_choose, STRIDE=stride, SKETCH=with_sketch, BLOCK=_BLOCK)
+        choose(
+            _PROGRAMS, (),
+            *words, infos, sketch, waiting, heads, counters, *listed, following, new_ids, twin, slot_of, claimed,
+            members, member_of, active, members.numel().bit_length() - 1, segments,
+        )  # fmt: skip
+        assign = specialised(_assign, num_warps=1, TIMES=with_times, COUNTS=with_counts, LANES=lanes)
+        for phase in range(phases):
+            assign(
+                _ASSIGN_PROGRAMS, (),
+                infos, ids, digests, used_at, times, counts, waiting, heads, clock, totals, counters, missing_feature,
+                following, new_ids, slot_of, active, claimed, claimed_tables, origins, evicted, phase, segments,
+            )  # fmt: skip
+        claims = Claims(claimed, claimed_tables, new_ids, origins, evicted, counters[:1])
+    replace = make(_replace, STRIDE=stride, **switches, BLOCK=_BLOCK)
+    replace(
+        _PROGRAMS, (out.dtype,),
+        *words, out, infos, *marks, totals, counters, *listed, twin, slot_of, members, member_of,
+    )  # fmt: skip
+    return claims

@@ -1,0 +1,152 @@
+"""A small model with tables of any id, and what it must give: a dictionary of rows in float64."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import ManagedCollisionCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.config import IdTablesConfig
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
+from dlrm_overlap.embedding.id_tables.module import IdTableModule
+from dlrm_overlap.embedding.id_tables.sharder import OverlapManagedCollisionEmbeddingBagCollectionSharder
+from tests.distributed.models import CPU, open_pipeline, world
+
+DIM, SAMPLES, FEATURES = 8, 6, ("f0", "f1")
+LR, START = 0.05, 0.1
+Rows = dict[tuple[int, int], torch.Tensor]
+
+
+class Step(NamedTuple):
+    losses: list[float]
+    sharded: DistributedModelParallel
+
+    @property
+    def id_map(self) -> Any:
+        (found,) = [each.id_map for each in self.sharded.modules() if isinstance(each, ExchangingModule)]
+        return found
+
+
+def start_at(rows: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return rows.fill_(START)
+
+
+def zch_module(name: str, rows: int, **given: Any) -> HashZchManagedCollisionModule:
+    """Return TorchRec's module of a table, which keeps ids for an hour."""
+    keep = HashZchEvictionConfig(features=list(FEATURES), single_ttl=1)
+    arguments = {"total_num_buckets": 4, "eviction_policy_name": HashZchEvictionPolicyName.LRU_EVICTION}
+    return HashZchManagedCollisionModule(
+        zch_size=rows, device=CPU, name=name, eviction_config=keep, **arguments | given
+    )
+
+
+def own_module(name: str, rows: int, **given: Any) -> IdTableModule:
+    return IdTableModule(name, rows, CPU, IdTablesConfig(**given))
+
+
+class Model(nn.Module):
+    """Returns the loss and the outputs [b]: the weighted sum of two pooled embeddings."""
+
+    def __init__(self, rows: int, make_module: Any, **given: Any) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(
+                name=f"t{i}", num_embeddings=rows, embedding_dim=DIM, feature_names=[feature], init_fn=start_at
+            )
+            for i, feature in enumerate(FEATURES)
+        ]
+        modules = {config.name: make_module(config.name, rows, **given) for config in configs}
+        self.tables = ManagedCollisionEmbeddingBagCollection(
+            EmbeddingBagCollection(configs, device=CPU), ManagedCollisionCollection(modules, configs)
+        )
+        self.over = nn.Linear(len(FEATURES) * DIM, 1)
+        with torch.no_grad():
+            self.over.weight.fill_(0.3)
+            self.over.bias.zero_()
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        pooled, _ = self.tables(batch.sparse)
+        output = self.over(pooled.values()).squeeze(1)
+        return output.square().mean(), output.detach()
+
+
+def shard(model: Model, backend: str = "pgas") -> DistributedModelParallel:
+    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
+    sharders: list[Any] = [OverlapManagedCollisionEmbeddingBagCollectionSharder(fused, backend=backend)]
+    planner = EmbeddingShardingPlanner(topology=Topology(dist.get_world_size(), "cpu"))
+    plan = planner.collective_plan(model, sharders, world())
+    return DistributedModelParallel(model, device=CPU, sharders=sharders, plan=plan)
+
+
+def batch_of(ids: Sequence[Sequence[Sequence[int]]]) -> Batch:
+    """Return a batch of `ids`: feature -> sample -> bag."""
+    bags = [bag for feature in ids for bag in feature]
+    values = torch.tensor([id for bag in bags for id in bag], dtype=torch.int64)
+    sparse = KeyedJaggedTensor(list(FEATURES), values, lengths=torch.tensor([len(bag) for bag in bags]))
+    samples = len(ids[0])
+    return Batch(torch.zeros(samples, 1), sparse, torch.zeros(samples))
+
+
+def draw(rank: int, step: int, pool: int = 60, seed: int = 0) -> list[list[list[int]]]:
+    """Return the ids of a rank's batch: feature -> sample -> bag."""
+    known = torch.randint(0, 2**62, (pool,), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [
+        [
+            known[
+                torch.randint(pool, (int(torch.randint(1, 4, (), generator=generator)),), generator=generator)
+            ].tolist()
+            for _ in range(SAMPLES)
+        ]
+        for _ in FEATURES
+    ]
+
+
+def train(sharded: DistributedModelParallel, batches: Sequence[Batch], pipeline: str = "none") -> Step:
+    """Take a step on each of `batches`; losses are means over all ranks. `pipeline` as in `models.open_pipeline`."""
+    dense = {name: each for name, each in sharded.named_parameters() if "over." in name}
+    keyed = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=LR))
+    optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", keyed)])
+    steps, remaining = open_pipeline(pipeline, sharded, optimizer), iter(batches)
+    losses = torch.stack([steps.progress(remaining).double().square().mean() for _ in batches])
+    dist.all_reduce(losses)
+    return Step((losses / dist.get_world_size()).tolist(), sharded)
+
+
+def expected_losses(steps: Sequence[Sequence[Sequence[Sequence[Sequence[int]]]]]) -> list[float]:
+    """Return the losses of a model in float64 whose rows are in a dictionary; `steps` are step -> rank -> ids."""
+    rows, over, bias = Rows(), torch.full((len(FEATURES) * DIM,), 0.3, dtype=torch.float64), 0.0
+    first, losses = torch.full((DIM,), START, dtype=torch.float64), list[float]()
+    for ranks in steps:
+        changes, of_over, of_bias, total = Rows(), torch.zeros_like(over), 0.0, 0.0
+        number = len(ranks) * SAMPLES
+        for ids in ranks:
+            for bags in zip(*ids, strict=True):
+                pooled = [sum((rows.get((f, id), first) for id in bag), first * 0) for f, bag in enumerate(bags)]
+                inputs = torch.cat(pooled)
+                output = float(inputs @ over) + bias
+                total += output**2 / number
+                gradient = 2 * output / number
+                of_over, of_bias = of_over + gradient * inputs, of_bias + gradient
+                for f, bag in enumerate(bags):
+                    for id in bag:
+                        change = gradient * over[f * DIM : (f + 1) * DIM]
+                        changes[f, id] = changes.get((f, id), 0) + change
+        losses.append(total)
+        rows |= {key: rows.get(key, first) - LR * change for key, change in changes.items()}
+        over, bias = over - LR * of_over, bias - LR * of_bias
+    return losses

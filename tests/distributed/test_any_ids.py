@@ -1,0 +1,157 @@
+"""Tables of any id train as if each id had its own row, in every pipeline and on any number of ranks."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.kernels.compiled import INTERPRETED
+from dlrm_overlap.kernels.ids.id_map import EMPTY, Totals
+from tests.conftest import PYTHON_PATH, ROOT, read_metrics, run_cli
+from tests.distributed import any_ids
+from tests.distributed.any_ids import batch_of, draw, expected_losses, own_module, shard, zch_module
+from tests.distributed.captured import captures
+from tests.distributed.workers import cases_on_ranks
+
+STEPS, ROWS = 6, 512
+
+
+def _check_losses(pipeline: str, make_module: Any, backend: str = "pgas") -> None:
+    """Each id has its own row, whichever slot that is."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    drawn = [[draw(each, step) for each in range(ranks)] for step in range(STEPS)]
+    captured = pipeline == "captured"
+    with captures() if captured else nullcontext() as taken:
+        sharded = shard(any_ids.Model(ROWS, make_module), backend)
+        found = any_ids.train(sharded, [batch_of(of[rank]) for of in drawn], "graph" if captured else pipeline)
+    assert taken is None or taken["replayed"] > 0, "steps are captured"
+    assert found.losses == pytest.approx(expected_losses(drawn), rel=1e-5)
+    assert found.id_map.total(Totals.NO_ROOM) == found.id_map.total(Totals.NOT_ADMITTED) == 0
+    used = torch.tensor(found.id_map.used())
+    dist.all_reduce(used)
+    assert int(used) == len(
+        {(f, id) for of in drawn for ids in of for f, bags in enumerate(ids) for bag in bags for id in bag}
+    )
+
+
+def _check_state_dict() -> None:
+    """TorchRec's operator finds, in what a state dict has, each id where our map has it."""
+    rank = dist.get_rank()
+    sharded = shard(any_ids.Model(ROWS, zch_module))
+    any_ids.train(sharded, [batch_of(draw(rank, step)) for step in range(STEPS)])
+    state, prefix = sharded.state_dict(), "tables._managed_collision_collection._managed_collision_modules.t0."
+    (mine,) = state[f"{prefix}_hash_zch_identities"].local_shards()
+    ids = mine.tensor.flatten()
+    size, here = ROWS // 4, ids[ids != EMPTY]
+    assert len(here) > 10
+    bucket = here % 4 - mine.metadata.shard_offsets[0] // size
+    found, _ = torch.ops.fbgemm.zero_collision_hash(
+        here, ids.view(-1, 1), 128, True, -1, True, torch.full_like(here, size), bucket * size
+    )
+    assert torch.equal(found, (ids != EMPTY).nonzero().flatten())
+
+
+def _check_full() -> None:
+    """Where every slot is in use, ids are served by the reserved row, which is not trained, and counted."""
+    rank, rows = dist.get_rank(), 128 * dist.get_world_size()
+    sharded = shard(any_ids.Model(rows, partial(own_module, eviction="none")))
+    before = _reserved(sharded)
+    ids = [[[[1000 * step + 100 * sample + k for k in range(60)] for sample in range(6)]] * 2 for step in range(3)]
+    found = any_ids.train(sharded, [batch_of(each) for each in ids])
+    assert found.id_map.total(Totals.NO_ROOM) > 0
+    assert found.id_map.used() == 2 * 127
+    assert torch.equal(_reserved(sharded), before)
+    assert rank < 2
+
+
+def _reserved(sharded: Any) -> torch.Tensor:
+    (mine,) = sharded.state_dict()["tables._embedding_module.embedding_bags.t0.weight"].local_shards()
+    return mine.tensor[127::128].clone()
+
+
+def _check_evaluation() -> None:
+    """An evaluation changes nothing, and unknown ids read their first row."""
+    rank = dist.get_rank()
+    sharded = shard(any_ids.Model(ROWS, own_module))
+    found = any_ids.train(sharded, [batch_of(draw(rank, step)) for step in range(2)])
+    before = [each.clone() for each in found.id_map.state]
+    sharded.eval()
+    with torch.no_grad():
+        sharded(batch_of(draw(rank, 5, seed=1)))
+    assert all(torch.equal(*pair) for pair in zip(before, found.id_map.state, strict=True))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    f"{pipeline}, {module.__name__}": partial(_check_losses, pipeline, module)
+    for pipeline in ("none", "sparse_dist", "graph", *["captured"] * INTERPRETED)
+    for module in (zch_module, own_module)
+}
+CASES |= {
+    "nccl": partial(_check_losses, "none", zch_module, "nccl"),
+    "state dict": _check_state_dict,
+    "full": _check_full,
+    "evaluation": _check_evaluation,
+}
+
+
+def _run_case(case: str) -> None:
+    CASES[case]()
+
+
+ended = cases_on_ranks(2, _run_case, list(CASES))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(ended: Callable[[str], None], case: str) -> None:
+    ended(case)
+
+
+_TRAIN = ("train", "--config", "quickstart", "--data.tables.ids", "any", "--embedding.id_tables.rows", "512")
+_TRAIN = (*_TRAIN, "--embedding.backend", "pgas", "--train.global_batch_size", "512", "--log.every", "5")
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_fewer_ranks(tmp_path: Path) -> None:
+    """A run that resumes ends with the same bits; on one rank instead of two, with the same losses but for rounding."""
+    keys = ("--log.dir", str(tmp_path), "--checkpoint.every", "20", "--checkpoint.keep", "3")
+    keys = (*keys, "--embedding.id_tables.eviction", "lfu", "--embedding.id_tables.admit_after", "2")
+    losses = {}
+    for name, ranks, resume in (("whole", 2, "never"), ("again", 2, "step_20"), ("alone", 1, "step_20")):
+        start = str(tmp_path / "whole" / "checkpoints" / resume) if resume != "never" else resume
+        steps = ("--train.steps", "40", "--checkpoint.resume", start, "--log.name", name, "--nproc", str(ranks))
+        result = run_cli(*_TRAIN, *keys, *steps)
+        assert result.returncode == 0, result.stderr
+        losses[name] = read_metrics(tmp_path / name, "train/loss")
+    later = [25, 30, 35, 40]
+    assert [losses["again"][step] for step in later] == [losses["whole"][step] for step in later]
+    assert [losses["alone"][step] for step in later] == pytest.approx(
+        [losses["whole"][step] for step in later], rel=1e-4
+    )
+
+
+@pytest.mark.slow
+def test_the_example_learns_while_ids_come_and_go() -> None:
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *agent, "examples/any_ids.py", "--steps", "100"],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "backend pgas: 2 of 2 tables exchanged, update by push" in done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 5
+    assert losses[-1] < 0.05

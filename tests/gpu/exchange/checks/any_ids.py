@@ -1,0 +1,80 @@
+"""Tables of any id: kernels against the reference on the device, and captured steps against eager ones under delays."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dlrm_overlap.config import Config, IdTablesConfig
+from dlrm_overlap.kernels.ids import reference
+from dlrm_overlap.kernels.ids.id_map import MapState, Policy
+from dlrm_overlap.kernels.ids.map_ids import IdSet, map_ids
+from tests.gpu.exchange.checks.graphs import train_in_segments
+from tests.gpu.exchange.checks.training import small_config
+from tests.gpu.exchange.place import Check, Place, every
+from tests.kernels.test_map_ids import CASES, Table, batches, claims_of, random_ids, state_of, words_of
+
+_RULES: dict[str, dict[str, Any]] = {
+    "lru": {"rows": 512},
+    "lfu": {"rows": 256, "eviction": "lfu", "admit_after": 2},
+    "ttl": {"rows": 256, "eviction": "ttl", "ttl_steps": 3, "admit_share": 0.75},
+}
+# Tables, number of known ids, ids of a feature in a step.
+_LARGE: dict[str, tuple[tuple[Table, ...], int, int]] = {
+    "many buckets, large ones": ((Table(64, 128), Table(3, 700, 0, policy=Policy.LFU)), 30_000, 12_000),
+    "many sightings": ((Table(64, 128, policy=Policy.DISTANCE_LFU, admit_after=3),), 20_000, 20_000),
+    "hours": ((Table(2, 1500, 0, probes=60, policy=Policy.TTL),), 9_000, 5_000),
+}
+
+
+def _check_kernels(place: Place, case: str) -> None:
+    """After each of several steps the map, the rows and the claims are those of the reference."""
+    tables, known, count = (CASES | (_LARGE if place.on_gpu else {})).get(case, CASES["lru"])
+    state, features = state_of(*tables)
+    mine = MapState(*(each.to(place.device, copy=True) for each in state))
+    on_device, members = features._replace(infos=features.infos.to(place.device)), IdSet()
+    for step, (drawn, offsets) in enumerate(batches(random_ids(known, 1), count, len(tables), 8)):
+        train = step % 3 != 2
+        state.clock[1] = mine.clock[1] = step
+        low, high = words_of(drawn)
+        expected = low.clone()
+        claimed = reference.map_ids(state, features, low, high, expected, offsets, 4, train)
+        found, upper, ends = low.to(place.device), high.to(place.device), offsets.to(place.device)
+        claims = map_ids(mine, on_device, members, found, upper, found, ends, 4, train)
+        assert torch.equal(found.cpu(), expected), f"step {step}: rows"
+        for name, column, its in zip(MapState._fields, mine, state, strict=True):
+            assert torch.equal(*(_comparable(name, each.cpu()) for each in (column, its))), f"step {step}: {name}"
+        if train:
+            assert claims is not None
+            assert claimed is not None
+            assert claims_of(claims) == claims_of(claimed)
+
+
+def _comparable(name: str, column: torch.Tensor) -> torch.Tensor:
+    return column.sum(1) if name == "totals" else column
+
+
+def _config(place: Place, backend: str, rules: str, capture: bool) -> Config:
+    config = small_config(place, backend, "adagrad", pipeline="graph")
+    tables = replace(config.data.tables, ids="any")
+    return replace(
+        config,
+        data=replace(config.data, tables=tables),
+        embedding=replace(config.embedding, id_tables=IdTablesConfig(**_RULES[rules])),
+        train=replace(config.train, capture=capture),
+    )
+
+
+def _check_captured(place: Place, backend: str, rules: str) -> None:
+    """Captured steps have the bits of eager ones, whatever ranks and hosts are late."""
+    eager = train_in_segments(place, _config(place, backend, rules, capture=False))
+    for delays in (False, True):
+        captured = train_in_segments(place, _config(place, backend, rules, capture=True), delays)
+        captured.assert_same(eager, f"captured, delays {delays}")
+
+
+_NAMES = {case.replace(",", "").replace(" ", "_"): case for case in {**CASES, **_LARGE}}
+CHECKS: dict[str, Check] = {
+    **every("any_ids_kernels", _check_kernels, case=_NAMES),
+    **every("any_ids_captured", _check_captured, backend=("pgas", "fused"), rules=tuple(_RULES), gpu_only=True),
+}

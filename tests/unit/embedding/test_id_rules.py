@@ -1,0 +1,82 @@
+"""Which rows tables of any id have, and which modules of TorchRec the map takes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+
+from dlrm_overlap.config import IdTablesConfig
+from dlrm_overlap.embedding.id_tables.module import check_rows, rules_of
+from dlrm_overlap.embedding.id_tables.rules import EVERY_ID, IdRules, rows_of_tables
+from dlrm_overlap.kernels.ids.id_map import Policy
+from tests.conftest import refuses
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "expected"),
+    [(1000, 2, [50, 1024, 1024]), ([1, 300], 2, [50, 256, 512]), (128, 3, [50, 384, 384])],
+)
+def test_rows_are_whole_buckets_of_every_rank(given: Any, ranks: int, expected: list[int]) -> None:
+    assert rows_of_tables([50, None, None], IdTablesConfig(rows=given), ranks) == expected
+
+
+def test_tables_of_known_rows_need_no_rules() -> None:
+    assert rows_of_tables([50, 7], IdTablesConfig(), 4) == [50, 7]
+
+
+@pytest.mark.parametrize(("given", "rule"), [(None, "null, but 2 tables take any id"), ([1], "1 numbers for 2 tables")])
+def test_missing_rows_are_refused(given: Any, rule: str) -> None:
+    with refuses(rule):
+        rows_of_tables([50, None, None], IdTablesConfig(rows=given), 1)
+
+
+@pytest.mark.parametrize("keys", [{"eviction": "ttl"}, {"ttl_steps": 5}])
+def test_ttl_and_its_steps_go_together(keys: dict[str, Any]) -> None:
+    with refuses("ttl_steps"):
+        IdTablesConfig(**keys)
+
+
+def _module(**given: Any) -> HashZchManagedCollisionModule:
+    return HashZchManagedCollisionModule(512, torch.device("cpu"), **{"total_num_buckets": 4, **given})
+
+
+def test_arguments_of_a_module_become_rules() -> None:
+    keep = HashZchEvictionConfig(features=["a", "b"], per_feature_ttl=[3, 5])
+    policy = HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION
+    module = _module(
+        max_probe=64, opt_in_prob=25, percent_reserved_slots=10, eviction_policy_name=policy, eviction_config=keep
+    )
+    found = rules_of(module, "t", 512, ["a", "b"])
+    assert isinstance(found, IdRules)
+    assert (found.size, found.reserved, found.probes, found.policy) == (128, 12, 64, Policy.TTL)
+    assert (found.lifetimes, found.in_hours, found.admit_below) == ({"a": 3, "b": 5}, True, EVERY_ID // 4)
+    plain = rules_of(_module(), "t", 512, ["a"])
+    assert isinstance(plain, IdRules)
+    assert (plain.reserved, plain.policy, plain.admit_below) == (0, Policy.NONE, EVERY_ID)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"disable_fallback": True}, "disable_fallback"),
+        ({"max_probe": 200}, "max_probe 200"),
+        ({"tb_logging_frequency": 5, "name": "t"}, "TensorBoard"),
+        ({"output_segments": [0, 100, 200, 300, 512]}, "different sizes"),
+    ],
+)
+def test_what_the_map_does_not_know_stays_with_torchrec(given: dict[str, Any], reason: str) -> None:
+    found = rules_of(_module(**given), "t", 512, ["a"])
+    assert isinstance(found, str)
+    assert reason in found
+
+
+def test_other_modules_stay_with_torchrec() -> None:
+    assert rules_of(torch.nn.Identity(), "t", 512, ["a"]) == "Identity of table t"
+
+
+@pytest.mark.parametrize(("rows", "buckets", "ranks"), [(512, 4, 3), (510, 4, 2)])
+def test_ranks_have_whole_buckets(rows: int, buckets: int, ranks: int) -> None:
+    with refuses(f"{buckets} buckets of {rows} rows on {ranks} ranks"):
+        check_rows(IdRules("t", rows, buckets), ranks)
