@@ -49,8 +49,8 @@ class Scorer:
         encoding = encoded.read()
         if of_any := [name for name, column in encoding.schema.categorical.items() if column.any]:
             raise InputError(
-                f"checkpoint: {self.path} has a table of any id, of the column {of_any[0]}, whose ids are mapped to rows "
-                f"only in training and by `dlrm-overlap eval`; evaluate it, or train with rows or min_count instead"
+                f"checkpoint: {self.path} has a table of any id, of the column {of_any[0]}, whose ids only training "
+                f"and `dlrm-overlap eval` map to rows; evaluate it, or train with rows or min_count instead"
             )
         self.step: int = manifest.step
         self.labels: list[str] = list(encoding.schema.labels)

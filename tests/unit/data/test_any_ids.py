@@ -12,17 +12,19 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from dlrm_overlap.checkpoint.manifest import Manifest
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import DataConfig, TablesConfig
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.day import Ragged
-from dlrm_overlap.data.encoding import Encoding
+from dlrm_overlap.data.encoding import Encoding, write_encoding
 from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.prepare import prepare_files, prepare_samples
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.schema import MISSING_ID, Categorical, Label, Schema
 from dlrm_overlap.data.synthetic import Synthetic, id_of
 from dlrm_overlap.kernels.ids.id_map import mix
+from dlrm_overlap.predict import scorer
 from dlrm_overlap.predict.scorer import bags_of
 from tests.agreement import assert_same_samples
 from tests.conftest import refuses
@@ -232,6 +234,15 @@ def test_packed_samples_are_those_of_the_stream(tmp_path: Path, tables: TablesCo
     packed, _ = open_datasets(DataConfig(kind="prepared", path=str(tmp_path / "packed")))
     assert packed.rows == [None, 3, None]
     assert_same_samples(packed.read(0, 50), synthetic(tables).read(0, 50))
+
+
+def test_predictions_by_such_a_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain model would look up keys as rows."""
+    monkeypatch.setattr(scorer, "locate_checkpoint", lambda path, option: path)
+    monkeypatch.setattr(scorer, "read_manifest", lambda path: Manifest(2, {}, {}))
+    monkeypatch.setattr(scorer, "encoded_of", lambda path: write_encoding(tmp_path / "encoding", SCHEMA, {}))
+    with refuses(r"checkpoint: .* has a table of any id, of the column user, .*; evaluate it, or train with rows"):
+        scorer.Scorer(tmp_path)
 
 
 def test_keys_of_any_value_reach_the_model_unchanged() -> None:
