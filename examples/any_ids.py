@@ -27,7 +27,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from torchrec.modules.mc_modules import ManagedCollisionCollection
+from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -50,7 +50,7 @@ class Clicks(nn.Module):
             EmbeddingBagConfig(name=f"t_{name}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=[name])
             for name in FEATURES
         ]
-        modules = {
+        modules: dict[str, ManagedCollisionModule] = {
             table.name: HashZchManagedCollisionModule(
                 zch_size=ROWS,
                 device=meta,

@@ -62,6 +62,7 @@ def _sight(
     high,
     infos,
     sketch,
+    taken,
     counters,
     missing,
     missing_feature,
@@ -75,7 +76,7 @@ def _sight(
         mask = k < total
         i = tl.load(missing + k, mask=mask, other=0).to(tl.int64)
         feature = infos + tl.load(missing_feature + k, mask=mask, other=0).to(tl.int64) * COLUMNS
-        sights = mask & (tl.load(feature + WRITES, mask=mask, other=0) > 0)
+        sights = mask & (tl.load(feature + WRITES, mask=mask, other=0) > 0) & (tl.load(taken) > 0)
         sights = sights & (tl.load(feature + ADMIT_AFTER, mask=mask, other=0) > 1)
         id = id_at(low, high, i, sights, STRIDE)
         _, bucket = bucket_of(id, feature, sights)
@@ -93,6 +94,7 @@ def _choose(
     sketch,
     waiting,
     heads,
+    taken,
     counters,
     missing,
     missing_feature,
@@ -129,7 +131,7 @@ def _choose(
         _, bucket = bucket_of(id, feature, mask)
         segments, within, segment = _segment_of(hash, feature, bucket, mask)
         # Admission.
-        wanted = mask & (id != EMPTY) & (tl.load(feature + WRITES, mask=mask, other=0) > 0)
+        wanted = mask & (id != EMPTY) & (tl.load(feature + WRITES, mask=mask, other=0) > 0) & (tl.load(taken) > 0)
         wanted = wanted & ((mixed >> 32).to(tl.int64) < tl.load(feature + ADMIT_BELOW, mask=mask, other=0))
         if SKETCH:
             first, second = _cells(segment, mixed)

@@ -48,12 +48,13 @@ def _find(
     out,  # [count] int32 or int64; may be `low`
     offsets,  # [features * samples + 1], of the bags
     infos,  # [features + 2, 16] int64
-    ids,  # these six as in `MapState`, digests as int32
+    ids,  # these seven as in `MapState`, digests as int32
     digests,
     used_at,
     times,
     counts,
     clock,
+    taken,
     counters,  # [4] int32
     missing,  # [count] int32
     missing_feature,  # [count] int32
@@ -87,7 +88,7 @@ def _find(
     slot = probe(ids, digests, id, murmur(id), first, feature, here, IDS, WORDS)
     found = here & (slot >= 0)
     if TRAIN:
-        writes = found & (tl.load(feature + WRITES, mask=found, other=0) > 0)
+        writes = found & (tl.load(feature + WRITES, mask=found, other=0) > 0) & (tl.load(taken) > 0)
         _mark(used_at, times, counts, first + slot, feature, clock, writes, TIMES, COUNTS)
     # An id whose bucket is elsewhere was sent to the wrong rank, which the layout excludes.
     value = tl.where(found, row + slot, 0)
@@ -110,6 +111,7 @@ def _replace(
     times,
     counts,
     clock,
+    taken,
     totals,
     counters,
     missing,
@@ -151,7 +153,7 @@ def _replace(
             first = tl.load(feature + FIRST_SLOT, mask=mask, other=0) + bucket * size
             _mark(used_at, times, counts, first + slot, feature, clock, found, TIMES, COUNTS)
             spare = tl.where(found, slot, spare)
-            writes = mask & (tl.load(feature + WRITES, mask=mask, other=0) > 0)
+            writes = mask & (tl.load(feature + WRITES, mask=mask, other=0) > 0) & (tl.load(taken) > 0)
             add_total(totals, NOT_ADMITTED, tl.sum((writes & (wanted == 0)).to(tl.int32), 0))
             add_total(totals, NO_ROOM, tl.sum((wanted & (slot < 0)).to(tl.int32), 0))
             member = tl.load(member_of + k, mask=mask, other=-1)

@@ -117,6 +117,8 @@ class MapState(NamedTuple):
     """[G] int32: the last of these, plus 1; 0 between steps"""
     clock: torch.Tensor
     """[2] int64: number of training steps, and the time"""
+    taken: torch.Tensor
+    """[1] int64: 1; 0 while ids are mapped that no step will look up, which then change nothing"""
     totals: torch.Tensor
     """[5, SPREAD * SPREAD_STEP] int64: by `Totals`, numbers that add up to the total"""
 
@@ -137,6 +139,7 @@ class MapState(NamedTuple):
             full(segments, 0),
             full(segments, 0),
             full(2, 0, torch.int64),
+            full(1, 1, torch.int64),
             full(len(Totals) * SPREAD * SPREAD_STEP, 0, torch.int64).view(len(Totals), -1),
         )
 

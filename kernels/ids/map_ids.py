@@ -101,8 +101,8 @@ def map_ids(
 ) -> Claims | None:
     """Replace ids by rows of their tables on this rank, and return the slots that new ids got; None if not `train`.
 
-    With `train`, `state` counts a step, its slots are marked, and ids that are admitted get slots. Else ids without a
-    slot only get the row for them.
+    With `train`, and if `state.taken` is 1, `state` counts a step, its slots are marked, and ids that are admitted get
+    slots. Else ids without a slot only get the row for them.
 
     Args:
         low: [n] int32, lower words of the ids, feature after feature; maybe every other word of a tensor.
@@ -112,14 +112,14 @@ def map_ids(
     """
     if not (low.is_cuda or INTERPRETED):
         return reference.map_ids(state, features, low, high, out, offsets, samples, train)
-    ids, digests, used_at, times, counts, sketch, waiting, heads, clock, totals = state
+    ids, digests, used_at, times, counts, sketch, waiting, heads, clock, taken, totals = state
     infos, mapped, clocked, with_times, with_counts, with_sketch, lanes, phases, digest_words = features
     count, number, device = out.numel(), (offsets.numel() - 1) // samples, low.device
     segments, stride = waiting.numel(), low.stride(0)
     assert stride == high.stride(0), "words of one tensor, or of two alike"
     if train:
-        (clock[:1] if clocked else clock).add_(1)
-        totals[Totals.SEEN, :1].add_(offsets[mapped * samples :][:1])
+        (clock[:1] if clocked else clock).add_(taken)
+        totals[Totals.SEEN, :1].add_(offsets[mapped * samples :][:1] * taken)
     counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
     room = max(4, -(-count // 4) * 4)  # tensors begin at multiples of 16 bytes
     lists = torch.empty(6 * room, dtype=torch.int32, device=device).split(room)
@@ -130,7 +130,7 @@ def map_ids(
     )
     make = partial(specialised, num_warps=_NUM_WARPS)
     switches = {"TRAIN": train, "TIMES": with_times, "COUNTS": with_counts}
-    words, marks, listed = (low, high), (used_at, times, counts, clock), (missing, missing_feature)
+    words, marks, listed = (low, high), (used_at, times, counts, clock, taken), (missing, missing_feature)
     find = specialised(
         _find,
         num_warps=_FIND_WARPS,
@@ -149,14 +149,14 @@ def map_ids(
         members = id_set.for_ids(count, device)
         if with_sketch:
             sight = make(_sight, STRIDE=stride, BLOCK=_BLOCK)
-            sight(_PROGRAMS, (), *words, infos, sketch, counters, *listed)
+            sight(_PROGRAMS, (), *words, infos, sketch, taken, counters, *listed)
         active = torch.empty(_PHASES * segments, dtype=torch.int32, device=device)
         new_ids, claimed, origins, evicted = torch.empty(4 * room, dtype=torch.int64, device=device).split(room)
         claimed_tables = torch.empty(room, dtype=torch.int32, device=device)
         choose = make(_choose, STRIDE=stride, SKETCH=with_sketch, BLOCK=_BLOCK)
         choose(
             _PROGRAMS, (),
-            *words, infos, sketch, waiting, heads, counters, *listed, following, new_ids, twin, slot_of, claimed,
+            *words, infos, sketch, waiting, heads, taken, counters, *listed, following, new_ids, twin, slot_of, claimed,
             members, member_of, active, members.numel().bit_length() - 1, segments,
         )  # fmt: skip
         assign = specialised(_assign, num_warps=1, TIMES=with_times, COUNTS=with_counts, LANES=lanes)

@@ -39,6 +39,7 @@ def map_ids(
     train: bool,
 ) -> Claims | None:
     """Do what `map_ids.map_ids` does."""
+    train = train and bool(state.taken)
     if train:
         (state.clock[:1] if features.clocked else state.clock).add_(1)
         state.totals[Totals.SEEN, 0] += offsets[features.mapped * samples]

@@ -1,6 +1,6 @@
 """A small model with tables of any id, and what it must give: a dictionary of rows in float64."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,15 +116,28 @@ def draw(rank: int, step: int, pool: int = 60, seed: int = 0) -> list[list[list[
     ]
 
 
-def train(sharded: DistributedModelParallel, batches: Sequence[Batch], pipeline: str = "none") -> Step:
-    """Take a step on each of `batches`; losses are means over all ranks. `pipeline` as in `models.open_pipeline`."""
+def train(
+    sharded: DistributedModelParallel, batches: Sequence[Batch], pipeline: str = "none", segment: int | None = None
+) -> Step:
+    """Take a step on each of `batches`; losses are means over all ranks. `pipeline` as in `models.open_pipeline`.
+
+    After every `segment` steps the pipeline is empty.
+    """
     dense = {name: each for name, each in sharded.named_parameters() if "over." in name}
     keyed = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=LR))
     optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", keyed)])
-    steps, remaining = open_pipeline(pipeline, sharded, optimizer), iter(batches)
-    losses = torch.stack([steps.progress(remaining).double().square().mean() for _ in batches])
+    steps, outputs = open_pipeline(pipeline, sharded, optimizer), list[torch.Tensor]()
+    for part in batched(batches, segment or len(batches)):
+        remaining = iter(part)
+        outputs += [steps.progress(remaining).clone() for _ in part]
+    losses = torch.stack([output.double().square().mean() for output in outputs])
     dist.all_reduce(losses)
     return Step((losses / dist.get_world_size()).tolist(), sharded)
+
+
+def batched(batches: Sequence[Batch], size: int) -> Iterator[Sequence[Batch]]:
+    for first in range(0, len(batches), size):
+        yield batches[first : first + size]
 
 
 def expected_losses(steps: Sequence[Sequence[Sequence[Sequence[Sequence[int]]]]]) -> list[float]:

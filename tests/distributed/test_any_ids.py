@@ -90,6 +90,22 @@ def _check_evaluation() -> None:
     assert all(torch.equal(*pair) for pair in zip(before, found.id_map.state, strict=True))
 
 
+def _check_segments() -> None:
+    """A replay at the end of a segment sends ids that no step looks up: they are not counted, and get no rows."""
+    rank, found = dist.get_rank(), list[list[float]]()
+    rules = partial(own_module, eviction="lfu", admit_after=2)
+    batches = [batch_of(draw(rank, step, pool=400)) for step in range(15)]
+    for pipeline in ("graph", "captured"):
+        captured = pipeline == "captured"
+        with captures() if captured else nullcontext() as taken:
+            sharded = shard(any_ids.Model(128 * dist.get_world_size(), rules))
+            step = any_ids.train(sharded, batches, "graph", segment=5)
+        assert taken is None or taken["replayed"] > 3, "steps are captured"
+        found.append([*step.losses, *(step.id_map.total(which) for which in Totals)])
+    assert found[0] == found[1]
+    assert step.id_map.total(Totals.NOT_ADMITTED) > 0
+
+
 CASES: dict[str, Callable[[], None]] = {
     f"{pipeline}, {module.__name__}": partial(_check_losses, pipeline, module)
     for pipeline in ("none", "sparse_dist", "graph", *["captured"] * INTERPRETED)
@@ -97,6 +113,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 CASES |= {
     "nccl": partial(_check_losses, "none", zch_module, "nccl"),
+    **({"segments": _check_segments} if INTERPRETED else {}),
     "state dict": _check_state_dict,
     "full": _check_full,
     "evaluation": _check_evaluation,

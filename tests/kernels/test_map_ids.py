@@ -219,6 +219,25 @@ def test_evaluation_changes_nothing() -> None:
     assert all(torch.equal(*pair) for pair in zip(before, state, strict=True))
 
 
+def test_ids_that_no_step_looks_up_change_nothing() -> None:
+    state, features = state_of(Table(policy=Policy.LFU, admit_after=2))
+    known = random_ids(20, 9).tolist()
+    one_bag(state, features, *known, *known)
+    rows = one_bag(state, features, *known, train=False)
+    state.taken.zero_()
+    before = [each.clone() for each in state]
+    for change in (False, True):
+        low, high = words_of(torch.tensor([*known, *random_ids(20, 10).tolist()]))
+        offsets = torch.tensor([0, *[40] * _SAMPLES], dtype=torch.int32)
+        if change:
+            map_ids(state, features, IdSet(), low, high, low, offsets, _SAMPLES, True)
+        else:
+            reference.map_ids(state, features, low.clone(), high, low, offsets, _SAMPLES, True)
+        assert low[:20].tolist() == rows
+        assert all(row % 16 == 15 for row in low[20:].tolist())
+        assert all(torch.equal(*pair) for pair in zip(before, state, strict=True))
+
+
 @pytest.mark.parametrize("policy", [Policy.LRU, Policy.LFU, Policy.DISTANCE_LFU, Policy.TTL])
 def test_a_policy_evicts_the_least(policy: Policy) -> None:
     """One bucket of three ids: `often` was seen most, `lately` last, `once` first and once."""

@@ -187,6 +187,10 @@ class IdTables(Protocol):
         """Write the time where captured steps read it."""
         ...
 
+    def expect(self, is_taken: bool) -> None:
+        """Say whether a step will look up the ids that are sent next, by a replay or not."""
+        ...
+
 
 class IdExchange:
     """Sends ids to the owners of their rows; on GPUs, the host reads nothing back."""

@@ -72,7 +72,7 @@ class IdMap:
         self._pools: Mapping[str, torch.Tensor] = {}
         self._tables: RowTables | None = None
         self._storage: tuple[int, ...] = ()
-        self._hour = -1
+        self._hour, self._is_taken = -1, True
 
     def bind(self, rows: Rows, pools: Mapping[str, torch.Tensor]) -> None:
         """Set where the tables' rows are; `pools` has the initial rows [P, D] of tables without reserved slots."""
@@ -134,6 +134,12 @@ class IdMap:
         if self._clocked and (hour := int(time.time() / 3600)) != self._hour:
             self.state.clock[1:].fill_(hour)
             self._hour = hour
+
+    def expect(self, is_taken: bool) -> None:
+        """Say whether a step will look up the ids that are mapped next; if not, they change nothing."""
+        if is_taken != self._is_taken:
+            self.state.taken.fill_(int(is_taken))
+            self._is_taken = is_taken
 
     def map(
         self,
@@ -214,6 +220,9 @@ class MappedIds:
 
     def follow_clock(self) -> None:
         self._map.follow_clock()
+
+    def expect(self, is_taken: bool) -> None:
+        self._map.expect(is_taken)
 
 
 def _words(rows: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.backends.ids import IdTables
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.id_sender import IdSender
@@ -59,6 +60,11 @@ class ModelIds:
             ids = batch.ids[path]
             sender.send(ids.tensor, ids.count)
         self.are_sent = True
+
+    @property
+    def id_tables(self) -> list[IdTables]:
+        exchanges = (sender.exchange for sender in self.senders)
+        return [each.id_tables for each in exchanges if each.id_tables is not None]
 
     def forget(self) -> None:
         for sender in self.senders:

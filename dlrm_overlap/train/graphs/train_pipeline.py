@@ -288,6 +288,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def _take_step(self, step: PlannedStep) -> Any:
         if step.kind is StepKind.END:
             raise StopIteration
+        for each in self._ids.id_tables:
+            each.expect(is_taken=True)
         if step.is_first:
             self._dense.cast_shadow()  # a checkpoint may have been loaded since the last step
         self._dense.clear()
@@ -308,6 +310,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         captured = self._graphs.each[step.buffer_index]
         if captured is not None and self._graphs.are_captured:
             self._replays += 1
+            if tables := self._ids.id_tables:  # a replay sends some batch's ids even if no captured step follows
+                follows = self._prefetcher.plan_following().kind is StepKind.CAPTURED
+                for each in tables:
+                    each.expect(follows)
             return self._launch(step, captured.replay)
         with self._ids.steady():
             output = self._warmup_step(step, self._prefetcher.plan_following())
