@@ -15,6 +15,11 @@ from dlrm_overlap.data.encoding import Encoded
 from dlrm_overlap.data.schema import table_keys
 
 
+def id_type(rows: Sequence[int | None]) -> torch.dtype:
+    """Return the type of a batch's ids: int64 if a table has ids of any value (its rows are None), else int32."""
+    return torch.int64 if None in rows else torch.int32
+
+
 class Lease:
     """Keeps a slot of shared memory for a batch. When the last reference is dropped, it appends itself to `returned`.
 
@@ -42,7 +47,8 @@ class Batch(Pipelineable):
     dense: torch.Tensor
     """[b, F] float32"""
     sparse: KeyedJaggedTensor
-    """ids: T keys of b bags each, in table order; lengths int32, values int32 or int64"""
+    """ids: T keys of b bags each, in table order; lengths int32, values int32, or int64 if a table has ids of any
+    value"""
     labels: torch.Tensor
     """[b] float32, or [b, L] with several labels per sample, each 0 or 1"""
     lease: Lease | None = None
@@ -131,7 +137,7 @@ class Dataset:
     """A stream of samples, read by position; step s trains on the samples [s * B, (s + 1) * B)."""
 
     rows: Sequence[int | None]
-    """rows of each table; None for a table of any id"""
+    """number of rows of each table; None for a table of any id"""
     pooling: Sequence[float]
     """mean number of ids per bag of each table"""
     bag_sizes: Sequence[tuple[int, int]]
@@ -169,6 +175,7 @@ class Dataset:
         """Return the samples [first, first + count), on the CPU unless `on_gpu`.
 
         Raises:
-            InputError: if a label is not 0 or 1, a dense feature is not finite or an id is not in its table.
+            InputError: if a label is not 0 or 1, a dense feature is not finite, or an id is not in its table, unless it
+                is a table of any id.
         """
         raise NotImplementedError

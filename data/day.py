@@ -16,7 +16,7 @@ Samples = slice | np.ndarray  # numbers of samples in a day
 @dataclass(frozen=True)
 class Ragged:
     values: np.ndarray | CheckedArray
-    """[m] int32: ids, bag after bag"""
+    """[m] int32, or int64 of a table of any id: ids, bag after bag"""
     ends: np.ndarray
     """[n] int64, end of each bag in `values`"""
 
@@ -31,14 +31,14 @@ class Day:
     dense: np.ndarray
     """[n, F] float32"""
     ids: Sequence[np.ndarray | Ragged]
-    """per table: [n, pooling factor] int32, or ragged"""
+    """per table: [n, pooling factor] int32, int64 of a table of any id, or ragged"""
     records: np.ndarray | CheckedArray | None = None
     """[n, record_bytes] uint8 if the other fields are unpacked from records"""
     times: np.ndarray | CheckedArray | None = None
     """[n] int64, see `times`; None if the samples have none"""
 
     def bags(self, table: int, samples: Samples) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids [m] int32 of one table for `samples`, and the size of each sample's bag."""
+        """Return the ids [m] of one table for `samples`, and the size of each sample's bag."""
         ids = self.ids[table]
         if not isinstance(ids, Ragged):
             taken = ids[samples]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.data.batch import Batch, Dataset
+from dlrm_overlap.data.batch import Batch, Dataset, id_type
 from dlrm_overlap.data.day import Day, Samples
 
 _TIMES = 1 << 20  # read at a time
@@ -27,10 +27,14 @@ class Days(Dataset):
     cure = "correct the file"
     id_cure = cure
 
-    def __init__(self, days: Sequence[Day], rows: Sequence[int], max_rows: int | None):
-        self.made_for: list[int] = list(rows)
-        self.rows: list[int] = [min(table_rows, max_rows or table_rows) for table_rows in rows]
-        self._moduli = [kept if kept < made else 0 for kept, made in zip(self.rows, rows, strict=True)]
+    def __init__(self, days: Sequence[Day], rows: Sequence[int | None], max_rows: int | None):
+        """Take the days, and each table's rows: None for a table of any id, which `max_rows` leaves as it is."""
+        self.made_for: list[int | None] = list(rows)
+        self.rows: list[int | None] = [made and min(made, max_rows or made) for made in rows]
+        self._moduli = [
+            kept if kept and made and kept < made else 0 for kept, made in zip(self.rows, rows, strict=True)
+        ]
+        self._id_type = np.int64 if id_type(rows) == torch.int64 else np.int32
         self._days, self.name = days, days[0].name
         self._ends = list(accumulate(len(day.labels) for day in days))
         self._start, self._shuffle, self._seed = 0, 0, 0
@@ -163,10 +167,12 @@ class Days(Dataset):
                     f"{_where(stretches, sample)}: {name} {column} is {found[sample, column]}, not {rule}; {self.cure}"
                 )
         bags = [[day.bags(t, samples) for day, samples in stretches] for t in range(len(self.rows))]
-        values = np.concatenate([ids for table in bags for ids, _ in table], dtype=np.int32)
+        values = np.concatenate([ids for table in bags for ids, _ in table], dtype=self._id_type)
         lengths = np.stack([np.concatenate([sizes for _, sizes in table], dtype=np.int32) for table in bags])
         tables = np.split(values, lengths.sum(axis=1).cumsum()[:-1])
         for t, (ids, rows, modulus) in enumerate(zip(tables, self.rows, self._moduli, strict=True)):
+            if rows is None:
+                continue
             # Minimum and maximum show whether all ids are valid, for a fraction of a mask's time.
             if len(ids) and (ids.min() < 0 or (ids.max() >= rows and not modulus)):
                 bad = int(((ids < 0) | ((ids >= rows) & (not modulus))).argmax())

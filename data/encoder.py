@@ -2,6 +2,7 @@
 
 The key of a categorical value is the 64-bit integer itself, or the BLAKE2b hash of a text. A vocabulary has row 0 for
 missing values, row 1 for all rare and unknown values, and rows from 2 on for the others in ascending order of keys.
+The ids of a table of any id are the keys themselves, and `MISSING_ID` for missing values.
 """
 
 from collections import Counter
@@ -12,7 +13,7 @@ import pyarrow as pa
 
 from dlrm_overlap.data.columns import Column, Missing
 from dlrm_overlap.data.day import Day, Ragged
-from dlrm_overlap.data.schema import Schema
+from dlrm_overlap.data.schema import MISSING_ID, Schema
 
 _MISSING, _RARE, _FIRST_KNOWN = 0, 1, 2  # rows of a table with a vocabulary
 _LEAST_PENDING = 1 << 18
@@ -82,9 +83,12 @@ class Encoder:
         return learnt
 
     @property
-    def rows(self) -> list[int]:
-        columns = self._schema.categorical.items()
-        return [column.rows or _FIRST_KNOWN + len(self._vocabularies[name].keys) for name, column in columns]
+    def rows(self) -> list[int | None]:
+        """Number of rows of each table; None for a table of any id."""
+        return [
+            None if column.any else column.rows or _FIRST_KNOWN + len(self._vocabularies[name].keys)
+            for name, column in self._schema.categorical.items()
+        ]
 
     def take_counts(self) -> tuple[Counter[str], Counter[str]]:
         """Return `values` and `unknown`, and count from 0 again."""
@@ -117,6 +121,9 @@ class Encoder:
 
     def _ids(self, row: int, block: pa.RecordBatch, name: str) -> np.ndarray | Ragged:
         keys, missing, ends = self._keys(row, block, name)
+        if self._schema.categorical[name].any:
+            ids = np.where(missing, MISSING_ID, keys)
+            return ids[:, None] if ends is None else Ragged(ids, ends)
         rows = self._schema.categorical[name].rows
         known = hashed_rows(keys, rows) if rows else self._vocabularies[name].rows_of(keys)
         ids = np.where(missing, np.int32(_MISSING), known)

@@ -49,7 +49,11 @@ class Encoding:
 
 
 def _pairs(columns: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(name, asdict(column)) for name, column in columns.items()]
+    # Without `any` where it is false, encodings that have no such column keep the digests of earlier versions.
+    return [
+        (name, {key: value for key, value in asdict(column).items() if key != "any" or value})
+        for name, column in columns.items()
+    ]
 
 
 class Encoded(NamedTuple):

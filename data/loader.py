@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from dlrm_overlap.config import HELD_BATCHES, DataConfig, InputError
-from dlrm_overlap.data.batch import Batch, Dataset
+from dlrm_overlap.data.batch import Batch, Dataset, id_type
 from dlrm_overlap.data.criteo import Criteo
 from dlrm_overlap.data.days import Days
 from dlrm_overlap.data.encoding import other_encoding
@@ -118,8 +118,14 @@ def other_ids(rows: Sequence[int | None], expected: Sequence[int | None]) -> str
     if len(rows) != len(expected):
         return f"{len(rows)} tables, not {len(expected)} as"
     pairs = enumerate(zip(rows, expected, strict=True))
-    differing = (f"{found} rows in table {t}, not {other} as" for t, (found, other) in pairs if found != other)
+    differing = (
+        f"{_rows_text(found)} in table {t}, not {_rows_text(other)} as" for t, (found, other) in pairs if found != other
+    )
     return next(differing, "")
+
+
+def _rows_text(rows: int | None) -> str:
+    return "any id" if rows is None else f"{rows} rows"
 
 
 def open_files(config: DataConfig, path: str | None) -> Days:
@@ -205,7 +211,7 @@ def _form_of(dataset: Dataset, b: int, is_packed: bool) -> Form:
     return [
         ((b, dataset.dense_features), torch.float32),
         ((b * len(dataset.rows),), torch.int32),
-        ((b * dataset.max_ids,), torch.int64 if None in dataset.rows else torch.int32),
+        ((b * dataset.max_ids,), id_type(dataset.rows)),
         ((b,) if labels == 1 else (b, labels), torch.float32),
     ]
 

@@ -90,7 +90,7 @@ def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> Re
     layout = RecordLayout(
         dict(train.labels),
         train.dense_features,
-        [count for count in train.rows if count is not None],
+        train.rows,
         sizes,
         held_out=held_out,
         encoding=encoded and encoded.digest,

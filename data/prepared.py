@@ -2,7 +2,7 @@
 
     records     uint8 [n, record_bytes], see `records`
     ends_t      int64 [n], for each table t whose bags differ in size: end of each sample's bag in list_t
-    list_t      int32 [m], the ids of these bags, which are not in records
+    list_t      int32 [m], int64 of a table of any id: the ids of these bags, which are not in records
     times       int64 [n], if the schema names a column of times; see `times`
     checksums   uint64, of each block of these files, in this order; see `checksums`
     encoding    folder, if the samples were made of a table; see `encoding`
@@ -29,7 +29,7 @@ from dlrm_overlap.data.checksums import BLOCK_BYTES, CheckedArray, ChecksumWrite
 from dlrm_overlap.data.day import Day, Ragged
 from dlrm_overlap.data.days import Days
 from dlrm_overlap.data.encoding import FOLDER, Encoded
-from dlrm_overlap.data.records import Packed, RecordLayout
+from dlrm_overlap.data.records import Packed, RecordLayout, id_format
 from dlrm_overlap.launching.files import open_file, write_json
 
 _META, _CHECKSUMS = "meta.json", "checksums"
@@ -53,7 +53,10 @@ class Prepared(Days):
             raise InputError(f"{folder}: {_META} or {_CHECKSUMS} has changed since it was written; {_CURE}")
         made, most = layout.rows, tables.max_rows or math.inf
         rows = tables.rows if isinstance(tables.rows, list) else [tables.rows or each for each in made]
-        if [min(each, most) for each in rows] != [min(each, most) for each in made]:
+        if len(rows) != len(made) or any(
+            found and expected and min(found, most) != min(expected, most)
+            for found, expected in zip(rows, made, strict=True)
+        ):
             raise InputError(
                 f"data.tables.rows: {rows}, but the ids of {folder} were made for {made} rows; set it to null, which "
                 f"takes these, and to save memory fold the ids by data.tables.max_rows"
@@ -68,7 +71,7 @@ class Prepared(Days):
                 raise InputError(
                     f"{folder / f'ends_{t}'}: the bag of sample {falls.argmax()} ends before it begins; {_CURE}"
                 )
-            ids.insert(t, Ragged(files.map_next(f"list_{t}", "<i4", (int(ends[-1]),)), ends))
+            ids.insert(t, Ragged(files.map_next(f"list_{t}", id_format(made[t]), (int(ends[-1]),)), ends))
         self.unordered = layout.unordered
         times = None if layout.unordered is None else files.map_next("times", "<i8", (samples,))
         super().__init__([Day(str(folder), labels, dense, ids, records, times)], made, tables.max_rows)
@@ -109,7 +112,7 @@ def _read_meta(file: Path) -> tuple[RecordLayout, dict[str, Any], str]:
         "digest": digest is None or isinstance(digest, str),
         "labels": isinstance(labels, dict) and labels and all(map(_is_weight, labels.values())),
         "dense": _is_count(layout.dense),
-        "rows": isinstance(rows, list) and rows and all(map(_is_count, rows)),
+        "rows": isinstance(rows, list) and rows and all(each is None or _is_count(each) for each in rows),
         "sizes": isinstance(sizes, list) and all(each is None or _is_count(each) for each in sizes),
         "samples": _is_count(samples, 0, sys.maxsize),
         "held_out": layout.held_out is None or _is_count(layout.held_out, 1, sys.maxsize),
@@ -198,7 +201,7 @@ def write_samples(target: Path, layout: RecordLayout, blocks: Iterable[Day], tim
             for t in ids:
                 values, sizes = block.bags(t, slice(0, len(block.labels)))
                 writers[f"ends_{t}"].write((ids[t] + sizes.cumsum()).astype("<i8"))
-                writers[f"list_{t}"].write(values.astype("<i4"))
+                writers[f"list_{t}"].write(values.astype(id_format(layout.rows[t])))
                 ids[t] += len(values)
             if timed:
                 times: Any = block.times

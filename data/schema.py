@@ -22,6 +22,8 @@ from dlrm_overlap.config import (
 from dlrm_overlap.launching.parsing import NOT_YAML, UniqueKeyLoader, read_tree
 
 Separator = Annotated[str, ValueRule("the text between two values", bool)]
+MISSING_ID = -(1 << 63)
+"""the id of a missing value in a table of any id; an integer of this value, or of 2^63, has the same id"""
 Delimiter = Annotated[str, ValueRule("one ASCII character", lambda value: len(value) == 1 and value.isascii())]
 
 
@@ -53,6 +55,8 @@ class Categorical:
     """hash values into this number of rows, of which row 0 is for missing values"""
     min_count: PositiveInt | None = None
     """or learn a vocabulary with a row for each value that occurs this often"""
+    any: bool = False
+    """or keep the 64-bit key itself as the id, of which no number of rows is known: a table of any id"""
     list: bool | Separator = False
     """whether cells are lists; for text, the separator"""
 
@@ -74,10 +78,10 @@ class Schema:
 
     def __post_init__(self) -> None:
         for name, column in self.categorical.items():
-            if (column.rows is None) == (column.min_count is None):
+            if [column.rows is not None, column.min_count is not None, column.any].count(True) != 1:
                 raise InputError(
-                    f"categorical.{name}: rows {column.rows}, min_count {column.min_count}; give one of them, to hash "
-                    f"values or to learn a vocabulary"
+                    f"categorical.{name}: rows {column.rows}, min_count {column.min_count}, any {column.any}; give one "
+                    f"of them: rows, to hash values, min_count, to learn a vocabulary, or any: true, to keep 64-bit ids"
                 )
         for section in ("labels", "categorical"):
             if not getattr(self, section):

@@ -3,6 +3,10 @@
 Sample i is drawn from a fixed range of a counter-based random stream (Philox, Salmon et al., SC 2011) of (seed, split).
 It has the same bits on every rank and device (`synthetic_device.py`): ids and lengths come from integers, and
 floating-point operations round identically everywhere.
+
+In a table of any id, each row stands for a 64-bit id (`id_of`). Without drift these ids stay. With drift, the id of a
+row is replaced by that of its next generation every 2 * drift samples. The rows take turns at even distances, so after
+`drift` samples half of the ids have been replaced.
 """
 
 import math
@@ -15,13 +19,13 @@ from dlrm_overlap.config import DataConfig, parse_multi_hot
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.teacher import Teacher
 from dlrm_overlap.data.zipf import ZipfRanks, ZipfTable
-from dlrm_overlap.kernels.ids.id_map import mix
 
 _T = TypeVar("_T")
 DRAWS_PER_BLOCK = 4  # 64-bit draws of one Philox counter value
 _BLOCK_SAMPLES = 1024  # made at once, so that they fit in a core's cache
-_TABLE_BITS = 40  # a row's id is a hash of its number + its table << 40, of 63 bits
+_TABLE_BITS = 40  # a row and its table are mixed as row + (table << 40)
 _POSITIVE = 2**63 - 1  # TorchRec cannot divide negative ids over several ranks
+_MIX = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)  # shifts and factors
 NORMAL_SCALE = math.sqrt(3 / (2.0**32 - 1))  # scales the centered sum of four 16-bit fields to variance 1
 
 
@@ -36,19 +40,22 @@ class Synthetic(Dataset):
         tables, number = config.tables, config.tables.number()
         assert tables.rows is not None, "DataConfig checks that synthetic tables have rows"
         cap = tables.max_rows or math.inf
-        counts = [int(min(rows, cap)) for rows in _per_table(tables.rows, number)]
-        self._takes_any = [kind == "any" for kind in _per_table(tables.ids, number)]
-        self.rows = [None if any_id else count for any_id, count in zip(self._takes_any, counts, strict=True)]
+        sizes = [int(min(rows, cap)) for rows in _per_table(tables.rows, number)]
+        self._any = [ids == "any" for ids in _per_table(tables.ids, number)]
+        self.rows: list[int | None] = [None if of_any else rows for rows, of_any in zip(sizes, self._any, strict=True)]
+        self._period = 2 * tables.drift
+        """number of samples after which the id of a row is replaced; 0: never"""
         self.num_samples: int | None = None if split == "train" else config.eval_samples
         self.bag_sizes: list[tuple[int, int]] = [parse_multi_hot(spec) for spec in _per_table(tables.multi_hot, number)]
         self.pooling: list[float] = [(low + high) / 2 for low, high in self.bag_sizes]
 
         rng = np.random.default_rng((config.seed, 2))
-        shapes = list(zip(counts, _per_table(tables.zipf_alpha, number), strict=True))
+        shapes = list(zip(sizes, _per_table(tables.zipf_alpha, number), strict=True))
         ranks = {shape: ZipfRanks(*shape) for shape in set(shapes)}
         self._tables = [ZipfTable(ranks[shape], int(rng.integers(shape[0]))) for shape in shapes]
         half_lives = _per_table(tables.half_life, number)
-        self._teacher = Teacher(self._tables, self.bag_sizes, config.dense_features, rng, half_lives)
+        drifts = [of_any and self._period > 0 for of_any in self._any]
+        self._teacher = Teacher(self._tables, self.bag_sizes, config.dense_features, rng, half_lives, drifts)
         self._key = np.random.SeedSequence((config.seed, int(split == "eval"))).generate_state(2, np.uint64)
         self.dense_features = config.dense_features
         # A sample's draws: label, dense features, bag size of each table, ids of each table.
@@ -67,32 +74,53 @@ class Synthetic(Dataset):
         low, high = np.array(self.bag_sizes, dtype=np.uint64).T[..., None]
         lengths = (low + (sizes * (high - low + np.uint64(1)) >> np.uint64(32))).astype(np.int32, order="C")
 
-        values = np.empty(int(lengths.sum()), dtype=np.int32)
+        rows = np.empty(int(lengths.sum()), dtype=np.int32)
+        values = rows if not any(self._any) else np.empty(rows.size, dtype=np.int64)
+        generations = np.zeros(rows.size, dtype=np.int64) if self._period else None
         start, column = 0, self._first_id
-        for table, bags, (low, high) in zip(self._tables, lengths, self.bag_sizes, strict=True):
+        for t, (table, bags, (low, high)) in enumerate(zip(self._tables, lengths, self.bag_sizes, strict=True)):
             kept = draws[:, column : column + high]
             if low < high:
                 kept = kept[np.arange(high) < bags[:, None]]
-            ids = table.row_ids(table.ranks.draw(kept.reshape(-1)))
-            values[start : start + ids.size] = ids
-            start += ids.size
+            drawn = table.row_ids(table.ranks.draw(kept.reshape(-1)))
+            part = slice(start, start + drawn.size)
+            rows[part] = drawn
+            if self._any[t]:
+                generation = np.zeros(1, dtype=np.int64)
+                if generations is not None:
+                    samples = np.repeat(np.arange(first, first + count), bags)
+                    generation = generations[part] = generation_of(drawn, table.rows, samples, self._period)
+                values[part] = id_of(t, drawn, generation)
+            elif values is not rows:
+                values[part] = drawn
+            start += drawn.size
             column += high
 
         uniform = (draws[:, 0] >> np.uint64(11)) * 2.0**-53
-        labels = uniform < self._teacher.click_probability(dense, lengths, values)
+        labels = uniform < self._teacher.click_probability(dense, lengths, rows, generations)
         tensors = (dense, lengths.reshape(-1), values, labels.astype(np.float32))
-        return self._with_ids(Batch.from_tensors(*map(torch.from_numpy, tensors)))
+        return Batch.from_tensors(*map(torch.from_numpy, tensors))
 
-    def _with_ids(self, batch: Batch) -> Batch:
-        """Return the batch with 64-bit ids instead of rows, int64, in tables of any id; on any device."""
-        if not any(self._takes_any):
-            return batch
-        lengths, rows = batch.sparse.lengths(), batch.sparse.values().long()
-        tables = torch.arange(len(self.rows), device=rows.device).repeat_interleave(batch.sparse.stride())
-        table = tables.repeat_interleave(lengths, output_size=rows.numel())
-        takes_any = torch.tensor(self._takes_any, device=rows.device)[table]
-        values = torch.where(takes_any, mix(rows + (table << _TABLE_BITS)) & _POSITIVE, rows)
-        return Batch.from_tensors(batch.dense, lengths, values, batch.labels)
+
+def generation_of(rows: np.ndarray, number: int, samples: np.ndarray, period: int) -> np.ndarray:
+    """Return how often the ids of `rows` [n], of `number` rows, were replaced before `samples` [n], [n] int64.
+
+    Example: 4 rows and a period of 8: row 0 gets a new id at the samples 8, 16, .., row 1 at 6, 14, .., row 2 at 4, ..
+    """
+    return (samples + rows.astype(np.int64) * period // number) // period
+
+
+def id_of(table: int, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
+    """Return the ids [n] int64, from 0 on, of `rows` [n] of a table: hashes of table, row and generation."""
+    return _mixed(rows + np.int64(table << _TABLE_BITS) ^ _mixed(generations)) & _POSITIVE
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Return SplitMix64's finaliser of int64 values, see `kernels.ids.id_map.mix`; 0 stays 0."""
+    bits = values.view(np.uint64)
+    for shift, factor in _MIX:
+        bits = (bits ^ bits >> np.uint64(shift)) * np.uint64(factor)
+    return bits.view(np.int64)
 
 
 def _per_table(value: _T | list[_T], number: int) -> list[_T]:

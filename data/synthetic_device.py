@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dlrm_overlap.config import DataConfig
-from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.data.batch import Batch, id_type
 from dlrm_overlap.data.synthetic import DRAWS_PER_BLOCK, NORMAL_SCALE, Synthetic
 from dlrm_overlap.data.teacher import CURVE_END, click_curve
 from dlrm_overlap.data.zipf import ZipfRanks
@@ -31,11 +31,13 @@ class DeviceSynthetic(Synthetic):
         )
         tensors = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays)
         ids = self.max_ids if (least == most).all() else None
-        self._source = Source(*tensors, end=CURVE_END, bias=teacher.bias, scale=NORMAL_SCALE, ids=ids)
+        self._source = Source(
+            *tensors, end=CURVE_END, bias=teacher.bias, scale=NORMAL_SCALE, ids=ids, id_type=id_type(self.rows)
+        )
 
     def read(self, first: int, count: int) -> Batch:
         """Make the samples [first, first + count) on the current stream; `count` is at least 1."""
-        return self._with_ids(Batch.from_tensors(*draw_samples(self._source, first, count)))
+        return Batch.from_tensors(*draw_samples(self._source, first, count))
 
     def _tables_of_ids(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         columns = np.full(self._blocks_per_sample * DRAWS_PER_BLOCK, -1, dtype=np.int32)
@@ -51,7 +53,8 @@ class DeviceSynthetic(Synthetic):
                 cells.append(self._teacher.weights[t].astype(np.int64))
                 words += cells[-1].size
             shape = begins[ranks], ranks.bits, table.rows, table.multiplier, table.offset
-            tables.append((*shape, int(self._teacher.keys[t]), column, most, column - self._first_id, weights))
+            period = self._period if self._any[t] else -1
+            tables.append((*shape, int(self._teacher.keys[t]), column, most, column - self._first_id, weights, period))
             columns[column : column + most] = t
             column += most
         return columns, np.array(tables), np.concatenate(cells)

@@ -11,6 +11,7 @@ from dlrm_overlap.data.zipf import ZipfTable
 _BIAS, _STD = -1.0, 2.6
 _VARIANCE_SHARES = (0.2, 0.5, 0.15, 0.15)  # dense, signals, dense x signal, signal x signal
 CURVE_END = 16.0  # the curve covers logits in [-16, 16]
+GENERATION_KEY = np.uint32(0x9E3779B1)  # added to the key of a table's scores by each generation of an id
 CURVE_STEPS = 64  # linear pieces of the curve per unit of the logit
 
 
@@ -22,10 +23,10 @@ def click_curve() -> np.ndarray:
 class Teacher:
     """The model that draws labels: click ~ Bernoulli(sigmoid(logit)).
 
-    A row's score is a hash of its id. A bag's signal is the sum of its rows' scores, standardised to mean 0 and
-    variance 1 for every bag size; with a half-life, later ids of the bag have less weight. The logit is a weighted sum
-    of dense features, signals, and products of a signal with a dense feature or another signal, which only a model with
-    an interaction layer can learn. The best AUROC is near 0.9.
+    A row's score is a hash of its number and, if ids drift, of the generation of its id. A bag's signal is the sum of
+    its rows' scores, standardised to mean 0 and variance 1 for every bag size; with a half-life, later ids of the bag
+    have less weight. The logit is a weighted sum of dense features, signals, and products of a signal with a dense
+    feature or another signal, which only a model with an interaction layer can learn. The best AUROC is near 0.9.
 
     Labels have the same bits on every processor: sums of bags are integers, the rest is float64 sums and products in a
     fixed order, and linear interpolation replaces the sigmoid, within 3e-6.
@@ -40,14 +41,18 @@ class Teacher:
         dense_features: int,
         rng: np.random.Generator,
         half_lives: Sequence[int],
+        drifts: Sequence[bool],
     ):
+        """Draw the model by `rng`; `drifts` says of each table whether its rows get new ids, and so new scores."""
         self.keys = rng.integers(2**32, size=len(tables), dtype=np.uint32)
         """[T] uint32: key of the hash that scores a table's rows"""
         self.weights: dict[int, np.ndarray] = {}
         """table with a half-life -> [largest bag] uint32, weight of an id by its position in the bag, in 256ths"""
         means, factors, starts, start = [], [], [], 0
         for t, (table, key, (low, high)) in enumerate(zip(tables, self.keys, bag_sizes, strict=True)):
-            mean, std = _score_moments(table, key)
+            # Over all generations, scores are uniform, and a bag's equal ids have equal scores.
+            mean, std = (2.0**15, 2.0**16 / math.sqrt(12)) if drifts[t] else _score_moments(table, key)
+            equal = table.ranks.chance_of_equal() if drifts[t] else 0.0
             weights = np.ones(high, dtype=np.uint32)
             if half_lives[t]:
                 weights = np.rint(256 * 0.5 ** (np.arange(high) / half_lives[t])).astype(np.uint32)
@@ -56,6 +61,7 @@ class Teacher:
             # The signals of empty bags are 0; a gain on the others keeps the variance at 1.
             gain = math.sqrt((high - low + 1) / (high - max(low, 1) + 1))
             means.append(total * mean)
+            squares = squares + (total**2 - squares) * equal
             factors.append(gain / (std * np.sqrt(np.maximum(squares, 1))))
             starts.append(start - low)
             start += high - low + 1
@@ -82,12 +88,15 @@ class Teacher:
         self.signal_weights[1:, 2] = drawn[3]
         self._curve = click_curve()
 
-    def logit(self, dense: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def logit(
+        self, dense: np.ndarray, lengths: np.ndarray, values: np.ndarray, generations: np.ndarray | None = None
+    ) -> np.ndarray:
         """Return each sample's logit, [b] float64.
 
-        `dense` is [b, F]; `lengths` of bags are [T, b], and the ids `values` are [sum of lengths], table after table.
+        `dense` is [b, F]; `lengths` of bags are [T, b], and the rows `values` are [sum of lengths] int32, table after
+        table, as are the `generations` of their ids, int64; None: all are 0.
         """
-        features, signals = dense.T.astype(np.float64), self._signals(lengths, values)
+        features, signals = dense.T.astype(np.float64), self._signals(lengths, values, generations)
         # Term by term, since the rounding of a matrix product depends on the number of samples.
         logit = np.full(len(dense), self.bias)
         for weight, feature in zip(self.dense_weights, features, strict=True):
@@ -102,9 +111,11 @@ class Teacher:
             before = signal
         return logit
 
-    def click_probability(self, dense: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def click_probability(
+        self, dense: np.ndarray, lengths: np.ndarray, values: np.ndarray, generations: np.ndarray | None = None
+    ) -> np.ndarray:
         """Return each sample's probability of a click, [b] float64; arguments as in `logit`."""
-        position = self.logit(dense, lengths, values)
+        position = self.logit(dense, lengths, values, generations)
         np.clip(position, -CURVE_END, CURVE_END, out=position)
         position += CURVE_END
         position *= CURVE_STEPS
@@ -112,11 +123,14 @@ class Teacher:
         begin = self._curve[piece]
         return begin + (self._curve[piece + 1] - begin) * (position - piece)
 
-    def _signals(self, lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def _signals(self, lengths: np.ndarray, values: np.ndarray, generations: np.ndarray | None = None) -> np.ndarray:
         # A bag's sum is a difference of running sums modulo 2**32, which is exact for up to 65,536 scores of 16 bits.
         running = np.zeros(values.size + 1, dtype=np.uint32)
         ids = lengths.sum(axis=1)
-        counted, ends = scores(values, np.repeat(self.keys, ids)), ids.cumsum()
+        keys = np.repeat(self.keys, ids)
+        if generations is not None:
+            keys += generations.astype(np.uint32) * GENERATION_KEY
+        counted, ends = scores(values, keys), ids.cumsum()
         for t, weights in self.weights.items():
             positions = np.arange(ids[t]) - np.repeat(lengths[t].cumsum() - lengths[t], lengths[t])
             counted[ends[t] - ids[t] : ends[t]] *= weights.take(positions)

@@ -74,6 +74,10 @@ class ZipfRanks:
     def probability(self, ranks: np.ndarray) -> np.ndarray:
         return (ranks + 1.0) ** -(self._excess + 1) / self._total
 
+    def chance_of_equal(self) -> float:
+        """Return the probability that two draws are the same rank, without ranks from 4096 on, which add little."""
+        return float((self.probability(np.arange(min(self.rows, 4096))) ** 2).sum())
+
     def draw(self, draws: np.ndarray) -> np.ndarray:
         """Return ranks [n] int64 for uniform `draws` [n] uint64."""
         item = (draws >> np.uint64(64 - self.bits)).view(np.int64)

@@ -264,7 +264,10 @@ def _prepare_samples(argv: list[str]) -> int:
 
 def _report_samples(target: Path, meta: Any) -> int:
     held_out = f", {meta.held_out} of them held out" if meta.held_out else ""
-    rows = f"{min(meta.rows)} to {max(meta.rows)} rows per table"
+    known = [rows for rows in meta.rows if rows is not None]
+    rows = f"{min(known)} to {max(known)} rows per table" if known else "no table with a number of rows"
+    if of_any := len(meta.rows) - len(known):
+        rows += f", {count_of(of_any, 'table')} of any id"
     print(f"{target}: {count_of(meta.samples, 'sample')}{held_out}, {rows}")
     if meta.unordered:
         print(

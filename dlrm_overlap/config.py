@@ -122,7 +122,8 @@ class TablesConfig:
     count: PositiveInt | None = None
     """synthetic: number of tables; null takes the length of the lists"""
     rows: PositiveInt | list[PositiveInt] | None = None
-    """rows per table; null for prepared samples, whose files give them"""
+    """rows per table; null for prepared samples, whose files give them. synthetic, ids any: number of ids in use at a
+    time"""
     max_rows: PositiveInt | None = None
     """upper limit of every table's rows; Criteo's ids are taken modulo this"""
     multi_hot: PositiveInt | str | list[PositiveInt | str] = 1
@@ -135,6 +136,10 @@ class TablesConfig:
     half_life: HalfLife | list[HalfLife] = 0
     """synthetic: number of positions after which an id of a history counts half as much for the label, newest id first;
     0 weights all ids of a bag equally"""
+    drift: NonNegativeInt = 0
+    """synthetic, tables with ids any: number of samples after which half of the ids in use have been replaced by new
+    ones, one after the other; 0 keeps the ids. Evaluation samples have the ids of the first samples of training, so
+    judge a run by the metrics of its training samples"""
 
     def __post_init__(self) -> None:
         for spec in self.multi_hot if isinstance(self.multi_hot, list) else [self.multi_hot]:
@@ -145,10 +150,20 @@ class TablesConfig:
                 f"data.tables: count {self.count}, lists of {sorted(lengths)} values; count, rows, multi_hot, "
                 f"zipf_alpha, ids and half_life must agree on the number of tables"
             )
+        if self.drift and not self.has_any:
+            raise InputError(
+                f"data.tables.drift: {self.drift}, but no table takes any id; set data.tables.ids any, or leave drift "
+                f"out"
+            )
 
     @property
     def _per_table(self) -> tuple[Any, ...]:
         return self.rows, self.multi_hot, self.zipf_alpha, self.ids, self.half_life
+
+    @property
+    def has_any(self) -> bool:
+        """Whether some table takes any id."""
+        return "any" in self.ids if isinstance(self.ids, list) else self.ids == "any"
 
     def number(self, default: int | None = None) -> int:
         """Return the number of tables, or `default` if no key gives it.
@@ -222,6 +237,11 @@ class DataConfig:
                 raise InputError("data.tables.rows: null, but synthetic tables need their rows; set data.tables.rows")
             if self.shuffle:
                 raise InputError(f"data.shuffle: {self.shuffle}, but synthetic samples have no order; leave it out")
+        elif self.tables.has_any:
+            raise InputError(
+                f"data.tables.ids: {self.tables.ids}, but data.kind {self.kind} reads files, which say what their ids "
+                f"are; leave it out, and write any: true into the schema of `prepare`"
+            )
         elif self.path is None:
             raise InputError(f"data.path: null, but data.kind {self.kind} reads files; set data.path")
         elif self.kind.startswith("criteo") and (tables := self.tables.number(CRITEO_TABLES)) != CRITEO_TABLES:

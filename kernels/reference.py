@@ -154,17 +154,17 @@ def sum_rows(gradient: torch.Tensor, positions: torch.Tensor, rows: int) -> torc
     return sums.index_add_(0, positions[named].long(), gradient[named].float())
 
 
-def unpack(records: torch.Tensor, fields: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the numbers of records [b, record_bytes] uint8, [words * b] int32: field after field, sample after sample.
+def unpack(records: torch.Tensor, fields: Sequence[Sequence[int]], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Return the numbers of records [b, record_bytes] uint8, [words * b] `dtype`: field after field, sample by sample.
 
-    `fields` are rows of the table of fields, see `kernels/unpack.py`.
+    `fields` are rows of the table of fields, see `kernels/unpack.py`. `dtype` is int32, or int64 for fields of ids.
     """
     found = []
     for offset, width, count, kind, modulus, _ in fields:
         numbers = records[:, offset : offset + count * width].reshape(-1, width)
-        padded = numbers.new_zeros(len(numbers), 4)
+        padded = numbers.new_zeros(len(numbers), dtype.itemsize)
         padded[:, :width] = numbers
-        words = padded.view(torch.int32).flatten()
+        words = padded.view(dtype).flatten()
         if modulus:
             words %= modulus
         if kind == 1:

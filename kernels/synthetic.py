@@ -13,7 +13,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 
-# Columns of the table of tables, [T, 10] int64.
+# Columns of the table of tables, [T, 11] int64.
 CELLS = tl.constexpr(0)  # first word of the table's cells
 BITS = tl.constexpr(1)  # number of high bits of a draw that choose the cell
 ROWS = tl.constexpr(2)
@@ -24,7 +24,8 @@ COLUMN = tl.constexpr(6)  # first of a sample's draws that is for an id of the t
 MAX_IDS = tl.constexpr(7)  # ids of the table's largest bag
 START = tl.constexpr(8)  # upper limit of a sample's ids in all tables before
 WEIGHTS = tl.constexpr(9)  # first word of the weights of the table's scores, by position in a bag; -1: all are 1
-TABLE_COLUMNS = tl.constexpr(10)
+PERIOD = tl.constexpr(10)  # samples after which a row's id is replaced; 0: never; -1: ids are the rows themselves
+TABLE_COLUMNS = tl.constexpr(11)
 
 # Words of a cell, int64: word 0 is the threshold, the first item begins at word 1, the second at word 5.
 CELL_WORDS = tl.constexpr(8)
@@ -42,7 +43,7 @@ class Source(NamedTuple):
     columns: torch.Tensor
     """[4 * blocks] int32: table of each of a sample's draws; -1 if it is not for an id"""
     tables: torch.Tensor
-    """[T, 10] int64: see the columns above"""
+    """[T, 11] int64: see the columns above"""
     cells: torch.Tensor
     """[words] int64: the cells of each popularity (`data/zipf.py`), each a threshold and, for two items, the first rank
     and the bits of the float64 slope and curve; then the weights of tables whose ids count by position"""
@@ -64,6 +65,8 @@ class Source(NamedTuple):
     """a dense feature is the sum of four 16-bit fields, minus its mean, times this"""
     ids: int | None
     """ids of a sample; None if the bags of a table differ in size"""
+    id_type: torch.dtype
+    """int64 if a table has ids of any value, else int32"""
 
 
 @triton.jit
@@ -75,6 +78,21 @@ def draw_block(key, sample, block, blocks):
     first_word = tl.load(key).to(tl.uint64, bitcast=True)
     second_word = tl.load(key + 1).to(tl.uint64, bitcast=True)
     return tl.philox_impl(counter, rest, rest, rest, first_word, second_word)
+
+
+@triton.jit
+def mixed(values):
+    """Return SplitMix64's finaliser of int64 values, see `ids.id_map.mix`."""
+    bits = values.to(tl.uint64, bitcast=True)
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+    return (bits ^ (bits >> 31)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def id_of(table, rows, generations):
+    """Return the ids, int64, of `rows` of a table, as `data/synthetic.py` does; all arguments are int64."""
+    return mixed((rows + (table << 40)) ^ mixed(generations)) & 0x7FFFFFFFFFFFFFFF
 
 
 @triton.jit(do_not_specialize=["first", "blocks", "count", "features", "tables"])
@@ -122,24 +140,26 @@ def _draw_features(
 
 @triton.jit(do_not_specialize=["first", "blocks", "count", "first_block"])
 def _draw_ids(
-    values,  # int32: all bags of table 0, then of table 1, ..
+    values,  # int32, or int64 with ANY: all bags of table 0, then of table 1, ..
     lengths,  # [tables, count] int32
     offsets,  # [tables * count + 1] int64, with RANGES
     sums,  # [tables, count] int32: of scores, modulo 2**32
     key,  # [2] int64
     columns,  # [4 * blocks] int32
-    tables,  # [tables, 10] int64
+    tables,  # [tables, 11] int64
     cells,  # int64
     first: tl.int64,
     blocks: tl.int64,
     count: tl.int64,
     first_block,
     RANGES: tl.constexpr,
+    ANY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Draw ids and sum the scores of each bag: a program makes one block of four draws for each of BLOCK samples.
 
-    Memory: with RANGES, bags have `lengths`, otherwise all bags of a table have MAX_IDS ids.
+    Memory: with RANGES, bags have `lengths`, otherwise all bags of a table have MAX_IDS ids. With ANY, some tables have
+    ids of any value.
 
     Order: sums are relaxed atomics of integers, whose order does not matter.
     """
@@ -174,10 +194,19 @@ def _draw_ids(
             curve = tl.load(item + 2).to(tl.float64, bitcast=True)
             rank = tl.load(item) + ((curve * y + slope) * y).to(tl.int64)
             row = (rank * tl.load(entry + MULTIPLIER) + tl.load(entry + OFFSET)) % tl.load(entry + ROWS)
-            tl.store(values + at, row.to(tl.int32), mask=kept)
+            score_key = tl.load(entry + KEY).to(tl.uint32)
+            if ANY:
+                # The row's id, and the part of its generation in the score.
+                period = tl.load(entry + PERIOD)
+                turn = row * tl.maximum(period, 1) // tl.load(entry + ROWS)
+                generation = tl.where(period > 0, (first + i + turn) // tl.maximum(period, 1), 0)
+                score_key = score_key + generation.to(tl.uint32) * 0x9E3779B1
+                tl.store(values + at, tl.where(period < 0, row, id_of(t.to(tl.int64), row, generation)), mask=kept)
+            else:
+                tl.store(values + at, row.to(tl.int32), mask=kept)
 
             # The row's score is a hash, weighted by the position.
-            score = row.to(tl.uint32) ^ tl.load(entry + KEY).to(tl.uint32)
+            score = row.to(tl.uint32) ^ score_key
             score = score * 0x9E3779B1
             score = score ^ (score >> 15)
             score = score * 0x85EBCA77
@@ -248,9 +277,10 @@ def _draw_labels(
 def draw_samples(
     source: Source, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the samples [first, first + count): dense features [b, F], lengths [T * b] and ids int32, labels [b].
+    """Return the samples [first, first + count): dense features [b, F], lengths [T * b] int32, ids, labels [b].
 
-    Lengths and ids are table after table. The host waits only for the number of ids, if bags of a table differ in size.
+    Ids are of the source's `id_type`. Lengths and ids are table after table. The host waits only for the number of ids,
+    if bags of a table differ in size.
     """
     key, device, features, tables = source.key, source.key.device, len(source.dense_weights), len(source.bag_sizes)
     blocks, groups, first_draw = len(source.columns) // 4, -(-count // BLOCK), 1 + features + tables
@@ -266,8 +296,9 @@ def draw_samples(
         offsets = torch.zeros(tables * count + 1, dtype=torch.int64, device=device)
         torch.cumsum(lengths, 0, out=offsets[1:])
         ids = int(offsets[-1])
-    values = torch.empty(ids, dtype=torch.int32, device=device)
-    specialised(_draw_ids, num_warps=4, fuse_sums=False, RANGES=source.ids is None, BLOCK=BLOCK)(
+    values = torch.empty(ids, dtype=source.id_type, device=device)
+    constants = {"RANGES": source.ids is None, "ANY": source.id_type == torch.int64, "BLOCK": BLOCK}
+    specialised(_draw_ids, num_warps=4, fuse_sums=False, **constants)(
         (blocks - first_draw // 4) * groups, (),
         values, lengths, offsets, sums, key, source.columns, source.tables, source.cells,
         first, blocks, count, first_draw // 4,

@@ -1,4 +1,4 @@
-"""Unpacks records of samples, whose numbers have 1 to 4 bytes each, into words of 32 bits."""
+"""Unpacks records of samples, whose numbers have 1 to 8 bytes each, into words of 32 or 64 bits."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ BLOCK = 64 if INTERPRETED else 256  # words of a program
 
 # Columns of the table of fields, [fields, 6] int64; `reference.unpack` has the same.
 OFFSET = tl.constexpr(0)  # byte of a record where the field begins
-WIDTH = tl.constexpr(1)  # bytes of a number: 1 to 4
+WIDTH = tl.constexpr(1)  # bytes of a number: 1 to 4, or up to 8 into words of 64 bits
 COUNT = tl.constexpr(2)  # numbers of the field in a record
 KIND = tl.constexpr(3)  # 0: ids; 1: integers that become float32; 2: float32
 MODULUS = tl.constexpr(4)  # ids are replaced by their remainder; 0 leaves them as they are
@@ -20,13 +20,14 @@ FIELD_COLUMNS = tl.constexpr(6)
 
 @triton.jit(do_not_specialize=["samples", "record_bytes", "words"])
 def _unpack_records(
-    out,  # [words * samples] int32: field after field, float32 as bits
+    out,  # [words * samples] int32: field after field, float32 as bits; or int64, for fields of ids
     records,  # [samples, record_bytes] uint8
     fields,  # [fields, 6] int64
     field_of,  # [words] int32: field of each number of a record
     samples,
     record_bytes,
     words,
+    WORD_BYTES: tl.constexpr,  # 4 or 8
     BLOCK: tl.constexpr,
 ):
     """Unpack numbers of records, as program p the words [p * BLOCK, (p + 1) * BLOCK) of `out`.
@@ -42,25 +43,29 @@ def _unpack_records(
     width = tl.load(field + WIDTH).to(tl.int32)
     # Put the bytes of each number together, the lowest first.
     byte = (within // count).to(tl.int64) * record_bytes + tl.load(field + OFFSET) + within % count * width
-    word = tl.zeros_like(at)
-    for k in tl.static_range(4):
+    word = tl.zeros((BLOCK,), out.dtype.element_ty)
+    for k in tl.static_range(WORD_BYTES):
         part = tl.load(records + byte + k, mask=mask & (k < width), other=0)  # [BLOCK] uint8
-        word |= part.to(tl.int32) << (8 * k)
-    modulus = tl.load(field + MODULUS).to(tl.int32)
+        word |= part.to(word.dtype) << (8 * k)
+    modulus = tl.load(field + MODULUS).to(word.dtype)
     word = tl.where(modulus > 0, word % tl.maximum(modulus, 1), word)
-    is_number = tl.load(field + KIND) == 1
-    tl.store(out + at, tl.where(is_number, word.to(tl.float32).to(tl.int32, bitcast=True), word), mask=mask)
+    if WORD_BYTES == 4:
+        is_number = tl.load(field + KIND) == 1
+        word = tl.where(is_number, word.to(tl.float32).to(tl.int32, bitcast=True), word)
+    tl.store(out + at, word, mask=mask)
 
 
-def unpack(records: torch.Tensor, fields: torch.Tensor, field_of: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of records as `reference.unpack` does, [words * b] int32.
+def unpack(
+    records: torch.Tensor, fields: torch.Tensor, field_of: torch.Tensor, dtype: torch.dtype = torch.int32
+) -> torch.Tensor:
+    """Return the numbers of records as `reference.unpack` does, [words * b] `dtype`.
 
-    `records` have less than 2^31 bytes; `field_of` is the field of each number of a record.
+    `records` have less than 2^31 bytes; `field_of` is the field of each number. `dtype` int64 takes only fields of ids.
     """
     samples, record_bytes = records.shape
     words = field_of.numel()
-    out = torch.empty(words * samples, dtype=torch.int32, device=records.device)
+    out = torch.empty(words * samples, dtype=dtype, device=records.device)
     programs = -(-out.numel() // BLOCK)
-    kernel = specialised(_unpack_records, num_warps=4, BLOCK=BLOCK)
+    kernel = specialised(_unpack_records, num_warps=4, WORD_BYTES=dtype.itemsize, BLOCK=BLOCK)
     kernel(programs, (), out, records, fields, field_of, samples, record_bytes, words)
     return out

@@ -44,6 +44,7 @@ log = logging.getLogger("dlrm_overlap")
 _COPIED_BYTES = 1 << 24  # at a time
 _SEEN_WITHIN_S = 60.0  # network file systems may show a new folder late
 _PARTIAL = ".partial_"  # prefix of a folder that is being written or removed
+_OF_TABLES = ("max_rows", "multi_hot", "zipf_alpha", "ids", "half_life", "drift")  # keys of `data.tables`
 _FREE = ("workers", "prefetch", "eval_window")  # keys of `data` that change no sample
 Loaded = TypeVar("Loaded")
 
@@ -74,7 +75,7 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
         "train.global_batch_size": global_batch,
         "train.seed": config.train.seed,
         **{f"data.{key}": value for key, value in data.items() if key not in _FREE},
-        **{f"data.tables.{key}": tables[key] for key in ("max_rows", "multi_hot", "zipf_alpha", "ids", "half_life")},
+        **{f"data.tables.{key}": tables[key] for key in _OF_TABLES},
     }
 
 

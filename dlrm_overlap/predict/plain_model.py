@@ -47,7 +47,8 @@ class PlainDLRM(nn.Module):
 
         Args:
             dense: [b, F] float32.
-            ids: for each table the rows of all bags [n] int64, bag after bag, and the size of each bag [b] int64.
+            ids: for each table the rows of all bags [n] int64, bag after bag, and the size of each bag [b] int64; for a
+                table of any id, the ids instead of the rows.
         """
         pooled = {t: _pool(table, *ids[t]) for t, table in self._pooled.items()}
         parts = [self._layers("bottom._mlp", dense)]

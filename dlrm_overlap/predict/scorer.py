@@ -33,7 +33,8 @@ class Scorer:
         """Load a checkpoint, or a run's newest one.
 
         Raises:
-            InputError: if it is damaged, or its training samples were not made by `prepare table`.
+            InputError: if it is damaged, has a table of any id, or its training samples were not made by `prepare
+                table`.
             ModuleNotFoundError: without pyarrow.
         """
         from dlrm_overlap.data.encoder import Encoder  # needs pyarrow
@@ -46,6 +47,11 @@ class Scorer:
                 f"or `prepare criteo`, or by an earlier version; prepare the table, and train on it"
             )
         encoding = encoded.read()
+        if of_any := [name for name, column in encoding.schema.categorical.items() if column.any]:
+            raise InputError(
+                f"checkpoint: {self.path} has a table of any id, of the column {of_any[0]}, whose ids only training "
+                f"and `dlrm-overlap eval` map to rows; evaluate it, or train with rows or min_count instead"
+            )
         self.step: int = manifest.step
         self.labels: list[str] = list(encoding.schema.labels)
         """names of the predicted labels"""
@@ -66,17 +72,26 @@ class Scorer:
     def score(self, block: "pa.RecordBatch", first_row: int) -> dict[str, np.ndarray]:
         """Return what `__call__` does; messages number rows from `first_row`."""
         dense, ids = self.encoder.features(first_row, block)
-        logits = self._model(torch.from_numpy(dense), [self._bags(t, each) for t, each in enumerate(ids)])
+        columns = self.schema.categorical.values()
+        rows = [None if each.any else rows for each, rows in zip(columns, self._model.rows, strict=True)]
+        bags = [bags_of(each, number) for each, number in zip(ids, rows, strict=True)]
+        logits = self._model(torch.from_numpy(dense), bags)
         probabilities = logits.sigmoid().numpy()
         return dict(zip(self.labels, np.ascontiguousarray(probabilities.T), strict=True))
 
-    def _bags(self, table: int, ids: np.ndarray | Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(ids, Ragged):
-            values, lengths = ids.values[:], np.diff(ids.ends, prepend=0)
-        else:
-            values, lengths = ids[:, 0], np.ones(len(ids), np.int64)
-        values = values % self._model.rows[table]  # as data.tables.max_rows folds them
-        return torch.from_numpy(values.astype(np.int64)), torch.from_numpy(lengths)
+
+def bags_of(ids: np.ndarray | Ragged, rows: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids of all bags [n] int64, bag after bag, and the size of each bag [b] int64.
+
+    Ids are folded into `rows` rows, as data.tables.max_rows does. With None, for a table of any id, they are the 64-bit
+    keys, which the model maps to rows.
+    """
+    if isinstance(ids, Ragged):
+        values, lengths = ids.values[:], np.diff(ids.ends, prepend=0)
+    else:
+        values, lengths = ids[:, 0], np.ones(len(ids), np.int64)
+    values = values if rows is None else values % rows
+    return torch.from_numpy(values.astype(np.int64)), torch.from_numpy(lengths)
 
 
 def _batch_of(rows: Any, columns: list[str]) -> "pa.RecordBatch":

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,6 +21,8 @@ SKEWED = [TablesConfig(count=3, rows=4 * 10**7, multi_hot=3, zipf_alpha=alpha) f
 CASES = {
     "mlperf": configuration("--config", "configs/mlperf_dcnv2.yaml", "--data.tables.max_rows", "4000000").data,
     "ranges": DataConfig(tables=MIXED, dense_features=2, seed=2**31 - 1),
+    "drifting": DataConfig(tables=replace(MIXED, ids=["any", "any", "rows", "any"], drift=2**31 - 1), dense_features=2),
+    "fixed drifting": DataConfig(tables=TablesConfig(rows=[10**6, 1000], multi_hot=3, ids="any", drift=5000)),
     **{f"alpha {tables.zipf_alpha}": DataConfig(tables=tables) for tables in SKEWED},
 }
 

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from tests.agreement import assert_same_samples
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("max_rows", [None, 1000])
-def test_batches_of_a_loader_are_those_of_the_cpu(tmp_path: Path, max_rows: int | None) -> None:
-    tables = TablesConfig(rows=[3, 300, 70_000, 40_000_000], multi_hot=[1, 100, 2, 12])
+@pytest.mark.parametrize("ids", ["rows", ["rows", "any", "rows", "any"]], ids=["rows", "any"])
+def test_batches_of_a_loader_are_those_of_the_cpu(tmp_path: Path, max_rows: int | None, ids: Any) -> None:
+    tables = TablesConfig(rows=[3, 300, 70_000, 40_000_000], multi_hot=[1, 100, 2, 12], ids=ids)
     folder = tmp_path / "packed"
     prepare_samples(DataConfig(tables=tables, eval_samples=8), folder, 50_000)
     config = DataConfig(kind="prepared", path=str(folder), shuffle=4096, tables=TablesConfig(max_rows=max_rows))

@@ -32,7 +32,7 @@ from dlrm_overlap.backends import Implementation
 from dlrm_overlap.bench.harness.workload import with_keys
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
-from dlrm_overlap.config import Config
+from dlrm_overlap.config import Config, DataConfig, TablesConfig
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.data.records import RecordLayout, Unpacker
 from dlrm_overlap.data.synthetic_device import DeviceSynthetic
@@ -179,8 +179,11 @@ def _read() -> None:
     with patch.object(torch, "empty", torch.zeros):  # numbers of ids, which a kernel would have written
         for step in ("mlperf", "history"):
             DeviceSynthetic(step_config(step, _FEW).data, "train", CPU).read(0, 64)
-    layout = RecordLayout({"click": 1.0}, 13, [1000], [1])
-    Unpacker(layout, CPU)(torch.zeros(64, layout.record_bytes, dtype=torch.uint8))
+    of_any = DataConfig(tables=TablesConfig(count=2, rows=1000, ids="any", drift=9))
+    DeviceSynthetic(of_any, "train", CPU).read(0, 64)
+    for rows in (1000, None):
+        layout = RecordLayout({"click": 1.0}, 13, [rows], [1])
+        Unpacker(layout, CPU)(torch.zeros(64, layout.record_bytes, dtype=torch.uint8))
     count_bags(torch.ones(26, 64, dtype=torch.int32), torch.zeros(3, 26, dtype=torch.int64))
     messages.send_signal(
         Network("stores", torch.zeros(2, dtype=torch.int64), 0), messages.Outgoing(0, 0, 1), torch.zeros(1).long(), 1

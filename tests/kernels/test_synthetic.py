@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,11 +19,19 @@ _HOT, _ALPHA = ["0..6", "2..3", 2, "1..1"], [2, 1.05, 1, 5]
 _TABLES = TablesConfig(rows=[50, 2**31 - 1, 1, 700], multi_hot=_HOT, zipf_alpha=_ALPHA, half_life=[2, 0, 0, 1])
 RANGES = DataConfig(tables=_TABLES, dense_features=2)
 NO_SIGNALS = DataConfig(tables=TablesConfig(count=2, rows=1), dense_features=1)
+_OF_ANY = TablesConfig(rows=[50, 2**31 - 1, 1, 700], multi_hot=_HOT, ids=["any", "any", "rows", "any"])
+ANY = DataConfig(tables=_OF_ANY, dense_features=2)
+DRIFTING = DataConfig(tables=replace(_OF_ANY, drift=2**31 - 1, half_life=[2, 0, 0, 1]), dense_features=2)
+FIXED_DRIFTING = DataConfig(tables=TablesConfig(rows=[50, 3], multi_hot=2, ids=["any", "rows"], drift=9))
 FEW_DENSE = DataConfig(tables=TablesConfig(rows=[7, 1, 900, 7], zipf_alpha=0.3), dense_features=1, seed=2**31 - 1)
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
-@pytest.mark.parametrize("config", [FIXED, RANGES, NO_SIGNALS, FEW_DENSE], ids=["fixed", "ranges", "one_row", "few"])
+@pytest.mark.parametrize(
+    "config",
+    [FIXED, RANGES, NO_SIGNALS, FEW_DENSE, ANY, DRIFTING, FIXED_DRIFTING],
+    ids=["fixed", "ranges", "one_row", "few", "any", "drifting", "fixed_drifting"],
+)
 def test_samples_are_those_of_numpy_bit_for_bit(config: DataConfig, split: Literal["train", "eval"]) -> None:
     expected = Synthetic(config, split)
     made = DeviceSynthetic(config, split, CPU)

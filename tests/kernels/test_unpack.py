@@ -1,5 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,12 +60,41 @@ def test_records_are_unpacked_to_the_batch_that_was_packed(labels: int, samples:
 
 
 @interpreted
+@pytest.mark.parametrize("max_rows", [None, 100])
+def test_all_ids_have_64_bits_if_a_table_has_ids_of_any_value(max_rows: int | None) -> None:
+    samples, wide = 21, [0, 4, 7]
+    day = random_day(samples, 2)
+    rows: list[int | None] = [None if t in wide else each for t, each in enumerate(ROWS)]
+    rng = np.random.default_rng(1)
+    ids = [
+        rng.integers(-(2**63), 2**63, size=table.shape) if t in wide else table
+        for t, table in enumerate(map(np.asarray, day.ids))
+    ]
+    ids[0][:4, 0] = [-1, -(2**63), 2**63 - 1, 2**32]
+    day = replace(day, ids=ids)
+    layout = RecordLayout({"click": 1.0, "like": 1.0}, 5, rows, SIZES)
+    assert [field.width for field in layout.fields()[2:]] == [8, 1, 2, 2, 8, 3, 4, 8]
+    records = torch.from_numpy(layout.pack(day))
+    moduli = [max_rows if each and max_rows and each > max_rows else 0 for each in rows]
+    made = Unpacker(folding := replace(layout, moduli=moduli), CPU)(records)
+    assert made.sparse.values().dtype == torch.int64
+    assert_same_samples(made, Days([day], rows, max_rows).read(0, samples))
+    twin = reference.unpack(records, folding.fields()[2:], torch.int64)
+    assert torch.equal(twin, made.sparse.values())
+    for field, whole in zip(layout.fields()[2:], ids, strict=True):
+        found = Packed(records.numpy(), field)[1:3]
+        assert found.dtype == whole.dtype
+        assert np.array_equal(found, whole[1:3])
+
+
+@interpreted
 @pytest.mark.usefixtures("pinning")
 @pytest.mark.parametrize("shuffle", [0, 20])
+@pytest.mark.parametrize("ids", ["rows", ["rows", "any", "rows"]], ids=["rows", "any"])
 def test_a_loader_unpacks_the_records_that_its_workers_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: int, ids: Any
 ) -> None:
-    tables = TablesConfig(rows=[3, 300, 70_000], multi_hot=[1, 3, 2])
+    tables = TablesConfig(rows=[3, 300, 70_000], multi_hot=[1, 3, 2], ids=ids)
     prepare_samples(DataConfig(tables=tables, eval_samples=4, workers=0), tmp_path / "packed", 50)
     tables = TablesConfig(max_rows=250)
     config = DataConfig(kind="prepared", path=str(tmp_path / "packed"), shuffle=shuffle, tables=tables)

@@ -248,5 +248,7 @@ def test_an_empty_split_is_refused(file_config: Callable[..., DataConfig], path:
 def test_held_out_samples_of_other_tables_are_refused(file_config: Callable[..., DataConfig]):
     train, held_out = open_datasets(file_config(path="12", eval_path="3"))
     assert (train.num_samples, held_out.num_samples) == (12, 3), "those to train on stay whole"
-    with refuses(r"^data\.eval_path: other has 2000 rows in table 0, not 1000 as in 12; no key makes these ids fit; "):
+    with refuses(
+        r"^data\.eval_path: other has 2000 rows in table 0, not 1000 rows as in 12; no key makes these ids fit; "
+    ):
         open_datasets(file_config(path="12", eval_path="other"))

@@ -209,7 +209,7 @@ A, AB = "labels: {a: {}}", "labels: {a: {}}\ncategorical: {b: {rows: 2%s}}"
     ("text", "rule"),
     [
         (A, "categorical: none, but"),
-        (f"{A}\ncategorical: {{b: {{}}}}", r"categorical\.b: rows None, min_count None; give one"),
+        (f"{A}\ncategorical: {{b: {{}}}}", r"categorical\.b: rows None, min_count None, any False; give one"),
         (AB % ", min_count: 3", "give one of them"),
         (AB % ", row: 2", r"categorical\.b\.row is not a key; did you mean categorical\.b\.rows"),
         (f"{A}\ncategorical: {{b: {{rows: 0}}}}", r"categorical\.b\.rows: 0 is not a whole number from 1 to 2\^31 - 1"),
