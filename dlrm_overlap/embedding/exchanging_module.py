@@ -70,6 +70,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
     change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None
     """changes the ids of a batch before `sender` sends them"""
     _entry: Callable[[], nn.Module | None] | None = None
+    _uncaptured: str | None = None
 
     def __init__(self, *args: Any, options: ExchangeOptions, cached: Mapping[str, float], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -185,11 +186,14 @@ class ExchangingModule(nn.Module, Generic[Served]):
         id_map: Any,
         change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None,
         make_tables: Callable[[Exchange], IdTables],
+        uncaptured: str | None = None,
     ) -> None:
         """Look up ids that `id_map` maps to rows, inside the managed collision module `entry`.
 
-        `make_tables` returns the map for an exchange, which an `IdSender` sends ids to.
+        `make_tables` returns the map for an exchange, which an `IdSender` sends ids to. `uncaptured` says why steps
+        cannot be captured, if so.
         """
+        self._uncaptured = uncaptured
         self._entry, self.id_map, self.change_ids = weakref.ref(entry), id_map, change_ids
         if self.exchange is not None:
             self.exchange.id_tables = make_tables(self.exchange)
@@ -204,7 +208,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
             return f"backend {options.backend} waits for the host"
         if self.post_lookup_tracker_fn or self.post_odist_tracker_fn:
             return "a tracker is registered"
-        return None
+        return self._uncaptured
 
     def note_writes(self) -> None:
         """See `LocalTables.note_writes`."""

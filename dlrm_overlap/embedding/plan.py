@@ -120,6 +120,11 @@ def make_plan(
     on_gpu, storage = topology.compute_device == "cuda", topology.devices[group.rank()].storage
     capacity = int(min(gathered(storage.hbm if on_gpu else storage.ddr, group)) * (1 - _RESERVED))
     cached = cached_tables(loads, config, capacity * group.size() if on_gpu else None)
+    if both := sorted(cached & _tables_of_any_id(collections)):
+        raise InputError(
+            f"embedding.memory: {both[0]} is to be cached, but a table of any id has its rows in the memory of its "
+            f"ranks' devices; give it memory gpu, or fewer rows"
+        )
     params = CacheParams(load_factor=config.cache_fraction, prefetch_pipeline=config.backend == "torchrec" or None)
     if config.plan == "auto":
         if on_gpu:

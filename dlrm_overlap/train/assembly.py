@@ -87,6 +87,11 @@ def assemble(
         )
     rows = rows_of_tables(train.rows, config.embedding.id_tables, world.world_size)
     any_id = [number for number, count in enumerate(train.rows) if count is None]
+    if any_id and config.embedding.backend == "torchrec" and device.type == "cpu":
+        raise InputError(
+            "embedding.backend: torchrec trains tables of any id on GPUs only, since FBGEMM's operator only evaluates "
+            "on a CPU; take pgas"
+        )
     dlrm = build_model(config.model, config.embedding, rows, train.dense_features, config.train.seed, any_id)
     task = TrainTask(dlrm, device.type, config.train.precision == "bf16", list(train.labels.values()))
     # Divide layers before they are sharded, compiled and captured.

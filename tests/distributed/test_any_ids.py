@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap import explain
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.ids.id_map import EMPTY, Totals
-from tests.conftest import PYTHON_PATH, ROOT, read_metrics, run_cli
+from tests.conftest import PYTHON_PATH, ROOT, read_metrics, refuses, run_cli
 from tests.distributed import any_ids
 from tests.distributed.any_ids import batch_of, draw, expected_losses, own_module, shard, zch_module
 from tests.distributed.captured import captures
@@ -106,6 +107,15 @@ def _check_segments() -> None:
     assert step.id_map.total(Totals.NOT_ADMITTED) > 0
 
 
+def _check_refusals() -> None:
+    """FBGEMM's update would train the initial rows; remapped features are not returned by captured steps."""
+    with refuses("nccl updates rows by FBGEMM"):
+        shard(any_ids.Model(ROWS, own_module), "nccl")
+    model = any_ids.Model(ROWS, zch_module)
+    model.tables._return_remapped_features = True
+    assert {table.why_not for table in explain(shard(model)).tables} == {"a collection returns remapped features"}
+
+
 CASES: dict[str, Callable[[], None]] = {
     f"{pipeline}, {module.__name__}": partial(_check_losses, pipeline, module)
     for pipeline in ("none", "sparse_dist", "graph", *["captured"] * INTERPRETED)
@@ -114,6 +124,7 @@ CASES: dict[str, Callable[[], None]] = {
 CASES |= {
     "nccl": partial(_check_losses, "none", zch_module, "nccl"),
     **({"segments": _check_segments} if INTERPRETED else {}),
+    "refusals": _check_refusals,
     "state dict": _check_state_dict,
     "full": _check_full,
     "evaluation": _check_evaluation,

@@ -82,7 +82,11 @@ class OverlapShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisi
         self._mixes = any(each.mixes for each in id_map.rules.values())
         group = exchanging_group(self._env)
         tables.own_ids(
-            self, id_map, _mixed if self._mixes else None, lambda exchange: MappedIds(id_map, exchange, group.rank())
+            self,
+            id_map,
+            _mixed if self._mixes else None,
+            lambda exchange: MappedIds(id_map, exchange, group.rank()),
+            "a collection returns remapped features" if self._return_remapped_features else None,
         )
         if (exchange := tables.exchange) is not None:
             seed, *_ = gathered(torch.initial_seed(), group)

@@ -8,8 +8,15 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
+from torchrec.distributed.types import (
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingEnv2D,
+    ShardingType,
+)
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_tables.module import check_rows, rules_of
 from dlrm_overlap.embedding.id_tables.rules import IdRules
 from dlrm_overlap.embedding.id_tables.sharded import (
@@ -82,13 +89,19 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbed
         Raises:
             InputError: if the ranks do not have the same number of whole buckets, or their plans differ.
         """
-        found = _rules(module)
+        found = _why_plan_stays(params, env) or _rules(module)
         if isinstance(found, str):
             if env.rank == 0:
                 log.warning("%s stays with TorchRec: %s", module_fqn or type(module).__name__, found)
             return self._stock.shard(module, params, env, device, module_fqn)
+        options = self._tables.options
         for rules in found:
             check_rows(rules, exchanging_group(env).size())
+            if rules.frozen and options.resolved_backward == "collective":
+                raise InputError(
+                    f"embedding.backend: {options.backend} updates rows by FBGEMM, which would train the initial rows "
+                    f"of tables of any id; take pgas or fused"
+                )
         return OverlapShardedManagedCollisionEmbeddingBagCollection(
             module,
             params,
@@ -97,6 +110,13 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbed
             env=env,
             device=device or torch.device("cuda"),
         )
+
+
+def _why_plan_stays(params: Mapping[str, ParameterSharding], env: ShardingEnv) -> str | None:
+    if isinstance(env, ShardingEnv2D):
+        return "2D parallelism"
+    kernels = {each.compute_kernel for each in params.values()} - {EmbeddingComputeKernel.FUSED.value}
+    return f"compute kernel {kernels.pop()}" if kernels else None
 
 
 def why_ids_stay(module: Any) -> str | None:

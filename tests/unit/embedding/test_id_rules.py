@@ -1,5 +1,6 @@
 """Which rows tables of any id have, and which modules of TorchRec the map takes."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from dlrm_overlap.config import IdTablesConfig
 from dlrm_overlap.embedding.id_tables.module import check_rows, rules_of
 from dlrm_overlap.embedding.id_tables.rules import EVERY_ID, IdRules, rows_of_tables
+from dlrm_overlap.embedding.id_tables.sharder import _why_plan_stays
 from dlrm_overlap.kernels.ids.id_map import Policy
 from tests.conftest import refuses
 
@@ -80,3 +82,11 @@ def test_other_modules_stay_with_torchrec() -> None:
 def test_ranks_have_whole_buckets(rows: int, buckets: int, ranks: int) -> None:
     with refuses(f"{buckets} buckets of {rows} rows on {ranks} ranks"):
         check_rows(IdRules("t", rows, buckets), ranks)
+
+
+def test_a_kernel_for_host_memory_stays_with_torchrec() -> None:
+    params: Any = {"t": SimpleNamespace(compute_kernel="fused_uvm_caching")}
+    env: Any = SimpleNamespace()
+    assert _why_plan_stays(params, env) == "compute kernel fused_uvm_caching"
+    params = {"t": SimpleNamespace(compute_kernel="fused")}
+    assert _why_plan_stays(params, env) is None
