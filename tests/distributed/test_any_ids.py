@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dlrm_overlap import explain
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from dlrm_overlap.kernels.ids.id_map import EMPTY, Totals
+from dlrm_overlap.kernels.ids.id_map import EMPTY, Totals, murmur, unsigned_remainder
 from tests.conftest import PYTHON_PATH, ROOT, read_metrics, refuses, run_cli
 from tests.distributed import any_ids
 from tests.distributed.any_ids import batch_of, draw, expected_losses, own_module, shard, zch_module
@@ -59,6 +59,29 @@ def _check_state_dict() -> None:
         here, ids.view(-1, 1), 128, True, -1, True, torch.full_like(here, size), bucket * size
     )
     assert torch.equal(found, (ids != EMPTY).nonzero().flatten())
+
+
+def _check_loading() -> None:
+    """Ids that TorchRec has put into a state dict, by linear probing, have their rows after it is loaded."""
+    rank, size = dist.get_rank(), ROWS // 4
+    sharded = shard(any_ids.Model(ROWS, zch_module))
+    state = sharded.state_dict()
+    (ids,) = state[
+        "tables._managed_collision_collection._managed_collision_modules.t0._hash_zch_identities"
+    ].local_shards()
+    (rows,) = state["tables._embedding_module.embedding_bags.t0.weight"].local_shards()
+    known = torch.randint(0, 2**62, (300,), generator=torch.Generator().manual_seed(3))
+    first, slots = ids.metadata.shard_offsets[0], ids.tensor.flatten()
+    for id, bucket, home in zip(known, known % 4, unsigned_remainder(murmur(known), torch.tensor(size)), strict=True):
+        if int(bucket) * size // len(slots) == rank:
+            place = next(p for p in range(size) if slots[int(bucket) * size - first + (int(home) + p) % size] == EMPTY)
+            at = int(bucket) * size - first + (int(home) + place) % size
+            ids.tensor[at], rows.tensor[at] = id, float(id % 1000)
+    sharded.load_state_dict(state)
+    sharded.eval()
+    with torch.no_grad():
+        pooled, _ = sharded.module.tables(batch_of([[[int(id)] for id in known[:6]], [[] for _ in range(6)]]).sparse)
+    assert torch.equal(pooled.to_dict()["f0"][:, 0], (known[:6] % 1000).float())
 
 
 def _check_full() -> None:
@@ -126,6 +149,7 @@ CASES |= {
     **({"segments": _check_segments} if INTERPRETED else {}),
     "refusals": _check_refusals,
     "state dict": _check_state_dict,
+    "loading": _check_loading,
     "full": _check_full,
     "evaluation": _check_evaluation,
 }
