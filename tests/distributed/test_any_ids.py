@@ -64,7 +64,7 @@ def _check_state_dict() -> None:
 def _check_loading() -> None:
     """Ids that TorchRec has put into a state dict, by linear probing, have their rows after it is loaded."""
     rank, size = dist.get_rank(), ROWS // 4
-    sharded = shard(any_ids.Model(ROWS, zch_module))
+    sharded: Any = shard(any_ids.Model(ROWS, zch_module))
     state = sharded.state_dict()
     (ids,) = state[
         "tables._managed_collision_collection._managed_collision_modules.t0._hash_zch_identities"
