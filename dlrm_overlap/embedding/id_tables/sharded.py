@@ -51,9 +51,7 @@ class OverlapShardedManagedCollisionCollection(ShardedManagedCollisionCollection
             seen = state.times if state.times.numel() else state.used_at
             use_state(each, shard(state.ids, name), shard(seen, name))
             if isinstance(each, IdTableModule):
-                columns = {"used_at": state.used_at, "times": state.times, "counts": state.counts}
-                if state.sketch.numel():
-                    columns["sketch"] = state.sketch
+                columns = {key: getattr(state, key) for key in ("used_at", "times", "counts", "sketch")}
                 each.use_state({key: shard(column, name) for key, column in columns.items() if column.numel()})
                 self.register_buffer("_clock", state.clock)
         self.register_load_state_dict_post_hook(lambda *_: self.id_map.rebuild())
