@@ -6,6 +6,7 @@ import torch
 
 from dlrm_overlap.kernels.bags import EVERY_BAG, Partials
 from dlrm_overlap.kernels.dense.arguments import GROUP, LINE, CrossGradient, FlatUpdate
+from dlrm_overlap.kernels.ids.id_map import unsigned_remainder
 from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 from dlrm_overlap.kernels.row_cache import MOST_USES, CacheState, Swaps
 
@@ -54,19 +55,13 @@ def divide_ids(
     for feature, first, end, *buckets in shares:
         bags = offsets[feature * samples : (feature + 1) * samples + 1].long()
         here = values[int(bags[0]) : int(bags[-1])]
-        index = buckets_of(here.long(), buckets[0]) if any(buckets) else rows_of(here).long() % (1 << 32)
+        index = unsigned_remainder(here.long(), buckets[0]) if any(buckets) else rows_of(here).long() % (1 << 32)
         inside = (index >= first) & (index < end)
         bag = torch.repeat_interleave(bags.diff())[inside]
         lengths.append(torch.bincount(bag, minlength=samples))
         ids.append(here[inside] if any(buckets) else (index[inside] - first).to(torch.int32))
         positions.append(int(bags[0]) + inside.nonzero().flatten())
     return torch.cat(ids).to(values.dtype), torch.cat(positions), torch.cat(lengths)
-
-
-def buckets_of(ids: torch.Tensor, buckets: int) -> torch.Tensor:
-    """Return [n] int64: int64 ids, taken as unsigned, modulo `buckets`, which is less than 2^31."""
-    high = ((ids >> 32) & 0xFFFFFFFF) % buckets
-    return ((high << 32) + (ids & 0xFFFFFFFF)) % buckets
 
 
 def rows_of(ids: torch.Tensor) -> torch.Tensor:

@@ -8,16 +8,10 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from dlrm_overlap.embedding.replicated import data_parallel_weights
+from dlrm_overlap.kernels.ids.id_map import mix
 
 _CHUNK_ELEMENTS = 1 << 24  # limits int64 temporaries to a few hundred MB
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as int64: SplitMix64's increment
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser on int64 (Steele et al., Fast splittable pseudorandom number generators, 2014)."""
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * -4658895280553007687
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * -7723592293110705685
-    return x ^ ((x >> 31) & (2**33 - 1))
 
 
 def uniform_rows(out: torch.Tensor, first_row: int, first_column: int, columns: int, stream: int, bound: float) -> None:
@@ -31,7 +25,7 @@ def uniform_rows(out: torch.Tensor, first_row: int, first_column: int, columns: 
     for start in range(0, rows, step):
         row = torch.arange(first_row + start, first_row + min(start + step, rows), device=out.device)
         counter = row[:, None] * columns + column[None, :]
-        bits = _mix(_mix(counter * _GOLDEN + stream) + stream) >> 40 & (2**24 - 1)
+        bits = mix(mix(counter * _GOLDEN + stream) + stream) >> 40 & (2**24 - 1)
         out[start : start + step] = (bits.float() * 2.0**-23 - 1.0) * bound
 
 

@@ -207,7 +207,7 @@ def _rotated(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (values << bits) | _shifted(values, 64 - bits)
 
 
-def unsigned_remainder(values: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
+def unsigned_remainder(values: torch.Tensor, divisors: torch.Tensor | int) -> torch.Tensor:
     """Return int64 values, taken as unsigned, modulo positive `divisors` below 2^31."""
     high = _shifted(values, 32) % divisors
     return ((high << 32) + (values & 0xFFFFFFFF)) % divisors

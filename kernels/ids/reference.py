@@ -21,6 +21,7 @@ from dlrm_overlap.kernels.ids.id_map import (
     murmur,
     unsigned_remainder,
 )
+from dlrm_overlap.kernels.reference import joined_words
 
 if TYPE_CHECKING:
     from dlrm_overlap.kernels.ids.map_ids import Features
@@ -47,7 +48,7 @@ def map_ids(
     bounds = offsets[::samples].long()
     feature = torch.bucketize(torch.arange(out.numel()), bounds[1:], right=True).clamp(max=number)
     info = features.infos[feature]
-    ids = (high.long() << 32) | (low.long() & 0xFFFFFFFF)
+    ids = joined_words(low, high)
     live = info[:, _column("size")] > 0
     bucket = unsigned_remainder(ids, info[:, _column("buckets")].clamp(min=1)) - info[:, _column("first_bucket")]
     here = live & (bucket >= 0) & (bucket < info[:, _column("local_buckets")])
@@ -196,9 +197,9 @@ class _Step:
             state.counts[where] = 0
         ids, tables = torch.from_numpy(after[changed]), np.full(len(where), of["table"])
         if of["initials"]:
-            origins = unsigned_remainder(mix(ids), torch.tensor(of["initials"]))
+            origins = unsigned_remainder(mix(ids), of["initials"])
         else:
-            reserved = unsigned_remainder(murmur(ids), torch.tensor(max(of["size"] - of["open_slots"], 1)))
+            reserved = unsigned_remainder(murmur(ids), max(of["size"] - of["open_slots"], 1))
             origins = int(self.bucket[one]) * of["size"] + of["open_slots"] + reserved
         return [*zip(where.tolist(), tables.tolist(), origins.tolist(), before[changed].tolist(), strict=True)]
 

@@ -19,6 +19,7 @@ from dlrm_overlap.kernels.ids.id_map import (
     unsigned_remainder,
 )
 from dlrm_overlap.kernels.ids.map_ids import Features, IdSet, map_ids
+from dlrm_overlap.kernels.reference import split_words
 
 _SAMPLES = 4
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ def state_of(*tables: Table, clocked: bool = True) -> tuple[MapState, Features]:
 
 
 def words_of(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    low, high = ids.view(torch.int32).view(-1, 2).unbind(1)
+    low, high = split_words(ids)
     return low.clone(), high.clone()
 
 
@@ -150,7 +151,7 @@ def test_one_id_has_one_row_in_its_bucket() -> None:
     rows = torch.tensor(one_bag(state, features, *ids.tolist(), *ids.tolist()))
     assert torch.equal(rows[:300], rows[300:]), "duplicates share a row"
     assert rows.unique().numel() == 300
-    assert torch.equal(rows[:300] // 128, unsigned_remainder(ids, torch.tensor(4)))
+    assert torch.equal(rows[:300] // 128, unsigned_remainder(ids, 4))
     assert torch.equal(state.ids[rows[:300]], ids)
 
 
@@ -190,7 +191,7 @@ def test_the_number_of_ranks_does_not_change_the_slots() -> None:
         part, features = state_of(Table(buckets=2))
         features.infos[:1, MapFeature._fields.index("first_bucket")] = 2 * rank
         features.infos[:1, MapFeature._fields.index("buckets")] = 4
-        one_bag(part, features, *ids[unsigned_remainder(ids, torch.tensor(4)) // 2 == rank].tolist())
+        one_bag(part, features, *ids[unsigned_remainder(ids, 4) // 2 == rank].tolist())
         parts.append(part.ids)
     assert torch.equal(torch.cat(parts), whole.ids)
 
@@ -302,9 +303,9 @@ def test_rows_of_new_ids_begin_alike_wherever_they_are() -> None:
                 assert len(slots) == 20
                 ids, here, old = state.ids[slots], torch.tensor(slots) - first, before[number]
                 if initials:
-                    expected = given[number][unsigned_remainder(mix(ids), torch.tensor(5))]
+                    expected = given[number][unsigned_remainder(mix(ids), 5)]
                 else:
-                    expected = old[here // 16 * 16 + 14 + unsigned_remainder(murmur(ids), torch.tensor(2))]
+                    expected = old[here // 16 * 16 + 14 + unsigned_remainder(murmur(ids), 2)]
                 assert torch.equal(after[number][here], expected)
                 others = torch.ones(len(old), dtype=torch.bool).index_fill(0, here, False)
                 assert torch.equal(after[number][others], old[others])

@@ -26,6 +26,7 @@ from dlrm_overlap.kernels.ids.id_map import (
     segments_of,
 )
 from dlrm_overlap.kernels.ids.map_ids import Features, IdSet, map_ids
+from dlrm_overlap.kernels.reference import split_words
 
 _ALIGNMENT = 16  # slots, see `probe`
 _POOL = 4096  # most initial rows of a table without reserved slots
@@ -171,8 +172,8 @@ class IdMap:
 
     def remap(self, ids: KeyedJaggedTensor, names: Sequence[tuple[str | None, str]]) -> KeyedJaggedTensor:
         """Return ids whose values are rows, int64; `names` has their features."""
-        values = ids.values().long().contiguous()
-        low, high = values.view(torch.int32).view(-1, 2).unbind(1)
+        values = ids.values().long()
+        low, high = split_words(values)
         out = torch.empty_like(values)
         if ids.variable_stride_per_key():
             ends = torch.tensor(ids.offset_per_key(), device=values.device)
