@@ -10,8 +10,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
-from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.modules.mlp import MLP, Perceptron
 from torchrec.optim.clipping import GradientClippingOptimizer
@@ -35,6 +33,11 @@ from dlrm_overlap.torchrec_private import (
     TableBatchedEmbeddingSlice,
     TwPooledEmbeddingSharding,
     TwRwPooledEmbeddingSharding,
+)
+from dlrm_overlap.torchrec_private.mpzch import (
+    HashZchEvictionConfig,
+    HashZchEvictionPolicyName,
+    HashZchManagedCollisionModule,
 )
 
 # Sharded modules.

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.modules.hash_mc_evictions import HashZchEvictionPolicyName
-from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import ManagedCollisionCollection
 
@@ -16,6 +14,7 @@ from dlrm_overlap.config import IdTablesConfig, InputError
 from dlrm_overlap.embedding.id_tables.rules import EVERY_ID, IdRules
 from dlrm_overlap.kernels.ids.id_map import SEGMENT, Policy
 from dlrm_overlap.torchrec_private.attributes import zch_settings_of
+from dlrm_overlap.torchrec_private.mpzch import HashZchEvictionPolicyName, HashZchManagedCollisionModule
 
 _PERCENT_OF_ONE = 1  # of 128 slots, rounded down, is one slot
 _POLICIES = {
