@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 START_METHOD = "forkserver"
 _CONTEXT = multiprocessing.get_context(START_METHOD)
 _CONTEXT.set_forkserver_preload(
@@ -111,6 +113,9 @@ def _go_on(argv: Sequence[str], environ: Mapping[str, str], main: Callable[[], N
         for name, module in sys.modules.items():
             if name.startswith("dlrm_overlap.kernels") and hasattr(module, "INTERPRETED"):
                 module.INTERPRETED = False  # type: ignore[attr-defined]
+    # After a fork, PyTorch replaces its thread pool at its first use, and two first uses at once abort the process with
+    # "Invalid thread pool!". So the first use is here, before other threads begin.
+    torch.set_num_threads(torch.get_num_threads())
     sys.argv = ["dlrm-overlap", *argv]
     for number in (number for number in signal.valid_signals() if callable(signal.getsignal(number))):
         signal.signal(number, signal.SIG_DFL)
