@@ -19,13 +19,13 @@ from dlrm_overlap.config import DataConfig, parse_multi_hot
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.teacher import Teacher
 from dlrm_overlap.data.zipf import ZipfRanks, ZipfTable
+from dlrm_overlap.kernels.ids.id_map import mix
 
 _T = TypeVar("_T")
 DRAWS_PER_BLOCK = 4  # 64-bit draws of one Philox counter value
 _BLOCK_SAMPLES = 1024  # made at once, so that they fit in a core's cache
 _TABLE_BITS = 40  # a row and its table are mixed as row + (table << 40)
 _POSITIVE = 2**63 - 1  # TorchRec cannot divide negative ids over several ranks
-_MIX = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)  # shifts and factors
 NORMAL_SCALE = math.sqrt(3 / (2.0**32 - 1))  # scales the centered sum of four 16-bit fields to variance 1
 
 
@@ -116,11 +116,8 @@ def id_of(table: int, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """Return SplitMix64's finaliser of int64 values, see `kernels.ids.id_map.mix`; 0 stays 0."""
-    bits = values.view(np.uint64)
-    for shift, factor in _MIX:
-        bits = (bits ^ bits >> np.uint64(shift)) * np.uint64(factor)
-    return bits.view(np.int64)
+    """Return the hash `mix` of int64 values; 0 stays 0."""
+    return mix(torch.from_numpy(values)).numpy()
 
 
 def _per_table(value: _T | list[_T], number: int) -> list[_T]:

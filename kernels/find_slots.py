@@ -22,6 +22,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
+from dlrm_overlap.kernels.primitives import feature_of
 from dlrm_overlap.kernels.row_cache import MOST_USES, CacheState, Swaps
 
 _TAKE_PROGRAMS = 2 if INTERPRETED else 128
@@ -31,16 +32,8 @@ _NUM_WARPS = 4
 @triton.jit
 def _first_row(offsets, first_rows, position, mask, samples, features, HALVINGS: tl.constexpr):
     """Return [N]: the element of `first_rows` of the feature whose bags hold the id at `position` [N]."""
-    # Binary search of the feature: the first one whose bags end after the position.
-    low = tl.zeros_like(position)
-    high = low + features
-    for _ in range(HALVINGS):
-        searching = mask & (low < high)
-        middle = (low + high) // 2
-        ended = tl.load(offsets + (middle + 1) * samples, mask=searching, other=0) <= position
-        low = tl.where(searching & ended, middle + 1, low)
-        high = tl.where(searching & (ended == 0), middle, high)
-    return tl.load(first_rows + low, mask=mask, other=-1)
+    feature = feature_of(offsets, position, mask, samples, features, HALVINGS)
+    return tl.load(first_rows + feature, mask=mask, other=-1)
 
 
 @triton.jit(do_not_specialize=["ids_count", "samples", "features"], do_not_specialize_on_alignment=["offsets"])

@@ -1,4 +1,4 @@
-"""Device building blocks: the task order, flags with bounded waits, and records for the host.
+"""Device building blocks: features of ids, the task order, flags with bounded waits, and records for the host.
 
 Memory order, the same in every kernel. Producer: all threads store; a barrier, `tl.debug_barrier()`; one thread
 releases a flag or a count. Consumer: one thread acquires it; a barrier; all threads load. A scope has to include the
@@ -26,6 +26,20 @@ OVERFLOW = tl.constexpr(3)  # words 1 ..: rank that has too many ids, the featur
 BAD_ARRIVAL = tl.constexpr(4)  # words 1 ..: shard, source rank, index among its ids there, id, rows of its table
 
 _AMD_TICK_NS = tl.constexpr(10)  # of s_memrealtime, which counts at 100 MHz on CDNA 3 (gfx942)
+
+
+@triton.jit
+def feature_of(offsets, position, mask, samples, features, HALVINGS: tl.constexpr):
+    """Return [N]: the first feature whose bags end after `position` [N]; `features` if none does."""
+    low = tl.zeros_like(position)
+    high = low + features
+    for _ in range(HALVINGS):
+        searching = mask & (low < high)
+        middle = (low + high) // 2
+        ended = tl.load(offsets + (middle + 1) * samples, mask=searching, other=0) <= position
+        low = tl.where(searching & ended, middle + 1, low)
+        high = tl.where(searching & (ended == 0), middle, high)
+    return low
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
+from dlrm_overlap.kernels.ids.probing import mix
 
 # Columns of the table of tables, [T, 11] int64.
 CELLS = tl.constexpr(0)  # first word of the table's cells
@@ -81,18 +82,10 @@ def draw_block(key, sample, block, blocks):
 
 
 @triton.jit
-def mixed(values):
-    """Return SplitMix64's finaliser of int64 values, see `ids.id_map.mix`."""
-    bits = values.to(tl.uint64, bitcast=True)
-    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
-    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
-    return (bits ^ (bits >> 31)).to(tl.int64, bitcast=True)
-
-
-@triton.jit
 def id_of(table, rows, generations):
     """Return the ids, int64, of `rows` of a table, as `data/synthetic.py` does; all arguments are int64."""
-    return mixed((rows + (table << 40)) ^ mixed(generations)) & 0x7FFFFFFFFFFFFFFF
+    keys = (rows + (table << 40)) ^ mix(generations).to(tl.int64, bitcast=True)
+    return (mix(keys) & 0x7FFFFFFFFFFFFFFF).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["first", "blocks", "count", "features", "tables"])

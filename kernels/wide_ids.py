@@ -9,11 +9,21 @@ import triton.language as tl
 
 
 @triton.jit
+def joined(low, high):
+    """Return [N] int64: the ids with the words `low` and `high`, [N] int32 each."""
+    return (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def remainder(value, divisor):
+    """Return uint64 modulo int64, as int64; modulo 1 if `divisor` is 0."""
+    return (value % tl.maximum(divisor, 1).to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit
 def bucket_of(low, high, buckets):
     """Return [N] int64: the buckets of ids, given by their words [N] int32; `buckets` is int64, and 0 counts as 1."""
-    words = high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
-    words = words | low.to(tl.uint32, bitcast=True).to(tl.uint64)
-    return (words % tl.maximum(buckets, 1).to(tl.uint64)).to(tl.int64)
+    return remainder(joined(low, high).to(tl.uint64, bitcast=True), buckets)
 
 
 @triton.jit

@@ -34,10 +34,11 @@ from dlrm_overlap.kernels.ids.probing import (
     bucket_of,
     digest,
     id_at,
+    listed,
     mix,
     murmur,
-    remainder,
 )
+from dlrm_overlap.kernels.wide_ids import remainder
 
 
 @triton.jit
@@ -72,10 +73,7 @@ def _sight(
     """Count the sightings of the listed ids, as program p of P the blocks p, p + P, .. of BLOCK."""
     total = tl.load(counters + MISSING)
     for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
-        k = begin + tl.arange(0, BLOCK)
-        mask = k < total
-        i = tl.load(missing + k, mask=mask, other=0).to(tl.int64)
-        feature = infos + tl.load(missing_feature + k, mask=mask, other=0).to(tl.int64) * COLUMNS
+        _, mask, i, feature = listed(missing, missing_feature, infos, begin, total, BLOCK)
         sights = mask & (tl.load(feature + WRITES, mask=mask, other=0) > 0) & (tl.load(taken) > 0)
         sights = sights & (tl.load(feature + ADMIT_AFTER, mask=mask, other=0) > 1)
         id = id_at(low, high, i, sights, STRIDE)
@@ -121,10 +119,7 @@ def _choose(
     total = tl.load(counters + MISSING)
     top = ((1 << set_bits) - 1).to(tl.int64)
     for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
-        k = begin + tl.arange(0, BLOCK)
-        mask = k < total
-        i = tl.load(missing + k, mask=mask, other=0).to(tl.int64)
-        feature = infos + tl.load(missing_feature + k, mask=mask, other=0).to(tl.int64) * COLUMNS
+        k, mask, i, feature = listed(missing, missing_feature, infos, begin, total, BLOCK)
         id = id_at(low, high, i, mask, STRIDE)
         hash = murmur(id)
         mixed = mix(id)

@@ -15,12 +15,13 @@ from dlrm_overlap.kernels.ids.probing import (
     WRITES,
     add_total,
     bucket_of,
-    feature_of,
     id_at,
+    listed,
     murmur,
     probe,
-    remainder,
 )
+from dlrm_overlap.kernels.primitives import feature_of
+from dlrm_overlap.kernels.wide_ids import remainder
 
 
 @triton.jit
@@ -135,10 +136,7 @@ def _replace(
     """
     total = tl.load(counters + MISSING)
     for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
-        k = begin + tl.arange(0, BLOCK)
-        mask = k < total
-        i = tl.load(missing + k, mask=mask, other=0).to(tl.int64)
-        feature = infos + tl.load(missing_feature + k, mask=mask, other=0).to(tl.int64) * COLUMNS
+        k, mask, i, feature = listed(missing, missing_feature, infos, begin, total, BLOCK)
         id = id_at(low, high, i, mask, STRIDE)
         hash = murmur(id)
         _, bucket = bucket_of(id, feature, mask)

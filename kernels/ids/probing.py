@@ -5,6 +5,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.ids import id_map
 from dlrm_overlap.kernels.ids.id_map import MapFeature
+from dlrm_overlap.kernels.wide_ids import joined, remainder
 
 EMPTY = tl.constexpr(id_map.EMPTY)
 SEGMENT = tl.constexpr(id_map.SEGMENT)
@@ -89,20 +90,27 @@ def mix(id):
 
 
 @triton.jit
-def remainder(value, divisor):
-    """Return uint64 modulo int64, as int64; modulo 1 if `divisor` is 0."""
-    return (value % tl.maximum(divisor, 1).to(tl.uint64)).to(tl.int64)
-
-
-@triton.jit
 def digest(hash):
     return tl.maximum(hash >> 56, 1).to(tl.uint8)
 
 
 @triton.jit
 def id_at(low, high, position, mask, STRIDE: tl.constexpr):
-    word = tl.load(low + position * STRIDE, mask=mask, other=0).to(tl.uint32, bitcast=True)
-    return (tl.load(high + position * STRIDE, mask=mask, other=0).to(tl.int64) << 32) | word.to(tl.int64)
+    low_word = tl.load(low + position * STRIDE, mask=mask, other=0)
+    return joined(low_word, tl.load(high + position * STRIDE, mask=mask, other=0))
+
+
+@triton.jit
+def listed(missing, missing_feature, infos, begin, total, BLOCK: tl.constexpr):
+    """Return [BLOCK] each, of the places from `begin` on in the list of ids without a slot.
+
+    They are the place, whether the list has it, the id's position, and the row of its feature in `infos`.
+    """
+    k = begin + tl.arange(0, BLOCK)
+    mask = k < total
+    i = tl.load(missing + k, mask=mask, other=0).to(tl.int64)
+    feature = infos + tl.load(missing_feature + k, mask=mask, other=0).to(tl.int64) * COLUMNS
+    return k, mask, i, feature
 
 
 @triton.jit
@@ -111,20 +119,6 @@ def add_total(totals, which, count):
     if count > 0:
         spread = which * (SPREAD * SPREAD_STEP) + tl.program_id(0) % SPREAD * SPREAD_STEP
         tl.atomic_add(totals + spread, count.to(tl.int64), sem="relaxed")
-
-
-@triton.jit
-def feature_of(offsets, position, mask, samples, features, HALVINGS: tl.constexpr):
-    """Return [N]: the first feature whose bags end after `position` [N]; `features` if none does."""
-    low = tl.zeros_like(position)
-    high = low + features
-    for _ in range(HALVINGS):
-        searching = mask & (low < high)
-        middle = (low + high) // 2
-        ended = tl.load(offsets + (middle + 1) * samples, mask=searching, other=0) <= position
-        low = tl.where(searching & ended, middle + 1, low)
-        high = tl.where(searching & (ended == 0), middle, high)
-    return low
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from torch import nn
 
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_tables.id_map import IdMap
-from dlrm_overlap.kernels.ids.id_map import EMPTY, Totals
+from dlrm_overlap.kernels.ids.id_map import Totals
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -38,9 +38,8 @@ class IdCounts:
             return {}
         sums = self._sums()
         since, self._before = sums - self._before, sums
-        used = torch.stack([(each.state.ids != EMPTY).sum() for each in self._maps]).sum()
-        rows = sum(each.rows for each in self._maps)
-        found = torch.cat([since, torch.tensor([float(used), rows], dtype=torch.float64, device=self._device)])
+        used, rows = sum(each.used() for each in self._maps), sum(each.rows for each in self._maps)
+        found = torch.cat([since, torch.tensor([used, rows], dtype=torch.float64, device=self._device)])
         dist.all_reduce(found)
         *counts, in_use, all_rows = found.tolist()
         seen = max(counts[Totals.SEEN], 1.0)

@@ -63,10 +63,10 @@ class IdMap:
             slots += -(-(end - first) // _ALIGNMENT) * _ALIGNMENT
             segments += (end - first) // each.size * segments_of(each.open_slots)
         policies = {each.policy for each in rules}
-        self._counts = bool(policies & {Policy.LFU, Policy.DISTANCE_LFU})
+        counts = bool(policies & {Policy.LFU, Policy.DISTANCE_LFU})
         times = self._clocked or Policy.TTL in policies
         sketch = any(each.admit_after > 1 for each in rules)
-        self.state = MapState.empty(slots, segments, device, times, self._counts, sketch)
+        self.state = MapState.empty(slots, segments, device, times, counts, sketch)
         self._set = IdSet()
         self._features: dict[tuple[tuple[str | None, str], ...], Features] = {}
         self._rows: Rows | None = None
@@ -178,13 +178,9 @@ class IdMap:
         if ids.variable_stride_per_key():
             ends = torch.tensor(ids.offset_per_key(), device=values.device)
             self.map((low, high), out, ends, 1, self.features_of(names))
-            lengths, strides = ids.lengths(), ids.stride_per_key_per_rank()
-            return KeyedJaggedTensor(
-                ids.keys(), out, ids.weights_or_none(), lengths=lengths, stride_per_key_per_rank=strides
-            )
+            return with_values(ids, out)
         self.map((low, high), out, ids.offsets(), ids.stride(), self.features_of(names))
-        weights, lengths = ids.weights_or_none(), ids.lengths()
-        return KeyedJaggedTensor(ids.keys(), out, weights, lengths, ids.offsets(), stride=ids.stride())
+        return with_values(ids, out, ids.offsets())
 
     def rebuild(self) -> None:
         """Compute again what `state` derives from the ids, after they were loaded."""
@@ -229,6 +225,17 @@ class MappedIds:
 def _words(rows: torch.Tensor) -> int:
     """Return the words of 4 bytes from a row to the next."""
     return rows.stride(0) * rows.itemsize // 4
+
+
+def with_values(ids: KeyedJaggedTensor, values: torch.Tensor, offsets: torch.Tensor | None = None) -> KeyedJaggedTensor:
+    """Return `ids` with other values, one for each, and with `offsets` if they are known."""
+    weights, lengths = ids.weights_or_none(), ids.lengths()
+    if ids.variable_stride_per_key():
+        strides, inverse = ids.stride_per_key_per_rank(), ids.inverse_indices_or_none()
+        return KeyedJaggedTensor(
+            ids.keys(), values, weights, lengths, stride_per_key_per_rank=strides, inverse_indices=inverse
+        )
+    return KeyedJaggedTensor(ids.keys(), values, weights, lengths, offsets, stride=ids.stride())
 
 
 def pool_of(rows: int, config: BaseEmbeddingConfig, seed: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torchrec.distributed.types import NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.every_rank import gathered
-from dlrm_overlap.embedding.id_tables.id_map import IdMap, MappedIds, pool_of
+from dlrm_overlap.embedding.id_tables.id_map import IdMap, MappedIds, pool_of, with_values
 from dlrm_overlap.embedding.id_tables.module import IdTableModule
 from dlrm_overlap.embedding.id_tables.rules import IdRules
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
@@ -128,10 +128,4 @@ class OverlapShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisi
 
 def _mixed(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return ids that are replaced by a bijective hash."""
-    values, lengths = mix(ids.values().long()), ids.lengths()
-    if ids.variable_stride_per_key():
-        strides, inverse = ids.stride_per_key_per_rank(), ids.inverse_indices_or_none()
-        return KeyedJaggedTensor(
-            ids.keys(), values, ids.weights_or_none(), lengths, stride_per_key_per_rank=strides, inverse_indices=inverse
-        )
-    return KeyedJaggedTensor(ids.keys(), values, ids.weights_or_none(), lengths, stride=ids.stride())
+    return with_values(ids, mix(ids.values().long()))
