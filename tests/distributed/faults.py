@@ -3,6 +3,7 @@
 For the ranks, `rank_main` takes the part of `python -m dlrm_overlap`: it puts the fault into `Trainer.step`.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -143,8 +144,7 @@ class Run:
         """Check that no process of the run is alive, and that none of its shared memory or semaphores has a name."""
         wait_until(lambda: not self.processes(), 5, self._command_lines, 0.02)  # the kernel takes a moment
         names = _shared_names() - self._others
-        # Other programs on this machine may make semaphores, for a moment.
-        wait_until(lambda: not any(Path("/dev/shm", name).exists() for name in names), 5, f"{names} stay")
+        wait_until(lambda: not _unused(names), 5, lambda: f"{_unused(names)} stay", 0.02)
 
     def _command_lines(self) -> list[bytes]:
         return [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.processes()]
@@ -153,6 +153,20 @@ class Run:
 def _shared_names() -> set[str]:
     """Return the names of all shared memory and semaphores, of any process."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("dlrm_overlap", "sem."))}
+
+
+def _unused(names: set[str]) -> set[str]:
+    """Return which of `names` exist, but are mapped by no process: other tests and programs map theirs."""
+    inodes = {}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            inodes[os.stat(f"/dev/shm/{name}").st_ino] = name
+    for maps in Path("/proc").glob("[0-9]*/maps") if inodes else ():
+        with contextlib.suppress(OSError):
+            for line in maps.read_text(errors="replace").splitlines():
+                if "/dev/shm/" in line:  # with a semaphore's first name, so by inode
+                    inodes.pop(int(line.split()[4]), None)
+    return set(inodes.values())
 
 
 def train(folder: Path, *options: str, fault: Mapping[str, str] | None = None, launcher: str = "nproc") -> Run:
