@@ -84,9 +84,16 @@ def test_ranks_have_whole_buckets(rows: int, buckets: int, ranks: int) -> None:
         check_rows(IdRules("t", rows, buckets), ranks)
 
 
-def test_a_kernel_for_host_memory_stays_with_torchrec() -> None:
-    params: Any = {"t": SimpleNamespace(compute_kernel="fused_uvm_caching")}
+@pytest.mark.parametrize(
+    ("kernel", "caches", "expected"),
+    [
+        ("fused", False, None),
+        ("fused_uvm_caching", True, None),
+        ("fused_uvm_caching", False, "compute kernel fused_uvm_caching"),
+        ("fused_uvm", True, "compute kernel fused_uvm"),
+    ],
+)
+def test_a_kernel_that_the_exchange_lacks_stays_with_torchrec(kernel: str, caches: bool, expected: str | None) -> None:
+    params: Any = {"t": SimpleNamespace(compute_kernel=kernel)}
     env: Any = SimpleNamespace()
-    assert _why_plan_stays(params, env) == "compute kernel fused_uvm_caching"
-    params = {"t": SimpleNamespace(compute_kernel="fused")}
-    assert _why_plan_stays(params, env) is None
+    assert _why_plan_stays(params, env, caches) == expected
