@@ -31,9 +31,7 @@ class CacheState(NamedTuple):
     """[3] int64: number of the next step, and the slot at the hand, twice"""
 
     @classmethod
-    def empty(
-        cls, rows: int, slots: int, device: torch.device, resident: torch.Tensor | None = None
-    ) -> "CacheState":
+    def empty(cls, rows: int, slots: int, device: torch.device, resident: torch.Tensor | None = None) -> "CacheState":
         """Return the state of a cache without rows but the resident ones, [P] int64."""
         kept = 0 if resident is None else resident.numel()
         slot_of = torch.full((rows,), -1, dtype=torch.int32, device=device)

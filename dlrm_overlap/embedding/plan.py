@@ -119,9 +119,7 @@ def make_plan(
         size = round(table.num_embeddings * (row_bytes + state_bytes(config.optimizer, table.embedding_dim)))
         is_pooled = not isinstance(collection, EmbeddingCollection)
         maps = table.num_embeddings * map_bytes(config.id_tables) if name in of_any_id else 0
-        loads[name] = TableLoad(
-            ids, table.embedding_dim, row_bytes, size + maps, table.num_embeddings, is_pooled, maps
-        )
+        loads[name] = TableLoad(ids, table.embedding_dim, row_bytes, size + maps, table.num_embeddings, is_pooled, maps)
     # Room for tables on each rank, and the tables that are cached for lack of it.
     on_gpu, storage = topology.compute_device == "cuda", topology.devices[group.rank()].storage
     capacity = int(min(gathered(storage.hbm if on_gpu else storage.ddr, group)) * (1 - _RESERVED))

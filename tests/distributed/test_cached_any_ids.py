@@ -1,9 +1,11 @@
 """Tables of any id whose rows are in host memory train with the bits of those whose rows are on the device."""
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +15,10 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
+from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding import cache
+from dlrm_overlap.embedding.cache import RowCache
 from dlrm_overlap.embedding.id_tables import id_map
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.tables import LocalTables
@@ -21,25 +26,33 @@ from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.ids import reference as ids_reference
 from dlrm_overlap.kernels.ids.id_map import Totals
+from dlrm_overlap.train.trainer import Trainer
+from tests.agreement import assert_all_near
 from tests.distributed import any_ids
 from tests.distributed.any_ids import batch_of, draw, own_module, shard, zch_module
 from tests.distributed.captured import captures
-from tests.distributed.workers import cases_on_ranks
+from tests.distributed.models import local_tensors
+from tests.distributed.workers import cases_on_ranks, make_trainer, quickstart
 
-STEPS, ROWS, POOL = 45, 512, 1200
+ROWS, POOL, SAMPLES = 512, 1200, 16
 BOTH = {"t0": 0.01, "t1": 0.01}
+OPTIONS = ["--train.batch_size", str(SAMPLES), "--train.steps", "100", "--data.eval_samples", "80"]
+OPTIONS += ["--model.dim", "8", "--model.bottom_mlp", "[16,8]", "--model.top_mlp", "[16,1]", "--embedding.lr", "1.0"]
+OPTIONS += ["--data.tables.ids", "any", "--data.tables.drift", "200", "--embedding.id_tables.rows", "256"]
+OPTIONS += ["--embedding.id_tables.admit_after", "2", "--embedding.backend", "pgas", "--train.pipeline", "graph"]
+IN_HOST_MEMORY = ["--embedding.memory", "cached", "--embedding.cache_fraction", "0.001"]  # and the ids of two steps
 
 
 @contextmanager
-def poisoned() -> Iterator[None]:
-    """Make all host rows NaN while they are in a cache, unless they are never trained."""
+def _poisoned() -> Iterator[None]:
+    """Make host rows NaN while they are in a cache, but for rows that are never trained."""
     activate = LocalTables.activate
 
     def then_poison(tables: LocalTables, ids: Any) -> None:
         activate(tables, ids)
-        for held, _ in tables._cached_features:
-            rows = held._state.row_in
-            for host in held.host_rows:
+        for each, _ in tables._cached_features:
+            rows = each._state.row_in
+            for host in each.host_rows:
                 host[rows[rows >= 0]] = torch.nan
 
     with patch.object(LocalTables, "activate", then_poison):
@@ -47,8 +60,9 @@ def poisoned() -> Iterator[None]:
 
 
 @contextmanager
-def references() -> Iterator[None]:
+def _references() -> Iterator[None]:
     """Let maps and caches be without kernels, which take Triton's interpreter long."""
+
     def map_ids(state: Any, features: Any, _: Any, *given: Any) -> Any:
         return ids_reference.map_ids(state, features, *given)
 
@@ -63,14 +77,14 @@ def references() -> Iterator[None]:
 
 
 @contextmanager
-def an_hour_a_step() -> Iterator[None]:
+def _an_hour_a_step() -> Iterator[None]:
     hours = count(1)
     with patch.object(id_map.time, "time", lambda: 3600.0 * next(hours)):
         yield
 
 
-def open_model(module: Any, memory: Mapping[str, float], rows: int = ROWS) -> DistributedModelParallel:
-    """Return a model whose initial rows differ; rows that an id can have are NaN until it is filled."""
+def _open(module: Any, memory: Mapping[str, float], rows: int) -> DistributedModelParallel:
+    """Return a model whose initial rows differ; rows that ids may have are NaN until they are filled."""
     torch.manual_seed(dist.get_rank())
     model = any_ids.Model(rows, module, partial(torch.nn.init.uniform_, a=0.05, b=0.15))
     sharded = shard(model, "pgas", memory, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
@@ -81,66 +95,129 @@ def open_model(module: Any, memory: Mapping[str, float], rows: int = ROWS) -> Di
     return sharded
 
 
-def rows_of(sharded: Any) -> dict[str, torch.Tensor]:
-    """Return copies of this rank's rows, states of optimizers and maps, by name."""
-    (exchange,) = exchanges(sharded)
-    exchange.tables.write_back()
-    states = {f"{name} {key}": each for name, of in sharded.fused_optimizer.state_dict()["state"].items()
-              for key, each in of.items()}
-    every = {**sharded.state_dict(), **states}
-    shards = {name: each.local_shards() for name, each in every.items() if hasattr(each, "local_shards")}
-    return {name: shard.tensor.clone() for name, of in shards.items() for shard in of}
-
-
-def train(sharded: Any, steps: range, pipeline: str, hourly: bool = False, segment: int = 15) -> list[float]:
+def _train(sharded: Any, steps: int, segment: int, captured: bool, hourly: bool) -> list[float]:
     """Take steps; return their losses, then the totals of the map."""
-    rank, captured = dist.get_rank(), pipeline == "captured"
-    batches = [batch_of(draw(rank, step, POOL)) for step in steps]
+    batches = [batch_of(draw(dist.get_rank(), step, POOL)) for step in range(steps)]
     with ExitStack() as stack:
-        taken = stack.enter_context(captures() if captured else references())
+        taken: Any = stack.enter_context(captures() if captured else _references())
+        stack.enter_context(_poisoned())
         if hourly:
-            stack.enter_context(an_hour_a_step())
-        stack.enter_context(poisoned())
+            stack.enter_context(_an_hour_a_step())
         step = any_ids.train(sharded, batches, "graph", segment)
     assert not captured or taken["replayed"] > 0, "steps are captured"
     return [*step.losses, *(step.id_map.total(which) for which in Totals)]
 
 
-def _check(pipeline: str, module: Any, memory: Mapping[str, float] = BOTH, hourly: bool = False, rows: int = ROWS, steps: int = STEPS, segment: int = 15) -> None:
-    plain, cached = (open_model(module, each, rows) for each in ({}, memory))
-    expected, found = (train(each, range(steps), pipeline, hourly, segment) for each in (plain, cached))
+def _caches(model: DistributedModelParallel) -> list[RowCache]:
+    return [each for exchange in exchanges(model) for each, _ in exchange.tables._cached_features]
+
+
+def _rows_of(sharded: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    """Return copies of this rank's rows, states of optimizers and maps, by name."""
+    kept = sharded.fused_optimizer.state_dict()["state"]
+    states = {f"{name} {key}": each for name, of in kept.items() for key, each in of.items()}
+    every = {**dict(local_tensors(sharded.state_dict())), **dict(local_tensors(states))}
+    return {name: each.nan_to_num(-1) for name, each in every.items()}
+
+
+def _check(
+    module: Any,
+    memory: Mapping[str, float] = BOTH,
+    captured: bool = False,
+    hourly: bool = False,
+    rows: int = ROWS,
+    steps: int = 45,
+    segment: int = 15,
+) -> None:
+    """Ids and rows are evicted, and come back, in steps of several segments."""
+    plain, cached = (_open(module, each, rows) for each in ({}, memory))
+    expected, found = (_train(each, steps, segment, captured, hourly) for each in (plain, cached))
     assert found == expected
-    assert all(loss == loss for loss in found), "rows that nothing has filled are looked up"
-    (exchange,) = exchanges(cached)
-    caches = [each for each, _ in exchange.tables._cached_features]
-    print([(each.slots, len(each.host_rows[0]), bool((each._state.row_in >= 0).all())) for each in caches], found[-5:], flush=True)
-    assert all(each.slots <= len(each.host_rows[0]) // 2 and bool((each._state.row_in >= 0).all()) for each in caches)
-    assert found[len(found) - len(Totals) + Totals.EVICTED] > 0, "no id has lost its row"
-    ours, theirs = rows_of(cached), rows_of(plain)
-    assert ours.keys() == theirs.keys()
-    different = [name for name, each in theirs.items() if not torch.equal(ours[name].nan_to_num(-1), each.nan_to_num(-1))]
-    assert not different
+    assert not any(loss != loss for loss in found), "rows that nothing has filled were looked up"
+    for each in _caches(cached):
+        assert each.slots <= len(each.host_rows[0]) // 2
+        assert bool((each._state.row_in >= 0).all()), "every slot was taken, and some again"
+    assert found[steps + Totals.EVICTED] > each.slots // 8, "ids have lost their rows"
+    assert_all_near(_rows_of(cached), _rows_of(plain), 0.0, "after the last step")
 
 
-MODULES = {
-    "lru": (own_module, {}),
-    "lfu": (partial(own_module, eviction="lfu", admit_after=2), {}),
+def _batches_of(trainer: Trainer, steps: range) -> Iterator[Batch]:
+    for step in steps:
+        yield trainer.train_data.read((step * trainer.world.world_size + trainer.world.rank) * SAMPLES, SAMPLES)
+
+
+def _evaluated(trainer: Trainer) -> list[float]:
+    """Return the losses of batches that are evaluated between two steps, with ids under way."""
+    trainer.model.eval()
+    with torch.no_grad():
+        batches = _batches_of(trainer, range(1000, 1003))
+        losses = [float(trainer.pipeline.progress(batches)[0]) for _ in range(3)]
+    trainer.model.train()
+    return losses
+
+
+def _check_runs() -> None:
+    """A run that evaluates and saves, and two that resume from the save, with and without rows in host memory."""
+    names: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    checkpointer = Checkpointer(Path(names[0]), keep=1, shape={})
+    with _references(), _poisoned():
+        memory = [], IN_HOST_MEMORY, [], IN_HOST_MEMORY
+        trainers = [make_trainer(quickstart(Path("unused"), "run", *OPTIONS, *each)) for each in memory]
+        found = list[list[float]]()
+        for trainer in trainers[:2]:
+            batches = _batches_of(trainer, range(16))
+            losses = [float(trainer.step(batches)) for _ in range(8)]
+            losses += _evaluated(trainer)
+            found.append([*losses, *(float(trainer.step(batches)) for _ in range(8)), trainer.evaluate()["loss"]])
+        assert found[1] == found[0]
+        checkpointer.write(16, extents_to_store(trainers[1].model, trainers[1].optimizer))
+        for trainer in trainers[2:]:
+            batches = _batches_of(trainer, range(100, 104))
+            assert [trainer.step(batches) for _ in range(4)]  # then overwritten
+            trainer.pipeline.reset()
+            assert checkpointer.load(Path(names[0]) / "step_16", trainer.model, trainer.optimizer) == 16
+        of_steps = [(trainer, _batches_of(trainer, range(16, 24))) for trainer in trainers]
+        expected, *others = [[float(trainer.step(batches)) for _ in range(8)] for trainer, batches in of_steps]
+        assert others == [expected] * 3
+        for trainer in trainers[1::2]:
+            assert [each.slots < len(each.host_rows[0]) for each in _caches(trainer.model)] == [True]
+        dist.barrier()
+        for trainer in trainers:
+            trainer.close()
+
+
+LFU = partial(own_module, eviction="lfu", admit_after=2)
+CASES: dict[str, Callable[[], None]] = {
+    "lru": partial(_check, own_module),
+    "lfu, ids that are not admitted": partial(_check, LFU),
+    "one table of two": partial(_check, own_module, {"t1": 0.3}),
+    "mpzch": partial(_check, zch_module, hourly=True),
+    "mpzch, reserved slots": partial(
+        _check, partial(zch_module, percent_reserved_slots=10, opt_in_prob=80), hourly=True
+    ),
+    "runs": _check_runs,
 }
-CASES: dict[str, Callable[[], None]] = {f"graph, {name}": partial(_check, "graph", module, **more) for name, (module, more) in MODULES.items()}
-CASES["graph, zch"] = partial(_check, "graph", zch_module, hourly=True)
-CASES["graph, zch reserved"] = partial(_check, "graph", partial(zch_module, percent_reserved_slots=10, opt_in_prob=80), hourly=True)
-CASES["graph, one"] = partial(_check, "graph", own_module, {"t1": 0.3})
 if INTERPRETED:
-    CASES["captured, lfu"] = partial(_check, "captured", partial(own_module, eviction="lfu", admit_after=2), rows=256, steps=21, segment=7)
+    CASES["captured"] = partial(_check, LFU, captured=True, rows=256, steps=21, segment=7)
+QUICK = ["lru", "lfu, ids that are not admitted"]
+SLOW = [case for case in CASES if case not in QUICK]
 
 
 def _run_case(case: str) -> None:
     CASES[case]()
 
 
-ended = cases_on_ranks(2, _run_case, list(CASES))
+quick = cases_on_ranks(2, _run_case, QUICK)
+slow = cases_on_ranks(2, _run_case, SLOW)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks(ended: Callable[[str], None], case: str) -> None:
-    ended(case)
+@pytest.mark.parametrize("case", QUICK)
+def test_two_ranks(quick: Callable[[str], None], case: str) -> None:
+    quick(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_two_ranks_more(slow: Callable[[str], None], case: str) -> None:
+    slow(case)
