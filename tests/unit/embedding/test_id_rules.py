@@ -9,8 +9,9 @@ from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvi
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 from dlrm_overlap.config import IdTablesConfig
-from dlrm_overlap.embedding.id_tables.module import check_rows, rules_of
-from dlrm_overlap.embedding.id_tables.rules import EVERY_ID, IdRules, rows_of_tables
+from dlrm_overlap.embedding.id_tables.id_map import IdMap
+from dlrm_overlap.embedding.id_tables.module import IdTableModule, check_rows, rules_of
+from dlrm_overlap.embedding.id_tables.rules import EVERY_ID, IdRules, map_bytes, rows_of_tables
 from dlrm_overlap.embedding.id_tables.sharder import _why_plan_stays
 from dlrm_overlap.kernels.ids.id_map import Policy
 from tests.conftest import refuses
@@ -97,3 +98,20 @@ def test_a_kernel_that_the_exchange_lacks_stays_with_torchrec(kernel: str, cache
     params: Any = {"t": SimpleNamespace(compute_kernel=kernel)}
     env: Any = SimpleNamespace()
     assert _why_plan_stays(params, env, caches) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, 13),
+        ({"eviction": "ttl", "ttl_steps": 9}, 17),
+        ({"eviction": "lfu", "admit_after": 2}, 21),
+        ({"eviction": "none", "admit_after": 2}, 17),
+    ],
+)
+def test_the_bytes_of_a_map(keys: Any, expected: int) -> None:
+    config, rows = IdTablesConfig(**keys), 128 * 1000
+    rules = rules_of(IdTableModule("t", rows, torch.device("cpu"), config), "t", rows, ["f"])
+    assert isinstance(rules, IdRules)
+    columns = IdMap([rules], {"t": (0, rows)}, torch.device("cpu"), lambda: True).state
+    assert map_bytes(config) == expected == sum(each.nbytes for each in columns) // rows
