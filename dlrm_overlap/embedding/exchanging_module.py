@@ -198,6 +198,10 @@ class ExchangingModule(nn.Module, Generic[Served]):
         if self.exchange is not None:
             self.exchange.id_tables = make_tables(self.exchange)
 
+    def stay_uncaptured(self, entry: nn.Module, reason: str) -> None:
+        """Look up ids that the managed collision module `entry` maps to rows in steps that cannot be captured."""
+        self._entry, self._uncaptured = weakref.ref(entry), reason
+
     def why_ids_are_not_taken(self) -> str | None:
         """Return why `take_ids` would fail, if it would; identical on every rank."""
         shardings = dict(zip(self.unsupported_reasons, self._shardings, strict=True))

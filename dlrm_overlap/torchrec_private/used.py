@@ -89,6 +89,7 @@ CLASSES = {
         {
             "__init__": "module table_name_to_parameter_sharding ebc_sharder mc_sharder env device",
             **_STEP,
+            "_evict": "evictions_per_table",
             "output_dist": "ctx output",
         },
         "_device _embedding_module _env _managed_collision_collection _return_remapped_features",

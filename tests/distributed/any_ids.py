@@ -84,8 +84,10 @@ class Model(nn.Module):
         return output.square().mean(), output.detach()
 
 
-def shard(model: Model, backend: str = "pgas") -> DistributedModelParallel:
-    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
+def shard(
+    model: Model, backend: str = "pgas", optimizer: EmbOptimType = EmbOptimType.EXACT_SGD
+) -> DistributedModelParallel:
+    fused = {"optimizer": optimizer, "learning_rate": LR}
     sharders: list[Any] = [OverlapManagedCollisionEmbeddingBagCollectionSharder(fused, backend=backend)]
     planner = EmbeddingShardingPlanner(topology=Topology(dist.get_world_size(), "cpu"))
     plan = planner.collective_plan(model, sharders, world())

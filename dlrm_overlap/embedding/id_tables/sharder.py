@@ -17,6 +17,7 @@ from torchrec.distributed.types import (
 )
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.id_tables.mch import OverlapShardedMchEmbeddingBagCollection, has_mch
 from dlrm_overlap.embedding.id_tables.module import check_rows, rules_of
 from dlrm_overlap.embedding.id_tables.rules import IdRules
 from dlrm_overlap.embedding.id_tables.sharded import (
@@ -46,8 +47,9 @@ class _CollectionSharder(ManagedCollisionCollectionSharder):
 class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbeddingBagCollectionSharder):
     """TorchRec's sharder of `ManagedCollisionEmbeddingBagCollection`, with our map of ids and our exchange.
 
-    It takes tables with `HashZchManagedCollisionModule`; if a table of a collection has another module or arguments
-    that the map does not know, the collection stays with TorchRec, and the log says why.
+    It takes collections whose tables have `HashZchManagedCollisionModule`, and collections whose tables have
+    `MCHManagedCollisionModule`. If a table has another module or arguments that the map does not know, the collection
+    stays with TorchRec, and the log says why.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapManagedCollisionEmbeddingBagCollectionSharder(), ..])
@@ -89,11 +91,21 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbed
         Raises:
             InputError: if the ranks do not have the same number of whole buckets, or their plans differ.
         """
-        found = _why_plan_stays(params, env) or _rules(module)
+        stays = _why_plan_stays(params, env)
+        found = stays or ([] if has_mch(module) else _rules(module))
         if isinstance(found, str):
             if env.rank == 0:
                 log.warning("%s stays with TorchRec: %s", module_fqn or type(module).__name__, found)
             return self._stock.shard(module, params, env, device, module_fqn)
+        if has_mch(module):
+            return OverlapShardedMchEmbeddingBagCollection(
+                module,
+                params,
+                ebc_sharder=self._tables,
+                mc_sharder=ManagedCollisionCollectionSharder(),
+                env=env,
+                device=device or torch.device("cuda"),
+            )
         options = self._tables.options
         for rules in found:
             check_rows(rules, exchanging_group(env).size())
@@ -121,7 +133,7 @@ def _why_plan_stays(params: Mapping[str, ParameterSharding], env: ShardingEnv) -
 
 def why_ids_stay(module: Any) -> str | None:
     """Return why the ids of an unsharded collection would stay with TorchRec; None if they would not."""
-    found = _rules(module)
+    found = [] if has_mch(module) else _rules(module)
     return found if isinstance(found, str) else None
 
 
