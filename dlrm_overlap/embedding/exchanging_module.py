@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -71,6 +72,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     """changes the ids of a batch before `sender` sends them"""
     _entry: Callable[[], nn.Module | None] | None = None
     _uncaptured: str | None = None
+    _buckets: Mapping[str, int] = MappingProxyType({})
+    """table of any id -> its number of buckets"""
 
     def __init__(self, *args: Any, options: ExchangeOptions, cached: Mapping[str, float], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -134,8 +137,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
         exchanged, replicated = (
             [every[i] for i in kind if i in numbers] for kind in (self._exchanged, self._replicated)
         )
-        buckets = {} if self.id_map is None else {name: each.buckets for name, each in self.id_map.rules.items()}
-        return build_layout(exchanged, list(self._names_in_output(numbers)), group.size(), replicated, buckets)
+        names = list(self._names_in_output(numbers))
+        return build_layout(exchanged, names, group.size(), replicated, self._buckets)
 
     def _make_exchange(self) -> Served:
         tables = LocalTables.of([self._lookups[i] for i in self._exchanged], self.cached)
@@ -184,16 +187,17 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self,
         entry: nn.Module,
         id_map: Any,
+        buckets: Mapping[str, int],
         change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None,
         make_tables: Callable[[Exchange], IdTables],
         uncaptured: str | None = None,
     ) -> None:
         """Look up ids that `id_map` maps to rows, inside the managed collision module `entry`.
 
-        `make_tables` returns the map for an exchange, which an `IdSender` sends ids to. `uncaptured` says why steps
-        cannot be captured, if so.
+        `id_map` is None if the ids are not counted. `buckets` are by table. `make_tables` returns what maps the ids of
+        an exchange, which an `IdSender` sends ids to. `uncaptured` says why steps cannot be captured, if so.
         """
-        self._uncaptured = uncaptured
+        self._uncaptured, self._buckets = uncaptured, buckets
         self._entry, self.id_map, self.change_ids = weakref.ref(entry), id_map, change_ids
         if self.exchange is not None:
             self.exchange.id_tables = make_tables(self.exchange)

@@ -107,6 +107,8 @@ class IdSender:
             )
         self._sent.popleft()
         arrived = sent.arrived
+        if self.exchange.id_tables is not None and not self.exchange.order.is_captured:
+            self.exchange.id_tables.prepare_step()
         step = Step([arrived.ids], arrived.batch, arrived.replicated, arrived.own_offsets)
         awaitable = self.exchange.start_step(step)
         awaitable.samples = sent.features.stride()

@@ -1,6 +1,7 @@
 """Tables with TorchRec's MCH module train as under TorchRec's sharder, through intervals that evict ids."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,10 @@ from torchrec.modules.mc_modules import (
 )
 
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
+from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.distributed import any_ids
 from tests.distributed.any_ids import CPU, batch_of, draw
+from tests.distributed.captured import captures
 from tests.distributed.models import world
 from tests.distributed.workers import cases_on_ranks
 
@@ -116,9 +119,13 @@ def _map_of(sharded: DistributedModelParallel) -> dict[str, torch.Tensor]:
 
 
 def _check(policy: str, pipeline: str) -> None:
-    stock, ours = _stock(_model(policy)), _ours(_model(policy))
-    assert [each.exchange is not None for each in ours.modules() if isinstance(each, ExchangingModule)] == [True]
-    losses = _trained(stock, pipeline), _trained(ours, pipeline)
+    stock, ours, captured = _stock(_model(policy)), _ours(_model(policy)), pipeline == "captured"
+    assert [each.exchange is not None for each in _exchanging(ours)] == [True]
+    expected = _trained(stock, "graph" if captured else pipeline)
+    with captures() if captured else nullcontext() as taken:
+        losses = expected, _trained(ours, "graph" if captured else pipeline)
+    assert taken is None or taken["replayed"] > 3, "steps are captured"
+    assert all(each.takes_ids == (pipeline in ("graph", "captured")) for each in _exchanging(ours))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     maps = _map_of(stock), _map_of(ours)
     assert maps[0].keys() == maps[1].keys()
@@ -127,6 +134,10 @@ def _check(policy: str, pipeline: str) -> None:
     first = {id for name in ("t0", "t1") for id in _ids(maps[1], name)}
     known = {id for batch in _batches(0, 5) for id in batch.sparse.values().tolist()}
     assert first - known, "later ids have replaced earlier ones"
+
+
+def _exchanging(sharded: DistributedModelParallel) -> list[Any]:
+    return [each for each in sharded.modules() if isinstance(each, ExchangingModule)]
 
 
 def _ids(state: dict[str, torch.Tensor], table: str) -> list[int]:
@@ -166,8 +177,12 @@ def _check_adagrad() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     f"{policy}; {pipeline}": partial(_check, policy, pipeline)
-    for policy in POLICIES
-    for pipeline in (("none", "sparse_dist", "graph") if policy == "distance_lfu" else ("sparse_dist",))
+    for policy in reversed(POLICIES)
+    for pipeline in (
+        ("none", "sparse_dist", "graph", *["captured"] * INTERPRETED)
+        if policy == "distance_lfu"
+        else ("sparse_dist", "graph")
+    )
 }
 CASES |= {"state dict": _check_state_dict, "adagrad": _check_adagrad}
 

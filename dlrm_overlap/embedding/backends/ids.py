@@ -175,6 +175,9 @@ class ArrivedIds(NamedTuple):
 class IdTables(Protocol):
     """This rank's shards of tables of any id, which know the row of each id."""
 
+    waits: bool
+    """whether `prepare_step` may wait for the device"""
+
     def activate(self, arrived: ArrivedIds) -> None:
         """Replace the next step's ids by rows, in place; on GPUs by the current stream, without the host.
 
@@ -189,6 +192,10 @@ class IdTables(Protocol):
 
     def expect(self, is_taken: bool) -> None:
         """Say whether a step will look up the ids that are sent next, by a replay or not."""
+        ...
+
+    def prepare_step(self) -> None:
+        """Before a step that looks up activated ids, do what needs the host; further calls for a step do nothing."""
         ...
 
 

@@ -192,6 +192,8 @@ class IdMap:
 class MappedIds:
     """The `IdTables` of an exchange."""
 
+    waits = False
+
     def __init__(self, id_map: IdMap, exchange: Exchange, rank: int) -> None:
         self._map, self._exchange, self._rank = id_map, exchange, rank
         self._names: tuple[Layout, list[tuple[str | None, str]]] | None = None
@@ -220,6 +222,9 @@ class MappedIds:
 
     def expect(self, is_taken: bool) -> None:
         self._map.expect(is_taken)
+
+    def prepare_step(self) -> None:
+        """Do nothing: the device does all."""
 
 
 def _words(rows: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ The way of the data, in TorchRec's pipelines:
 3. The exchange of the tables' module looks up the rows.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,13 +16,21 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.types import NoWait
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
+from dlrm_overlap.embedding.id_tables.mch_tables import MchSender, MchTables, ShareOfRange
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.embedding.shardings import exchanging_group
 from dlrm_overlap.torchrec_private import (
     KJTList,
     ShardedManagedCollisionCollection,
     ShardedManagedCollisionEmbeddingBagCollection,
 )
-from dlrm_overlap.torchrec_private.attributes import collision_modules_of, table_configs_of
+from dlrm_overlap.torchrec_private.attributes import (
+    collision_modules_of,
+    features_by_sharding,
+    sharded_mch_tables,
+    table_configs_of,
+)
+from dlrm_overlap.torchrec_private.mch import MchMap, why_host_records
 
 
 def has_mch(module: Any) -> bool:
@@ -38,7 +47,37 @@ class OverlapShardedMchEmbeddingBagCollection(ShardedManagedCollisionEmbeddingBa
     def __init__(self, module: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
         self._configs = {each.name: each for each in table_configs_of(module)}
-        self._embedding_module.stay_uncaptured(self, "tables with MCHManagedCollisionModule")
+        tables, modules = self._embedding_module, sharded_mch_tables(self._managed_collision_collection)
+        group = exchanging_group(self._env)
+        shares = {name: ShareOfRange.of(each.input_size(), group.size()) for name, (_, each) in modules.items()}
+        uncaptured = "a collection returns remapped features" if self._return_remapped_features else None
+        uncaptured = uncaptured or next(self._why_not_captured(modules, shares, group.size()), None)
+        if uncaptured is not None:
+            tables.stay_uncaptured(self, uncaptured)
+            return
+        collection = self._managed_collision_collection
+        maps = {name: MchMap(each, first) for name, (first, each) in modules.items()}
+        by_feature = {name: shares[table] for of in features_by_sharding(collection) for table, name in of}
+
+        def evict() -> None:
+            self._evict(collection.evict())
+
+        tables.own_ids(
+            self,
+            None,
+            dict.fromkeys(maps, group.size()),
+            MchSender(by_feature, group.size()),
+            lambda exchange: MchTables(maps, shares, exchange, group.rank(), evict, lambda: self.training),
+        )
+
+    def _why_not_captured(
+        self, modules: Mapping[str, Any], shares: Mapping[str, ShareOfRange], ranks: int
+    ) -> Iterator[str]:
+        for name, (_, module) in modules.items():
+            if self._configs[name].num_embeddings % ranks:
+                yield f"table {name} has {self._configs[name].num_embeddings} rows, no multiple of {ranks} ranks"
+            if (reason := why_host_records(module) or shares[name].why_not) is not None:
+                yield f"table {name} has {reason}"
 
     @property
     def leading_columns(self) -> int:
@@ -48,6 +87,12 @@ class OverlapShardedMchEmbeddingBagCollection(ShardedManagedCollisionEmbeddingBa
     def exchanging(self) -> OverlapShardedEmbeddingBagCollection:
         """The module of the tables."""
         return self._embedding_module
+
+    def forward(self, *input: Any, **kwargs: Any) -> Any:
+        """In steps of `GraphTrainPipeline`, look up by the tables' module, which sends the ids itself."""
+        if self._embedding_module.takes_ids:
+            return self._embedding_module(*input, **kwargs), NoWait(None)
+        return super().forward(*input, **kwargs)
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:
         if self._embedding_module.exchange is None:
