@@ -161,6 +161,62 @@ def _check_state_dict() -> None:
         assert all(torch.equal(each, maps[1][name]) for name, each in maps[0].items())
 
 
+def _check_interruptions() -> None:
+    """Ids that were sent ahead but not looked up count once, and an evaluation changes no map."""
+    batches = _batches()
+    losses, maps, evaluated = list[list[float]](), list[dict[str, torch.Tensor]](), list[torch.Tensor]()
+    for make in (_stock, _ours):
+        sharded: Any = make(_model("lru"))
+        pipeline, segments = ("graph", (4, 3)) if make is _ours else ("none", (None, None))
+        taken = captures() if make is _ours and INTERPRETED else nullcontext()
+        _seed()
+        with taken:
+            found = any_ids.train(sharded, batches[:8], pipeline, segment=segments[0]).losses
+            before = _map_of(sharded)
+            sharded.eval()
+            with torch.no_grad():
+                _, output = sharded(_batches(STEPS, 1)[0])
+            evaluated.append(output.clone())
+            assert all(torch.equal(each, before[name]) for name, each in _map_of(sharded).items())
+            sharded.train()
+            found += any_ids.train(sharded, batches[8:], pipeline, segment=segments[1]).losses
+        losses.append(found)
+        maps.append(_map_of(sharded))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    torch.testing.assert_close(evaluated[1], evaluated[0], rtol=1e-5, atol=1e-7)
+    assert all(torch.equal(each, maps[1][name]) for name, each in maps[0].items())
+
+
+def _check_ranges() -> None:
+    """Tables with other ranges of ids, ids beyond them and negative ids go to the same ranks as under TorchRec."""
+    sizes = {"t0": 900, "t1": 0}
+    models = [
+        any_ids.Model(ROWS, lambda name, rows: _mch(name, rows, "lfu", input_hash_size=sizes[name])) for _ in "12"
+    ]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    drawn = torch.randint(-60, 1200, (STEPS, 2, any_ids.SAMPLES, 2), generator=generator)
+    batches = [batch_of(each.tolist()) for each in drawn]
+    stock, ours = _stock(models[0]), _ours(models[1])
+    losses = [_trained(each, "graph", batches) for each in (stock, ours)]
+    assert all(each.takes_ids for each in _exchanging(ours))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    maps = _map_of(stock), _map_of(ours)
+    assert all(torch.equal(each, maps[1][name]) for name, each in maps[0].items())
+
+
+def _check_reasons() -> None:
+    """Steps that need the host in between stay with TorchRec's pipeline, exchange, and say why."""
+    hashed: Any = lambda ids, size: ids % size  # noqa: E731
+    for given, rows, reason in (
+        ({"input_hash_func": hashed}, ROWS, "table t0 has an input_hash_func"),
+        ({}, ROWS + 1, f"table t0 has {ROWS + 1} rows, no multiple of 2 ranks"),
+    ):
+        ours = _ours(any_ids.Model(rows, partial(_mch, policy="lfu", **given)))
+        assert [each.why_ids_are_not_taken() for each in _exchanging(ours)] == [reason]
+        _trained(ours, "graph", _batches(0, 4))
+        assert not any(each.takes_ids for each in _exchanging(ours))
+
+
 def _check_adagrad() -> None:
     """Row-wise Adagrad's state of evicted rows is 0, as TorchRec's operator, which only GPUs have, sets it."""
     sharded: Any = _ours(_model("lru", eviction_interval=1), optimizer=ADAGRAD)
@@ -177,13 +233,14 @@ def _check_adagrad() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     f"{policy}; {pipeline}": partial(_check, policy, pipeline)
-    for policy in reversed(POLICIES)
+    for policy in POLICIES
     for pipeline in (
         ("none", "sparse_dist", "graph", *["captured"] * INTERPRETED)
         if policy == "distance_lfu"
         else ("sparse_dist", "graph")
     )
 }
+CASES |= {"interruptions": _check_interruptions, "ranges": _check_ranges, "reasons": _check_reasons}
 CASES |= {"state dict": _check_state_dict, "adagrad": _check_adagrad}
 
 

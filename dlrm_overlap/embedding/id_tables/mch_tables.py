@@ -209,6 +209,6 @@ class MchTables:
 
 def _number_of_key(features: KeyedJaggedTensor, keys: int) -> torch.Tensor:
     """Return [n] int64: the number of each id's feature; ids after all bags count to the last of `keys` features."""
-    ends = features.offsets()[features.stride() :: features.stride()].long()
+    ends = features.offsets()[features.stride() :: features.stride()].long().contiguous()
     at = torch.arange(features.values().numel(), device=ends.device)
     return torch.searchsorted(ends, at, right=True).clamp(max=keys - 1)
