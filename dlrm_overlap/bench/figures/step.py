@@ -5,7 +5,8 @@ its losses disagree with the losses of the first contender, it gets no speedup, 
 are 3% of the configured ones: at MLPerf's, rounding errors grow within 20 steps until they would hide a wrong gradient.
 
 `busy_ms` and `exposed_ms` are the time in which the GPU is not idle, and exposed communication, in a traced step on the
-least busy rank (`observe.trace_summary`). Speedups are over the fastest TorchRec contender in the same group.
+least busy rank (`observe.trace_summary`). `work_ms` is the time in which the GPU is not idle on the busiest rank if no
+rank waits for another to begin a collective. Speedups are over the fastest TorchRec contender in the same group.
 """
 
 import csv
@@ -33,6 +34,7 @@ from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.configured_sharders import build_sharders, fused_params_of
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
+from dlrm_overlap.observe.trace_summary import without_waits
 from dlrm_overlap.train.ranks import Ranks, check_start
 from dlrm_overlap.train.trainer import Trainer
 
@@ -42,8 +44,9 @@ CHECKED_STEPS = 20
 _LR_SCALE = 0.03  # relative to the configuration's
 _TRACED_STEPS = 5
 _ASYNC_COPY = "async_inplace_copy"  # argument of TorchRec's pipeline
-_TRACED = ("busy_ms", "exposed_ms", "exposed_most_ms")
-_SPEEDUPS = {"speedup": "median_ms", "busy_speedup": "busy_ms"}
+_LEAST_BUSY = ("busy_ms", "exposed_ms", "exposed_most_ms")
+_TRACED = ("work_ms", *_LEAST_BUSY)
+_SPEEDUPS = {"speedup": "median_ms", "busy_speedup": "busy_ms", "work_speedup": "work_ms"}
 _FLOOR = ("dense_ms", "hbm_ms", "link_ms", "floor_ms", "fraction_of_floor")  # a GPU's: not shown of a CPU
 _SHOWN = ("contender", "median_ms", *_TRACED, "host_ms", *_SPEEDUPS, *_FLOOR, "max_difference", "tolerance")
 
@@ -185,24 +188,29 @@ def _train_again(ranks: Ranks, configs: Mapping[str, Config]) -> tuple[list[floa
     return losses, batches, floor
 
 
-def _trace(run: TrainingRun) -> TracedSteps | None:
-    """Return the traced steps of the least busy rank; None on CPUs. A collective."""
+def _trace(run: TrainingRun) -> list[TracedSteps]:
+    """Return the traced steps of all ranks, the least busy one first; [] on CPUs. A collective."""
     if run.trainer.device.type == "cpu":
-        return None
-    ranks: list[TracedSteps] = [TracedSteps({}, [])] * run.trainer.world.world_size
+        return []
+    ranks: list[Any] = [None] * run.trainer.world.world_size
     dist.all_gather_object(ranks, run.traced(_TRACED_STEPS))
-    return min(ranks, key=lambda traced: traced.columns["busy_ms"])
+    return sorted(ranks, key=lambda traced: traced.columns["busy_ms"])
 
 
-def _columns(traced: TracedSteps | None) -> dict[str, float | None]:
-    return {name: traced.columns[name] if traced is not None else None for name in _TRACED}
+def _columns(ranks: Sequence[TracedSteps]) -> Mapping[str, float | None]:
+    if not ranks:
+        return dict.fromkeys(_TRACED)
+    works = without_waits([traced.work for traced in ranks])
+    work_ms = max(traced.busy_ms(work) for traced, work in zip(ranks, works, strict=True))
+    return {"work_ms": work_ms} | {name: ranks[0].columns[name] for name in _LEAST_BUSY}
 
 
-def _append_timelines(path: Path, names: Sequence[str], traces: Sequence[TracedSteps | None]) -> None:
+def _append_timelines(path: Path, names: Sequence[str], traces: Sequence[Sequence[TracedSteps]]) -> None:
+    """Append the median step of each contender's least busy rank."""
     rows = [
         {"contender": name, "kind": kind, "begin_us": begin_us, "end_us": end_us}
-        for name, traced in zip(names, traces, strict=True)
-        if traced is not None
+        for name, ranks in zip(names, traces, strict=True)
+        for traced in ranks[:1]
         for kind, begin_us, end_us in traced.timeline
     ]
     if rows:
