@@ -24,7 +24,9 @@ from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist, Tr
 from torchrec.distributed.types import ModuleSharder
 
 from dlrm_overlap.bench.harness.agreement import judge_losses
-from dlrm_overlap.bench.harness.limits import find_floor, measure_ceilings
+from dlrm_overlap.bench.harness.clocks import COLUMNS as CLOCK
+from dlrm_overlap.bench.harness.clocks import clock_of
+from dlrm_overlap.bench.harness.limits import find_floor, measure_ceilings, measure_products
 from dlrm_overlap.bench.harness.timing import take_turns
 from dlrm_overlap.bench.harness.training_runs import TracedSteps, TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
@@ -43,12 +45,14 @@ log = logging.getLogger("dlrm_overlap")
 CHECKED_STEPS = 20
 _LR_SCALE = 0.03  # relative to the configuration's
 _TRACED_STEPS = 5
+_CLOCK_S = 1.5  # for which clock and power are sampled
 _ASYNC_COPY = "async_inplace_copy"  # argument of TorchRec's pipeline
 _LEAST_BUSY = ("busy_ms", "exposed_ms", "exposed_most_ms")
 _TRACED = ("work_ms", *_LEAST_BUSY)
 _SPEEDUPS = {"speedup": "median_ms", "busy_speedup": "busy_ms", "work_speedup": "work_ms"}
-_FLOOR = ("dense_ms", "hbm_ms", "link_ms", "floor_ms", "fraction_of_floor")  # a GPU's: not shown of a CPU
-_SHOWN = ("contender", "median_ms", *_TRACED, "host_ms", *_SPEEDUPS, *_FLOOR, "max_difference", "tolerance")
+_FLOOR = ("products_ms", "dense_ms", "hbm_ms", "link_ms", "floor_ms", "fraction_of_floor")
+_ON_GPUS = (*CLOCK, *_FLOOR)  # not shown of a CPU
+_SHOWN = ("contender", "median_ms", *_TRACED, "host_ms", *_SPEEDUPS, *_ON_GPUS, "max_difference", "tolerance")
 
 
 def run(kind: str, ranks: Ranks) -> int:
@@ -75,19 +79,20 @@ def run(kind: str, ranks: Ranks) -> int:
         reference = {names[0]: losses[names[0]]}
         agreements, faults = judge_losses(ranks.config.train.precision, losses, repeated)
         timings = take_turns([each.time for each in runs], values.steps, ranks.device)
+        clocks = [clock_of(each, timing.median_ms, _CLOCK_S) for each, timing in zip(runs, timings, strict=True)]
         traces = [_trace(each) for each in runs]
         rows = [
             {"kind": kind, "contender": each.name, **describe_run(each, values.batches)}
             | {**vars(timing), **_columns(traced), **floor, "fraction_of_floor": floor["floor_ms"] / timing.median_ms}
-            | {**agreements[each.name]._asdict(), "agrees": agreements[each.name].agrees}
-            for each, timing, traced in zip(runs, timings, traces, strict=True)
+            | {**clock, **agreements[each.name]._asdict(), "agrees": agreements[each.name].agrees}
+            for each, timing, traced, clock in zip(runs, timings, traces, clocks, strict=True)
         ]
         for each in runs:
             each.trainer.close()
         del runs, each
         collect_garbage(ranks.device)
         if ranks.world.rank == 0:
-            shown = [name for name in _SHOWN if ranks.device.type == "cuda" or name not in _FLOOR]
+            shown = [name for name in _SHOWN if ranks.device.type == "cuda" or name not in _ON_GPUS]
             report(with_speedups(rows), faults, output, shown)
             if values.timeline is not None:
                 _append_timelines(Path(values.timeline), group, traces)
@@ -179,7 +184,7 @@ def _train_again(ranks: Ranks, configs: Mapping[str, Config]) -> tuple[list[floa
     trainer = build(ranks, name, with_keys(config, {"train.compile_dense": compiled}))
     batches = read_batches(trainer, ranks.values.batches)
     ceilings = measure_ceilings(ranks.connect(), ranks.device)
-    floor = find_floor(trainer, ceilings)
+    floor = find_floor(trainer, ceilings) | {"products_ms": measure_products(trainer)}
     run = TrainingRun(name, trainer, batches)
     losses = run.losses(CHECKED_STEPS)
     trainer.close()
