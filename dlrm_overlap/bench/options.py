@@ -7,8 +7,9 @@ returns the exit code. Options are in `ranks.values`.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dlrm_overlap.bench.learning_contenders import LEARNING_CONTENDERS, LEARNING_USUAL
 from dlrm_overlap.bench.step_contenders import GROUPS, STEP_CONTENDERS, USUAL
-from dlrm_overlap.config import FullPath, PositiveInt
+from dlrm_overlap.config import FullPath, NonNegativeInt, PositiveInt, Share
 
 Settings = Mapping[str, Any]  # arguments of the parser's `add_argument`
 
@@ -30,6 +31,7 @@ class Figure(NamedTuple):
     options: Mapping[str, Settings]
     module: str
     needs_peers: bool = False
+    measures_time: bool = True
 
 
 _STEP = {
@@ -65,6 +67,12 @@ _GEMM = {
     },
     "repetitions": _number(20, "timed calls of each contender"),
 }
+_LEARNING = {
+    "contenders": _words([*LEARNING_CONTENDERS], LEARNING_USUAL, "contenders, compared with the first one"),
+    "seeds": {"type": NonNegativeInt, "nargs": "+", "default": [0, 1, 2], "help": "values of train.seed and data.seed"},
+    "target_auroc": {"type": Share, "default": None, "help": "AUROC whose first crossing is reported"},
+    "resume": {"type": bool, "default": False, "help": "skip runs that have rows in --output"},
+}
 _INPUT = {"steps": _number(200, "timed steps of each kind")}
 
 FIGURES = {
@@ -75,6 +83,9 @@ FIGURES = {
     "collectives": Figure("copies and stores to peers against NCCL's All-to-All", _COLLECTIVES, "collectives", True),
     "gemm": Figure("products with their all-gather or reduce-scatter inside, by each way", _GEMM, "gemm", True),
     "input": Figure("the step fed by the loader, against the step on one cached batch", _INPUT, "input"),
+    "learning": Figure(
+        "what a model learns under several contenders and seeds", _LEARNING, "learning", measures_time=False
+    ),
     "job": Figure("a whole run of the trainer, with evaluations and saves", {}, "job"),
 }
 

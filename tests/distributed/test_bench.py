@@ -42,6 +42,34 @@ def test_a_job_has_the_times_of_its_parts(tmp_path: Path) -> None:
     assert 0 < float(row["step_ms"]) < total_s * 1e3 / 20
 
 
+def test_learning_compares_contenders_by_seed_and_continues(tmp_path: Path) -> None:
+    argv = ["bench", "learning", "--config", "configs/quickstart.yaml", "--nproc", "2", "--train.device", "cpu"]
+    argv += ["--train.steps", "40", "--train.eval_every", "20", "--seeds", "0", "1", "--target_auroc", "0.7"]
+    argv += ["--output", str(output := tmp_path / "learning.csv")]
+    result = run_cli(*argv, "--contenders", "torchrec", timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    assert "rehearsal" not in result.stderr
+    first = output.read_text()
+    refused = run_cli(*argv, timeout_s=120)
+    assert "--resume true" in refused.stderr
+    result = run_cli(*argv, "--contenders", "torchrec", "pgas", "--resume", "true", timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    assert output.read_text().startswith(first), "nothing is trained twice"
+    rows = read_rows(output)
+    points = [(row["contender"], row["seed"], row["step"], row["samples"]) for row in rows]
+    assert points == [
+        (name, seed, step, str(1024 * int(step)))
+        for name in ("torchrec", "pgas")
+        for seed in "01"
+        for step in ("20", "40")
+    ]
+    for ours, theirs in zip(rows[4:], rows[:4], strict=True):
+        assert float(ours["ne"]) == pytest.approx(float(theirs["ne"]), abs=1e-5)
+        assert float(ours["seconds"]) > 0
+    assert rows[0]["ne"] != rows[2]["ne"], "of another seed"
+    assert "2 of 2" in result.stdout
+
+
 def _numbers(row: dict[str, str]) -> dict[str, float]:
     suffixes = ("_ms", "_bytes", "_flop", "_per_s")
     return {key: float(value) for key, value in row.items() if key.endswith(suffixes) and value}
