@@ -165,7 +165,7 @@ def run(kind: str, ranks: Ranks) -> int:
             described, records = _train(ranks, config)
             if ranks.world.rank:
                 continue
-            rows = rows_of_days(records, days, design, table_rows)
+            rows = rows_of_days(records, days, design, table_rows, stream.samples)
             about |= described | stream.about() | {"table_rows": table_rows}
             append_rows(output, [about | row for row in rows])
             print(f"{name}, seed {seed}: mean NE {rows[-1]['mean_ne']}, last day {rows[-1]['ne']}", flush=True)
@@ -191,7 +191,6 @@ def _train(ranks: Ranks, config: Config) -> tuple[Row, list[dict[str, Any]]]:
     trainer = ranks.trainer(config)
     trainer.fit()
     about = describe(trainer.config, ranks.world.world_size) | {"steps": trainer.steps}
-    about["train_samples"] = trainer.steps * trainer.global_batch
     path = trainer.folder / "metrics.jsonl"
     trainer.close()
     del trainer
@@ -200,13 +199,16 @@ def _train(ranks: Ranks, config: Config) -> tuple[Row, list[dict[str, Any]]]:
 
 
 def rows_of_days(
-    records: Sequence[Mapping[str, Any]], days: Sequence[Day], design: Design, table_rows: int
+    records: Sequence[Mapping[str, Any]], days: Sequence[Day], design: Design, table_rows: int, samples: int
 ) -> list[Row]:
-    """Return a row for each day, see the module; `records` are the training lines of a run's metrics."""
+    """Return a row for each day, of `samples` samples, see the module.
+
+    `records` are the training lines of a run's metrics.
+    """
     rows: list[Row] = []
     sums = {"ne": 0.0, "auroc": 0.0}
     for number, (record, day) in enumerate(zip(records, days, strict=True), 1):
-        row: Row = {"day": number, "step": record["step"], "distinct_ids": sum(day.distinct)}
+        row: Row = {"day": number, "samples": number * samples, "distinct_ids": sum(day.distinct)}
         row["loss"] = f"{record['train/loss']:.5f}"
         for metric in sums:
             sums[metric] += record[f"train/{metric}"]
@@ -217,7 +219,9 @@ def rows_of_days(
         if design.hashed and design.rows != "unlimited":
             no_row, used = 0.0, day.used[design.rows] / table_rows
         row |= {"rows_used": used, "no_row": no_row}
-        rows.append(row | {name: record.get(f"train/{name}") for name in ("ids_inserted", "ids_evicted")})
+        for name in ("ids_inserted", "ids_evicted"):
+            row[name] = int(record[f"train/{name}"]) if has_map else None
+        rows.append(row)
     return rows
 
 
