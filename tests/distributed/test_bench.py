@@ -142,11 +142,13 @@ def test_a_rank_alone_has_no_chunks(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
 def test_step_measures_all_contenders(tmp_path: Path) -> None:
-    options = ["--train.batch_size", "64", "--steps", "8", "--batches", "3"]
+    names = [*USUAL[:-1], "torchrec_strongest_bf16_gradients", USUAL[-1]]
+    options = ["--train.batch_size", "64", "--steps", "8", "--batches", "3", "--at_once", "7", "--contenders", *names]
     rows, result = _bench(tmp_path, "step", *options, config="quickstart", timeout_s=400)
     assert "median_ms" in result.stdout
     assert "floor" not in result.stdout, "it is a GPU's"
-    assert [row["contender"] for row in rows] == list(USUAL)
+    assert [row["contender"] for row in rows] == names
+    assert rows[-2]["max_difference"] != rows[1]["max_difference"], "gradients are rounded"
     for row in rows:
         assert (row["world_size"], row["tables"], row["global_batch"], row["steps"]) == ("2", "8", "128", "8")
         assert float(row["max_difference"]) <= float(row["tolerance"])

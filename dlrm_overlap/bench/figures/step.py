@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist, TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder
@@ -135,8 +137,8 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
     """Return the trainer of the contender `name`, with the settings that no key expresses; a collective.
 
     `torchrec_strongest` looks up int32 ids. Variants of it use TrainPipelineFusedSparseDist, whose lookup overlaps with
-    the optimizer; a thread of TrainPipelineSparseDist that issues the copies of batches; or index dedup for unpooled
-    tables. `drop_in` uses our sharders with their defaults.
+    the optimizer; a thread of TrainPipelineSparseDist that issues the copies of batches; DDP's hook that averages dense
+    gradients in bf16; or index dedup for unpooled tables. `drop_in` uses our sharders with their defaults.
     """
     on_gpu = ranks.device.type == "cuda"
     is_strongest = name.startswith("torchrec_strongest")
@@ -151,7 +153,17 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
         trainer.pipeline = TrainPipelineFusedSparseDist(trainer.model, trainer.optimizer, trainer.device)
     if name.endswith("async_copy") and on_gpu:  # on a CPU nothing is copied
         trainer.pipeline = _pipeline_with_copy_thread(trainer.model, trainer.optimizer, trainer.device)
+    if name.endswith("bf16_gradients"):
+        compress_gradients(trainer.model)
     return trainer
+
+
+def compress_gradients(model: torch.nn.Module) -> int:
+    """Let DDP average the dense gradients in bf16; return the number of modules that it wraps."""
+    wrapped = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    for each in wrapped:
+        each.register_comm_hook(None, bf16_compress_hook)
+    return len(wrapped)
 
 
 def _pipeline_with_copy_thread(model: Any, optimizer: Any, device: torch.device) -> TrainPipelineSparseDist[Any, Any]:
