@@ -48,6 +48,11 @@ _PANELS = {"loss": {"train/loss": ":", "eval/loss": "-"}, "AUROC": {"eval/auroc"
 _METRICS = {"train/loss": "training", "eval/loss": "last weeks", "eval/auroc": "last weeks"}
 _CURVE_COLORS = ("#4c78a8", "#e45756")
 
+LEARNING = FOLDER / "learning/movielens.svg"
+# Files of learned curves by the titles of their panels, and the contenders shown, with the styles of their lines.
+_LEARNING_ROWS = {"DLRM": "learning/movielens.csv", "DLRM with attention": "learning/movielens_attention.csv"}
+_LEARNING_STYLES = {"torchrec": ("-", "#e45756"), "pgas": ("--", "#4c78a8"), "pgas_bf16": (":", "#54a24b")}
+
 
 def step_times() -> list[tuple[str, list[float]]]:
     """Return for each model its name and the GPU times of `CONTENDERS`, in ms."""
@@ -122,6 +127,25 @@ def draw_curves() -> None:
     _write(figure, CURVES)
 
 
+def draw_learning() -> None:
+    """Write `LEARNING`: NE of the last weeks against training samples; a line per contender and seed."""
+    plt = _pyplot()
+    figure, panels = plt.subplots(1, 2, figsize=(8, 2.8))
+    for axes, (title, name) in zip(panels, _LEARNING_ROWS.items(), strict=True):
+        rows = read(name)
+        for contender, (style, color) in _LEARNING_STYLES.items():
+            for seed in dict.fromkeys(row["seed"] for row in rows):
+                own = [row for row in rows if (row["contender"], row["seed"]) == (contender, seed)]
+                samples, values = [int(row["samples"]) for row in own], [float(row["ne"]) for row in own]
+                axes.plot(samples, values, style, color=color, lw=1, label=contender if seed == "0" else None)
+        axes.set_xlabel("training samples")
+        axes.set_title(f"{title}: NE", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=7)
+    figure.tight_layout()
+    _write(figure, LEARNING)
+
+
 def _pyplot():
     import matplotlib  # pyright: ignore[reportMissingImports]
 
@@ -150,3 +174,4 @@ if __name__ == "__main__":
     draw_step_times()
     draw_timelines()
     draw_curves()
+    draw_learning()
