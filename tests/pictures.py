@@ -53,6 +53,19 @@ LEARNING = FOLDER / "learning/movielens.svg"
 _LEARNING_ROWS = {"DLRM": "learning/movielens.csv", "DLRM with attention": "learning/movielens_attention.csv"}
 _LEARNING_STYLES = {"torchrec": ("-", "#e45756"), "pgas": ("--", "#4c78a8"), "pgas_bf16": (":", "#54a24b")}
 
+DRIFT = FOLDER / "drift.svg"
+DRIFT_ROWS = "drift.csv"
+# Contenders of `bench drift`, and the colors and styles of their lines.
+_DESIGNS = {
+    "modulus": ("#9d9da1", "-"),
+    "modulus_twice": ("#9d9da1", ":"),
+    "any_lfu": ("#e45756", "-"),
+    "any_distance_lfu": ("#54a24b", "-"),
+    "any": ("#4c78a8", "-"),
+    "any_admit_2": ("#4c78a8", ":"),
+    "unlimited": ("black", "--"),
+}
+
 
 def step_times() -> list[tuple[str, list[float]]]:
     """Return for each model its name and the GPU times of `CONTENDERS`, in ms."""
@@ -146,6 +159,39 @@ def draw_learning() -> None:
     _write(figure, LEARNING)
 
 
+def drift_curves() -> dict[str, list[float]]:
+    """Return for the label of each contender of `bench drift` its NE day by day, means over the seeds.
+
+    A label ends in the NE of the last day.
+    """
+    rows = read(DRIFT_ROWS)
+    found = {}
+    for name in _DESIGNS:
+        own = [row for row in rows if row["contender"] == name]
+        by_day = [[float(row["ne"]) for row in own if int(row["day"]) == day + 1] for day in range(int(own[0]["days"]))]
+        means = [sum(each) / len(each) for each in by_day]
+        found[f"{name}: {means[-1]:.3f}"] = means
+    return found
+
+
+def draw_drift() -> None:
+    """Write `DRIFT`: NE of each day while new ids replace old ones, for each way to give ids their rows."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(8, 3.2))
+    curves = drift_curves()
+    for (label, means), (color, style) in zip(curves.items(), _DESIGNS.values(), strict=True):
+        axes.plot(range(1, len(means) + 1), means, style, color=color, label=label)
+    later = [value for means in curves.values() for value in means[2:]]
+    axes.set_ylim(min(later) - 0.005, max(later) + 0.015)  # the first days are above
+    axes.set_xlabel("simulated day")
+    axes.set_ylabel("NE before training (less is better)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(
+        frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), title="contender: NE of day 30"
+    )
+    _write(figure, DRIFT)
+
+
 def _pyplot():
     import matplotlib  # pyright: ignore[reportMissingImports]
 
@@ -175,3 +221,4 @@ if __name__ == "__main__":
     draw_timelines()
     draw_curves()
     draw_learning()
+    draw_drift()

@@ -130,16 +130,11 @@ class Stream:
                 batch = data.read(begin, min(_READ, first + self.samples - begin))
                 tables = itertools.compress(batch.sparse.to_dict().values(), self.of_any)
                 known = [torch.cat([ids, table.values()]).unique() for ids, table in zip(known, tables, strict=True)]
-            yield Day(
-                [len(ids) for ids in known],
-                {
-                    factor: sum(
-                        len(np.unique(hashed_rows(ids.cpu().numpy(), factor * rows)))
-                        for ids, rows in zip(known, self.rows, strict=True)
-                    )
-                    for factor in factors
-                },
-            )
+            used = dict.fromkeys(factors, 0)
+            for factor in factors:
+                for ids, rows in zip(known, self.rows, strict=True):
+                    used[factor] += int(np.bincount(hashed_rows(ids.cpu().numpy(), factor * rows)).astype(bool).sum())
+            yield Day([len(ids) for ids in known], used)
 
 
 def run(kind: str, ranks: Ranks) -> int:
