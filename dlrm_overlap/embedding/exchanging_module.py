@@ -70,6 +70,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     """the `IdMap` of tables of any id; None for other tables"""
     change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None
     """changes the ids of a batch before `sender` sends them"""
+    mixes: bool = False
+    """whether ids are replaced by a bijective hash before they are sent"""
     _entry: Callable[[], nn.Module | None] | None = None
     _uncaptured: str | None = None
     _buckets: Mapping[str, int] = MappingProxyType({})
@@ -188,17 +190,18 @@ class ExchangingModule(nn.Module, Generic[Served]):
         entry: nn.Module,
         id_map: Any,
         buckets: Mapping[str, int],
-        change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None,
+        mixes: bool,
         make_tables: Callable[[Exchange], IdTables],
         uncaptured: str | None = None,
+        change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
     ) -> None:
         """Look up ids that `id_map` maps to rows, inside the managed collision module `entry`.
 
         `id_map` is None if the ids are not counted. `buckets` are by table. `make_tables` returns what maps the ids of
         an exchange, which an `IdSender` sends ids to. `uncaptured` says why steps cannot be captured, if so.
         """
-        self._uncaptured, self._buckets = uncaptured, buckets
-        self._entry, self.id_map, self.change_ids = weakref.ref(entry), id_map, change_ids
+        self._uncaptured, self._buckets, self.change_ids = uncaptured, buckets, change_ids
+        self._entry, self.id_map, self.mixes = weakref.ref(entry), id_map, mixes
         if self.exchange is not None:
             self.exchange.id_tables = make_tables(self.exchange)
 

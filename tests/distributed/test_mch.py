@@ -231,14 +231,17 @@ def _check_adagrad() -> None:
     assert weights[rows].abs().max() <= 0.2
 
 
+_CAPTURED = ("captured",) if INTERPRETED else ("graph",)
+_PIPELINES = {
+    "lfu": ("graph",),
+    "lru": _CAPTURED,
+    "distance_lfu": ("none", "sparse_dist", "graph", *_CAPTURED),
+    "distance_lfu, probabilistic": ("sparse_dist", *_CAPTURED),
+}
 CASES: dict[str, Callable[[], None]] = {
     f"{policy}; {pipeline}": partial(_check, policy, pipeline)
     for policy in POLICIES
-    for pipeline in (
-        ("none", "sparse_dist", "graph", *["captured"] * INTERPRETED)
-        if policy == "distance_lfu"
-        else ("sparse_dist", "graph")
-    )
+    for pipeline in _PIPELINES.get(policy, ("sparse_dist",))
 }
 CASES |= {"interruptions": _check_interruptions, "ranges": _check_ranges, "reasons": _check_reasons}
 CASES |= {"state dict": _check_state_dict, "adagrad": _check_adagrad}

@@ -66,8 +66,9 @@ class OverlapShardedMchEmbeddingBagCollection(ShardedManagedCollisionEmbeddingBa
             self,
             None,
             dict.fromkeys(maps, group.size()),
-            MchSender(by_feature, group.size()),
+            False,
             lambda exchange: MchTables(maps, shares, exchange, group.rank(), evict, lambda: self.training),
+            change_ids=MchSender(by_feature, group.size()),
         )
 
     def _why_not_captured(

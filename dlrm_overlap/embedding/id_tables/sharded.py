@@ -83,7 +83,7 @@ class OverlapShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisi
             self,
             id_map,
             {name: each.buckets for name, each in id_map.rules.items()},
-            _mixed if self._mixes else None,
+            self._mixes,
             lambda exchange: MappedIds(id_map, exchange, group.rank()),
             "a collection returns remapped features" if self._return_remapped_features else None,
         )
