@@ -231,12 +231,10 @@ def _check_adagrad() -> None:
     assert weights[rows].abs().max() <= 0.2
 
 
-_CAPTURED = ("captured",) if INTERPRETED else ("graph",)
 _PIPELINES = {
     "lfu": ("graph",),
-    "lru": _CAPTURED,
-    "distance_lfu": ("none", "sparse_dist", "graph", *_CAPTURED),
-    "distance_lfu, probabilistic": ("sparse_dist", *_CAPTURED),
+    "lru": ("graph",),
+    "distance_lfu": ("none", "sparse_dist", "graph", *["captured"] * INTERPRETED),
 }
 CASES: dict[str, Callable[[], None]] = {
     f"{policy}; {pipeline}": partial(_check, policy, pipeline)
