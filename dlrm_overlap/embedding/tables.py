@@ -1,7 +1,7 @@
 """This rank's rows, stored by FBGEMM's fused lookups (TBE), and what happens on ids outside their table."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -123,8 +123,13 @@ class LocalTables:
     def mark_updates(self, device: torch.device) -> None:
         """Mark the rows that updates change from now on; call it before the first step. Caches are not supported."""
         assert not self.fractions, "a cache's updates name slots, not rows"
-        numbers = [(number, table) for number, tbe in enumerate(self.lookups) for table in range(len(tbe.split_embedding_weights()))]
-        self.marks = RowMarks({each: self._table_tensors(*each)[0].shape[0] for each in numbers}, device)
+        self.marks = RowMarks({number: rows.shape[0] for number, rows in self.shards()}, device)
+
+    def shards(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+        """Yield (lookup, table), both by index, and the rows [rows, D] of each of this rank's shards."""
+        for number, tbe in enumerate(self.lookups):
+            for table, rows in enumerate(tbe.split_embedding_weights()):
+                yield (number, table), rows
 
     def reserved_rows(self, shard: FeatureShard) -> "ReservedRows | None":
         return self.reserved.get((shard.lookup, shard.table))
