@@ -95,7 +95,7 @@ def mark_updates(model: DistributedModelParallel, backend: str, sends_ids: bool)
         if tables.fractions:
             raise InputError(
                 f"{KEY}: {len(tables.fractions)} tables are in host memory behind a cache, whose updates name slots, "
-                f"not rows; set embedding.memory to device, or {KEY} to 0"
+                f"not rows; set embedding.memory to gpu, or {KEY} to 0"
             )
         if isinstance(module.exchange, UnpooledExchange) and not sends_ids:
             raise InputError(
