@@ -12,7 +12,6 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torchrec.distributed.types import LazyAwaitable, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
@@ -68,8 +67,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     unpooled_features: Collection[str] = ()
     id_map: Any = None
     """the `IdMap` of tables of any id; None for other tables"""
-    change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None
-    """changes the ids of a batch before `sender` sends them"""
+    mixes: bool = False
+    """whether ids are replaced by a bijective hash before they are sent"""
     _entry: Callable[[], nn.Module | None] | None = None
     _uncaptured: str | None = None
 
@@ -185,7 +184,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self,
         entry: nn.Module,
         id_map: Any,
-        change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None,
+        mixes: bool,
         make_tables: Callable[[Exchange], IdTables],
         uncaptured: str | None = None,
     ) -> None:
@@ -195,7 +194,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         cannot be captured, if so.
         """
         self._uncaptured = uncaptured
-        self._entry, self.id_map, self.change_ids = weakref.ref(entry), id_map, change_ids
+        self._entry, self.id_map, self.mixes = weakref.ref(entry), id_map, mixes
         if self.exchange is not None:
             self.exchange.id_tables = make_tables(self.exchange)
 
