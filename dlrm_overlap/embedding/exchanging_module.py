@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.ids import IdTables
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchCapacity
@@ -240,6 +241,11 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """
         if self.exchange is None:
             return look_up()
+        if self.exchange.tables.marks is not None and self.training and torch.is_grad_enabled():
+            raise InputError(
+                f"checkpoint.delta_every: a training step's {self._kind} stay with TorchRec, whose updates are not "
+                f"marked; the log says why; set it to 0"
+            )
         self.note_writes()
         self.exchange.follow_rules()
         found = look_up()
