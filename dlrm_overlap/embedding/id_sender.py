@@ -127,11 +127,14 @@ class IdSender:
         if self._change_ids is not None:
             features = self._change_ids(features)
         arrived = ids.send(features, self._most_samples(features.stride(), ids.group), count)
-        if self.exchange.tables.fractions:
-            self.exchange.tables.activate(arrived.ids)
-        if self.exchange.id_tables is not None:
-            self.exchange.id_tables.activate(arrived)
-        assert arrived.high is None or self.exchange.id_tables is not None, "tables of any id need id_tables"
+        tables, id_tables = self.exchange.tables, self.exchange.id_tables
+        assert arrived.high is None or id_tables is not None, "tables of any id need id_tables"
+        # Ids become rows, rows become slots of caches, then new ids get their first rows, in the slots.
+        new = id_tables.activate(arrived) if id_tables is not None else None
+        if tables.fractions:
+            tables.activate(arrived.ids)
+        if id_tables is not None and new is not None:
+            id_tables.fill(new)
         return arrived
 
     def _most_samples(self, samples: int, group: dist.ProcessGroup) -> int:

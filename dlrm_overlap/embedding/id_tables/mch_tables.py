@@ -23,6 +23,7 @@ from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_tables.id_map import with_values
 from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.kernels.ids.id_map import Claims
 from dlrm_overlap.kernels.reference import joined_words
 from dlrm_overlap.torchrec_private.mch import MchMap
 
@@ -190,6 +191,9 @@ class MchTables:
         self._is_new_step |= is_taken
 
     @torch.no_grad()
+    def fill(self, claims: Claims) -> None:
+        raise AssertionError("TorchRec's module gives new ids their first rows")
+
     def prepare_step(self) -> None:
         if not self._is_new_step or not self._is_training():
             return

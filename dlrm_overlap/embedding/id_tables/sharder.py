@@ -16,6 +16,7 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
+from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_tables.mch import OverlapShardedMchEmbeddingBagCollection, has_mch
 from dlrm_overlap.embedding.id_tables.module import check_rows, rules_of
@@ -33,6 +34,8 @@ from dlrm_overlap.torchrec_private import (
 from dlrm_overlap.torchrec_private.attributes import collision_modules_of
 
 log = logging.getLogger("dlrm_overlap")
+
+FUSED, CACHED = EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 
 
 class _CollectionSharder(ManagedCollisionCollectionSharder):
@@ -75,8 +78,8 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbed
         return [ShardingType.ROW_WISE.value]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return the kernel for rows in the memory of their rank's device."""
-        return [EmbeddingComputeKernel.FUSED.value]
+        """Return the kernel for rows in the memory of their rank's device and, on GPUs, that for cached rows."""
+        return [FUSED, CACHED] if compute_device_type == "cuda" else [FUSED]
 
     def shard(
         self,
@@ -91,7 +94,9 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbed
         Raises:
             InputError: if the ranks do not have the same number of whole buckets, or their plans differ.
         """
-        stays = _why_plan_stays(params, env)
+        options = self._tables.options
+        caches = BACKENDS[options.backend].stores_to_peers and options.resolved_backward == "push"
+        stays = _why_plan_stays(params, env, caches and not has_mch(module))
         found = stays or ([] if has_mch(module) else _rules(module))
         if isinstance(found, str):
             if env.rank == 0:
@@ -106,7 +111,6 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbed
                 env=env,
                 device=device or torch.device("cuda"),
             )
-        options = self._tables.options
         for rules in found:
             check_rows(rules, exchanging_group(env).size())
             if rules.frozen and options.resolved_backward == "collective":
@@ -124,10 +128,10 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbed
         )
 
 
-def _why_plan_stays(params: Mapping[str, ParameterSharding], env: ShardingEnv) -> str | None:
+def _why_plan_stays(params: Mapping[str, ParameterSharding], env: ShardingEnv, caches: bool) -> str | None:
     if isinstance(env, ShardingEnv2D):
         return "2D parallelism"
-    kernels = {each.compute_kernel for each in params.values()} - {EmbeddingComputeKernel.FUSED.value}
+    kernels = {each.compute_kernel for each in params.values()} - {FUSED, *([CACHED] if caches else [])}
     return f"compute kernel {kernels.pop()}" if kernels else None
 
 
