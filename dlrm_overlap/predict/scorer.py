@@ -11,8 +11,10 @@ from dlrm_overlap.checkpoint.manifest import encoded_of, locate_checkpoint, read
 from dlrm_overlap.checkpoint.storage import read_weights
 from dlrm_overlap.config import InputError, ModelConfig, in_one_line
 from dlrm_overlap.data.day import Ragged
+from dlrm_overlap.data.schema import Schema, table_keys
 from dlrm_overlap.launching.parsing import section_of
-from dlrm_overlap.predict.plain_model import PlainDLRM
+from dlrm_overlap.predict.id_rows import IdRows
+from dlrm_overlap.predict.plain_model import PlainDLRM, ids_in
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,8 +35,8 @@ class Scorer:
         """Load a checkpoint, or a run's newest one.
 
         Raises:
-            InputError: if it is damaged, has a table of any id, or its training samples were not made by `prepare
-                table`.
+            InputError: if it is damaged, its training samples were not made by `prepare table`, or it has tables of any
+                id and was trained by backend `torchrec`.
             ModuleNotFoundError: without pyarrow.
         """
         from dlrm_overlap.data.encoder import Encoder  # needs pyarrow
@@ -47,11 +49,6 @@ class Scorer:
                 f"or `prepare criteo`, or by an earlier version; prepare the table, and train on it"
             )
         encoding = encoded.read()
-        if of_any := [name for name, column in encoding.schema.categorical.items() if column.any]:
-            raise InputError(
-                f"checkpoint: {self.path} has a table of any id, of the column {of_any[0]}, whose ids only training "
-                f"and `dlrm-overlap eval` map to rows; evaluate it, or train with rows or min_count instead"
-            )
         self.step: int = manifest.step
         self.labels: list[str] = list(encoding.schema.labels)
         """names of the predicted labels"""
@@ -59,7 +56,9 @@ class Scorer:
         """names of the columns that `__call__` needs"""
         self.schema, self.encoder = encoding.schema, Encoder(encoding.schema, encoding.keys)
         config = section_of(manifest.about.get("config", {}).get("model", {}), ModelConfig, self.path)
-        self._model = PlainDLRM(config, read_weights(self.path), len(encoding.schema.categorical))
+        weights, tables = read_weights(self.path), len(encoding.schema.categorical)
+        self._ids = _ids_of(weights, self.schema, self.path)
+        self._model = PlainDLRM(config, weights, tables)
 
     def __call__(self, rows: "pa.Table | pa.RecordBatch | Mapping[str, Any]") -> dict[str, np.ndarray]:
         """Return the probability of each label, [n] float32, for n rows.
@@ -72,19 +71,44 @@ class Scorer:
     def score(self, block: "pa.RecordBatch", first_row: int) -> dict[str, np.ndarray]:
         """Return what `__call__` does; messages number rows from `first_row`."""
         dense, ids = self.encoder.features(first_row, block)
-        columns = self.schema.categorical.values()
-        rows = [None if each.any else rows for each, rows in zip(columns, self._model.rows, strict=True)]
-        bags = [bags_of(each, number) for each, number in zip(ids, rows, strict=True)]
+        bags = []
+        for name, each, rows in zip(self.schema.categorical, ids, self._model.rows, strict=True):
+            values, sizes = bags_of(each, None if name in self._ids else rows)
+            if name in self._ids:
+                keys = values.numpy()
+                found, has_row = self.rows_of(name, keys)
+                self.encoder.count_ids(name, keys, has_row)
+                values = torch.from_numpy(found)
+            bags.append((values, sizes))
         logits = self._model(torch.from_numpy(dense), bags)
         probabilities = logits.sigmoid().numpy()
         return dict(zip(self.labels, np.ascontiguousarray(probabilities.T), strict=True))
+
+    def rows_of(self, column: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of 64-bit ids [n] of a column of any id, and whether they are the ids' own, both [n]."""
+        return self._ids[column].rows_of(ids)
+
+
+def _ids_of(weights: Mapping[str, torch.Tensor], schema: Schema, path: Path) -> dict[str, IdRows]:
+    """Return column of any id -> its table's ids; an InputError if another map than ours has stored them."""
+    keys, names = table_keys(len(schema.categorical)), ids_in(weights)
+    found = {}
+    for key, (column, described) in zip(keys, schema.categorical.items(), strict=True):
+        if described.any:
+            if names[key].replace("_hash_zch_identities", "_used_at") not in weights:
+                raise InputError(
+                    f"checkpoint: {path} was trained by backend torchrec, which stores the ids of the column {column} "
+                    f"in another way; train with embedding.backend pgas or fused"
+                )
+            found[column] = IdRows(weights[names[key]].numpy())
+    return found
 
 
 def bags_of(ids: np.ndarray | Ragged, rows: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids of all bags [n] int64, bag after bag, and the size of each bag [b] int64.
 
     Ids are folded into `rows` rows, as data.tables.max_rows does. With None, for a table of any id, they are the 64-bit
-    keys, which the model maps to rows.
+    keys.
     """
     if isinstance(ids, Ragged):
         values, lengths = ids.values[:], np.diff(ids.ends, prepend=0)
