@@ -531,6 +531,13 @@ class CheckpointConfig:
     starts a new run"""
     allow_config_mismatch: bool = False
     """resume even if the samples, the global batch size or a seed differ from the checkpoint's"""
+    delta_every: NonNegativeInt = 0
+    """steps between two deltas, which have what training has changed since the last one; 0 is off. Needs backend pgas
+    or fused, tables in GPU memory, and pyarrow"""
+    delta_dtype: Literal["float32", "int8"] = "float32"
+    """elements of the rows in deltas: as trained, or rounded to 255 steps between a row's least and greatest"""
+    delta_keep: PositiveInt | None = None
+    """number of most recent deltas to keep; null keeps all"""
 
 
 @dataclass(frozen=True)

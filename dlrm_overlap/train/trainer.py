@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, trained_with
+from dlrm_overlap.checkpoint.deltas import Deltas, mark_updates
 from dlrm_overlap.checkpoint.manifest import Manifest, newest_checkpoint
 from dlrm_overlap.checkpoint.saving import Saves, require_finite
 from dlrm_overlap.data.batch import Batch
@@ -87,6 +89,10 @@ class Trainer(StepRunner):
             self.check,
             lambda: self._evaluate_on(1)["loss"],
         )
+        self.deltas: Deltas | None = None
+        if config.checkpoint.delta_every:
+            mark_updates(self.model, self.embedding.backend)
+            self.deltas = Deltas(config, self.checkpointer, self.model, self.device, self.check)
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step or the target, evaluate, and return the summary; a collective.
@@ -105,12 +111,15 @@ class Trainer(StepRunner):
                     return self._fit()
             except Exception as error:
                 self.saves.close(error)
+                if self.deltas is not None:
+                    self.deltas.close(error)
                 raise
 
     def _fit(self) -> dict[str, Any]:
         from_rank_0(lambda: check_folder(self.config))
         from_rank_0(self._set_aside)
-        saves = self.config.checkpoint.every or self.config.checkpoint.last
+        about = self.config.checkpoint
+        saves = about.every or about.last or about.delta_every
         # The checkpoint folder may be a link, and another run may have a link to the same folder.
         folder = Path(os.path.realpath(self.checkpointer.folder))
         with hold_run_folder(folder) if saves else nullcontext():
@@ -122,6 +131,8 @@ class Trainer(StepRunner):
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
         save_last, target = self.config.checkpoint.last, self.config.train.target_auroc
         self.saves.prepare(self.world.local_world_size)
+        self._prepare_deltas()
+        every_delta = self.config.checkpoint.delta_every
         step, evaluated, values = self.start, -1, {}
         with (
             RunLog(
@@ -138,9 +149,11 @@ class Trainer(StepRunner):
         ):
             batches = iter(loader)
             while step < self.steps:
-                # The next step after which the run evaluates, saves or ends.
-                border = min([self.steps, *((step // n + 1) * n for n in (every_eval, every_save) if n)])
-                step = self._train(step, border, batches, loader, run_log)
+                # The next step after which the run evaluates, saves, writes a delta or ends.
+                borders = ((step // n + 1) * n for n in (every_eval, every_save, every_delta) if n)
+                step = self._train(step, min([self.steps, *borders]), batches, loader, run_log)
+                if self.deltas is not None and step % every_delta == 0:
+                    self.deltas.write(step)
                 if run_log.asked_to_end and step < self.steps:
                     self._end_early(step, saves=bool(every_save or save_last))
                 if every_eval and step % every_eval == 0:
@@ -154,7 +167,7 @@ class Trainer(StepRunner):
                     break
             if evaluated != step:
                 values = self._evaluate(step, run_log)
-            self.saves.finish()
+            self._finish_writing()
             return run_log.summary(step, values, self.running.lifetime(), self.window_metrics)
 
     def _set_aside(self) -> None:
@@ -164,8 +177,21 @@ class Trainer(StepRunner):
             why = "log.overwrite" if self.config.log.overwrite else "a run ended here before its first checkpoint"
             log.info("%s: the earlier contents of %s are now in %s", why, self.folder, aside)
 
+    def _prepare_deltas(self) -> None:
+        if self.deltas is None:
+            return
+        if self.start == 0:
+            self.saves.save_initial()  # what the first delta follows
+        assert self.saves.written is not None, "resumed or saved"
+        self.deltas.prepare(self.start, self.saves.written)
+
+    def _finish_writing(self) -> None:
+        self.saves.finish()
+        if self.deltas is not None:
+            self.deltas.finish()
+
     def _end_early(self, step: int, saves: bool) -> NoReturn:
-        self.saves.finish()  # raises if a failed save is what ended the run
+        self._finish_writing()  # raises if a failed save is what ended the run
         if saves:
             self.save(step)
         self.progress.is_over = True
@@ -203,7 +229,8 @@ class Trainer(StepRunner):
             run_log.advance()
             if step % self.config.log.every == 0 or step == first + segment.steps:
                 factor = self.learning_rate.factor(step - 1)
-                asked = self._end.asked or self.saves.failed
+                failed = self.saves.failed or (self.deltas is not None and self.deltas.failed)
+                asked = self._end.asked or failed
                 times, metrics = timer.take_ms(), self.running.take() | self.id_counts.take()
                 run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, asked)
                 self.check()  # the loss was read, so the kernels' records are complete
@@ -222,7 +249,15 @@ class Trainer(StepRunner):
 
     def save(self, step: int, metrics: dict[str, float] | None = None, background: bool = False) -> None:
         self.checkpointer.about["trained_metrics"] = self.running.state()
+        if self.deltas is None:
+            self.saves.save(step, metrics, background)
+            return
+        self.deltas.write(step)  # so that who follows the deltas can go on, whatever is saved
+        if not (background and self.config.checkpoint.asynchronous):
+            self.deltas.finish()
         self.saves.save(step, metrics, background)
+        assert self.saves.written is not None
+        self.deltas.follow(step, self.saves.written)
 
     def _resume(self) -> dict[str, Any] | None:
         config = self.config.checkpoint
@@ -245,6 +280,8 @@ class Trainer(StepRunner):
                 return summary
         self.checkpointer.load(checkpoint, self.model, self.optimizer)
         self.start = self.saves.step = manifest.step
+        self.saves.written = Future()
+        self.saves.written.set_result(checkpoint)
         self.optimizer.set_optimizer_step(self.start)  # FBGEMM's count, for Adam's bias correction
         for exchange in exchanges(self.model):
             exchange.counters.steps.value = self.start  # stochastic rounding depends on the step
