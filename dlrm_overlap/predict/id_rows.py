@@ -7,8 +7,6 @@ compared with all 128 of its bucket, 1 KB: as fast as a binary search for one id
 without memory beyond the stored ids, and an update writes to these alone.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from dlrm_overlap.kernels.ids.id_map import EMPTY, SEGMENT, mix, unsigned_remainder
@@ -17,7 +15,7 @@ _AT_A_TIME = 1024  # ids, whose buckets fill 1 MB, so that they stay in the CPU'
 
 
 class IdRows:
-    """Looks up the rows of ids. It never changes, so threads may share it."""
+    """Looks up the rows of ids."""
 
     def __init__(self, stored: np.ndarray) -> None:
         """Take the hash of each row's id, [rows] int64, `EMPTY` for a row without an id; they are not copied."""
@@ -39,20 +37,3 @@ class IdRows:
         same[:, -1] = True  # the first of several is taken
         slots = same.argmax(1)
         return buckets * SEGMENT + slots, slots < SEGMENT - 1
-
-    def changed(self, changes: "IdChanges") -> "IdRows":
-        """Return the rows after `changes`; this object keeps its own."""
-        stored = self._stored.reshape(-1).copy()
-        left = changes.left_rows[stored[changes.left_rows] == mix(changes.left)]
-        stored[left] = EMPTY  # first, since another id may have got the row since
-        stored[changes.rows] = mix(changes.ids)
-        return IdRows(stored)
-
-
-class IdChanges(NamedTuple):
-    """Ids that have a row now, and ids that have lost theirs, with these rows; each [n] int64."""
-
-    ids: np.ndarray
-    rows: np.ndarray
-    left: np.ndarray
-    left_rows: np.ndarray
