@@ -164,7 +164,7 @@ def bench(argv: list[str]) -> int:
         on_cpu, world_size = ranks.device.type == "cpu", ranks.world.world_size
         if world_size == 1 and figure.needs_peers:
             raise InputError(f"bench {kind}: one rank has no peer to communicate with; add --nproc 2, or more")
-        if on_cpu and ranks.world.rank == 0:
+        if on_cpu and figure.measures_time and ranks.world.rank == 0:
             print(f"bench {kind}: a rehearsal, since times on CPUs say nothing about GPUs", file=sys.stderr)
         return import_module(f"dlrm_overlap.bench.figures.{figure.module}").run(kind, ranks)
 

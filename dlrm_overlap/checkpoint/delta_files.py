@@ -209,7 +209,7 @@ def write_changes(
     with ChecksummedFile(file) as target:
         # Embeddings and ids hardly compress.
         writer = pq.ParquetWriter(
-            pa.PythonFile(_Sink(target), mode="w"), schema, compression="none", use_dictionary=same,
+            pa.PythonFile(_Sink(target), mode="w"), schema, compression="none", use_dictionary=same,  # pyright: ignore[reportArgumentType]  it takes columns, too
             write_statistics=False,
         )  # fmt: skip
         with writer:

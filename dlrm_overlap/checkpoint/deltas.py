@@ -48,6 +48,7 @@ from dlrm_overlap.comm.every_rank import faults, gathered, on_every_rank
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.embedding.unpooled import UnpooledExchange
 from dlrm_overlap.kernels.ids.id_map import EMPTY, unmix
 from dlrm_overlap.launching.files import discard, sync_folder
 from dlrm_overlap.launching.process_group import LAST_RESORT
@@ -80,8 +81,10 @@ class TableShard(NamedTuple):
         return self.name, self.first_row, self.first_column
 
 
-def mark_updates(model: DistributedModelParallel, backend: str) -> None:
+def mark_updates(model: DistributedModelParallel, backend: str, sends_ids: bool) -> None:
     """Mark the rows that updates change, from the first step on.
+
+    `sends_ids` says whether `GraphTrainPipeline` takes the steps.
 
     Raises:
         InputError: if the backend, or a table of the model, cannot.
@@ -92,7 +95,12 @@ def mark_updates(model: DistributedModelParallel, backend: str) -> None:
         if tables.fractions:
             raise InputError(
                 f"{KEY}: {len(tables.fractions)} tables are in host memory behind a cache, whose updates name slots, "
-                f"not rows; set embedding.memory to device, or {KEY} to 0"
+                f"not rows; set embedding.memory to gpu, or {KEY} to 0"
+            )
+        if isinstance(module.exchange, UnpooledExchange) and not sends_ids:
+            raise InputError(
+                f"{KEY}: train.pipeline torchrec updates histories by FBGEMM, which does not tell which rows it "
+                f"changes; take --train.pipeline graph, or 0 for no deltas"
             )
         if module.exchange.options.resolved_backward == "collective":
             check_backend("nccl")

@@ -25,6 +25,7 @@ from dlrm_overlap.observe.metrics import RunningMetrics, StepTimer
 from dlrm_overlap.observe.result_files import has_results, read_summary, set_aside
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.stepping import StepRunner
 
 log = logging.getLogger("dlrm_overlap")
@@ -91,7 +92,7 @@ class Trainer(StepRunner):
         )
         self.deltas: Deltas | None = None
         if config.checkpoint.delta_every:
-            mark_updates(self.model, self.embedding.backend)
+            mark_updates(self.model, self.embedding.backend, isinstance(self.pipeline, GraphTrainPipeline))
             self.deltas = Deltas(config, self.checkpointer, self.model, self.device, self.check)
 
     def fit(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ RUNS = {
 }
 SLOW_RUNS = {
     "int8": "--checkpoint.delta_dtype int8 --checkpoint.delta_keep 2",
-    "history": "--data.tables.count 3 --model.sequence.history 2 --model.sequence.candidate 1",
+    "history": "--data.tables.count 3 --model.sequence.history 2 --model.sequence.candidate 1 --train.pipeline graph",
     "resumed": f"{ANY} --train.steps 8 --checkpoint.delta_every 2 --checkpoint.last true",
     **({"captured": f"{ANY} --train.pipeline graph"} if INTERPRETED else {}),
 }
@@ -257,6 +257,8 @@ def test_what_cannot_mark_its_updates_is_refused_before_training(
     with refuses("checkpoint.delta_every: 2 tables are in host memory behind a cache"):
         cached = ["--embedding.memory", "cached", "--train.pipeline", "graph"]
         make_trainer(quickstart(tmp_path, "run", *SMALL.split(), *cached))
+    with refuses("checkpoint.delta_every: train.pipeline torchrec updates histories by FBGEMM"):
+        make_trainer(quickstart(tmp_path, "run", *SMALL.split(), "--model.sequence.history", "1"))
     monkeypatch.setattr("dlrm_overlap.checkpoint.delta_files.find_spec", lambda _: None)
     assert main(["train", "--config", "quickstart", "--log.dir", str(tmp_path), "--checkpoint.delta_every", "3"]) == 2
     assert "checkpoint.delta_every: deltas need pyarrow, which is not installed; pip" in capsys.readouterr().err
