@@ -1,8 +1,10 @@
 """A training run; docs/architecture.md follows one step file by file."""
 
+import gc
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +25,7 @@ from dlrm_overlap.observe.metrics import RunningMetrics, StepTimer
 from dlrm_overlap.observe.result_files import has_results, read_summary, set_aside
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
+from dlrm_overlap.train.growth import Growth
 from dlrm_overlap.train.stepping import StepRunner
 
 log = logging.getLogger("dlrm_overlap")
@@ -67,17 +70,15 @@ class Trainer(StepRunner):
         self.checkpointer.about = {
             "config": config.as_dict(),
             "backend": self.embedding.backend,
-            "plan": {
-                name: {"sharding": sharding.sharding_type}
-                for tables in self.plan.plan.values()
-                for name, sharding in sorted(tables.items())  # type: ignore[attr-defined]
-            },
+            **self._about_model(),
             "world_size": self.world.world_size,
             "versions": {name: supported_versions.version_of(name) for name in ("torch", "torchrec")},
             "trained_metrics": [],
         }
         self.running = RunningMetrics(list(train.labels), self.samples_per_rank, config.log.every, self.device)
-        self.id_counts = IdCounts(self.model, self.device)
+        self._count_ids()
+        id_tables, counts = config.embedding.id_tables, bool(self.id_counts.tables)
+        self.growth = Growth(id_tables, self.id_rows, self.embedding.backend, counts)
         self.saves = Saves(
             config,
             self.checkpointer,
@@ -87,6 +88,18 @@ class Trainer(StepRunner):
             self.check,
             lambda: self._evaluate_on(1)["loss"],
         )
+
+    def _about_model(self) -> dict[str, Any]:
+        plan = {
+            name: {"sharding": sharding.sharding_type}
+            for tables in self.plan.plan.values()
+            for name, sharding in sorted(tables.items())  # type: ignore[attr-defined]
+        }
+        return {"plan": plan, "id_table_rows": self.id_rows}
+
+    def _count_ids(self) -> None:
+        grows = self.config.embedding.id_tables.grow_at is not None
+        self.id_counts = IdCounts(self.model, self.device, by_table=grows)
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step or the target, evaluate, and return the summary; a collective.
@@ -152,6 +165,8 @@ class Trainer(StepRunner):
                     if save_last:
                         self.save(step, values)
                     break
+                if step < self.steps and (rows := self.growth.due(self.id_counts.fullest)):
+                    self.grow(step, rows, values if evaluated == step else None)
             if evaluated != step:
                 values = self._evaluate(step, run_log)
             self.saves.finish()
@@ -209,7 +224,7 @@ class Trainer(StepRunner):
                 self.check()  # the loss was read, so the kernels' records are complete
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
-                if run_log.asked_to_end:
+                if run_log.asked_to_end or self.growth.due(self.id_counts.fullest):
                     segment.cut()
         return step
 
@@ -223,6 +238,32 @@ class Trainer(StepRunner):
     def save(self, step: int, metrics: dict[str, float] | None = None, background: bool = False) -> None:
         self.checkpointer.about["trained_metrics"] = self.running.state()
         self.saves.save(step, metrics, background)
+
+    def grow(self, step: int, rows: dict[str, int], metrics: dict[str, float] | None = None) -> None:
+        """Save the state after `step`, and go on from it with more rows of tables of any id; a collective.
+
+        `rows` has the new rows of the tables that grow, and `metrics` those of an evaluation after this step. No step
+        is in flight.
+        """
+        begin, before = time.perf_counter(), self.id_rows
+        self.save(step, metrics)
+        self.saves.finish()
+        self.close()
+        # Release the device's memory before the larger model takes it.
+        del self.model, self.optimizer, self.pipeline, self.learning_rate, self.id_counts
+        self.predictions = []
+        self.saves.release()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._build([rows.get(name, count) for name, count in before.items()])
+        self.saves.follow(self.model, self.optimizer)
+        self._load(self.checkpointer.folder / f"step_{step}", step)
+        self._count_ids()
+        self.growth.rows = self.id_rows
+        self.checkpointer.about |= self._about_model()
+        text = ", ".join(f"table {name} {before[name]} rows, now {count}" for name, count in rows.items())
+        log.info("growth: %s, after step %d, %.1f s", text, step, time.perf_counter() - begin)
 
     def _resume(self) -> dict[str, Any] | None:
         config = self.config.checkpoint
@@ -243,11 +284,8 @@ class Trainer(StepRunner):
                 text += "log.name or set log.overwrite; results in %s"
                 log.info(text, summary["steps"], why, path)
                 return summary
-        self.checkpointer.load(checkpoint, self.model, self.optimizer)
+        self._load(checkpoint, manifest.step)
         self.start = self.saves.step = manifest.step
-        self.optimizer.set_optimizer_step(self.start)  # FBGEMM's count, for Adam's bias correction
-        for exchange in exchanges(self.model):
-            exchange.counters.steps.value = self.start  # stochastic rounding depends on the step
         try:
             self.running.load(manifest.about.get("trained_metrics", []))
         except ValueError as error:
@@ -255,6 +293,12 @@ class Trainer(StepRunner):
                 log.warning("resume: %s: %.200s; lifetime_* metrics start at step %d", checkpoint, error, self.start)
         log.info("resume: %s, after step %d", checkpoint, self.start)
         return None
+
+    def _load(self, checkpoint: Path, step: int) -> None:
+        self.checkpointer.load(checkpoint, self.model, self.optimizer)
+        self.optimizer.set_optimizer_step(step)  # FBGEMM's count, for Adam's bias correction
+        for exchange in exchanges(self.model):
+            exchange.counters.steps.value = step  # stochastic rounding depends on the step
 
     def _require_finite(self, loss: float, text: str, step: int) -> None:
         require_finite("" if math.isfinite(loss) else f"{text} {loss}", step, self.config)
