@@ -291,7 +291,10 @@ class Trainer(StepRunner):
         except ValueError as error:
             if self.world.rank == 0:
                 log.warning("resume: %s: %.200s; lifetime_* metrics start at step %d", checkpoint, error, self.start)
-        log.info("resume: %s, after step %d", checkpoint, self.start)
+        had = manifest.about.get("id_table_rows", {})
+        changed = {name: rows for name, rows in self.id_rows.items() if had.get(name, rows) != rows}
+        text = "".join(f", table {name} {had[name]} rows, now {rows}" for name, rows in changed.items())
+        log.info("resume: %s, after step %d%s", checkpoint, self.start, text)
         return None
 
     def _load(self, checkpoint: Path, step: int) -> None:

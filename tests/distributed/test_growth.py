@@ -1,6 +1,11 @@
 """Tables of any id load under another number of rows, and grow, and the losses stay as they were."""
 
 import logging
+import os
+import re
+import signal
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,7 @@ from dlrm_overlap.checkpoint.manifest import read_manifest
 from dlrm_overlap.checkpoint.storage import read_unsharded
 from dlrm_overlap.kernels.ids import fill_rows, map_ids
 from dlrm_overlap.kernels.ids.id_map import EMPTY, unsigned_remainder
-from tests.conftest import read_metrics
+from tests.conftest import PYTHON_PATH, ROOT, read_metrics, run_cli
 from tests.distributed.captured import captures
 from tests.distributed.workers import logged_messages, make_trainer, quickstart, ranks_here, run_ranks
 
@@ -28,6 +33,7 @@ _FEW = ("--data.tables.rows", "[60, 40]", "--train.global_batch_size", "256")
 """all ids are seen in the first steps"""
 _MANY = ("--data.tables.rows", "[900, 500]", "--train.global_batch_size", "32")
 """new ids come in every step"""
+_GROWS = ("--checkpoint.last", "true", "--embedding.id_tables.grow_at", "0.1")
 _COUNTED = (
     "--data.tables.rows",
     "[900, 500]",
@@ -50,7 +56,8 @@ def _fit(folder: Path, name: str, rows: int, *options: str, start: Path | None =
 
 
 def _use_twins() -> None:
-    """Map ids by the numpy twins of the kernels: the interpreter takes a hundred times as long."""
+    """Log everything, and map ids by the kernels' numpy twins: the interpreter takes many times as long."""
+    logging.getLogger("dlrm_overlap").setLevel(logging.INFO)
     for module in (map_ids, fill_rows):
         patch.object(module, "INTERPRETED", False).start()
 
@@ -78,33 +85,41 @@ def _on_two(folder: Path) -> None:
     for name, given in (("many", _MANY), ("few", _FEW), ("counted", _COUNTED)):
         _fit(folder, name, ROWS, *given, *_SAVES)
     _load_more_and_less(folder, 2)
-    logging.getLogger("dlrm_overlap").setLevel(logging.INFO)
-    # Growth, by both pipelines, and by captured steps.
-    grows, messages = (*_MANY, "--checkpoint.last", "true", "--embedding.id_tables.grow_at", "0.1"), logged_messages()
-    grown = _fit(folder, "grown", ROWS, *grows)
+    messages = logged_messages()
+    grown = _fit(folder, "grown", ROWS, *_MANY, *_GROWS)
     assert grown.id_rows["t_00"] == 4 * ROWS
     told = [message for message in messages if message.startswith("growth: ")]
     assert len(told) == 2, told
     assert f"table t_00 {ROWS} rows, now {2 * ROWS}" in told[0]
-    capped = _fit(folder, "capped", ROWS, *grows, "--embedding.id_tables.max_rows", str(2 * ROWS))
-    assert capped.id_rows["t_00"] == 2 * ROWS
-    assert any(f"are more than embedding.id_tables.max_rows {2 * ROWS}" in message for message in messages)
-    for name in ("graph", "captured"):
-        late = ("--embedding.id_tables.grow_at", "0.2", "--embedding.id_tables.max_rows", str(2 * ROWS))
-        late += ("--train.steps", str(LONG), "--train.pipeline", "graph")
-        with captures() if name == "captured" else nullcontext() as taken:
-            _fit(folder, name, ROWS, *grows, *late)
-        assert taken is None or (taken["captured"] == 4 and taken["replayed"] > 5), f"captured twice: {taken}"
-    # A run that goes on from a checkpoint after the growth has its rows, although they are not in its configuration.
-    goes_on = ("--train.steps", str(LONG), "--embedding.id_tables.max_rows", str(4 * ROWS))
-    again = _fit(folder, "again", ROWS, *grows, *goes_on, start=_checkpoint(folder, "grown", 2 * HALF))
-    assert again.id_rows["t_00"] == 4 * ROWS
-    _fit(folder, "long", ROWS, *_MANY, "--train.steps", str(LONG))
 
 
 def _on_one(folder: Path) -> None:
     _use_twins()
+    messages = logged_messages()
     _load_more_and_less(folder, 1)
+    assert any(f"ids lost their rows, since {ROWS} stored rows became {ROWS // 4} and" in each for each in messages)
+    assert any(f"neither of {ROWS} stored rows and {ROWS + 512} rows is a multiple" in each for each in messages)
+
+
+def _grow_in_other_ways(folder: Path) -> None:
+    _use_twins()
+    messages, longer = logged_messages(), ("--train.steps", str(LONG))
+    _fit(folder, "plain", ROWS, *_MANY, *longer)
+    at_most = ("--embedding.id_tables.max_rows", str(2 * ROWS))
+    capped = _fit(folder, "capped", ROWS, *_MANY, *_GROWS, *at_most)
+    assert capped.id_rows["t_00"] == 2 * ROWS
+    assert any(f"are more than embedding.id_tables.max_rows {2 * ROWS}" in message for message in messages)
+    later = (*longer, *at_most, "--embedding.id_tables.grow_at", "0.2", "--train.pipeline", "graph")
+    for name in ("graph", "captured"):
+        with captures() if name == "captured" else nullcontext() as taken:
+            _fit(folder, name, ROWS, *_MANY, *_GROWS, *later)
+        assert taken is None or (taken["captured"] == 4 and taken["replayed"] > 5), f"captured twice: {taken}"
+    # A run that goes on from a checkpoint after the growth has its rows, although they are not in its configuration.
+    most = ("--embedding.id_tables.max_rows", str(4 * ROWS))
+    _fit(folder, "grown", ROWS, *_MANY, *_GROWS, *most)
+    start = _checkpoint(folder, "grown", 2 * HALF)
+    again = _fit(folder, "again", ROWS, *_MANY, *_GROWS, *most, *longer, start=start)
+    assert again.id_rows["t_00"] == read_manifest(start).about["id_table_rows"]["t_00"] == 4 * ROWS
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +189,46 @@ def test_everything_is_loaded_by_id(folder: Path, rows: int) -> None:
 
 def test_a_run_that_grows_has_the_losses_of_one_that_never_does(folder: Path) -> None:
     """Its initial rows are those of the rows that it began with, and nothing is evicted in either run."""
-    expected = _losses(folder, "long", after=0)
-    for name in ("grown", "capped", "graph", "captured"):
-        found = _losses(folder, name, after=0)
+    assert _losses(folder, "grown", after=0) == pytest.approx(_losses(folder, "many", after=0), rel=ROUNDING)
+
+
+@pytest.mark.slow
+def test_every_pipeline_grows(tmp_path: Path) -> None:
+    """Runs grow up to a limit, in eager and captured steps, and go on with the grown rows."""
+    run_ranks(_grow_in_other_ways, 2, tmp_path)
+    expected = _losses(tmp_path, "plain", after=0)
+    for name in ("capped", "graph", "captured"):
+        found = _losses(tmp_path, name, after=0)
         assert found == pytest.approx(expected[: len(found)], rel=ROUNDING)
-    assert _losses(folder, "again", after=2 * HALF) == pytest.approx(expected[2 * HALF :], rel=ROUNDING)
-    assert read_manifest(_checkpoint(folder, "grown", 2 * HALF)).about["id_table_rows"]["t_00"] == 4 * ROWS
+    assert _losses(tmp_path, "again", after=2 * HALF) == pytest.approx(expected[2 * HALF :], rel=ROUNDING)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_after_it_has_grown_resumes(tmp_path: Path) -> None:
+    """It has the losses of a run that was not killed, and both are evaluated with the grown rows."""
+    keys = ("train", "--config", "quickstart", "--data.tables.ids", "any", "--embedding.backend", "pgas")
+    keys += ("--embedding.id_tables.rows", "2048", "--embedding.id_tables.grow_at", "0.3", "--log.dir", str(tmp_path))
+    keys += ("--train.global_batch_size", "512", "--train.steps", "60", "--train.eval_every", "0", "--log.every", "1")
+    keys += ("--checkpoint.every", "10", "--nproc", "2")
+    assert (whole := run_cli(*keys, "--log.name", "whole")).returncode == 0, whole.stderr
+    command = [sys.executable, "-m", "dlrm_overlap", *keys, "--log.name", "killed"]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as killed:
+        assert killed.stderr is not None
+        grown = next(line for line in killed.stderr if "growth: table t_00" in line)
+        next(line for line in killed.stderr if "/step_20," in line)
+        os.killpg(killed.pid, signal.SIGKILL)
+    assert "2048 rows, now 4096" in grown
+    again = run_cli(*keys, "--log.name", "killed")
+    assert again.returncode == 0, again.stderr
+    assert "resume: " in again.stderr
+    losses, expected = (read_metrics(tmp_path / name, "train/loss") for name in ("killed", "whole"))
+    assert losses == pytest.approx(expected, rel=1e-4)
+    found = run_cli("eval", "--checkpoint", str(tmp_path / "killed"), "--nproc", "1")
+    assert found.returncode == 0, found.stderr
+    assert "ids lost their rows" not in found.stderr
+    (auroc,) = {*re.findall(r"held out AUROC (\S+),", again.stderr), *re.findall(r"AUROC (\S+),", found.stdout)}
+    assert float(auroc) > 0.7
