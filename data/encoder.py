@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from dlrm_overlap.data.columns import Column, Missing
 from dlrm_overlap.data.day import Day, Ragged
+from dlrm_overlap.data.hashed import hashed_rows
 from dlrm_overlap.data.schema import MISSING_ID, Schema
 
 _MISSING, _RARE, _FIRST_KNOWN = 0, 1, 2  # rows of a table with a vocabulary
@@ -135,10 +136,3 @@ class Encoder:
     def _keys(self, row: int, block: pa.RecordBatch, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         column = self._schema.categorical[name]
         return Column(block, name, row, self._missing, column.list).keys(column.type)
-
-
-def hashed_rows(keys: np.ndarray, rows: int) -> np.ndarray:
-    """Return rows [d] int32 of keys [d] int64: 1 + mix(key) % (rows - 1), since row 0 is for missing values."""
-    mixed = keys.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
-    mixed ^= mixed >> np.uint64(32)
-    return (mixed % np.uint64(max(rows - 1, 1))).astype(np.int32) + np.int32(rows > 1)

@@ -4,7 +4,8 @@
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlrm_overlap.checkpoint.dcp_files import Reader, Writer
 from dlrm_overlap.checkpoint.extents import Extent, is_finite, sources
+from dlrm_overlap.checkpoint.manifest import Manifest, read_manifest
 from dlrm_overlap.checkpoint.pieces import DamagedError, Piece
 from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.config import InputError, PeerError, in_one_line
@@ -50,7 +52,9 @@ def save_extents(
     group: dist.ProcessGroup | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Piece]]:
-    """Write all ranks' extents to the new folder `folder`, and return the pieces of each file; a collective.
+    """Write all ranks' extents to the new folder `folder`, and return the pieces of each file.
+
+    A collective if there is a process group.
 
     An extent that several ranks have is written once. Nothing else may use `group` during the call. `tick` is called
     for each piece.
@@ -61,14 +65,16 @@ def save_extents(
     """
     writer = Writer(folder)
     try:
-        save({}, storage_writer=writer, planner=_SavePlanner(extents, tick), process_group=group)
+        with _alone():
+            save({}, storage_writer=writer, planner=_SavePlanner(extents, tick), process_group=group)
     except CheckpointException as error:
         rank, cause = _first_failure(error)
-        if isinstance(cause, OSError) or rank == dist.get_rank():
+        if isinstance(cause, OSError) or not dist.is_initialized() or rank == dist.get_rank():
             raise cause from None
         raise PeerError(f"rank {rank} has failed: {type(cause).__name__}: {in_one_line(cause):.300}") from None
     ranks = group or dist.group.WORLD
-    assert ranks is not None, "a checkpoint is written by all ranks"
+    if ranks is None:
+        return writer.pieces
     return {name: pieces for each in gathered(writer.pieces, ranks) for name, pieces in each.items()}
 
 
@@ -129,10 +135,13 @@ def read_unsharded(path: Path) -> dict[str, Any]:
     return planner.original_state_dict
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return the unsharded model's weights by name, without optimizer states; an InputError if unreadable."""
+def read_weights(path: Path, read: Callable[[Path], Manifest] = read_manifest) -> dict[str, torch.Tensor]:
+    """Return the unsharded model's weights by name, without optimizer states; an InputError if unreadable.
+
+    `read` returns the manifest of the folder `path`.
+    """
     planner = _EmptyStateDictLoadPlanner(keys={"model"})
-    _read(path, planner)
+    _read(path, planner, read)
     return planner.original_state_dict["model"]
 
 
@@ -141,11 +150,18 @@ def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
 
 
-def _read(path: Path, planner: DefaultLoadPlanner) -> None:
+@contextmanager
+def _alone() -> Iterator[None]:
+    """In the context, DCP does not warn that there is no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def _read(path: Path, planner: DefaultLoadPlanner, read: Callable[[Path], Manifest] = read_manifest) -> None:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load({}, storage_reader=Reader(path), planner=planner)
+        with _alone():
+            load({}, storage_reader=Reader(path, read), planner=planner)
     except CheckpointException as error:
         rank, cause = _first_failure(error)
         if isinstance(cause, DamagedError):

@@ -12,10 +12,10 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torchrec.distributed.types import LazyAwaitable, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.ids import IdTables
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchCapacity
@@ -67,8 +67,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     unpooled_features: Collection[str] = ()
     id_map: Any = None
     """the `IdMap` of tables of any id; None for other tables"""
-    change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None
-    """changes the ids of a batch before `sender` sends them"""
+    mixes: bool = False
+    """whether ids are replaced by a bijective hash before they are sent"""
     _entry: Callable[[], nn.Module | None] | None = None
     _uncaptured: str | None = None
 
@@ -184,7 +184,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self,
         entry: nn.Module,
         id_map: Any,
-        change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None,
+        mixes: bool,
         make_tables: Callable[[Exchange], IdTables],
         uncaptured: str | None = None,
     ) -> None:
@@ -194,7 +194,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         cannot be captured, if so.
         """
         self._uncaptured = uncaptured
-        self._entry, self.id_map, self.change_ids = weakref.ref(entry), id_map, change_ids
+        self._entry, self.id_map, self.mixes = weakref.ref(entry), id_map, mixes
         if self.exchange is not None:
             self.exchange.id_tables = make_tables(self.exchange)
 
@@ -229,6 +229,11 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """
         if self.exchange is None:
             return look_up()
+        if self.exchange.tables.marks is not None and self.training and torch.is_grad_enabled():
+            raise InputError(
+                f"checkpoint.delta_every: a training step's {self._kind} stay with TorchRec, whose updates are not "
+                f"marked; the log says why; set it to 0"
+            )
         self.note_writes()
         self.exchange.follow_rules()
         found = look_up()

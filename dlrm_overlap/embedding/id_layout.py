@@ -104,6 +104,8 @@ class IdLayout:
     """the T features in the order of every batch"""
     batch_capacity: BatchCapacity
     weighted: bool = False
+    mixes: bool = False
+    """whether ids are replaced by a bijective hash when they are published, so that they spread over all buckets"""
 
     @cached_property
     def capacity(self) -> list[int]:

@@ -1,7 +1,7 @@
 """Sends the ids of this rank's samples to the owners of their rows."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ class IdSender:
         layout: tables of the exchange, with replicated tables if the exchange looks them up; None is `exchange.layout`.
         replicated: replicated (data-parallel) tables; the exchange adds to the `.grad` of their weights.
         weighted: True if the ids of every batch on every rank have weights.
-        change_ids: changes the ids of each batch, not their number, before they are sent.
+        mixes: see `IdLayout.mixes`.
 
     Raises:
         InputError: on all ranks, if a feature is not in `capacity`, or a rank has no memory for the windows.
@@ -52,11 +52,11 @@ class IdSender:
         layout: Layout | None = None,
         replicated: ReplicatedTables | None = None,
         weighted: bool = False,
-        change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
+        mixes: bool = False,
     ) -> None:
         self.exchange = exchange
         self._keys, self._replicated, self._weighted = list(keys), replicated, weighted
-        self._change_ids = change_ids
+        self._mixes = mixes
         self._layout = joined(layout or exchange.layout)
         self._sent: deque[SentIds] = deque()
         self.is_steady = False
@@ -71,7 +71,7 @@ class IdSender:
         self.exchange.receive_ids(self._id_layout(capacity), self._replicated, self._sent)
 
     def _id_layout(self, capacity: BatchCapacity) -> IdLayout:
-        return IdLayout(self._layout, self._keys, capacity, self._weighted)
+        return IdLayout(self._layout, self._keys, capacity, self._weighted, self._mixes)
 
     def begin_steady(self) -> None:
         """Let the next steady step gather the batch sizes of all ranks, for itself and later ones."""
@@ -120,8 +120,6 @@ class IdSender:
     @poison_on_error
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
         ids = self.exchange.id_exchange
-        if self._change_ids is not None:
-            features = self._change_ids(features)
         arrived = ids.send(features, self._most_samples(features.stride(), ids.group), count)
         if self.exchange.tables.fractions:
             self.exchange.tables.activate(arrived.ids)

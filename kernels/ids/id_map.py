@@ -182,6 +182,16 @@ def mix(values: torch.Tensor) -> torch.Tensor:
     return values ^ _shifted(values, 31)
 
 
+_FIRST_INVERSE, _SECOND_INVERSE = -7575587736534282103, 3573116690164977347
+
+
+def unmix(values: torch.Tensor) -> torch.Tensor:
+    """Return the int64 values of which `mix` makes these."""
+    for bits, inverse in ((31, _SECOND_INVERSE), (27, _FIRST_INVERSE), (30, 1)):
+        values = (values ^ _shifted(values, bits) ^ _shifted(values, 2 * bits)) * inverse
+    return values
+
+
 def murmur(values: torch.Tensor) -> torch.Tensor:
     """Return `murmur_hash3_2x64(value, 0, 0)` of FBGEMM as int64, whose bits are those of the unsigned hash."""
     first = _rotated(values * -8663945395140668459, 31) * 5545529020109919103

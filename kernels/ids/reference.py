@@ -170,7 +170,7 @@ class _Step:
         times = (state.times if features.times else state.used_at)[at].astype(np.int64)
         score = scores(of["policy"], times, state.counts[at] if features.counts else None, used, step)
         may_go = (used < step - 1) & (of["policy"] != Policy.NONE) & ((of["policy"] != Policy.TTL) | (times < now))
-        after, changed = before.copy(), np.zeros(lanes, bool)
+        after, changed, owners = before.copy(), np.zeros(lanes, bool), np.zeros(lanes, np.int64)
         for sighting in new[:limit]:
             distance = np.arange(lanes) - (self._home[sighting] - begin)
             if of["segments"] == 1:
@@ -183,21 +183,20 @@ class _Step:
                 empty = victims & (score == least)
             if empty.any():
                 taken = np.where(empty, distance, _FAR).argmin()
-                after[taken], changed[taken] = self._ids[sighting], True
-        where = at[changed]
+                after[taken], changed[taken], owners[taken] = self._ids[sighting], True, sighting
+        where, owners = at[changed], owners[changed]
         state.ids[where] = after[changed]
-        state.digests[where] = digests_of(murmur(torch.from_numpy(after[changed]))).numpy()
+        state.digests[where] = self._digests[owners]
         state.used_at[where] = step
         if features.times:
             state.times[where] = -1
         if features.counts:
             state.counts[where] = 0
-        ids, tables = torch.from_numpy(after[changed]), np.full(len(where), of["table"])
+        tables = np.full(len(where), of["table"])
         if of["initials"]:
-            origins = unsigned_remainder(mix(ids), of["initials"])
+            origins = unsigned_remainder(mix(torch.from_numpy(after[changed])), of["initials"])
         else:
-            reserved = unsigned_remainder(murmur(ids), max(of["size"] - of["open_slots"], 1))
-            origins = int(self.bucket[one]) * of["size"] + of["open_slots"] + reserved
+            origins = int(self.bucket[one]) * of["size"] + of["open_slots"] + self._reserved[owners]
         return [*zip(where.tolist(), tables.tolist(), origins.tolist(), before[changed].tolist(), strict=True)]
 
     def spare(self) -> np.ndarray:

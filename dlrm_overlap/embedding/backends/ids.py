@@ -25,6 +25,7 @@ from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
 from dlrm_overlap.kernels.launches import StepCache
 from dlrm_overlap.kernels.pull_ids import ANY_ID, BLOCK_IDS, Arrivals, Published, locate_ids, pull_ids, pull_tasks
+from dlrm_overlap.kernels.store_words import store_words
 
 
 class Bags(NamedTuple):
@@ -140,16 +141,6 @@ _GREATEST_INT32 = 2**31 - 1
 def _store(window: torch.Tensor, source: torch.Tensor) -> None:
     """Copy int32 by a kernel: in a CUDA graph it has its stream's priority, whereas a copy has the lowest."""
     torch.bitwise_or(source, 0, out=window)
-
-
-def _store_words(low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> None:
-    """Write the words of integer ids [n] to `low` and `high` [n] int32; by kernels, see `_store`."""
-    if ids.dtype == torch.int32:
-        _store(low, ids)
-        torch.bitwise_right_shift(ids, 31, out=high)
-    else:
-        for window, words in zip((low, high), reference.split_words(ids.long()), strict=True):
-            _store(window, words)
 
 
 class ArrivedIds(NamedTuple):
@@ -285,7 +276,7 @@ class IdExchange:
         values = features.values()
         here = min(values.numel(), self.ids.values)
         if self.ids.wide:
-            _store_words(window[:here], window[self.ids.high_at :][:here], values[:here])
+            store_words(values[:here], window[:here], window[self.ids.high_at :][:here], self.ids.mixes)
         elif values.dtype != torch.int32:
             # Ids beyond int32 stay outside every table: a table has at most 2^31 - 1 rows.
             values = values.clamp(-1, _GREATEST_INT32)
@@ -466,7 +457,7 @@ class CpuIdExchange(IdExchange):
         values, positions, lengths = reference.divide_ids(published, offsets, ids.shares, samples)
         if ids.wide:
             high = window[ids.high_at + ids.shares_at :][: values.numel()]
-            _store_words(window[ids.shares_at :][: values.numel()], high, values)
+            store_words(values, window[ids.shares_at :][: values.numel()], high)
         else:
             window[ids.shares_at :][: values.numel()] = values
         if ids.weighted:

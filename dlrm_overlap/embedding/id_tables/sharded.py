@@ -82,7 +82,7 @@ class OverlapShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisi
         tables.own_ids(
             self,
             id_map,
-            _mixed if self._mixes else None,
+            self._mixes,
             lambda exchange: MappedIds(id_map, exchange, group.rank()),
             "a collection returns remapped features" if self._return_remapped_features else None,
         )
