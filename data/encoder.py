@@ -66,9 +66,9 @@ class Encoder:
         self.learns = keys is None and bool(self._vocabularies)
         """whether `learn` must be called for all blocks, and then `finish`, before the first `encode`"""
         self.values = Counter[str]()
-        """column with a vocabulary -> number of its values that were encoded, without missing ones"""
+        """column -> number of its values that were encoded, or `count_ids` was told, without missing ones"""
         self.unknown = Counter[str]()
-        """how many of these are in no vocabulary, or rare in the table that it was learnt from"""
+        """how many of these are in no vocabulary, or rare in the table that it was learnt from, or have no row"""
 
     def learn(self, row: int, block: pa.RecordBatch) -> None:
         for name, vocabulary in self._vocabularies.items():
@@ -96,6 +96,12 @@ class Encoder:
         counts = self.values, self.unknown
         self.values, self.unknown = Counter(), Counter()
         return counts
+
+    def count_ids(self, name: str, ids: np.ndarray, has_row: np.ndarray) -> None:
+        """Count the ids of a column of any id, [n], of which only the model knows whether each has a row."""
+        given = ids != MISSING_ID
+        self.values[name] += int(given.sum())
+        self.unknown[name] += int((given & ~has_row).sum())
 
     def encode(self, row: int, block: pa.RecordBatch) -> Day:
         """Convert `block`, whose first row is number `row` of its file.

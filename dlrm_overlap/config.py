@@ -396,7 +396,7 @@ class EmbeddingConfig:
     memory: Memory | list[Memory] = "gpu"
     """where a table's rows and optimizer states are kept; one value, or one per table. gpu: in GPU memory. cached: in
     host memory, with a cache on the GPU that is filled one step ahead (pgas, fused with pipeline graph; torchrec by
-    FBGEMM). auto: caches the largest tables until the others fit"""
+    FBGEMM, but for tables of any id). auto: caches the largest tables until the others fit"""
     cache_fraction: Share = 0.2
     """cached tables: fraction of the rows that the GPU's cache holds; with pgas and fused at least the ids of two
     steps"""

@@ -5,7 +5,7 @@ base's weights -> each delta, in order: tombstones, rows and ids of tables, dens
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def check_follows(path: Path, delta: DeltaManifest, model: Manifest, state: dict
     raise InputError(f"delta: {path} follows step {base}, but the weights are those of step {state['step']}; {cure}")
 
 
-def apply(path: Path, manifest: DeltaManifest, weights: dict[str, torch.Tensor]) -> None:
+def apply(path: Path, manifest: DeltaManifest, weights: Mapping[str, torch.Tensor]) -> None:
     """Change `weights`, a checkpoint's by name, in place; they are partly changed after a DamagedError."""
     for changes in read_changes(path, manifest):
         _apply_rows(path, changes, weights)
@@ -102,7 +102,7 @@ def apply(path: Path, manifest: DeltaManifest, weights: dict[str, torch.Tensor])
         weights[name].copy_(tensor)
 
 
-def _apply_rows(path: Path, changes: ChangedRows, weights: dict[str, torch.Tensor]) -> None:
+def _apply_rows(path: Path, changes: ChangedRows, weights: Mapping[str, torch.Tensor]) -> None:
     table, rows, keys = weights.get(changes.table), changes.rows, changes.keys
     width = 0 if changes.values is None else changes.values.shape[1]
     if table is None or table.dim() != 2 or changes.column + width > table.shape[1]:
@@ -120,10 +120,10 @@ def _apply_rows(path: Path, changes: ChangedRows, weights: dict[str, torch.Tenso
         ids[rows[gone], 0] = EMPTY
 
 
-def ids_of(table: str, weights: dict[str, torch.Tensor]) -> torch.Tensor | None:
+def ids_of(table: str, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """Return the hashed ids [rows, 1] of a table of any id, by the name of its weight; None for other tables."""
     end = f".{table.split('.')[-2]}.{_IDS}"
-    return next((tensor for name, tensor in weights.items() if name.endswith(end)), None)
+    return next((weights[name] for name in weights if name.endswith(end)), None)
 
 
 def _write(base: Path, stored: Manifest, result: Manifest, weights: dict[str, torch.Tensor], output: Path) -> None:

@@ -326,8 +326,8 @@ class Trainer(StepRunner):
         if changed and config.checkpoint.delta_every:
             raise InputError(
                 f"checkpoint.delta_every: {config.checkpoint.delta_every}, but {checkpoint} has other rows of tables "
-                f"of any id ({', '.join(changed)}), and a delta has the rows of its checkpoint; train without deltas to "
-                f"the next save, and resume from that"
+                f"of any id ({', '.join(changed)}), and a delta has the rows of its checkpoint; train without deltas "
+                f"to the next save, and resume from that"
             )
         self._load(checkpoint, manifest.step)
         self.start = self.saves.step = manifest.step

@@ -10,8 +10,9 @@ A map holds the slots of all its tables, one table after the other.
 """
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 EMPTY = -1
@@ -173,9 +174,10 @@ def segments_of(open_slots: int) -> int:
 
 
 _FIRST, _SECOND = -4658895280553007687, -7723592293110705685
+Values = TypeVar("Values", torch.Tensor, np.ndarray)
 
 
-def mix(values: torch.Tensor) -> torch.Tensor:
+def mix(values: Values) -> Values:
     """Return SplitMix64's finaliser of int64 values, a bijection (Steele et al., 2014)."""
     values = (values ^ _shifted(values, 30)) * _FIRST
     values = (values ^ _shifted(values, 27)) * _SECOND
@@ -211,7 +213,7 @@ def _finished(values: torch.Tensor) -> torch.Tensor:
     return values ^ _shifted(values, 33)
 
 
-def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+def _shifted(values: Values, bits: int) -> Values:
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -219,7 +221,7 @@ def _rotated(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (values << bits) | _shifted(values, 64 - bits)
 
 
-def unsigned_remainder(values: torch.Tensor, divisors: torch.Tensor | int) -> torch.Tensor:
+def unsigned_remainder(values: Values, divisors: Values | int) -> Values:
     """Return int64 values, taken as unsigned, modulo positive `divisors` below 2^31."""
     high = _shifted(values, 32) % divisors
     return ((high << 32) + (values & 0xFFFFFFFF)) % divisors

@@ -230,15 +230,22 @@ def fill_rows(tables: torch.Tensor, claims: Claims) -> None:
     """Do what `fill_rows.fill_rows` does; `tables` has the addresses of memory of this process."""
     valid = (claims.slots[: int(claims.count)] >= 0).nonzero().flatten()
     slots, numbers, origins = claims.slots[valid], claims.tables[valid], claims.origins[valid]
-    for number, (first_slot, weights, words, source, *states) in enumerate(tables.tolist()):
+    for number, (first_slot, weights, words, source, cached, source_cached, *states) in enumerate(tables.tolist()):
         rows = (slots[numbers == number] - first_slot).numpy()
         if not len(rows):
             continue
-        read, end = origins[numbers == number].numpy(), int(rows.max()) + 1
+        read = _in_cache(origins[numbers == number].numpy(), source_cached)
+        rows = _in_cache(rows, cached)
+        end = int(rows.max()) + 1
         _rows_at(weights, end, words)[rows] = _rows_at(source, int(read.max()) + 1, words)[read]
         for address, row_words in zip(states[::2], states[1::2], strict=True):
             if address:
                 _rows_at(address, end, row_words)[rows] = 0
+
+
+def _in_cache(rows: np.ndarray, slots: int) -> np.ndarray:
+    """Return the slots of rows in a cache, whose slots are at an address; the rows themselves if that is 0."""
+    return _rows_at(slots, int(rows.max()) + 1, 1)[rows, 0] if slots else rows
 
 
 def _rows_at(address: int, rows: int, words: int) -> np.ndarray:

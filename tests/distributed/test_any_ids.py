@@ -136,6 +136,16 @@ def _check_evaluation() -> None:
     assert all(torch.equal(*pair) for pair in zip(before, found.id_map.state, strict=True))
 
 
+def _check_pipelines_in_turns() -> None:
+    """A pipeline begins with equal dense parameters on all ranks, but each rank keeps the ids of its own rows."""
+    rank = dist.get_rank()
+    sharded = shard(any_ids.Model(ROWS, own_module))
+    ids = any_ids.train(sharded, [batch_of(draw(rank, 0))], "graph").id_map.state.ids
+    before = ids.clone()
+    any_ids.train(sharded, [batch_of(draw(rank, 0))], "graph")
+    assert torch.equal(ids, before)
+
+
 def _check_segments() -> None:
     """A replay at the end of a segment sends ids that no step looks up: they are not counted, and get no rows."""
     rank, found = dist.get_rank(), list[list[float]]()
@@ -169,6 +179,7 @@ CASES: dict[str, Callable[[], None]] = {
 CASES |= {
     "nccl": partial(_check_losses, "none", zch_module, "nccl"),
     **({"segments": _check_segments} if INTERPRETED else {}),
+    "pipelines in turns": _check_pipelines_in_turns,
     "refusals": _check_refusals,
     "state dict": _check_state_dict,
     "loading": _check_loading,

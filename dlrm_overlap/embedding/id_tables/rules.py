@@ -59,6 +59,12 @@ def for_each_table(key: str, given: int | list[int], tables: int) -> list[int]:
     return values
 
 
+def map_bytes(config: IdTablesConfig) -> int:
+    """Return the bytes of GPU memory for each row of a table, by which ids are mapped to rows; see `MapState`."""
+    times, counts = config.eviction == "ttl", config.eviction in ("lfu", "distance_lfu")
+    return 13 + 4 * times + 4 * counts + 4 * (config.admit_after > 1)
+
+
 def rows_of_tables(rows: Sequence[int | None], config: IdTablesConfig, ranks: int) -> list[int]:
     """Return the rows of each table; None stands for a table of any id, whose rows `config` gives.
 

@@ -82,6 +82,7 @@ class OverlapShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisi
         tables.own_ids(
             self,
             id_map,
+            {name: each.buckets for name, each in id_map.rules.items()},
             self._mixes,
             lambda exchange: MappedIds(id_map, exchange, group.rank()),
             "a collection returns remapped features" if self._return_remapped_features else None,
@@ -119,6 +120,7 @@ class OverlapShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisi
         if self._embedding_module.exchange is None:
             return super().compute_and_output_dist(ctx, input)
         collection = self._managed_collision_collection
+        self._embedding_module.note_writes()  # rows of new ids are filled in their tables
         ctx.remapped_kjt, ctx.evictions_per_table = collection.compute(ctx, input), {}
         pooled = self._embedding_module.compute_and_output_dist(ctx, ctx.remapped_kjt)
         if not self._return_remapped_features:

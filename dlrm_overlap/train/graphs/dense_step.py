@@ -33,12 +33,6 @@ _WRAPPERS = (CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, Gradien
 _BUCKET_BYTES = 16 << 20  # smallest bucket of gradients
 
 
-def _ids_of_tables(model: nn.Module) -> set[int]:
-    """Return the `id` of the parameters that have the ids of tables of any id, on each rank those of its own rows."""
-    collections = (each for each in model.modules() if isinstance(each, ShardedManagedCollisionCollection))
-    return {id(parameter) for collection in collections for parameter in collection.parameters()}
-
-
 class DenseStep:
     """Clears, reduces and applies the dense gradients.
 
@@ -213,6 +207,12 @@ def step_alone(wrapper: Any) -> None:
             wrapper.step()
     finally:
         set_optimizer(wrapper, held)
+
+
+def _ids_of_tables(model: nn.Module) -> set[int]:
+    """Return the `id` of each parameter that holds the ids of a rank's rows, of tables of any id."""
+    maps = [each for each in model.modules() if isinstance(each, ShardedManagedCollisionCollection)]
+    return {id(parameter) for each in maps for parameter in each.parameters()}
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -269,12 +269,14 @@ def test_packed_samples_are_those_of_the_stream(tmp_path: Path, tables: TablesCo
     assert_same_samples(packed.read(0, 50), synthetic(tables).read(0, 50))
 
 
-def test_predictions_by_such_a_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain model would look up keys as rows."""
+def test_predictions_by_ids_of_another_map_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchRec's own training stores ids that are not hashed."""
+    stored = "dlrm.embedding._managed_collision_collection._managed_collision_modules.t_00._hash_zch_identities"
     monkeypatch.setattr(scorer, "locate_checkpoint", lambda path, option: path)
     monkeypatch.setattr(scorer, "read_manifest", lambda path: Manifest(2, {}, {}))
     monkeypatch.setattr(scorer, "encoded_of", lambda path: write_encoding(tmp_path / "encoding", SCHEMA, {}))
-    with refuses(r"checkpoint: .* has a table of any id, of the column user, .*; evaluate it, or train with rows"):
+    monkeypatch.setattr(scorer, "read_weights", lambda path: {stored: torch.zeros(128, 1, dtype=torch.int64)})
+    with refuses(r"checkpoint: .* by backend torchrec, .* the column user in another way; train with .* pgas or fused"):
         scorer.Scorer(tmp_path)
 
 
