@@ -94,11 +94,19 @@ class IdMap:
     @property
     def rows(self) -> int:
         """Rows of this rank that ids may have."""
-        shards = [(self.rules[name], end - begin) for name, (begin, end) in self._shards.items()]
-        return sum(rows // rules.size * rules.open_slots for rules, rows in shards)
+        return sum((end - begin) // of.size * of.open_slots for of, (begin, end) in self._by_table())
 
     def total(self, which: Totals) -> int:
         return self.state.total(which)
+
+    def shares(self) -> torch.Tensor:
+        """Return [tables] float64: the share of each table's rows on this rank that ids have."""
+        used = [(self.shard(self.state.ids, name) != EMPTY).sum() for name in self.rules]
+        rows = [(end - begin) // of.size * of.open_slots for of, (begin, end) in self._by_table()]
+        return torch.stack(used).double() / torch.tensor(rows, device=self._device)
+
+    def _by_table(self) -> list[tuple[IdRules, tuple[int, int]]]:
+        return [(rules, self._shards[name]) for name, rules in self.rules.items()]
 
     def used(self) -> int:
         """Return the number of ids that have a slot; waits for the device."""

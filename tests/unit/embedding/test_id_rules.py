@@ -17,7 +17,8 @@ from dlrm_overlap.embedding.id_tables.rules import EVERY_ID, IdRules, map_bytes,
 from dlrm_overlap.embedding.id_tables.sharder import _why_plan_stays
 from dlrm_overlap.kernels.ids.id_map import SEGMENT, Policy
 from dlrm_overlap.train.assembly import check_torchrec_maps
-from tests.conftest import refuses
+from dlrm_overlap.train.growth import Growth
+from tests.conftest import ROOT, configuration, refuses
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,40 @@ def test_missing_rows_are_refused(given: Any, rule: str) -> None:
 def test_ttl_and_its_steps_go_together(keys: dict[str, Any]) -> None:
     with refuses("ttl_steps"):
         IdTablesConfig(**keys)
+
+
+def test_a_limit_of_rows_needs_growth() -> None:
+    with refuses("max_rows: 900 without grow_at"):
+        IdTablesConfig(max_rows=900)
+
+
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [
+        ("--checkpoint.last=false", "tables grow by a checkpoint"),
+        ("--checkpoint.delta_every=9", "with checkpoint.delta_e"),
+    ],
+)
+def test_growth_needs_checkpoints_without_deltas(option: str, rule: str) -> None:
+    with refuses(rule):
+        configuration("--config", str(ROOT / "configs/quickstart.yaml"), "--embedding.id_tables.grow_at", "0.8", option)
+
+
+def test_growth_needs_our_map_of_ids() -> None:
+    with refuses("with backend torchrec TorchRec maps the ids"):
+        Growth(IdTablesConfig(rows=256, grow_at=0.5), {"t": 256}, "torchrec", counts=False)
+    assert Growth(IdTablesConfig(grow_at=0.5), {}, "torchrec", counts=False).due({}) == {}
+
+
+def test_tables_double_up_to_their_limits() -> None:
+    config = IdTablesConfig(rows=256, grow_at=0.5, max_rows=[512, 1024])
+    growth = Growth(config, {"a": 256, "b": 512}, "pgas", counts=True)
+    assert growth.due({"a": 0.51, "b": 0.5}) == {"a": 512}
+    assert growth.due({"a": 0.5, "b": 0.9}) == {"b": 1024}
+    growth.rows = {"a": 512, "b": 512}
+    assert growth.due({"a": 0.9, "b": 0.9}) == {"b": 1024}
+    with refuses("max_rows: 1 numbers for 2 tables"):
+        Growth(IdTablesConfig(grow_at=0.5, max_rows=[512]), {"a": 256, "b": 512}, "pgas", counts=True)
 
 
 def _module(**given: Any) -> HashZchManagedCollisionModule:
