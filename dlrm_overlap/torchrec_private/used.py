@@ -19,6 +19,7 @@ class Used(NamedTuple):
 
 _EMBEDDINGBAG, _EMBEDDING = "torchrec.distributed.embeddingbag", "torchrec.distributed.embedding"
 _MC_EMBEDDINGBAG, _MC = "torchrec.distributed.mc_embeddingbag", "torchrec.distributed.mc_modules"
+_MC_EMBEDDING = "torchrec.distributed.mc_embedding"
 _TYPES, _KERNELS = "torchrec.distributed.embedding_types", "torchrec.distributed.batched_embedding_kernel"
 _SHARDINGS, _LOOKUPS = "torchrec.distributed.sharding", "torchrec.distributed.embedding_lookup"
 _DIST = "torchrec.distributed.embedding_sharding"
@@ -90,6 +91,22 @@ CLASSES = {
             "__init__": "module table_name_to_parameter_sharding ebc_sharder mc_sharder env device",
             **_STEP,
             "_evict": "evictions_per_table",
+            "output_dist": "ctx output",
+        },
+        "_device _embedding_module _env _managed_collision_collection _return_remapped_features",
+    ),
+    f"{_MC_EMBEDDING}:ManagedCollisionEmbeddingCollectionSharder": Used(
+        {
+            "__init__": "ec_sharder mc_sharder qcomm_codecs_registry",
+            "compute_kernels": "sharding_type compute_device_type",
+            "sharding_types": "compute_device_type",
+            **_SHARD,
+        }
+    ),
+    f"{_MC_EMBEDDING}:ShardedManagedCollisionEmbeddingCollection": Used(
+        {
+            "__init__": "module table_name_to_parameter_sharding ec_sharder mc_sharder env device",
+            **_STEP,
             "output_dist": "ctx output",
         },
         "_device _embedding_module _env _managed_collision_collection _return_remapped_features",

@@ -213,12 +213,12 @@ class IdMap:
 
 
 class MappedIds:
-    """The `IdTables` of an exchange."""
+    """The `IdTables` of an exchange; `features` has those of each table."""
 
     waits = False
 
-    def __init__(self, id_map: IdMap, exchange: Exchange, rank: int) -> None:
-        self._map, self._exchange, self._rank = id_map, exchange, rank
+    def __init__(self, id_map: IdMap, exchange: Exchange, rank: int, features: Mapping[str, Sequence[str]]) -> None:
+        self._map, self._exchange, self._rank, self._of_tables = id_map, exchange, rank, features
         self._names: tuple[Layout, list[tuple[str | None, str]]] | None = None
         for name, rules in id_map.rules.items():
             if rules.frozen:
@@ -240,7 +240,12 @@ class MappedIds:
             tables = {number: name for name, number in self._exchange.tables.numbers_of.items()}
             shards = layout.by_owner[self._rank]
             of = [tables[shard.lookup, shard.table] if shard.buckets else None for shard in shards]
-            self._names = layout, [(table, s.feature_name) for table, s in zip(of, shards, strict=True)]
+            names = [
+                # Slots have ids of all features of their table.
+                self._of_tables[table][0] if shard.slots and table is not None else shard.feature_name
+                for table, shard in zip(of, shards, strict=True)
+            ]
+            self._names = layout, list(zip(of, names, strict=True))
         return self._names[1]
 
     def follow_clock(self) -> None:
