@@ -1,8 +1,10 @@
 """Unpooled tables of any id train as if each id had its own row, in every pipeline and on any number of ranks."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from dlrm_overlap.embedding.id_tables.sharder import OverlapManagedCollisionEmbe
 from dlrm_overlap.embedding.unpooled import UnpooledIdSender
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.ids.id_map import EMPTY, Totals
-from tests.conftest import refuses
+from tests.conftest import read_metrics, refuses, run_cli
 from tests.distributed import any_ids
 from tests.distributed.any_ids import batch_of, own_module, zch_module
 from tests.distributed.captured import captures
@@ -48,7 +50,7 @@ def _check_losses(pipeline: str, make_module: Any, nodes: int = 1) -> None:
     """Each id has its own row, whichever slot that is, and is sent once to the owner of its bucket."""
     rank, drawn, captured = dist.get_rank(), _drawn(), pipeline == "captured"
     with captures() if captured else nullcontext() as taken:
-        sharded = shard(Model(ROWS, make_module), **({"nodes": nodes} if nodes > 1 else {}))
+        sharded = shard(Model(ROWS, make_module), nodes=nodes)
         batches = [batch_of(of[rank]) for of in drawn]
         found = any_ids.train(sharded, batches, "graph" if captured else pipeline)
     assert taken is None or taken["replayed"] > 0, "steps are captured"
@@ -108,11 +110,11 @@ def _check_resume() -> None:
     any_ids.train(whole, batches[:3], "graph")
     kept = {name: _copied(value) for name, value in whole.state_dict().items()}
     expected = any_ids.train(whole, batches[3:], "graph").losses
-    again = shard(Model(ROWS, zch_module))
+    again: Any = shard(Model(ROWS, zch_module))
     state: dict[str, Any] = again.state_dict()
     for name, value in state.items():
         _tensor(value).copy_(kept[name])
-    again.load_state_dict(state)
+    again.load_state_dict(OrderedDict(state))
     assert any_ids.train(again, batches[3:], "graph").losses == expected
 
 
@@ -128,7 +130,7 @@ def _check_evaluation() -> None:
     """An evaluation changes nothing, and unknown ids read their first row, by TorchRec's steps and by ours."""
     rank, unknown = dist.get_rank(), batch_of(draw(dist.get_rank(), 5, seed=1))
     for pipeline, make_module in (("none", zch_module), ("graph", own_module)):
-        sharded = shard(Model(ROWS, make_module))
+        sharded: Any = shard(Model(ROWS, make_module))
         found = any_ids.train(sharded, [batch_of(draw(rank, step)) for step in range(2)], pipeline)
         before = [each.clone() for each in found.id_map.state]
         sharded.eval()
@@ -142,7 +144,7 @@ def _check_evaluation() -> None:
 def _check_indices() -> None:
     """With need_indices the output has the 64-bit ids."""
     model, batch = Model(ROWS, zch_module, need_indices=True), batch_of(_drawn()[0][dist.get_rank()])
-    sharded = shard(model)
+    sharded: Any = shard(model)
     any_ids.train(sharded, [batch], "graph")
     found, _ = sharded.module.tables(batch.sparse)
     assert torch.equal(found["f0"].weights(), batch.sparse["f0"].values())
@@ -215,3 +217,60 @@ def test_one_rank(alone: Callable[[str], None], case: str) -> None:
 def test_default_sharders_have_ours() -> None:
     sharders: list[ModuleSharder[Any]] = get_default_sharders()
     assert any(isinstance(each, OverlapManagedCollisionEmbeddingCollectionSharder) for each in sharders)
+
+
+_TRAIN = ("train", "--config", "configs/sequence.yaml", "--train.device", "cpu", "--data.tables.ids", "any")
+_TRAIN = (
+    *_TRAIN,
+    "--embedding.id_tables.rows",
+    "2048",
+    "--embedding.backend",
+    "pgas",
+    "--train.global_batch_size",
+    "128",
+)
+_TRAIN = (*_TRAIN, "--train.eval_every", "0", "--data.eval_samples", "1000", "--log.every", "5")
+
+
+@pytest.mark.slow
+def test_histories_of_any_id_resume_on_fewer_ranks(tmp_path: Path) -> None:
+    """A run that resumes ends with the same bits; on one rank instead of two, with the same losses but for rounding."""
+    keys = (
+        "--log.dir",
+        str(tmp_path),
+        "--train.pipeline",
+        "graph",
+        "--checkpoint.every",
+        "20",
+        "--checkpoint.keep",
+        "3",
+    )
+    losses = {}
+    for name, ranks, resume in (("whole", 2, "never"), ("again", 2, "step_20"), ("alone", 1, "step_20")):
+        start = str(tmp_path / "whole" / "checkpoints" / resume) if resume != "never" else resume
+        steps = ("--train.steps", "40", "--checkpoint.resume", start, "--log.name", name, "--nproc", str(ranks))
+        result = run_cli(*_TRAIN, *keys, *steps)
+        assert result.returncode == 0, result.stderr
+        losses[name] = read_metrics(tmp_path / name, "train/loss")
+    later = [25, 30, 35, 40]
+    assert [losses["again"][step] for step in later] == [losses["whole"][step] for step in later]
+    assert [losses["alone"][step] for step in later] == pytest.approx(
+        [losses["whole"][step] for step in later], rel=1e-4
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ((), "set train.pipeline to graph"),
+        (
+            ("--embedding.backend", "nccl", "--data.tables.ids", "rows,rows,any"),
+            "embedding.backend: nccl leaves histories",
+        ),
+    ],
+)
+def test_steps_that_would_train_initial_rows_are_refused(tmp_path: Path, keys: tuple[str, ...], told: str) -> None:
+    result = run_cli(*_TRAIN, "--train.steps", "2", "--log.dir", str(tmp_path), "--nproc", "2", *keys)
+    assert result.returncode != 0
+    assert told in result.stderr

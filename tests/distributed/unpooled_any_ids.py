@@ -61,9 +61,9 @@ def summed(found: Any) -> torch.Tensor:
     return torch.cat(every, dim=1)
 
 
-def shard(model: nn.Module, backend: str = "pgas", **given: Any) -> DistributedModelParallel:
+def shard(model: nn.Module, nodes: int = 1) -> DistributedModelParallel:
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
-    sharders: list[Any] = [OverlapManagedCollisionEmbeddingCollectionSharder(fused, backend=backend, **given)]
+    sharders: list[Any] = [OverlapManagedCollisionEmbeddingCollectionSharder(fused, nodes=nodes)]
     planner = EmbeddingShardingPlanner(topology=Topology(dist.get_world_size(), "cpu"))
     plan = planner.collective_plan(model, sharders, world())
     return DistributedModelParallel(model, device=CPU, sharders=sharders, plan=plan)

@@ -80,7 +80,8 @@ class _MapsIds(nn.Module):
     """A sharded module of tables of any id; a subclass also inherits from TorchRec's module."""
 
     _managed_collision_collection: OverlapShardedManagedCollisionCollection
-    _embedding_module: ExchangingModule[Any]
+    _embedding_module: Any
+    """the `ExchangingModule` of the tables"""
     _env: ShardingEnv
     _device: torch.device
     _return_remapped_features: bool
