@@ -195,6 +195,14 @@ def update_rows(
     weight[rows] = (row - step).to(weight.dtype)
 
 
+def mark_rows(words: torch.Tensor, rows: torch.Tensor) -> None:
+    """Set the bits of `rows` [n] int64, in any order, in `words` [at least rows / 32] int32: row r has bit r % 32."""
+    rows = rows.unique()
+    at, bits = rows // 32, (1 << (rows % 32)).to(torch.int32)
+    missing = bits.masked_fill(words[at] & bits != 0, 0)
+    words.index_add_(0, at, missing)  # a sum of different bits of a word, none of which is set
+
+
 def _sgd(row: Rows, states: States, gradient: Rows, numbers: OptimizerParams) -> tuple[Rows, States]:
     return numbers.lr * gradient, []
 
@@ -290,7 +298,8 @@ def find_slots(
     hits, entering = found[found >= 0], named[found < 0]
     # Mark the slots that the step uses; then slots may be taken that neither this step nor the last one used.
     state.used_at[hits] = step
-    state.uses[hits] = (state.uses[hits] + 1).clamp(max=MOST_USES)
+    counted = hits[hits < slots]  # resident rows have the later slots
+    state.uses[counted] = (state.uses[counted] + 1).clamp(max=MOST_USES)
     order = torch.arange(slots, device=ids.device).roll(-hand)
     free = order[state.used_at[order] < step - 1]
     # Take slots without uses first, in the hand's order; slots that the hand passes lose a use.

@@ -7,6 +7,7 @@ returns the exit code. Options are in `ranks.values`.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dlrm_overlap.bench.drift_contenders import DRIFT_CONTENDERS, DRIFT_USUAL
 from dlrm_overlap.bench.learning_contenders import LEARNING_CONTENDERS, LEARNING_USUAL
 from dlrm_overlap.bench.step_contenders import GROUPS, STEP_CONTENDERS, USUAL
 from dlrm_overlap.config import FullPath, NonNegativeInt, PositiveInt, Share
@@ -67,11 +68,19 @@ _GEMM = {
     },
     "repetitions": _number(20, "timed calls of each contender"),
 }
+_SEEDED = {
+    "seeds": {"type": NonNegativeInt, "nargs": "+", "default": [0, 1, 2], "help": "values of train.seed and data.seed"},
+    "resume": {"type": bool, "default": False, "help": "skip runs that have rows in --output"},
+}
 _LEARNING = {
     "contenders": _words([*LEARNING_CONTENDERS], LEARNING_USUAL, "contenders, compared with the first one"),
-    "seeds": {"type": NonNegativeInt, "nargs": "+", "default": [0, 1, 2], "help": "values of train.seed and data.seed"},
     "target_auroc": {"type": Share, "default": None, "help": "AUROC whose first crossing is reported"},
-    "resume": {"type": bool, "default": False, "help": "skip runs that have rows in --output"},
+    **_SEEDED,
+}
+_DRIFT = {
+    "contenders": _words([*DRIFT_CONTENDERS], DRIFT_USUAL, "contenders, compared with the first one"),
+    "days": _number(30, "days that the run's steps simulate; each is a window of the metrics"),
+    **_SEEDED,
 }
 _INPUT = {"steps": _number(200, "timed steps of each kind")}
 
@@ -85,6 +94,12 @@ FIGURES = {
     "input": Figure("the step fed by the loader, against the step on one cached batch", _INPUT, "input"),
     "learning": Figure(
         "what a model learns under several contenders and seeds", _LEARNING, "learning", measures_time=False
+    ),
+    "drift": Figure(
+        "what a model learns while new ids replace old ones, by ways to give ids their rows",
+        _DRIFT,
+        "drift",
+        measures_time=False,
     ),
     "job": Figure("a whole run of the trainer, with evaluations and saves", {}, "job"),
 }

@@ -1,7 +1,7 @@
 """This rank's rows, stored by FBGEMM's fused lookups (TBE), and what happens on ids outside their table."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.cache import CachedTable, RowCache, activate, make_caches
 from dlrm_overlap.embedding.layout import FeatureShard
+from dlrm_overlap.embedding.row_marks import RowMarks
 from dlrm_overlap.embedding.steps import UpdateRule
 from dlrm_overlap.torchrec_private import BoundsCheckMode, SplitTableBatchedEmbeddingBagsCodegen
 from dlrm_overlap.torchrec_private.attributes import fused_lookups_of
@@ -33,6 +34,20 @@ class ReservedRows(NamedTuple):
     period: int
     first: int
 
+    def among(self, rows: int) -> torch.Tensor:
+        """Return these rows of a table of `rows` rows, [p] int64, ascending."""
+        starts = torch.arange(0, rows, self.period)
+        return (starts[:, None] + torch.arange(self.first, self.period)).flatten()
+
+
+class CachedRows(NamedTuple):
+    """A table whose rows are in a cache."""
+
+    rows: list[torch.Tensor]
+    """the cache's rows [slots, D], then the states"""
+    slot_of: torch.Tensor
+    """[rows of the table] int32: the slot of each row; -1 without one"""
+
 
 class LocalTables:
     """The fused lookups that hold this rank's shards; their storage is read and updated in place.
@@ -51,7 +66,8 @@ class LocalTables:
     ) -> None:
         self.lookups = list(lookups)
         self.fractions = fractions or {}
-        self._cached: dict[tuple[int, int], RowCache] = {}
+        self._cached: dict[tuple[int, int], tuple[RowCache, int]] = {}
+        """(lookup, table) -> its cache, and the number of its first row there"""
         self._cached_features: list[tuple[RowCache, torch.Tensor]] = []
         self._may_be_written = False
         """others may have written to the tables since the caches were stored"""
@@ -71,6 +87,8 @@ class LocalTables:
         """table -> its lookup and its number there"""
         self.reserved: dict[tuple[int, int], ReservedRows] = {}
         """(lookup, table) -> which of its rows are not trained"""
+        self.marks: RowMarks | None = None
+        """which rows were updated, if `mark_updates` was called"""
         self._step: int | None = None
         """step up to which `iter_cpu` has counted"""
 
@@ -111,14 +129,38 @@ class LocalTables:
 
     def _tensors(self, shard: FeatureShard) -> list[torch.Tensor]:
         cached = self._cached.get((shard.lookup, shard.table))
-        return self._table_tensors(shard.lookup, shard.table) if cached is None else cached.rows
+        return self._table_tensors(shard.lookup, shard.table) if cached is None else cached[0].rows
 
     def tensors_of(self, name: str) -> list[torch.Tensor]:
         """Return the rows [rows, D] of a table, and the states of its optimizer."""
         return self._table_tensors(*self.numbers_of[name])
 
-    def reserved_rows(self, shard: FeatureShard) -> "ReservedRows | None":
-        return self.reserved.get((shard.lookup, shard.table))
+    def mark_updates(self, device: torch.device) -> None:
+        """Mark the rows that updates change from now on; call it before the first step. Caches are not supported."""
+        assert not self.fractions, "a cache's updates name slots, not rows"
+        self.marks = RowMarks({number: rows.shape[0] for number, rows in self.shards()}, device)
+
+    def shards(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+        """Yield (lookup, table), both by index, and the rows [rows, D] of each of this rank's shards."""
+        for number, tbe in enumerate(self.lookups):
+            for table, rows in enumerate(tbe.split_embedding_weights()):
+                yield (number, table), rows
+
+    def cached_rows_of(self, name: str) -> CachedRows | None:
+        """Return where the rows of a table are; None if they are in the table itself."""
+        number = self.numbers_of[name]
+        if number not in self._cached:
+            return None
+        cache, first = self._cached[number]
+        return CachedRows(cache.rows, cache.slots_of(first, self._table_tensors(*number)[0].shape[0]))
+
+    def reserved_rows(self, shard: FeatureShard) -> ReservedRows | None:
+        """Return which rows of `weight` are not trained; of a cache, the resident rows, which have the last slots."""
+        number = shard.lookup, shard.table
+        reserved, cached = self.reserved.get(number), self._cached.get(number)
+        if reserved is None or cached is None:
+            return reserved
+        return ReservedRows(cached[0].rows[0].shape[0], cached[0].slots)
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
         """Return the rows of a shard, [rows, D]; the cache's rows [slots, D] if the table is cached."""
@@ -163,10 +205,12 @@ class LocalTables:
             tensors = self._table_tensors(number, table)
             held = zip(shards, ids, strict=True)
             most = sum(count for shard, count in held if (shard.lookup, shard.table) == (number, table))
-            if tensors[0].shape[0]:
-                tables[number, table] = CachedTable(tensors, fraction, most)
+            if rows := tensors[0].shape[0]:
+                reserved = self.reserved.get((number, table))
+                resident = None if reserved is None else reserved.among(rows)
+                tables[number, table] = CachedTable(tensors, fraction, most, resident)
         for cache, firsts in make_caches(tables, device):
-            self._cached |= dict.fromkeys(firsts, cache)
+            self._cached |= {key: (cache, first) for key, first in firsts.items()}
             first = [firsts.get((shard.lookup, shard.table), -1) for shard in shards]
             # One more feature pads the number of ids; the last entry is for ids after all bags.
             self._cached_features.append((cache, torch.tensor([*first, -1, -1], device=device)))

@@ -90,6 +90,7 @@ CLASSES = {
         {
             "__init__": "module table_name_to_parameter_sharding ebc_sharder mc_sharder env device",
             **_STEP,
+            "_evict": "evictions_per_table",
             "output_dist": "ctx output",
         },
         "_device _embedding_module _env _managed_collision_collection _return_remapped_features",
@@ -134,6 +135,16 @@ CLASSES = {
         },
         "METADATA_BUFFER _buckets _disable_fallback _eviction_config _eviction_policy_name _hash_zch_identities "
         "_hash_zch_metadata _max_probe _name _opt_in_prob _output_segments _tb_logging_frequency device",
+    ),
+    "torchrec.modules.mc_modules:MCHManagedCollisionModule": Used(
+        {
+            "_coalesce_history": "",
+            "_init_history_buffers": "features",
+            "input_size": "",
+        },
+        "_current_history_buffer_offset _current_iter _current_iter_tensor _eviction_interval _eviction_policy "
+        "_history_accumulator _history_metadata _input_hash_func _input_history_buffer_size _last_eviction_iter "
+        "_mch_remapped_ids_mapping _mch_sorted_raw_ids device",
     ),
     # What a step passes between their methods.
     f"{_EMBEDDINGBAG}:EmbeddingBagCollectionAwaitable": Used(

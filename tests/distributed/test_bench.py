@@ -7,6 +7,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from dlrm_overlap.bench.drift_contenders import DRIFT_USUAL
 from dlrm_overlap.bench.step_contenders import USUAL
 from tests.conftest import read_rows, run_cli
 
@@ -178,3 +179,30 @@ def test_gemm_measures_what_runs_on_a_cpu(tmp_path: Path) -> None:
     for row in rows:
         assert (row["world_size"], row["m"], row["k"], row["n"], row["link_bytes"]) == ("2", "16", "24", "32", "384")
         assert float(row["floor_ms"]) <= float(row["gemm_ms"]) + 384 / float(row["link_gb_per_s"]) / 1e6
+
+
+def test_drift_trains_all_designs_on_the_same_ids(tmp_path: Path) -> None:
+    output = tmp_path / "drift.csv"
+    argv = ["bench", "drift", "--config", "configs/bench/drift.yaml", "--nproc", "2", "--train.device", "cpu"]
+    argv += ["--train.steps", "6", "--days", "3", "--seeds", "4", "--train.global_batch_size", "64"]
+    argv += ["--data.tables.rows", "300", "--data.tables.drift", "128", "--embedding.id_tables.rows", "256"]
+    result = run_cli(*argv, "--output", str(output), timeout_s=300)
+    assert result.returncode == 0, result.stderr
+    assert "found no row" not in result.stderr
+    rows = read_rows(output)
+    assert [row["contender"] for row in rows] == [name for name in DRIFT_USUAL for _ in range(3)]
+    of = {name: [row for row in rows if row["contender"] == name] for name in DRIFT_USUAL}
+    distinct = [int(row["distinct_ids"]) for row in of["any"]]
+    for name, own in of.items():
+        assert [int(row["distinct_ids"]) for row in own] == distinct, "the same samples"
+        assert {row["seed"] for row in own} == {"4"}
+        assert all(0 < float(row["ne"]) < 10 for row in own)
+        assert name == "unlimited" or own[0]["table_rows"] == ("2048" if name == "modulus_twice" else "1024")
+    inserted = [sum(int(row["ids_inserted"]) for row in of["unlimited"][:day]) for day in (1, 2, 3)]
+    assert inserted == distinct, "each id once: the maps count what other code counted in the stream"
+    assert {(row["ids_evicted"], row["no_row"]) for row in of["unlimited"]} == {("0", "0")}
+    assert distinct[0] < sum(int(row["ids_inserted"]) for row in of["any"]) <= distinct[-1]
+    assert float(of["any_admit_2"][0]["no_row"]) > 0
+    assert 0 < float(of["modulus_twice"][-1]["rows_used"]) < float(of["modulus"][-1]["rows_used"]) < 1
+    for name in DRIFT_USUAL:
+        assert f"{name}, seed 4: mean NE {of[name][-1]['mean_ne']}" in result.stdout

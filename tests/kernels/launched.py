@@ -68,6 +68,7 @@ _CAPTURED = {"train.pipeline": "graph", "train.compile_dense": True, "embedding.
 _CACHED = {"embedding.memory": "cached", "embedding.cache_fraction": 0.1}
 _ANY_IDS = {"data.tables.ids": "any", "embedding.id_tables.rows": 1024}
 _COUNTED = {"embedding.id_tables.eviction": "lfu", "embedding.id_tables.admit_after": 2}
+_DELTAS = {"checkpoint.delta_every": 1}
 REQUIRED = ("mlperf", "history", "cached", "ids", "any_ids")
 """steps all of whose specialisations `make test` compiles"""
 # Name -> configuration and keys.
@@ -79,7 +80,8 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "dot": ("bench/step_dot", {}),
     "rows": ("quickstart", {"data.tables.multi_hot": [40, "0..6", 1, 1, 2, 1, 1, 1]}),  # the plan cuts a table by rows
     "any_ids": ("bench/step_mlperf", _ANY_IDS),
-    "counted_ids": ("quickstart", {**_ANY_IDS, **_COUNTED}),
+    "counted_ids": ("quickstart", {**_ANY_IDS, **_COUNTED, **_DELTAS}),
+    "cached_ids": ("quickstart", {**_ANY_IDS, **_COUNTED, **_CACHED}),
     "nodes": ("bench/step_mlperf", {"embedding.nodes": 2, "embedding.internode": "puts"}),
 }
 _FEW = {"train.global_batch_size": None, "train.batch_size": 16, "data.tables.max_rows": 10_000, "data.workers": 0}

@@ -8,14 +8,20 @@ contender with the same seed. Samples and seconds to the target are those at the
 it, as in MLPerf's rules; their spread is the coefficient of variation.
 """
 
-import csv
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
+from dlrm_overlap.bench.harness.seeded_runs import (
+    Row,
+    check_new,
+    read_rows,
+    seeded_config,
+    spread,
+    text_of_keys,
+)
+from dlrm_overlap.bench.harness.workload import collect_garbage, describe
 from dlrm_overlap.bench.learning_contenders import LEARNING_CONTENDERS
 from dlrm_overlap.bench.rows import append_rows, print_table
 from dlrm_overlap.config import Config, InputError
@@ -28,7 +34,6 @@ _SHOWN = (
     "contender", "seeds", "auroc", "auroc_std", "ne", "ne_std", "ne_difference", "ne_difference_std",
     "samples_to_target", "samples_cv", "seconds_to_target", "seconds_cv", "reached"
 )  # fmt: skip
-Row = dict[str, Any]
 
 
 def run(kind: str, ranks: Ranks) -> int:
@@ -37,8 +42,7 @@ def run(kind: str, ranks: Ranks) -> int:
         raise InputError(
             "train.eval_every: 0, but a curve is made of evaluations; set the number of steps between them"
         )
-    if not values.resume and output.exists():
-        raise InputError(f"--output: {output} exists; give another file, or add --resume true to continue there")
+    check_new(output, values.resume)
     configs = {
         (name, seed): learning_config(ranks.config, name, seed, output.with_suffix(""))
         for seed in values.seeds
@@ -46,13 +50,13 @@ def run(kind: str, ranks: Ranks) -> int:
     }
     for config in configs.values():
         check_start(config, ranks.device)
-    done = {(row["contender"], int(row["seed"])) for row in _read(output)}
+    done = {(row["contender"], int(row["seed"])) for row in read_rows(output)}
     for (name, seed), config in configs.items():
         if (name, seed) in done:
             continue
         trainer = ranks.trainer(config)
         points = train_and_evaluate(trainer)
-        about = {"kind": kind, "contender": name, "keys": _text(LEARNING_CONTENDERS[name]), "seed": seed}
+        about = {"kind": kind, "contender": name, "keys": text_of_keys(LEARNING_CONTENDERS[name]), "seed": seed}
         about |= describe(trainer.config, ranks.world.world_size) | {"steps": trainer.steps}
         trainer.close()
         del trainer
@@ -61,23 +65,17 @@ def run(kind: str, ranks: Ranks) -> int:
             append_rows(output, [about | point for point in points])
             print(f"{name}, seed {seed}: AUROC {points[-1]['auroc']}, NE {points[-1]['ne']}", flush=True)
     if ranks.world.rank == 0:
-        print_table(summarise(_read(output), values.contenders, values.target_auroc), _SHOWN)
+        print_table(summarise(read_rows(output), values.contenders, values.target_auroc), _SHOWN)
         print(f"rows in {output}")
     return 0
 
 
 def learning_config(config: Config, name: str, seed: int, folder: Path) -> Config:
     """Return the configuration of a contender's run with `seed`, which saves nothing; its results are in `folder`."""
-    once: dict[str, Any] = {
-        "checkpoint.resume": "never",
-        "checkpoint.every": 0,
-        "checkpoint.last": False,
-        "train.target_auroc": 0.0,
-    }
+    keys = dict(LEARNING_CONTENDERS[name])
     if config.data.kind != "synthetic":  # whose seed also decides the labels
-        once["data.seed"] = seed
-    log = {"log.dir": str(folder), "log.name": f"{name}_{seed}", "log.overwrite": True}
-    return with_keys(config, {**LEARNING_CONTENDERS[name], "train.seed": seed, **once, **log})
+        keys["data.seed"] = seed
+    return seeded_config(config, keys, name, seed, folder)
 
 
 def train_and_evaluate(trainer: Trainer) -> list[Row]:
@@ -111,9 +109,9 @@ def summarise(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str], targ
         ends = {seed: curve[-1] for seed, curve in by_seed.items()}
         line: Row = {"contender": name, "seeds": len(by_seed)}
         for metric in ("auroc", "ne"):
-            line |= _spread(metric, [float(end[metric]) for end in ends.values()])
+            line |= spread(metric, [float(end[metric]) for end in ends.values()])
         if name != contenders[0]:
-            line |= _spread(
+            line |= spread(
                 "ne_difference", [float(end["ne"]) - float(first[s][-1]["ne"]) for s, end in ends.items() if s in first]
             )
         if target is not None:
@@ -121,25 +119,8 @@ def summarise(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str], targ
             points = [point for point in reached if point is not None]
             line["reached"] = f"{len(points)} of {len(reached)}"
             for what in _AT_TARGET:
-                spread = _spread(what, [float(point[what]) for point in points])
-                mean, std = spread[what], spread[f"{what}_std"]
+                found_at = spread(what, [float(point[what]) for point in points])
+                mean, std = found_at[what], found_at[f"{what}_std"]
                 line |= {f"{what}_to_target": mean, f"{what}_cv": std / mean if mean and std is not None else None}
         found.append(line)
     return found
-
-
-def _spread(name: str, numbers: Sequence[float]) -> Row:
-    """Return the mean and the standard deviation of a sample; None of too few numbers."""
-    mean = statistics.mean(numbers) if numbers else None
-    return {name: mean, f"{name}_std": statistics.stdev(numbers) if len(numbers) > 1 else None}
-
-
-def _text(keys: Mapping[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in keys.items())
-
-
-def _read(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))

@@ -95,6 +95,7 @@ class _MapsIds(nn.Module):
         tables.own_ids(
             self,
             id_map,
+            {name: each.buckets for name, each in id_map.rules.items()},
             self._mixes,
             lambda exchange: MappedIds(id_map, exchange, group.rank(), features),
             self._why_uncaptured(features),
@@ -134,6 +135,7 @@ class _MapsIds(nn.Module):
         if self._embedding_module.exchange is None:
             return super().compute_and_output_dist(ctx, input)  # type: ignore[misc]
         collection = self._managed_collision_collection
+        self._embedding_module.note_writes()  # rows of new ids are filled in their tables
         ctx.remapped_kjt, ctx.evictions_per_table = collection.compute(ctx, input), {}
         found = self._embedding_module.compute_and_output_dist(ctx, ctx.remapped_kjt)
         if not self._return_remapped_features:

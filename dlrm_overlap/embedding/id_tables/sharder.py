@@ -17,7 +17,9 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
+from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.id_tables.mch import OverlapShardedMchEmbeddingBagCollection, has_mch
 from dlrm_overlap.embedding.id_tables.module import check_rows, rules_of
 from dlrm_overlap.embedding.id_tables.rules import IdRules
 from dlrm_overlap.embedding.id_tables.sharded import (
@@ -41,6 +43,8 @@ from dlrm_overlap.torchrec_private.attributes import collision_modules_of
 
 log = logging.getLogger("dlrm_overlap")
 
+FUSED, CACHED = EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+
 
 class _CollectionSharder(ManagedCollisionCollectionSharder):
     def __init__(self, rules: list[IdRules]) -> None:
@@ -61,14 +65,16 @@ class _MapsIdsSharder:
     """name of TorchRec's argument for the sharder of the tables"""
     _stock: Any
     """TorchRec's sharder"""
+    _is_pooled = False
+    """whether it also takes collections with `MCHManagedCollisionModule`, and tables in host memory"""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return row-wise alone, on CPUs too, where TorchRec's planner knows none for such tables."""
         return [ShardingType.ROW_WISE.value]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return the kernel for rows in the memory of their rank's device."""
-        return [EmbeddingComputeKernel.FUSED.value]
+        """Return the kernel for rows in the memory of their rank's device and, on GPUs, that for cached rows."""
+        return [FUSED, CACHED] if compute_device_type == "cuda" and self._is_pooled else [FUSED]
 
     def shard(
         self,
@@ -83,12 +89,24 @@ class _MapsIdsSharder:
         Raises:
             InputError: if the ranks do not have the same number of whole buckets, or their plans differ.
         """
-        found = _why_plan_stays(params, env) or _rules(module)
+        options = self._tables.options
+        is_mch = self._is_pooled and has_mch(module)
+        caches = BACKENDS[options.backend].stores_to_peers and options.resolved_backward == "push"
+        stays = _why_plan_stays(params, env, caches and self._is_pooled and not is_mch)
+        found = stays or ([] if is_mch else _rules(module))
         if isinstance(found, str):
             if env.rank == 0:
                 log.warning("%s stays with TorchRec: %s", module_fqn or type(module).__name__, found)
             return self._stock.shard(module, params, env, device, module_fqn)
-        options = self._tables.options
+        if is_mch:
+            return OverlapShardedMchEmbeddingBagCollection(
+                module,
+                params,
+                ebc_sharder=self._tables,
+                mc_sharder=ManagedCollisionCollectionSharder(),
+                env=env,
+                device=device or torch.device("cuda"),
+            )
         kinds: dict[str, Any] = {self._tables_argument: self._tables}
         for rules in found:
             check_rows(rules, exchanging_group(env).size())
@@ -112,8 +130,9 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(
 ):
     """TorchRec's sharder of `ManagedCollisionEmbeddingBagCollection`, with our map of ids and our exchange.
 
-    It takes tables with `HashZchManagedCollisionModule`; if a table of a collection has another module or arguments
-    that the map does not know, the collection stays with TorchRec, and the log says why.
+    It takes collections whose tables have `HashZchManagedCollisionModule`, and collections whose tables have
+    `MCHManagedCollisionModule`. If a table has another module or arguments that the map does not know, the collection
+    stays with TorchRec, and the log says why.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapManagedCollisionEmbeddingBagCollectionSharder(), ..])
@@ -123,6 +142,7 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(
     """
 
     _sharded, _tables_argument = OverlapShardedManagedCollisionEmbeddingBagCollection, "ebc_sharder"
+    _is_pooled = True
 
     def __init__(
         self,
@@ -140,7 +160,7 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(
 class OverlapManagedCollisionEmbeddingCollectionSharder(_MapsIdsSharder, ManagedCollisionEmbeddingCollectionSharder):
     """TorchRec's sharder of `ManagedCollisionEmbeddingCollection`, with our map of ids and our exchange.
 
-    It takes the same tables as `OverlapManagedCollisionEmbeddingBagCollectionSharder`. In steps of
+    It takes tables in GPU memory with `HashZchManagedCollisionModule`; others stay with TorchRec, as there. In steps of
     `GraphTrainPipeline` each distinct id of a table, its row and the sum of its gradients are sent once. Steps of
     TorchRec's pipelines map ids in the same way, and look up the rows by TorchRec.
 
@@ -166,16 +186,16 @@ class OverlapManagedCollisionEmbeddingCollectionSharder(_MapsIdsSharder, Managed
         self._stock = ManagedCollisionEmbeddingCollectionSharder(stock, qcomm_codecs_registry=qcomm_codecs_registry)
 
 
-def _why_plan_stays(params: Mapping[str, ParameterSharding], env: ShardingEnv) -> str | None:
+def _why_plan_stays(params: Mapping[str, ParameterSharding], env: ShardingEnv, caches: bool) -> str | None:
     if isinstance(env, ShardingEnv2D):
         return "2D parallelism"
-    kernels = {each.compute_kernel for each in params.values()} - {EmbeddingComputeKernel.FUSED.value}
+    kernels = {each.compute_kernel for each in params.values()} - {FUSED, *([CACHED] if caches else [])}
     return f"compute kernel {kernels.pop()}" if kernels else None
 
 
 def why_ids_stay(module: Any) -> str | None:
     """Return why the ids of an unsharded collection would stay with TorchRec; None if they would not."""
-    found = _rules(module)
+    found = [] if has_mch(module) else _rules(module)
     return found if isinstance(found, str) else None
 
 
