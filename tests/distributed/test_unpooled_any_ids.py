@@ -220,31 +220,16 @@ def test_default_sharders_have_ours() -> None:
 
 
 _TRAIN = ("train", "--config", "configs/sequence.yaml", "--train.device", "cpu", "--data.tables.ids", "any")
-_TRAIN = (
-    *_TRAIN,
-    "--embedding.id_tables.rows",
-    "2048",
-    "--embedding.backend",
-    "pgas",
-    "--train.global_batch_size",
-    "128",
-)
-_TRAIN = (*_TRAIN, "--train.eval_every", "0", "--data.eval_samples", "1000", "--log.every", "5")
+_TRAIN = (*_TRAIN, "--embedding.id_tables.rows", "2048", "--embedding.backend", "pgas")
+_TRAIN = (*_TRAIN, "--train.global_batch_size", "128", "--train.eval_every", "0")
+_TRAIN = (*_TRAIN, "--data.eval_samples", "1000", "--log.every", "5")
 
 
 @pytest.mark.slow
 def test_histories_of_any_id_resume_on_fewer_ranks(tmp_path: Path) -> None:
     """A run that resumes ends with the same bits; on one rank instead of two, with the same losses but for rounding."""
-    keys = (
-        "--log.dir",
-        str(tmp_path),
-        "--train.pipeline",
-        "graph",
-        "--checkpoint.every",
-        "20",
-        "--checkpoint.keep",
-        "3",
-    )
+    keys = ("--log.dir", str(tmp_path), "--train.pipeline", "graph")
+    keys = (*keys, "--checkpoint.every", "20", "--checkpoint.keep", "3")
     losses = {}
     for name, ranks, resume in (("whole", 2, "never"), ("again", 2, "step_20"), ("alone", 1, "step_20")):
         start = str(tmp_path / "whole" / "checkpoints" / resume) if resume != "never" else resume
@@ -265,7 +250,7 @@ def test_histories_of_any_id_resume_on_fewer_ranks(tmp_path: Path) -> None:
     [
         ((), "set train.pipeline to graph"),
         (
-            ("--embedding.backend", "nccl", "--data.tables.ids", "rows,rows,any"),
+            ("--embedding.backend", "nccl", "--data.tables.ids", "[rows,rows,any]"),
             "embedding.backend: nccl leaves histories",
         ),
     ],

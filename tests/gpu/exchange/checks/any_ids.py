@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.config import Config, IdTablesConfig
+from dlrm_overlap.config import Config, IdTablesConfig, SequenceConfig
 from dlrm_overlap.kernels.ids import reference
 from dlrm_overlap.kernels.ids.id_map import MapState, Policy
 from dlrm_overlap.kernels.ids.map_ids import IdSet, map_ids
@@ -79,6 +79,20 @@ def _check_captured(place: Place, backend: str, rules: str) -> None:
         captured.assert_same(eager, f"captured, delays {delays}")
 
 
+def _check_histories(place: Place, backend: str, rules: str) -> None:
+    """Captured steps of a model that attends to a table of any id have the bits of eager ones, too."""
+    plain, captures = (_with_history(_config(place, backend, rules, capture)) for capture in (False, True))
+    eager = train_in_segments(place, plain)
+    for delays in (False, True):
+        captured = train_in_segments(place, captures, delays)
+        captured.assert_same(eager, f"histories captured, delays {delays}")
+
+
+def _with_history(config: Config) -> Config:
+    # Table 1 has bags of 0 to 6 ids.
+    return replace(config, model=replace(config.model, sequence=SequenceConfig(history=1, candidate=2)))
+
+
 def _check_growth(place: Place, backend: str, capture: bool) -> None:
     """A run whose tables double their rows twice has the losses of one whose tables do not, where none is full."""
     rows, found = int(_ROOMY["rows"]), list[list[float]]()
@@ -132,6 +146,7 @@ _NAMES = {case.replace(",", "").replace(" ", "_"): case for case in {**CASES, **
 CHECKS: dict[str, Check] = {
     **every("any_ids_kernels", _check_kernels, case=_NAMES),
     **every("any_ids_captured", _check_captured, backend=("pgas", "fused"), rules=tuple(_RULES), gpu_only=True),
+    **every("any_ids_histories", _check_histories, backend=("pgas", "fused"), rules=tuple(_RULES), gpu_only=True),
     **every("any_ids_growth", _check_growth, backend=("pgas", "fused"), capture=(False, True), gpu_only=True),
     **every("any_ids_cached", _check_cached, backend=("pgas", "fused"), rules=tuple(_RULES), gpu_only=True),
     **every("any_ids_resumed", _check_resumes, memory=("gpu", "cached"), gpu_only=True),
