@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,14 +88,14 @@ def test_predictions_have_the_metrics_of_eval(folder: Path, tmp_path: Path, proc
     scores, result, checkpoint = tmp_path / "scores.parquet", tmp_path / "eval.json", str(folder / "any")
     options = ["--checkpoint", checkpoint, "--output", str(scores), "--key", "id", "--nproc", processes]
     assert main(["predict", str(folder / "table.parquet"), *options]) == 0
-    found, labels = parquet.read_table(scores), np.array(make_table()["click"])
+    found, labels = parquet.read_table(scores), make_table()["click"].to_pylist()
     assert found["id"].to_pylist() == list(range(N))
     done = run_cli("eval", "--checkpoint", checkpoint, "--output", str(result), "--nproc", processes)
     assert done.returncode == 0, done.stderr
     expected = json.loads(result.read_text())
     held = expected["samples"]
-    probabilities = torch.from_numpy(np.array(found["click"])[-held:]).double()
-    metrics = evaluation_metrics(probabilities.logit(), torch.from_numpy(labels[-held:]), ["click"], [1.0])
+    probabilities = torch.tensor(found["click"].to_pylist()[-held:]).double()
+    metrics = evaluation_metrics(probabilities.logit(), torch.tensor(labels[-held:]), ["click"], [1.0])
     for key in ("loss", "auroc", "accuracy"):
         assert metrics[key] == pytest.approx(expected[key], abs=1e-6), key
 
@@ -137,7 +138,8 @@ def test_it_loads_neither_torchrec_nor_fbgemm(folder: Path) -> None:
     code = (
         "import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = sys.modules['triton'] = None\n"
         "from dlrm_overlap import Scorer; import pyarrow.parquet as parquet\n"
-        f"scorer = Scorer({str(folder / 'any/checkpoints/step_9')!r}); scorer.apply({str(_delta(folder, 12))!r})\n"
+        f"scorer = Scorer({str(folder / 'any/checkpoints/step_6')!r})\n"
+        f"scorer.apply({str(_delta(folder, 9))!r}); scorer.apply({str(_delta(folder, 12))!r})\n"
         f"print(scorer(parquet.read_table({str(folder / 'table.parquet')!r}))['click'].mean())"
     )
     done = subprocess.run(
@@ -224,6 +226,30 @@ def test_threads_score_while_deltas_are_applied(folder: Path) -> None:
         steps = [expected.index(one) for one in each]
         assert steps == sorted(steps), "a thread never goes back"
     assert len(set(expected)) == 5
+
+
+class _SleptError(Exception):
+    pass
+
+
+def test_the_loop_of_the_page_follows_a_run(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    page = (ROOT / "docs/serving.md").read_text().partition("## Update a server\n")[2].partition("```python\n")[2]
+    names: dict[str, Any] = {}
+    exec(page.partition("```")[0], names)
+
+    def sleep(seconds: float) -> None:
+        raise _SleptError
+
+    names["time"] = SimpleNamespace(sleep=sleep)
+    scorer, damaged = _at(folder, 0), tmp_path / "deltas"
+    shutil.copytree(folder / "any/deltas", damaged)
+    _damage(damaged / "delta_9")
+    names["follow"](scorer, damaged)
+    assert scorer.step == 6
+    assert "delta_9/tables_rank1.parquet is damaged" in caplog.text
+    with pytest.raises(_SleptError):
+        names["follow"](scorer, folder / "any/deltas")
+    assert scorer.step == 12
 
 
 def _damage(delta: Path) -> None:
