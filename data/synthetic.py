@@ -43,11 +43,11 @@ class Synthetic(Dataset):
         assert tables.rows is not None, "DataConfig checks that synthetic tables have rows"
         cap = tables.max_rows or math.inf
         sizes = [int(min(rows, cap)) for rows in _per_table(tables.rows, number)]
-        kinds, hashed = _per_table(tables.ids, number), _per_table(tables.hashed_rows, number)
+        kinds, hashed = _per_table(tables.ids, number), _per_table(tables.hashed_rows or 0, number)
         self._wide = [kind != "rows" for kind in kinds]
         """whether the ids of a table are 64-bit integers"""
         self._hashed = [
-            int(min(rows, cap)) if kind == "hashed" and rows else 0 for kind, rows in zip(kinds, hashed, strict=True)
+            int(min(rows, cap)) if kind == "hashed" else 0 for kind, rows in zip(kinds, hashed, strict=True)
         ]
         """rows of each table whose ids are hashed; 0 for others"""
         self.rows: list[int | None] = [

@@ -341,12 +341,22 @@ class IdTablesConfig:
     id"""
     ttl_steps: PositiveInt | None = None
     """ttl: number of steps without a sighting after which an id may lose its row"""
+    grow_at: Share | None = None
+    """share of a table's rows in use on some rank, above which the table doubles its rows: at the next line of the log
+    the run saves, and goes on from this checkpoint with more rows. A bucket may be full earlier. null: never"""
+    max_rows: PositiveInt | list[PositiveInt] | None = None
+    """grow_at: rows that a table does not exceed, one value or one per table of any id; null is no limit"""
 
     def __post_init__(self) -> None:
         if (self.eviction == "ttl") != (self.ttl_steps is not None):
             raise InputError(
                 f"embedding.id_tables: eviction {self.eviction}, ttl_steps {self.ttl_steps}; give ttl_steps with "
                 f"eviction ttl, and with no other"
+            )
+        if self.max_rows is not None and self.grow_at is None:
+            raise InputError(
+                f"embedding.id_tables.max_rows: {self.max_rows} without grow_at; give grow_at, the share of rows in "
+                f"use above which a table grows, such as 0.8"
             )
 
 
@@ -386,7 +396,7 @@ class EmbeddingConfig:
     memory: Memory | list[Memory] = "gpu"
     """where a table's rows and optimizer states are kept; one value, or one per table. gpu: in GPU memory. cached: in
     host memory, with a cache on the GPU that is filled one step ahead (pgas, fused with pipeline graph; torchrec by
-    FBGEMM). auto: caches the largest tables until the others fit"""
+    FBGEMM, but for tables of any id). auto: caches the largest tables until the others fit"""
     cache_fraction: Share = 0.2
     """cached tables: fraction of the rows that the GPU's cache holds; with pgas and fused at least the ids of two
     steps"""
@@ -569,6 +579,16 @@ class Config:
             raise InputError("train.steps: null, but synthetic data has no end; set train.steps")
         if self.data.kind != "prepared":  # its files give the number of tables
             self.model.sequence.check_tables(self.data.tables.number(CRITEO_TABLES))
+        if self.embedding.id_tables.grow_at is not None and self.checkpoint.delta_every:
+            raise InputError(
+                f"embedding.id_tables.grow_at: {self.embedding.id_tables.grow_at} with checkpoint.delta_every "
+                f"{self.checkpoint.delta_every}; a delta has the rows of its checkpoint, so set one to null or 0"
+            )
+        if self.embedding.id_tables.grow_at is not None and not (self.checkpoint.every or self.checkpoint.last):
+            raise InputError(
+                f"embedding.id_tables.grow_at: {self.embedding.id_tables.grow_at}, but checkpoint.every is 0 and "
+                f"checkpoint.last false; tables grow by a checkpoint, so set one of these"
+            )
 
     @property
     def folder(self) -> Path:

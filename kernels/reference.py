@@ -298,7 +298,8 @@ def find_slots(
     hits, entering = found[found >= 0], named[found < 0]
     # Mark the slots that the step uses; then slots may be taken that neither this step nor the last one used.
     state.used_at[hits] = step
-    state.uses[hits] = (state.uses[hits] + 1).clamp(max=MOST_USES)
+    counted = hits[hits < slots]  # resident rows have the later slots
+    state.uses[counted] = (state.uses[counted] + 1).clamp(max=MOST_USES)
     order = torch.arange(slots, device=ids.device).roll(-hand)
     free = order[state.used_at[order] < step - 1]
     # Take slots without uses first, in the hand's order; slots that the hand passes lose a use.

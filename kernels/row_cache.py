@@ -12,6 +12,8 @@ _NEVER = -2  # earlier than any step, so that the first step may replace the slo
 class CacheState(NamedTuple):
     """Which of R rows have one of the S slots of a cache, and when they were used.
 
+    P resident rows have the slots from S on, which they keep.
+
     Example: 3 rows and 2 slots, row 2 in the first slot: `slot_of` -1 -1 0, `row_in` 2 -1.
     """
 
@@ -20,7 +22,7 @@ class CacheState(NamedTuple):
     row_in: torch.Tensor
     """[S] int64: -1 without a row"""
     used_at: torch.Tensor
-    """[S] int32: last step that used the slot"""
+    """[S + P] int32: last step that used the slot"""
     uses: torch.Tensor
     """[S] int32: reference counters; a use adds 1, up to `MOST_USES`, the clock's hand subtracts 1"""
     named: torch.Tensor
@@ -29,11 +31,16 @@ class CacheState(NamedTuple):
     """[3] int64: number of the next step, and the slot at the hand, twice"""
 
     @classmethod
-    def empty(cls, rows: int, slots: int, device: torch.device) -> "CacheState":
+    def empty(cls, rows: int, slots: int, device: torch.device, resident: torch.Tensor | None = None) -> "CacheState":
+        """Return the state of a cache without rows but the resident ones, [P] int64."""
+        kept = 0 if resident is None else resident.numel()
+        slot_of = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        if resident is not None:
+            slot_of[resident] = torch.arange(slots, slots + kept, dtype=torch.int32, device=device)
         return cls(
-            torch.full((rows,), -1, dtype=torch.int32, device=device),
+            slot_of,
             torch.full((slots,), -1, dtype=torch.int64, device=device),
-            torch.full((slots,), _NEVER, dtype=torch.int32, device=device),
+            torch.full((slots + kept,), _NEVER, dtype=torch.int32, device=device),
             torch.zeros(slots, dtype=torch.int32, device=device),
             torch.zeros(-(-rows // 32), dtype=torch.int32, device=device),
             torch.zeros(3, dtype=torch.int64, device=device),

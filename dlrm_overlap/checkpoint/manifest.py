@@ -124,6 +124,7 @@ def _check_types(manifest: Manifest) -> None:
         "config": all(isinstance(group, dict) for group in groups.values()),
         "plan": all(isinstance(table["sharding"], str) for table in plan.values()),
         "world_size": _is_count(about.get("world_size", 0)),
+        "id_table_rows": all(_is_count(rows) and rows > 0 for rows in about.get("id_table_rows", {}).values()),
         "versions": all(isinstance(version, str) for version in versions.values()),
         "applied": APPLIED not in about or is_state(about[APPLIED]),
         "trained_metrics": all(_is_count(index) and _is_number(value) for index, value in sums),

@@ -151,6 +151,16 @@ class Saves:
             self.written.set_result(write(extents, None))
         self.step = step
 
+    def follow(self, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> None:
+        """Save another model from now on; no save is under way."""
+        self._model, self._optimizer = model, optimizer
+
+    def release(self) -> None:
+        """Keep no reference to the model; `follow` comes before the next save."""
+        assert self._background is None, "the last save has finished"
+        del self._model, self._optimizer
+        self._copies.clear()
+
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

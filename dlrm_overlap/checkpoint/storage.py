@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -38,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlrm_overlap.checkpoint.dcp_files import Reader, Writer
-from dlrm_overlap.checkpoint.extents import Cut, Extent, is_finite, local_extents, sources
+from dlrm_overlap.checkpoint.extents import Extent, is_finite, sources
 from dlrm_overlap.checkpoint.manifest import Manifest, read_manifest
 from dlrm_overlap.checkpoint.pieces import DamagedError, Piece
 from dlrm_overlap.comm.every_rank import gathered
@@ -91,14 +90,33 @@ def load_extents(path: Path, extents: Sequence[Extent], tick: Callable[[], None]
     planner.take_means()
 
 
-def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Load the weights of a checkpoint into `model`, without optimizer states, by `load_extents`.
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the stored tensors; a collective that raises as `load_extents` does."""
+    planner = _PiecesPlanner({}, lambda *_: None, lambda: None)
+    _read(path, planner)
+    return {name: tuple(each.size) for name, each in planner.stored.items()}
 
-    `cuts` maps each dense parameter that is divided over ranks to its cut.
+
+def read_pieces(
+    path: Path,
+    rows: Mapping[str, torch.Tensor | None],
+    take: Callable[[str, int, torch.Tensor], None],
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Call `take(name, first row, piece)` for stored pieces, which are consecutive rows of a tensor; a collective.
+
+    Args:
+        path: of the checkpoint.
+        rows: name of a stored tensor -> the rows wanted on this rank, [n] int64 in ascending order; None for all. Only
+            pieces that have one of them are read.
+        take: may keep the piece, which is on the CPU.
+        tick: called for each piece.
+
+    Raises:
+        DamagedError: on all ranks, if a file is damaged.
+        InputError: on all ranks, if a tensor is missing.
     """
-    state = model.state_dict()
-    load_extents(path, local_extents(state, {"state": {}}, cuts))
-    model.load_state_dict(state)
+    _read(path, _PiecesPlanner(rows, take, tick))
 
 
 def find_faults(path: Path) -> list[str]:
@@ -245,6 +263,43 @@ class _LoadPlanner(DefaultLoadPlanner):
         for extent, parts in self._means:
             total = torch.stack([columns * part for columns, part in parts]).sum(0)
             extent.tensor.detach().copy_(total / sum(columns for columns, _ in parts))
+
+
+class _PiecesPlanner(_LoadPlanner):
+    def __init__(
+        self,
+        rows: Mapping[str, torch.Tensor | None],
+        take: Callable[[str, int, torch.Tensor], None],
+        tick: Callable[[], None],
+    ) -> None:
+        super().__init__([], tick)
+        self._rows, self._take = rows, take
+
+    def create_local_plan(self) -> LoadPlan:
+        if missing := next((name for name in self._rows if name not in self.stored), None):
+            raise InputError(f"the checkpoint has no {missing}, which this run's model and optimizers have")
+        return _reading(
+            {
+                name: (self.stored[name], [chunk for chunk in self.stored[name].chunks if _has_one(chunk, rows)])
+                for name, rows in self._rows.items()
+            }
+        )
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return torch.empty(read_item.lengths, dtype=self.stored[read_item.dest_index.fqn].properties.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self._tick()
+        index = read_item.dest_index
+        assert index.offset is not None
+        self._take(index.fqn, index.offset[0] + read_item.dest_offsets[0], tensor)
+
+
+def _has_one(chunk: ChunkStorageMetadata, rows: torch.Tensor | None) -> bool:
+    if rows is None:
+        return True
+    first, end = torch.searchsorted(rows, torch.tensor([chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]])).tolist()
+    return first < end
 
 
 class _VerifyPlanner(_LoadPlanner):

@@ -27,11 +27,13 @@ class TableLoad(NamedTuple):
     dim: int
     row_bytes: int
     bytes: int
-    """of all rows and optimizer states"""
+    """of all rows and optimizer states and, of a table of any id, of its map"""
     rows: int = 0
     """number of rows; 0 if they must not be cut"""
     pooled: bool = True
     """sums of bags are sent, instead of a row for each id"""
+    map_bytes: int = 0
+    """of the map of a table of any id, which is always in GPU memory"""
 
     @property
     def sent_columns(self) -> float:

@@ -11,6 +11,14 @@ A row may be evicted if neither step i + 1, which needs its rows, nor step i, wh
 step i - 1 is done. A row that both name keeps its slot, so step i + 1 reads what step i has written. So slots for the
 ids of two steps always suffice, and no cache has fewer unless it has all rows.
 
+Tables of any id map their ids to rows first, and fill the rows of new ids last (`IdSender`):
+
+    ids -> rows (`IdMap.map`) -> slots (`activate`) -> first rows into the slots of new ids (`IdMap.fill`)
+
+So a row is filled where the step looks it up, whatever the row held for an evicted id, there or in host memory. Rows
+that are never trained, from which others are filled, are resident: each has a slot of its own beyond those that rows
+take in turns. So the update knows these rows by their slots.
+
 Rows are evicted by the CLOCK algorithm. A table of 4 bytes a row in GPU memory maps rows to slots, so the cache is
 fully associative. Launch sizes are fixed and nothing is read back, so the kernels are captured with the step. Host
 memory is CUDA's managed memory (docs/results/lab.md).
@@ -37,28 +45,44 @@ Key = TypeVar("Key")
 class RowCache:
     """The cache of the rows of some tables and of their optimizer's states, on one rank.
 
-    Rows are numbered across the tables, 0 .. R - 1. `rows` are the tensors that lookup and update work on, [S, D] or
-    [S]. Methods issue work on the current stream.
+    Rows are numbered across the tables, 0 .. R - 1. `rows` are the tensors that lookup and update work on, [S + P, D]
+    or [S + P]; P resident rows have the last slots. Methods issue work on the current stream.
 
     Args:
         host_rows: the weights [R, D] and the states, each [R, D] or [R], contiguous.
-        slots: S, at least the ids of two steps, or R.
+        slots: S, at least the ids of two steps, or all other rows.
+        resident: [P] int64 on the CPU, rows that steps look up, but do not update.
 
     Raises:
         InputError: if there is no room for the slots.
     """
 
-    def __init__(self, host_rows: Sequence[torch.Tensor], slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        host_rows: Sequence[torch.Tensor],
+        slots: int,
+        device: torch.device,
+        resident: torch.Tensor | None = None,
+    ) -> None:
         self.host_rows, count = list(host_rows), host_rows[0].shape[0]
-        self.slots = slots = min(slots, count)
+        kept = 0 if resident is None else resident.numel()
+        self.slots = slots = min(slots, count - kept)
         try:
-            self.rows = [torch.empty((slots, *host.shape[1:]), dtype=host.dtype, device=device) for host in host_rows]
-            self._state = CacheState.empty(count, slots, device)
+            self._resident = None if resident is None else resident.to(device)
+            self.rows = [
+                torch.empty((slots + kept, *host.shape[1:]), dtype=host.dtype, device=device) for host in host_rows
+            ]
+            self._state = CacheState.empty(count, slots, device, self._resident)
         except torch.OutOfMemoryError as error:
             raise InputError(
                 f"embedding.memory: no room on {device} for a cache of {slots} of {count} rows, which is the share "
                 f"embedding.cache_fraction or two steps' ids; lower the share or the batch, or use more ranks"
             ) from error
+        self._read_resident()
+
+    def slots_of(self, first: int, count: int) -> torch.Tensor:
+        """Return the slots of rows first .. first + count - 1, [count] int32, a view; -1 of rows without one."""
+        return self._state.slot_of[first : first + count]
 
     def find(self, ids: KeyedJaggedTensor, first_rows: torch.Tensor) -> Swaps:
         """Find slots for the rows of the next step, and write slot numbers over its int32 ids; call `swap` next.
@@ -81,6 +105,13 @@ class RowCache:
 
     def read_again(self) -> None:
         self._move(leaving=self._none, entering=self._state.row_in)
+        self._read_resident()
+
+    def _read_resident(self) -> None:
+        if (rows := self._resident) is not None and rows.numel():
+            slots = torch.arange(self.slots, self.slots + rows.numel(), device=rows.device)
+            count = torch.full((1,), rows.numel(), dtype=torch.int64, device=rows.device)
+            self.swap(Swaps(slots, torch.full_like(rows, -1), rows, count))
 
     @property
     def _none(self) -> torch.Tensor:
@@ -108,6 +139,8 @@ class CachedTable(NamedTuple):
     """share of the rows that have slots"""
     ids: int
     """most ids of a step"""
+    resident: torch.Tensor | None = None
+    """rows of the table that are not updated, [p] int64 on the CPU"""
 
 
 def make_caches(tables: Mapping[Key, CachedTable], device: torch.device) -> list[tuple[RowCache, dict[Key, int]]]:
@@ -131,8 +164,12 @@ def make_caches(tables: Mapping[Key, CachedTable], device: torch.device) -> list
             share += ceil(count * tables[key].fraction)
             named += min(count, 2 * tables[key].ids)
         joined = [host.as_strided((total, *host.shape[1:]), host.stride()) for host in tables[keys[0]].host_rows]
-        cache = RowCache(joined, max(1, share, named), device)
+        residents = [firsts[key] + rows for key in keys if (rows := tables[key].resident) is not None]
+        resident = torch.cat(residents) if residents else None
+        cache = RowCache(joined, max(1, share, named), device, resident)
         why = f" instead of {share}, since two steps may name as many" if share < named else ""
+        if resident is not None:
+            why += f"; {resident.numel()} more for rows that are not trained"
         log.info("cache: %d slots for %d rows of %d tables%s", cache.slots, total, len(keys), why)
         made.append((cache, firsts))
     return made

@@ -1,7 +1,7 @@
 """Sends the ids of this rank's samples to the owners of their rows."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ class IdSender:
         replicated: replicated (data-parallel) tables; the exchange adds to the `.grad` of their weights.
         weighted: True if the ids of every batch on every rank have weights.
         mixes: see `IdLayout.mixes`.
+        change_ids: changes the ids of each batch, not their number, before they are sent.
 
     Raises:
         InputError: on all ranks, if a feature is not in `capacity`, or a rank has no memory for the windows.
@@ -53,10 +54,11 @@ class IdSender:
         replicated: ReplicatedTables | None = None,
         weighted: bool = False,
         mixes: bool = False,
+        change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
     ) -> None:
         self.exchange = exchange
         self._keys, self._replicated, self._weighted = list(keys), replicated, weighted
-        self._mixes = mixes
+        self._mixes, self._change_ids = mixes, change_ids
         self._layout = joined(layout or exchange.layout)
         self._sent: deque[SentIds] = deque()
         self.is_steady = False
@@ -107,6 +109,8 @@ class IdSender:
             )
         self._sent.popleft()
         arrived = sent.arrived
+        if self.exchange.id_tables is not None and not self.exchange.order.is_captured:
+            self.exchange.id_tables.prepare_step()
         step = Step([arrived.ids], arrived.batch, arrived.replicated, arrived.own_offsets)
         awaitable = self.exchange.start_step(step)
         awaitable.samples = sent.features.stride()
@@ -120,12 +124,17 @@ class IdSender:
     @poison_on_error
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
         ids = self.exchange.id_exchange
+        if self._change_ids is not None:
+            features = self._change_ids(features)
         arrived = ids.send(features, self._most_samples(features.stride(), ids.group), count)
-        if self.exchange.tables.fractions:
-            self.exchange.tables.activate(arrived.ids)
-        if self.exchange.id_tables is not None:
-            self.exchange.id_tables.activate(arrived)
-        assert arrived.high is None or self.exchange.id_tables is not None, "tables of any id need id_tables"
+        tables, id_tables = self.exchange.tables, self.exchange.id_tables
+        assert arrived.high is None or id_tables is not None, "tables of any id need id_tables"
+        # Ids become rows, rows become slots of caches, then new ids get their first rows, in the slots.
+        new = id_tables.activate(arrived) if id_tables is not None else None
+        if tables.fractions:
+            tables.activate(arrived.ids)
+        if id_tables is not None and new is not None:
+            id_tables.fill(new)
         return arrived
 
     def _most_samples(self, samples: int, group: dist.ProcessGroup) -> int:

@@ -23,13 +23,18 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 
 from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.comm.reach import find_nodes
 from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.data.schema import table_keys
 from dlrm_overlap.embedding.balance import TableLoad, balance
+from dlrm_overlap.embedding.id_tables.rules import map_bytes
+from dlrm_overlap.kernels.ids.id_map import SEGMENT
 from dlrm_overlap.kernels.optimizer_params import looks_at_rows, state_bytes
 from dlrm_overlap.torchrec_private.attributes import table_configs_of
 
@@ -40,6 +45,7 @@ _RESERVED = 0.2  # share of a device's memory that is not for tables
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 
+_OF_ANY_ID = ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
 _MIN_COLUMNS = 32  # of a shard; TorchRec's default is 128
 
 
@@ -109,21 +115,23 @@ def make_plan(
     """
     # What each table costs.
     collections, loads = _collections(module), dict[str, TableLoad]()
+    of_any_id = _tables_of_any_id(collections)
     tables = {table.name: (each, table) for each, configs in collections.values() for table in configs}
     for name, ids in zip(table_keys(len(pooling)), pooling, strict=True):
         collection, table = tables[name]
         row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
         size = round(table.num_embeddings * (row_bytes + state_bytes(config.optimizer, table.embedding_dim)))
-        is_pooled = not isinstance(collection, EmbeddingCollection)
-        loads[name] = TableLoad(ids, table.embedding_dim, row_bytes, size, table.num_embeddings, is_pooled)
+        is_pooled = not isinstance(collection, EmbeddingCollection | ManagedCollisionEmbeddingCollection)
+        maps = table.num_embeddings * map_bytes(config.id_tables) if name in of_any_id else 0
+        loads[name] = TableLoad(ids, table.embedding_dim, row_bytes, size + maps, table.num_embeddings, is_pooled, maps)
     # Room for tables on each rank, and the tables that are cached for lack of it.
     on_gpu, storage = topology.compute_device == "cuda", topology.devices[group.rank()].storage
     capacity = int(min(gathered(storage.hbm if on_gpu else storage.ddr, group)) * (1 - _RESERVED))
     cached = cached_tables(loads, config, capacity * group.size() if on_gpu else None)
-    if both := sorted(cached & _tables_of_any_id(collections)):
+    if config.backend == "torchrec" and (both := sorted(cached & of_any_id)):
         raise InputError(
-            f"embedding.memory: {both[0]} is to be cached, but a table of any id has its rows in the memory of its "
-            f"ranks' devices; give it memory gpu, or fewer rows"
+            f"embedding.memory: {both[0]} is to be cached, but with backend torchrec a table of any id has its rows in "
+            f"GPU memory; take backend pgas or fused, or give it memory gpu and fewer rows"
         )
     params = CacheParams(load_factor=config.cache_fraction, prefetch_pipeline=config.backend == "torchrec" or None)
     if config.plan == "auto":
@@ -165,8 +173,12 @@ def cached_tables(loads: Mapping[str, TableLoad], config: EmbeddingConfig, capac
 
 
 def _held_bytes(load: TableLoad, config: EmbeddingConfig) -> float:
-    """Return the bytes of a cached table on the GPU: its slots, and 4 bytes for each row."""
-    return min(load.bytes, load.bytes * config.cache_fraction + 4 * load.rows)
+    """Return the bytes of a cached table on the GPU: its slots, 4 bytes for each row, and its map.
+
+    Rows of a table of any id that are not trained have slots of their own, one in each bucket.
+    """
+    fraction = config.cache_fraction + (1 / SEGMENT if load.map_bytes else 0)
+    return min(load.bytes, (load.bytes - load.map_bytes) * fraction + 4 * load.rows + load.map_bytes)
 
 
 def _planned_by_torchrec(
@@ -246,7 +258,7 @@ def _collections(module: nn.Module) -> dict[str, tuple[nn.Module, Sequence[BaseE
     found: dict[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]] = {}
     inside: set[nn.Module] = set()
     for path, each in module.named_modules():
-        if isinstance(each, ManagedCollisionEmbeddingBagCollection):
+        if isinstance(each, _OF_ANY_ID):
             found[path] = each, table_configs_of(each)
             inside.update(each.modules())
         elif each in inside:
@@ -259,9 +271,7 @@ def _collections(module: nn.Module) -> dict[str, tuple[nn.Module, Sequence[BaseE
 
 
 def _tables_of_any_id(collections: Mapping[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]]) -> set[str]:
-    found = [
-        tables for each, tables in collections.values() if isinstance(each, ManagedCollisionEmbeddingBagCollection)
-    ]
+    found = [tables for each, tables in collections.values() if isinstance(each, _OF_ANY_ID)]
     return {table.name for tables in found for table in tables}
 
 

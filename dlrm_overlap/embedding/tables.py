@@ -34,6 +34,20 @@ class ReservedRows(NamedTuple):
     period: int
     first: int
 
+    def among(self, rows: int) -> torch.Tensor:
+        """Return these rows of a table of `rows` rows, [p] int64, ascending."""
+        starts = torch.arange(0, rows, self.period)
+        return (starts[:, None] + torch.arange(self.first, self.period)).flatten()
+
+
+class CachedRows(NamedTuple):
+    """A table whose rows are in a cache."""
+
+    rows: list[torch.Tensor]
+    """the cache's rows [slots, D], then the states"""
+    slot_of: torch.Tensor
+    """[rows of the table] int32: the slot of each row; -1 without one"""
+
 
 class LocalTables:
     """The fused lookups that hold this rank's shards; their storage is read and updated in place.
@@ -52,7 +66,8 @@ class LocalTables:
     ) -> None:
         self.lookups = list(lookups)
         self.fractions = fractions or {}
-        self._cached: dict[tuple[int, int], RowCache] = {}
+        self._cached: dict[tuple[int, int], tuple[RowCache, int]] = {}
+        """(lookup, table) -> its cache, and the number of its first row there"""
         self._cached_features: list[tuple[RowCache, torch.Tensor]] = []
         self._may_be_written = False
         """others may have written to the tables since the caches were stored"""
@@ -114,7 +129,7 @@ class LocalTables:
 
     def _tensors(self, shard: FeatureShard) -> list[torch.Tensor]:
         cached = self._cached.get((shard.lookup, shard.table))
-        return self._table_tensors(shard.lookup, shard.table) if cached is None else cached.rows
+        return self._table_tensors(shard.lookup, shard.table) if cached is None else cached[0].rows
 
     def tensors_of(self, name: str) -> list[torch.Tensor]:
         """Return the rows [rows, D] of a table, and the states of its optimizer."""
@@ -131,8 +146,21 @@ class LocalTables:
             for table, rows in enumerate(tbe.split_embedding_weights()):
                 yield (number, table), rows
 
-    def reserved_rows(self, shard: FeatureShard) -> "ReservedRows | None":
-        return self.reserved.get((shard.lookup, shard.table))
+    def cached_rows_of(self, name: str) -> CachedRows | None:
+        """Return where the rows of a table are; None if they are in the table itself."""
+        number = self.numbers_of[name]
+        if number not in self._cached:
+            return None
+        cache, first = self._cached[number]
+        return CachedRows(cache.rows, cache.slots_of(first, self._table_tensors(*number)[0].shape[0]))
+
+    def reserved_rows(self, shard: FeatureShard) -> ReservedRows | None:
+        """Return which rows of `weight` are not trained; of a cache, the resident rows, which have the last slots."""
+        number = shard.lookup, shard.table
+        reserved, cached = self.reserved.get(number), self._cached.get(number)
+        if reserved is None or cached is None:
+            return reserved
+        return ReservedRows(cached[0].rows[0].shape[0], cached[0].slots)
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
         """Return the rows of a shard, [rows, D]; the cache's rows [slots, D] if the table is cached."""
@@ -177,10 +205,12 @@ class LocalTables:
             tensors = self._table_tensors(number, table)
             held = zip(shards, ids, strict=True)
             most = sum(count for shard, count in held if (shard.lookup, shard.table) == (number, table))
-            if tensors[0].shape[0]:
-                tables[number, table] = CachedTable(tensors, fraction, most)
+            if rows := tensors[0].shape[0]:
+                reserved = self.reserved.get((number, table))
+                resident = None if reserved is None else reserved.among(rows)
+                tables[number, table] = CachedTable(tensors, fraction, most, resident)
         for cache, firsts in make_caches(tables, device):
-            self._cached |= dict.fromkeys(firsts, cache)
+            self._cached |= {key: (cache, first) for key, first in firsts.items()}
             first = [firsts.get((shard.lookup, shard.table), -1) for shard in shards]
             # One more feature pads the number of ids; the last entry is for ids after all bags.
             self._cached_features.append((cache, torch.tensor([*first, -1, -1], device=device)))

@@ -120,6 +120,13 @@ def assemble(
     embedding, sharders, plan = plan_by_backend(config.embedding, plan_for, task, group, device)
     if any_id and embedding.backend == "torchrec":
         check_torchrec_maps([rows[number] for number in any_id], train.encoded is not None, device)
+    if config.model.sequence.history in any_id and not (
+        BACKENDS[embedding.backend].stores_to_peers or embedding.backend == "torchrec"
+    ):
+        raise InputError(
+            f"embedding.backend: {embedding.backend} leaves histories to TorchRec, whose map of ids has no rules of "
+            f"embedding.id_tables; take pgas or fused"
+        )
     model = DistributedModelParallel(
         module=task,
         env=ShardingEnv.from_process_group(group),

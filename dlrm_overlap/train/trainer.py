@@ -1,8 +1,10 @@
 """A training run; docs/architecture.md follows one step file by file."""
 
+import gc
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -15,6 +17,7 @@ from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, t
 from dlrm_overlap.checkpoint.deltas import Deltas, mark_updates
 from dlrm_overlap.checkpoint.manifest import Manifest, newest_checkpoint
 from dlrm_overlap.checkpoint.saving import Saves, require_finite
+from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.embedding.id_tables.counts import IdCounts
@@ -26,6 +29,7 @@ from dlrm_overlap.observe.result_files import has_results, read_summary, set_asi
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.train.growth import Growth
 from dlrm_overlap.train.stepping import StepRunner
 
 log = logging.getLogger("dlrm_overlap")
@@ -70,17 +74,15 @@ class Trainer(StepRunner):
         self.checkpointer.about = {
             "config": config.as_dict(),
             "backend": self.embedding.backend,
-            "plan": {
-                name: {"sharding": sharding.sharding_type}
-                for tables in self.plan.plan.values()
-                for name, sharding in sorted(tables.items())  # type: ignore[attr-defined]
-            },
+            **self._about_model(),
             "world_size": self.world.world_size,
             "versions": {name: supported_versions.version_of(name) for name in ("torch", "torchrec")},
             "trained_metrics": [],
         }
         self.running = RunningMetrics(list(train.labels), self.samples_per_rank, config.log.every, self.device)
-        self.id_counts = IdCounts(self.model, self.device)
+        self._count_ids()
+        id_tables, counts = config.embedding.id_tables, bool(self.id_counts.tables)
+        self.growth = Growth(id_tables, self.id_rows, self.embedding.backend, counts)
         self.saves = Saves(
             config,
             self.checkpointer,
@@ -94,6 +96,18 @@ class Trainer(StepRunner):
         if config.checkpoint.delta_every:
             mark_updates(self.model, self.embedding.backend, isinstance(self.pipeline, GraphTrainPipeline))
             self.deltas = Deltas(config, self.checkpointer, self.model, self.device, self.check)
+
+    def _about_model(self) -> dict[str, Any]:
+        plan = {
+            name: {"sharding": sharding.sharding_type}
+            for tables in self.plan.plan.values()
+            for name, sharding in sorted(tables.items())  # type: ignore[attr-defined]
+        }
+        return {"plan": plan, "id_table_rows": self.id_rows}
+
+    def _count_ids(self) -> None:
+        grows = self.config.embedding.id_tables.grow_at is not None
+        self.id_counts = IdCounts(self.model, self.device, by_table=grows)
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step or the target, evaluate, and return the summary; a collective.
@@ -166,6 +180,8 @@ class Trainer(StepRunner):
                     if save_last:
                         self.save(step, values)
                     break
+                if step < self.steps and (rows := self.growth.due(self.id_counts.fullest)):
+                    self.grow(step, rows, values if evaluated == step else None)
             if evaluated != step:
                 values = self._evaluate(step, run_log)
             self._finish_writing()
@@ -237,7 +253,7 @@ class Trainer(StepRunner):
                 self.check()  # the loss was read, so the kernels' records are complete
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
-                if run_log.asked_to_end:
+                if run_log.asked_to_end or self.growth.due(self.id_counts.fullest):
                     segment.cut()
         return step
 
@@ -260,6 +276,32 @@ class Trainer(StepRunner):
         assert self.saves.written is not None
         self.deltas.follow(step, self.saves.written)
 
+    def grow(self, step: int, rows: dict[str, int], metrics: dict[str, float] | None = None) -> None:
+        """Save the state after `step`, and go on from it with more rows of tables of any id; a collective.
+
+        `rows` has the new rows of the tables that grow, and `metrics` those of an evaluation after this step. No step
+        is in flight.
+        """
+        begin, before = time.perf_counter(), self.id_rows
+        self.save(step, metrics)
+        self.saves.finish()
+        self.close()
+        # Release the device's memory before the larger model takes it.
+        del self.model, self.optimizer, self.pipeline, self.learning_rate, self.id_counts
+        self.predictions = []
+        self.saves.release()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._build([rows.get(name, count) for name, count in before.items()])
+        self.saves.follow(self.model, self.optimizer)
+        self._load(self.checkpointer.folder / f"step_{step}", step)
+        self._count_ids()
+        self.growth.rows = self.id_rows
+        self.checkpointer.about |= self._about_model()
+        text = ", ".join(f"table {name} {before[name]} rows, now {count}" for name, count in rows.items())
+        log.info("growth: %s, after step %d, %.1f s", text, step, time.perf_counter() - begin)
+
     def _resume(self) -> dict[str, Any] | None:
         config = self.config.checkpoint
         return self.checkpointer.resume(config.resume, config.allow_config_mismatch, self._resume_from)
@@ -279,20 +321,32 @@ class Trainer(StepRunner):
                 text += "log.name or set log.overwrite; results in %s"
                 log.info(text, summary["steps"], why, path)
                 return summary
-        self.checkpointer.load(checkpoint, self.model, self.optimizer)
+        had = manifest.about.get("id_table_rows", {})
+        changed = {name: rows for name, rows in self.id_rows.items() if had.get(name, rows) != rows}
+        if changed and config.checkpoint.delta_every:
+            raise InputError(
+                f"checkpoint.delta_every: {config.checkpoint.delta_every}, but {checkpoint} has other rows of tables "
+                f"of any id ({', '.join(changed)}), and a delta has the rows of its checkpoint; train without deltas "
+                f"to the next save, and resume from that"
+            )
+        self._load(checkpoint, manifest.step)
         self.start = self.saves.step = manifest.step
         self.saves.written = Future()
         self.saves.written.set_result(checkpoint)
-        self.optimizer.set_optimizer_step(self.start)  # FBGEMM's count, for Adam's bias correction
-        for exchange in exchanges(self.model):
-            exchange.counters.steps.value = self.start  # stochastic rounding depends on the step
         try:
             self.running.load(manifest.about.get("trained_metrics", []))
         except ValueError as error:
             if self.world.rank == 0:
                 log.warning("resume: %s: %.200s; lifetime_* metrics start at step %d", checkpoint, error, self.start)
-        log.info("resume: %s, after step %d", checkpoint, self.start)
+        text = "".join(f", table {name} {had[name]} rows, now {rows}" for name, rows in changed.items())
+        log.info("resume: %s, after step %d%s", checkpoint, self.start, text)
         return None
+
+    def _load(self, checkpoint: Path, step: int) -> None:
+        self.checkpointer.load(checkpoint, self.model, self.optimizer)
+        self.optimizer.set_optimizer_step(step)  # FBGEMM's count, for Adam's bias correction
+        for exchange in exchanges(self.model):
+            exchange.counters.steps.value = step  # stochastic rounding depends on the step
 
     def _require_finite(self, loss: float, text: str, step: int) -> None:
         require_finite("" if math.isfinite(loss) else f"{text} {loss}", step, self.config)

@@ -19,7 +19,7 @@ MOST_STATES = 3
 
 
 class FilledTable(NamedTuple):
-    """The rows of a table of a map on this rank; a row of a table [tables, 10] int64. A word is an int32."""
+    """The rows of a table of a map on this rank; a row of a table [tables, 12] int64. A word is an int32."""
 
     first_slot: int
     weights: int
@@ -28,6 +28,10 @@ class FilledTable(NamedTuple):
     """of a row"""
     source: int
     """address of the initial rows; that of the rows themselves if reserved slots have them"""
+    slots: int
+    """0; if `weights` are those of a cache, the address of [rows] int32: the cache's slot of each row"""
+    source_slots: int
+    """likewise of `source`"""
     states: tuple[int, ...]
     """address and words of a row of each state, which becomes 0; address 0 for none"""
 
@@ -41,18 +45,29 @@ FIRST_SLOT = tl.constexpr(0)
 WEIGHTS = tl.constexpr(1)
 WORDS = tl.constexpr(2)
 SOURCE = tl.constexpr(3)
-STATES = tl.constexpr(4)
-COLUMNS = tl.constexpr(4 + 2 * MOST_STATES)
+SLOTS = tl.constexpr(4)
+SOURCE_SLOTS = tl.constexpr(5)
+STATES = tl.constexpr(6)
+COLUMNS = tl.constexpr(6 + 2 * MOST_STATES)
+
+
+@triton.jit
+def _in_cache(row, slots, mask):
+    """Return [N]: the slots of rows in a cache; the rows themselves where `slots` is 0."""
+    cached = mask & (slots != 0)
+    slot = tl.load(slots.to(tl.pointer_type(tl.int32)) + row, mask=cached, other=0)
+    return tl.where(cached, slot.to(tl.int64), row)
 
 
 @triton.jit(do_not_specialize_on_alignment=["count"])
 def _fill_rows(
-    tables,  # [tables, 10] int64
+    tables,  # [tables, 12] int64
     slots,  # these four as in `Claims`
     numbers,
     origins,
     count,
     STATE_COUNT: tl.constexpr,
+    CACHED: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -69,9 +84,13 @@ def _fill_rows(
         mask = slot >= 0
         table = tables + tl.load(numbers + i, mask=mask, other=0).to(tl.int64) * COLUMNS
         row = slot - tl.load(table + FIRST_SLOT, mask=mask, other=0)
+        origin = tl.load(origins + i, mask=mask, other=0)
+        if CACHED:
+            row = _in_cache(row, tl.load(table + SLOTS, mask=mask, other=0), mask)
+            origin = _in_cache(origin, tl.load(table + SOURCE_SLOTS, mask=mask, other=0), mask)
         words = tl.multiple_of(tl.load(table + WORDS, mask=mask, other=0), [ALIGNMENT // 4])
         weights = tl.load(table + WEIGHTS, mask=mask, other=0)
-        read = tl.load(table + SOURCE, mask=mask, other=0) + tl.load(origins + i, mask=mask, other=0) * words * 4
+        read = tl.load(table + SOURCE, mask=mask, other=0) + origin * words * 4
         inside = mask[:, None] & (column < words[:, None])
         read = tl.multiple_of(read.to(tl.pointer_type(tl.int32)), [ALIGNMENT])
         values = tl.load(read[:, None] + column, mask=inside, other=0)  # [ROWS, BLOCK]
@@ -87,11 +106,13 @@ class RowTables(NamedTuple):
     """The rows of a map's tables."""
 
     entries: torch.Tensor
-    """[tables, 10] int64, see `FilledTable.entry`"""
+    """[tables, 12] int64, see `FilledTable.entry`"""
     words: int
     """most words of a row"""
     states: int
     """most states of a table"""
+    cached: bool
+    """whether some rows are in a cache"""
     alignment: int
     """of all weights and sources, in bytes: a power of two up to 16"""
 
@@ -99,7 +120,8 @@ class RowTables(NamedTuple):
 def row_tables(tables: list[FilledTable], device: torch.device) -> RowTables:
     entries = torch.tensor([table.entry() for table in tables], dtype=torch.int64, device=device)
     alignment = gcd(16, *(part for t in tables for part in (t.weights, t.source, 4 * t.words)))
-    return RowTables(entries, max(t.words for t in tables), max(len(t.states) // 2 for t in tables), alignment)
+    most = max(t.words for t in tables), max(len(t.states) // 2 for t in tables)
+    return RowTables(entries, *most, any(t.slots for t in tables), alignment)
 
 
 def fill_rows(tables: RowTables, claims: Claims) -> None:
@@ -111,6 +133,6 @@ def fill_rows(tables: RowTables, claims: Claims) -> None:
     rows = max(1, min(_BLOCK_WORDS // block, _MOST_ROWS))
     kernel = specialised(
         _fill_rows, num_warps=_NUM_WARPS,
-        STATE_COUNT=tables.states, ALIGNMENT=tables.alignment, ROWS=rows, BLOCK=block,
+        STATE_COUNT=tables.states, CACHED=tables.cached, ALIGNMENT=tables.alignment, ROWS=rows, BLOCK=block,
     )  # fmt: skip
     kernel(_PROGRAMS, (), tables.entries, claims.slots, claims.tables, claims.origins, claims.count)

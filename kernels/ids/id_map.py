@@ -23,6 +23,8 @@ WHOLE = 256
 """a bucket with at most as many open slots is one segment"""
 CELLS = 128
 """counters of a segment's sketch"""
+BLANK = {"ids": EMPTY, "used_at": -2, "times": -1, "counts": 0, "sketch": 0}
+"""column of `MapState` -> its value where there is no id"""
 
 
 class Policy(IntEnum):
@@ -131,12 +133,12 @@ class MapState(NamedTuple):
             return torch.full((count,), value, dtype=dtype, device=device)
 
         return cls(
-            full(slots, EMPTY, torch.int64),
+            full(slots, BLANK["ids"], torch.int64),
             full((slots // 4 + 1) * 4 + SEGMENT, 0, torch.uint8),
-            full(slots, -2),
-            full(slots * times, -1),
-            full(slots * counts, 0),
-            full(segments * CELLS * sketch, 0),
+            full(slots, BLANK["used_at"]),
+            full(slots * times, BLANK["times"]),
+            full(slots * counts, BLANK["counts"]),
+            full(segments * CELLS * sketch, BLANK["sketch"]),
             full(segments, 0),
             full(segments, 0),
             full(2, 0, torch.int64),
@@ -223,6 +225,11 @@ def unsigned_remainder(values: Values, divisors: Values | int) -> Values:
     """Return int64 values, taken as unsigned, modulo positive `divisors` below 2^31."""
     high = _shifted(values, 32) % divisors
     return ((high << 32) + (values & 0xFFFFFFFF)) % divisors
+
+
+def turns_of(ids: torch.Tensor) -> torch.Tensor:
+    """Return [n] int64: new ids take slots in the ascending order of these numbers."""
+    return mix(ids + 1) ^ (2**63 - 1)
 
 
 def digests_of(hashes: torch.Tensor) -> torch.Tensor:

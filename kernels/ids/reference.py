@@ -19,6 +19,7 @@ from dlrm_overlap.kernels.ids.id_map import (
     digests_of,
     mix,
     murmur,
+    turns_of,
     unsigned_remainder,
 )
 from dlrm_overlap.kernels.reference import joined_words
@@ -26,7 +27,7 @@ from dlrm_overlap.kernels.reference import joined_words
 if TYPE_CHECKING:
     from dlrm_overlap.kernels.ids.map_ids import Features
 
-_GREATEST, _FAR = 2**63 - 1, 2**31 - 1
+_FAR = 2**31 - 1
 
 
 def map_ids(
@@ -91,7 +92,7 @@ class _Step:
         self._digests = digests_of(hashes).numpy()
         self._upper = ((mixed >> 32) & 0xFFFFFFFF).numpy()
         self._cells = self._upper % CELLS, (mixed & 0xFFFFFFFF).numpy() % CELLS
-        self._keys = (mix(ids + 1) ^ _GREATEST).numpy()
+        self._keys = turns_of(ids).numpy()
         self._ids, self.bucket = ids.numpy(), bucket.numpy()
         self._first = self.of["first_slot"] + self.bucket * self.of["size"]
         within = np.where(self.of["segments"] > 1, self._home // SEGMENT, 0)
@@ -167,11 +168,7 @@ class _Step:
         step, now = int(state.clock[0]), int(state.clock[1])
         before, used = state.ids[at], state.used_at[at]
         times = (state.times if features.times else state.used_at)[at].astype(np.int64)
-        score = times
-        if features.counts and of["policy"] == Policy.LFU:
-            score = (state.counts[at].astype(np.int64) << 32) + times
-        if features.counts and of["policy"] == Policy.DISTANCE_LFU:
-            score = (state.counts[at].astype(np.int64) << 24) // np.maximum(step - used + 1, 1)
+        score = scores(of["policy"], times, state.counts[at] if features.counts else None, used, step)
         may_go = (used < step - 1) & (of["policy"] != Policy.NONE) & ((of["policy"] != Policy.TTL) | (times < now))
         after, changed, owners = before.copy(), np.zeros(lanes, bool), np.zeros(lanes, np.int64)
         for sighting in new[:limit]:
@@ -208,6 +205,22 @@ class _Step:
         return np.where(reserved, self.of["open_slots"] + self._reserved, self._home)
 
 
+def scores(policy: int, times: np.ndarray, counts: np.ndarray | None, used: np.ndarray, step: int) -> np.ndarray:
+    """Return [n] int64: of the ids that may lose their slots, the one with the least number does.
+
+    Args:
+        times: [n] int64, the times of a policy that needs them, else `used`.
+        counts: [n] int32; None if no policy needs them.
+        used: [n] int32, last training step that used each id.
+        step: number of training steps.
+    """
+    if counts is not None and policy == Policy.LFU:
+        return (counts.astype(np.int64) << 32) + times
+    if counts is not None and policy == Policy.DISTANCE_LFU:
+        return (counts.astype(np.int64) << 24) // np.maximum(step - used + 1, 1)
+    return times
+
+
 def _once(keys: np.ndarray, of: np.ndarray) -> np.ndarray:
     """Return `of` [n] without those that have the keys [n, k] of another."""
     return of[np.unique(keys, axis=0, return_index=True)[1]]
@@ -217,15 +230,22 @@ def fill_rows(tables: torch.Tensor, claims: Claims) -> None:
     """Do what `fill_rows.fill_rows` does; `tables` has the addresses of memory of this process."""
     valid = (claims.slots[: int(claims.count)] >= 0).nonzero().flatten()
     slots, numbers, origins = claims.slots[valid], claims.tables[valid], claims.origins[valid]
-    for number, (first_slot, weights, words, source, *states) in enumerate(tables.tolist()):
+    for number, (first_slot, weights, words, source, cached, source_cached, *states) in enumerate(tables.tolist()):
         rows = (slots[numbers == number] - first_slot).numpy()
         if not len(rows):
             continue
-        read, end = origins[numbers == number].numpy(), int(rows.max()) + 1
+        read = _in_cache(origins[numbers == number].numpy(), source_cached)
+        rows = _in_cache(rows, cached)
+        end = int(rows.max()) + 1
         _rows_at(weights, end, words)[rows] = _rows_at(source, int(read.max()) + 1, words)[read]
         for address, row_words in zip(states[::2], states[1::2], strict=True):
             if address:
                 _rows_at(address, end, row_words)[rows] = 0
+
+
+def _in_cache(rows: np.ndarray, slots: int) -> np.ndarray:
+    """Return the slots of rows in a cache, whose slots are at an address; the rows themselves if that is 0."""
+    return _rows_at(slots, int(rows.max()) + 1, 1)[rows, 0] if slots else rows
 
 
 def _rows_at(address: int, rows: int, words: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """A small model with tables of any id, and what it must give: a dictionary of rows in float64."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
@@ -22,7 +24,7 @@ from dlrm_overlap.config import IdTablesConfig
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_tables.module import IdTableModule
-from dlrm_overlap.embedding.id_tables.sharder import OverlapManagedCollisionEmbeddingBagCollectionSharder
+from dlrm_overlap.embedding.id_tables.sharder import CACHED, OverlapManagedCollisionEmbeddingBagCollectionSharder
 from tests.distributed.models import CPU, open_pipeline, world
 
 DIM, SAMPLES, FEATURES = 8, 6, ("f0", "f1")
@@ -61,11 +63,11 @@ def own_module(name: str, rows: int, **given: Any) -> IdTableModule:
 class Model(nn.Module):
     """Returns the loss and the outputs [b]: the weighted sum of two pooled embeddings."""
 
-    def __init__(self, rows: int, make_module: Any, **given: Any) -> None:
+    def __init__(self, rows: int, make_module: Any, init_fn: Any = start_at, **given: Any) -> None:
         super().__init__()
         configs = [
             EmbeddingBagConfig(
-                name=f"t{i}", num_embeddings=rows, embedding_dim=DIM, feature_names=[feature], init_fn=start_at
+                name=f"t{i}", num_embeddings=rows, embedding_dim=DIM, feature_names=[feature], init_fn=init_fn
             )
             for i, feature in enumerate(FEATURES)
         ]
@@ -84,11 +86,20 @@ class Model(nn.Module):
         return output.square().mean(), output.detach()
 
 
-def shard(model: Model, backend: str = "pgas") -> DistributedModelParallel:
-    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
+def shard(
+    model: Model,
+    backend: str = "pgas",
+    cached: Mapping[str, float] = MappingProxyType({}),
+    optimizer: EmbOptimType = EmbOptimType.EXACT_SGD,
+) -> DistributedModelParallel:
+    """Shard a model; `cached` has the tables in host memory, and which shares of their rows have slots."""
+    fused = {"optimizer": optimizer, "learning_rate": LR}
     sharders: list[Any] = [OverlapManagedCollisionEmbeddingBagCollectionSharder(fused, backend=backend)]
     planner = EmbeddingShardingPlanner(topology=Topology(dist.get_world_size(), "cpu"))
     plan = planner.collective_plan(model, sharders, world())
+    of_tables: Any = plan.plan["tables"]
+    for name, share in cached.items():  # on CPUs the planner knows no caches
+        of_tables[name].compute_kernel, of_tables[name].cache_params = CACHED, CacheParams(load_factor=share)
     return DistributedModelParallel(model, device=CPU, sharders=sharders, plan=plan)
 
 
@@ -96,12 +107,14 @@ def batch_of(ids: Sequence[Sequence[Sequence[int]]]) -> Batch:
     """Return a batch of `ids`: feature -> sample -> bag."""
     bags = [bag for feature in ids for bag in feature]
     values = torch.tensor([id for bag in bags for id in bag], dtype=torch.int64)
-    sparse = KeyedJaggedTensor(list(FEATURES), values, lengths=torch.tensor([len(bag) for bag in bags]))
+    sparse = KeyedJaggedTensor(
+        [f"f{i}" for i in range(len(ids))], values, lengths=torch.tensor([len(bag) for bag in bags])
+    )
     samples = len(ids[0])
     return Batch(torch.zeros(samples, 1), sparse, torch.zeros(samples))
 
 
-def draw(rank: int, step: int, pool: int = 60, seed: int = 0) -> list[list[list[int]]]:
+def draw(rank: int, step: int, pool: int = 60, seed: int = 0, features: int = len(FEATURES)) -> list[list[list[int]]]:
     """Return the ids of a rank's batch: feature -> sample -> bag."""
     known = torch.randint(0, 2**62, (pool,), generator=torch.Generator().manual_seed(seed))
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -112,7 +125,7 @@ def draw(rank: int, step: int, pool: int = 60, seed: int = 0) -> list[list[list[
             ].tolist()
             for _ in range(SAMPLES)
         ]
-        for _ in FEATURES
+        for _ in range(features)
     ]
 
 

@@ -88,14 +88,14 @@ def test_predictions_have_the_metrics_of_eval(folder: Path, tmp_path: Path, proc
     scores, result, checkpoint = tmp_path / "scores.parquet", tmp_path / "eval.json", str(folder / "any")
     options = ["--checkpoint", checkpoint, "--output", str(scores), "--key", "id", "--nproc", processes]
     assert main(["predict", str(folder / "table.parquet"), *options]) == 0
-    found, labels = parquet.read_table(scores), make_table()["click"].to_pylist()
+    found, labels = parquet.read_table(scores), np.array(make_table()["click"])
     assert found["id"].to_pylist() == list(range(N))
     done = run_cli("eval", "--checkpoint", checkpoint, "--output", str(result), "--nproc", processes)
     assert done.returncode == 0, done.stderr
     expected = json.loads(result.read_text())
     held = expected["samples"]
-    probabilities = torch.tensor(found["click"].to_pylist()[-held:]).double()
-    metrics = evaluation_metrics(probabilities.logit(), torch.tensor(labels[-held:]), ["click"], [1.0])
+    probabilities = torch.from_numpy(np.array(found["click"])[-held:]).double()
+    metrics = evaluation_metrics(probabilities.logit(), torch.from_numpy(labels[-held:]), ["click"], [1.0])
     for key in ("loss", "auroc", "accuracy"):
         assert metrics[key] == pytest.approx(expected[key], abs=1e-6), key
 
@@ -139,7 +139,7 @@ def test_it_loads_neither_torchrec_nor_fbgemm(folder: Path) -> None:
         "import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = sys.modules['triton'] = None\n"
         "from dlrm_overlap import Scorer; import pyarrow.parquet as parquet\n"
         f"scorer = Scorer({str(folder / 'any/checkpoints/step_6')!r})\n"
-        f"scorer.apply({str(_delta(folder, 9))!r}); scorer.apply({str(_delta(folder, 12))!r})\n"
+        f"for delta in {[str(_delta(folder, step)) for step in (9, 12)]}: scorer.apply(delta)\n"
         f"print(scorer(parquet.read_table({str(folder / 'table.parquet')!r}))['click'].mean())"
     )
     done = subprocess.run(

@@ -23,6 +23,7 @@ from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.compiled import INTERPRETED
+from dlrm_overlap.kernels.ids.id_map import Claims
 from tests.agreement import assert_same
 from tests.distributed.models import world
 from tests.distributed.tiny_stage import CPU, ROWS, Stage
@@ -161,6 +162,12 @@ class FixedRows:
                 rows = [self.row(high * 2**32 + low % 2**32) - shard.rows[0] for high, low in words]
                 ids.values()[first:end] = torch.tensor(rows, dtype=torch.int32)
         self.steps += 1
+
+    def prepare_step(self) -> None:
+        """Do nothing: all rows are known."""
+
+    def fill(self, claims: Claims) -> None:
+        raise AssertionError("no id is new")
 
     def row(self, id: int) -> int:
         """Return the row in the whole table."""

@@ -81,6 +81,7 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "rows": ("quickstart", {"data.tables.multi_hot": [40, "0..6", 1, 1, 2, 1, 1, 1]}),  # the plan cuts a table by rows
     "any_ids": ("bench/step_mlperf", _ANY_IDS),
     "counted_ids": ("quickstart", {**_ANY_IDS, **_COUNTED, **_DELTAS}),
+    "cached_ids": ("quickstart", {**_ANY_IDS, **_COUNTED, **_CACHED}),
     "nodes": ("bench/step_mlperf", {"embedding.nodes": 2, "embedding.internode": "puts"}),
 }
 _FEW = {"train.global_batch_size": None, "train.batch_size": 16, "data.tables.max_rows": 10_000, "data.workers": 0}

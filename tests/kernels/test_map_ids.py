@@ -301,7 +301,7 @@ def test_rows_of_new_ids_begin_alike_wherever_they_are() -> None:
         for fill in (fill_rows, lambda tables, claims: reference.fill_rows(tables.entries, claims)):
             after = [each.clone() for each in before]
             tables = [
-                FilledTable(first, w.data_ptr(), w.shape[1], (g if initials else w).data_ptr(), (s.data_ptr(), 1))
+                FilledTable(first, w.data_ptr(), w.shape[1], (g if initials else w).data_ptr(), 0, 0, (s.data_ptr(), 1))
                 for first, w, g, s in zip((0, 64), after[:2], given, after[2:], strict=True)
             ]
             fill(row_tables(tables, CPU), claims)
@@ -317,3 +317,37 @@ def test_rows_of_new_ids_begin_alike_wherever_they_are() -> None:
                 others = torch.ones(len(old), dtype=torch.bool).index_fill(0, here, False)
                 assert torch.equal(after[number][others], old[others])
                 assert torch.equal(after[2 + number], others.float())
+
+
+def test_rows_of_new_ids_begin_in_the_slots_of_a_cache() -> None:
+    """Of two tables the first is cached: where its rows have slots, they are filled as rows of a table are."""
+    for initials in (0, 5):
+        state, features = state_of(Table(4, 16, 2, initials=initials), Table(2, 16, 2, initials=initials))
+        low, high = words_of(random_ids(40, 15))
+        offsets = torch.tensor([0, 20, 20, 20, 20, 40, 40, 40, 40], dtype=torch.int32)
+        claims = map_ids(state, features, IdSet(), low, high, low, offsets, _SAMPLES, True)
+        assert claims is not None
+        generator, given = torch.Generator().manual_seed(initials), torch.randn(5, 8)
+        slot_of = torch.randperm(90, generator=generator)[:64].int()
+        rows, others = torch.randn(64, 8), torch.randn(32, 8)
+        expected = [rows.clone(), torch.ones(64), others.clone(), torch.ones(32)]
+        tables = [
+            FilledTable(first, w.data_ptr(), 8, (given if initials else w).data_ptr(), 0, 0, (s.data_ptr(), 1))
+            for first, w, s in ((0, *expected[:2]), (64, *expected[2:]))
+        ]
+        reference.fill_rows(row_tables(tables, CPU).entries, claims)
+        for fill in (fill_rows, lambda tables, claims: reference.fill_rows(tables.entries, claims)):
+            cache = torch.full((90, 8), torch.nan).index_copy(0, slot_of.long(), rows)
+            found = [cache, torch.ones(90), others.clone(), torch.ones(32)]
+            source = given if initials else cache
+            slots = slot_of.data_ptr(), 0 if initials else slot_of.data_ptr()
+            plain = (given if initials else found[2]).data_ptr()
+            tables = [
+                FilledTable(0, cache.data_ptr(), 8, source.data_ptr(), *slots, (found[1].data_ptr(), 1)),
+                FilledTable(64, found[2].data_ptr(), 8, plain, 0, 0, (found[3].data_ptr(), 1)),
+            ]
+            fill(row_tables(tables, CPU), claims)
+            found[:2] = [each[slot_of.long()] for each in found[:2]]
+            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+            unused = torch.ones(90, dtype=torch.bool).index_fill(0, slot_of.long(), False)
+            assert bool(cache[unused].isnan().all()), "slots of no row"

@@ -23,6 +23,7 @@ from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.embedding.windows import DeviceSignals, Signals, WindowPair, one_flag_each, skip_epoch
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
+from dlrm_overlap.kernels.ids.id_map import Claims
 from dlrm_overlap.kernels.launches import StepCache
 from dlrm_overlap.kernels.pull_ids import ANY_ID, BLOCK_IDS, Arrivals, Published, locate_ids, pull_ids, pull_tasks
 from dlrm_overlap.kernels.store_words import store_words
@@ -166,12 +167,20 @@ class ArrivedIds(NamedTuple):
 class IdTables(Protocol):
     """This rank's shards of tables of any id, which know the row of each id."""
 
-    def activate(self, arrived: ArrivedIds) -> None:
+    waits: bool
+    """whether `prepare_step` may wait for the device"""
+
+    def activate(self, arrived: ArrivedIds) -> Claims | None:
         """Replace the next step's ids by rows, in place; on GPUs by the current stream, without the host.
 
         Feature i of `arrived.ids` has the ids of this rank's shard i in the exchange's layout. If the shard has
-        buckets, the row of each id, numbered within the shard, is written over its low word. Other ids stay.
+        buckets, the row of each id, numbered within the shard, is written over its low word. Other ids stay. Returns
+        the rows of new ids, for `fill`.
         """
+        ...
+
+    def fill(self, claims: Claims) -> None:
+        """Give rows of new ids their initial values where the step looks them up: in the table, or in its cache."""
         ...
 
     def follow_clock(self) -> None:
@@ -180,6 +189,10 @@ class IdTables(Protocol):
 
     def expect(self, is_taken: bool) -> None:
         """Say whether a step will look up the ids that are sent next, by a replay or not."""
+        ...
+
+    def prepare_step(self) -> None:
+        """Before a step that looks up activated ids, do what needs the host; further calls for a step do nothing."""
         ...
 
 

@@ -11,12 +11,13 @@ from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_tables.rules import IdRules
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.tables import ReservedRows
+from dlrm_overlap.embedding.tables import CachedRows, ReservedRows
 from dlrm_overlap.kernels.ids.fill_rows import FilledTable, RowTables, fill_rows, row_tables
 from dlrm_overlap.kernels.ids.id_map import (
     EMPTY,
     NO_FEATURE,
     SEGMENT,
+    Claims,
     MapFeature,
     MapState,
     Policy,
@@ -32,6 +33,8 @@ _ALIGNMENT = 16  # slots, see `probe`
 _POOL = 4096  # most initial rows of a table without reserved slots
 Rows = Callable[[str], Sequence[torch.Tensor]]
 """returns the rows [rows, D] of a table's shard, then the states of its optimizer"""
+Caches = Callable[[str], CachedRows | None]
+"""returns where the rows of a table's shard are cached; None if they are not"""
 
 
 class IdMap:
@@ -91,11 +94,19 @@ class IdMap:
     @property
     def rows(self) -> int:
         """Rows of this rank that ids may have."""
-        shards = [(self.rules[name], end - begin) for name, (begin, end) in self._shards.items()]
-        return sum(rows // rules.size * rules.open_slots for rules, rows in shards)
+        return sum((end - begin) // of.size * of.open_slots for of, (begin, end) in self._by_table())
 
     def total(self, which: Totals) -> int:
         return self.state.total(which)
+
+    def shares(self) -> torch.Tensor:
+        """Return [tables] float64: the share of each table's rows on this rank that ids have."""
+        used = [(self.shard(self.state.ids, name) != EMPTY).sum() for name in self.rules]
+        rows = [(end - begin) // of.size * of.open_slots for of, (begin, end) in self._by_table()]
+        return torch.stack(used).double() / torch.tensor(rows, device=self._device)
+
+    def _by_table(self) -> list[tuple[IdRules, tuple[int, int]]]:
+        return [(rules, self._shards[name]) for name, rules in self.rules.items()]
 
     def used(self) -> int:
         """Return the number of ids that have a slot; waits for the device."""
@@ -149,37 +160,49 @@ class IdMap:
         offsets: torch.Tensor,
         samples: int,
         features: Features,
-    ) -> None:
-        """Write the rows of ids, given by their lower and upper words, to `out`; see `map_ids`."""
-        self.follow_clock()
-        claims = map_ids(self.state, features, self._set, *words, out, offsets, samples, self._is_training())
-        if claims is not None:
-            fill_rows(self._row_tables(), claims)
+    ) -> Claims | None:
+        """Write the rows of ids, given by their lower and upper words, to `out`; see `map_ids`.
 
-    def _row_tables(self) -> RowTables:
+        The rows that it returns must be filled before they are looked up.
+        """
+        self.follow_clock()
+        return map_ids(self.state, features, self._set, *words, out, offsets, samples, self._is_training())
+
+    def fill(self, claims: Claims | None, caches: Caches = lambda _: None) -> None:
+        """Give the rows of new ids their initial values, in the caches of tables that have one, and zero their states.
+
+        The rows of `claims` have slots there.
+        """
+        if claims is not None:
+            fill_rows(self._row_tables(caches), claims)
+
+    def _row_tables(self, caches: Caches) -> RowTables:
         assert self._rows is not None, "an IdMap whose rows are bound"
-        rows = {name: list(self._rows(name)) for name in self.rules}
-        storage = tuple(each.data_ptr() for of in rows.values() for each in of)
+        cached = {name: caches(name) for name in self.rules}
+        rows = {name: list(self._rows(name) if where is None else where.rows) for name, where in cached.items()}
+        slots = {name: 0 if where is None else where.slot_of.data_ptr() for name, where in cached.items()}
+        storage = *slots.values(), *(each.data_ptr() for of in rows.values() for each in of)
         if self._tables is None or storage != self._storage:
             tables = []
             for name, (weights, *states) in rows.items():
                 source = self._pools.get(name, weights)
                 of_states = [number for state in states for number in (state.data_ptr(), _words(state))]
                 where = self._first[name][0], weights.data_ptr(), _words(weights), source.data_ptr()
-                tables.append(FilledTable(*where, tuple(of_states)))
+                slots_of_source = 0 if name in self._pools else slots[name]
+                tables.append(FilledTable(*where, slots[name], slots_of_source, tuple(of_states)))
             self._tables, self._storage = row_tables(tables, self._device), storage
         return self._tables
 
     def remap(self, ids: KeyedJaggedTensor, names: Sequence[tuple[str | None, str]]) -> KeyedJaggedTensor:
-        """Return ids whose values are rows, int64; `names` has their features."""
+        """Return ids whose values are rows, int64; `names` has their features. Rows are in their tables, not cached."""
         values = ids.values().long()
         low, high = split_words(values)
         out = torch.empty_like(values)
         if ids.variable_stride_per_key():
             ends = torch.tensor(ids.offset_per_key(), device=values.device)
-            self.map((low, high), out, ends, 1, self.features_of(names))
+            self.fill(self.map((low, high), out, ends, 1, self.features_of(names)))
             return with_values(ids, out)
-        self.map((low, high), out, ids.offsets(), ids.stride(), self.features_of(names))
+        self.fill(self.map((low, high), out, ids.offsets(), ids.stride(), self.features_of(names)))
         return with_values(ids, out, ids.offsets())
 
     def rebuild(self) -> None:
@@ -190,21 +213,26 @@ class IdMap:
 
 
 class MappedIds:
-    """The `IdTables` of an exchange."""
+    """The `IdTables` of an exchange; `features` has those of each table."""
 
-    def __init__(self, id_map: IdMap, exchange: Exchange, rank: int) -> None:
-        self._map, self._exchange, self._rank = id_map, exchange, rank
+    waits = False
+
+    def __init__(self, id_map: IdMap, exchange: Exchange, rank: int, features: Mapping[str, Sequence[str]]) -> None:
+        self._map, self._exchange, self._rank, self._of_tables = id_map, exchange, rank, features
         self._names: tuple[Layout, list[tuple[str | None, str]]] | None = None
         for name, rules in id_map.rules.items():
             if rules.frozen:
                 number = exchange.tables.numbers_of[name]
                 exchange.tables.reserved[number] = ReservedRows(rules.size, rules.open_slots)
 
-    def activate(self, arrived: ArrivedIds) -> None:
+    def activate(self, arrived: ArrivedIds) -> Claims | None:
         ids, high = arrived.ids, arrived.high
         assert high is not None, "ids of 64 bits"
         low, features = ids.values(), self._map.features_of(self._features())
-        self._map.map((low, high), low, ids.offsets(), ids.stride(), features)
+        return self._map.map((low, high), low, ids.offsets(), ids.stride(), features)
+
+    def fill(self, claims: Claims) -> None:
+        self._map.fill(claims, self._exchange.tables.cached_rows_of)
 
     def _features(self) -> list[tuple[str | None, str]]:
         layout = self._exchange.layout
@@ -212,7 +240,12 @@ class MappedIds:
             tables = {number: name for name, number in self._exchange.tables.numbers_of.items()}
             shards = layout.by_owner[self._rank]
             of = [tables[shard.lookup, shard.table] if shard.buckets else None for shard in shards]
-            self._names = layout, [(table, s.feature_name) for table, s in zip(of, shards, strict=True)]
+            names = [
+                # Slots have ids of all features of their table.
+                self._of_tables[table][0] if shard.slots and table is not None else shard.feature_name
+                for table, shard in zip(of, shards, strict=True)
+            ]
+            self._names = layout, list(zip(of, names, strict=True))
         return self._names[1]
 
     def follow_clock(self) -> None:
@@ -220,6 +253,9 @@ class MappedIds:
 
     def expect(self, is_taken: bool) -> None:
         self._map.expect(is_taken)
+
+    def prepare_step(self) -> None:
+        """Do nothing: the device does all."""
 
 
 def _words(rows: torch.Tensor) -> int:

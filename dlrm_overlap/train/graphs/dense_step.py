@@ -20,6 +20,7 @@ from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.replicated import unsynchronized_weights
+from dlrm_overlap.torchrec_private import ShardedManagedCollisionCollection
 from dlrm_overlap.torchrec_private.attributes import (
     adds_norms_over_ranks,
     holder_of,
@@ -78,8 +79,9 @@ class DenseStep:
         for each in captured:
             each._opt_called = True  # otherwise torch's schedulers warn that the optimizer takes no steps
         if group.size() > 1:
+            ids = _ids_of_tables(model)
             for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
-                if not parameter.requires_grad and name not in divided:
+                if not parameter.requires_grad and name not in divided and id(parameter) not in ids:
                     dist.broadcast(parameter.data, group=group, group_src=0)
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self.buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
@@ -205,6 +207,12 @@ def step_alone(wrapper: Any) -> None:
             wrapper.step()
     finally:
         set_optimizer(wrapper, held)
+
+
+def _ids_of_tables(model: nn.Module) -> set[int]:
+    """Return the `id` of each parameter that holds the ids of a rank's rows, of tables of any id."""
+    maps = [each for each in model.modules() if isinstance(each, ShardedManagedCollisionCollection)]
+    return {id(parameter) for each in maps for parameter in each.parameters()}
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -11,12 +11,14 @@ from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 from dlrm_overlap.config import IdTablesConfig
 from dlrm_overlap.data.schema import MISSING_ID
+from dlrm_overlap.embedding.id_tables.id_map import IdMap
 from dlrm_overlap.embedding.id_tables.module import IdTableModule, check_rows, rules_of
-from dlrm_overlap.embedding.id_tables.rules import EVERY_ID, IdRules, rows_of_tables
+from dlrm_overlap.embedding.id_tables.rules import EVERY_ID, IdRules, map_bytes, rows_of_tables
 from dlrm_overlap.embedding.id_tables.sharder import _why_plan_stays
 from dlrm_overlap.kernels.ids.id_map import SEGMENT, Policy
 from dlrm_overlap.train.assembly import check_torchrec_maps
-from tests.conftest import refuses
+from dlrm_overlap.train.growth import Growth
+from tests.conftest import ROOT, configuration, refuses
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,40 @@ def test_missing_rows_are_refused(given: Any, rule: str) -> None:
 def test_ttl_and_its_steps_go_together(keys: dict[str, Any]) -> None:
     with refuses("ttl_steps"):
         IdTablesConfig(**keys)
+
+
+def test_a_limit_of_rows_needs_growth() -> None:
+    with refuses("max_rows: 900 without grow_at"):
+        IdTablesConfig(max_rows=900)
+
+
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [
+        ("--checkpoint.last=false", "tables grow by a checkpoint"),
+        ("--checkpoint.delta_every=9", "with checkpoint.delta_e"),
+    ],
+)
+def test_growth_needs_checkpoints_without_deltas(option: str, rule: str) -> None:
+    with refuses(rule):
+        configuration("--config", str(ROOT / "configs/quickstart.yaml"), "--embedding.id_tables.grow_at", "0.8", option)
+
+
+def test_growth_needs_our_map_of_ids() -> None:
+    with refuses("with backend torchrec TorchRec maps the ids"):
+        Growth(IdTablesConfig(rows=256, grow_at=0.5), {"t": 256}, "torchrec", counts=False)
+    assert Growth(IdTablesConfig(grow_at=0.5), {}, "torchrec", counts=False).due({}) == {}
+
+
+def test_tables_double_up_to_their_limits() -> None:
+    config = IdTablesConfig(rows=256, grow_at=0.5, max_rows=[512, 1024])
+    growth = Growth(config, {"a": 256, "b": 512}, "pgas", counts=True)
+    assert growth.due({"a": 0.51, "b": 0.5}) == {"a": 512}
+    assert growth.due({"a": 0.5, "b": 0.9}) == {"b": 1024}
+    growth.rows = {"a": 512, "b": 512}
+    assert growth.due({"a": 0.9, "b": 0.9}) == {"b": 1024}
+    with refuses("max_rows: 1 numbers for 2 tables"):
+        Growth(IdTablesConfig(grow_at=0.5, max_rows=[512]), {"a": 256, "b": 512}, "pgas", counts=True)
 
 
 def _module(**given: Any) -> HashZchManagedCollisionModule:
@@ -87,12 +123,19 @@ def test_ranks_have_whole_buckets(rows: int, buckets: int, ranks: int) -> None:
         check_rows(IdRules("t", rows, buckets), ranks)
 
 
-def test_a_kernel_for_host_memory_stays_with_torchrec() -> None:
-    params: Any = {"t": SimpleNamespace(compute_kernel="fused_uvm_caching")}
+@pytest.mark.parametrize(
+    ("kernel", "caches", "expected"),
+    [
+        ("fused", False, None),
+        ("fused_uvm_caching", True, None),
+        ("fused_uvm_caching", False, "compute kernel fused_uvm_caching"),
+        ("fused_uvm", True, "compute kernel fused_uvm"),
+    ],
+)
+def test_a_kernel_that_the_exchange_lacks_stays_with_torchrec(kernel: str, caches: bool, expected: str | None) -> None:
+    params: Any = {"t": SimpleNamespace(compute_kernel=kernel)}
     env: Any = SimpleNamespace()
-    assert _why_plan_stays(params, env) == "compute kernel fused_uvm_caching"
-    params = {"t": SimpleNamespace(compute_kernel="fused")}
-    assert _why_plan_stays(params, env) is None
+    assert _why_plan_stays(params, env, caches) == expected
 
 
 def test_torchrec_picks_rank_and_bucket_alike_where_it_is_not_refused() -> None:
@@ -115,3 +158,20 @@ def test_torchrec_picks_rank_and_bucket_alike_where_it_is_not_refused() -> None:
         check_torchrec_maps([512, rows], has_negative_ids=False, device=gpu)
     with refuses("on GPUs only"):
         check_torchrec_maps([512], has_negative_ids=False, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, 13),
+        ({"eviction": "ttl", "ttl_steps": 9}, 17),
+        ({"eviction": "lfu", "admit_after": 2}, 21),
+        ({"eviction": "none", "admit_after": 2}, 17),
+    ],
+)
+def test_the_bytes_of_a_map(keys: Any, expected: int) -> None:
+    config, rows = IdTablesConfig(**keys), 128 * 1000
+    rules = rules_of(IdTableModule("t", rows, torch.device("cpu"), config), "t", rows, ["f"])
+    assert isinstance(rules, IdRules)
+    columns = IdMap([rules], {"t": (0, rows)}, torch.device("cpu"), lambda: True).state
+    assert map_bytes(config) == expected == sum(each.nbytes for each in columns) // rows

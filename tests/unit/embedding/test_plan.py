@@ -145,3 +145,27 @@ def test_auto_cuts_what_balance_cuts(world_of_one: dist.ProcessGroup, monkeypatc
     assert given[:1] == [
         [TableLoad(p, 16, row_bytes, n * (row_bytes + 4), n) for n, p in zip(_ROWS, _POOLING, strict=True)]
     ]
+
+
+@pytest.mark.parametrize(("backend", "refused"), [("pgas", False), ("torchrec", True)])
+def test_tables_of_any_id_are_cached_by_our_exchange(
+    world_of_one: dist.ProcessGroup, backend: str, refused: bool
+) -> None:
+    config = _config("--embedding.memory", "[gpu,cached,cached,gpu]", "--embedding.backend", backend)
+    module = build_model(config.model, config.embedding, [128, 128, 20, 10], 13, seed=0, any_id=[0, 1])
+    topology, sharders = build_topology(torch.device("cpu"), 1, 1), build_sharders(config.embedding)
+    arguments = module, sharders, topology, config.embedding, _POOLING, 8, world_of_one
+    if refused:
+        with refuses("embedding.memory: t_01 is to be cached, but with backend torchrec .* take backend pgas or fused"):
+            make_plan(*arguments)
+        return
+    tables: Any = {name: each for of in make_plan(*arguments).plan.values() for name, each in of.items()}  # type: ignore[attr-defined]
+    expected = {"t_00": "fused", "t_01": "fused_uvm_caching", "t_02": "fused_uvm_caching", "t_03": "fused"}
+    assert {name: each.compute_kernel for name, each in tables.items()} == expected
+
+
+def test_the_map_of_a_cached_table_stays_on_the_gpu() -> None:
+    config = _config("--embedding.memory", "auto", "--embedding.cache_fraction", "0.5").embedding
+    load = TableLoad(1.0, 16, 64, (68 + 13) * 1280, 1280, True, 13 * 1280)
+    held = 68 * 640 + 4 * 1280 + 13 * 1280 + 68 * 10  # slots, their index, the map, reserved rows
+    assert plan._held_bytes(load, config) == pytest.approx(held)
