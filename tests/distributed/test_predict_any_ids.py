@@ -74,28 +74,49 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "schema.yaml").write_text(SCHEMA)
     paths = [str(folder / "table.parquet"), str(folder / "days"), "--schema", str(folder / "schema.yaml")]
     assert main(["prepare", "table", *paths]) == 0
+    _train(folder, "any")
+    return folder
+
+
+def _train(folder: Path, name: str, *options: str) -> None:
     run = ["--data.kind", "prepared", "--data.path", str(folder / "days"), "--data.workers", "0", "--nproc", "2"]
     run += ["--train.batch_size", "32", "--train.device", "cpu", "--embedding.backend", "pgas", "--embedding.lr", "0.5"]
-    run += ["--embedding.id_tables.rows", str(ROWS), "--log.dir", str(folder), "--log.name", "any"]
+    run += ["--embedding.id_tables.rows", str(ROWS), "--log.dir", str(folder), "--log.name", name]
     run += ["--checkpoint.every", "6", "--checkpoint.keep", "9", "--checkpoint.delta_every", "3", "--train.steps", "12"]
-    done = run_cli("train", *run)
+    done = run_cli("train", *run, *options)
     assert done.returncode == 0, done.stderr
-    return folder
 
 
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_predictions_have_the_metrics_of_eval(folder: Path, tmp_path: Path, processes: str) -> None:
-    scores, result, checkpoint = tmp_path / "scores.parquet", tmp_path / "eval.json", str(folder / "any")
+    _assert_predicts_as_eval(folder, "any", tmp_path, processes)
+
+
+@pytest.mark.slow
+def test_histories_and_cached_tables_of_any_id(folder: Path, tmp_path: Path) -> None:
+    graph = ["--train.pipeline", "graph"]
+    _train(folder, "history", *graph, "--model.sequence.history", "2", "--model.sequence.candidate", "1")
+    scorer = Scorer(folder / "history/checkpoints/step_6")
+    for step in (9, 12):
+        scorer.apply(folder / f"history/deltas/delta_{step}")
+    _assert_same(scorer(make_table()), Scorer(folder / "history")(make_table()))
+    _train(folder, "cached", *graph, "--embedding.memory", "cached", "--checkpoint.delta_every", "0")
+    for name in ("history", "cached"):
+        _assert_predicts_as_eval(folder, name, tmp_path)
+
+
+def _assert_predicts_as_eval(folder: Path, name: str, tmp_path: Path, processes: str = "1") -> None:
+    scores, result, checkpoint = tmp_path / "scores.parquet", tmp_path / "eval.json", str(folder / name)
     options = ["--checkpoint", checkpoint, "--output", str(scores), "--key", "id", "--nproc", processes]
     assert main(["predict", str(folder / "table.parquet"), *options]) == 0
-    found, labels = parquet.read_table(scores), np.array(make_table()["click"])
+    found, labels = parquet.read_table(scores), make_table()["click"].to_pylist()
     assert found["id"].to_pylist() == list(range(N))
     done = run_cli("eval", "--checkpoint", checkpoint, "--output", str(result), "--nproc", processes)
     assert done.returncode == 0, done.stderr
     expected = json.loads(result.read_text())
     held = expected["samples"]
-    probabilities = torch.from_numpy(np.array(found["click"])[-held:]).double()
-    metrics = evaluation_metrics(probabilities.logit(), torch.from_numpy(labels[-held:]), ["click"], [1.0])
+    probabilities = torch.tensor(found["click"].to_pylist()[-held:]).double()
+    metrics = evaluation_metrics(probabilities.logit(), torch.tensor(labels[-held:]), ["click"], [1.0])
     for key in ("loss", "auroc", "accuracy"):
         assert metrics[key] == pytest.approx(expected[key], abs=1e-6), key
 
