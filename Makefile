@@ -3,7 +3,8 @@
 # make test       run the tests, without the slow ones
 # make test-slow  run the slow tests: four ranks, and variants of what `make test` covers
 # make test-versions  run the distributed and kernel tests, on CPUs, with all older versions of the libraries, and with
-#                 each other Python that is on PATH; needs 30 GB for the environments .venv-*
+#                 each other Python that is on PATH; install the wheel into an empty environment, and train there; needs
+#                 30 GB for the environments .venv-*
 # make wheel      build dist/dlrm_overlap-VERSION-py3-none-any.whl, the only file that the Dockerfile needs; no .venv
 # make soak       kill and resume a run 200 times, and train for five minutes; takes half an hour
 # make test-gpu   run the tests that need GPUs

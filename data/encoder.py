@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from dlrm_overlap.data.columns import Column, Missing
 from dlrm_overlap.data.day import Day, Ragged
+from dlrm_overlap.data.hashed import hashed_rows
 from dlrm_overlap.data.schema import MISSING_ID, Schema
 
 _MISSING, _RARE, _FIRST_KNOWN = 0, 1, 2  # rows of a table with a vocabulary
@@ -65,9 +66,9 @@ class Encoder:
         self.learns = keys is None and bool(self._vocabularies)
         """whether `learn` must be called for all blocks, and then `finish`, before the first `encode`"""
         self.values = Counter[str]()
-        """column with a vocabulary -> number of its values that were encoded, without missing ones"""
+        """column -> number of its values that were encoded, or `count_ids` was told, without missing ones"""
         self.unknown = Counter[str]()
-        """how many of these are in no vocabulary, or rare in the table that it was learnt from"""
+        """how many of these are in no vocabulary, or rare in the table that it was learnt from, or have no row"""
 
     def learn(self, row: int, block: pa.RecordBatch) -> None:
         for name, vocabulary in self._vocabularies.items():
@@ -95,6 +96,12 @@ class Encoder:
         counts = self.values, self.unknown
         self.values, self.unknown = Counter(), Counter()
         return counts
+
+    def count_ids(self, name: str, ids: np.ndarray, has_row: np.ndarray) -> None:
+        """Count the ids of a column of any id, [n], of which only the model knows whether each has a row."""
+        given = ids != MISSING_ID
+        self.values[name] += int(given.sum())
+        self.unknown[name] += int((given & ~has_row).sum())
 
     def encode(self, row: int, block: pa.RecordBatch) -> Day:
         """Convert `block`, whose first row is number `row` of its file.
@@ -135,10 +142,3 @@ class Encoder:
     def _keys(self, row: int, block: pa.RecordBatch, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         column = self._schema.categorical[name]
         return Column(block, name, row, self._missing, column.list).keys(column.type)
-
-
-def hashed_rows(keys: np.ndarray, rows: int) -> np.ndarray:
-    """Return rows [d] int32 of keys [d] int64: 1 + mix(key) % (rows - 1), since row 0 is for missing values."""
-    mixed = keys.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
-    mixed ^= mixed >> np.uint64(32)
-    return (mixed % np.uint64(max(rows - 1, 1))).astype(np.int32) + np.int32(rows > 1)

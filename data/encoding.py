@@ -81,21 +81,24 @@ class Encoded(NamedTuple):
 
 
 class Unknown(NamedTuple):
-    """Values of a column that its vocabulary does not have, so they share the row of rare values."""
+    """Values of a column that have no row of their own in the model."""
 
     column: str
     values: int
     of: int
     """number of values that are not missing"""
+    place: str = "vocabulary"
+    """where they are not: values share the row of rare values without it, ids read an initial row in its stead"""
 
     def __str__(self) -> str:
         share = f"{self.values} of {count_of(self.of, 'value')} ({self.values / self.of:.1%})"
-        return f"{plain(self.column)}: {share} not in the vocabulary"
+        return f"{plain(self.column)}: {share} not in the {self.place}"
 
 
-def unknown_values(values: Counter[str], unknown: Counter[str]) -> list[Unknown]:
+def unknown_values(values: Counter[str], unknown: Counter[str], schema: Schema) -> list[Unknown]:
     """Return the columns with unknown values, by the counts of an `Encoder`."""
-    return [Unknown(name, count, values[name]) for name, count in unknown.items() if count]
+    places = {name: "table of ids" if column.any else "vocabulary" for name, column in schema.categorical.items()}
+    return [Unknown(name, count, values[name], places[name]) for name, count in unknown.items() if count]
 
 
 def write_encoding(folder: Path, schema: Schema, vocabularies: Mapping[str, np.ndarray]) -> Encoded:

@@ -70,7 +70,7 @@ def prepare_files(
             layout = write_samples(target, layout, read(bar, encoder.encode), timed=bool(schema.time))
         if not layout.samples:
             raise InputError(f"{source}: no samples; name a file, or a folder, that has some")
-        return layout, unknown_values(*encoder.take_counts()) if like else []
+        return layout, unknown_values(*encoder.take_counts(), schema) if like else []
 
 
 def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> RecordLayout:

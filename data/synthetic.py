@@ -4,7 +4,8 @@ Sample i is drawn from a fixed range of a counter-based random stream (Philox, S
 It has the same bits on every rank and device (`synthetic_device.py`): ids and lengths come from integers, and
 floating-point operations round identically everywhere.
 
-In a table of any id, each row stands for a 64-bit id (`id_of`). Without drift these ids stay. With drift, the id of a
+In a table whose ids are any or hashed, each row stands for a 64-bit id (`id_of`), which hashed tables reduce to a row
+(`hashed_rows`). So both have the same ids and labels. Without drift these ids stay. With drift, the id of a
 row is replaced by that of its next generation every 2 * drift samples. The rows take turns at even distances, so after
 `drift` samples half of the ids have been replaced.
 """
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 
 from dlrm_overlap.config import DataConfig, parse_multi_hot
-from dlrm_overlap.data.batch import Batch, Dataset
+from dlrm_overlap.data.batch import Batch, Dataset, id_type
+from dlrm_overlap.data.hashed import hashed_rows
 from dlrm_overlap.data.teacher import Teacher
 from dlrm_overlap.data.zipf import ZipfRanks, ZipfTable
 from dlrm_overlap.kernels.ids.id_map import mix
@@ -41,8 +43,17 @@ class Synthetic(Dataset):
         assert tables.rows is not None, "DataConfig checks that synthetic tables have rows"
         cap = tables.max_rows or math.inf
         sizes = [int(min(rows, cap)) for rows in _per_table(tables.rows, number)]
-        self._any = [ids == "any" for ids in _per_table(tables.ids, number)]
-        self.rows: list[int | None] = [None if of_any else rows for rows, of_any in zip(sizes, self._any, strict=True)]
+        kinds, hashed = _per_table(tables.ids, number), _per_table(tables.hashed_rows or 0, number)
+        self._wide = [kind != "rows" for kind in kinds]
+        """whether the ids of a table are 64-bit integers"""
+        self._hashed = [
+            int(min(rows, cap)) if kind == "hashed" else 0 for kind, rows in zip(kinds, hashed, strict=True)
+        ]
+        """rows of each table whose ids are hashed; 0 for others"""
+        self.rows: list[int | None] = [
+            None if kind == "any" else hashed or size
+            for kind, size, hashed in zip(kinds, sizes, self._hashed, strict=True)
+        ]
         self._period = 2 * tables.drift
         """number of samples after which the id of a row is replaced; 0: never"""
         self.num_samples: int | None = None if split == "train" else config.eval_samples
@@ -54,7 +65,7 @@ class Synthetic(Dataset):
         ranks = {shape: ZipfRanks(*shape) for shape in set(shapes)}
         self._tables = [ZipfTable(ranks[shape], int(rng.integers(shape[0]))) for shape in shapes]
         half_lives = _per_table(tables.half_life, number)
-        drifts = [of_any and self._period > 0 for of_any in self._any]
+        drifts = [wide and self._period > 0 for wide in self._wide]
         self._teacher = Teacher(self._tables, self.bag_sizes, config.dense_features, rng, half_lives, drifts)
         self._key = np.random.SeedSequence((config.seed, int(split == "eval"))).generate_state(2, np.uint64)
         self.dense_features = config.dense_features
@@ -75,7 +86,9 @@ class Synthetic(Dataset):
         lengths = (low + (sizes * (high - low + np.uint64(1)) >> np.uint64(32))).astype(np.int32, order="C")
 
         rows = np.empty(int(lengths.sum()), dtype=np.int32)
-        values = rows if not any(self._any) else np.empty(rows.size, dtype=np.int64)
+        values = rows
+        if any(self._wide):
+            values = np.empty(rows.size, dtype=np.int64 if id_type(self.rows) == torch.int64 else np.int32)
         generations = np.zeros(rows.size, dtype=np.int64) if self._period else None
         start, column = 0, self._first_id
         for t, (table, bags, (low, high)) in enumerate(zip(self._tables, lengths, self.bag_sizes, strict=True)):
@@ -85,12 +98,13 @@ class Synthetic(Dataset):
             drawn = table.row_ids(table.ranks.draw(kept.reshape(-1)))
             part = slice(start, start + drawn.size)
             rows[part] = drawn
-            if self._any[t]:
+            if self._wide[t]:
                 generation = np.zeros(1, dtype=np.int64)
                 if generations is not None:
                     samples = np.repeat(np.arange(first, first + count), bags)
                     generation = generations[part] = generation_of(drawn, table.rows, samples, self._period)
-                values[part] = id_of(t, drawn, generation)
+                ids = id_of(t, drawn, generation)
+                values[part] = hashed_rows(ids, self._hashed[t]) if self._hashed[t] else ids
             elif values is not rows:
                 values[part] = drawn
             start += drawn.size

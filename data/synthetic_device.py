@@ -32,7 +32,13 @@ class DeviceSynthetic(Synthetic):
         tensors = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays)
         ids = self.max_ids if (least == most).all() else None
         self._source = Source(
-            *tensors, end=CURVE_END, bias=teacher.bias, scale=NORMAL_SCALE, ids=ids, id_type=id_type(self.rows)
+            *tensors,
+            end=CURVE_END,
+            bias=teacher.bias,
+            scale=NORMAL_SCALE,
+            ids=ids,
+            id_type=id_type(self.rows),
+            has_wide_ids=any(self._wide),
         )
 
     def read(self, first: int, count: int) -> Batch:
@@ -53,8 +59,9 @@ class DeviceSynthetic(Synthetic):
                 cells.append(self._teacher.weights[t].astype(np.int64))
                 words += cells[-1].size
             shape = begins[ranks], ranks.bits, table.rows, table.multiplier, table.offset
-            period = self._period if self._any[t] else -1
-            tables.append((*shape, int(self._teacher.keys[t]), column, most, column - self._first_id, weights, period))
+            period = self._period if self._wide[t] else -1
+            where = column, most, column - self._first_id
+            tables.append((*shape, int(self._teacher.keys[t]), *where, weights, period, self._hashed[t]))
             columns[column : column + most] = t
             column += most
         return columns, np.array(tables), np.concatenate(cells)

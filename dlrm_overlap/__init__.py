@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlrm_overlap.embedding.default_sharders import get_default_sharders
     from dlrm_overlap.embedding.id_layout import BatchCapacity
-    from dlrm_overlap.embedding.id_tables.sharder import OverlapManagedCollisionEmbeddingBagCollectionSharder
+    from dlrm_overlap.embedding.id_tables.sharder import (
+        OverlapManagedCollisionEmbeddingBagCollectionSharder,
+        OverlapManagedCollisionEmbeddingCollectionSharder,
+    )
     from dlrm_overlap.embedding.plan import constraints
     from dlrm_overlap.embedding.sharder import (
         OverlapEmbeddingBagCollectionSharder,
@@ -25,6 +28,7 @@ __all__ = [
     "OverlapEmbeddingBagCollectionSharder",
     "OverlapEmbeddingCollectionSharder",
     "OverlapManagedCollisionEmbeddingBagCollectionSharder",
+    "OverlapManagedCollisionEmbeddingCollectionSharder",
     "Scorer",
     "constraints",
     "explain",
@@ -38,6 +42,7 @@ _MODULES = {
     "OverlapEmbeddingBagCollectionSharder": "embedding.sharder",
     "OverlapEmbeddingCollectionSharder": "embedding.sharder",
     "OverlapManagedCollisionEmbeddingBagCollectionSharder": "embedding.id_tables.sharder",
+    "OverlapManagedCollisionEmbeddingCollectionSharder": "embedding.id_tables.sharder",
     "Scorer": "predict.scorer",
     "constraints": "embedding.plan",
     "explain": "train.explain",

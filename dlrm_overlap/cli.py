@@ -62,6 +62,10 @@ def train(argv: list[str]) -> int:
     def check(config: Config, values: Any) -> None:
         check_data(config.data)
         check_writable(config.folder, "log.dir")
+        if config.checkpoint.delta_every:
+            from dlrm_overlap.checkpoint.delta_files import check_deltas
+
+            check_deltas(config)
 
     return run_on_ranks(["train"], train.__doc__ or "", argv, work, check=check)
 
@@ -160,7 +164,7 @@ def bench(argv: list[str]) -> int:
         on_cpu, world_size = ranks.device.type == "cpu", ranks.world.world_size
         if world_size == 1 and figure.needs_peers:
             raise InputError(f"bench {kind}: one rank has no peer to communicate with; add --nproc 2, or more")
-        if on_cpu and ranks.world.rank == 0:
+        if on_cpu and figure.measures_time and ranks.world.rank == 0:
             print(f"bench {kind}: a rehearsal, since times on CPUs say nothing about GPUs", file=sys.stderr)
         return import_module(f"dlrm_overlap.bench.figures.{figure.module}").run(kind, ranks)
 
@@ -335,6 +339,29 @@ def checkpoint(argv: list[str]) -> int:
     return 0
 
 
+def delta(argv: list[str]) -> int:
+    """Bring a checkpoint's weights up to date by deltas, which training writes with checkpoint.delta_every."""
+    parser = Parser("dlrm-overlap delta", delta.__doc__ or "")
+    parser.add_argument("action", choices=["apply"], metavar="apply", help="write BASE with the deltas applied")
+    text = "folder step_<N>, a result of `delta apply`, or a run's folder, for its newest checkpoint"
+    parser.add_argument("base", type=FullPath, metavar="BASE", help=text)
+    text = "folders delta_<N>, in the order of steps"
+    parser.add_argument("deltas", type=FullPath, metavar="DELTA", nargs="+", help=text)
+    parser.add_argument("--output", type=FullPath, metavar="FOLDER", required=True, help="checkpoint to create")
+    values = parser.read(argv)
+    from dlrm_overlap.checkpoint.manifest import locate_checkpoint
+
+    base = locate_checkpoint(Path(values.base), "BASE")
+    try:
+        from dlrm_overlap.checkpoint.apply_deltas import apply_deltas
+
+        result = apply_deltas(base, [Path(each) for each in values.deltas], Path(values.output))
+    except ModuleNotFoundError as error:
+        raise InputError(f'{error.name}: not installed; pip install "dlrm-overlap[data]"') from None
+    print(f"{values.output}: weights of step {result.step}")
+    return 0
+
+
 def doctor(argv: list[str]) -> int:
     """Report what this machine has, what is missing, and how to get it."""
     Parser("dlrm-overlap doctor", doctor.__doc__ or "").read(argv)
@@ -347,7 +374,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "predict": predict,
-    **{each.__name__: each for each in (compare, bench, simulate, trace, checkpoint, prepare, doctor)},
+    **{each.__name__: each for each in (compare, bench, simulate, trace, checkpoint, delta, prepare, doctor)},
 }
 
 

@@ -91,7 +91,7 @@ TableOptimizer = Literal[
     "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
 ]
 Memory = Literal["gpu", "cached", "auto"]
-IdKind = Literal["rows", "any"]
+IdKind = Literal["rows", "any", "hashed"]
 AUTO = "auto"
 BACKEND_NAMES = (AUTO, *BACKENDS)
 BackendName = Annotated[str, ValueRule(f"one of {', '.join(map(repr, BACKEND_NAMES))}", BACKEND_NAMES.__contains__)]
@@ -122,8 +122,8 @@ class TablesConfig:
     count: PositiveInt | None = None
     """synthetic: number of tables; null takes the length of the lists"""
     rows: PositiveInt | list[PositiveInt] | None = None
-    """rows per table; null for prepared samples, whose files give them. synthetic, ids any: number of ids in use at a
-    time"""
+    """rows per table; null for prepared samples, whose files give them. synthetic, ids any or hashed: number of ids in
+    use at a time"""
     max_rows: PositiveInt | None = None
     """upper limit of every table's rows; Criteo's ids are taken modulo this"""
     multi_hot: PositiveInt | str | list[PositiveInt | str] = 1
@@ -132,14 +132,17 @@ class TablesConfig:
     """skew of the synthetic ids, P(k-th row) ~ 1/k^alpha; 0 is uniform"""
     ids: IdKind | list[IdKind] = "rows"
     """synthetic: what the ids of a table are. rows: numbers of its rows. any: 64-bit integers, which get their rows in
-    training (embedding.id_tables). For prepared samples the files say it"""
+    training (embedding.id_tables). hashed: the same integers, each reduced to one of hashed_rows rows by a hash, as
+    `rows` in a schema does; ids may share a row. For prepared samples the files say it"""
+    hashed_rows: PositiveInt | list[PositiveInt] | None = None
+    """synthetic, ids hashed: rows of such tables; row 0 stays unused. A list has a value for every table"""
     half_life: HalfLife | list[HalfLife] = 0
     """synthetic: number of positions after which an id of a history counts half as much for the label, newest id first;
     0 weights all ids of a bag equally"""
     drift: NonNegativeInt = 0
-    """synthetic, tables with ids any: number of samples after which half of the ids in use have been replaced by new
-    ones, one after the other; 0 keeps the ids. Evaluation samples have the ids of the first samples of training, so
-    judge a run by the metrics of its training samples"""
+    """synthetic, tables with ids any or hashed: number of samples after which half of the ids in use have been replaced
+    by new ones, one after the other; 0 keeps the ids. Evaluation samples have the ids of the first samples of training,
+    so judge a run by the metrics of its training samples"""
 
     def __post_init__(self) -> None:
         for spec in self.multi_hot if isinstance(self.multi_hot, list) else [self.multi_hot]:
@@ -148,22 +151,31 @@ class TablesConfig:
         if len(lengths | ({self.count} if lengths and self.count else set())) > 1:
             raise InputError(
                 f"data.tables: count {self.count}, lists of {sorted(lengths)} values; count, rows, multi_hot, "
-                f"zipf_alpha, ids and half_life must agree on the number of tables"
+                f"zipf_alpha, ids, hashed_rows and half_life must agree on the number of tables"
             )
-        if self.drift and not self.has_any:
+        if self.drift and not self.has_wide_ids:
             raise InputError(
-                f"data.tables.drift: {self.drift}, but no table takes any id; set data.tables.ids any, or leave drift "
-                f"out"
+                f"data.tables.drift: {self.drift}, but no table takes any id; set data.tables.ids any or hashed, or "
+                f"leave drift out"
+            )
+        if ("hashed" in self._kinds) != (self.hashed_rows is not None):
+            raise InputError(
+                f"data.tables.hashed_rows: {self.hashed_rows}, data.tables.ids {self.ids}; give hashed_rows with ids "
+                f"hashed, and with no other"
             )
 
     @property
     def _per_table(self) -> tuple[Any, ...]:
-        return self.rows, self.multi_hot, self.zipf_alpha, self.ids, self.half_life
+        return self.rows, self.multi_hot, self.zipf_alpha, self.ids, self.hashed_rows, self.half_life
 
     @property
-    def has_any(self) -> bool:
-        """Whether some table takes any id."""
-        return "any" in self.ids if isinstance(self.ids, list) else self.ids == "any"
+    def _kinds(self) -> set[str]:
+        return set(self.ids) if isinstance(self.ids, list) else {self.ids}
+
+    @property
+    def has_wide_ids(self) -> bool:
+        """Whether the ids of some synthetic table are 64-bit integers, any or hashed."""
+        return bool(self._kinds - {"rows"})
 
     def number(self, default: int | None = None) -> int:
         """Return the number of tables, or `default` if no key gives it.
@@ -237,10 +249,10 @@ class DataConfig:
                 raise InputError("data.tables.rows: null, but synthetic tables need their rows; set data.tables.rows")
             if self.shuffle:
                 raise InputError(f"data.shuffle: {self.shuffle}, but synthetic samples have no order; leave it out")
-        elif self.tables.has_any:
+        elif self.tables.has_wide_ids:
             raise InputError(
                 f"data.tables.ids: {self.tables.ids}, but data.kind {self.kind} reads files, which say what their ids "
-                f"are; leave it out, and write any: true into the schema of `prepare`"
+                f"are; leave it out, and write any: true, or rows to hash, into the schema of `prepare`"
             )
         elif self.path is None:
             raise InputError(f"data.path: null, but data.kind {self.kind} reads files; set data.path")
@@ -329,12 +341,22 @@ class IdTablesConfig:
     id"""
     ttl_steps: PositiveInt | None = None
     """ttl: number of steps without a sighting after which an id may lose its row"""
+    grow_at: Share | None = None
+    """share of a table's rows in use on some rank, above which the table doubles its rows: at the next line of the log
+    the run saves, and goes on from this checkpoint with more rows. A bucket may be full earlier. null: never"""
+    max_rows: PositiveInt | list[PositiveInt] | None = None
+    """grow_at: rows that a table does not exceed, one value or one per table of any id; null is no limit"""
 
     def __post_init__(self) -> None:
         if (self.eviction == "ttl") != (self.ttl_steps is not None):
             raise InputError(
                 f"embedding.id_tables: eviction {self.eviction}, ttl_steps {self.ttl_steps}; give ttl_steps with "
                 f"eviction ttl, and with no other"
+            )
+        if self.max_rows is not None and self.grow_at is None:
+            raise InputError(
+                f"embedding.id_tables.max_rows: {self.max_rows} without grow_at; give grow_at, the share of rows in "
+                f"use above which a table grows, such as 0.8"
             )
 
 
@@ -531,6 +553,13 @@ class CheckpointConfig:
     starts a new run"""
     allow_config_mismatch: bool = False
     """resume even if the samples, the global batch size or a seed differ from the checkpoint's"""
+    delta_every: NonNegativeInt = 0
+    """steps between two deltas, which have what training has changed since the last one; 0 is off. Needs backend pgas
+    or fused, tables in GPU memory, and pyarrow"""
+    delta_dtype: Literal["float32", "int8"] = "float32"
+    """elements of the rows in deltas: as trained, or rounded to 255 steps between a row's least and greatest"""
+    delta_keep: PositiveInt | None = None
+    """number of most recent deltas to keep; null keeps all"""
 
 
 @dataclass(frozen=True)
@@ -550,6 +579,16 @@ class Config:
             raise InputError("train.steps: null, but synthetic data has no end; set train.steps")
         if self.data.kind != "prepared":  # its files give the number of tables
             self.model.sequence.check_tables(self.data.tables.number(CRITEO_TABLES))
+        if self.embedding.id_tables.grow_at is not None and self.checkpoint.delta_every:
+            raise InputError(
+                f"embedding.id_tables.grow_at: {self.embedding.id_tables.grow_at} with checkpoint.delta_every "
+                f"{self.checkpoint.delta_every}; a delta has the rows of its checkpoint, so set one to null or 0"
+            )
+        if self.embedding.id_tables.grow_at is not None and not (self.checkpoint.every or self.checkpoint.last):
+            raise InputError(
+                f"embedding.id_tables.grow_at: {self.embedding.id_tables.grow_at}, but checkpoint.every is 0 and "
+                f"checkpoint.last false; tables grow by a checkpoint, so set one of these"
+            )
 
     @property
     def folder(self) -> Path:

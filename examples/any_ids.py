@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/any_ids.py             # on GPUs, or on a CPU if there are none
     torchrun --nproc-per-node 2 examples/any_ids.py --backend torchrec    # on GPUs only
+    torchrun --nproc-per-node 2 examples/any_ids.py --module mch    # by TorchRec's older module of such ids
 
 Users and items come and go; a user clicks the items of its own taste. Only two lines differ from TorchRec
 (--backend torchrec): the sharder and the pipeline.
@@ -9,7 +10,7 @@ Users and items come and go; a user clicks the items of its own taste. Only two 
 
 import argparse
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
+from torchrec.modules.mc_modules import (
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    ManagedCollisionModule,
+    MCHManagedCollisionModule,
+)
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -40,27 +46,42 @@ FEATURES, ROWS, BUCKETS = ("user", "item"), 8192, 64
 DIM, SAMPLES, TASTES, ALIVE = 16, 256, 2, 400  # so many users and items are alive at a time
 
 
+def mpzch(name: str) -> ManagedCollisionModule:
+    """Return a module that gives an id its row when it is first seen."""
+    return HashZchManagedCollisionModule(
+        zch_size=ROWS,
+        device=torch.device("meta"),
+        total_num_buckets=BUCKETS,
+        name=name,
+        eviction_policy_name=HashZchEvictionPolicyName.SINGLE_TTL_EVICTION,
+        eviction_config=HashZchEvictionConfig(features=[], single_ttl=24),  # hours
+    )
+
+
+def mch(name: str) -> ManagedCollisionModule:
+    """Return a module that gives ids rows every few steps, to those that were seen last."""
+    return MCHManagedCollisionModule(
+        zch_size=ROWS,
+        device=torch.device("meta"),
+        eviction_policy=LRU_EvictionPolicy(),
+        eviction_interval=5,
+        input_hash_size=2**62,
+        name=name,
+        buckets=BUCKETS,
+    )
+
+
 class Clicks(nn.Module):
     """Predicts whether a user clicks an item."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, make_module: Callable[[str], ManagedCollisionModule]) -> None:
         super().__init__()
-        meta, keep = torch.device("meta"), HashZchEvictionConfig(features=[], single_ttl=24)  # hours
+        meta = torch.device("meta")
         tables = [
             EmbeddingBagConfig(name=f"t_{name}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=[name])
             for name in FEATURES
         ]
-        modules: dict[str, ManagedCollisionModule] = {
-            table.name: HashZchManagedCollisionModule(
-                zch_size=ROWS,
-                device=meta,
-                total_num_buckets=BUCKETS,
-                name=table.name,
-                eviction_policy_name=HashZchEvictionPolicyName.SINGLE_TTL_EVICTION,
-                eviction_config=keep,
-            )
-            for table in tables
-        }
+        modules = {table.name: make_module(table.name) for table in tables}
         self.embedding = ManagedCollisionEmbeddingBagCollection(
             EmbeddingBagCollection(tables, device=meta), ManagedCollisionCollection(modules, tables)
         )
@@ -89,6 +110,7 @@ def synthetic_batches(steps: int, rank: int) -> Iterator[Batch]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", choices=["torchrec", "pgas", "fused"], default="pgas")
+    parser.add_argument("--module", choices=["mpzch", "mch"], default="mpzch")
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
 
@@ -107,7 +129,7 @@ def main() -> None:
     if not is_torchrec:  # the first of two lines that differ
         sharders = [OverlapManagedCollisionEmbeddingBagCollectionSharder(fused_params, backend=options.backend)]
 
-    clicks = Clicks(device)
+    clicks = Clicks(device, mch if options.module == "mch" else mpzch)
     topology = Topology(world.world_size, device.type, local_world_size=world.local_world_size)
     planner = EmbeddingShardingPlanner(topology, batch_size=SAMPLES, constraints=constraints(clicks))
     plan = planner.collective_plan(clicks, sharders, dist.group.WORLD)

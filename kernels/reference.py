@@ -195,6 +195,14 @@ def update_rows(
     weight[rows] = (row - step).to(weight.dtype)
 
 
+def mark_rows(words: torch.Tensor, rows: torch.Tensor) -> None:
+    """Set the bits of `rows` [n] int64, in any order, in `words` [at least rows / 32] int32: row r has bit r % 32."""
+    rows = rows.unique()
+    at, bits = rows // 32, (1 << (rows % 32)).to(torch.int32)
+    missing = bits.masked_fill(words[at] & bits != 0, 0)
+    words.index_add_(0, at, missing)  # a sum of different bits of a word, none of which is set
+
+
 def _sgd(row: Rows, states: States, gradient: Rows, numbers: OptimizerParams) -> tuple[Rows, States]:
     return numbers.lr * gradient, []
 

@@ -13,8 +13,9 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 from dlrm_overlap.kernels.ids.probing import mix
+from dlrm_overlap.kernels.wide_ids import remainder
 
-# Columns of the table of tables, [T, 11] int64.
+# Columns of the table of tables, [T, 12] int64.
 CELLS = tl.constexpr(0)  # first word of the table's cells
 BITS = tl.constexpr(1)  # number of high bits of a draw that choose the cell
 ROWS = tl.constexpr(2)
@@ -26,7 +27,8 @@ MAX_IDS = tl.constexpr(7)  # ids of the table's largest bag
 START = tl.constexpr(8)  # upper limit of a sample's ids in all tables before
 WEIGHTS = tl.constexpr(9)  # first word of the weights of the table's scores, by position in a bag; -1: all are 1
 PERIOD = tl.constexpr(10)  # samples after which a row's id is replaced; 0: never; -1: ids are the rows themselves
-TABLE_COLUMNS = tl.constexpr(11)
+HASHED = tl.constexpr(11)  # rows that the ids are reduced to by a hash; 0: the ids stay
+TABLE_COLUMNS = tl.constexpr(12)
 
 # Words of a cell, int64: word 0 is the threshold, the first item begins at word 1, the second at word 5.
 CELL_WORDS = tl.constexpr(8)
@@ -44,7 +46,7 @@ class Source(NamedTuple):
     columns: torch.Tensor
     """[4 * blocks] int32: table of each of a sample's draws; -1 if it is not for an id"""
     tables: torch.Tensor
-    """[T, 11] int64: see the columns above"""
+    """[T, 12] int64: see the columns above"""
     cells: torch.Tensor
     """[words] int64: the cells of each popularity (`data/zipf.py`), each a threshold and, for two items, the first rank
     and the bits of the float64 slope and curve; then the weights of tables whose ids count by position"""
@@ -68,6 +70,8 @@ class Source(NamedTuple):
     """ids of a sample; None if the bags of a table differ in size"""
     id_type: torch.dtype
     """int64 if a table has ids of any value, else int32"""
+    has_wide_ids: bool
+    """whether some table has ids of any value, or rows that these are reduced to"""
 
 
 @triton.jit
@@ -86,6 +90,14 @@ def id_of(table, rows, generations):
     """Return the ids, int64, of `rows` of a table, as `data/synthetic.py` does; all arguments are int64."""
     keys = (rows + (table << 40)) ^ mix(generations).to(tl.int64, bitcast=True)
     return (mix(keys) & 0x7FFFFFFFFFFFFFFF).to(tl.int64)
+
+
+@triton.jit
+def hashed_row(ids, rows):
+    """Return the rows, int64, of int64 ids in a table of `rows` rows, int64, as `data/hashed.py` does."""
+    mixed = ids.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    mixed = mixed ^ (mixed >> 32)
+    return remainder(mixed, rows - 1) + (rows > 1).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["first", "blocks", "count", "features", "tables"])
@@ -133,13 +145,13 @@ def _draw_features(
 
 @triton.jit(do_not_specialize=["first", "blocks", "count", "first_block"])
 def _draw_ids(
-    values,  # int32, or int64 with ANY: all bags of table 0, then of table 1, ..
+    values,  # int32 or int64: all bags of table 0, then of table 1, ..
     lengths,  # [tables, count] int32
     offsets,  # [tables * count + 1] int64, with RANGES
     sums,  # [tables, count] int32: of scores, modulo 2**32
     key,  # [2] int64
     columns,  # [4 * blocks] int32
-    tables,  # [tables, 11] int64
+    tables,  # [tables, 12] int64
     cells,  # int64
     first: tl.int64,
     blocks: tl.int64,
@@ -152,7 +164,7 @@ def _draw_ids(
     """Draw ids and sum the scores of each bag: a program makes one block of four draws for each of BLOCK samples.
 
     Memory: with RANGES, bags have `lengths`, otherwise all bags of a table have MAX_IDS ids. With ANY, some tables have
-    ids of any value.
+    ids of any value, or rows that such ids are reduced to.
 
     Order: sums are relaxed atomics of integers, whose order does not matter.
     """
@@ -194,7 +206,10 @@ def _draw_ids(
                 turn = row * tl.maximum(period, 1) // tl.load(entry + ROWS)
                 generation = tl.where(period > 0, (first + i + turn) // tl.maximum(period, 1), 0)
                 score_key = score_key + generation.to(tl.uint32) * 0x9E3779B1
-                tl.store(values + at, tl.where(period < 0, row, id_of(t.to(tl.int64), row, generation)), mask=kept)
+                id = id_of(t.to(tl.int64), row, generation)
+                hashed = tl.load(entry + HASHED)
+                id = tl.where(hashed > 0, hashed_row(id, hashed), id)
+                tl.store(values + at, tl.where(period < 0, row, id).to(values.dtype.element_ty), mask=kept)
             else:
                 tl.store(values + at, row.to(tl.int32), mask=kept)
 
@@ -290,7 +305,7 @@ def draw_samples(
         torch.cumsum(lengths, 0, out=offsets[1:])
         ids = int(offsets[-1])
     values = torch.empty(ids, dtype=source.id_type, device=device)
-    constants = {"RANGES": source.ids is None, "ANY": source.id_type == torch.int64, "BLOCK": BLOCK}
+    constants = {"RANGES": source.ids is None, "ANY": source.has_wide_ids, "BLOCK": BLOCK}
     specialised(_draw_ids, num_warps=4, fuse_sums=False, **constants)(
         (blocks - first_draw // 4) * groups, (),
         values, lengths, offsets, sums, key, source.columns, source.tables, source.cells,

@@ -7,7 +7,7 @@ A page has a table between two comments, and a number before one:
     It is 1.49<!-- = stage.csv | baseline/pgas --> times as fast.
 
 A comment names files of `docs/results`, the columns that rows of one line have in common, and the cells:
-`[TITLE=]EXPRESSION[@UNIT]`, see `tests.measured`.
+`[TITLE=]EXPRESSION[@UNIT]`, see `tests.measured`. Instead of these it may begin with the name of a table in `_TABLES`.
 """
 
 import os
@@ -15,6 +15,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from dlrm_overlap.bench.figures.learning import summarise
 from tests import simulated_pages
 from tests.calibration import Row
 from tests.measured import column, values
@@ -55,11 +56,28 @@ def _parse(spec: str) -> tuple[list[str], list[list[Row]], list[str]]:
     return names.split(), files, [part for part in parts if not part.startswith("where ")]
 
 
+def learned(name: str) -> Lines:
+    """Yield the lines of a table of rows of `bench learning`: means over seeds and standard deviations."""
+    rows = read(name)
+    yield ["contender", "seeds", "AUROC", "NE", "NE minus the first's, by seed"]
+    for line in summarise(rows, list(dict.fromkeys(row["contender"] for row in rows)), None):
+        cells = [(line.get(each), line.get(f"{each}_std"), form) for each, form in _LEARNED.items()]
+        yield [
+            f"`{line['contender']}`",
+            str(line["seeds"]),
+            *("" if mean is None else f"{mean:{form}} ± {std or 0:{form}}" for mean, std, form in cells),
+        ]
+
+
+_LEARNED = {"auroc": ".4f", "ne": ".4f", "ne_difference": ".6f"}
+_TABLES = {**simulated_pages.TABLES, "learned": learned}
+
+
 def table(spec: str) -> Lines:
     """Yield the lines of a table, those of the head first."""
-    if spec.split()[0] in simulated_pages.TABLES:
+    if spec.split()[0] in _TABLES:
         name, *arguments = spec.split()
-        yield from simulated_pages.TABLES[name](*arguments)
+        yield from _TABLES[name](*arguments)
         return
     _, files, (keys, *cells) = _parse(spec)
     units = [cell.partition("@")[2] or ("x" if "/" in cell else "") for cell in cells]

@@ -48,6 +48,24 @@ _PANELS = {"loss": {"train/loss": ":", "eval/loss": "-"}, "AUROC": {"eval/auroc"
 _METRICS = {"train/loss": "training", "eval/loss": "last weeks", "eval/auroc": "last weeks"}
 _CURVE_COLORS = ("#4c78a8", "#e45756")
 
+LEARNING = FOLDER / "learning/movielens.svg"
+# Files of learned curves by the titles of their panels, and the contenders shown, with the styles of their lines.
+_LEARNING_ROWS = {"DLRM": "learning/movielens.csv", "DLRM with attention": "learning/movielens_attention.csv"}
+_LEARNING_STYLES = {"torchrec": ("-", "#e45756"), "pgas": ("--", "#4c78a8"), "pgas_bf16": (":", "#54a24b")}
+
+DRIFT = FOLDER / "drift.svg"
+DRIFT_ROWS = "drift.csv"
+# Contenders of `bench drift`, and the colors and styles of their lines.
+_DESIGNS = {
+    "modulus": ("#9d9da1", "-"),
+    "modulus_twice": ("#9d9da1", ":"),
+    "any_lfu": ("#e45756", "-"),
+    "any_distance_lfu": ("#54a24b", "-"),
+    "any": ("#4c78a8", "-"),
+    "any_admit_2": ("#4c78a8", ":"),
+    "unlimited": ("black", "--"),
+}
+
 
 def step_times() -> list[tuple[str, list[float]]]:
     """Return for each model its name and the GPU times of `CONTENDERS`, in ms."""
@@ -122,6 +140,58 @@ def draw_curves() -> None:
     _write(figure, CURVES)
 
 
+def draw_learning() -> None:
+    """Write `LEARNING`: NE of the last weeks against training samples; a line per contender and seed."""
+    plt = _pyplot()
+    figure, panels = plt.subplots(1, 2, figsize=(8, 2.8))
+    for axes, (title, name) in zip(panels, _LEARNING_ROWS.items(), strict=True):
+        rows = read(name)
+        for contender, (style, color) in _LEARNING_STYLES.items():
+            for seed in dict.fromkeys(row["seed"] for row in rows):
+                own = [row for row in rows if (row["contender"], row["seed"]) == (contender, seed)]
+                samples, values = [int(row["samples"]) for row in own], [float(row["ne"]) for row in own]
+                axes.plot(samples, values, style, color=color, lw=1, label=contender if seed == "0" else None)
+        axes.set_xlabel("training samples")
+        axes.set_title(f"{title}: NE", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=7)
+    figure.tight_layout()
+    _write(figure, LEARNING)
+
+
+def drift_curves() -> dict[str, list[float]]:
+    """Return for the label of each contender of `bench drift` its NE day by day, means over the seeds.
+
+    A label ends in the NE of the last day.
+    """
+    rows = read(DRIFT_ROWS)
+    found = {}
+    for name in _DESIGNS:
+        own = [row for row in rows if row["contender"] == name]
+        by_day = [[float(row["ne"]) for row in own if int(row["day"]) == day + 1] for day in range(int(own[0]["days"]))]
+        means = [sum(each) / len(each) for each in by_day]
+        found[f"{name}: {means[-1]:.3f}"] = means
+    return found
+
+
+def draw_drift() -> None:
+    """Write `DRIFT`: NE of each day while new ids replace old ones, for each way to give ids their rows."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(8, 3.2))
+    curves = drift_curves()
+    for (label, means), (color, style) in zip(curves.items(), _DESIGNS.values(), strict=True):
+        axes.plot(range(1, len(means) + 1), means, style, color=color, label=label)
+    later = [value for means in curves.values() for value in means[2:]]
+    axes.set_ylim(min(later) - 0.005, max(later) + 0.015)  # the first days are above
+    axes.set_xlabel("simulated day")
+    axes.set_ylabel("NE before training (less is better)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(
+        frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), title="contender: NE of day 30"
+    )
+    _write(figure, DRIFT)
+
+
 def _pyplot():
     import matplotlib  # pyright: ignore[reportMissingImports]
 
@@ -150,3 +220,5 @@ if __name__ == "__main__":
     draw_step_times()
     draw_timelines()
     draw_curves()
+    draw_learning()
+    draw_drift()

@@ -1,8 +1,9 @@
 """Tests the other versions of the libraries and of Python that are supported, on the CPU: `make test-versions`.
 
 Each has a virtual environment, `.venv-..`, which the next run uses again: one for each row of `STACKS` but the newest,
-which `make test` runs, and one for the newest row under each other Python that this machine has. Arguments are options
-for pip, such as an index. At the end a table names what failed; the exit code is then 1.
+which `make test` runs, and one for the newest row under each other Python that this machine has. The last one is new
+each time, for the wheel that the source distribution gives. Arguments are options for pip, such as an index. At the end
+a table names what failed; the exit code is then 1.
 """
 
 import os
@@ -37,6 +38,7 @@ def main(pip_options: Sequence[str]) -> int:
         if release != sys.version_info[:2]:
             works[name] = partial(_test, f".venv-{name}", name, STACKS[-1], pip_options)
     works[f"triton {_NEWER_TRITON}"] = partial(_test_triton, pip_options)
+    works["wheel"] = partial(_test_wheel, pip_options)
 
     results: list[str] = []
     failed = False
@@ -57,10 +59,9 @@ def main(pip_options: Sequence[str]) -> int:
 
 def _test(folder: str, interpreter: str, stack: Stack, pip_options: Sequence[str]) -> None:
     """Install a row into a virtual environment, and run the tests and the quickstart there."""
-    extra = "cpu-" + stack.torch.rpartition(".")[0].replace(".", "-")
     python = str(ROOT / folder / "bin/python")
     _call(interpreter, "-m", "venv", folder)
-    _call(python, "-m", "pip", "install", "-q", "--no-warn-conflicts", *pip_options, "-e", f".[{extra},dev]")
+    _call(python, "-m", "pip", "install", "-q", "--no-warn-conflicts", *pip_options, "-e", f".[{_extra(stack)},dev]")
     _call(python, "-m", "pip", "install", "-q", "--no-deps", f"torchrec=={stack.torchrec}")
     _call(python, *_PYTEST, *_TESTS)
     with tempfile.TemporaryDirectory() as runs:
@@ -76,9 +77,30 @@ def _test_triton(pip_options: Sequence[str]) -> None:
     _call(sys.executable, *_PYTEST, "tests/kernels", PYTHONPATH=str(folder))
 
 
-def _call(*argv: str, **environ: str) -> None:
-    """Run a command without GPUs in the checkout."""
-    subprocess.run(argv, check=True, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environ)
+def _test_wheel(pip_options: Sequence[str]) -> None:
+    """Make a wheel of the source distribution, install it into an empty environment, and train in another folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        built, python = Path(folder, "dist"), str(Path(folder, "venv/bin/python"))
+        make = "import logging, sys; logging.disable()"
+        make += "; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+        _call(sys.executable, "-c", make, str(built))
+        (source,) = built.glob("*.tar.gz")
+        _call(sys.executable, "-m", "venv", str(Path(folder, "venv")))
+        _call(python, "-m", "pip", "wheel", "-q", "--no-deps", *pip_options, "-w", str(built), str(source))
+        (wheel,) = built.glob("*.whl")
+        newest = STACKS[-1]
+        _call(python, "-m", "pip", "install", "-q", "--no-warn-conflicts", *pip_options, f"{wheel}[{_extra(newest)}]")
+        _call(python, "-m", "pip", "install", "-q", "--no-deps", *pip_options, f"torchrec=={newest.torchrec}")
+        _call(python, *_QUICKSTART, cwd=folder)
+
+
+def _extra(stack: Stack) -> str:
+    return "cpu-" + stack.torch.rpartition(".")[0].replace(".", "-")
+
+
+def _call(*argv: str, cwd: str | Path = ROOT, **environ: str) -> None:
+    """Run a command without GPUs, in the checkout or in another folder."""
+    subprocess.run(argv, check=True, cwd=cwd, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environ)
 
 
 def _runs(name: str) -> bool:

@@ -7,8 +7,10 @@ returns the exit code. Options are in `ranks.values`.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dlrm_overlap.bench.drift_contenders import DRIFT_CONTENDERS, DRIFT_USUAL
+from dlrm_overlap.bench.learning_contenders import LEARNING_CONTENDERS, LEARNING_USUAL
 from dlrm_overlap.bench.step_contenders import GROUPS, STEP_CONTENDERS, USUAL
-from dlrm_overlap.config import FullPath, PositiveInt
+from dlrm_overlap.config import FullPath, NonNegativeInt, PositiveInt, Share
 
 Settings = Mapping[str, Any]  # arguments of the parser's `add_argument`
 
@@ -30,6 +32,7 @@ class Figure(NamedTuple):
     options: Mapping[str, Settings]
     module: str
     needs_peers: bool = False
+    measures_time: bool = True
 
 
 _STEP = {
@@ -65,6 +68,20 @@ _GEMM = {
     },
     "repetitions": _number(20, "timed calls of each contender"),
 }
+_SEEDED = {
+    "seeds": {"type": NonNegativeInt, "nargs": "+", "default": [0, 1, 2], "help": "values of train.seed and data.seed"},
+    "resume": {"type": bool, "default": False, "help": "skip runs that have rows in --output"},
+}
+_LEARNING = {
+    "contenders": _words([*LEARNING_CONTENDERS], LEARNING_USUAL, "contenders, compared with the first one"),
+    "target_auroc": {"type": Share, "default": None, "help": "AUROC whose first crossing is reported"},
+    **_SEEDED,
+}
+_DRIFT = {
+    "contenders": _words([*DRIFT_CONTENDERS], DRIFT_USUAL, "contenders, compared with the first one"),
+    "days": _number(30, "days that the run's steps simulate; each is a window of the metrics"),
+    **_SEEDED,
+}
 _INPUT = {"steps": _number(200, "timed steps of each kind")}
 
 FIGURES = {
@@ -75,6 +92,15 @@ FIGURES = {
     "collectives": Figure("copies and stores to peers against NCCL's All-to-All", _COLLECTIVES, "collectives", True),
     "gemm": Figure("products with their all-gather or reduce-scatter inside, by each way", _GEMM, "gemm", True),
     "input": Figure("the step fed by the loader, against the step on one cached batch", _INPUT, "input"),
+    "learning": Figure(
+        "what a model learns under several contenders and seeds", _LEARNING, "learning", measures_time=False
+    ),
+    "drift": Figure(
+        "what a model learns while new ids replace old ones, by ways to give ids their rows",
+        _DRIFT,
+        "drift",
+        measures_time=False,
+    ),
     "job": Figure("a whole run of the trainer, with evaluations and saves", {}, "job"),
 }
 

@@ -31,6 +31,7 @@ _STRONGEST: Mapping[str, Keys] = {
     "_fp16": {"embedding.wire_dtype": "fp16"},
     "_default_plan": _DEFAULT,
     "_fused_pipeline": {},
+    "_bf16_gradients": {},
     "_async_copy": {},
     "_default_plan_async_copy": _DEFAULT,
 }

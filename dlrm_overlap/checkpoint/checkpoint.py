@@ -20,6 +20,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from dlrm_overlap.checkpoint.extents import Cut, Extent, local_extents
+from dlrm_overlap.checkpoint.loading import load_into
 from dlrm_overlap.checkpoint.manifest import (
     ENCODING_FILES,
     Manifest,
@@ -32,7 +33,7 @@ from dlrm_overlap.checkpoint.manifest import (
     write_manifest,
 )
 from dlrm_overlap.checkpoint.pieces import ChecksummedFile, DamagedError, Piece
-from dlrm_overlap.checkpoint.storage import load_extents, save_extents
+from dlrm_overlap.checkpoint.storage import save_extents
 from dlrm_overlap.comm.every_rank import gathered, on_every_rank
 from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.data.encoding import FILES, FOLDER, Encoded
@@ -81,6 +82,24 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
 
 def extents_to_store(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> list[Extent]:
     return local_extents(model.state_dict(), optimizer.state_dict(), cuts_of(model))
+
+
+def with_stored_rows(config: Config, manifest: Manifest) -> Config:
+    """Return `config` with the rows that the tables of any id of a checkpoint had grown to.
+
+    If `embedding.id_tables.rows` is not what it was in the checkpoint's run, it is what the user wants now.
+    """
+    had = manifest.about.get("config", {}).get("embedding", {}).get("id_tables", {}).get("rows")
+    rows = manifest.about.get("id_table_rows")
+    if not rows or had != config.embedding.id_tables.rows:
+        return config
+    return with_id_rows(config, list(rows.values()))
+
+
+def with_id_rows(config: Config, rows: list[int]) -> Config:
+    """Return `config` with `rows` for each table of any id."""
+    embedding = config.embedding
+    return replace(config, embedding=replace(embedding, id_tables=replace(embedding.id_tables, rows=rows)))
 
 
 def world() -> dist.ProcessGroup:
@@ -278,7 +297,7 @@ class Checkpointer:
                 each.init_state()  # else some optimizers would have none before their first step
         state = model.state_dict(), optimizer.state_dict()
         try:
-            load_extents(path, local_extents(*state, cuts_of(model)), self.tick)
+            load_into(model, path, local_extents(*state, cuts_of(model)), self.tick)
         except DamagedError:
             raise
         except InputError as error:
@@ -313,11 +332,15 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
 
 def check_resume_fits(
     config: Config, rows: Sequence[int | None], dense_features: int, global_batch: int, encoded: Encoded | None = None
-) -> None:
-    """Check by the manifests that a run of `config` can resume, see `check_fits`; needs no process group."""
+) -> Config:
+    """Check by the manifests that a run of `config` can resume, see `check_fits`; needs no process group.
+
+    Returns:
+        `with_stored_rows` of the checkpoint to resume from; `config` if there is none.
+    """
     resume = config.checkpoint.resume
     if resume == "never":
-        return
+        return config
     manifests, _ = newest_first(config.folder / "checkpoints")
     path = next(iter(manifests), None) if resume == "auto" else Path(resume)
     if resume != "auto" and not is_checkpoint(Path(resume)):
@@ -327,4 +350,7 @@ def check_resume_fits(
     if path is not None:
         shape = checkpoint_shape(config, rows, dense_features)
         settings = trained_with(config, global_batch)
-        check_fits(path, read_manifest(path), shape, settings, config.checkpoint.allow_config_mismatch, encoded)
+        manifest = read_manifest(path)
+        check_fits(path, manifest, shape, settings, config.checkpoint.allow_config_mismatch, encoded)
+        return with_stored_rows(config, manifest)
+    return config

@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from xxhash import xxh3_128
 
@@ -23,11 +23,14 @@ _WITHOUT_ENCODING = 4
 _WITHOUT_CHECKSUMS = 3  # only has file sizes
 _FORMATS = FORMAT, _WITHOUT_ENCODING, _WITHOUT_CHECKSUMS
 MANIFEST = "checkpoint.json"
+APPLIED = "applied"
+"""in `Manifest.about` of a checkpoint that `delta apply` wrote: the last delta, as in `DeltaManifest.base`"""
 _STEP = re.compile(r"step_(\d+)")
 _CHECKSUM = b',\n "checksum": "'
 _PIECE_CHECKSUM, _DIGEST = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{16}")
 ENCODING_FILES = [f"{FOLDER}/{name}" for name in FILES]
-_FILE = re.compile("|".join([r"\.metadata|__[0-9]+_[0-9]+\.distcp", *map(re.escape, ENCODING_FILES)]))
+_FILES = [r"\.metadata|__[0-9]+_[0-9]+\.distcp|tables_rank[0-9]+\.parquet", *map(re.escape, ENCODING_FILES)]
+_FILE = re.compile("|".join(_FILES))
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,12 @@ class Manifest:
         return sum(piece.size for piece in self.files[file])
 
 
-def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
-    with (checkpoint / MANIFEST).open("wb") as file:
-        file.write(_sealed(json.dumps(dataclasses.asdict(manifest), indent=1).rstrip("}\n").encode()))
+Kind = TypeVar("Kind", bound=Manifest)
+
+
+def write_manifest(checkpoint: Path, manifest: Manifest, name: str = MANIFEST) -> None:
+    with (checkpoint / name).open("wb") as file:
+        file.write(_sealed(json.dumps(dataclasses.asdict(manifest), indent=1).removesuffix("\n}").encode()))
         file.flush()
         os.fsync(file.fileno())
 
@@ -74,7 +80,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
         DamagedError: if it cannot be read or has been changed.
         InputError: if its format is unknown.
     """
-    path = checkpoint / MANIFEST
+    return read_manifest_file(checkpoint / MANIFEST, Manifest)
+
+
+def read_manifest_file(path: Path, kind: type[Kind]) -> Kind:
+    """Return the manifest in the file `path`; raises as `read_manifest` does."""
     try:
         with open_file(path) as file:
             data = file.read()
@@ -90,7 +100,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         else:
             content["files"] = {name: [[size, ""]] for name, size in content["files"].items()}
         files = {name: [Piece(*piece) for piece in pieces] for name, pieces in content["files"].items()}
-        manifest = Manifest(**content | {"files": files})
+        manifest = kind(**content | {"files": files})
         _check_types(manifest)
     except InputError:
         raise
@@ -114,7 +124,9 @@ def _check_types(manifest: Manifest) -> None:
         "config": all(isinstance(group, dict) for group in groups.values()),
         "plan": all(isinstance(table["sharding"], str) for table in plan.values()),
         "world_size": _is_count(about.get("world_size", 0)),
+        "id_table_rows": all(_is_count(rows) and rows > 0 for rows in about.get("id_table_rows", {}).values()),
         "versions": all(isinstance(version, str) for version in versions.values()),
+        "applied": APPLIED not in about or is_state(about[APPLIED]),
         "trained_metrics": all(_is_count(index) and _is_number(value) for index, value in sums),
         "files": all(_FILE.fullmatch(name) for name in manifest.files),
         "pieces": all(
@@ -129,6 +141,18 @@ def _check_types(manifest: Manifest) -> None:
         raise ValueError(f"{wrong[0]} has the wrong type")
 
 
+def is_state(value: Any) -> bool:
+    """Return whether `value` has the types of `DeltaManifest.base`."""
+    digests = [value["digest"], *value["same"]]
+    return _is_count(value["step"], below=1 << 31) and all(_PIECE_CHECKSUM.fullmatch(digest) for digest in digests)
+
+
+def digest_of(path: Path) -> str:
+    """Return the xxh3_128 of a manifest's file in hexadecimal; deltas name what they follow by it."""
+    with open_file(path) as file:
+        return xxh3_128(file.read()).hexdigest()
+
+
 def _is_count(value: Any, below: int = 1 << 63) -> bool:
     return type(value) is int and 0 <= value < below
 
@@ -140,6 +164,12 @@ def _is_number(value: Any) -> bool:
 def read_complete(checkpoint: Path) -> Manifest:
     """Return the manifest after checking the files' sizes; raises as `read_manifest` does."""
     manifest = read_manifest(checkpoint)
+    check_sizes(checkpoint, manifest)
+    return manifest
+
+
+def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
+    """Raise a DamagedError if a file of the folder `checkpoint` is missing or has another size than in `manifest`."""
     for name in manifest.files:
         path, expected = checkpoint / name, manifest.size_of(name)
         try:
@@ -149,7 +179,6 @@ def read_complete(checkpoint: Path) -> Manifest:
             raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
         if size != expected:
             raise DamagedError(f"{path} has {size} bytes, not {expected}")
-    return manifest
 
 
 def without_checksums(checkpoint: Path) -> str:
@@ -232,6 +261,11 @@ def check_fits(
     samples = str(encoded.folder.parent) if encoded else "data.path"
     if other := other_encoding(samples, encoded, f"the samples that {path} was trained with", manifest.encoding, path):
         raise InputError(f"checkpoint.resume: {other}")
+    if APPLIED in manifest.about:
+        raise InputError(
+            f"checkpoint.resume: {path} has no optimizer states, since `delta apply` wrote it; resume from a "
+            f"checkpoint that training saved"
+        )
     if differing := differences(manifest, shape):
         raise InputError(
             f"checkpoint.resume: {path} has {differing}; use the same, or start over with --checkpoint.resume never "

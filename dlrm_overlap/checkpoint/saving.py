@@ -62,6 +62,8 @@ class Saves:
         """`check` raises errors that kernels have recorded. `held_out_loss` evaluates one batch, as a collective."""
         self.step = 0
         """last step whose state was saved or loaded"""
+        self.written: Future[Path] | None = None
+        """the checkpoint that `save` has written last, or that a thread is writing"""
         self._config, self._checkpointer = config, checkpointer
         self._model, self._optimizer, self._device = model, optimizer, device
         self._check, self._held_out_loss = check, held_out_loss
@@ -84,7 +86,7 @@ class Saves:
             InputError: on all ranks, if one does not see the folder or lacks memory for copies.
         """
         about = self._config.checkpoint
-        if about.every or about.last:
+        if about.every or about.last or about.delta_every:
             self._checkpointer.make_shared_folder()
         if not (about.every and about.asynchronous):
             return
@@ -104,6 +106,11 @@ class Saves:
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup), "every rank is in it"
         self._group = group
+
+    def save_initial(self) -> None:
+        """Save the state before the first step; a collective."""
+        self.step = -1
+        self.save(0, {})  # no held-out loss: a pipeline may learn sizes from its first batch
 
     def save(self, step: int, metrics: dict[str, float] | None = None, background: bool = False) -> None:
         """Save a checkpoint after `step` steps, unless this step is already saved; a collective.
@@ -138,10 +145,21 @@ class Saves:
             return path
 
         if background and self._group is not None:
-            self._background = self._thread.submit(write, self._copy(extents), self._group)
+            self.written = self._background = self._thread.submit(write, self._copy(extents), self._group)
         else:
-            write(extents, None)
+            self.written = Future()
+            self.written.set_result(write(extents, None))
         self.step = step
+
+    def follow(self, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> None:
+        """Save another model from now on; no save is under way."""
+        self._model, self._optimizer = model, optimizer
+
+    def release(self) -> None:
+        """Keep no reference to the model; `follow` comes before the next save."""
+        assert self._background is None, "the last save has finished"
+        del self._model, self._optimizer
+        self._copies.clear()
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

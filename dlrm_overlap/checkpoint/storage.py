@@ -4,13 +4,13 @@
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -37,7 +37,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlrm_overlap.checkpoint.dcp_files import Reader, Writer
-from dlrm_overlap.checkpoint.extents import Cut, Extent, is_finite, local_extents, sources
+from dlrm_overlap.checkpoint.extents import Extent, is_finite, sources
+from dlrm_overlap.checkpoint.manifest import Manifest, read_manifest
 from dlrm_overlap.checkpoint.pieces import DamagedError, Piece
 from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.config import InputError, PeerError, in_one_line
@@ -51,7 +52,9 @@ def save_extents(
     group: dist.ProcessGroup | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Piece]]:
-    """Write all ranks' extents to the new folder `folder`, and return the pieces of each file; a collective.
+    """Write all ranks' extents to the new folder `folder`, and return the pieces of each file.
+
+    A collective if there is a process group.
 
     An extent that several ranks have is written once. Nothing else may use `group` during the call. `tick` is called
     for each piece.
@@ -62,14 +65,16 @@ def save_extents(
     """
     writer = Writer(folder)
     try:
-        save({}, storage_writer=writer, planner=_SavePlanner(extents, tick), process_group=group)
+        with _alone():
+            save({}, storage_writer=writer, planner=_SavePlanner(extents, tick), process_group=group)
     except CheckpointException as error:
         rank, cause = _first_failure(error)
-        if isinstance(cause, OSError) or rank == dist.get_rank():
+        if isinstance(cause, OSError) or not dist.is_initialized() or rank == dist.get_rank():
             raise cause from None
         raise PeerError(f"rank {rank} has failed: {type(cause).__name__}: {in_one_line(cause):.300}") from None
     ranks = group or dist.group.WORLD
-    assert ranks is not None, "a checkpoint is written by all ranks"
+    if ranks is None:
+        return writer.pieces
     return {name: pieces for each in gathered(writer.pieces, ranks) for name, pieces in each.items()}
 
 
@@ -85,14 +90,33 @@ def load_extents(path: Path, extents: Sequence[Extent], tick: Callable[[], None]
     planner.take_means()
 
 
-def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Load the weights of a checkpoint into `model`, without optimizer states, by `load_extents`.
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the stored tensors; a collective that raises as `load_extents` does."""
+    planner = _PiecesPlanner({}, lambda *_: None, lambda: None)
+    _read(path, planner)
+    return {name: tuple(each.size) for name, each in planner.stored.items()}
 
-    `cuts` maps each dense parameter that is divided over ranks to its cut.
+
+def read_pieces(
+    path: Path,
+    rows: Mapping[str, torch.Tensor | None],
+    take: Callable[[str, int, torch.Tensor], None],
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Call `take(name, first row, piece)` for stored pieces, which are consecutive rows of a tensor; a collective.
+
+    Args:
+        path: of the checkpoint.
+        rows: name of a stored tensor -> the rows wanted on this rank, [n] int64 in ascending order; None for all. Only
+            pieces that have one of them are read.
+        take: may keep the piece, which is on the CPU.
+        tick: called for each piece.
+
+    Raises:
+        DamagedError: on all ranks, if a file is damaged.
+        InputError: on all ranks, if a tensor is missing.
     """
-    state = model.state_dict()
-    load_extents(path, local_extents(state, {"state": {}}, cuts))
-    model.load_state_dict(state)
+    _read(path, _PiecesPlanner(rows, take, tick))
 
 
 def find_faults(path: Path) -> list[str]:
@@ -111,10 +135,13 @@ def read_unsharded(path: Path) -> dict[str, Any]:
     return planner.original_state_dict
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return the unsharded model's weights by name, without optimizer states; an InputError if unreadable."""
+def read_weights(path: Path, read: Callable[[Path], Manifest] = read_manifest) -> dict[str, torch.Tensor]:
+    """Return the unsharded model's weights by name, without optimizer states; an InputError if unreadable.
+
+    `read` returns the manifest of the folder `path`.
+    """
     planner = _EmptyStateDictLoadPlanner(keys={"model"})
-    _read(path, planner)
+    _read(path, planner, read)
     return planner.original_state_dict["model"]
 
 
@@ -123,11 +150,18 @@ def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
 
 
-def _read(path: Path, planner: DefaultLoadPlanner) -> None:
+@contextmanager
+def _alone() -> Iterator[None]:
+    """In the context, DCP does not warn that there is no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def _read(path: Path, planner: DefaultLoadPlanner, read: Callable[[Path], Manifest] = read_manifest) -> None:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load({}, storage_reader=Reader(path), planner=planner)
+        with _alone():
+            load({}, storage_reader=Reader(path, read), planner=planner)
     except CheckpointException as error:
         rank, cause = _first_failure(error)
         if isinstance(cause, DamagedError):
@@ -229,6 +263,43 @@ class _LoadPlanner(DefaultLoadPlanner):
         for extent, parts in self._means:
             total = torch.stack([columns * part for columns, part in parts]).sum(0)
             extent.tensor.detach().copy_(total / sum(columns for columns, _ in parts))
+
+
+class _PiecesPlanner(_LoadPlanner):
+    def __init__(
+        self,
+        rows: Mapping[str, torch.Tensor | None],
+        take: Callable[[str, int, torch.Tensor], None],
+        tick: Callable[[], None],
+    ) -> None:
+        super().__init__([], tick)
+        self._rows, self._take = rows, take
+
+    def create_local_plan(self) -> LoadPlan:
+        if missing := next((name for name in self._rows if name not in self.stored), None):
+            raise InputError(f"the checkpoint has no {missing}, which this run's model and optimizers have")
+        return _reading(
+            {
+                name: (self.stored[name], [chunk for chunk in self.stored[name].chunks if _has_one(chunk, rows)])
+                for name, rows in self._rows.items()
+            }
+        )
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return torch.empty(read_item.lengths, dtype=self.stored[read_item.dest_index.fqn].properties.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self._tick()
+        index = read_item.dest_index
+        assert index.offset is not None
+        self._take(index.fqn, index.offset[0] + read_item.dest_offsets[0], tensor)
+
+
+def _has_one(chunk: ChunkStorageMetadata, rows: torch.Tensor | None) -> bool:
+    if rows is None:
+        return True
+    first, end = torch.searchsorted(rows, torch.tensor([chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]])).tolist()
+    return first < end
 
 
 class _VerifyPlanner(_LoadPlanner):

@@ -16,6 +16,7 @@ its values     layout, shardings      the shards of all ranks
                gradient_layout        where gradients arrive
                id_layout              where ids arrive
                tables, cache          this rank's rows
+               row_marks              which of them updates have changed
                fbgemm_update          FBGEMM's update
                replicated             data-parallel tables
                windows, internode     memory that peers store into; messages between nodes

@@ -10,14 +10,21 @@ from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.config import EmbeddingConfig
-from dlrm_overlap.embedding.id_tables.sharder import OverlapManagedCollisionEmbeddingBagCollectionSharder
+from dlrm_overlap.embedding.id_tables.sharder import (
+    OverlapManagedCollisionEmbeddingBagCollectionSharder,
+    OverlapManagedCollisionEmbeddingCollectionSharder,
+)
 from dlrm_overlap.embedding.sharder import (
     OverlapEmbeddingBagCollectionSharder,
     OverlapEmbeddingCollectionSharder,
     PooledArguments,
     UnpooledArguments,
 )
-from dlrm_overlap.torchrec_private import BoundsCheckMode, ManagedCollisionEmbeddingBagCollectionSharder
+from dlrm_overlap.torchrec_private import (
+    BoundsCheckMode,
+    ManagedCollisionEmbeddingBagCollectionSharder,
+    ManagedCollisionEmbeddingCollectionSharder,
+)
 from dlrm_overlap.torchrec_private.fbgemm import OPTIMIZERS
 
 _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
@@ -45,6 +52,9 @@ def build_sharders(
         EmbeddingBagCollectionSharder(dict(about_tables), _codecs(pooled_wire))
     )
     unpooled = EmbeddingCollectionSharder(dict(about_tables), _codecs(unpooled_wire))
+    unpooled_of_any_id: Any = ManagedCollisionEmbeddingCollectionSharder(
+        EmbeddingCollectionSharder(dict(about_tables), _codecs(unpooled_wire))
+    )
     if backend.forward is not None:
         arguments = {
             **_keys_of(config, PooledArguments, pooled_wire),
@@ -56,12 +66,13 @@ def build_sharders(
         pooled = OverlapEmbeddingBagCollectionSharder(about_tables, **arguments)
         of_any_id = OverlapManagedCollisionEmbeddingBagCollectionSharder(dict(about_tables), **arguments)
     if backend.stores_to_peers:
-        unpooled = OverlapEmbeddingCollectionSharder(
-            dict(about_tables),
+        arguments = {
             **_keys_of(config, UnpooledArguments, unpooled_wire),
-            output_dtype=dense_dtype if unpooled_wire in ("fp32", dense_dtype) else "fp32",
-        )
-    return [pooled, unpooled, of_any_id]
+            "output_dtype": dense_dtype if unpooled_wire in ("fp32", dense_dtype) else "fp32",
+        }
+        unpooled = OverlapEmbeddingCollectionSharder(dict(about_tables), **arguments)
+        unpooled_of_any_id = OverlapManagedCollisionEmbeddingCollectionSharder(dict(about_tables), **arguments)
+    return [pooled, unpooled, of_any_id, unpooled_of_any_id]
 
 
 def _keys_of(config: EmbeddingConfig, arguments: type, wire_dtype: str) -> dict[str, Any]:

@@ -5,6 +5,9 @@ sent once. Received rows are expanded from slots to ids, and gradients are summe
 
 Example: features f: [7, 3] [7] and g: [3] of one table. Its distinct ids 3 and 7 are in slots 0 and 1; the ids of f and
 g are in slots 1 0 1 and 0. The gradients of the first and third id of f are added and sent for slot 1.
+
+Ids of a table of any id have no row before they arrive at its owner. They are sorted by all of their 64 bits within
+their table or, if it is cut into ranges, by bucket, so that each range of buckets has its ids together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.layout import SLOTS_FROM
 from dlrm_overlap.kernels.backward.sum_rows import Runs
+from dlrm_overlap.kernels.ids.id_map import mix, unsigned_remainder
 from dlrm_overlap.kernels.launches import Key, StepCache, Value
 
 
@@ -65,7 +69,7 @@ class Distinct(NamedTuple):
     """The ids of a batch in slots; P is the capacity for ids, sequence by sequence."""
 
     values: torch.Tensor
-    """[P or more] the distinct ids, table by table"""
+    """[P or more] the distinct ids, table by table; int64 for tables of any id"""
     lengths: torch.Tensor
     """[F * b] int32: 1 for a slot with an id, else 0; their sum exceeds the capacity if the batch exceeds it"""
     slots: torch.Tensor
@@ -114,8 +118,11 @@ class DistinctIds:
 
     Args:
         sequences: in the order of their tables.
-        rows: number of rows of each table.
-        ranges: by table, the first row of each range with its own slots, like a table. By default a table is one range.
+        rows: number of rows of each table, or of buckets of tables of any id.
+        ranges: by table, the first row, or bucket, of each range with its own slots, like a table. By default a table
+            is one range.
+        any_id: whether all tables are of any id; else none is.
+        mixes: whether the bucket is that of the id's hash, see `IdLayout.mixes`.
     """
 
     def __init__(
@@ -124,7 +131,10 @@ class DistinctIds:
         rows: Sequence[int],
         device: torch.device,
         ranges: Sequence[Sequence[int]] = (),
+        any_id: bool = False,
+        mixes: bool = False,
     ) -> None:
+        self.any_id, self._mixes = any_id, mixes
         ranges = ranges or [[0]] * len(rows)
         self.sequences, self._is_cut = sequences, sum(map(len, ranges)) > len(rows)
         assert [s.table for s in sequences] == sorted(s.table for s in sequences)
@@ -194,11 +204,16 @@ class DistinctIds:
 
     def sort(self, features: KeyedJaggedTensor, capacities: Sequence[int]) -> SortedBatch:
         padded, sizes, valid, ids = self._read(features, capacities)
-        # Keys are in the order of tables and rows, one key for ids outside the table; padding comes last.
-        row = ids.where((ids >= 0) & (ids < padded.rows), padded.rows).to(self._key_type)
-        key, order = (padded.first_key + row).where(valid, self._first_keys[-1]).sort(stable=True)
+        if self.any_id:
+            ids = ids.long()
+            key, order, differs = self._sort_any_ids(ids, padded, valid)
+        else:
+            # Keys are in the order of tables and rows, one key for ids outside the table; padding comes last.
+            row = ids.where((ids >= 0) & (ids < padded.rows), padded.rows).to(self._key_type)
+            key, order = (padded.first_key + row).where(valid, self._first_keys[-1]).sort(stable=True)
+            differs = key[1:] != key[:-1]
         begins = key < self._first_keys[-1]
-        begins[1:].logical_and_(key[1:] != key[:-1])
+        begins[1:].logical_and_(differs)
         # Number the distinct ids, and count those of each range.
         first = torch.searchsorted(key, self._first_keys)
         ranges = self._first_keys[1:-1]
@@ -208,6 +223,23 @@ class DistinctIds:
         beyond = (sizes - padded.capacities).clamp_(min=0)
         counts = first_run.diff().index_add_(0, self._first_ranges, beyond, alpha=ids.numel() + 1)
         return SortedBatch(padded, ids, order, table, begins, ends - 1, first_run, first[-1], counts)
+
+    def _sort_any_ids(
+        self, ids: torch.Tensor, padded: _PaddedPositions, valid: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sort ids by table, then by bucket if tables have ranges, then by id; padding comes last.
+
+        Returns:
+            [P] sorted keys, [P] int64 position of each sorted id, and [P - 1] bool: an id differs from the one before.
+        """
+        key = padded.first_key
+        if self._is_cut:
+            bucket = unsigned_remainder(mix(ids) if self._mixes else ids, padded.rows)
+            key = key + bucket.to(self._key_type)
+        by_id, order = ids.sort(stable=True)
+        key, again = key.where(valid, self._first_keys[-1])[order].sort(stable=True)
+        by_id, order = by_id[again], order[again]
+        return key, order, (key[1:] != key[:-1]) | (by_id[1:] != by_id[:-1])
 
     def assign_slots(self, batch: SortedBatch, blocks: SlotBlocks) -> Distinct:
         """Assign the ids of a batch to slots; if it has too many, `lengths` show that and `slots` are wrong."""

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.ids import IdTables
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchCapacity
@@ -69,8 +71,12 @@ class ExchangingModule(nn.Module, Generic[Served]):
     """the `IdMap` of tables of any id; None for other tables"""
     change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None
     """changes the ids of a batch before `sender` sends them"""
+    mixes: bool = False
+    """whether ids are replaced by a bijective hash before they are sent"""
     _entry: Callable[[], nn.Module | None] | None = None
     _uncaptured: str | None = None
+    _buckets: Mapping[str, int] = MappingProxyType({})
+    """table of any id -> its number of buckets"""
 
     def __init__(self, *args: Any, options: ExchangeOptions, cached: Mapping[str, float], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -134,8 +140,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
         exchanged, replicated = (
             [every[i] for i in kind if i in numbers] for kind in (self._exchanged, self._replicated)
         )
-        buckets = {} if self.id_map is None else {name: each.buckets for name, each in self.id_map.rules.items()}
-        return build_layout(exchanged, list(self._names_in_output(numbers)), group.size(), replicated, buckets)
+        names = list(self._names_in_output(numbers))
+        return build_layout(exchanged, names, group.size(), replicated, self._buckets)
 
     def _make_exchange(self) -> Served:
         tables = LocalTables.of([self._lookups[i] for i in self._exchanged], self.cached)
@@ -184,19 +190,25 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self,
         entry: nn.Module,
         id_map: Any,
-        change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None,
+        buckets: Mapping[str, int],
+        mixes: bool,
         make_tables: Callable[[Exchange], IdTables],
         uncaptured: str | None = None,
+        change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
     ) -> None:
         """Look up ids that `id_map` maps to rows, inside the managed collision module `entry`.
 
-        `make_tables` returns the map for an exchange, which an `IdSender` sends ids to. `uncaptured` says why steps
-        cannot be captured, if so.
+        `id_map` is None if the ids are not counted. `buckets` are by table. `make_tables` returns what maps the ids of
+        an exchange, which an `IdSender` sends ids to. `uncaptured` says why steps cannot be captured, if so.
         """
-        self._uncaptured = uncaptured
-        self._entry, self.id_map, self.change_ids = weakref.ref(entry), id_map, change_ids
+        self._uncaptured, self._buckets, self.change_ids = uncaptured, buckets, change_ids
+        self._entry, self.id_map, self.mixes = weakref.ref(entry), id_map, mixes
         if self.exchange is not None:
             self.exchange.id_tables = make_tables(self.exchange)
+
+    def stay_uncaptured(self, entry: nn.Module, reason: str) -> None:
+        """Look up ids that the managed collision module `entry` maps to rows in steps that cannot be captured."""
+        self._entry, self._uncaptured = weakref.ref(entry), reason
 
     def why_ids_are_not_taken(self) -> str | None:
         """Return why `take_ids` would fail, if it would; identical on every rank."""
@@ -229,6 +241,11 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """
         if self.exchange is None:
             return look_up()
+        if self.exchange.tables.marks is not None and self.training and torch.is_grad_enabled():
+            raise InputError(
+                f"checkpoint.delta_every: a training step's {self._kind} stay with TorchRec, whose updates are not "
+                f"marked; the log says why; set it to 0"
+            )
         self.note_writes()
         self.exchange.follow_rules()
         found = look_up()

@@ -104,6 +104,8 @@ class IdLayout:
     """the T features in the order of every batch"""
     batch_capacity: BatchCapacity
     weighted: bool = False
+    mixes: bool = False
+    """whether ids are replaced by a bijective hash when they are published, so that they spread over all buckets"""
 
     @cached_property
     def capacity(self) -> list[int]:
@@ -243,7 +245,8 @@ def _ids_of(shard: FeatureShard, table_rows: int) -> tuple[int, int, int]:
     """Return the first id, or bucket, of a row shard, the end, and the number of its table's buckets."""
     first, end = shard.rows
     if shard.buckets:
-        size = table_rows // shard.buckets
+        size = shard.bucket_rows or table_rows // shard.buckets
+        table_rows = size * shard.buckets if shard.bucket_rows else table_rows  # `name` may be a range of the table
         assert table_rows == size * shard.buckets, f"{shard.name}: {table_rows} rows, but {shard.buckets} buckets"
         assert first % size == end % size == 0, f"{shard.name}: rows {first} to {end}, but buckets have {size} rows"
         return first // size, end // size, shard.buckets

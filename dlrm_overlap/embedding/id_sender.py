@@ -38,6 +38,7 @@ class IdSender:
         layout: tables of the exchange, with replicated tables if the exchange looks them up; None is `exchange.layout`.
         replicated: replicated (data-parallel) tables; the exchange adds to the `.grad` of their weights.
         weighted: True if the ids of every batch on every rank have weights.
+        mixes: see `IdLayout.mixes`.
         change_ids: changes the ids of each batch, not their number, before they are sent.
 
     Raises:
@@ -52,11 +53,12 @@ class IdSender:
         layout: Layout | None = None,
         replicated: ReplicatedTables | None = None,
         weighted: bool = False,
+        mixes: bool = False,
         change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
     ) -> None:
         self.exchange = exchange
         self._keys, self._replicated, self._weighted = list(keys), replicated, weighted
-        self._change_ids = change_ids
+        self._mixes, self._change_ids = mixes, change_ids
         self._layout = joined(layout or exchange.layout)
         self._sent: deque[SentIds] = deque()
         self.is_steady = False
@@ -71,7 +73,7 @@ class IdSender:
         self.exchange.receive_ids(self._id_layout(capacity), self._replicated, self._sent)
 
     def _id_layout(self, capacity: BatchCapacity) -> IdLayout:
-        return IdLayout(self._layout, self._keys, capacity, self._weighted)
+        return IdLayout(self._layout, self._keys, capacity, self._weighted, self._mixes)
 
     def begin_steady(self) -> None:
         """Let the next steady step gather the batch sizes of all ranks, for itself and later ones."""
@@ -107,6 +109,8 @@ class IdSender:
             )
         self._sent.popleft()
         arrived = sent.arrived
+        if self.exchange.id_tables is not None and not self.exchange.order.is_captured:
+            self.exchange.id_tables.prepare_step()
         step = Step([arrived.ids], arrived.batch, arrived.replicated, arrived.own_offsets)
         awaitable = self.exchange.start_step(step)
         awaitable.samples = sent.features.stride()

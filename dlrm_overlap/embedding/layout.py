@@ -47,6 +47,8 @@ class FeatureShard:
     """True if bags are slots of at most one id: nothing is added up, and nothing is stored for an empty slot"""
     buckets: int = 0
     """number of buckets of the whole table if it is a table of any id, see `IdLayout`; else 0"""
+    bucket_rows: int = 0
+    """rows of a bucket; 0 if they follow from the rows of all shards of `name`"""
 
     def __post_init__(self) -> None:
         assert not self.buckets or self.is_cut_by_rows, f"{self.name}: a table of any id is cut by rows, also on 1 rank"
@@ -163,10 +165,20 @@ class Layout:
 
     def with_features(self, range_of: Mapping[str, RowRange]) -> "Layout":
         """Return a layout of unpooled tables with a feature for each name in `range_of`, which looks up that range."""
+        every = [shard for shards in (*self.by_owner, self.replicated) for shard in shards]
+        sizes = {shard.name: 0 for shard in every}
+        for shard in every:
+            if shard.buckets:
+                sizes[shard.name] = max(sizes[shard.name], shard.rows[1] // shard.buckets)
         shards = [
-            replace(shard, name=name, feature_name=name, row_shard=shard.row_shard if of.row_shard is None else 0)
-            for shards in (*self.by_owner, self.replicated)
-            for shard in shards
+            replace(
+                shard,
+                name=name,
+                feature_name=name,
+                row_shard=shard.row_shard if of.row_shard is None else 0,
+                bucket_rows=sizes[shard.name],
+            )
+            for shard in every
             for name, of in range_of.items()
             if of.table == shard.name and of.row_shard in (None, shard.row_shard)
         ]

@@ -23,7 +23,10 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 
 from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.comm.reach import find_nodes
@@ -42,6 +45,7 @@ _RESERVED = 0.2  # share of a device's memory that is not for tables
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 
+_OF_ANY_ID = ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
 _MIN_COLUMNS = 32  # of a shard; TorchRec's default is 128
 
 
@@ -117,7 +121,7 @@ def make_plan(
         collection, table = tables[name]
         row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
         size = round(table.num_embeddings * (row_bytes + state_bytes(config.optimizer, table.embedding_dim)))
-        is_pooled = not isinstance(collection, EmbeddingCollection)
+        is_pooled = not isinstance(collection, EmbeddingCollection | ManagedCollisionEmbeddingCollection)
         maps = table.num_embeddings * map_bytes(config.id_tables) if name in of_any_id else 0
         loads[name] = TableLoad(ids, table.embedding_dim, row_bytes, size + maps, table.num_embeddings, is_pooled, maps)
     # Room for tables on each rank, and the tables that are cached for lack of it.
@@ -254,7 +258,7 @@ def _collections(module: nn.Module) -> dict[str, tuple[nn.Module, Sequence[BaseE
     found: dict[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]] = {}
     inside: set[nn.Module] = set()
     for path, each in module.named_modules():
-        if isinstance(each, ManagedCollisionEmbeddingBagCollection):
+        if isinstance(each, _OF_ANY_ID):
             found[path] = each, table_configs_of(each)
             inside.update(each.modules())
         elif each in inside:
@@ -267,9 +271,7 @@ def _collections(module: nn.Module) -> dict[str, tuple[nn.Module, Sequence[BaseE
 
 
 def _tables_of_any_id(collections: Mapping[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]]) -> set[str]:
-    found = [
-        tables for each, tables in collections.values() if isinstance(each, ManagedCollisionEmbeddingBagCollection)
-    ]
+    found = [tables for each, tables in collections.values() if isinstance(each, _OF_ANY_ID)]
     return {table.name for tables in found for table in tables}
 
 

@@ -48,6 +48,8 @@ class ReplicatedGradients(ReplicatedTables):
     """The gradients of the rows in place of the rows: an SGD update at learning rate -1 adds a step's gradients."""
 
     LEARNING_RATE = -1.0
+    marks = None
+    """no updates of these tables are marked"""
 
     def storage(self) -> tuple[int, ...]:
         """Return the addresses of the gradients, which are created if there are none."""

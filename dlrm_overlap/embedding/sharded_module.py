@@ -77,9 +77,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         self.torchrec_tables = TorchRecTables(self, others) if others else None
         if self.exchange is not None:
             layout = self._layout(self._ours)
-            self.sender = IdSender(
-                self.exchange, keys, capacity, layout, self._replicated_tables, weighted, self.change_ids
-            )
+            replicated, about = self._replicated_tables, (weighted, self.mixes, self.change_ids)
+            self.sender = IdSender(self.exchange, keys, capacity, layout, replicated, *about)
             self._order_output(layout)
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)

@@ -44,7 +44,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
     def _take_ids(self, keys: Sequence[str], capacity: BatchCapacity, weighted: bool) -> None:
         assert self.exchange is not None
         about = self._layout(self._ours), self._replicated_tables
-        self.sender = UnpooledIdSender(self.exchange, self.counted()[1], capacity, *about)
+        self.sender = UnpooledIdSender(self.exchange, self.counted()[1], capacity, *about, self.mixes)
 
     def counted(self) -> tuple[list[str], DistinctIds]:
         """Return the tables, or row ranges, whose distinct ids captured steps count, and what counts them."""
@@ -57,9 +57,13 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
             for number, table in enumerate(layout.names)
             for name, feature in zip(names[table], configs[table].feature_names, strict=True)
         ]
-        rows = [configs[table].num_embeddings for table in layout.names]
-        firsts = [[each.first for each in ranges.values() if each.table == table] for table in layout.names]
-        return list(ranges), DistinctIds(sequences, rows, self._device, firsts)
+        any_id = self.id_map is not None
+        units = {table: self.id_map.rules[table].size if any_id else 1 for table in layout.names}  # rows of a bucket
+        rows = [configs[table].num_embeddings // units[table] for table in layout.names]
+        firsts = [
+            [each.first // units[table] for each in ranges.values() if each.table == table] for table in layout.names
+        ]
+        return list(ranges), DistinctIds(sequences, rows, self._device, firsts, any_id, self.mixes)
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """After `take_ids`, send the ids of the batch unless `sender` has sent them before."""

@@ -1,7 +1,7 @@
 """This rank's rows, stored by FBGEMM's fused lookups (TBE), and what happens on ids outside their table."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.cache import CachedTable, RowCache, activate, make_caches
 from dlrm_overlap.embedding.layout import FeatureShard
+from dlrm_overlap.embedding.row_marks import RowMarks
 from dlrm_overlap.embedding.steps import UpdateRule
 from dlrm_overlap.torchrec_private import BoundsCheckMode, SplitTableBatchedEmbeddingBagsCodegen
 from dlrm_overlap.torchrec_private.attributes import fused_lookups_of
@@ -86,6 +87,8 @@ class LocalTables:
         """table -> its lookup and its number there"""
         self.reserved: dict[tuple[int, int], ReservedRows] = {}
         """(lookup, table) -> which of its rows are not trained"""
+        self.marks: RowMarks | None = None
+        """which rows were updated, if `mark_updates` was called"""
         self._step: int | None = None
         """step up to which `iter_cpu` has counted"""
 
@@ -131,6 +134,17 @@ class LocalTables:
     def tensors_of(self, name: str) -> list[torch.Tensor]:
         """Return the rows [rows, D] of a table, and the states of its optimizer."""
         return self._table_tensors(*self.numbers_of[name])
+
+    def mark_updates(self, device: torch.device) -> None:
+        """Mark the rows that updates change from now on; call it before the first step. Caches are not supported."""
+        assert not self.fractions, "a cache's updates name slots, not rows"
+        self.marks = RowMarks({number: rows.shape[0] for number, rows in self.shards()}, device)
+
+    def shards(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+        """Yield (lookup, table), both by index, and the rows [rows, D] of each of this rank's shards."""
+        for number, tbe in enumerate(self.lookups):
+            for table, rows in enumerate(tbe.split_embedding_weights()):
+                yield (number, table), rows
 
     def cached_rows_of(self, name: str) -> CachedRows | None:
         """Return where the rows of a table are; None if they are in the table itself."""

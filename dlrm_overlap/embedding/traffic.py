@@ -100,32 +100,43 @@ class DenseCounts(NamedTuple):
     """elements of all outputs of layers, in the forward"""
 
 
+def dense_layers(model: ModelConfig, tables: int, dense_features: int) -> list[tuple[int, int]]:
+    """Return the numbers of inputs and outputs of the dense part's linear layers, from the bottom to the top MLP.
+
+    Each cross layer has two: it projects to `cross_rank` and back.
+    """
+    features = tables + 1
+    width = model.dim + features * (features - 1) // 2 if model.arch == "dot" else features * model.dim
+    layers = [*pairwise([dense_features, *model.bottom_mlp])]
+    if model.arch != "dot":
+        layers += [(width, model.cross_rank), (model.cross_rank, width)] * model.cross_layers
+    if model.sequence.history is not None:
+        queries = model.sequence.heads * model.dim
+        layers += [(model.dim, queries), (queries, model.dim)]
+    return [*layers, *pairwise([width, *model.top_mlp])]
+
+
 def count_dense(model: ModelConfig, tables: int, dense_features: int, samples: int) -> DenseCounts:
     """Return the cost of a step of the dense part for `samples` samples of a rank.
 
     A multiplication and an addition are two operations. The first layer computes no gradient of its input. Each pair of
     the dot interaction counts once. Attention reads all positions of a history.
     """
-    features = tables + 1
-    pairs = features * (features - 1) // 2
-    width = model.dim + pairs if model.arch == "dot" else features * model.dim  # inputs of the top MLP
-    bottom = list(pairwise([dense_features, *model.bottom_mlp]))
+    layers = dense_layers(model, tables, dense_features)
+    products = sum(inputs * neurons for inputs, neurons in layers)
+    outputs = sum(neurons for _, neurons in layers)
+    # A pair of cross layers has one bias.
+    parameters = products + outputs - (model.cross_layers * model.cross_rank if model.arch != "dot" else 0)
     if model.arch == "dot":
-        products, parameters, outputs = pairs * model.dim, 0, pairs
-    else:  # each cross layer projects to `cross_rank` and back, and adds a bias
-        products = parameters = model.cross_layers * 2 * width * model.cross_rank
-        parameters += model.cross_layers * width
-        outputs = model.cross_layers * (model.cross_rank + width)
-    layers = [*bottom, *pairwise([width, *model.top_mlp])]
+        pairs = tables * (tables + 1) // 2
+        products, outputs = products + pairs * model.dim, outputs + pairs
     if model.sequence.history is not None:
-        queries, keys = model.sequence.heads * model.dim, (model.sequence.positions + 1) * model.dim
-        layers += [(model.dim, queries), (queries, model.dim)]
+        keys = (model.sequence.positions + 1) * model.dim
         products, parameters = products + 2 * model.sequence.heads * keys, parameters + keys
-        outputs += queries
-    products += sum(inputs * neurons for inputs, neurons in layers)
-    first_inputs, first_neurons = bottom[0]
+        outputs += model.sequence.heads * model.dim
+    first_inputs, first_neurons = layers[0]
     return DenseCounts(
         flop=(6 * products - 2 * first_inputs * first_neurons) * samples,
-        parameters=parameters + sum((inputs + 1) * neurons for inputs, neurons in layers),
-        outputs=(outputs + sum(neurons for _, neurons in layers)) * samples,
+        parameters=parameters,
+        outputs=outputs * samples,
     )

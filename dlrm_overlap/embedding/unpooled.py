@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.order import uncompiled
-from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, SlotBlocks
 from dlrm_overlap.embedding.exchange import Exchange, poison_on_error
@@ -63,9 +62,7 @@ class UnpooledIdSender(IdSender):
         distinct: finds the distinct ids of the tables, which are in the order of `layout`.
         capacity: if its `distinct` is empty, there is a slot for every id.
         layout: shards of the tables, each with one feature and the same number of columns.
-
-    Raises:
-        InputError: on all ranks, if one of the tables is of any id.
+        mixes: see `IdLayout.mixes`.
     """
 
     exchange: UnpooledExchange
@@ -77,17 +74,12 @@ class UnpooledIdSender(IdSender):
         capacity: BatchCapacity,
         layout: Layout,
         replicated: ReplicatedTables | None,
+        mixes: bool = False,
     ) -> None:
-        # Distinct ids are found, and their ranges counted, by row number; an id has none before it has arrived.
-        if of_any_id := sorted({shard.name for shards in layout.by_owner for shard in shards if shard.buckets}):
-            raise InputError(
-                f"{', '.join(of_any_id)}: tables of any id cannot be unpooled here yet; pool them, or train them by "
-                f"TorchRec's pipeline"
-            )
         self.distinct, self._is_counted = distinct, bool(capacity.distinct)
         self.table_layout, self.dim = layout, layout.dims[0]
         self.sums = RowSums(self.dim, exchange.device) if exchange.device.type == "cuda" else None
-        super().__init__(exchange, [], capacity, layout, replicated)
+        super().__init__(exchange, [], capacity, layout, replicated, mixes=mixes)
 
     def _id_layout(self, capacity: BatchCapacity) -> IdLayout:
         most = self._most_slots(capacity)
@@ -96,13 +88,14 @@ class UnpooledIdSender(IdSender):
         counts = {name: count for name, (_, count) in features.items()}
         self._keys = list(counts)
         ids, bags = sum(self._most(capacity)), len(counts) * self._blocks.slots
-        # Ids, lengths, slots; rows, starts, count and order of the runs.
-        sizes, device = (ids, bags, ids, ids, ids + 1, 1, ids), self.exchange.device
+        # Words of ids, lengths, slots; rows, starts, count and order of the runs.
+        words, device = 2 if self.distinct.any_id else 1, self.exchange.device
+        sizes = (words * ids, bags, ids, ids, ids + 1, 1, ids)
         self._kept = [[torch.zeros(size, dtype=torch.int32, device=device) for size in sizes] for _ in range(2)]
         """memory for `Distinct` in even epochs, and in odd ones"""
         layout = self.table_layout.with_features({name: ranges[of] for name, (of, _) in features.items()})
         slots = BatchCapacity(self._blocks.slots, dict.fromkeys(counts, (0, 1)), counts)
-        return IdLayout(joined(layout), self._keys, slots)
+        return IdLayout(joined(layout), self._keys, slots, mixes=self._mixes)
 
     @property
     def row_ranges(self) -> Mapping[str, RowRange]:
@@ -134,13 +127,16 @@ class UnpooledIdSender(IdSender):
     def _keep(self, distinct: Distinct) -> Distinct:
         """Return a copy of `distinct` in the memory of the next epoch of ids."""
         ids = distinct.values
-        if ids.dtype == torch.int64:  # clamped ids stay outside every table
+        if self.distinct.any_id:
+            ids = ids.view(torch.int32)
+        elif ids.dtype == torch.int64:  # clamped ids stay outside every table
             ids = ids.clamp(-1, torch.iinfo(torch.int32).max).int()
         flat = [ids, distinct.lengths, distinct.slots, *distinct.runs]
         memory = self._kept[(self.exchange.counters.ids.value + 1) % 2]
         kept = [each[: tensor.numel()] for each, tensor in zip(memory, flat, strict=True)]
         torch._foreach_copy_(kept, flat)  # pyright: ignore[reportPrivateImportUsage]  by one kernel
         values, lengths, slots, *runs = kept
+        values = values.view(torch.int64) if self.distinct.any_id else values
         return Distinct(values, lengths, slots, type(distinct.runs)(*runs))
 
     def _most_samples(self, samples: int, group: dist.ProcessGroup) -> int:

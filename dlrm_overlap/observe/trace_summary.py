@@ -39,6 +39,7 @@ _KINDS = {
 KINDS = (*_KINDS, "dense")
 _STORES = r"_store_pooled|_put_slices"
 _COMMUNICATES_TOO = r"_pull_ids"
+_WAITS = r"^nccl|_(wait_for|await)_flags"
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _HOST_CALLS = ("cuda_runtime", "cuda_driver")
 
@@ -66,6 +67,11 @@ class GpuWork(NamedTuple):
     def communicates(self) -> bool:
         """True if the kernel only moves data between GPUs or waits for a peer."""
         return self.kind in ("exchange", "all-reduce") or re.search(_COMMUNICATES_TOO, self.name) is not None
+
+    @property
+    def waits(self) -> bool:
+        """True if the kernel's time includes the wait for other ranks to begin."""
+        return re.search(_WAITS, self.name) is not None
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -165,6 +171,35 @@ def shares(work: Sequence[GpuWork], window: Span | None = None) -> dict[str, flo
     most = exclusive({"compute": groups["compute"], "exposed": groups["exposed"] + stores})["exposed"]
     groups["compute"] += stores
     return exclusive({**groups, "idle": [window]}) | {"exposed_most": most}
+
+
+def without_waits(ranks: Sequence[Sequence[GpuWork]]) -> list[list[GpuWork]]:
+    """Return each rank's work, in which no rank waits for another to begin a collective.
+
+    A kernel that waits takes as long as on the rank where it is shortest, and ends when it did. The k-th kernel of a
+    name is the same on all ranks, in the order in which they begin; if ranks ran other numbers of them, it stays.
+    """
+    by_name: list[dict[str, list[GpuWork]]] = []
+    for work in ranks:
+        by_name.append({})
+        for each in sorted(work, key=lambda each: each.span):
+            if each.waits:
+                by_name[-1].setdefault(each.name, []).append(each)
+    shortest = {
+        name: [
+            min(us) for us in zip(*([span.end - span.begin for *_, span in of[name]] for of in by_name), strict=True)
+        ]
+        for name, found in by_name[0].items()
+        if all(len(of.get(name, [])) == len(found) for of in by_name)
+    }
+    shortened = []
+    for work, of in zip(ranks, by_name, strict=True):
+        others = [each for each in work if each.name not in shortest]
+        for name, least in shortest.items():
+            pairs = zip(of[name], least, strict=True)
+            others += [each._replace(span=Span(each.span.end - us, each.span.end)) for each, us in pairs]
+        shortened.append(others)
+    return shortened
 
 
 def issued_work(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -89,7 +89,7 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
     except pa.ArrowException as error:  # lists in CSV, or a column whose type differs between files
         named = f"--key {', '.join(keys)}: cannot be written to {output} ({in_one_line(error):.200})"
         raise InputError(f"{named}; leave out such a column, or name a .parquet file") from None
-    return bar.count, unknown_values(all_values, all_unknown)
+    return bar.count, unknown_values(all_values, all_unknown, scorer.schema)
 
 
 Block = tuple[Path, int, Any]

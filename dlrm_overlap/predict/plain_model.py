@@ -1,6 +1,7 @@
 """The DLRM in plain PyTorch, from the weights of a checkpoint."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,6 +14,19 @@ from dlrm_overlap.train.interaction import DotInteraction
 
 _ACTIVATIONS = {"relu": torch.relu, "gelu": functional.gelu}
 _PREFIX = "dlrm."
+# Those of tables of any id have more names in front, such as `id_embedding._embedding_module`.
+_TABLE = re.compile(r".*\b(?:embedding_bags|embeddings)\.(\w+)\.weight")
+_IDS = re.compile(r".*\b_managed_collision_modules\.(\w+)\._hash_zch_identities")
+
+
+def tables_in(names: Iterable[str]) -> dict[str, str]:
+    """Return table -> the name of its weights, of the names in a checkpoint."""
+    return {match[1]: name for name in names if (match := _TABLE.fullmatch(name))}
+
+
+def ids_in(names: Iterable[str]) -> dict[str, str]:
+    """Return table of any id -> the name of its rows' ids, of the names in a checkpoint."""
+    return {match[1]: name for name in names if (match := _IDS.fullmatch(name))}
 
 
 class PlainDLRM(nn.Module):
@@ -23,17 +37,14 @@ class PlainDLRM(nn.Module):
         super().__init__()
         named = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}
         self._weights, self._activation = named, _ACTIVATIONS[config.activation]
-        keys, history = table_keys(tables), config.sequence.history
-        pooled = [t for t in range(tables) if t != history]
-        self._pooled = {t: named[f"embedding.embedding_bags.{keys[t]}.weight"] for t in pooled}
-        self.rows = [0] * tables
+        names, history = tables_in(named), config.sequence.history
+        of_tables = [named[names[key]] for key in table_keys(tables)]
+        self.rows = [len(table) for table in of_tables]
         """number of rows of each table"""
-        for t, table in self._pooled.items():
-            self.rows[t] = len(table)
+        self._pooled = {t: table for t, table in enumerate(of_tables) if t != history}
         self._history, self._candidate = history, config.sequence.candidate
         if history is not None:
-            self._histories = named[f"history.embeddings.{keys[history]}.weight"]
-            self.rows[history] = len(self._histories)
+            self._histories = of_tables[history]
             self._attention = TargetAttention(config.sequence, config.dim)
             prefix = "attention."
             own = {name.removeprefix(prefix): each for name, each in named.items() if name.startswith(prefix)}
@@ -47,8 +58,7 @@ class PlainDLRM(nn.Module):
 
         Args:
             dense: [b, F] float32.
-            ids: for each table the rows of all bags [n] int64, bag after bag, and the size of each bag [b] int64; for a
-                table of any id, the ids instead of the rows.
+            ids: for each table the rows of all bags [n] int64, bag after bag, and the size of each bag [b] int64.
         """
         pooled = {t: _pool(table, *ids[t]) for t, table in self._pooled.items()}
         parts = [self._layers("bottom._mlp", dense)]

@@ -1,18 +1,27 @@
-"""Predicts by a checkpoint from the raw columns of a table."""
+"""Predicts by a checkpoint from the raw columns of a table.
 
-from collections.abc import Mapping
+A delta brings a `Scorer` up to date while threads use it: what it changes is copied, changed, and taken into use by one
+assignment. A request reads this reference once, so its weights are all from before the delta, or all from after it.
+"""
+
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from dlrm_overlap.checkpoint.apply_deltas import apply, check_follows
+from dlrm_overlap.checkpoint.delta_files import read_delta, state_of_checkpoint, state_of_delta
 from dlrm_overlap.checkpoint.manifest import encoded_of, locate_checkpoint, read_manifest
 from dlrm_overlap.checkpoint.storage import read_weights
 from dlrm_overlap.config import InputError, ModelConfig, in_one_line
 from dlrm_overlap.data.day import Ragged
+from dlrm_overlap.data.schema import Schema, table_keys
 from dlrm_overlap.launching.parsing import section_of
-from dlrm_overlap.predict.plain_model import PlainDLRM
+from dlrm_overlap.predict.id_rows import IdRows
+from dlrm_overlap.predict.plain_model import PlainDLRM, ids_in
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,8 +42,8 @@ class Scorer:
         """Load a checkpoint, or a run's newest one.
 
         Raises:
-            InputError: if it is damaged, has a table of any id, or its training samples were not made by `prepare
-                table`.
+            InputError: if it is damaged, its training samples were not made by `prepare table`, or it has tables of any
+                id and was trained by backend `torchrec`.
             ModuleNotFoundError: without pyarrow.
         """
         from dlrm_overlap.data.encoder import Encoder  # needs pyarrow
@@ -47,19 +56,40 @@ class Scorer:
                 f"or `prepare criteo`, or by an earlier version; prepare the table, and train on it"
             )
         encoding = encoded.read()
-        if of_any := [name for name, column in encoding.schema.categorical.items() if column.any]:
-            raise InputError(
-                f"checkpoint: {self.path} has a table of any id, of the column {of_any[0]}, whose ids only training "
-                f"and `dlrm-overlap eval` map to rows; evaluate it, or train with rows or min_count instead"
-            )
-        self.step: int = manifest.step
         self.labels: list[str] = list(encoding.schema.labels)
         """names of the predicted labels"""
         self.columns: list[str] = [*encoding.schema.dense, *encoding.schema.categorical]
         """names of the columns that `__call__` needs"""
         self.schema, self.encoder = encoding.schema, Encoder(encoding.schema, encoding.keys)
         config = section_of(manifest.about.get("config", {}).get("model", {}), ModelConfig, self.path)
-        self._model = PlainDLRM(config, read_weights(self.path), len(encoding.schema.categorical))
+        self._manifest, self._config, self._updating = manifest, config, Lock()
+        self._loaded = self._load(read_weights(self.path), state_of_checkpoint(self.path, manifest))
+
+    def _load(self, weights: Mapping[str, torch.Tensor], state: dict[str, Any]) -> "_Loaded":
+        ids = _ids_of(weights, self.schema, self.path)
+        return _Loaded(state, weights, PlainDLRM(self._config, weights, len(self.schema.categorical)), ids)
+
+    @property
+    def step(self) -> int:
+        """Step of the training whose weights are in use."""
+        return self._loaded.state["step"]
+
+    def apply(self, delta: str | Path) -> None:
+        """Take the weights of a delta into use, which follows the ones in use; other threads may score meanwhile.
+
+        Needs memory for a copy of the tables that the delta changes, until no request uses the old ones.
+
+        Raises:
+            InputError: if the delta is missing, damaged or of another model, or does not follow. The weights in use
+                then stay.
+        """
+        path = Path(delta)
+        with self._updating:
+            loaded, found = self._loaded, read_delta(path)
+            check_follows(path, found, self._manifest, loaded.state)
+            changed = _Copies(loaded.weights)
+            apply(path, found, changed)
+            self._loaded = self._load({**loaded.weights, **changed.copies}, state_of_delta(path, found))
 
     def __call__(self, rows: "pa.Table | pa.RecordBatch | Mapping[str, Any]") -> dict[str, np.ndarray]:
         """Return the probability of each label, [n] float32, for n rows.
@@ -71,20 +101,76 @@ class Scorer:
 
     def score(self, block: "pa.RecordBatch", first_row: int) -> dict[str, np.ndarray]:
         """Return what `__call__` does; messages number rows from `first_row`."""
+        loaded, bags = self._loaded, []  # once, since another thread may replace it
         dense, ids = self.encoder.features(first_row, block)
-        columns = self.schema.categorical.values()
-        rows = [None if each.any else rows for each, rows in zip(columns, self._model.rows, strict=True)]
-        bags = [bags_of(each, number) for each, number in zip(ids, rows, strict=True)]
-        logits = self._model(torch.from_numpy(dense), bags)
+        for name, each, rows in zip(self.schema.categorical, ids, loaded.model.rows, strict=True):
+            values, sizes = bags_of(each, None if name in loaded.ids else rows)
+            if name in loaded.ids:
+                keys = values.numpy()
+                found, has_row = loaded.ids[name].rows_of(keys)
+                self.encoder.count_ids(name, keys, has_row)
+                values = torch.from_numpy(found)
+            bags.append((values, sizes))
+        logits = loaded.model(torch.from_numpy(dense), bags)
         probabilities = logits.sigmoid().numpy()
         return dict(zip(self.labels, np.ascontiguousarray(probabilities.T), strict=True))
+
+    def rows_of(self, column: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of 64-bit ids [n] of a column of any id, and whether they are the ids' own, both [n]."""
+        return self._loaded.ids[column].rows_of(ids)
+
+
+class _Loaded(NamedTuple):
+    """Weights, and what was made of them; none of it ever changes."""
+
+    state: dict[str, Any]
+    """what a delta may follow, see `DeltaManifest.base`"""
+    weights: Mapping[str, torch.Tensor]
+    """by their names in a checkpoint"""
+    model: PlainDLRM
+    ids: Mapping[str, IdRows]
+    """column of any id -> the rows of its ids"""
+
+
+class _Copies(Mapping[str, torch.Tensor]):
+    """Gives `weights`, each copied when it is first asked for."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights = weights
+        self.copies: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.copies:
+            self.copies[name] = self._weights[name].clone()
+        return self.copies[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def _ids_of(weights: Mapping[str, torch.Tensor], schema: Schema, path: Path) -> dict[str, IdRows]:
+    """Return column of any id -> its table's ids; an InputError if another map than ours has stored them."""
+    keys, names = table_keys(len(schema.categorical)), ids_in(weights)
+    found = {}
+    for key, (column, described) in zip(keys, schema.categorical.items(), strict=True):
+        if described.any:
+            if names[key].replace("_hash_zch_identities", "_used_at") not in weights:
+                raise InputError(
+                    f"checkpoint: {path} was trained by backend torchrec, which stores the ids of the column {column} "
+                    f"in another way; train with embedding.backend pgas or fused"
+                )
+            found[column] = IdRows(weights[names[key]].numpy())
+    return found
 
 
 def bags_of(ids: np.ndarray | Ragged, rows: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids of all bags [n] int64, bag after bag, and the size of each bag [b] int64.
 
     Ids are folded into `rows` rows, as data.tables.max_rows does. With None, for a table of any id, they are the 64-bit
-    keys, which the model maps to rows.
+    keys.
     """
     if isinstance(ids, Ragged):
         values, lengths = ids.values[:], np.diff(ids.ends, prepend=0)

@@ -43,6 +43,10 @@ try:
         ShardedEmbeddingBagCollection,
     )
     from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+    from torchrec.distributed.mc_embedding import (
+        ManagedCollisionEmbeddingCollectionSharder,
+        ShardedManagedCollisionEmbeddingCollection,
+    )
     from torchrec.distributed.mc_embeddingbag import (
         ManagedCollisionEmbeddingBagCollectionSharder,
         ShardedManagedCollisionEmbeddingBagCollection,

@@ -11,6 +11,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from torchrec.modules.mlp import MLP, Perceptron
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper, OptimizerWrapper
@@ -185,6 +186,14 @@ def collision_modules_of(
 def sharded_zch_tables(
     collection: ShardedManagedCollisionCollection,
 ) -> dict[str, tuple[int, HashZchManagedCollisionModule]]:
+    """Return the tables of a sharded collection, each with its first row on this rank and its module."""
+    modules: Any = collection._managed_collision_modules
+    return {name: (collection._table_to_offset[name], module) for name, module in modules.items()}
+
+
+def sharded_mch_tables(
+    collection: ShardedManagedCollisionCollection,
+) -> dict[str, tuple[int, MCHManagedCollisionModule]]:
     """Return the tables of a sharded collection, each with its first row on this rank and its module."""
     modules: Any = collection._managed_collision_modules
     return {name: (collection._table_to_offset[name], module) for name, module in modules.items()}

@@ -19,6 +19,7 @@ class Used(NamedTuple):
 
 _EMBEDDINGBAG, _EMBEDDING = "torchrec.distributed.embeddingbag", "torchrec.distributed.embedding"
 _MC_EMBEDDINGBAG, _MC = "torchrec.distributed.mc_embeddingbag", "torchrec.distributed.mc_modules"
+_MC_EMBEDDING = "torchrec.distributed.mc_embedding"
 _TYPES, _KERNELS = "torchrec.distributed.embedding_types", "torchrec.distributed.batched_embedding_kernel"
 _SHARDINGS, _LOOKUPS = "torchrec.distributed.sharding", "torchrec.distributed.embedding_lookup"
 _DIST = "torchrec.distributed.embedding_sharding"
@@ -89,6 +90,23 @@ CLASSES = {
         {
             "__init__": "module table_name_to_parameter_sharding ebc_sharder mc_sharder env device",
             **_STEP,
+            "_evict": "evictions_per_table",
+            "output_dist": "ctx output",
+        },
+        "_device _embedding_module _env _managed_collision_collection _return_remapped_features",
+    ),
+    f"{_MC_EMBEDDING}:ManagedCollisionEmbeddingCollectionSharder": Used(
+        {
+            "__init__": "ec_sharder mc_sharder qcomm_codecs_registry",
+            "compute_kernels": "sharding_type compute_device_type",
+            "sharding_types": "compute_device_type",
+            **_SHARD,
+        }
+    ),
+    f"{_MC_EMBEDDING}:ShardedManagedCollisionEmbeddingCollection": Used(
+        {
+            "__init__": "module table_name_to_parameter_sharding ec_sharder mc_sharder env device",
+            **_STEP,
             "output_dist": "ctx output",
         },
         "_device _embedding_module _env _managed_collision_collection _return_remapped_features",
@@ -117,6 +135,16 @@ CLASSES = {
         },
         "METADATA_BUFFER _buckets _disable_fallback _eviction_config _eviction_policy_name _hash_zch_identities "
         "_hash_zch_metadata _max_probe _name _opt_in_prob _output_segments _tb_logging_frequency device",
+    ),
+    "torchrec.modules.mc_modules:MCHManagedCollisionModule": Used(
+        {
+            "_coalesce_history": "",
+            "_init_history_buffers": "features",
+            "input_size": "",
+        },
+        "_current_history_buffer_offset _current_iter _current_iter_tensor _eviction_interval _eviction_policy "
+        "_history_accumulator _history_metadata _input_hash_func _input_history_buffer_size _last_eviction_iter "
+        "_mch_remapped_ids_mapping _mch_sorted_raw_ids device",
     ),
     # What a step passes between their methods.
     f"{_EMBEDDINGBAG}:EmbeddingBagCollectionAwaitable": Used(

@@ -1,7 +1,7 @@
 """Builds one rank's model, optimizer and train pipeline from a configuration."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from dlrm_overlap.embedding.id_tables.rules import rows_of_tables
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_topology, make_plan
 from dlrm_overlap.embedding.weights import initialise_tables
+from dlrm_overlap.kernels.ids.id_map import SEGMENT
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import count_of
 from dlrm_overlap.train.auto_backend import Sharders, plan_by_backend
@@ -38,6 +39,23 @@ log = logging.getLogger("dlrm_overlap")
 MakeSharders = Callable[[EmbeddingConfig, str, int], Sharders]
 """Takes section `embedding`, the dense part's precision, and the number of columns to leave in front of the pooled
 embeddings; returns sharders."""
+
+
+def check_torchrec_maps(rows: Sequence[int], has_negative_ids: bool, device: torch.device) -> None:
+    """Raise an InputError if TorchRec cannot train tables of any id, which have `rows`."""
+    if device.type == "cpu":
+        raise InputError(
+            "embedding.backend: torchrec trains tables of any id on GPUs only, since FBGEMM's operator only evaluates "
+            "on a CPU; take pgas"
+        )
+    buckets = [count // SEGMENT for count in rows]
+    # TorchRec divides ids over ranks by the unsigned remainder, and over buckets by the signed one.
+    if has_negative_ids and (uneven := [count for count in buckets if count & (count - 1)]):
+        raise InputError(
+            f"embedding.backend: torchrec looks up negative ids in buckets of other ranks, unless a table of any id "
+            f"has a power of 2 of buckets of {SEGMENT} rows, and one has {uneven[0]}; take pgas, or set "
+            f"embedding.id_tables.rows to {SEGMENT << (uneven[0] - 1).bit_length()}"
+        )
 
 
 class LearningRate:
@@ -87,11 +105,6 @@ def assemble(
         )
     rows = rows_of_tables(train.rows, config.embedding.id_tables, world.world_size)
     any_id = [number for number, count in enumerate(train.rows) if count is None]
-    if any_id and config.embedding.backend == "torchrec" and device.type == "cpu":
-        raise InputError(
-            "embedding.backend: torchrec trains tables of any id on GPUs only, since FBGEMM's operator only evaluates "
-            "on a CPU; take pgas"
-        )
     dlrm = build_model(config.model, config.embedding, rows, train.dense_features, config.train.seed, any_id)
     task = TrainTask(dlrm, device.type, config.train.precision == "bf16", list(train.labels.values()))
     # Divide layers before they are sharded, compiled and captured.
@@ -105,6 +118,15 @@ def assemble(
         return sharders, make_plan(task, sharders, topology, embedding, train.pooling, samples, group)
 
     embedding, sharders, plan = plan_by_backend(config.embedding, plan_for, task, group, device)
+    if any_id and embedding.backend == "torchrec":
+        check_torchrec_maps([rows[number] for number in any_id], train.encoded is not None, device)
+    if config.model.sequence.history in any_id and not (
+        BACKENDS[embedding.backend].stores_to_peers or embedding.backend == "torchrec"
+    ):
+        raise InputError(
+            f"embedding.backend: {embedding.backend} leaves histories to TorchRec, whose map of ids has no rules of "
+            f"embedding.id_tables; take pgas or fused"
+        )
     model = DistributedModelParallel(
         module=task,
         env=ShardingEnv.from_process_group(group),

@@ -96,7 +96,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
         InputError: if the checkpoint is damaged, or does not fit the model or data. The fit is checked before the
             process group is made.
     """
-    from dlrm_overlap.checkpoint.checkpoint import agree_on, checkpoint_shape
+    from dlrm_overlap.checkpoint.checkpoint import agree_on, checkpoint_shape, with_stored_rows
     from dlrm_overlap.data.encoding import other_encoding
     from dlrm_overlap.data.loader import PREPARE_TOGETHER, open_datasets, other_ids
     from dlrm_overlap.train.stepping import StepRunner
@@ -119,6 +119,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
         )
     if differing := differences(stored, model):
         raise InputError(f"{_OPTION}: {path} has {differing}; leave out --config and these keys to use its own")
+    config = with_stored_rows(config, stored)
     # Load and evaluate on all ranks.
     ranks.connect(eval_path=held_out.fingerprint())
     try:

@@ -9,7 +9,10 @@ from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding, ShardedModule, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import unsupported_by_flat
@@ -208,7 +211,10 @@ def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, An
     env, device = ShardingEnv.from_local(world_size, 0), torch.device("cpu")
     for path, params in modules.items():
         module, given = model.get_submodule(path), dict(fused_params)
-        if isinstance(module, ManagedCollisionEmbeddingBagCollection) and why_ids_stay(module) is None:
+        if (
+            isinstance(module, ManagedCollisionEmbeddingBagCollection | ManagedCollisionEmbeddingCollection)
+            and why_ids_stay(module) is None
+        ):
             module = tables_inside(module)
         if type(module) is EmbeddingBagCollection:
             pooled = ShardedEmbeddingBagCollection

@@ -13,10 +13,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from dlrm_overlap.config import EmbeddingConfig, IdTablesConfig, InputError, ModelConfig
+from dlrm_overlap.config import EmbeddingConfig, IdTablesConfig, ModelConfig
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.schema import table_keys
-from dlrm_overlap.embedding.id_tables.module import collection_of_any_id
+from dlrm_overlap.embedding.id_tables.module import collection_of_any_id, sequences_of_any_id
 from dlrm_overlap.train.attention import TargetAttention
 from dlrm_overlap.train.interaction import DotInteraction
 
@@ -109,12 +109,12 @@ class DLRM(nn.Module):
             for key, n in zip(self.keys, rows, strict=True)
         }
         pooled = {key: EmbeddingBagConfig(**described[key], pooling=PoolingType.SUM) for key in self.pooled_keys}
-        taking_any = [pooled.pop(self.keys[number]) for number in sorted(any_id)]
+        taking_any = [pooled.pop(self.keys[each]) for each in sorted(any_id) if each != number]
         collections: list[nn.Module] = (
             [EmbeddingBagCollection(tables=list(pooled.values()), device=meta)] if pooled else []
         )
-        if taking_any:
-            assert id_tables is not None, "tables of any id have rules"
+        assert id_tables is not None or not any_id, "tables of any id have rules"
+        if taking_any and id_tables is not None:
             collections.append(collection_of_any_id(taking_any, id_tables, meta))
         self.embedding: Any = collections[0]
         """the pooled tables; tables of any id are in `id_embedding` if there are others"""
@@ -122,14 +122,17 @@ class DLRM(nn.Module):
         self.bottom = BottomMLP(dense_features, config.bottom_mlp, activation=_ACTIVATIONS[config.activation])
         self.head = Head(config, len(rows))
         if self.history_key is not None:
-            self.history = EmbeddingCollection(tables=[RowConfig(**described[self.history_key])], device=meta)
+            table = RowConfig(**described[self.history_key])
+            self.history: Any = EmbeddingCollection(tables=[table], device=meta)
+            if number in any_id and id_tables is not None:
+                self.history = sequences_of_any_id([table], id_tables, meta)
             self.attention = TargetAttention(config.sequence, config.dim)
 
     def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Map dense features [b, F] float32 and bags of T tables to logits [b], or [b, L] for several labels."""
-        pooled = pooled_of(self.embedding(sparse))  # returns at once: the exchange overlaps with the bottom MLP
-        others = None if self.id_embedding is None else pooled_of(self.id_embedding(sparse))
-        histories = None if self.history_key is None else self.history(sparse)
+        pooled = embeddings_of(self.embedding(sparse))  # returns at once: the exchange overlaps with the bottom MLP
+        others = None if self.id_embedding is None else embeddings_of(self.id_embedding(sparse))
+        histories = None if self.history_key is None else embeddings_of(self.history(sparse))
         front = self.bottom(dense)
         if self.history_key is not None:
             history, candidate_bD = (
@@ -229,8 +232,8 @@ class TrainTask(nn.Module):
 
 
 @torch.fx.wrap
-def pooled_of(result: Any) -> Any:
-    """Return the pooled embeddings of what a collection returns; tables of any id return a pair."""
+def embeddings_of(result: Any) -> Any:
+    """Return the embeddings of what a collection returns; tables of any id return a pair."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -250,11 +253,6 @@ def build_model(
         InputError: if `model.sequence` names a table that does not exist.
     """
     model.sequence.check_tables(len(rows))
-    if model.sequence.history in any_id:
-        raise InputError(
-            f"model.sequence.history: table {model.sequence.history} takes any id, and such tables are pooled; encode "
-            f"the histories' ids as rows"
-        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return DLRM(model, rows, dense_features, embedding.weight_dtype, any_id, embedding.id_tables)

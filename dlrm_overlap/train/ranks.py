@@ -83,6 +83,7 @@ class Ranks:
             InputError: before the group is made, if the device, the data or the checkpoint does not fit.
         """
         from dlrm_overlap.checkpoint.checkpoint import check_resume_fits
+        from dlrm_overlap.comm.every_rank import gathered
         from dlrm_overlap.data.days import Days
         from dlrm_overlap.data.loader import open_datasets, warnings_of_time
         from dlrm_overlap.embedding.configured_sharders import build_sharders
@@ -93,16 +94,27 @@ class Ranks:
         check_start(config, self.device)
         train_data, held_out = open_datasets(config.data, self.device)
         total_steps(config, train_data, self.world.world_size)
+        resumed = config
         if resumes:
             batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size
-            check_resume_fits(config, list(train_data.rows), train_data.dense_features, batch, train_data.encoded)
-        self.connect(path=train_data.fingerprint(), eval_path=held_out.fingerprint())
+            resumed = check_resume_fits(
+                config, list(train_data.rows), train_data.dense_features, batch, train_data.encoded
+            )
+        group = self.connect(path=train_data.fingerprint(), eval_path=held_out.fingerprint())
         if self.world.rank == 0 and isinstance(train_data, Days) and isinstance(held_out, Days):
             for warning in warnings_of_time(train_data, held_out):
                 log.warning("data: %s", warning)
-        sharders = make_sharders or build_sharders
+        id_rows = gathered(resumed.embedding.id_tables.rows if resumed is not config else None, group)[0]
         return Trainer(
-            config, self.world, self.device, train_data, held_out, sharders, progress=self.progress, end=self.end
+            config,
+            self.world,
+            self.device,
+            train_data,
+            held_out,
+            make_sharders or build_sharders,
+            progress=self.progress,
+            id_rows=id_rows,
+            end=self.end,
         )
 
 

@@ -8,16 +8,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.checkpoint.checkpoint import cuts_of
-from dlrm_overlap.checkpoint.storage import load_weights
+from dlrm_overlap.checkpoint.checkpoint import cuts_of, with_id_rows
+from dlrm_overlap.checkpoint.loading import load_weights
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader
+from dlrm_overlap.data.schema import table_keys
 from dlrm_overlap.data.times import text_of, windows
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import products_of
 from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.id_tables.rules import rows_of_tables
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress
@@ -57,8 +59,12 @@ class StepRunner:
         held_out: Dataset,
         make_sharders: MakeSharders = build_sharders,
         progress: Progress | None = None,
+        id_rows: list[int] | None = None,
     ) -> None:
-        """Build the model and its pipeline; a collective."""
+        """Build the model and its pipeline; a collective.
+
+        `id_rows` has the rows of each table of any id, if they are not those of `config`.
+        """
         self.progress = progress or Progress()
         self.config, self.world, self.device = config, world, device
         self.train_data, self.held_out_data = train, held_out
@@ -66,13 +72,22 @@ class StepRunner:
         self.global_batch = self.samples_per_rank * world.world_size
         self.steps = total_steps(config, train, world.world_size)
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
-        assembled = assemble(config, world, device, train, make_sharders)
-        self.model, self.optimizer, self.pipeline, self.plan, self.embedding = assembled
-        self.learning_rate = LearningRate(self.optimizer, config.train)
+        self._make_sharders = make_sharders
+        self._build(id_rows)
         self.predictions: list[torch.Tensor] = []
         """logits and labels of this rank's last step, valid until the next"""
         self.window_metrics: dict[str, dict[str, float]] = {}
         """begin of each window (data.eval_window) -> its number of samples and metrics in the last `evaluate`"""
+
+    def _build(self, id_rows: list[int] | None) -> None:
+        config = self.config if id_rows is None else with_id_rows(self.config, id_rows)
+        assembled = assemble(config, self.world, self.device, self.train_data, self._make_sharders)
+        self.model, self.optimizer, self.pipeline, self.plan, self.embedding = assembled
+        self.learning_rate = LearningRate(self.optimizer, config.train)
+        given, ranks = self.train_data.rows, self.world.world_size
+        rows = zip(table_keys(len(given)), given, rows_of_tables(given, config.embedding.id_tables, ranks), strict=True)
+        self.id_rows = {name: count for name, known, count in rows if known is None}
+        """table of any id -> its rows"""
 
     @contextmanager
     def raising_kernel_errors(self) -> Iterator[None]:

@@ -1,9 +1,12 @@
 """A training run; docs/architecture.md follows one step file by file."""
 
+import gc
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,8 +14,10 @@ from typing import Any, NoReturn
 import torch
 
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, trained_with
+from dlrm_overlap.checkpoint.deltas import Deltas, mark_updates
 from dlrm_overlap.checkpoint.manifest import Manifest, newest_checkpoint
 from dlrm_overlap.checkpoint.saving import Saves, require_finite
+from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.embedding.id_tables.counts import IdCounts
@@ -23,6 +28,8 @@ from dlrm_overlap.observe.metrics import RunningMetrics, StepTimer
 from dlrm_overlap.observe.result_files import has_results, read_summary, set_aside
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.train.growth import Growth
 from dlrm_overlap.train.stepping import StepRunner
 
 log = logging.getLogger("dlrm_overlap")
@@ -67,17 +74,15 @@ class Trainer(StepRunner):
         self.checkpointer.about = {
             "config": config.as_dict(),
             "backend": self.embedding.backend,
-            "plan": {
-                name: {"sharding": sharding.sharding_type}
-                for tables in self.plan.plan.values()
-                for name, sharding in sorted(tables.items())  # type: ignore[attr-defined]
-            },
+            **self._about_model(),
             "world_size": self.world.world_size,
             "versions": {name: supported_versions.version_of(name) for name in ("torch", "torchrec")},
             "trained_metrics": [],
         }
         self.running = RunningMetrics(list(train.labels), self.samples_per_rank, config.log.every, self.device)
-        self.id_counts = IdCounts(self.model, self.device)
+        self._count_ids()
+        id_tables, counts = config.embedding.id_tables, bool(self.id_counts.tables)
+        self.growth = Growth(id_tables, self.id_rows, self.embedding.backend, counts)
         self.saves = Saves(
             config,
             self.checkpointer,
@@ -87,6 +92,22 @@ class Trainer(StepRunner):
             self.check,
             lambda: self._evaluate_on(1)["loss"],
         )
+        self.deltas: Deltas | None = None
+        if config.checkpoint.delta_every:
+            mark_updates(self.model, self.embedding.backend, isinstance(self.pipeline, GraphTrainPipeline))
+            self.deltas = Deltas(config, self.checkpointer, self.model, self.device, self.check)
+
+    def _about_model(self) -> dict[str, Any]:
+        plan = {
+            name: {"sharding": sharding.sharding_type}
+            for tables in self.plan.plan.values()
+            for name, sharding in sorted(tables.items())  # type: ignore[attr-defined]
+        }
+        return {"plan": plan, "id_table_rows": self.id_rows}
+
+    def _count_ids(self) -> None:
+        grows = self.config.embedding.id_tables.grow_at is not None
+        self.id_counts = IdCounts(self.model, self.device, by_table=grows)
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step or the target, evaluate, and return the summary; a collective.
@@ -105,12 +126,15 @@ class Trainer(StepRunner):
                     return self._fit()
             except Exception as error:
                 self.saves.close(error)
+                if self.deltas is not None:
+                    self.deltas.close(error)
                 raise
 
     def _fit(self) -> dict[str, Any]:
         from_rank_0(lambda: check_folder(self.config))
         from_rank_0(self._set_aside)
-        saves = self.config.checkpoint.every or self.config.checkpoint.last
+        about = self.config.checkpoint
+        saves = about.every or about.last or about.delta_every
         # The checkpoint folder may be a link, and another run may have a link to the same folder.
         folder = Path(os.path.realpath(self.checkpointer.folder))
         with hold_run_folder(folder) if saves else nullcontext():
@@ -122,6 +146,8 @@ class Trainer(StepRunner):
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
         save_last, target = self.config.checkpoint.last, self.config.train.target_auroc
         self.saves.prepare(self.world.local_world_size)
+        self._prepare_deltas()
+        every_delta = self.config.checkpoint.delta_every
         step, evaluated, values = self.start, -1, {}
         with (
             RunLog(
@@ -138,9 +164,11 @@ class Trainer(StepRunner):
         ):
             batches = iter(loader)
             while step < self.steps:
-                # The next step after which the run evaluates, saves or ends.
-                border = min([self.steps, *((step // n + 1) * n for n in (every_eval, every_save) if n)])
-                step = self._train(step, border, batches, loader, run_log)
+                # The next step after which the run evaluates, saves, writes a delta or ends.
+                borders = ((step // n + 1) * n for n in (every_eval, every_save, every_delta) if n)
+                step = self._train(step, min([self.steps, *borders]), batches, loader, run_log)
+                if self.deltas is not None and step % every_delta == 0:
+                    self.deltas.write(step)
                 if run_log.asked_to_end and step < self.steps:
                     self._end_early(step, saves=bool(every_save or save_last))
                 if every_eval and step % every_eval == 0:
@@ -152,9 +180,11 @@ class Trainer(StepRunner):
                     if save_last:
                         self.save(step, values)
                     break
+                if step < self.steps and (rows := self.growth.due(self.id_counts.fullest)):
+                    self.grow(step, rows, values if evaluated == step else None)
             if evaluated != step:
                 values = self._evaluate(step, run_log)
-            self.saves.finish()
+            self._finish_writing()
             return run_log.summary(step, values, self.running.lifetime(), self.window_metrics)
 
     def _set_aside(self) -> None:
@@ -164,8 +194,21 @@ class Trainer(StepRunner):
             why = "log.overwrite" if self.config.log.overwrite else "a run ended here before its first checkpoint"
             log.info("%s: the earlier contents of %s are now in %s", why, self.folder, aside)
 
+    def _prepare_deltas(self) -> None:
+        if self.deltas is None:
+            return
+        if self.start == 0:
+            self.saves.save_initial()  # what the first delta follows
+        assert self.saves.written is not None, "resumed or saved"
+        self.deltas.prepare(self.start, self.saves.written)
+
+    def _finish_writing(self) -> None:
+        self.saves.finish()
+        if self.deltas is not None:
+            self.deltas.finish()
+
     def _end_early(self, step: int, saves: bool) -> NoReturn:
-        self.saves.finish()  # raises if a failed save is what ended the run
+        self._finish_writing()  # raises if a failed save is what ended the run
         if saves:
             self.save(step)
         self.progress.is_over = True
@@ -203,13 +246,14 @@ class Trainer(StepRunner):
             run_log.advance()
             if step % self.config.log.every == 0 or step == first + segment.steps:
                 factor = self.learning_rate.factor(step - 1)
-                asked = self._end.asked or self.saves.failed
+                failed = self.saves.failed or (self.deltas is not None and self.deltas.failed)
+                asked = self._end.asked or failed
                 times, metrics = timer.take_ms(), self.running.take() | self.id_counts.take()
                 run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, asked)
                 self.check()  # the loss was read, so the kernels' records are complete
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
-                if run_log.asked_to_end:
+                if run_log.asked_to_end or self.growth.due(self.id_counts.fullest):
                     segment.cut()
         return step
 
@@ -222,7 +266,41 @@ class Trainer(StepRunner):
 
     def save(self, step: int, metrics: dict[str, float] | None = None, background: bool = False) -> None:
         self.checkpointer.about["trained_metrics"] = self.running.state()
+        if self.deltas is None:
+            self.saves.save(step, metrics, background)
+            return
+        self.deltas.write(step)  # so that who follows the deltas can go on, whatever is saved
+        if not (background and self.config.checkpoint.asynchronous):
+            self.deltas.finish()
         self.saves.save(step, metrics, background)
+        assert self.saves.written is not None
+        self.deltas.follow(step, self.saves.written)
+
+    def grow(self, step: int, rows: dict[str, int], metrics: dict[str, float] | None = None) -> None:
+        """Save the state after `step`, and go on from it with more rows of tables of any id; a collective.
+
+        `rows` has the new rows of the tables that grow, and `metrics` those of an evaluation after this step. No step
+        is in flight.
+        """
+        begin, before = time.perf_counter(), self.id_rows
+        self.save(step, metrics)
+        self.saves.finish()
+        self.close()
+        # Release the device's memory before the larger model takes it.
+        del self.model, self.optimizer, self.pipeline, self.learning_rate, self.id_counts
+        self.predictions = []
+        self.saves.release()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._build([rows.get(name, count) for name, count in before.items()])
+        self.saves.follow(self.model, self.optimizer)
+        self._load(self.checkpointer.folder / f"step_{step}", step)
+        self._count_ids()
+        self.growth.rows = self.id_rows
+        self.checkpointer.about |= self._about_model()
+        text = ", ".join(f"table {name} {before[name]} rows, now {count}" for name, count in rows.items())
+        log.info("growth: %s, after step %d, %.1f s", text, step, time.perf_counter() - begin)
 
     def _resume(self) -> dict[str, Any] | None:
         config = self.config.checkpoint
@@ -243,18 +321,32 @@ class Trainer(StepRunner):
                 text += "log.name or set log.overwrite; results in %s"
                 log.info(text, summary["steps"], why, path)
                 return summary
-        self.checkpointer.load(checkpoint, self.model, self.optimizer)
+        had = manifest.about.get("id_table_rows", {})
+        changed = {name: rows for name, rows in self.id_rows.items() if had.get(name, rows) != rows}
+        if changed and config.checkpoint.delta_every:
+            raise InputError(
+                f"checkpoint.delta_every: {config.checkpoint.delta_every}, but {checkpoint} has other rows of tables "
+                f"of any id ({', '.join(changed)}), and a delta has the rows of its checkpoint; train without deltas "
+                f"to the next save, and resume from that"
+            )
+        self._load(checkpoint, manifest.step)
         self.start = self.saves.step = manifest.step
-        self.optimizer.set_optimizer_step(self.start)  # FBGEMM's count, for Adam's bias correction
-        for exchange in exchanges(self.model):
-            exchange.counters.steps.value = self.start  # stochastic rounding depends on the step
+        self.saves.written = Future()
+        self.saves.written.set_result(checkpoint)
         try:
             self.running.load(manifest.about.get("trained_metrics", []))
         except ValueError as error:
             if self.world.rank == 0:
                 log.warning("resume: %s: %.200s; lifetime_* metrics start at step %d", checkpoint, error, self.start)
-        log.info("resume: %s, after step %d", checkpoint, self.start)
+        text = "".join(f", table {name} {had[name]} rows, now {rows}" for name, rows in changed.items())
+        log.info("resume: %s, after step %d%s", checkpoint, self.start, text)
         return None
+
+    def _load(self, checkpoint: Path, step: int) -> None:
+        self.checkpointer.load(checkpoint, self.model, self.optimizer)
+        self.optimizer.set_optimizer_step(step)  # FBGEMM's count, for Adam's bias correction
+        for exchange in exchanges(self.model):
+            exchange.counters.steps.value = step  # stochastic rounding depends on the step
 
     def _require_finite(self, loss: float, text: str, step: int) -> None:
         require_finite("" if math.isfinite(loss) else f"{text} {loss}", step, self.config)

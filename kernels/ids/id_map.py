@@ -10,8 +10,9 @@ A map holds the slots of all its tables, one table after the other.
 """
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 EMPTY = -1
@@ -22,6 +23,8 @@ WHOLE = 256
 """a bucket with at most as many open slots is one segment"""
 CELLS = 128
 """counters of a segment's sketch"""
+BLANK = {"ids": EMPTY, "used_at": -2, "times": -1, "counts": 0, "sketch": 0}
+"""column of `MapState` -> its value where there is no id"""
 
 
 class Policy(IntEnum):
@@ -130,12 +133,12 @@ class MapState(NamedTuple):
             return torch.full((count,), value, dtype=dtype, device=device)
 
         return cls(
-            full(slots, EMPTY, torch.int64),
+            full(slots, BLANK["ids"], torch.int64),
             full((slots // 4 + 1) * 4 + SEGMENT, 0, torch.uint8),
-            full(slots, -2),
-            full(slots * times, -1),
-            full(slots * counts, 0),
-            full(segments * CELLS * sketch, 0),
+            full(slots, BLANK["used_at"]),
+            full(slots * times, BLANK["times"]),
+            full(slots * counts, BLANK["counts"]),
+            full(segments * CELLS * sketch, BLANK["sketch"]),
             full(segments, 0),
             full(segments, 0),
             full(2, 0, torch.int64),
@@ -171,13 +174,24 @@ def segments_of(open_slots: int) -> int:
 
 
 _FIRST, _SECOND = -4658895280553007687, -7723592293110705685
+Values = TypeVar("Values", torch.Tensor, np.ndarray)
 
 
-def mix(values: torch.Tensor) -> torch.Tensor:
+def mix(values: Values) -> Values:
     """Return SplitMix64's finaliser of int64 values, a bijection (Steele et al., 2014)."""
     values = (values ^ _shifted(values, 30)) * _FIRST
     values = (values ^ _shifted(values, 27)) * _SECOND
     return values ^ _shifted(values, 31)
+
+
+_FIRST_INVERSE, _SECOND_INVERSE = -7575587736534282103, 3573116690164977347
+
+
+def unmix(values: torch.Tensor) -> torch.Tensor:
+    """Return the int64 values of which `mix` makes these."""
+    for bits, inverse in ((31, _SECOND_INVERSE), (27, _FIRST_INVERSE), (30, 1)):
+        values = (values ^ _shifted(values, bits) ^ _shifted(values, 2 * bits)) * inverse
+    return values
 
 
 def murmur(values: torch.Tensor) -> torch.Tensor:
@@ -199,7 +213,7 @@ def _finished(values: torch.Tensor) -> torch.Tensor:
     return values ^ _shifted(values, 33)
 
 
-def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+def _shifted(values: Values, bits: int) -> Values:
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -207,10 +221,15 @@ def _rotated(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (values << bits) | _shifted(values, 64 - bits)
 
 
-def unsigned_remainder(values: torch.Tensor, divisors: torch.Tensor | int) -> torch.Tensor:
+def unsigned_remainder(values: Values, divisors: Values | int) -> Values:
     """Return int64 values, taken as unsigned, modulo positive `divisors` below 2^31."""
     high = _shifted(values, 32) % divisors
     return ((high << 32) + (values & 0xFFFFFFFF)) % divisors
+
+
+def turns_of(ids: torch.Tensor) -> torch.Tensor:
+    """Return [n] int64: new ids take slots in the ascending order of these numbers."""
+    return mix(ids + 1) ^ (2**63 - 1)
 
 
 def digests_of(hashes: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from dlrm_overlap.kernels.ids.id_map import (
     digests_of,
     mix,
     murmur,
+    turns_of,
     unsigned_remainder,
 )
 from dlrm_overlap.kernels.reference import joined_words
@@ -26,7 +27,7 @@ from dlrm_overlap.kernels.reference import joined_words
 if TYPE_CHECKING:
     from dlrm_overlap.kernels.ids.map_ids import Features
 
-_GREATEST, _FAR = 2**63 - 1, 2**31 - 1
+_FAR = 2**31 - 1
 
 
 def map_ids(
@@ -91,7 +92,7 @@ class _Step:
         self._digests = digests_of(hashes).numpy()
         self._upper = ((mixed >> 32) & 0xFFFFFFFF).numpy()
         self._cells = self._upper % CELLS, (mixed & 0xFFFFFFFF).numpy() % CELLS
-        self._keys = (mix(ids + 1) ^ _GREATEST).numpy()
+        self._keys = turns_of(ids).numpy()
         self._ids, self.bucket = ids.numpy(), bucket.numpy()
         self._first = self.of["first_slot"] + self.bucket * self.of["size"]
         within = np.where(self.of["segments"] > 1, self._home // SEGMENT, 0)
@@ -167,13 +168,9 @@ class _Step:
         step, now = int(state.clock[0]), int(state.clock[1])
         before, used = state.ids[at], state.used_at[at]
         times = (state.times if features.times else state.used_at)[at].astype(np.int64)
-        score = times
-        if features.counts and of["policy"] == Policy.LFU:
-            score = (state.counts[at].astype(np.int64) << 32) + times
-        if features.counts and of["policy"] == Policy.DISTANCE_LFU:
-            score = (state.counts[at].astype(np.int64) << 24) // np.maximum(step - used + 1, 1)
+        score = scores(of["policy"], times, state.counts[at] if features.counts else None, used, step)
         may_go = (used < step - 1) & (of["policy"] != Policy.NONE) & ((of["policy"] != Policy.TTL) | (times < now))
-        after, changed = before.copy(), np.zeros(lanes, bool)
+        after, changed, owners = before.copy(), np.zeros(lanes, bool), np.zeros(lanes, np.int64)
         for sighting in new[:limit]:
             distance = np.arange(lanes) - (self._home[sighting] - begin)
             if of["segments"] == 1:
@@ -186,27 +183,42 @@ class _Step:
                 empty = victims & (score == least)
             if empty.any():
                 taken = np.where(empty, distance, _FAR).argmin()
-                after[taken], changed[taken] = self._ids[sighting], True
-        where = at[changed]
+                after[taken], changed[taken], owners[taken] = self._ids[sighting], True, sighting
+        where, owners = at[changed], owners[changed]
         state.ids[where] = after[changed]
-        state.digests[where] = digests_of(murmur(torch.from_numpy(after[changed]))).numpy()
+        state.digests[where] = self._digests[owners]
         state.used_at[where] = step
         if features.times:
             state.times[where] = -1
         if features.counts:
             state.counts[where] = 0
-        ids, tables = torch.from_numpy(after[changed]), np.full(len(where), of["table"])
+        tables = np.full(len(where), of["table"])
         if of["initials"]:
-            origins = unsigned_remainder(mix(ids), of["initials"])
+            origins = unsigned_remainder(mix(torch.from_numpy(after[changed])), of["initials"])
         else:
-            reserved = unsigned_remainder(murmur(ids), max(of["size"] - of["open_slots"], 1))
-            origins = int(self.bucket[one]) * of["size"] + of["open_slots"] + reserved
+            origins = int(self.bucket[one]) * of["size"] + of["open_slots"] + self._reserved[owners]
         return [*zip(where.tolist(), tables.tolist(), origins.tolist(), before[changed].tolist(), strict=True)]
 
     def spare(self) -> np.ndarray:
         """Return the slot in the bucket for an id without one, [n]."""
         reserved = self.of["size"] > self.of["open_slots"]
         return np.where(reserved, self.of["open_slots"] + self._reserved, self._home)
+
+
+def scores(policy: int, times: np.ndarray, counts: np.ndarray | None, used: np.ndarray, step: int) -> np.ndarray:
+    """Return [n] int64: of the ids that may lose their slots, the one with the least number does.
+
+    Args:
+        times: [n] int64, the times of a policy that needs them, else `used`.
+        counts: [n] int32; None if no policy needs them.
+        used: [n] int32, last training step that used each id.
+        step: number of training steps.
+    """
+    if counts is not None and policy == Policy.LFU:
+        return (counts.astype(np.int64) << 32) + times
+    if counts is not None and policy == Policy.DISTANCE_LFU:
+        return (counts.astype(np.int64) << 24) // np.maximum(step - used + 1, 1)
+    return times
 
 
 def _once(keys: np.ndarray, of: np.ndarray) -> np.ndarray:

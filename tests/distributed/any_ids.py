@@ -107,12 +107,14 @@ def batch_of(ids: Sequence[Sequence[Sequence[int]]]) -> Batch:
     """Return a batch of `ids`: feature -> sample -> bag."""
     bags = [bag for feature in ids for bag in feature]
     values = torch.tensor([id for bag in bags for id in bag], dtype=torch.int64)
-    sparse = KeyedJaggedTensor(list(FEATURES), values, lengths=torch.tensor([len(bag) for bag in bags]))
+    sparse = KeyedJaggedTensor(
+        [f"f{i}" for i in range(len(ids))], values, lengths=torch.tensor([len(bag) for bag in bags])
+    )
     samples = len(ids[0])
     return Batch(torch.zeros(samples, 1), sparse, torch.zeros(samples))
 
 
-def draw(rank: int, step: int, pool: int = 60, seed: int = 0) -> list[list[list[int]]]:
+def draw(rank: int, step: int, pool: int = 60, seed: int = 0, features: int = len(FEATURES)) -> list[list[list[int]]]:
     """Return the ids of a rank's batch: feature -> sample -> bag."""
     known = torch.randint(0, 2**62, (pool,), generator=torch.Generator().manual_seed(seed))
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -123,7 +125,7 @@ def draw(rank: int, step: int, pool: int = 60, seed: int = 0) -> list[list[list[
             ].tolist()
             for _ in range(SAMPLES)
         ]
-        for _ in FEATURES
+        for _ in range(features)
     ]
 
 

@@ -179,3 +179,21 @@ def train(folder: Path, *options: str, fault: Mapping[str, str] | None = None, l
     argv += ["--log.dir", str(folder), "--log.name", "run", "--log.every", "5", "--log.tensorboard", "false"]
     argv += ["--data.workers", "1", "--checkpoint.every", "10"]
     return Run(folder, *argv, *options, fault=fault, launcher=launcher)
+
+
+def assert_same_bits(folder: Path, *options: str, launcher: str = "forked") -> None:
+    """Check that two runs, and one whose rank 1 is killed before step 33 and which resumes, write the same weights."""
+    written = {}
+    for name, fault in (("first", None), ("second", None), ("killed", fail_at(1, 33, "kill"))):
+        (folder / name).mkdir()
+        if fault is not None:
+            code, errors = train(folder / name, *options, fault=fault, launcher=launcher).end(200)
+            assert code == 128 + signal.SIGKILL, errors
+        code, errors = train(folder / name, *options, launcher=launcher).end(200)
+        assert code == 0, errors
+        assert ("after step 30" in errors) == (fault is not None), errors
+        newest = max((folder / name / "run" / "checkpoints").glob("step_*"), key=lambda path: path.stat().st_mtime)
+        written[name] = {path.name: path.read_bytes() for path in newest.glob("*.distcp")}
+    assert written["first"]
+    assert written["first"] == written["second"]
+    assert written["first"] == written["killed"]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from dlrm_overlap import explain
 from dlrm_overlap.kernels.compiled import INTERPRETED
@@ -82,6 +83,27 @@ def _check_loading() -> None:
     with torch.no_grad():
         pooled, _ = sharded.module.tables(batch_of([[[int(id)] for id in known[:6]], [[] for _ in range(6)]]).sparse)
     assert torch.equal(pooled.to_dict()["f0"][:, 0], (known[:6] % 1000).float())
+
+
+def _check_training_after_loading(pipeline: str) -> None:
+    """A model that has loaded the ids of each rank trains on with them, in a new pipeline."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    drawn = [[draw(each, step) for each in range(ranks)] for step in range(STEPS)]
+    batches, half = [batch_of(of[rank]) for of in drawn], STEPS // 2
+    first = shard(any_ids.Model(ROWS, own_module))
+    any_ids.train(first, batches[:half])
+    second = shard(any_ids.Model(ROWS, own_module))
+    state: Any = second.state_dict()
+    for name, tensor in first.state_dict().items():
+        parts = [(each.local_shards()[0].tensor if name in _sharded(state) else each) for each in (state[name], tensor)]
+        parts[0].detach().copy_(parts[1])
+    second.load_state_dict(state)
+    found = any_ids.train(second, batches[half:], pipeline)
+    assert found.losses == pytest.approx(expected_losses(drawn)[half:], rel=1e-5)
+
+
+def _sharded(state: dict[str, Any]) -> list[str]:
+    return [name for name, tensor in state.items() if isinstance(tensor, ShardedTensor)]
 
 
 def _check_full() -> None:
@@ -161,6 +183,7 @@ CASES |= {
     "refusals": _check_refusals,
     "state dict": _check_state_dict,
     "loading": _check_loading,
+    **{f"{name} after loading": partial(_check_training_after_loading, name) for name in ("none", "graph")},
     "full": _check_full,
     "evaluation": _check_evaluation,
 }

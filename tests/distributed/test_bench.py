@@ -7,6 +7,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from dlrm_overlap.bench.drift_contenders import DRIFT_USUAL
 from dlrm_overlap.bench.step_contenders import USUAL
 from tests.conftest import read_rows, run_cli
 
@@ -40,6 +41,34 @@ def test_a_job_has_the_times_of_its_parts(tmp_path: Path) -> None:
     total_s = float(row["total_s"])
     assert 0 < float(row["evaluations_s"]) < total_s
     assert 0 < float(row["step_ms"]) < total_s * 1e3 / 20
+
+
+def test_learning_compares_contenders_by_seed_and_continues(tmp_path: Path) -> None:
+    argv = ["bench", "learning", "--config", "configs/quickstart.yaml", "--nproc", "2", "--train.device", "cpu"]
+    argv += ["--train.steps", "40", "--train.eval_every", "20", "--seeds", "0", "1", "--target_auroc", "0.7"]
+    argv += ["--output", str(output := tmp_path / "learning.csv")]
+    result = run_cli(*argv, "--contenders", "torchrec", timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    assert "rehearsal" not in result.stderr
+    first = output.read_text()
+    refused = run_cli(*argv, timeout_s=120)
+    assert "--resume true" in refused.stderr
+    result = run_cli(*argv, "--contenders", "torchrec", "pgas", "--resume", "true", timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    assert output.read_text().startswith(first), "nothing is trained twice"
+    rows = read_rows(output)
+    points = [(row["contender"], row["seed"], row["step"], row["samples"]) for row in rows]
+    assert points == [
+        (name, seed, step, str(1024 * int(step)))
+        for name in ("torchrec", "pgas")
+        for seed in "01"
+        for step in ("20", "40")
+    ]
+    for ours, theirs in zip(rows[4:], rows[:4], strict=True):
+        assert float(ours["ne"]) == pytest.approx(float(theirs["ne"]), abs=1e-5)
+        assert float(ours["seconds"]) > 0
+    assert rows[0]["ne"] != rows[2]["ne"], "of another seed"
+    assert "2 of 2" in result.stdout
 
 
 def _numbers(row: dict[str, str]) -> dict[str, float]:
@@ -114,11 +143,13 @@ def test_a_rank_alone_has_no_chunks(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
 def test_step_measures_all_contenders(tmp_path: Path) -> None:
-    options = ["--train.batch_size", "64", "--steps", "8", "--batches", "3"]
+    names = [*USUAL[:-1], "torchrec_strongest_bf16_gradients", USUAL[-1]]
+    options = ["--train.batch_size", "64", "--steps", "8", "--batches", "3", "--at_once", "7", "--contenders", *names]
     rows, result = _bench(tmp_path, "step", *options, config="quickstart", timeout_s=400)
     assert "median_ms" in result.stdout
     assert "floor" not in result.stdout, "it is a GPU's"
-    assert [row["contender"] for row in rows] == list(USUAL)
+    assert [row["contender"] for row in rows] == names
+    assert rows[-2]["max_difference"] != rows[1]["max_difference"], "gradients are rounded"
     for row in rows:
         assert (row["world_size"], row["tables"], row["global_batch"], row["steps"]) == ("2", "8", "128", "8")
         assert float(row["max_difference"]) <= float(row["tolerance"])
@@ -148,3 +179,30 @@ def test_gemm_measures_what_runs_on_a_cpu(tmp_path: Path) -> None:
     for row in rows:
         assert (row["world_size"], row["m"], row["k"], row["n"], row["link_bytes"]) == ("2", "16", "24", "32", "384")
         assert float(row["floor_ms"]) <= float(row["gemm_ms"]) + 384 / float(row["link_gb_per_s"]) / 1e6
+
+
+def test_drift_trains_all_designs_on_the_same_ids(tmp_path: Path) -> None:
+    output = tmp_path / "drift.csv"
+    argv = ["bench", "drift", "--config", "configs/bench/drift.yaml", "--nproc", "2", "--train.device", "cpu"]
+    argv += ["--train.steps", "6", "--days", "3", "--seeds", "4", "--train.global_batch_size", "64"]
+    argv += ["--data.tables.rows", "300", "--data.tables.drift", "128", "--embedding.id_tables.rows", "256"]
+    result = run_cli(*argv, "--output", str(output), timeout_s=300)
+    assert result.returncode == 0, result.stderr
+    assert "found no row" not in result.stderr
+    rows = read_rows(output)
+    assert [row["contender"] for row in rows] == [name for name in DRIFT_USUAL for _ in range(3)]
+    of = {name: [row for row in rows if row["contender"] == name] for name in DRIFT_USUAL}
+    distinct = [int(row["distinct_ids"]) for row in of["any"]]
+    for name, own in of.items():
+        assert [int(row["distinct_ids"]) for row in own] == distinct, "the same samples"
+        assert {row["seed"] for row in own} == {"4"}
+        assert all(0 < float(row["ne"]) < 10 for row in own)
+        assert name == "unlimited" or own[0]["table_rows"] == ("2048" if name == "modulus_twice" else "1024")
+    inserted = [sum(int(row["ids_inserted"]) for row in of["unlimited"][:day]) for day in (1, 2, 3)]
+    assert inserted == distinct, "each id once: the maps count what other code counted in the stream"
+    assert {(row["ids_evicted"], row["no_row"]) for row in of["unlimited"]} == {("0", "0")}
+    assert distinct[0] < sum(int(row["ids_inserted"]) for row in of["any"]) <= distinct[-1]
+    assert float(of["any_admit_2"][0]["no_row"]) > 0
+    assert 0 < float(of["modulus_twice"][-1]["rows_used"]) < float(of["modulus"][-1]["rows_used"]) < 1
+    for name in DRIFT_USUAL:
+        assert f"{name}, seed 4: mean NE {of[name][-1]['mean_ne']}" in result.stdout

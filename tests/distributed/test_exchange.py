@@ -202,6 +202,11 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
     # Within a capture a rank waits for each part before it pushes the next one.
     for optimizer, captured, more in [*cases, (adagrad, True, {})]:
         stage, expected = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
+        for each in (stage, expected):
+            each.tables.mark_updates(torch.device("cpu"))
+        marks, wanted_marks = stage.tables.marks, expected.tables.marks
+        assert marks is not None
+        assert wanted_marks is not None
         exchange = expected.exchange(world(), "pgas", **more)
         generator = torch.Generator().manual_seed(rank)
         with without_streams(), patch.object(gradient_layout, "_PART_BYTES", 64):
@@ -212,6 +217,8 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
             if captured:
                 push.order.begin()
             for number, sizes in enumerate(BATCH_SIZES[1:6]):
+                marks.clear()
+                wanted_marks.clear()
                 inputs, _ = stage.inputs(number, sizes)
                 # Some columns of a wider tensor, whose rows begin at multiples of 16 bytes or do not.
                 columns = 8 + stage.layout.total_dim + (-stage.layout.total_dim % 8) * (number % 2)
@@ -232,6 +239,7 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
                     time.sleep(0.05)  # nobody may overtake it
                 push.finish(state)
                 push.check()
+                assert torch.equal(marks.words, wanted_marks.words), "marked rows"
             gpu.close()
         exchange.close()
         wanted = expected.rows_and_states()

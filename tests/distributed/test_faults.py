@@ -11,7 +11,7 @@ import pytest
 from dlrm_overlap.launching.launcher import free_port
 from dlrm_overlap.launching.lifetime import SAVED
 from tests.conftest import listening_on, read_metrics, wait_until
-from tests.distributed.faults import Run, children_of, fail_at, train
+from tests.distributed.faults import Run, assert_same_bits, children_of, fail_at, train
 from tests.distributed.launchers import NO_MPI, mpi_is_here
 
 pytestmark = pytest.mark.slow
@@ -58,6 +58,11 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_ended(tmp_p
     asked, whole = (read_metrics(tmp_path / folder / "run", "train/loss") for folder in ("asked", "whole"))
     assert list(asked) == list(range(1, 61))
     assert asked == whole
+
+
+@pytest.mark.parametrize("backend", ["torchrec", "pgas", "fused"])
+def test_runs_of_one_seed_end_with_the_same_bits_though_a_rank_is_killed(tmp_path: Path, backend: str) -> None:
+    assert_same_bits(tmp_path, "--embedding.backend", backend, "--train.steps", "60")
 
 
 def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS
 from dlrm_overlap.kernels.compiled import INTERPRETED
+from dlrm_overlap.kernels.ids.id_map import Policy
 from tests.conftest import configuration, read_rows
 from tests.distributed.captured import captures
 from tests.distributed.models import CPU
 from tests.distributed.workers import ranks_here, run_ranks
-from tests.gpu import caching, cross, dense, fabric, kernels_alone, launched, stages, step_parts
+from tests.gpu import caching, cross, dense, fabric, insert_ids, kernels_alone, launched, stages, step_parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")]
 _TINY = ["--config", "configs/bench/tiny.yaml", "--train.device", "cpu"]
@@ -108,6 +109,22 @@ def test_cross(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("head, 8 samples") == 4
 
 
+def _ones(call: Any, batches: Any) -> list[float]:
+    for batch in batches:
+        call(batch)
+    return [1.0 for _ in batches]
+
+
+def test_insert_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes: dict[str, Any] = {"ROWS": 1024, "NEW_IDS": 512, "STEP_IDS": 300, "DIM": 4}
+    with patch.multiple(insert_ids, DEVICE=CPU, times_us=_ones, **sizes):
+        insert_ids.time_ours(Policy.LRU)
+    *_, full, step, evicted = capsys.readouterr().out.splitlines()
+    assert "100% of the rows in use" in full
+    assert "LRU: 300 ids of which 2% are new" in step
+    assert int(evicted.split()[1]) > 0
+
+
 def _run_kernels_alone(folder: Path) -> None:
     os.chdir(folder)
     sys.argv = ["tests.gpu.kernels_alone"]
@@ -166,5 +183,5 @@ def test_fabric(tmp_path: Path) -> None:
 def test_every_script_is_rehearsed() -> None:
     folder = Path(kernels_alone.__file__).parent
     scripts = {path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()}
-    rehearsed = (caching, cross, dense, fabric, kernels_alone, launched, stages, step_parts)
+    rehearsed = (caching, cross, dense, fabric, insert_ids, kernels_alone, launched, stages, step_parts)
     assert scripts == {each.__name__.rpartition(".")[2] for each in rehearsed}

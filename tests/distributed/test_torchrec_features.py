@@ -188,10 +188,14 @@ def _sums(pooled: Any, other: Any, scale: torch.Tensor) -> torch.Tensor:
     return (pooled["f"] + pooled["g"] * found) * scale
 
 
+class _OwnMch(mc_modules.MCHManagedCollisionModule):
+    """A user's module, which our sharder leaves to TorchRec."""
+
+
 def _managed_collisions() -> nn.Module:
     config = EmbeddingBagConfig(12, 8, name="t_h", feature_names=["h"])
     policy = mc_modules.DistanceLFU_EvictionPolicy()
-    remap = mc_modules.MCHManagedCollisionModule(12, CPU, policy, eviction_interval=2, input_hash_size=1000, buckets=2)
+    remap = _OwnMch(12, CPU, policy, eviction_interval=2, input_hash_size=1000, buckets=2)
     return ManagedCollisionEmbeddingBagCollection(
         EmbeddingBagCollection([config], device=torch.device("meta")),
         mc_modules.ManagedCollisionCollection({"t_h": remap}, [config]),

@@ -163,6 +163,9 @@ class FixedRows:
                 ids.values()[first:end] = torch.tensor(rows, dtype=torch.int32)
         self.steps += 1
 
+    def prepare_step(self) -> None:
+        """Do nothing: all rows are known."""
+
     def fill(self, claims: Claims) -> None:
         raise AssertionError("no id is new")
 

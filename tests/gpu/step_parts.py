@@ -8,12 +8,9 @@ The last two update wrong rows or none. Each runs for `--seconds`, since a power
 while. Meanwhile rank 0 queries nvidia-smi for its GPU's clock and power.
 """
 
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.figures.step import build, contender_configs, describe_run
+from dlrm_overlap.bench.harness.clocks import sampled
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.rows import append_rows, print_table
@@ -34,31 +32,7 @@ from dlrm_overlap.train.ranks import Ranks, run_on_ranks
 from tests.gpu.one_gpu import torchrun_line
 
 _CONTENDER, _BATCHES, _FIRST_STEPS = "pgas_graph", 8, 20
-_ASKED = ("clocks.sm", "power.draw.instant", "clocks_event_reasons.sw_power_cap")
 _SHOWN = ("variant", "global_batch", "steps", "p10_ms", "median_ms", "p90_ms", "sm_mhz", "power_w", "capped_fraction")
-
-
-@contextmanager
-def sampled(device: torch.device, columns: dict[str, Any]) -> Iterator[None]:
-    """Fill `columns` with a GPU's median clock and power during the block, and how often power limited the clock."""
-    columns |= dict.fromkeys(("sm_mhz", "power_w", "capped_fraction"))
-    if device.type != "cuda":
-        yield
-        return
-    gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
-    query = ["nvidia-smi", gpu, f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits", "-lms", "20"]
-    process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
-    try:
-        yield
-    finally:
-        process.terminate()
-        lines = [line.split(", ") for line in process.communicate()[0].splitlines() if line.count(", ") == 2]
-    lines = lines[len(lines) // 4 :]  # nvidia-smi starts before the first step
-    if not lines:
-        return
-    columns["sm_mhz"] = statistics.median(float(line[0]) for line in lines)
-    columns["power_w"] = statistics.median(float(line[1]) for line in lines)
-    columns["capped_fraction"] = sum(line[2] == "Active" for line in lines) / len(lines)
 
 
 def time_variant(run: TrainingRun, name: str, seconds: float) -> dict[str, Any]:

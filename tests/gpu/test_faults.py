@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlrm_overlap.launching.lifetime import SAVED
-from tests.distributed.faults import fail_at, train
+from tests.distributed.faults import assert_same_bits, fail_at, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 ON_GPUS = ["--train.device", "cuda", "--train.steps", "1000000", "--embedding.wait_timeout_s", "20"]
@@ -44,3 +44,9 @@ def test_a_run_that_is_asked_to_end_saves_what_it_resumes_from(tmp_path: Path, b
     code, errors = run.end(200)
     assert code == 0, errors
     assert f"after step {step}" in errors
+
+
+@pytest.mark.parametrize("backend", ["pgas", "fused"])
+def test_captured_runs_of_one_seed_end_with_the_same_bits_though_a_rank_is_killed(tmp_path: Path, backend: str) -> None:
+    options = ["--train.device", "cuda", "--embedding.backend", backend, "--train.steps", "120"]
+    assert_same_bits(tmp_path, *options, "--train.pipeline", "graph", launcher="nproc")

@@ -22,6 +22,9 @@ CASES = {
     "mlperf": configuration("--config", "configs/mlperf_dcnv2.yaml", "--data.tables.max_rows", "4000000").data,
     "ranges": DataConfig(tables=MIXED, dense_features=2, seed=2**31 - 1),
     "drifting": DataConfig(tables=replace(MIXED, ids=["any", "any", "rows", "any"], drift=2**31 - 1), dense_features=2),
+    "hashed": DataConfig(
+        tables=replace(MIXED, ids=["any", "hashed", "rows", "hashed"], hashed_rows=[9, 10**6, 9, 2**31 - 1], drift=5000)
+    ),
     "fixed drifting": DataConfig(tables=TablesConfig(rows=[10**6, 1000], multi_hot=3, ids="any", drift=5000)),
     **{f"alpha {tables.zipf_alpha}": DataConfig(tables=tables) for tables in SKEWED},
 }

@@ -48,7 +48,7 @@ from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.windows import WindowPair
-from dlrm_overlap.kernels import compiled, find_slots, launches, messages, peer_copy, swap_rows
+from dlrm_overlap.kernels import compiled, find_slots, launches, messages, peer_copy, store_words, swap_rows
 from dlrm_overlap.kernels.count_bags import count_bags
 from dlrm_overlap.kernels.ids import fill_rows, map_ids
 from dlrm_overlap.kernels.network import Network
@@ -68,7 +68,8 @@ _CAPTURED = {"train.pipeline": "graph", "train.compile_dense": True, "embedding.
 _CACHED = {"embedding.memory": "cached", "embedding.cache_fraction": 0.1}
 _ANY_IDS = {"data.tables.ids": "any", "embedding.id_tables.rows": 1024}
 _COUNTED = {"embedding.id_tables.eviction": "lfu", "embedding.id_tables.admit_after": 2}
-REQUIRED = ("mlperf", "history", "cached", "ids")
+_DELTAS = {"checkpoint.delta_every": 1}
+REQUIRED = ("mlperf", "history", "cached", "ids", "any_ids")
 """steps all of whose specialisations `make test` compiles"""
 # Name -> configuration and keys.
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -79,7 +80,8 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "dot": ("bench/step_dot", {}),
     "rows": ("quickstart", {"data.tables.multi_hot": [40, "0..6", 1, 1, 2, 1, 1, 1]}),  # the plan cuts a table by rows
     "any_ids": ("bench/step_mlperf", _ANY_IDS),
-    "counted_ids": ("quickstart", {**_ANY_IDS, **_COUNTED, **_CACHED}),
+    "counted_ids": ("quickstart", {**_ANY_IDS, **_COUNTED, **_DELTAS}),
+    "cached_ids": ("quickstart", {**_ANY_IDS, **_COUNTED, **_CACHED}),
     "nodes": ("bench/step_mlperf", {"embedding.nodes": 2, "embedding.internode": "puts"}),
 }
 _FEW = {"train.global_batch_size": None, "train.batch_size": 16, "data.tables.max_rows": 10_000, "data.workers": 0}
@@ -121,7 +123,7 @@ def _as_on_gpus() -> Iterator[None]:
 
         # Kernels instead of references.
         replace(launches, INTERPRETED=True)  # prepares nothing for the driver
-        for module in (find_slots, swap_rows, map_ids, fill_rows):
+        for module in (find_slots, swap_rows, map_ids, fill_rows, store_words):
             replace(module, INTERPRETED=True)
         for module in (cross, layers, flat_steps):
             replace(module, kernels_on=lambda _, name: import_module(f"dlrm_overlap.kernels.dense.{name}"))

@@ -16,6 +16,7 @@ from dlrm_overlap.kernels.ids.id_map import (
     mix,
     murmur,
     segments_of,
+    unmix,
     unsigned_remainder,
 )
 from dlrm_overlap.kernels.ids.map_ids import Features, IdSet, map_ids
@@ -126,6 +127,12 @@ def claims_of(claims: Claims) -> list[tuple[int, ...]]:
     *columns, count = claims
     entries = zip(*(each[: int(count)].tolist() for each in columns), strict=True)
     return sorted(entry for entry in entries if entry[0] >= 0)
+
+
+def test_the_hash_of_an_id_gives_the_id() -> None:
+    ids = torch.tensor([0, -1, 1, 2**63 - 1, -(2**63), *random_ids(1000, 3).tolist()])
+    assert torch.equal(unmix(mix(ids)), ids)
+    assert torch.equal(mix(unmix(ids)), ids)
 
 
 def test_segments_of_a_large_bucket_agree() -> None:

@@ -23,14 +23,18 @@ _OF_ANY = TablesConfig(rows=[50, 2**31 - 1, 1, 700], multi_hot=_HOT, ids=["any",
 ANY = DataConfig(tables=_OF_ANY, dense_features=2)
 DRIFTING = DataConfig(tables=replace(_OF_ANY, drift=2**31 - 1, half_life=[2, 0, 0, 1]), dense_features=2)
 FIXED_DRIFTING = DataConfig(tables=TablesConfig(rows=[50, 3], multi_hot=2, ids=["any", "rows"], drift=9))
+_HASHED = replace(_OF_ANY, ids=["hashed", "any", "rows", "hashed"], hashed_rows=[9, 1, 1, 2**31 - 1], drift=9)
+HASHED = DataConfig(tables=_HASHED, dense_features=2)
+_ALL_HASHED = TablesConfig(rows=[50, 3, 9], multi_hot=2, ids="hashed", hashed_rows=[2, 1, 1000], drift=9)
+ALL_HASHED = DataConfig(tables=_ALL_HASHED)
 FEW_DENSE = DataConfig(tables=TablesConfig(rows=[7, 1, 900, 7], zipf_alpha=0.3), dense_features=1, seed=2**31 - 1)
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize(
     "config",
-    [FIXED, RANGES, NO_SIGNALS, FEW_DENSE, ANY, DRIFTING, FIXED_DRIFTING],
-    ids=["fixed", "ranges", "one_row", "few", "any", "drifting", "fixed_drifting"],
+    [FIXED, RANGES, NO_SIGNALS, FEW_DENSE, ANY, DRIFTING, FIXED_DRIFTING, HASHED, ALL_HASHED],
+    ids=["fixed", "ranges", "one_row", "few", "any", "drifting", "fixed_drifting", "hashed", "all_hashed"],
 )
 def test_samples_are_those_of_numpy_bit_for_bit(config: DataConfig, split: Literal["train", "eval"]) -> None:
     expected = Synthetic(config, split)

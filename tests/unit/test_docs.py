@@ -120,6 +120,11 @@ def test_the_default_put_is_as_fast_as_the_other() -> None:
 _CODE = ("dlrm_overlap", "kernels", "data", "tests", "configs")
 
 
+def test_the_citation_has_the_version_of_the_package() -> None:
+    version = tomllib.loads(Path("pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in Path("CITATION.cff").read_text()
+
+
 @pytest.mark.parametrize("page", [Path("docs/architecture.md"), *CHAPTERS], ids=str)
 def test_files_and_keys_that_the_chapters_name_are_there(page: Path) -> None:
     fields = {prefix: set(meanings_of(section)) for prefix, section in _SECTIONS.items()}

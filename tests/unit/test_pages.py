@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrm_overlap.bench.drift_contenders import DRIFT_USUAL
 from tests import pictures
 from tests.measured import values
 from tests.pages import FOLDER, NUMBER, PAGES, TABLE, milliseconds, origin, written
@@ -83,6 +84,13 @@ def test_the_timelines_are_those_of_the_rows() -> None:
     for contender, title in pictures.TIMELINE_CONTENDERS.items():
         end_ms = max(float(row["end_us"]) for row in rows if row["contender"] == contender) / 1e3
         assert f"{title}: {end_ms:.2f} ms" in shown, "run `python -m tests.pictures`"
+
+
+def test_the_curves_of_drifting_ids_end_in_the_means_of_the_rows() -> None:
+    shown = re.findall(r"<text [^>]*>([^<]*)</text>", pictures.DRIFT.read_text())
+    curves = pictures.drift_curves()
+    assert len(curves) == len(DRIFT_USUAL)
+    assert set(curves) <= set(shown), "run `python -m tests.pictures`"
 
 
 def test_the_curves_end_in_the_values_of_the_rows() -> None:

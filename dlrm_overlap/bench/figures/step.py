@@ -5,7 +5,8 @@ its losses disagree with the losses of the first contender, it gets no speedup, 
 are 3% of the configured ones: at MLPerf's, rounding errors grow within 20 steps until they would hide a wrong gradient.
 
 `busy_ms` and `exposed_ms` are the time in which the GPU is not idle, and exposed communication, in a traced step on the
-least busy rank (`observe.trace_summary`). Speedups are over the fastest TorchRec contender in the same group.
+least busy rank (`observe.trace_summary`). `work_ms` is the time in which the GPU is not idle on the busiest rank if no
+rank waits for another to begin a collective. Speedups are over the fastest TorchRec contender in the same group.
 """
 
 import csv
@@ -18,12 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist, TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder
 
 from dlrm_overlap.bench.harness.agreement import judge_losses
-from dlrm_overlap.bench.harness.limits import find_floor, measure_ceilings
+from dlrm_overlap.bench.harness.clocks import COLUMNS as CLOCK
+from dlrm_overlap.bench.harness.clocks import clock_of
+from dlrm_overlap.bench.harness.limits import find_floor, measure_ceilings, measure_products
 from dlrm_overlap.bench.harness.timing import take_turns
 from dlrm_overlap.bench.harness.training_runs import TracedSteps, TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
@@ -33,6 +38,7 @@ from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.configured_sharders import build_sharders, fused_params_of
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
+from dlrm_overlap.observe.trace_summary import without_waits
 from dlrm_overlap.train.ranks import Ranks, check_start
 from dlrm_overlap.train.trainer import Trainer
 
@@ -41,11 +47,14 @@ log = logging.getLogger("dlrm_overlap")
 CHECKED_STEPS = 20
 _LR_SCALE = 0.03  # relative to the configuration's
 _TRACED_STEPS = 5
+_CLOCK_S = 1.5  # for which clock and power are sampled
 _ASYNC_COPY = "async_inplace_copy"  # argument of TorchRec's pipeline
-_TRACED = ("busy_ms", "exposed_ms", "exposed_most_ms")
-_SPEEDUPS = {"speedup": "median_ms", "busy_speedup": "busy_ms"}
-_FLOOR = ("dense_ms", "hbm_ms", "link_ms", "floor_ms", "fraction_of_floor")  # a GPU's: not shown of a CPU
-_SHOWN = ("contender", "median_ms", *_TRACED, "host_ms", *_SPEEDUPS, *_FLOOR, "max_difference", "tolerance")
+_LEAST_BUSY = ("busy_ms", "exposed_ms", "exposed_most_ms")
+_TRACED = ("work_ms", *_LEAST_BUSY)
+_SPEEDUPS = {"speedup": "median_ms", "busy_speedup": "busy_ms", "work_speedup": "work_ms"}
+_FLOOR = ("products_ms", "dense_ms", "hbm_ms", "link_ms", "floor_ms", "fraction_of_floor")
+_ON_GPUS = (*CLOCK, *_FLOOR)  # not shown of a CPU
+_SHOWN = ("contender", "median_ms", *_TRACED, "host_ms", *_SPEEDUPS, *_ON_GPUS, "max_difference", "tolerance")
 
 
 def run(kind: str, ranks: Ranks) -> int:
@@ -72,19 +81,20 @@ def run(kind: str, ranks: Ranks) -> int:
         reference = {names[0]: losses[names[0]]}
         agreements, faults = judge_losses(ranks.config.train.precision, losses, repeated)
         timings = take_turns([each.time for each in runs], values.steps, ranks.device)
+        clocks = [clock_of(each, timing.median_ms, _CLOCK_S) for each, timing in zip(runs, timings, strict=True)]
         traces = [_trace(each) for each in runs]
         rows = [
             {"kind": kind, "contender": each.name, **describe_run(each, values.batches)}
             | {**vars(timing), **_columns(traced), **floor, "fraction_of_floor": floor["floor_ms"] / timing.median_ms}
-            | {**agreements[each.name]._asdict(), "agrees": agreements[each.name].agrees}
-            for each, timing, traced in zip(runs, timings, traces, strict=True)
+            | {**clock, **agreements[each.name]._asdict(), "agrees": agreements[each.name].agrees}
+            for each, timing, traced, clock in zip(runs, timings, traces, clocks, strict=True)
         ]
         for each in runs:
             each.trainer.close()
         del runs, each
         collect_garbage(ranks.device)
         if ranks.world.rank == 0:
-            shown = [name for name in _SHOWN if ranks.device.type == "cuda" or name not in _FLOOR]
+            shown = [name for name in _SHOWN if ranks.device.type == "cuda" or name not in _ON_GPUS]
             report(with_speedups(rows), faults, output, shown)
             if values.timeline is not None:
                 _append_timelines(Path(values.timeline), group, traces)
@@ -127,8 +137,8 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
     """Return the trainer of the contender `name`, with the settings that no key expresses; a collective.
 
     `torchrec_strongest` looks up int32 ids. Variants of it use TrainPipelineFusedSparseDist, whose lookup overlaps with
-    the optimizer; a thread of TrainPipelineSparseDist that issues the copies of batches; or index dedup for unpooled
-    tables. `drop_in` uses our sharders with their defaults.
+    the optimizer; a thread of TrainPipelineSparseDist that issues the copies of batches; DDP's hook that averages dense
+    gradients in bf16; or index dedup for unpooled tables. `drop_in` uses our sharders with their defaults.
     """
     on_gpu = ranks.device.type == "cuda"
     is_strongest = name.startswith("torchrec_strongest")
@@ -143,7 +153,17 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
         trainer.pipeline = TrainPipelineFusedSparseDist(trainer.model, trainer.optimizer, trainer.device)
     if name.endswith("async_copy") and on_gpu:  # on a CPU nothing is copied
         trainer.pipeline = _pipeline_with_copy_thread(trainer.model, trainer.optimizer, trainer.device)
+    if name.endswith("bf16_gradients"):
+        compress_gradients(trainer.model)
     return trainer
+
+
+def compress_gradients(model: torch.nn.Module) -> int:
+    """Let DDP average the dense gradients in bf16; return the number of modules that it wraps."""
+    wrapped = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    for each in wrapped:
+        each.register_comm_hook(None, bf16_compress_hook)
+    return len(wrapped)
 
 
 def _pipeline_with_copy_thread(model: Any, optimizer: Any, device: torch.device) -> TrainPipelineSparseDist[Any, Any]:
@@ -176,7 +196,7 @@ def _train_again(ranks: Ranks, configs: Mapping[str, Config]) -> tuple[list[floa
     trainer = build(ranks, name, with_keys(config, {"train.compile_dense": compiled}))
     batches = read_batches(trainer, ranks.values.batches)
     ceilings = measure_ceilings(ranks.connect(), ranks.device)
-    floor = find_floor(trainer, ceilings)
+    floor = find_floor(trainer, ceilings) | {"products_ms": measure_products(trainer)}
     run = TrainingRun(name, trainer, batches)
     losses = run.losses(CHECKED_STEPS)
     trainer.close()
@@ -185,24 +205,29 @@ def _train_again(ranks: Ranks, configs: Mapping[str, Config]) -> tuple[list[floa
     return losses, batches, floor
 
 
-def _trace(run: TrainingRun) -> TracedSteps | None:
-    """Return the traced steps of the least busy rank; None on CPUs. A collective."""
+def _trace(run: TrainingRun) -> list[TracedSteps]:
+    """Return the traced steps of all ranks, the least busy one first; [] on CPUs. A collective."""
     if run.trainer.device.type == "cpu":
-        return None
-    ranks: list[TracedSteps] = [TracedSteps({}, [])] * run.trainer.world.world_size
+        return []
+    ranks: list[Any] = [None] * run.trainer.world.world_size
     dist.all_gather_object(ranks, run.traced(_TRACED_STEPS))
-    return min(ranks, key=lambda traced: traced.columns["busy_ms"])
+    return sorted(ranks, key=lambda traced: traced.columns["busy_ms"])
 
 
-def _columns(traced: TracedSteps | None) -> dict[str, float | None]:
-    return {name: traced.columns[name] if traced is not None else None for name in _TRACED}
+def _columns(ranks: Sequence[TracedSteps]) -> Mapping[str, float | None]:
+    if not ranks:
+        return dict.fromkeys(_TRACED)
+    works = without_waits([traced.work for traced in ranks])
+    work_ms = max(traced.busy_ms(work) for traced, work in zip(ranks, works, strict=True))
+    return {"work_ms": work_ms} | {name: ranks[0].columns[name] for name in _LEAST_BUSY}
 
 
-def _append_timelines(path: Path, names: Sequence[str], traces: Sequence[TracedSteps | None]) -> None:
+def _append_timelines(path: Path, names: Sequence[str], traces: Sequence[Sequence[TracedSteps]]) -> None:
+    """Append the median step of each contender's least busy rank."""
     rows = [
         {"contender": name, "kind": kind, "begin_us": begin_us, "end_us": end_us}
-        for name, traced in zip(names, traces, strict=True)
-        if traced is not None
+        for name, ranks in zip(names, traces, strict=True)
+        for traced in ranks[:1]
         for kind, begin_us, end_us in traced.timeline
     ]
     if rows:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.harness.communications import Payload, by_collective
-from dlrm_overlap.bench.harness.timing import Timing, max_over_ranks, time_alone
+from dlrm_overlap.bench.harness.timing import Timing, capture, max_over_ranks, time_alone
 from dlrm_overlap.bench.harness.workload import Workload, exchange_options
-from dlrm_overlap.embedding.traffic import ShardTraffic, count_dense, pooling_bytes, update_bytes
+from dlrm_overlap.embedding.traffic import ShardTraffic, count_dense, dense_layers, pooling_bytes, update_bytes
 from dlrm_overlap.train.trainer import Trainer
 
 _CALLS, _REPEATS = 8, 5  # back-to-back calls hide differences between the ranks' starts
@@ -125,6 +125,47 @@ def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any
     each_ms = {"dense_ms": dense.flop / _DENSE_TFLOP_PER_S / 1e9, "hbm_ms": limit.hbm_ms, "link_ms": limit.link_ms}
     floors = {"floor_ms": max(each_ms.values()), "floor_sum_ms": sum(each_ms.values())}
     return {"dense_flop": dense.flop, **limit._asdict(), **each_ms, **floors}
+
+
+def measure_products(trainer: Trainer) -> float | None:
+    """Return the time in ms of a step's matrix products alone, back to back in a CUDA graph; None on a CPU.
+
+    It is that of the slowest rank. The products are those of the linear layers, forward and backward, by PyTorch's
+    default library, in the dense part's precision.
+    """
+    config, data, device = trainer.config, trainer.train_data, trainer.device
+    if device.type != "cuda":
+        return None
+    layers = dense_layers(config.model, len(data.rows), data.dense_features)
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    multiply = products_of(layers, trainer.samples_per_rank, dtype, device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        (timing,) = time_alone([capture(multiply, device)], _REPEATS, device)
+    return timing.median_ms
+
+
+def products_of(
+    layers: Sequence[tuple[int, int]], samples: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[], None]:
+    """Return a function that computes the products of linear layers, each with its numbers of inputs and outputs.
+
+    The first layer has no gradient of its input. Matrices of one shape are the same.
+    """
+
+    @cache
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, device=device).to(dtype)
+
+    products = []
+    for number, (inputs, outputs) in enumerate(layers):
+        x, weight, gradient = matrix(samples, inputs), matrix(outputs, inputs), matrix(samples, outputs)
+        products += [(x, weight.t()), (gradient.t(), x)] + [(gradient, weight)] * (number > 0)
+
+    def multiply() -> None:
+        for first, second in products:
+            torch.mm(first, second)
+
+    return multiply
 
 
 def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:

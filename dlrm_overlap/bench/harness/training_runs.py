@@ -14,7 +14,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from dlrm_overlap.bench.harness.timing import time_steps
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.observe.trace_summary import GpuWork, Span, gpu_work, read_events, shares, spans_by_kind, union
+from dlrm_overlap.observe.trace_summary import (
+    GpuWork,
+    Span,
+    gpu_work,
+    length,
+    read_events,
+    shares,
+    spans_by_kind,
+    union,
+)
 from dlrm_overlap.train.trainer import Trainer
 
 _MARK = re.compile(r"\bspin_kernel\b")  # the name of a kernel that only marks a position in a trace
@@ -27,6 +36,14 @@ class TracedSteps(NamedTuple):
     """means over the steps, in ms: the `shares`, and `busy_ms`, the time in which the GPU is not idle"""
     timeline: list[tuple[str, float, float]]
     """the step of median length: kind of work, begin and end in us since the step began"""
+    work: list[GpuWork]
+    window: Span
+    """of all steps"""
+    steps: int
+
+    def busy_ms(self, work: Sequence[GpuWork]) -> float:
+        """Return the mean time of a step in which the GPU is not idle, if `work` is what it does."""
+        return length(union([each.span for each in work], self.window)) / self.steps / 1e3
 
 
 class TrainingRun:
@@ -108,7 +125,7 @@ def traced_steps(path: Path) -> TracedSteps:
     us |= {"busy": window.end - window.begin - us["idle"]}
     columns = {f"{name}_ms": value / (len(marks) - 1) / 1e3 for name, value in us.items()}
     steps = sorted(itertools.starmap(Span, itertools.pairwise(marks)), key=lambda step: step.end - step.begin)
-    return TracedSteps(columns, _timeline(work, steps[len(steps) // 2]))
+    return TracedSteps(columns, _timeline(work, steps[len(steps) // 2]), work, window, len(steps))
 
 
 def _timeline(work: Sequence[GpuWork], step: Span) -> list[tuple[str, float, float]]:

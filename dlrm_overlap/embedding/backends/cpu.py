@@ -224,6 +224,10 @@ class CpuPush(WindowBackward):
             rule = pending.rules[lookup.number]
             if rule.decays and not rule.frozen:
                 self._decay(lookup, rule, step, gradients, scale)
+        if (marks := self.tables.marks) is not None:
+            for shards in self._tables:
+                ids = [ids_in_bags(step.inputs[each.input], each, step.batch.total)[0] for each in shards]
+                reference.mark_rows(marks.words_of((shards[0].lookup, shards[0].table)), torch.cat(ids).long())
         for shards, (weight, states, optimizer) in zip(self._tables, tables, strict=True):
             if (numbers := numbers_of[shards[0].lookup]) is not None:
                 values, by_id = self._by_id(shards, step, gradients, scale)

@@ -26,6 +26,7 @@ from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
 from dlrm_overlap.kernels.ids.id_map import Claims
 from dlrm_overlap.kernels.launches import StepCache
 from dlrm_overlap.kernels.pull_ids import ANY_ID, BLOCK_IDS, Arrivals, Published, locate_ids, pull_ids, pull_tasks
+from dlrm_overlap.kernels.store_words import store_words
 
 
 class Bags(NamedTuple):
@@ -143,16 +144,6 @@ def _store(window: torch.Tensor, source: torch.Tensor) -> None:
     torch.bitwise_or(source, 0, out=window)
 
 
-def _store_words(low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> None:
-    """Write the words of integer ids [n] to `low` and `high` [n] int32; by kernels, see `_store`."""
-    if ids.dtype == torch.int32:
-        _store(low, ids)
-        torch.bitwise_right_shift(ids, 31, out=high)
-    else:
-        for window, words in zip((low, high), reference.split_words(ids.long()), strict=True):
-            _store(window, words)
-
-
 class ArrivedIds(NamedTuple):
     """The ids that a step looks up, one input for all of this rank's shards.
 
@@ -176,6 +167,9 @@ class ArrivedIds(NamedTuple):
 class IdTables(Protocol):
     """This rank's shards of tables of any id, which know the row of each id."""
 
+    waits: bool
+    """whether `prepare_step` may wait for the device"""
+
     def activate(self, arrived: ArrivedIds) -> Claims | None:
         """Replace the next step's ids by rows, in place; on GPUs by the current stream, without the host.
 
@@ -195,6 +189,10 @@ class IdTables(Protocol):
 
     def expect(self, is_taken: bool) -> None:
         """Say whether a step will look up the ids that are sent next, by a replay or not."""
+        ...
+
+    def prepare_step(self) -> None:
+        """Before a step that looks up activated ids, do what needs the host; further calls for a step do nothing."""
         ...
 
 
@@ -291,7 +289,7 @@ class IdExchange:
         values = features.values()
         here = min(values.numel(), self.ids.values)
         if self.ids.wide:
-            _store_words(window[:here], window[self.ids.high_at :][:here], values[:here])
+            store_words(values[:here], window[:here], window[self.ids.high_at :][:here], self.ids.mixes)
         elif values.dtype != torch.int32:
             # Ids beyond int32 stay outside every table: a table has at most 2^31 - 1 rows.
             values = values.clamp(-1, _GREATEST_INT32)
@@ -472,7 +470,7 @@ class CpuIdExchange(IdExchange):
         values, positions, lengths = reference.divide_ids(published, offsets, ids.shares, samples)
         if ids.wide:
             high = window[ids.high_at + ids.shares_at :][: values.numel()]
-            _store_words(window[ids.shares_at :][: values.numel()], high, values)
+            store_words(values, window[ids.shares_at :][: values.numel()], high)
         else:
             window[ids.shares_at :][: values.numel()] = values
         if ids.weighted:

@@ -205,6 +205,9 @@ class Push(WindowBackward):
             found = zero_weights_gradients(pending) if pending.trains_weights else ()
             if not self.order.is_captured:
                 self._rules.follow(pending.rules, pending.number)
+            for rows, prepared in zip(inputs, runs, strict=True):
+                if rows.mark is not None and prepared is not None:
+                    rows.mark(prepared)
             for part in range(self.gradients.parts):
                 if arrivals:
                     self._update_stream.wait_event(arrivals[part])

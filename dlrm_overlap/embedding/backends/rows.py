@@ -11,6 +11,7 @@ from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.replicated import ReplicatedGradients
 from dlrm_overlap.embedding.steps import UpdateRule
 from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.kernels.backward.mark_rows import RowMarking
 from dlrm_overlap.kernels.backward.optimizers import OptimizerRows
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
@@ -49,12 +50,19 @@ class InputRows:
 
         # The keys: tables of a part in the same memory share theirs.
         first_keys: list[int] = []
-        key = 0
+        shifts: list[list[int]] = []
+        marks, key = tables.marks, 0
         for _, same in groupby(shards, key=lambda shard: (part_of[shard], *_memory(tables.weight(shard)))):
             together = list(same)
             first_keys += [key] * len(together)
+            if marks is not None:
+                shifts.append([key, marks.first_bit((together[0].lookup, together[0].table)) - key])
             key += tables.weight(together[0]).shape[0]
         self._device = device = tables.weight(shards[0]).device
+        self.mark: RowMarking | None = None
+        """marks the rows of a step's runs, if updates are marked"""
+        if marks is not None:
+            self.mark = RowMarking(marks.words, torch.tensor(shifts, dtype=torch.int64, device=device))
         # An extra feature may have ids that pad their number, see `ArrivedIds`; their key is beyond all rows' keys.
         self._first_keys = [*first_keys, key, key + 1]
         self._key_bits = key.bit_length()

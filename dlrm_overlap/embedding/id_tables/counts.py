@@ -20,9 +20,18 @@ _WARN_ABOVE = 0.01
 class IdCounts:
     """Counts of all ranks since the last call; a model without tables of any id has none."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, by_table: bool = False) -> None:
+        """Count in the tables of `model`; `by_table` says whether `fullest` is needed."""
+        self.fullest: dict[str, float] = {}
+        """table -> the greatest share of its rows in use on a rank, as of the last `take`"""
+        self._by_table = by_table
         self._maps, self._device = list(id_maps_of(model)), device
         self._before, self._warned = self._sums() if self._maps else None, False
+
+    @property
+    def tables(self) -> list[str]:
+        """The tables whose ids are counted."""
+        return [name for each in self._maps for name in each.rules]
 
     def _sums(self) -> torch.Tensor:
         """Return [Totals] float64: the totals of this rank."""
@@ -42,6 +51,10 @@ class IdCounts:
         found = torch.cat([since, torch.tensor([used, rows], dtype=torch.float64, device=self._device)])
         dist.all_reduce(found)
         *counts, in_use, all_rows = found.tolist()
+        if self._by_table:
+            shares = torch.cat([each.shares() for each in self._maps])
+            dist.all_reduce(shares, dist.ReduceOp.MAX)
+            self.fullest = dict(zip(self.tables, shares.tolist(), strict=True))
         seen = max(counts[Totals.SEEN], 1.0)
         no_room = counts[Totals.NO_ROOM] / seen
         if no_room > _WARN_ABOVE and not self._warned and dist.get_rank() == 0:

@@ -94,11 +94,19 @@ class IdMap:
     @property
     def rows(self) -> int:
         """Rows of this rank that ids may have."""
-        shards = [(self.rules[name], end - begin) for name, (begin, end) in self._shards.items()]
-        return sum(rows // rules.size * rules.open_slots for rules, rows in shards)
+        return sum((end - begin) // of.size * of.open_slots for of, (begin, end) in self._by_table())
 
     def total(self, which: Totals) -> int:
         return self.state.total(which)
+
+    def shares(self) -> torch.Tensor:
+        """Return [tables] float64: the share of each table's rows on this rank that ids have."""
+        used = [(self.shard(self.state.ids, name) != EMPTY).sum() for name in self.rules]
+        rows = [(end - begin) // of.size * of.open_slots for of, (begin, end) in self._by_table()]
+        return torch.stack(used).double() / torch.tensor(rows, device=self._device)
+
+    def _by_table(self) -> list[tuple[IdRules, tuple[int, int]]]:
+        return [(rules, self._shards[name]) for name, rules in self.rules.items()]
 
     def used(self) -> int:
         """Return the number of ids that have a slot; waits for the device."""
@@ -205,10 +213,12 @@ class IdMap:
 
 
 class MappedIds:
-    """The `IdTables` of an exchange."""
+    """The `IdTables` of an exchange; `features` has those of each table."""
 
-    def __init__(self, id_map: IdMap, exchange: Exchange, rank: int) -> None:
-        self._map, self._exchange, self._rank = id_map, exchange, rank
+    waits = False
+
+    def __init__(self, id_map: IdMap, exchange: Exchange, rank: int, features: Mapping[str, Sequence[str]]) -> None:
+        self._map, self._exchange, self._rank, self._of_tables = id_map, exchange, rank, features
         self._names: tuple[Layout, list[tuple[str | None, str]]] | None = None
         for name, rules in id_map.rules.items():
             if rules.frozen:
@@ -230,7 +240,12 @@ class MappedIds:
             tables = {number: name for name, number in self._exchange.tables.numbers_of.items()}
             shards = layout.by_owner[self._rank]
             of = [tables[shard.lookup, shard.table] if shard.buckets else None for shard in shards]
-            self._names = layout, [(table, s.feature_name) for table, s in zip(of, shards, strict=True)]
+            names = [
+                # Slots have ids of all features of their table.
+                self._of_tables[table][0] if shard.slots and table is not None else shard.feature_name
+                for table, shard in zip(of, shards, strict=True)
+            ]
+            self._names = layout, list(zip(of, names, strict=True))
         return self._names[1]
 
     def follow_clock(self) -> None:
@@ -238,6 +253,9 @@ class MappedIds:
 
     def expect(self, is_taken: bool) -> None:
         self._map.expect(is_taken)
+
+    def prepare_step(self) -> None:
+        """Do nothing: the device does all."""
 
 
 def _words(rows: torch.Tensor) -> int:

@@ -5,9 +5,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 from torchrec.modules.mc_modules import ManagedCollisionCollection
 
 from dlrm_overlap.config import IdTablesConfig, InputError
@@ -80,11 +83,25 @@ def collection_of_any_id(
     tables: Sequence[EmbeddingBagConfig], config: IdTablesConfig, device: torch.device
 ) -> ManagedCollisionEmbeddingBagCollection:
     """Return a collection of pooled tables of any id, with the rules of section `embedding.id_tables`."""
+    collection = _collision_collection(tables, config, device)
+    return ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(list(tables), device=device), collection)
+
+
+def sequences_of_any_id(
+    tables: Sequence[EmbeddingConfig], config: IdTablesConfig, device: torch.device
+) -> ManagedCollisionEmbeddingCollection:
+    """Return a collection of unpooled tables of any id, with the rules of section `embedding.id_tables`."""
+    collection = _collision_collection(tables, config, device)
+    return ManagedCollisionEmbeddingCollection(EmbeddingCollection(list(tables), device=device), collection)
+
+
+def _collision_collection(
+    tables: Sequence[BaseEmbeddingConfig], config: IdTablesConfig, device: torch.device
+) -> ManagedCollisionCollection:
     modules: dict[str, Any] = {
         each.name: IdTableModule(each.name, each.num_embeddings, device, config) for each in tables
     }
-    collection = ManagedCollisionCollection(modules, list(tables))
-    return ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(list(tables), device=device), collection)
+    return ManagedCollisionCollection(modules, list(tables))
 
 
 def rules_of(module: torch.nn.Module, name: str, rows: int, features: Sequence[str]) -> IdRules | str:

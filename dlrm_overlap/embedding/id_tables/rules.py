@@ -49,6 +49,16 @@ class IdRules:
         return self.size - self.reserved
 
 
+def for_each_table(key: str, given: int | list[int], tables: int) -> list[int]:
+    """Return the value of a key of `embedding.id_tables` for each table; an InputError if it has another number."""
+    values = given if isinstance(given, list) else [given] * tables
+    if len(values) != tables:
+        raise InputError(
+            f"embedding.id_tables.{key}: {len(values)} numbers for {tables} tables of any id; give one, or one for each"
+        )
+    return values
+
+
 def map_bytes(config: IdTablesConfig) -> int:
     """Return the bytes of GPU memory for each row of a table, by which ids are mapped to rows; see `MapState`."""
     times, counts = config.eviction == "ttl", config.eviction in ("lfu", "distance_lfu")
@@ -69,12 +79,7 @@ def rows_of_tables(rows: Sequence[int | None], config: IdTablesConfig, ranks: in
             f"embedding.id_tables.rows: null, but {len(names)} tables take any id; give their rows, one number or one "
             f"for each"
         )
-    given = config.rows if isinstance(config.rows, list) else [config.rows] * len(names)
-    if len(given) != len(names):
-        raise InputError(
-            f"embedding.id_tables.rows: {len(given)} numbers for {len(names)} tables of any id; give one, or one for "
-            f"each"
-        )
+    given = for_each_table("rows", config.rows, len(names))
     step = SEGMENT * ranks
     rounded = iter(-(-count // step) * step for count in given)
     return [next(rounded) if count is None else count for count in rows]

@@ -1,28 +1,36 @@
 """TorchRec's sharded managed collision modules, whose ids are mapped by an `IdMap`.
 
-TorchRec's pipelines   TorchRec sends the ids; `compute_and_output_dist` maps them, then the tables' exchange begins
-GraphTrainPipeline     the `IdSender` of the tables' exchange sends them a step ahead; `activate` maps them then
+TorchRec's pipelines   TorchRec sends the ids; `compute_and_output_dist` maps them, then the tables' exchange begins,
+                       or TorchRec's lookup of unpooled tables
+GraphTrainPipeline     the `IdSender` of the tables' exchange sends them a step ahead; `activate` maps them then. Of
+                       unpooled tables it sends distinct ids in slots, whose owners map each id once for each rank
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
 import torch
-from torchrec.distributed.types import NoWait
+from torch import nn
+from torchrec.distributed.types import NoWait, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.every_rank import gathered
+from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_tables.id_map import IdMap, MappedIds, pool_of, with_values
 from dlrm_overlap.embedding.id_tables.module import IdTableModule
 from dlrm_overlap.embedding.id_tables.rules import IdRules
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
 from dlrm_overlap.embedding.shardings import exchanging_group
+from dlrm_overlap.embedding.variable_batch import with_bags_of_samples
 from dlrm_overlap.kernels.ids.id_map import mix
 from dlrm_overlap.torchrec_private import (
     KJTList,
     ShardedManagedCollisionCollection,
     ShardedManagedCollisionEmbeddingBagCollection,
+    ShardedManagedCollisionEmbeddingCollection,
     maybe_td_to_kjt,
 )
 from dlrm_overlap.torchrec_private.attributes import (
@@ -68,27 +76,32 @@ class OverlapShardedManagedCollisionCollection(ShardedManagedCollisionCollection
         return {}  # rows of new ids were filled when these got their slots
 
 
-class OverlapShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisionEmbeddingBagCollection):
-    """TorchRec's sharded module of pooled tables of any id, with the exchange of its tables' module."""
+class _MapsIds(nn.Module):
+    """A sharded module of tables of any id; a subclass also inherits from TorchRec's module."""
 
     _managed_collision_collection: OverlapShardedManagedCollisionCollection
-    _embedding_module: OverlapShardedEmbeddingBagCollection
+    _embedding_module: Any
+    """the `ExchangingModule` of the tables"""
+    _env: ShardingEnv
+    _device: torch.device
+    _return_remapped_features: bool
 
     def __init__(self, module: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
         tables, id_map = self._embedding_module, self._managed_collision_collection.id_map
         self._mixes = any(each.mixes for each in id_map.rules.values())
-        group = exchanging_group(self._env)
+        group, configs = exchanging_group(self._env), {each.name: each for each in table_configs_of(module)}
+        features = {name: list(config.feature_names) for name, config in configs.items()}
         tables.own_ids(
             self,
             id_map,
-            _mixed if self._mixes else None,
-            lambda exchange: MappedIds(id_map, exchange, group.rank()),
-            "a collection returns remapped features" if self._return_remapped_features else None,
+            {name: each.buckets for name, each in id_map.rules.items()},
+            self._mixes,
+            lambda exchange: MappedIds(id_map, exchange, group.rank(), features),
+            self._why_uncaptured(features),
         )
         if (exchange := tables.exchange) is not None:
             seed, *_ = gathered(torch.initial_seed(), group)
-            configs = {each.name: each for each in table_configs_of(module)}
             pools = {
                 name: pool_of(rules.rows, configs[name], seed + crc32(name.encode())).to(self._device)
                 for name, rules in id_map.rules.items()
@@ -96,12 +109,12 @@ class OverlapShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisi
             }
             id_map.bind(exchange.tables.tensors_of, pools)
 
-    @property
-    def leading_columns(self) -> int:
-        return self._embedding_module.leading_columns
+    def _why_uncaptured(self, features: Mapping[str, Sequence[str]]) -> str | None:
+        """Return why steps cannot be captured, if so; `features` has those of each table."""
+        return "a collection returns remapped features" if self._return_remapped_features else None
 
     @property
-    def exchanging(self) -> OverlapShardedEmbeddingBagCollection:
+    def exchanging(self) -> ExchangingModule[Any]:
         """The module of the tables."""
         return self._embedding_module
 
@@ -112,19 +125,65 @@ class OverlapShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisi
         return super().forward(*input, **kwargs)
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
-        features = maybe_td_to_kjt(features, None)
-        return super().input_dist(ctx, _mixed(features) if self._mixes else features)
+        features = self._even(maybe_td_to_kjt(features, None))
+        return super().input_dist(ctx, _mixed(features) if self._mixes else features)  # type: ignore[misc]
+
+    def _even(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        return features
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:
         if self._embedding_module.exchange is None:
-            return super().compute_and_output_dist(ctx, input)
+            return super().compute_and_output_dist(ctx, input)  # type: ignore[misc]
         collection = self._managed_collision_collection
         self._embedding_module.note_writes()  # rows of new ids are filled in their tables
         ctx.remapped_kjt, ctx.evictions_per_table = collection.compute(ctx, input), {}
-        pooled = self._embedding_module.compute_and_output_dist(ctx, ctx.remapped_kjt)
+        found = self._embedding_module.compute_and_output_dist(ctx, ctx.remapped_kjt)
         if not self._return_remapped_features:
-            return pooled, NoWait(None)
-        return pooled, collection.output_dist(ctx, ctx.remapped_kjt)
+            return found, NoWait(None)
+        return found, collection.output_dist(ctx, ctx.remapped_kjt)
+
+
+class OverlapShardedManagedCollisionEmbeddingBagCollection(_MapsIds, ShardedManagedCollisionEmbeddingBagCollection):
+    """TorchRec's sharded module of pooled tables of any id, with the exchange of its tables' module."""
+
+    _embedding_module: OverlapShardedEmbeddingBagCollection
+
+    @property
+    def leading_columns(self) -> int:
+        return self._embedding_module.leading_columns
+
+
+class OverlapShardedManagedCollisionEmbeddingCollection(_MapsIds, ShardedManagedCollisionEmbeddingCollection):
+    """TorchRec's sharded module of unpooled tables of any id, with the exchange of its tables' module.
+
+    Steps of `GraphTrainPipeline` send each distinct id of a table once, so all features of a table share its rules.
+    """
+
+    _embedding_module: OverlapShardedEmbeddingCollection
+
+    def _why_uncaptured(self, features: Mapping[str, Sequence[str]]) -> str | None:
+        for name, rules in self._managed_collision_collection.id_map.rules.items():
+            of = {(each in rules.reading, rules.lifetimes.get(each, rules.lifetime)) for each in features[name]}
+            if len(of) > 1:
+                return f"features of unpooled table {name} have rules of their own"
+        return super()._why_uncaptured(features)
+
+    def _even(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        return with_bags_of_samples(features)
+
+    def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:
+        """Look up by TorchRec, see `OverlapShardedEmbeddingCollection`.
+
+        Raises:
+            InputError: in training, if rows of reserved slots are not trained, since FBGEMM would train them.
+        """
+        rules = self._managed_collision_collection.id_map.rules.values()
+        if torch.is_grad_enabled() and self.training and any(each.frozen for each in rules):
+            raise InputError(
+                f"{', '.join(each.name for each in rules)}: steps of TorchRec's pipelines look up unpooled tables by "
+                f"FBGEMM, which would train the initial rows of tables of any id; set train.pipeline to graph"
+            )
+        return super().compute_and_output_dist(ctx, input)
 
 
 def _mixed(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:

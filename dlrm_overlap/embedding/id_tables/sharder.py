@@ -1,4 +1,4 @@
-"""TorchRec's sharder of pooled tables of any id, with another exchange."""
+"""TorchRec's sharders of pooled and unpooled tables of any id, with another exchange."""
 
 import logging
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import (
@@ -18,17 +19,25 @@ from torchrec.distributed.types import (
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.id_tables.mch import OverlapShardedMchEmbeddingBagCollection, has_mch
 from dlrm_overlap.embedding.id_tables.module import check_rows, rules_of
 from dlrm_overlap.embedding.id_tables.rules import IdRules
 from dlrm_overlap.embedding.id_tables.sharded import (
     OverlapShardedManagedCollisionCollection,
     OverlapShardedManagedCollisionEmbeddingBagCollection,
+    OverlapShardedManagedCollisionEmbeddingCollection,
 )
-from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, PooledArguments
+from dlrm_overlap.embedding.sharder import (
+    OverlapEmbeddingBagCollectionSharder,
+    OverlapEmbeddingCollectionSharder,
+    PooledArguments,
+    UnpooledArguments,
+)
 from dlrm_overlap.embedding.shardings import exchanging_group
 from dlrm_overlap.torchrec_private import (
     ManagedCollisionCollectionSharder,
     ManagedCollisionEmbeddingBagCollectionSharder,
+    ManagedCollisionEmbeddingCollectionSharder,
 )
 from dlrm_overlap.torchrec_private.attributes import collision_modules_of
 
@@ -46,30 +55,18 @@ class _CollectionSharder(ManagedCollisionCollectionSharder):
         return OverlapShardedManagedCollisionCollection(module, params, rules=self._rules, **kwargs)
 
 
-class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbeddingBagCollectionSharder):
-    """TorchRec's sharder of `ManagedCollisionEmbeddingBagCollection`, with our map of ids and our exchange.
+class _MapsIdsSharder:
+    """Shards collections whose ids a map takes; others stay with TorchRec. A subclass is also TorchRec's sharder."""
 
-    It takes tables with `HashZchManagedCollisionModule`; if a table of a collection has another module or arguments
-    that the map does not know, the collection stays with TorchRec, and the log says why.
-
-    Example:
-        DistributedModelParallel(model, sharders=[OverlapManagedCollisionEmbeddingBagCollectionSharder(), ..])
-
-    Args:
-        given: see `PooledArguments`.
-    """
-
-    def __init__(
-        self,
-        fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-        **given: Unpack[PooledArguments],
-    ) -> None:
-        tables = OverlapEmbeddingBagCollectionSharder(fused_params, qcomm_codecs_registry, **given)
-        super().__init__(ebc_sharder=tables, qcomm_codecs_registry=qcomm_codecs_registry)
-        self._tables = tables
-        stock = EmbeddingBagCollectionSharder(fused_params, qcomm_codecs_registry)
-        self._stock = ManagedCollisionEmbeddingBagCollectionSharder(stock, qcomm_codecs_registry=qcomm_codecs_registry)
+    _sharded: type[nn.Module]
+    _tables: Any
+    """the sharder of the tables, with our exchange"""
+    _tables_argument: str
+    """name of TorchRec's argument for the sharder of the tables"""
+    _stock: Any
+    """TorchRec's sharder"""
+    _is_pooled = False
+    """whether it also takes collections with `MCHManagedCollisionModule`, and tables in host memory"""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return row-wise alone, on CPUs too, where TorchRec's planner knows none for such tables."""
@@ -77,7 +74,7 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbed
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Return the kernel for rows in the memory of their rank's device and, on GPUs, that for cached rows."""
-        return [FUSED, CACHED] if compute_device_type == "cuda" else [FUSED]
+        return [FUSED, CACHED] if compute_device_type == "cuda" and self._is_pooled else [FUSED]
 
     def shard(
         self,
@@ -93,12 +90,24 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbed
             InputError: if the ranks do not have the same number of whole buckets, or their plans differ.
         """
         options = self._tables.options
+        is_mch = self._is_pooled and has_mch(module)
         caches = BACKENDS[options.backend].stores_to_peers and options.resolved_backward == "push"
-        found = _why_plan_stays(params, env, caches) or _rules(module)
+        stays = _why_plan_stays(params, env, caches and self._is_pooled and not is_mch)
+        found = stays or ([] if is_mch else _rules(module))
         if isinstance(found, str):
             if env.rank == 0:
                 log.warning("%s stays with TorchRec: %s", module_fqn or type(module).__name__, found)
             return self._stock.shard(module, params, env, device, module_fqn)
+        if is_mch:
+            return OverlapShardedMchEmbeddingBagCollection(
+                module,
+                params,
+                ebc_sharder=self._tables,
+                mc_sharder=ManagedCollisionCollectionSharder(),
+                env=env,
+                device=device or torch.device("cuda"),
+            )
+        kinds: dict[str, Any] = {self._tables_argument: self._tables}
         for rules in found:
             check_rows(rules, exchanging_group(env).size())
             if rules.frozen and options.resolved_backward == "collective":
@@ -106,14 +115,75 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbed
                     f"embedding.backend: {options.backend} updates rows by FBGEMM, which would train the initial rows "
                     f"of tables of any id; take pgas or fused"
                 )
-        return OverlapShardedManagedCollisionEmbeddingBagCollection(
+        return self._sharded(
             module,
             params,
-            ebc_sharder=self._tables,
+            **kinds,
             mc_sharder=_CollectionSharder(found),
             env=env,
             device=device or torch.device("cuda"),
         )
+
+
+class OverlapManagedCollisionEmbeddingBagCollectionSharder(
+    _MapsIdsSharder, ManagedCollisionEmbeddingBagCollectionSharder
+):
+    """TorchRec's sharder of `ManagedCollisionEmbeddingBagCollection`, with our map of ids and our exchange.
+
+    It takes collections whose tables have `HashZchManagedCollisionModule`, and collections whose tables have
+    `MCHManagedCollisionModule`. If a table has another module or arguments that the map does not know, the collection
+    stays with TorchRec, and the log says why.
+
+    Example:
+        DistributedModelParallel(model, sharders=[OverlapManagedCollisionEmbeddingBagCollectionSharder(), ..])
+
+    Args:
+        given: see `PooledArguments`.
+    """
+
+    _sharded, _tables_argument = OverlapShardedManagedCollisionEmbeddingBagCollection, "ebc_sharder"
+    _is_pooled = True
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        **given: Unpack[PooledArguments],
+    ) -> None:
+        tables = OverlapEmbeddingBagCollectionSharder(fused_params, qcomm_codecs_registry, **given)
+        super().__init__(ebc_sharder=tables, qcomm_codecs_registry=qcomm_codecs_registry)
+        self._tables = tables
+        stock = EmbeddingBagCollectionSharder(fused_params, qcomm_codecs_registry)
+        self._stock = ManagedCollisionEmbeddingBagCollectionSharder(stock, qcomm_codecs_registry=qcomm_codecs_registry)
+
+
+class OverlapManagedCollisionEmbeddingCollectionSharder(_MapsIdsSharder, ManagedCollisionEmbeddingCollectionSharder):
+    """TorchRec's sharder of `ManagedCollisionEmbeddingCollection`, with our map of ids and our exchange.
+
+    It takes tables in GPU memory with `HashZchManagedCollisionModule`; others stay with TorchRec, as there. In steps of
+    `GraphTrainPipeline` each distinct id of a table, its row and the sum of its gradients are sent once. Steps of
+    TorchRec's pipelines map ids in the same way, and look up the rows by TorchRec.
+
+    Example:
+        DistributedModelParallel(model, sharders=[OverlapManagedCollisionEmbeddingCollectionSharder(), ..])
+
+    Args:
+        given: see `UnpooledArguments`.
+    """
+
+    _sharded, _tables_argument = OverlapShardedManagedCollisionEmbeddingCollection, "ec_sharder"
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        **given: Unpack[UnpooledArguments],
+    ) -> None:
+        tables = OverlapEmbeddingCollectionSharder(fused_params, qcomm_codecs_registry, **given)
+        super().__init__(ec_sharder=tables, qcomm_codecs_registry=qcomm_codecs_registry)
+        self._tables = tables
+        stock = EmbeddingCollectionSharder(fused_params, qcomm_codecs_registry)
+        self._stock = ManagedCollisionEmbeddingCollectionSharder(stock, qcomm_codecs_registry=qcomm_codecs_registry)
 
 
 def _why_plan_stays(params: Mapping[str, ParameterSharding], env: ShardingEnv, caches: bool) -> str | None:
@@ -125,7 +195,7 @@ def _why_plan_stays(params: Mapping[str, ParameterSharding], env: ShardingEnv, c
 
 def why_ids_stay(module: Any) -> str | None:
     """Return why the ids of an unsharded collection would stay with TorchRec; None if they would not."""
-    found = _rules(module)
+    found = [] if has_mch(module) else _rules(module)
     return found if isinstance(found, str) else None
 
 

@@ -33,7 +33,8 @@ class ModelIds:
         """senders whose ids are in the batch, each with the path of its ids in the batch"""
         self._torchrec: list[tuple[TorchRecTables, str]] = []
         self.block_capture = False
-        """True if the model computes ids of tables that stay with TorchRec, which needs them before a graph's launch"""
+        """True if the model computes ids that the host needs before a graph's launch: those of tables that stay with
+        TorchRec, or whose `IdTables` wait"""
         self.are_sent = False
         """True if the ids of the next step were sent"""
 
@@ -65,6 +66,12 @@ class ModelIds:
     def id_tables(self) -> list[IdTables]:
         exchanges = (sender.exchange for sender in self.senders)
         return [each.id_tables for each in exchanges if each.id_tables is not None]
+
+    def prepare_step(self) -> None:
+        """Do on the host what tables of any id need between the arrival of a step's ids and the step."""
+        for sender, _ in self.sent_ahead:
+            if sender.exchange.id_tables is not None:
+                sender.exchange.id_tables.prepare_step()
 
     def forget(self) -> None:
         for sender in self.senders:
@@ -106,7 +113,8 @@ class ModelIds:
                 self.sent_ahead += [(module.sender, path)] if module.sender is not None else []
                 self._torchrec += [(module.torchrec_tables, path)] if module.torchrec_tables is not None else []
             else:
-                self.block_capture |= module.torchrec_tables is not None
+                tables = module.exchange.id_tables if module.exchange is not None else None
+                self.block_capture |= module.torchrec_tables is not None or (tables is not None and tables.waits)
                 log.info("train pipeline: ids that the model makes itself are sent in their own step, none ahead")
 
         # A first step that failed may have found some.

@@ -304,6 +304,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._uncapturable_steps = 0
         if not self._ids.are_sent:
             self._send_late(step)
+        if self._ids.are_sent:
+            self._ids.prepare_step()
         # The ids that a replay sends ahead can only be looked up by the next replay, not by an eager step or a capture.
         # So replays begin once both graphs are captured; if a segment ends in between, the first is captured again. A
         # replay need not know whether the next batch is captured, and does not wait for the ranks.

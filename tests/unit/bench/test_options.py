@@ -41,11 +41,11 @@ def test_every_shape_and_its_commands_fit_four_ranks(path: Path) -> None:
         own = int(options[options.index("--tables_per_rank") + 1]) if "--tables_per_rank" in options else None
         words = [word for i, word in enumerate(options) if "--nproc" not in options[max(0, i - 1) : i + 1]]
         values = values_of(kind, *words[2:])
-        assert kind == "step" or shape_of(config, 4, values.tables_per_rank)
+        assert kind in ("step", "drift") or shape_of(config, 4, values.tables_per_rank)
         assert own in (None, config.data.tables.count)
         alpha, history = config.data.tables.zipf_alpha, config.model.sequence.history
         pooled = {each for t, each in enumerate(alpha) if t != history} if isinstance(alpha, list) else {alpha}
-        assert pooled == {1.05 if isinstance(config.data.tables.rows, list) else 0}
+        assert pooled == {1.05 if isinstance(config.data.tables.rows, list) or config.data.tables.drift else 0}
 
 
 @pytest.mark.parametrize("shape", ["mlperf", "step_mlperf", "step_dot"])

@@ -227,6 +227,39 @@ def test_labels_follow_the_ids() -> None:
     assert 0.25 < float(data.read(0, 20_000).labels.mean()) < 0.5
 
 
+def hashed_row_of(id_: int, rows: int) -> int:
+    mixed = id_ * 0x9E3779B97F4A7C15 % 2**64
+    return 1 + (mixed ^ mixed >> 32) % (rows - 1)
+
+
+def test_hashed_ids_are_those_of_any_id_reduced_to_rows_and_labels_follow_the_ids() -> None:
+    """The teacher knows ids, not rows: ids that share a row keep their own click rates."""
+    hashed = replace(DRIFTING, ids=["hashed", "rows", "hashed"], hashed_rows=[7, 5, 1000])
+    reduced, ids = synthetic(hashed).read(2000, 1500), synthetic(DRIFTING).read(2000, 1500)
+    assert synthetic(hashed).rows == [7, 3, 1000]
+    assert reduced.sparse.values().dtype == torch.int32
+    assert torch.equal(reduced.labels, ids.labels)
+    assert torch.equal(reduced.dense, ids.dense)
+    for of_hash, of_any, rows in zip(bags(reduced), bags(ids), (7, None, 1000), strict=True):
+        assert of_hash == ([[hashed_row_of(id_, rows) for id_ in bag] for bag in of_any] if rows else of_any)
+    mixed = replace(DRIFTING, ids=["hashed", "rows", "any"], hashed_rows=7)
+    assert synthetic(mixed).rows == [7, 3, None]
+    first, _, last = bags(synthetic(mixed).read(2000, 1500))
+    assert (first, last) == (bags(reduced)[0], bags(ids)[2])
+
+
+def test_ids_that_share_a_row_keep_their_own_click_rates() -> None:
+    hashed = TablesConfig(rows=[40], ids="hashed", hashed_rows=2, zipf_alpha=0.0, drift=100_000)
+    of_hash, of_any = (
+        synthetic(tables, dense_features=1).read(0, 20_000)
+        for tables in (hashed, replace(hashed, ids="any", hashed_rows=None))
+    )
+    assert set(of_hash.sparse.values().tolist()) == {1}
+    ids = of_any.sparse.values()
+    rates = [float(of_hash.labels[ids == id_].mean()) for id_ in ids.unique()]
+    assert max(rates) - min(rates) > 0.4
+
+
 @pytest.mark.parametrize("tables", [DRIFTING, SOME], ids=["drifting", "any"])
 def test_packed_samples_are_those_of_the_stream(tmp_path: Path, tables: TablesConfig) -> None:
     config = DataConfig(tables=tables, eval_samples=9, workers=0)
@@ -236,12 +269,15 @@ def test_packed_samples_are_those_of_the_stream(tmp_path: Path, tables: TablesCo
     assert_same_samples(packed.read(0, 50), synthetic(tables).read(0, 50))
 
 
-def test_predictions_by_such_a_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain model would look up keys as rows."""
+def test_predictions_by_ids_of_another_map_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchRec's own training stores ids that are not hashed."""
+    stored = "dlrm.embedding._managed_collision_collection._managed_collision_modules.t_00._hash_zch_identities"
     monkeypatch.setattr(scorer, "locate_checkpoint", lambda path, option: path)
     monkeypatch.setattr(scorer, "read_manifest", lambda path: Manifest(2, {}, {}))
+    monkeypatch.setattr(scorer, "state_of_checkpoint", lambda path, manifest: {})
     monkeypatch.setattr(scorer, "encoded_of", lambda path: write_encoding(tmp_path / "encoding", SCHEMA, {}))
-    with refuses(r"checkpoint: .* has a table of any id, of the column user, .*; evaluate it, or train with rows"):
+    monkeypatch.setattr(scorer, "read_weights", lambda path: {stored: torch.zeros(128, 1, dtype=torch.int64)})
+    with refuses(r"checkpoint: .* by backend torchrec, .* the column user in another way; train with .* pgas or fused"):
         scorer.Scorer(tmp_path)
 
 
@@ -255,7 +291,13 @@ def test_keys_of_any_value_reach_the_model_unchanged() -> None:
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: TablesConfig(count=2, rows=3, drift=9), r"drift: 9, but no table takes any id; set data\.tables"),
-    (lambda: TablesConfig(rows=[3, 4], ids=["any"]), "ids and half_life must agree on the number of tables"),
+    (lambda: TablesConfig(rows=[3, 4], ids=["any"]), "ids, hashed_rows and half_life must agree on the number of tabl"),
+    (lambda: TablesConfig(rows=3, ids="hashed"), "hashed_rows: None, data.tables.ids hashed; give hashed_rows with"),
+    (lambda: TablesConfig(rows=3, ids="any", hashed_rows=9), "hashed_rows: 9, data.tables.ids any; give hashed_rows"),
+    (
+        lambda: DataConfig("prepared", "days", tables=TablesConfig(ids="hashed", hashed_rows=9)).require_source(),
+        r"ids: hashed, but data\.kind prepared reads files, which say .*, or rows to hash, into the schema",
+    ),
     (
         lambda: DataConfig("prepared", "days", tables=TablesConfig(ids="any")).require_source(),
         r"ids: any, but data\.kind prepared reads files, which say .*; leave it out",

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from dlrm_overlap.config import TablesConfig
-from dlrm_overlap.data.encoder import hashed_rows
+from dlrm_overlap.data.hashed import hashed_rows
 from dlrm_overlap.data.prepare import prepare_files
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.schema import Categorical, Label, Schema, criteo_schema

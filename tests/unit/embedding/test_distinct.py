@@ -7,6 +7,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, NamedSequence, SlotBlocks
+from dlrm_overlap.kernels.ids.id_map import mix, unsigned_remainder
 
 SEQUENCES = [
     NamedSequence("f@a", "f", 0),
@@ -136,3 +137,27 @@ def test_there_are_few_more_slots_than_distinct_ids(most: list[int]) -> None:
     shares = blocks.by_feature(tables)
     assert len(shares) == sum(blocks.counts)
     assert {name: sum(n for table, n in shares.values() if table == name) for name in tables} == tables
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_ids_of_64_bits_are_distinct_by_both_words(mixes: bool) -> None:
+    """Without ranges a table's ids are in the order of the ids; with ranges each is in the range of its bucket."""
+    ids = [(1 << 32) + 5, 5, -5, (1 << 32) + 5, -(2**63), 2**63 - 1, 5]
+    batch = _batch(f=[ids[:3], ids[3:]], g=[[5], []], h=[[-5], [7]])
+    whole = DistinctIds(SEQUENCES, [4, 6], torch.device("cpu"), any_id=True, mixes=mixes)
+    capacities = [each + 2 for each in whole.capacities_of(batch)]
+    blocks = SlotBlocks(9, (1, 1))
+    _check(batch, whole.assign_slots(whole.sort(batch, capacities), blocks), capacities, blocks)
+    cut = DistinctIds(SEQUENCES, [4, 6], torch.device("cpu"), [[0, 2], [0, 3]], any_id=True, mixes=mixes)
+    found = cut.sort(batch, capacities)
+    distinct = cut.assign_slots(found, SlotBlocks(9, (1, 1, 1, 1)))
+    counts = found.counts.tolist()
+    parts = [each.tolist() for each in distinct.values[: sum(counts)].split(counts)]
+    for table, (buckets, every) in enumerate(((4, set(ids)), (6, {*ids, -5, 7}))):
+        bucket = {id: int(unsigned_remainder(_hashed(id, mixes), buckets)) for id in every}
+        assert set(parts[2 * table]) == {id for id in every if bucket[id] < buckets // 2}
+        assert set(parts[2 * table + 1]) == {id for id in every if bucket[id] >= buckets // 2}
+
+
+def _hashed(id: int, mixes: bool) -> torch.Tensor:
+    return mix(torch.tensor(id)) if mixes else torch.tensor(id)

@@ -1,5 +1,6 @@
 """Which rows tables of any id have, and which modules of TorchRec the map takes."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +10,15 @@ from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvi
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 from dlrm_overlap.config import IdTablesConfig
+from dlrm_overlap.data.schema import MISSING_ID
 from dlrm_overlap.embedding.id_tables.id_map import IdMap
 from dlrm_overlap.embedding.id_tables.module import IdTableModule, check_rows, rules_of
 from dlrm_overlap.embedding.id_tables.rules import EVERY_ID, IdRules, map_bytes, rows_of_tables
 from dlrm_overlap.embedding.id_tables.sharder import _why_plan_stays
-from dlrm_overlap.kernels.ids.id_map import Policy
-from tests.conftest import refuses
+from dlrm_overlap.kernels.ids.id_map import SEGMENT, Policy
+from dlrm_overlap.train.assembly import check_torchrec_maps
+from dlrm_overlap.train.growth import Growth
+from tests.conftest import ROOT, configuration, refuses
 
 
 @pytest.mark.parametrize(
@@ -39,6 +43,40 @@ def test_missing_rows_are_refused(given: Any, rule: str) -> None:
 def test_ttl_and_its_steps_go_together(keys: dict[str, Any]) -> None:
     with refuses("ttl_steps"):
         IdTablesConfig(**keys)
+
+
+def test_a_limit_of_rows_needs_growth() -> None:
+    with refuses("max_rows: 900 without grow_at"):
+        IdTablesConfig(max_rows=900)
+
+
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [
+        ("--checkpoint.last=false", "tables grow by a checkpoint"),
+        ("--checkpoint.delta_every=9", "with checkpoint.delta_e"),
+    ],
+)
+def test_growth_needs_checkpoints_without_deltas(option: str, rule: str) -> None:
+    with refuses(rule):
+        configuration("--config", str(ROOT / "configs/quickstart.yaml"), "--embedding.id_tables.grow_at", "0.8", option)
+
+
+def test_growth_needs_our_map_of_ids() -> None:
+    with refuses("with backend torchrec TorchRec maps the ids"):
+        Growth(IdTablesConfig(rows=256, grow_at=0.5), {"t": 256}, "torchrec", counts=False)
+    assert Growth(IdTablesConfig(grow_at=0.5), {}, "torchrec", counts=False).due({}) == {}
+
+
+def test_tables_double_up_to_their_limits() -> None:
+    config = IdTablesConfig(rows=256, grow_at=0.5, max_rows=[512, 1024])
+    growth = Growth(config, {"a": 256, "b": 512}, "pgas", counts=True)
+    assert growth.due({"a": 0.51, "b": 0.5}) == {"a": 512}
+    assert growth.due({"a": 0.5, "b": 0.9}) == {"b": 1024}
+    growth.rows = {"a": 512, "b": 512}
+    assert growth.due({"a": 0.9, "b": 0.9}) == {"b": 1024}
+    with refuses("max_rows: 1 numbers for 2 tables"):
+        Growth(IdTablesConfig(grow_at=0.5, max_rows=[512]), {"a": 256, "b": 512}, "pgas", counts=True)
 
 
 def _module(**given: Any) -> HashZchManagedCollisionModule:
@@ -98,6 +136,28 @@ def test_a_kernel_that_the_exchange_lacks_stays_with_torchrec(kernel: str, cache
     params: Any = {"t": SimpleNamespace(compute_kernel=kernel)}
     env: Any = SimpleNamespace()
     assert _why_plan_stays(params, env, caches) == expected
+
+
+def test_torchrec_picks_rank_and_bucket_alike_where_it_is_not_refused() -> None:
+    """And not where it is refused: by the remainders of FBGEMM's operator and of TorchRec's module."""
+    ids, ranks = torch.tensor([MISSING_ID, -7, *range(-(2**40), 2**40, 2**33 + 5)]), 2
+    gpu = torch.device("cuda")
+    for rows in (4 * SEGMENT, 6 * SEGMENT, 8 * SEGMENT, 10 * SEGMENT):
+        buckets = rows // SEGMENT
+        sent_to_0, sent, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
+            torch.tensor([len(ids)]), ids, False, False, torch.tensor([0]), ranks,
+            total_num_blocks=torch.tensor([buckets]), keep_orig_idx=True,
+        )  # fmt: skip
+        module = IdTableModule("t", rows, torch.device("cpu"), IdTablesConfig(rows=rows))
+        _, _, first_rows = module.input_mapper(sent, None)
+        ranks_of_buckets = first_rows // (rows // ranks)
+        agree = torch.equal(ranks_of_buckets, (torch.arange(len(ids)) >= sent_to_0[0]).long())
+        assert agree == (buckets & (buckets - 1) == 0), rows
+        with nullcontext() if agree else refuses("take pgas, or set embedding.id_tables.rows to"):
+            check_torchrec_maps([512, rows], has_negative_ids=True, device=gpu)
+        check_torchrec_maps([512, rows], has_negative_ids=False, device=gpu)
+    with refuses("on GPUs only"):
+        check_torchrec_maps([512], has_negative_ids=False, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """How many ids there may be and where they lie, worked by hand; and what is said of bounds that are none."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.unpooled import UnpooledIdSender
 from tests.conftest import refuses
 from tests.unit.embedding.shards import make_shard
 
@@ -84,15 +82,6 @@ def test_a_rank_has_whole_buckets() -> None:
             _ = IdLayout(_layout_with_any_ids(2, buckets), ["f", "g", "h"], BatchCapacity(3, ANY)).shares
     with pytest.raises(AssertionError, match="f: a table of any id is cut by rows, also on 1 rank"):
         make_shard("f", 0, 4, buckets=4)
-
-
-def test_tables_of_any_id_are_not_unpooled() -> None:
-    shards = [
-        replace(make_shard(name, 0, 4, rows=(0, 12), buckets=of), slots=True) for name, of in (("f", 4), ("g", 0))
-    ]
-    unread: Any = None
-    with refuses("^f: tables of any id cannot be unpooled here yet; pool them, or train them by TorchRec's pipeline$"):
-        UnpooledIdSender(unread, unread, BatchCapacity(3, RANGES), Layout(shards, ["f", "g"], 1), None)
 
 
 def test_known_ids_are_counted_of_the_features_that_a_batch_has() -> None:

@@ -49,6 +49,7 @@ def test_tables_in_one_cache_are_updated_together(
     tables: Any = SimpleNamespace(
         weight=rows.get,
         reserved_rows=lambda _: None,
+        marks=None,
         states=lambda shard: [rows[shard][:, 0]],
         stored=lambda shard: StoredRows(rows[shard].flatten(), (rows[shard][:, 0],), "rowwise_adagrad", False),
     )

@@ -6,6 +6,7 @@ from tests.gpu.exchange.checks import (
     backward_steps,
     captured_nccl,
     collectives,
+    deltas,
     dense,
     faults,
     gathering,
@@ -25,7 +26,7 @@ from tests.gpu.exchange.checks import (
 
 _MODULES = (
     *(lookups, windows, stress, streams, backward, backward_steps, overlap, faults, dense, collectives, gathering),
-    *(gemm, training, graphs, unpooled, lifetimes, tensor_parallel, nodes, captured_nccl, any_ids),
+    *(gemm, training, graphs, unpooled, lifetimes, tensor_parallel, nodes, captured_nccl, any_ids, deltas),
 )
 CHECKS = {name: check for module in _MODULES for name, check in module.CHECKS.items()}
 CHECKS |= faults.LOST_PEERS | backward_steps.LOST_PEERS | dense.LOST | gemm.LOST | graphs.LOST

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.config import Config, IdTablesConfig
+from dlrm_overlap.config import Config, IdTablesConfig, SequenceConfig
 from dlrm_overlap.kernels.ids import reference
 from dlrm_overlap.kernels.ids.id_map import MapState, Policy
 from dlrm_overlap.kernels.ids.map_ids import IdSet, map_ids
+from tests.agreement import LOSS_TOLERANCE
 from tests.gpu.exchange.checks.graphs import train_in_segments
-from tests.gpu.exchange.checks.training import check_resumes, small_config
+from tests.gpu.exchange.checks.training import assert_agree, check_resumes, make_trainer, small_config, train_steps
 from tests.gpu.exchange.place import Check, Place, every
 from tests.kernels.test_map_ids import CASES, Table, batches, claims_of, random_ids, state_of, words_of
 
@@ -19,6 +20,8 @@ _RULES: dict[str, dict[str, Any]] = {
     "lfu": {"rows": 256, "eviction": "lfu", "admit_after": 2},
     "ttl": {"rows": 256, "eviction": "ttl", "ttl_steps": 3, "admit_share": 0.75},
 }
+_ROOMY = {"rows": 4096}
+_STEPS = 20
 # Tables, number of known ids, ids of a feature in a step.
 _LARGE: dict[str, tuple[tuple[Table, ...], int, int]] = {
     "many buckets, large ones": ((Table(64, 128), Table(3, 700, 0, policy=Policy.LFU)), 30_000, 12_000),
@@ -55,12 +58,15 @@ def _comparable(name: str, column: torch.Tensor) -> torch.Tensor:
 
 
 def _config(place: Place, backend: str, rules: str, capture: bool) -> Config:
-    config = small_config(place, backend, "adagrad", pipeline="graph")
+    return _of_any(small_config(place, backend, "adagrad", pipeline="graph"), _RULES[rules], capture)
+
+
+def _of_any(config: Config, rules: dict[str, Any], capture: bool) -> Config:
     tables = replace(config.data.tables, ids="any")
     return replace(
         config,
         data=replace(config.data, tables=tables),
-        embedding=replace(config.embedding, id_tables=IdTablesConfig(**_RULES[rules])),
+        embedding=replace(config.embedding, id_tables=IdTablesConfig(**rules)),
         train=replace(config.train, capture=capture),
     )
 
@@ -71,6 +77,39 @@ def _check_captured(place: Place, backend: str, rules: str) -> None:
     for delays in (False, True):
         captured = train_in_segments(place, _config(place, backend, rules, capture=True), delays)
         captured.assert_same(eager, f"captured, delays {delays}")
+
+
+def _check_histories(place: Place, backend: str, rules: str) -> None:
+    """Captured steps of a model that attends to a table of any id have the bits of eager ones, too."""
+    plain, captures = (_with_history(_config(place, backend, rules, capture)) for capture in (False, True))
+    eager = train_in_segments(place, plain)
+    for delays in (False, True):
+        captured = train_in_segments(place, captures, delays)
+        captured.assert_same(eager, f"histories captured, delays {delays}")
+
+
+def _with_history(config: Config) -> Config:
+    # Table 1 has bags of 0 to 6 ids.
+    return replace(config, model=replace(config.model, sequence=SequenceConfig(history=1, candidate=2)))
+
+
+def _check_growth(place: Place, backend: str, capture: bool) -> None:
+    """A run whose tables double their rows twice has the losses of one whose tables do not, where none is full."""
+    rows, found = int(_ROOMY["rows"]), list[list[float]]()
+    for name, grows in (("kept", False), ("grown", True)):
+        config = _of_any(small_config(place, backend, "rowwise_adagrad", pipeline="graph"), _ROOMY, capture)
+        log = replace(config.log, name=f"{place.name}_{backend}_{capture}_{name}")
+        trainer = make_trainer(place, replace(config, log=log))
+        trainer.checkpointer.make_shared_folder()
+        losses = list[float]()
+        for part, first in enumerate(range(0, 3 * _STEPS, _STEPS)):
+            if grows and part:
+                trainer.grow(first, dict.fromkeys(list(trainer.id_rows)[:part], rows << part))
+            losses += train_steps(place, trainer, first, first + _STEPS)
+        assert trainer.id_rows["t_00"] == (4 * rows if grows else rows)
+        place.close(trainer)
+        found.append(losses)
+    assert_agree(found[1], found[0], LOSS_TOLERANCE["rowwise_adagrad"], "grown")
 
 
 def _check_cached(place: Place, backend: str, rules: str) -> None:
@@ -107,6 +146,8 @@ _NAMES = {case.replace(",", "").replace(" ", "_"): case for case in {**CASES, **
 CHECKS: dict[str, Check] = {
     **every("any_ids_kernels", _check_kernels, case=_NAMES),
     **every("any_ids_captured", _check_captured, backend=("pgas", "fused"), rules=tuple(_RULES), gpu_only=True),
+    **every("any_ids_histories", _check_histories, backend=("pgas", "fused"), rules=tuple(_RULES), gpu_only=True),
+    **every("any_ids_growth", _check_growth, backend=("pgas", "fused"), capture=(False, True), gpu_only=True),
     **every("any_ids_cached", _check_cached, backend=("pgas", "fused"), rules=tuple(_RULES), gpu_only=True),
     **every("any_ids_resumed", _check_resumes, memory=("gpu", "cached"), gpu_only=True),
 }

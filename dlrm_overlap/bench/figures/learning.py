@@ -1,0 +1,126 @@
+"""`bench learning`: trains one configuration with several contenders and seeds, and compares what they learn.
+
+A row is an evaluation: AUROC and NE of the held-out samples, and the training samples and seconds before it. Seconds do
+not include evaluations. A seed decides the initial weights and, of samples from files, how they are shuffled.
+
+The table at the end has, for each contender, means over the seeds and standard deviations. Differences are to the first
+contender with the same seed. Samples and seconds to the target are those at the first evaluation whose AUROC reaches
+it, as in MLPerf's rules; their spread is the coefficient of variation.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dlrm_overlap.bench.harness.seeded_runs import (
+    Row,
+    check_new,
+    read_rows,
+    seeded_config,
+    spread,
+    text_of_keys,
+)
+from dlrm_overlap.bench.harness.workload import collect_garbage, describe
+from dlrm_overlap.bench.learning_contenders import LEARNING_CONTENDERS
+from dlrm_overlap.bench.rows import append_rows, print_table
+from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.train.ranks import Ranks, check_start
+from dlrm_overlap.train.trainer import Trainer
+
+_METRICS = ("auroc", "ne", "loss")
+_AT_TARGET = ("samples", "seconds")
+_SHOWN = (
+    "contender", "seeds", "auroc", "auroc_std", "ne", "ne_std", "ne_difference", "ne_difference_std",
+    "samples_to_target", "samples_cv", "seconds_to_target", "seconds_cv", "reached"
+)  # fmt: skip
+
+
+def run(kind: str, ranks: Ranks) -> int:
+    values, output = ranks.values, Path(ranks.values.output)
+    if not ranks.config.train.eval_every:
+        raise InputError(
+            "train.eval_every: 0, but a curve is made of evaluations; set the number of steps between them"
+        )
+    check_new(output, values.resume)
+    configs = {
+        (name, seed): learning_config(ranks.config, name, seed, output.with_suffix(""))
+        for seed in values.seeds
+        for name in values.contenders
+    }
+    for config in configs.values():
+        check_start(config, ranks.device)
+    done = {(row["contender"], int(row["seed"])) for row in read_rows(output)}
+    for (name, seed), config in configs.items():
+        if (name, seed) in done:
+            continue
+        trainer = ranks.trainer(config)
+        points = train_and_evaluate(trainer)
+        about = {"kind": kind, "contender": name, "keys": text_of_keys(LEARNING_CONTENDERS[name]), "seed": seed}
+        about |= describe(trainer.config, ranks.world.world_size) | {"steps": trainer.steps}
+        trainer.close()
+        del trainer
+        collect_garbage(ranks.device)
+        if ranks.world.rank == 0:
+            append_rows(output, [about | point for point in points])
+            print(f"{name}, seed {seed}: AUROC {points[-1]['auroc']}, NE {points[-1]['ne']}", flush=True)
+    if ranks.world.rank == 0:
+        print_table(summarise(read_rows(output), values.contenders, values.target_auroc), _SHOWN)
+        print(f"rows in {output}")
+    return 0
+
+
+def learning_config(config: Config, name: str, seed: int, folder: Path) -> Config:
+    """Return the configuration of a contender's run with `seed`, which saves nothing; its results are in `folder`."""
+    keys = dict(LEARNING_CONTENDERS[name])
+    if config.data.kind != "synthetic":  # whose seed also decides the labels
+        keys["data.seed"] = seed
+    return seeded_config(config, keys, name, seed, folder)
+
+
+def train_and_evaluate(trainer: Trainer) -> list[Row]:
+    """Train to the end, and return a point for each evaluation, see the module; a collective."""
+    evaluate, points, evaluations_s = trainer.evaluate, list[Row](), 0.0
+    began = time.perf_counter()
+
+    def noted() -> dict[str, float]:
+        nonlocal evaluations_s
+        before = time.perf_counter()
+        values, step = evaluate(), trainer.progress.step
+        at = {"step": step, "samples": step * trainer.global_batch, "seconds": before - began - evaluations_s}
+        points.append(at | {name: f"{values[name]:.6f}" for name in _METRICS})
+        evaluations_s += time.perf_counter() - before
+        return values
+
+    trainer.evaluate = noted  # type: ignore[method-assign]
+    trainer.fit()
+    return points
+
+
+def summarise(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str], target: float | None) -> list[Row]:
+    """Return a row for each contender, see the module; the first one is the reference."""
+    curves: dict[str, dict[int, list[Mapping[str, Any]]]] = {name: {} for name in contenders}
+    for row in rows:
+        if row["contender"] in curves:
+            curves[row["contender"]].setdefault(int(row["seed"]), []).append(row)
+    first = curves[contenders[0]]
+    found = []
+    for name, by_seed in curves.items():
+        ends = {seed: curve[-1] for seed, curve in by_seed.items()}
+        line: Row = {"contender": name, "seeds": len(by_seed)}
+        for metric in ("auroc", "ne"):
+            line |= spread(metric, [float(end[metric]) for end in ends.values()])
+        if name != contenders[0]:
+            line |= spread(
+                "ne_difference", [float(end["ne"]) - float(first[s][-1]["ne"]) for s, end in ends.items() if s in first]
+            )
+        if target is not None:
+            reached = [next((p for p in curve if float(p["auroc"]) >= target), None) for curve in by_seed.values()]
+            points = [point for point in reached if point is not None]
+            line["reached"] = f"{len(points)} of {len(reached)}"
+            for what in _AT_TARGET:
+                found_at = spread(what, [float(point[what]) for point in points])
+                mean, std = found_at[what], found_at[f"{what}_std"]
+                line |= {f"{what}_to_target": mean, f"{what}_cv": std / mean if mean and std is not None else None}
+        found.append(line)
+    return found

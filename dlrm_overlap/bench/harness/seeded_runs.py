@@ -1,0 +1,48 @@
+"""Runs of several contenders and seeds, whose rows are in one file."""
+
+import csv
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dlrm_overlap.bench.harness.workload import with_keys
+from dlrm_overlap.config import Config, InputError
+
+Row = dict[str, Any]
+
+
+def seeded_config(config: Config, keys: Mapping[str, Any], name: str, seed: int, folder: Path) -> Config:
+    """Return the configuration of a contender's run with `seed`, which saves nothing; its results are in `folder`."""
+    once: dict[str, Any] = {
+        "checkpoint.resume": "never",
+        "checkpoint.every": 0,
+        "checkpoint.last": False,
+        "train.target_auroc": 0.0,
+    }
+    log = {"log.dir": str(folder), "log.name": f"{name}_{seed}", "log.overwrite": True}
+    return with_keys(config, {**keys, "train.seed": seed, **once, **log})
+
+
+def check_new(output: Path, resume: bool) -> None:
+    """Raise an InputError if `output` has rows of other runs, which only a resumed command may add to."""
+    if not resume and output.exists():
+        raise InputError(f"--output: {output} exists; give another file, or add --resume true to continue there")
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file; none if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def spread(name: str, numbers: Sequence[float]) -> Row:
+    """Return the mean and the standard deviation of a sample; None of too few numbers."""
+    mean = statistics.mean(numbers) if numbers else None
+    return {name: mean, f"{name}_std": statistics.stdev(numbers) if len(numbers) > 1 else None}
+
+
+def text_of_keys(keys: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in keys.items())

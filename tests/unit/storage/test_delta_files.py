@@ -1,0 +1,77 @@
+"""The rows of a delta in their file."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from dlrm_overlap.checkpoint import delta_files
+from dlrm_overlap.checkpoint.delta_files import (
+    EVICT,
+    UPDATE,
+    ChangedRows,
+    DeltaManifest,
+    in_bytes,
+    read_changes,
+    schema_of,
+    write_changes,
+)
+
+_SAME = {
+    "global_step": "int64", "rank": "int32", "world_size": "int32", "feature_name": "string", "table_fqn": "string",
+    "key_id": "int64", "row": "int64",
+}  # fmt: skip
+_LAST = {"source": "string", "column": "int32"}
+SCHEMAS = {
+    "float32": {**_SAME, "embedding": "list<element: float>", **_LAST},
+    "int8": {**_SAME, "embedding": "list<element: uint8>", "scale": "float", "bias": "float", **_LAST},
+}
+UPDATED = ChangedRows(
+    "tables.a.weight", "a", UPDATE, 4, torch.tensor([-5, 2**62, 7]), torch.tensor([1, 0, 9]), torch.randn(3, 8).half()
+)
+GONE = ChangedRows("tables.b.weight", "b", EVICT, 0, torch.tensor([3, -(2**63)]), torch.tensor([8, 4]), None)
+
+
+@pytest.mark.parametrize("dtype", SCHEMAS)
+def test_rows_are_read_as_they_were_written(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_files, "_GROUP_BYTES", 4 * 8 * 2)  # two rows of UPDATED
+    name = "tables_rank1.parquet"
+    pieces = write_changes(tmp_path / name, [UPDATED, GONE], 30, 1, 2, dtype)
+    table = pq.read_table(tmp_path / name)
+    assert {field.name: str(field.type) for field in table.schema} == SCHEMAS[dtype]
+    assert table.schema.equals(schema_of(dtype))
+    assert table["global_step"].to_pylist() == [30] * 5
+    assert (table["rank"].to_pylist(), table["world_size"].to_pylist()) == ([1] * 5, [2] * 5)
+    assert table["embedding"].null_count == 2
+
+    first, second, gone = read_changes(tmp_path, DeltaManifest(30, {}, files={name: pieces}))
+    for number, found in enumerate((first, second)):
+        part = slice(2 * number, 2 * number + 2)
+        assert found[:4] == UPDATED[:4]
+        assert torch.equal(found.keys, UPDATED.keys[part])
+        assert torch.equal(found.rows, UPDATED.rows[part])
+        assert UPDATED.values is not None
+        assert found.values is not None
+        expected = UPDATED.values[part].float()
+        step = (expected.amax(1) - expected.amin(1))[:, None] / 255
+        assert ((found.values - expected).abs() <= (0.501 * step if dtype == "int8" else 0)).all()
+    assert gone[:4] == GONE[:4]
+    assert torch.equal(gone.keys, GONE.keys)
+    assert gone.values is None
+
+
+def test_no_rows_are_a_file_with_the_schema(tmp_path: Path) -> None:
+    pieces = write_changes(tmp_path / "tables_rank0.parquet", [], 1, 0, 1, "float32")
+    assert pq.read_table(tmp_path / "tables_rank0.parquet").num_rows == 0
+    assert list(read_changes(tmp_path, DeltaManifest(1, {}, files={"tables_rank0.parquet": pieces}))) == []
+
+
+def test_bytes_reach_from_a_rows_least_to_its_greatest() -> None:
+    rows = torch.tensor([[-1.0, 0.0, 254.0], [3.0, 3.0, 3.0], [0.0, 6e-4, 0.51]])
+    steps, scale, bias = in_bytes(rows)
+    assert steps.tolist() == [[0, 1, 255], [0, 0, 0], [0, 0, 255]]
+    assert scale.tolist() == pytest.approx([1.0, 0.0, 0.002])
+    assert bias.tolist() == [-1.0, 3.0, 0.0]
+    assert pa.array(steps.flatten().numpy()).type == pa.uint8()
