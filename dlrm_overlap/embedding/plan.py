@@ -133,6 +133,11 @@ def make_plan(
             f"embedding.memory: {both[0]} is to be cached, but with backend torchrec a table of any id has its rows in "
             f"GPU memory; take backend pgas or fused, or give it memory gpu and fewer rows"
         )
+    if unpooled := sorted(name for name in cached & of_any_id if not loads[name].pooled):
+        raise InputError(
+            f"embedding.memory: {unpooled[0]} is to be cached, but a history of any id has its rows in GPU memory; "
+            f"give it memory gpu"
+        )
     params = CacheParams(load_factor=config.cache_fraction, prefetch_pipeline=config.backend == "torchrec" or None)
     if config.plan == "auto":
         if on_gpu:

@@ -164,6 +164,15 @@ def test_tables_of_any_id_are_cached_by_our_exchange(
     assert {name: each.compute_kernel for name, each in tables.items()} == expected
 
 
+def test_histories_of_any_id_are_not_cached(world_of_one: dist.ProcessGroup) -> None:
+    options = ["--embedding.memory", "cached", "--embedding.backend", "pgas"]
+    config = _config(*options, "--model.sequence.history", "0", "--model.sequence.candidate", "1")
+    module = build_model(config.model, config.embedding, [128, 128, 20, 10], 13, seed=0, any_id=[0, 1])
+    topology, sharders = build_topology(torch.device("cpu"), 1, 1), build_sharders(config.embedding)
+    with refuses("embedding.memory: t_00 is to be cached, but a history of any id has its rows in GPU memory"):
+        make_plan(module, sharders, topology, config.embedding, _POOLING, 8, world_of_one)
+
+
 def test_the_map_of_a_cached_table_stays_on_the_gpu() -> None:
     config = _config("--embedding.memory", "auto", "--embedding.cache_fraction", "0.5").embedding
     load = TableLoad(1.0, 16, 64, (68 + 13) * 1280, 1280, True, 13 * 1280)
