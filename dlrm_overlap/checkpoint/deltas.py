@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from dlrm_overlap.checkpoint.background import BackgroundWrites
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, cuts_of, world
 from dlrm_overlap.checkpoint.delta_files import (
     DELTA_MANIFEST,
@@ -57,7 +58,6 @@ log = logging.getLogger("dlrm_overlap")
 
 _PARTIAL = ".partial_"  # prefix of a folder that is being written or removed
 _CHUNK_BYTES = 1 << 28  # of rows that are gathered on the device at a time
-_LAST_WAIT_S = 10.0  # see `Saves.close`
 
 
 class TableShard(NamedTuple):
@@ -153,7 +153,7 @@ def dense_extents(model: DistributedModelParallel) -> list[Extent]:
     return local_extents(state, {"state": {}}, cuts_of(model))
 
 
-class Deltas:
+class Deltas(BackgroundWrites[None]):
     """Writes deltas. All ranks call the same methods after the same steps, with no step in flight."""
 
     def __init__(
@@ -177,17 +177,11 @@ class Deltas:
         self._delta: tuple[int, str] | None = None
         """step of the last delta, and on rank 0 the digest of its manifest"""
         self._group: dist.ProcessGroup | None = None
-        self._thread = ThreadPoolExecutor(1, "delta")
-        self._background: Future[None] | None = None
+        super().__init__("delta", config.embedding.wait_timeout_s)
 
     @property
     def every(self) -> int:
         return self._config.checkpoint.delta_every
-
-    @property
-    def failed(self) -> bool:
-        """Whether the thread has failed; `finish` raises its error."""
-        return self._background is not None and self._background.done() and self._background.exception() is not None
 
     def prepare(self, start: int, checkpoint: Future[Path]) -> None:
         """Begin the chain at the checkpoint of step `start`, and remove deltas of later steps; a collective.
@@ -265,7 +259,7 @@ class Deltas:
         self._forget(step)
         self._synchronize()
         waited_s = time.perf_counter() - begin
-        self._background = self._thread.submit(self._write, step, base, checkpoint, changes, dense, waited_s)
+        self._write_in_background(self._write, step, base, checkpoint, changes, dense, waited_s)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -369,18 +363,8 @@ class Deltas:
             for surplus in list(deltas_in(self.folder).values())[:-keep]:
                 _remove(surplus)
 
-    def finish(self) -> None:
-        """Wait for the thread, and raise its InputError on all ranks; a collective."""
-        if self._background is not None:
-            background, self._background = self._background, None
-            background.result()
-
     def close(self, error: Exception) -> None:
-        if self._background is None:
-            return
-        is_on_all_ranks = isinstance(error, InputError)  # else other ranks may have ended
-        wait([self._background], self._config.embedding.wait_timeout_s if is_on_all_ranks else _LAST_WAIT_S)
-        if not self._background.done() or self.failed:
+        if not self.ended(error):
             log.warning("delta: that of step %d was not written", self.step)
 
 

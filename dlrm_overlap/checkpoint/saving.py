@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
+from dlrm_overlap.checkpoint.background import BackgroundWrites
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store, world
 from dlrm_overlap.checkpoint.extents import Extent, is_finite
 from dlrm_overlap.comm.every_rank import faults, on_every_rank
@@ -28,8 +29,6 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.process_group import LAST_RESORT
 
 log = logging.getLogger("dlrm_overlap")
-
-_LAST_WAIT_S = 10.0  # for a background save if the run ends by an error that other ranks may not have
 
 
 class NotFiniteError(InputError):
@@ -46,7 +45,7 @@ def require_finite(fault: str, step: int, config: Config) -> None:
         )
 
 
-class Saves:
+class Saves(BackgroundWrites[Path]):
     """Saves checkpoints. All ranks call the same methods after the same steps, with no step in flight."""
 
     def __init__(
@@ -69,13 +68,7 @@ class Saves:
         self._check, self._held_out_loss = check, held_out_loss
         self._group: dist.ProcessGroup | None = None
         self._copies: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-        self._thread = ThreadPoolExecutor(1, "save")
-        self._background: Future[Path] | None = None
-
-    @property
-    def failed(self) -> bool:
-        """Whether a background save has failed; `finish` raises its error."""
-        return self._background is not None and self._background.done() and self._background.exception() is not None
+        super().__init__("save", config.embedding.wait_timeout_s)
 
     def prepare(self, local_ranks: int) -> None:
         """Make the folder and, for background saves, a process group; a collective.
@@ -145,7 +138,7 @@ class Saves:
             return path
 
         if background and self._group is not None:
-            self.written = self._background = self._thread.submit(write, self._copy(extents), self._group)
+            self.written = self._write_in_background(write, self._copy(extents), self._group)
         else:
             self.written = Future()
             self.written.set_result(write(extents, None))
@@ -177,18 +170,8 @@ class Saves:
         self._synchronize()
         return copies
 
-    def finish(self) -> None:
-        """Wait for the background save, if any, and raise its InputError on all ranks; a collective."""
-        if self._background is not None:
-            background, self._background = self._background, None
-            background.result()
-
     def close(self, error: Exception) -> None:
-        if self._background is None:
-            return
-        is_on_all_ranks = isinstance(error, InputError)  # else other ranks may have ended
-        wait([self._background], self._config.embedding.wait_timeout_s if is_on_all_ranks else _LAST_WAIT_S)
-        if not self._background.done() or self.failed:
+        if not self.ended(error):
             log.warning("checkpoint: the save of the state after step %d did not finish", self.step)
 
 

@@ -1,0 +1,43 @@
+"""A thread that writes files while training goes on."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Generic, TypeVar
+
+from dlrm_overlap.config import InputError
+
+Written = TypeVar("Written")
+_LAST_WAIT_S = 10.0  # if the run ends by an error that other ranks may not have
+
+
+class BackgroundWrites(Generic[Written]):
+    """Writes by a thread, one at a time."""
+
+    def __init__(self, name: str, wait_timeout_s: float) -> None:
+        """Take the thread's name, and the time that `ended` waits if all ranks have its error."""
+        self._thread = ThreadPoolExecutor(1, name)
+        self._background: Future[Written] | None = None
+        self._wait_timeout_s = wait_timeout_s
+
+    def _write_in_background(self, write: Callable[..., Written], *arguments: Any) -> Future[Written]:
+        self._background = self._thread.submit(write, *arguments)
+        return self._background
+
+    @property
+    def failed(self) -> bool:
+        """Whether the thread has failed; `finish` raises its error."""
+        return self._background is not None and self._background.done() and self._background.exception() is not None
+
+    def finish(self) -> None:
+        """Wait for the thread, and raise its InputError on all ranks; a collective."""
+        if self._background is not None:
+            background, self._background = self._background, None
+            background.result()
+
+    def ended(self, error: Exception) -> bool:
+        """Wait for the thread before the run ends by `error`; return whether it has written all, or had nothing to."""
+        if self._background is None:
+            return True
+        is_on_all_ranks = isinstance(error, InputError)  # else other ranks may have ended
+        wait([self._background], self._wait_timeout_s if is_on_all_ranks else _LAST_WAIT_S)
+        return self._background.done() and not self.failed
