@@ -47,6 +47,7 @@ _ABLATION: Mapping[str, Keys] = {
 }
 _OTHERS: Mapping[str, Keys] = {
     "default_plan": _DEFAULT,
+    "owner_update": {"train.dense_update": "owner"},
     "tensor": {"model.top_parallel": "tensor"},
     "2_emulated_nodes": {"embedding.nodes": 2, "embedding.internode": "messages"},
     "2_emulated_nodes_puts": {"embedding.nodes": 2, "embedding.internode": "puts"},

@@ -16,13 +16,20 @@ class CastWeights:
     Autograd functions that write gradients themselves use `shadow`, and `gradient_buffers` or `later`.
     """
 
-    def __init__(self, flat: FlatParameters, cast: Collection[nn.Parameter]) -> None:
-        """Provide the parameters `cast`, which belong to `flat`, as views of `flat.shadow`, which must exist."""
+    def __init__(
+        self, flat: FlatParameters, cast: Collection[nn.Parameter], in_float32: Collection[nn.Parameter] = ()
+    ) -> None:
+        """Provide the parameters `cast`, which belong to `flat`, as views of `flat.shadow`, which must exist.
+
+        `in_float32` are those of `cast` that the model reads in float32, although their gradients are collected here.
+        """
         self.flat = flat
         self._name_of = {parameter: name for name, parameter in flat.parameters.items()}
         self._names = {self._name_of[parameter] for parameter in cast}
         flat.unseen |= self._names
         self._others = [name for name in flat.parameters if name not in self._names]
+        self.in_float32 = {*self._others, *(self._name_of[parameter] for parameter in in_float32)}
+        """names of parameters that the model reads in float32"""
         self._complete: Callable[[str], None] = lambda _: None
         self._taken: dict[str, torch.Tensor] = {}
         self._later: list[tuple[list[str], Callable[[list[torch.Tensor]], None]]] = []
