@@ -3,11 +3,14 @@
 Results have the bits of means that every rank gets, and updates of all weights on every rank, by the same kernels.
 """
 
+import copy
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,20 +18,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.checkpoint.checkpoint import extents_to_store
 from dlrm_overlap.dense import flat_steps
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.gradients import GradientBuckets, OwnedSteps
 from dlrm_overlap.kernels.compiled import INTERPRETED
+from dlrm_overlap.torchrec_private.check import check_private_api
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
+from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import assert_all_near, assert_same
 from tests.conftest import refuses
 from tests.distributed.captured import captures
 from tests.distributed.interpreted import without_streams
 from tests.distributed.models import world
-from tests.distributed.test_graph_pipeline import ADAM, BF16, DCN, _batches, _close, _evaluate, _state, _train, _trainer
+from tests.distributed.test_graph_pipeline import (
+    ADAM,
+    BF16,
+    DCN,
+    Losses,
+    _batches,
+    _checkpointer,
+    _close,
+    _evaluate,
+    _state,
+    _train,
+    _trainer,
+)
 from tests.distributed.workers import cases_on_ranks
 
 STORES = StoreOptions(programs=2, piece_elements=1 << 20, wait_timeout_s=60.0)
@@ -80,9 +97,8 @@ class _Model:
             self.late()
             # Peers that are ahead must not overwrite what this backward still reads.
             assert_same(shadow.views[name], forward[name], f"{name} in the backward of step {number}")
-            assert_same(weights.views[IN_FLOAT32], bias, f"float32 weights in the backward of step {number}") if (
-                name == IN_FLOAT32
-            ) else None
+            if name == IN_FLOAT32:
+                assert_same(weights.views[name], bias, f"float32 {name} in the backward of step {number}")
             if name == IDLE:
                 continue
             self.flat.gradients.views[name].copy_(gradients[name])
@@ -132,15 +148,124 @@ def _check_steps(make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype,
             assert parameter.data_ptr() == model.flat.weights.views[name].data_ptr(), name
 
 
-def _trainer_by(update: str, *options: str) -> "object":
-    return _trainer("graph", *DCN, *BF16, "--train.dense_update", update, *options)
+def _trainers(*options: str) -> tuple[Trainer, Trainer]:
+    """Return trainers of captured steps whose owners update weights, and on whose ranks all are updated."""
+    each = (_trainer("graph", *DCN, *BF16, "--train.dense_update", update, *options) for update in ("owner", "all"))
+    return next(each), next(each)
+
+
+def _owners(trainer: Trainer) -> Any:
+    assert isinstance(trainer.pipeline, GraphTrainPipeline)
+    return trainer.pipeline._dense.buckets.owners
+
+
+def _check_captured(*options: str) -> None:
+    """Segments that are captured or not, with evaluations between them and within one, have the bits of the old way."""
+    with captures() as taken:
+        ours, theirs = _trainers(*options)
+        for what, (found, expected) in enumerate(zip(_run_all(ours), _run_all(theirs), strict=True)):
+            assert_same(found, expected, f"result {what}")
+        assert _owners(ours) is not None
+        assert _owners(theirs) is None
+        assert taken["captured"] >= 4
+        assert taken["replayed"] >= 8
+        ours.gather_dense()
+        assert_all_near(_state(ours), _state(theirs), 0.0, "weights and states")
+        _close(ours, theirs)
+    assert_all_near(_state(ours), _state(theirs), 0.0, "weights and states in memory of their own")
+
+
+def _run_all(trainer: Trainer) -> Losses:
+    results, batches = list[torch.Tensor](), _batches(trainer)
+    results += _train(trainer, 0, 6, batches)
+    results += _evaluate(trainer, [0, 1], batches)
+    results += _train(trainer, 6, 9, batches)
+    trainer.pipeline.reset()
+    results += _train(trainer, 9, 16)
+    with pytest.raises(StopIteration):
+        trainer.step(iter([]))
+    results.append(torch.tensor(trainer.evaluate()["loss"]))
+    trainer.pipeline.reset()
+    return results + _train(trainer, 16, 22)
+
+
+def _check_stale_weights() -> None:
+    """What a user does between steps is refused, or works as if every rank had all weights."""
+    ours, theirs = _trainers(*ADAM)
+    batches = [_batches(trainer) for trainer in (ours, theirs)]
+    for trainer, each in zip((ours, theirs), batches, strict=True):
+        _train(trainer, 0, 3, each)
+    module: Any = ours.model.module
+    optimizers = [optimizer for _, optimizer in ours.optimizer.optimizers]
+    reads: list[Callable[[], Any]] = [ours.model.state_dict, module.state_dict, ours.optimizer.state_dict]
+    reads += [optimizers[-1].state_dict, partial(copy.deepcopy, module.dlrm.head), module.dlrm.head.top.state_dict]
+    for read in reads:
+        with refuses("^dense_update: owner, .* call the pipeline's gather_dense"):
+            read()
+    module.dlrm.head.eval()
+    with refuses("^dense_update: owner, "):
+        module.dlrm.head(torch.zeros(2, 9 * 8))
+    module.dlrm.head.train()
+    ours.gather_dense()
+    assert_all_near(_state(ours), _state(theirs), 0.0, "weights and states, gathered")
+    copied = copy.deepcopy(module.dlrm.head)
+    for trainer, each in zip((ours, theirs), batches, strict=True):
+        _train(trainer, 3, 5, each)
+    copied.state_dict()
+    # A second pipeline of the model and its optimizer begins with all weights.
+    for trainer, each in zip((ours, theirs), batches, strict=True):
+        before = trainer.pipeline
+        assert isinstance(before, GraphTrainPipeline)
+        trainer.pipeline = GraphTrainPipeline(
+            trainer.model, trainer.optimizer, trainer.device, casts=before._casts, dense_update="all"
+        )
+        _train(trainer, 5, 8, each)
+    assert_all_near(_state(ours), _state(theirs), 0.0, "weights and states of the second pipeline")
+    _close(ours, theirs)
+
+
+def _check_resumed() -> None:
+    """A checkpoint that is loaded in the middle of a run is trained on from."""
+    ours, theirs = _trainers(*ADAM)
+    folder, checkpointer = _checkpointer()
+    saved = list[torch.Tensor]()
+    for trainer in (ours, theirs):
+        _train(trainer, 0, 5)
+        trainer.gather_dense()
+        if trainer is ours:
+            checkpointer.write(5, extents_to_store(trainer.model, trainer.optimizer))
+        _train(trainer, 5, 8)
+        trainer.gather_dense()
+        dist.barrier()
+        trainer._load(folder / "step_5", 5)
+        trainer.pipeline.reset()
+        saved.append(torch.stack(_train(trainer, 5, 9)))
+        trainer.gather_dense()
+    assert_same(saved[0], saved[1], "losses after the load")
+    assert_all_near(_state(ours), _state(theirs), 0.0, "weights and states")
+    _close(ours, theirs)
+
+
+def _check_not_by_owners(reason: str, *options: str) -> None:
+    """Where owners cannot update, every rank does, and rank 0 says why."""
+    trainer = _trainer("graph", "--train.dense_update", "owner", *options)
+    with patch.object(logging.getLogger("dlrm_overlap"), "warning") as warning:
+        _train(trainer, 0, 2)
+    assert _owners(trainer) is None
+    said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    expected = [f"dense_update: all instead of owner, since {reason}"] if dist.get_rank() == 0 else []
+    assert said == expected
+    _state(trainer)
+    _close(trainer)
 
 
 CASES: dict[str, Callable[[], None]] = {}
 
 
 def _run(case: str) -> None:
-    with _interpreted_updates():
+    check_private_api()  # before FBGEMM's operators are replaced
+    stores = patch.object(GraphTrainPipeline, "_store_options", lambda *_: None if "collective" in case else STORES)
+    with _interpreted_updates(), stores:
         CASES[case]()
 
 
@@ -150,6 +275,12 @@ if INTERPRETED:
         "adam": partial(_check_steps, _ADAM, torch.float32, 3),
         "sgd": partial(_check_steps, _SGD, torch.float32, 3),
         "bfloat16 gradients": partial(_check_steps, _ADAM, torch.bfloat16, 3),
+        "captured": partial(_check_captured, *ADAM),
+        "captured, bfloat16 gradients": partial(_check_captured, "--train.gradient_dtype", "bf16"),
+        "stale weights": _check_stale_weights,
+        "resumed": _check_resumed,
+        "in float32": partial(_check_not_by_owners, "the dense part does not use bfloat16 copies of its weights"),
+        "by a collective": partial(_check_not_by_owners, "dense gradients are averaged by a collective", *BF16),
         "longer": partial(_check_steps, _ADAGRAD, torch.float32, 40),
     }
 QUICK = [case for case in CASES if case != "longer"]
