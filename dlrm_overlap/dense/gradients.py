@@ -169,8 +169,9 @@ class GradientBuckets:
     def finish_in_ranges(self) -> Iterator[tuple[int, int]]:
         """Do what `finish` does, but make the current stream wait for one range of the flat gradient at a time.
 
-        A range is [first, end) in elements, multiples of `BLOCK`; its gradients may be read once it is yielded. Exhaust
-        the iterator: its ranges cover all elements, first the shards, then the other parameters in order.
+        A range is [first, end) in elements, multiples of `BLOCK`; its gradients may be read once it is yielded, or its
+        weights if owners have updated them. Exhaust the iterator: its ranges cover all elements, first the shards, then
+        the other parameters in order.
         """
         self._note_stream()
         waiting = self._waiting()

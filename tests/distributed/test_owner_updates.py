@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_overlap.checkpoint.checkpoint import extents_to_store
 from dlrm_overlap.dense import flat_steps
@@ -255,9 +257,7 @@ def _check_resumed() -> None:
     _close(ours, theirs)
 
 
-def _check_not_by_owners(reason: str, *options: str) -> None:
-    """Where owners cannot update, every rank does, and rank 0 says why."""
-    trainer = _trainer("graph", "--train.dense_update", "owner", *options)
+def _check_every_rank_updates(trainer: Trainer, reason: str) -> None:
     with patch.object(logging.getLogger("dlrm_overlap"), "warning") as warning:
         _train(trainer, 0, 2)
     assert _owners(trainer) is None
@@ -266,6 +266,24 @@ def _check_not_by_owners(reason: str, *options: str) -> None:
     assert said == expected
     _state(trainer)
     _close(trainer)
+
+
+def _check_not_by_owners(reason: str, *options: str) -> None:
+    """Where owners cannot update, every rank does, and rank 0 says why."""
+    _check_every_rank_updates(_trainer("graph", "--train.dense_update", "owner", *options), reason)
+
+
+def _check_clipped() -> None:
+    trainer = _trainer("graph", *BF16)
+    _, dense = trainer.optimizer.optimizers[-1]
+    clipped = GradientClippingOptimizer(dense, clipping=GradientClipping.NORM, max_gradient=1.0)
+    optimizer = CombinedOptimizer([trainer.model.fused_optimizer, ("dense", clipped)])
+    before = trainer.pipeline
+    assert isinstance(before, GraphTrainPipeline)
+    trainer.pipeline = GraphTrainPipeline(
+        trainer.model, optimizer, trainer.device, casts=before._casts, dense_update="owner"
+    )
+    _check_every_rank_updates(trainer, "gradients are clipped by their mean over the ranks")
 
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -281,21 +299,25 @@ def _run(case: str) -> None:
 if INTERPRETED:
     CASES |= {
         "adagrad": partial(_check_steps, _ADAGRAD, torch.float32, 3),
+        "stale weights": _check_stale_weights,
+        "clipped": _check_clipped,
+        "in float32": partial(_check_not_by_owners, "the dense part does not use bfloat16 copies of its weights"),
+        "by a collective": partial(_check_not_by_owners, "dense gradients are averaged by a collective", *BF16),
         "adam": partial(_check_steps, _ADAM, torch.float32, 3),
         "sgd": partial(_check_steps, _SGD, torch.float32, 3),
         "bfloat16 gradients": partial(_check_steps, _ADAM, torch.bfloat16, 3),
         "captured": partial(_check_captured, *ADAM),
         "captured, bfloat16 gradients": partial(_check_captured, "--train.gradient_dtype", "bf16"),
-        "stale weights": _check_stale_weights,
         "resumed": _check_resumed,
-        "in float32": partial(_check_not_by_owners, "the dense part does not use bfloat16 copies of its weights"),
-        "by a collective": partial(_check_not_by_owners, "dense gradients are averaged by a collective", *BF16),
         "longer": partial(_check_steps, _ADAGRAD, torch.float32, 40),
     }
-QUICK = [case for case in CASES if case != "longer"]
+QUICK = list(CASES)[:5]
+SLOW = list(CASES)[5:-1]
+OF_FOUR = [case for case in CASES if case in ("adagrad", "bfloat16 gradients", "captured", "longer")]
 
 two_ranks = cases_on_ranks(2, _run, QUICK)
-four_ranks = cases_on_ranks(4, _run, list(CASES))
+two_ranks_more = cases_on_ranks(2, _run, SLOW)
+four_ranks = cases_on_ranks(4, _run, OF_FOUR)
 
 
 @pytest.mark.parametrize("case", QUICK)
@@ -304,6 +326,12 @@ def test_two_ranks(two_ranks: Callable[[str], None], case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SLOW)
+def test_two_ranks_more(two_ranks_more: Callable[[str], None], case: str) -> None:
+    two_ranks_more(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OF_FOUR)
 def test_four_ranks(four_ranks: Callable[[str], None], case: str) -> None:
     four_ranks(case)

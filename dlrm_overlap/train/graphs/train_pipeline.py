@@ -92,7 +92,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 auto, which is stores on GPUs if all ranks are on one node.
             dense_update: which ranks update a dense weight: all, or its owner, which then stores it at all ranks as
                 bfloat16. With owner, a rank's float32 weights and optimizer states are out of date after a step, until
-                `gather_dense`. It needs `casts`, stores, and one of the optimizers that are captured; else all do.
+                `gather_dense`, and gradients are the rank's own. It needs `casts`, stores, no clipping, and a single
+                optimizer, which is captured; else all do.
             capture: True to capture steps; None captures on GPUs.
             bound: deprecated name of `capacity`.
 
