@@ -21,6 +21,7 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_overlap.checkpoint.checkpoint import extents_to_store
+from dlrm_overlap.checkpoint.storage import read_weights
 from dlrm_overlap.dense import flat_steps
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
@@ -257,6 +258,28 @@ def _check_resumed() -> None:
     _close(ours, theirs)
 
 
+def _check_whole_run() -> None:
+    """A run that evaluates, saves and writes deltas has the results of the old way, also in its checkpoints."""
+    results = list[tuple[dict[str, Any], dict[str, torch.Tensor]]]()
+    for update in ("owner", "all"):
+        folder, _ = _checkpointer()
+        options = ["--log.dir", str(folder), "--train.steps", "5", "--train.eval_every", "2", "--checkpoint.every", "3"]
+        options += ["--checkpoint.last", "true", "--checkpoint.delta_every", "1", "--train.dense_update", update]
+        trainer = _trainer("graph", *DCN, *BF16, *ADAM, *options)
+        summary = trainer.fit()
+        assert (_owners(trainer) is not None) == (update == "owner")
+        tensors = _state(trainer)
+        for path in sorted(trainer.checkpointer.folder.glob("step_*")):
+            weights = read_weights(path)
+            tensors |= {f"{path.name}, {name}": tensor for name, tensor in weights.items()}
+        results.append((summary, tensors))
+        _close(trainer)
+    (summary, tensors), (expected, expected_tensors) = results
+    assert summary["eval_loss"] == expected["eval_loss"]
+    assert any(name.startswith("step_5, ") for name in tensors), list(tensors)
+    assert_all_near(tensors, expected_tensors, 0.0, "weights and states")
+
+
 def _check_every_rank_updates(trainer: Trainer, reason: str) -> None:
     with patch.object(logging.getLogger("dlrm_overlap"), "warning") as warning:
         _train(trainer, 0, 2)
@@ -309,6 +332,7 @@ if INTERPRETED:
         "captured": partial(_check_captured, *ADAM),
         "captured, bfloat16 gradients": partial(_check_captured, "--train.gradient_dtype", "bf16"),
         "resumed": _check_resumed,
+        "whole run": _check_whole_run,
         "longer": partial(_check_steps, _ADAGRAD, torch.float32, 40),
     }
 QUICK = list(CASES)[:5]
