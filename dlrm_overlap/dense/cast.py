@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlrm_overlap.dense.cublas import limited_products
 from dlrm_overlap.dense.flat import FlatParameters, copy_all
 from dlrm_overlap.dense.functions import Write
 
@@ -17,8 +18,13 @@ class CastWeights:
     Autograd functions that write gradients themselves use `shadow`, and `later` or `now`.
     """
 
-    def __init__(self, flat: FlatParameters, cast: Collection[nn.Parameter]) -> None:
-        """Provide the parameters `cast`, which belong to `flat`, as views of `flat.shadow`, which must exist."""
+    def __init__(
+        self, flat: FlatParameters, cast: Collection[nn.Parameter], multiprocessors: int | None = None
+    ) -> None:
+        """Provide the parameters `cast`, which belong to `flat`, as views of `flat.shadow`, which must exist.
+
+        `multiprocessors` limits the products that `write_concurrently` runs, see `limited_products`.
+        """
         self.flat = flat
         self._name_of = {parameter: name for name, parameter in flat.parameters.items()}
         self._names = {self._name_of[parameter] for parameter in cast}
@@ -29,6 +35,7 @@ class CastWeights:
         self._later: list[tuple[list[str], Write]] = []
         self._written: set[str] = set()
         self._stream = torch.cuda.Stream(flat.device, priority=-1) if flat.device.type == "cuda" else None
+        self._multiprocessors = multiprocessors
         self._in_use: list[Any] = []
         """tensors that `_stream` reads, kept until the current stream has waited for `_stream`"""
         # Used instead of the parameters: autograd would call their hooks even without a gradient.
@@ -90,7 +97,7 @@ class CastWeights:
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.flat.device))
         self._in_use += [self._taken, self._later]
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), limited_products(self._multiprocessors):
             self._write()
 
     @torch.no_grad()
