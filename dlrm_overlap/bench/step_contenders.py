@@ -47,6 +47,7 @@ _ABLATION: Mapping[str, Keys] = {
 }
 _OTHERS: Mapping[str, Keys] = {
     "default_plan": _DEFAULT,
+    "owner_update": {"train.dense_update": "owner"},
     "tensor": {"model.top_parallel": "tensor"},
     # How weight gradients are computed, which no key expresses: see `figures.step`.
     "inline_top": {},

@@ -19,10 +19,15 @@ class CastWeights:
     """
 
     def __init__(
-        self, flat: FlatParameters, cast: Collection[nn.Parameter], multiprocessors: int | None = None
+        self,
+        flat: FlatParameters,
+        cast: Collection[nn.Parameter],
+        in_float32: Collection[nn.Parameter] = (),
+        multiprocessors: int | None = None,
     ) -> None:
         """Provide the parameters `cast`, which belong to `flat`, as views of `flat.shadow`, which must exist.
 
+        `in_float32` are those of `cast` that the model reads in float32, although their gradients are collected here.
         `multiprocessors` limits the products that `write_concurrently` runs, see `limited_products`.
         """
         self.flat = flat
@@ -30,6 +35,8 @@ class CastWeights:
         self._names = {self._name_of[parameter] for parameter in cast}
         flat.unseen |= self._names
         self._others = [name for name in flat.parameters if name not in self._names]
+        self.in_float32 = {*self._others, *(self._name_of[parameter] for parameter in in_float32)}
+        """names of parameters that the model reads in float32"""
         self._complete: Callable[[str], None] = lambda _: None
         self._taken: dict[str, torch.Tensor] = {}
         self._later: list[tuple[list[str], Write]] = []

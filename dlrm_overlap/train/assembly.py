@@ -174,6 +174,7 @@ def assemble(
             casts=casts,
             gradient_dtype=WIRE_DTYPES[config.train.gradient_dtype],
             dense_reduce=config.train.dense_reduce,
+            dense_update=config.train.dense_update,
             capture=None if config.train.capture else False,
         )
     else:

@@ -146,7 +146,8 @@ def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool, how: Weight
         dotted = None
     biases = {p for key, p in head.named_parameters() if key.startswith("interaction.bias")}
     shadowed = [p for part in (bottom, head) for p in part.parameters()]
-    casts = CastWeights(flat, [p for p in shadowed if crossed or p not in biases], how.multiprocessors)
+    cast = [p for p in shadowed if crossed or p not in biases]
+    casts = CastWeights(flat, cast, biases if crossed else (), how.multiprocessors)
     computed = _mlp_with_casts(bottom, casts, compiled, inline=True)
     # Backward: the pooled embeddings' gradient is sent first; the head's are written during the bottom MLP's backward.
     bottom.in_training = lambda input: casts.ahead_of(computed(input))

@@ -108,6 +108,11 @@ class StepRunner:
             loss, *self.predictions = self.pipeline.progress(batches)
         return loss
 
+    def gather_dense(self) -> None:
+        """Make the dense weights and optimizer states the same on all ranks before they are read; a collective."""
+        if isinstance(self.pipeline, GraphTrainPipeline):
+            self.pipeline.gather_dense()
+
     def evaluate(self) -> dict[str, float]:
         """Return the `evaluation_metrics` of all ranks' held-out samples, bit-identical on every rank; a collective."""
         samples = self.held_out_data.num_samples

@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.ids.probing import (
-    ALL_BITS,
     ACTIVE,
     ADMIT_AFTER,
     ADMIT_BELOW,
+    ALL_BITS,
     CELLS,
     COLUMNS,
     DISTANCE_LFU,
