@@ -32,9 +32,9 @@ class FlatTensor(NamedTuple):
 class FlatParameters:
     """Moves parameters into one flat tensor, with gradients that are views of another.
 
-    The parameters stay the same objects. They are in reverse order, in which a backward completes their gradients.
-    Shards, which differ between ranks, come last, from a multiple of `BLOCK` on. TorchRec's data-parallel tables are
-    slices of a parameter that holds them; here that holder is moved.
+    The parameters stay the same objects. They are in reverse order: the gradient of the last one given is expected
+    first. Shards, which differ between ranks, come last, from a multiple of `BLOCK` on. TorchRec's data-parallel tables
+    are slices of a parameter that holds them; here that holder is moved.
 
     Example: parameters of 3 and 100 elements get the positions 128 .. 130 and 0 .. 99 of 1024. If the first is a shard,
     its position is 1024 .. 1026 of 2048.
@@ -46,7 +46,7 @@ class FlatParameters:
         shards: Collection[str] = (),
         shadow_dtype: torch.dtype | None = None,
     ) -> None:
-        """Move `parameters`, by name in the model's order; `unsupported_by_flat` must return None for them.
+        """Move `parameters`, by name; `unsupported_by_flat` must return None for them.
 
         `shards` names parameters that differ between ranks, as each holds a part or trains it alone; the others are the
         same size on all ranks. If a slice is one, its holder is.
