@@ -50,7 +50,11 @@ class CastWeights:
         """input that requires a gradient, for autograd functions that write the parameters' gradients themselves"""
 
     def on_complete(self, complete: Callable[[str], None]) -> None:
-        """Call `complete` with a parameter's name once its gradient is written; the writing stream is then current."""
+        """Call `complete` with a parameter's name once its gradient is written; the writing stream is then current.
+
+        Work that this stream has waited for includes all that reads the parameter or its copy in this step, so that
+        both may be overwritten (`dense.owner_updates`).
+        """
         self._complete = complete
 
     def begin(self) -> None:

@@ -215,7 +215,8 @@ class GradientBuckets:
     def complete(self, name: str) -> None:
         """Note that a parameter's gradient is complete on the current stream.
 
-        Code that writes gradients without autograd calls this once per step.
+        Code that writes gradients without autograd calls this once per step. With `owned`, the step must not read the
+        parameter any more, except in work that the current stream has waited for.
         """
         if name in self._flat.shards:
             return

@@ -10,9 +10,9 @@ shadows of all ranks, from which the model reads them. Gradients, weights and sh
 **One shadow is enough.** An owner overwrites weights of rank r after r's ready flag e of their range, and signals its
 own flag of the range afterwards.
 
-- *Before:* r signals ready once the gradients of the range's parameters are complete, and its stream has waited for the
-  streams that wrote them. The gradient of a parameter is complete only after the backward of every operation that reads
-  the parameter has been issued. So r's reads of step e have ended.
+- *Before:* r signals ready once the gradients of the range's parameters are reported as complete, and its stream has
+  waited for the streams that wrote them. `CastWeights` reports them after the backward of the head, or of the bottom
+  MLP, which reads the parameters; the deferred products that follow read none. So r's reads of step e have ended.
 - *After:* r's next forward follows its wait for the flags e of all owners and ranges. So it reads new weights only.
 
 The same holds for the float32 weights that a model reads, such as biases that it does not cast. For gradients the proof
