@@ -118,6 +118,7 @@ class GradientBuckets:
         self.ranges = [(bucket.begin, bucket.end) for bucket in self._buckets]
         """[first, end) of each bucket in elements, in the order of reduction"""
         self.owners: OwnerUpdates | None = None
+        """updates the weights, if `owned` is given"""
         if stores is None or self._ranks == 1:
             assert owned is None, "owners store to several ranks"
             self._reduction = CollectiveReduction(flat, group, dtype, self.ranges)
