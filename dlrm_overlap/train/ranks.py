@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from dlrm_overlap.train.assembly import MakeSharders
+    from dlrm_overlap.train.assembly import ChangeModel, MakeSharders
     from dlrm_overlap.train.trainer import Trainer
 
 log = logging.getLogger("dlrm_overlap")
@@ -73,7 +73,11 @@ class Ranks:
         return group
 
     def trainer(
-        self, config: Config | None = None, make_sharders: "MakeSharders | None" = None, resumes: bool = False
+        self,
+        config: Config | None = None,
+        make_sharders: "MakeSharders | None" = None,
+        resumes: bool = False,
+        change_model: "ChangeModel | None" = None,
     ) -> "Trainer":
         """Make the process group and build the trainer, by default for the command's own `config`; a collective.
 
@@ -115,6 +119,7 @@ class Ranks:
             progress=self.progress,
             id_rows=id_rows,
             end=self.end,
+            change_model=change_model,
         )
 
 
