@@ -1,6 +1,5 @@
 """TorchRec's exchange and pipeline with this project's dense part, so that contenders differ in the exchange alone."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,10 +41,6 @@ class OurDensePipeline(TrainPipelineSparseDist[Any, Any]):
         wire, stores = WIRE_DTYPES[config.train.gradient_dtype], _stores(config, group, trainer.device)
         self._dense = DenseStep(model, trainer.optimizer, casts, group, CommunicationOrder(), wire, stores)
         super().__init__(model, _DenseOptimizer(self._dense), trainer.device, execute_all_batches=True)  # type: ignore[arg-type]
-
-    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        self._dense.buckets.check()
-        return super().progress(dataloader_iter)
 
     def check(self) -> None:
         """Raise the errors that kernels have recorded."""

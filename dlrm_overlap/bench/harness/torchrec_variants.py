@@ -72,10 +72,15 @@ class RegisteredPipeline(TrainPipelineSparseDist[Any, Any]):
 class CompiledPipeline(TrainPipelinePT2[Any, Any]):
     """TorchRec's `TrainPipelinePT2`, which compiles the whole model, lookups and collectives included."""
 
+    def __init__(self, model: Any, optimizer: Any, device: torch.device) -> None:
+        super().__init__(model, optimizer, device)
+        self._dynamo = {key: getattr(dynamo, key) for key in _DYNAMO_KEYS}
+
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        before = {key: getattr(dynamo, key) for key in _DYNAMO_KEYS}
-        with dynamo.patch(before):  # restores them at the end of the step
-            return super().progress(dataloader_iter)
+        with dynamo.patch(self._dynamo):  # restores the values of others at the end of the step
+            output = super().progress(dataloader_iter)
+            self._dynamo = {key: getattr(dynamo, key) for key in _DYNAMO_KEYS}  # later steps may compile again
+        return output
 
     def reset(self) -> None:
         """Do nothing: no batch is read ahead."""

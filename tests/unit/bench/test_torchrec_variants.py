@@ -69,15 +69,18 @@ def test_a_registered_step_allocates_in_the_pool_and_by_one_thread(monkeypatch: 
 
 
 def test_compiling_the_whole_model_changes_how_no_later_contender_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def progress(*_: Any) -> None:
-        for key in torchrec_variants._DYNAMO_KEYS:
+    def progress(*_: Any) -> dict[str, bool]:
+        found = {key: getattr(dynamo, key) for key in before}
+        for key in before:
             setattr(dynamo, key, not before[key])
+        return found
 
     before = {key: getattr(dynamo, key) for key in torchrec_variants._DYNAMO_KEYS}
     monkeypatch.setattr(TrainPipelinePT2, "progress", progress)
     pipeline = torchrec_variants.CompiledPipeline(torch.nn.Module(), None, CPU)  # type: ignore[arg-type]
-    pipeline.progress(iter(()))
+    assert pipeline.progress(iter(())) == before
     assert {key: getattr(dynamo, key) for key in before} == before
+    assert pipeline.progress(iter(())) == {key: not value for key, value in before.items()}, "its own steps keep them"
 
 
 def _config(folder: Path, *options: str) -> Config:
