@@ -87,8 +87,9 @@ def _transpose_embedding_input(
     key_bits: int,
     values: torch.Tensor,
     offsets: torch.Tensor,
-    info_B_num_bits: int,
-    info_B_mask: int,
+    info_B_num_bits: int = 26,
+    info_B_mask: int = (1 << 26) - 1,
+    nobag: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return those results of FBGEMM's operator that `SortedIds` uses."""
     features = first_keys.numel() - 1
@@ -98,4 +99,7 @@ def _transpose_embedding_input(
     bags = torch.arange(offsets.numel() - 1).repeat_interleave(offsets.diff())
     keys = first_keys[bags // samples] + values
     run_keys, run_starts, run_count, infos = sort_ids(keys, bags, samples, info_B_num_bits)
+    if nobag:
+        position = keys.argsort(stable=True)
+        infos = position * features + (bags // samples)[position]
     return keys, None, infos, run_keys, None, run_count, run_starts
