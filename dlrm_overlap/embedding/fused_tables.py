@@ -85,7 +85,9 @@ class TableUpdate:
 
     def _rows(self) -> InputRows:
         if (storage := self._tables.storage()) != self._storage or self._known is None:
-            self._known = InputRows([*self._columns], self._tables, self._columns, dict.fromkeys(self._columns, 0))
+            parts = dict.fromkeys(self._columns, 0)
+            with torch.cuda.stream(self._stream):  # which reads the tensors that are made here
+                self._known = InputRows([*self._columns], self._tables, self._columns, parts)
             self._storage = storage
         return self._known
 
@@ -131,7 +133,7 @@ class TableUpdate:
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, tables: "FusedTables", *ids: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, _: torch.Tensor, tables: "FusedTables", *ids: Any) -> torch.Tensor:
         output, *ctx.pending = tables.look_up(*ids)
         ctx.tables = tables
         return output
@@ -237,9 +239,11 @@ class FusedTables(SplitTableBatchedEmbeddingBagsCodegen):
             self._checked = CheckedIds(*found[:3], torch.cuda.current_stream(self.current_device).record_event())
         return found
 
-    def look_up(self, *ids: torch.Tensor | None) -> tuple[torch.Tensor, SortedBatch, UpdateRule, int]:
+    def look_up(
+        self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, SortedBatch, UpdateRule, int]:
         """Return the output, and what the update of this batch takes: the sorted ids, the rule, the step's number."""
-        output = super().forward(*ids)
+        output = super().forward(indices, offsets, weights)
         checked, self._checked = self._checked, None
         assert checked is not None, "FBGEMM's forward calls prepare_inputs"
         self._step += 1

@@ -201,13 +201,13 @@ CLASSES = {
     f"{_KERNELS}:EmbeddingFusedOptimizer": Used({}, "_emb_module"),
     "fbgemm_gpu.quantize_comm:QuantizedCommCodec": Used({}, "_comm_precision _loss_scale"),
     f"{_TBE}:DenseTableBatchedEmbeddingBagsCodegen": Used({}, "embedding_specs weights weights_physical_offsets"),
-    f"{_TBE}:ComputeDevice": Used({}, "CUDA"),
+    f"{_TBE}:ComputeDevice": Used({}, "CPU CUDA"),
     f"{_TBE}:CounterBasedRegularizationDefinition": Used({"__init__": ""}, "learning_rate_mode"),
     f"{_TBE}:UserEnabledConfigDefinition": Used({}, "use_rowwise_bias_correction use_writeback_bwd_prehook"),
     f"{_TBE}:WeightDecayMode": Used({}, "COUNTER DECOUPLE L2 NONE"),
     f"{_COMMON}:BoundsCheckMode": Used({}, "FATAL NONE WARNING"),
-    f"{_COMMON}:EmbeddingLocation": Used({}, "DEVICE"),
-    f"{_COMMON}:PoolingMode": Used({}, "NONE SUM"),
+    f"{_COMMON}:EmbeddingLocation": Used({}, "DEVICE HOST"),
+    f"{_COMMON}:PoolingMode": Used({}, "MEAN NONE SUM"),
     # Data-parallel tables and the dense part.
     "torchrec.distributed.composable.table_batched_embedding_slice:TableBatchedEmbeddingSlice": Used(
         {}, "_original_tensor _start_offset"
@@ -263,6 +263,7 @@ OPERATORS = {
     "permute_1D_sparse_data": "permute lengths values weights",
     "permute_2D_sparse_data": "permute lengths values weights permuted_lengths_sum",
     "segment_sum_csr": "batch_size csr_seg values",
-    "transpose_embedding_input": "hash_size_cumsum total_hash_size_bits indices offsets nobag info_B_num_bits info_B_mask",
+    "transpose_embedding_input": "hash_size_cumsum total_hash_size_bits indices offsets nobag info_B_num_bits "
+    "info_B_mask",
 }
 """FBGEMM's operators -> the arguments that we pass; `fbgemm` has the operators of the backward"""

@@ -41,6 +41,7 @@ from dlrm_overlap.torchrec_private import (
     PoolingMode,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
+from dlrm_overlap.torchrec_private.fbgemm import counts
 from dlrm_overlap.train.ranks import Ranks
 
 _ALPHAS = {"uniform": 0.0, "zipf": 1.05}
@@ -183,7 +184,8 @@ def check(tables: FusedTables, batch: Batch, contenders: Contenders, case: Case)
     live = [[rows, *own] for rows, own in zip(tables.split_embedding_weights(), states, strict=True)]
 
     def take(step: Callable[[], None]) -> list[list[torch.Tensor]]:
-        for count in (tables.iter, tables.iter_cpu) if hasattr(tables, "iter_cpu") else ():
+        tbe: Any = tables
+        for count in (tbe.iter, tbe.iter_cpu) if counts(tbe) else ():
             count.zero_()
         before = read()
         step()
@@ -191,8 +193,7 @@ def check(tables: FusedTables, batch: Batch, contenders: Contenders, case: Case)
         for tensors, rows, old in zip(live, touched, before, strict=True):
             for tensor, each in zip(tensors, old, strict=True):
                 tensor.index_copy_(0, rows, each)
-        changes = [[each[0] - old[0], *each[1:]] for each, old in zip(after, before, strict=True)]
-        return changes
+        return [[each[0] - old[0], *each[1:]] for each, old in zip(after, before, strict=True)]
 
     def read() -> list[list[torch.Tensor]]:
         return [
@@ -250,7 +251,8 @@ def run(kind: str, ranks: Ranks) -> int:
     """Return 1 if rows or states disagree for some shape, which then has no row in the CSV file."""
     device, values = ranks.device, ranks.values
     if device.type != "cuda":
-        raise InputError(f"bench {kind}: {device.type}, but it times kernels of a GPU; run it where nvidia-smi shows one")
+        rule = "it times kernels of a GPU; run it where nvidia-smi shows one"
+        raise InputError(f"bench {kind}: the device is {device.type}, but {rule}")
     if ranks.world.world_size > 1:
         raise InputError(f"bench {kind}: {ranks.world.world_size} ranks, but nothing is exchanged; add --nproc 1")
     hbm_gb_per_s, _ = measure_ceilings(ranks.connect(), device)

@@ -130,11 +130,13 @@ class InputRows:
             return None
         features = (offsets.numel() - 1) // samples
         bits, mask = torch.ops.fbgemm.get_infos_metadata(values, samples, features)
-        by_position, infos, *runs = self._sort(values, offsets, features, info_B_num_bits=bits, info_B_mask=mask)
+        by_position, infos, keys, starts, count = self._sort(
+            values, offsets, features, info_B_num_bits=bits, info_B_mask=mask
+        )
         if (weights := ids.weights_or_none()) is not None:  # both sorts are stable, so the order is the same
             weights = weights.index_select(0, by_position.sort(stable=True).indices)
-        found = SortedIds(*runs, infos, bits, offsets, samples, weights)
-        key = samples, features, row_units, found.run_keys.dtype, offsets.dtype, weights is not None
+        found = SortedIds(keys, starts, count, infos, bits, offsets, samples, weights)
+        key = samples, features, row_units, keys.dtype, offsets.dtype, weights is not None
         return self._preparations.get(key, Preparation, found, self.input_features, row_units)(found)
 
     def sort_unpooled(self, values: torch.Tensor, offsets: torch.Tensor, dim: int) -> PreparedRuns | None:
@@ -146,10 +148,10 @@ class InputRows:
         if count == 0:
             return None
         assert count <= 1 << _POSITION_BITS, f"{count} ids: at most 2^{_POSITION_BITS} unpooled ids are sorted"
-        _, infos, *runs = self._sort(values, offsets, features, nobag=True)
+        _, infos, keys, starts, runs = self._sort(values, offsets, features, nobag=True)
         # FBGEMM's info of an unpooled id is its position * features + its feature.
-        found = SortedIds(*runs, (infos // features).int(), _POSITION_BITS, offsets, samples=1)
-        key = dim, found.run_keys.dtype, offsets.dtype
+        found = SortedIds(keys, starts, runs, (infos // features).int(), _POSITION_BITS, offsets, samples=1)
+        key = dim, keys.dtype, offsets.dtype
         return self._preparations.get(key, self._of_unpooled, found, dim // 4)(found)
 
     def _of_unpooled(self, found: SortedIds, units: int) -> Preparation:
