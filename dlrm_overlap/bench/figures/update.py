@@ -81,7 +81,7 @@ class Batch(NamedTuple):
     """[B, T * dim], or [n, dim] unpooled; float32"""
 
     @property
-    def arguments(self) -> tuple[torch.Tensor, ...]:
+    def arguments(self) -> tuple[Any, ...]:
         weights = self.ids.weights_or_none()
         return self.ids.values(), self.ids.offsets(), *(() if weights is None else (weights,))
 
