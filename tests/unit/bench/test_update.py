@@ -1,6 +1,7 @@
 """`bench update` rehearsed on a CPU: our kernels are interpreted, without streams."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from dlrm_overlap.bench.figures import update
 from dlrm_overlap.bench.figures.update import Case, Contenders, Shape, check, make_batch, make_tables
 from dlrm_overlap.embedding.fused_tables import FusedTables
+from tests.conftest import refuses
 from tests.distributed.interpreted import updating, without_streams
 from tests.kernels.emulation import interpreted
 
@@ -67,3 +69,16 @@ def test_a_single_wrong_state_is_found_and_rows_are_restored(error: float, agree
     with patch.object(Contenders, "step", wrong):
         assert check(tables, batch, contenders, case).agrees == agrees
     assert all(torch.equal(rows, was) for rows, was in zip(tables.split_embedding_weights(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "reason"),
+    [
+        ("cpu", 1, "the device is cpu, but it times kernels of a GPU; run it where nvidia-smi shows one"),
+        ("cuda", 2, "2 ranks, but nothing is exchanged; add --nproc 1"),
+    ],
+)
+def test_it_needs_one_gpu(device: str, ranks: int, reason: str) -> None:
+    about: Any = SimpleNamespace(device=torch.device(device), values=None, world=SimpleNamespace(world_size=ranks))
+    with refuses(f"^bench update: {reason}$"):
+        update.run("update", about)

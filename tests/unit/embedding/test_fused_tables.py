@@ -2,9 +2,11 @@
 
 import copy
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,6 +243,14 @@ def test_on_a_cpu_everything_is_fbgemms() -> None:
         batch = _batch(step, weighted=True)
         assert_same(_train(ours, batch, step), _train(theirs, batch, step), "output")
     _assert_equal(ours, theirs, 0.0)
+
+
+def test_the_program_of_the_page_runs() -> None:
+    page = Path("docs/fused_tables.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    assert names["tables"].split_optimizer_states()[0][0].nonzero().flatten().tolist() == [3, 7]
 
 
 _BY_COUNTER = CounterBasedRegularizationDefinition(learning_rate_mode=LearningRateMode.COUNTER_SGD)
