@@ -169,7 +169,8 @@ class FusedTables(SplitTableBatchedEmbeddingBagsCodegen):
         if (reason := next(_unsupported(self), None)) is not None:
             raise InputError(f"FusedTables: {reason}, or use FBGEMM's SplitTableBatchedEmbeddingBagsCodegen")
         self._row_update: TableUpdate | None = None
-        self._checked: CheckedIds | None = None
+        self._checked: list[CheckedIds] | None = None
+        """filled by `prepare_inputs` during a forward that trains"""
         self._updates = not self.use_cpu
         self._step = 0
         self._warned = set[str]()
@@ -182,7 +183,7 @@ class FusedTables(SplitTableBatchedEmbeddingBagsCodegen):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles make their own streams and launches."""
-        return {**self.__dict__, "_row_update": None, "_checked": None}
+        return {**self.__dict__, "_row_update": None}
 
     def forward(
         self,
@@ -235,19 +236,22 @@ class FusedTables(SplitTableBatchedEmbeddingBagsCodegen):
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare ids as FBGEMM does, which checks their bounds; our sort reads the ids that this returns."""
         found = super().prepare_inputs(*args, **kwargs)
-        if self._updates:
-            self._checked = CheckedIds(*found[:3], torch.cuda.current_stream(self.current_device).record_event())
+        if self._checked is not None:
+            ready = torch.cuda.current_stream(self.current_device).record_event()
+            self._checked.append(CheckedIds(*found[:3], ready))
         return found
 
     def look_up(
         self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, SortedBatch, UpdateRule, int]:
         """Return the output, and what the update of this batch takes: the sorted ids, the rule, the step's number."""
-        output = super().forward(indices, offsets, weights)
-        checked, self._checked = self._checked, None
-        assert checked is not None, "FBGEMM's forward calls prepare_inputs"
+        self._checked = found = list[CheckedIds]()
+        try:
+            output = super().forward(indices, offsets, weights)
+        finally:
+            self._checked = None
         self._step += 1
-        return output, self.row_update.sort(checked), rule_of(self), self._step
+        return output, self.row_update.sort(*found), rule_of(self), self._step
 
 
 def _unsupported(tbe: Any) -> Iterator[str]:

@@ -96,8 +96,7 @@ def make_batch(step: int, weighted: bool) -> tuple[torch.Tensor, ...]:
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
     values = torch.cat(ids)
     weights = [torch.rand(values.shape, generator=generator)] if weighted else []
-    id_type = torch.int32 if step % 2 else torch.int64
-    return tuple(each.to(DEVICE) for each in (values.to(id_type), offsets.to(id_type), *weights))
+    return tuple(each.to(DEVICE) for each in (values, offsets, *weights))
 
 
 def gradient_of(output: torch.Tensor, step: int) -> torch.Tensor:
@@ -147,6 +146,15 @@ def check_two_at_once() -> None:
         tbe.set_learning_rate(0.0)
         second.backward(gradient_of(second, 1))
         first.backward(gradient_of(first, 0))
+    compare(*sides, tolerance=_TOLERANCE["fp32"])
+
+
+def check_32_bit_ids() -> None:
+    sides = [make(kind, optimizer=EmbOptimType.EXACT_ADAGRAD) for kind in (FusedTables, _FBGEMM)]
+    for tbe, id_type in zip(sides, (torch.int32, torch.int64), strict=True):
+        values, offsets, weights = make_batch(0, weighted=True)
+        output = tbe(values.to(id_type), offsets.to(id_type), weights)
+        output.backward(gradient_of(output, 0))
     compare(*sides, tolerance=_TOLERANCE["fp32"])
 
 
@@ -215,6 +223,7 @@ _FBGEMM = SplitTableBatchedEmbeddingBagsCodegen
 PARTS: dict[str, Callable[[], None]] = {
     **{name: partial(check_case, options) for name, options in CASES.items()},
     "two steps at once": check_two_at_once,
+    "32-bit ids": check_32_bit_ids,
     "no ids": check_without_ids,
     "weights with gradients": check_weights_with_gradients,
     "state dicts and copies": check_state_dicts,
