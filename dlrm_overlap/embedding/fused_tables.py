@@ -199,7 +199,7 @@ class FusedTables(SplitTableBatchedEmbeddingBagsCodegen):
         Args:
             indices: [n] int32 or int64, ids of all features.
             offsets: [features * B + 1] int32 or int64, of the bags.
-            per_sample_weights: [n] factors of the rows, of any floating-point type.
+            per_sample_weights: [n] factors of the rows, of any floating-point type; ignored with `PoolingMode.NONE`.
             feature_requires_grad, batch_size_per_feature_per_rank, kwargs: as in FBGEMM.
 
         Returns:

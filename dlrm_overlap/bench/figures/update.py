@@ -12,6 +12,7 @@ Rows and states of `FusedTables` must agree with FBGEMM's before times are taken
                     gradient read, each once
     speedup         fbgemm_ms / whole_ms
     speedup_beside  (a step of FBGEMM minus forward_ms) / beside_ms
+    host_ms         the CPU's time to issue a step of `FusedTables`; fbgemm_host_ms of FBGEMM
 """
 
 import itertools
@@ -54,7 +55,8 @@ _OPTIMIZERS = {
 _TOLERANCE = {**ROW_TOLERANCE, "adam": 1e-4}
 _SHOWN = (
     "pooling", "ids_by", "optimizer", "dim", "ids", "touched_rows", "forward_ms", "sort_ms", "update_ms", "whole_ms",
-    "beside_ms", "fbgemm_ms", "floor_ms", "speedup", "speedup_beside", "max_difference",
+    "beside_ms", "fbgemm_ms", "floor_ms", "speedup", "speedup_beside", "host_ms", "fbgemm_host_ms",
+    "max_difference",
 )  # fmt: skip
 
 
@@ -238,7 +240,10 @@ def measure(
     ms = {name: timing.median_ms for name, timing in zip(pieces, timings, strict=True)}
     beside = ms["step"] - ms["forward"]
     row |= {f"{name}_ms": value for name, value in ms.items()}
+    host = {name: timing.host_ms for name, timing in zip(pieces, timings, strict=True)}
     row |= {
+        "host_ms": host["step"],
+        "fbgemm_host_ms": host["fbgemm_step"],
         "beside_ms": beside,
         "floor_ms": floor_bytes / hbm_gb_per_s / 1e6,
         "speedup": ms["fbgemm"] / ms["whole"],
