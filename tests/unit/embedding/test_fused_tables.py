@@ -1,8 +1,10 @@
 """`FusedTables` against FBGEMM's own lookup: our update in Triton's interpreter, or FBGEMM's on CPUs."""
 
 import copy
+import gc
 import logging
 import re
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import chain
@@ -171,6 +173,20 @@ def test_rows_that_move_are_found_again() -> None:
         ours.weights_host.data = ours.weights_host.data.clone()
         updating(ours)
     _assert_equal(ours, theirs)
+
+
+@interpreted
+@pytest.mark.usefixtures("no_streams")
+def test_tables_are_freed_with_their_last_reference() -> None:
+    ours, _ = _pair()
+    _train(ours, _batch(0))
+    alive = weakref.ref(ours)
+    gc.disable()
+    try:
+        del ours
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @interpreted
