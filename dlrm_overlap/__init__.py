@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlrm_overlap.embedding.default_sharders import get_default_sharders
+    from dlrm_overlap.embedding.fused_tables import FusedTables
     from dlrm_overlap.embedding.id_layout import BatchCapacity
     from dlrm_overlap.embedding.id_tables.sharder import (
         OverlapManagedCollisionEmbeddingBagCollectionSharder,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchCapacity",
+    "FusedTables",
     "GraphTrainPipeline",
     "OverlapEmbeddingBagCollectionSharder",
     "OverlapEmbeddingCollectionSharder",
@@ -38,6 +40,7 @@ __all__ = [
 
 _MODULES = {
     "BatchCapacity": "embedding.id_layout",
+    "FusedTables": "embedding.fused_tables",
     "GraphTrainPipeline": "train.graphs.train_pipeline",
     "OverlapEmbeddingBagCollectionSharder": "embedding.sharder",
     "OverlapEmbeddingCollectionSharder": "embedding.sharder",

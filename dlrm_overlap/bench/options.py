@@ -56,6 +56,18 @@ _SWEEP = _STAGE | {
 }
 _OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
 _BACKWARD = _STAGE | {"optimizers": _words(_OPTIMIZERS, _OPTIMIZERS[:2], "optimizers of the rows, measured in turn")}
+_DIMS = {"type": PositiveInt, "nargs": "+", "default": [32, 64, 128, 256, 512], "help": "dims of the tables"}
+_UPDATE = {
+    "poolings": _words(("weighted", "unpooled"), ("weighted", "unpooled"), "weighted sums, or a row for each id"),
+    "ids_by": _words(("uniform", "zipf"), ("uniform", "zipf"), "distribution of ids; zipf has the exponent 1.05"),
+    "optimizers": _words((*_OPTIMIZERS, "adam"), (*_OPTIMIZERS, "adam"), "optimizers of the rows"),
+    "dims": _DIMS,
+    "tables": _number(8, "tables"),
+    "rows": _number(400_000, "rows of a table"),
+    "samples": _number(8192, "samples of a batch"),
+    "mean_ids": _number(10, "mean ids of a bag, L; bags have 0 to 2 L ids"),
+    "repetitions": _number(10, "timed calls of each contender"),
+}
 _COLLECTIVES = {
     "sizes_mb": _numbers("MiB to each peer (default: 1 to 512, on CPUs 1 and 4)"),
     "iterations": _number(20, "timed calls of each contender at each size"),
@@ -89,6 +101,7 @@ FIGURES = {
     "stage": Figure("the embedding stage's forward on one shape, all contenders", _STAGE, "stage"),
     "sweep": Figure("where the embedding stage gains: many shapes", _SWEEP, "stage"),
     "backward": Figure("the stage's backward: push against the collective with FBGEMM's update", _BACKWARD, "backward"),
+    "update": Figure("the update of table rows on one GPU, nothing exchanged, against FBGEMM's", _UPDATE, "update"),
     "collectives": Figure("copies and stores to peers against NCCL's All-to-All", _COLLECTIVES, "collectives", True),
     "gemm": Figure("products with their all-gather or reduce-scatter inside, by each way", _GEMM, "gemm", True),
     "input": Figure("the step fed by the loader, against the step on one cached batch", _INPUT, "input"),

@@ -254,16 +254,7 @@ class LocalTables:
         if self._counting:
             self._count(1 if self._step is None else step - self._step)
             self._step = step
-        return [
-            UpdateRule(
-                tbe.get_learning_rate(),
-                tbe.optimizer_args,
-                _frozen(tbe),
-                int(tbe.iter_cpu) if counts(tbe) else 0,
-                "momentum2" in STATE_BUFFERS[optimizer_of(tbe)],
-            )
-            for tbe in self.lookups
-        ]
+        return [rule_of(tbe) for tbe in self.lookups]
 
     def _count(self, forwards: int) -> None:
         for tbe in self._counting:
@@ -281,6 +272,17 @@ class LocalTables:
         self._count(1)
         self.count_on_device()
         return bool(self._counting)
+
+
+def rule_of(tbe: Any) -> UpdateRule:
+    """Return the update rule of a lookup after a forward."""
+    return UpdateRule(
+        tbe.get_learning_rate(),
+        tbe.optimizer_args,
+        _frozen(tbe),
+        int(tbe.iter_cpu) if counts(tbe) else 0,
+        "momentum2" in STATE_BUFFERS[optimizer_of(tbe)],
+    )
 
 
 def _frozen(tbe: Any) -> bool:

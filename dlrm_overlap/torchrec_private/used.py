@@ -201,13 +201,13 @@ CLASSES = {
     f"{_KERNELS}:EmbeddingFusedOptimizer": Used({}, "_emb_module"),
     "fbgemm_gpu.quantize_comm:QuantizedCommCodec": Used({}, "_comm_precision _loss_scale"),
     f"{_TBE}:DenseTableBatchedEmbeddingBagsCodegen": Used({}, "embedding_specs weights weights_physical_offsets"),
-    f"{_TBE}:ComputeDevice": Used({}, "CUDA"),
+    f"{_TBE}:ComputeDevice": Used({}, "CPU CUDA"),
     f"{_TBE}:CounterBasedRegularizationDefinition": Used({"__init__": ""}, "learning_rate_mode"),
     f"{_TBE}:UserEnabledConfigDefinition": Used({}, "use_rowwise_bias_correction use_writeback_bwd_prehook"),
     f"{_TBE}:WeightDecayMode": Used({}, "COUNTER DECOUPLE L2 NONE"),
     f"{_COMMON}:BoundsCheckMode": Used({}, "FATAL NONE WARNING"),
-    f"{_COMMON}:EmbeddingLocation": Used({}, "DEVICE"),
-    f"{_COMMON}:PoolingMode": Used({}, "NONE SUM"),
+    f"{_COMMON}:EmbeddingLocation": Used({}, "DEVICE HOST"),
+    f"{_COMMON}:PoolingMode": Used({}, "MEAN NONE SUM"),
     # Data-parallel tables and the dense part.
     "torchrec.distributed.composable.table_batched_embedding_slice:TableBatchedEmbeddingSlice": Used(
         {}, "_original_tensor _start_offset"
@@ -241,17 +241,21 @@ FUSED_LOOKUP = Used(
         "output_dtype pooling_mode weights_precision",
         "forward": "indices offsets",
         "get_learning_rate": "",
+        "prepare_inputs": "indices offsets",
         "split_embedding_weights": "",
         "split_optimizer_states": "",
     },
-    "D_offsets bounds_check_mode_int embedding_specs embedding_table_index_type iter iter_cpu "
-    "learning_rate_tensor lxu_cache_locations_empty lxu_cache_weights optimizer optimizer_args output_dtype "
-    "pooling_mode stochastic_rounding use_cpu use_uniq_cache_locations_bwd weight_decay_mode weights_dev "
-    "weights_host weights_offsets weights_physical_offsets weights_placements weights_precision weights_uvm",
+    "D_offsets bounds_check_mode_int current_device embedding_specs embedding_table_index_type "
+    "enable_raw_embedding_streaming feature_table_map iter iter_cpu learning_rate_tensor lxu_cache_locations_empty "
+    "lxu_cache_weights max_D optimizer optimizer_args output_dtype placeholder_autograd_tensor pooling_mode "
+    "stochastic_rounding total_D use_cpu use_uniq_cache_locations_bwd use_writeback_bwd_prehook weight_decay_mode "
+    "weights_dev weights_host weights_offsets weights_physical_offsets weights_placements weights_precision "
+    "weights_uvm",
 )
 """of `SplitTableBatchedEmbeddingBagsCodegen`, which stores most attributes under names that it computes"""
 OPTIMIZER_ARGS = (
-    "adjustment_iter adjustment_ub beta1 beta2 counter_halflife eps max_norm weight_decay weight_decay_mode"
+    "adjustment_iter adjustment_ub beta1 beta2 counter_halflife eps gradient_clipping learning_rate_mode max_gradient "
+    "max_norm use_rowwise_bias_correction weight_decay weight_decay_mode"
 )
 
 OPERATORS = {
@@ -259,6 +263,7 @@ OPERATORS = {
     "permute_1D_sparse_data": "permute lengths values weights",
     "permute_2D_sparse_data": "permute lengths values weights permuted_lengths_sum",
     "segment_sum_csr": "batch_size csr_seg values",
-    "transpose_embedding_input": "hash_size_cumsum total_hash_size_bits indices offsets info_B_num_bits info_B_mask",
+    "transpose_embedding_input": "hash_size_cumsum total_hash_size_bits indices offsets nobag info_B_num_bits "
+    "info_B_mask",
 }
 """FBGEMM's operators -> the arguments that we pass; `fbgemm` has the operators of the backward"""

@@ -18,9 +18,11 @@ from dlrm_overlap.embedding import opening
 from dlrm_overlap.embedding.backends import push, puts
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.backends.fused import SlicedForward
+from dlrm_overlap.embedding.fused_tables import FusedTables
 from dlrm_overlap.embedding.opening import ExchangeParts, build_exchange
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.kernels.network import Network
+from dlrm_overlap.torchrec_private.check import check_private_api
 from tests.distributed.tiny_stage import CPU, Stage
 from tests.kernels.gradients import sort_ids
 
@@ -52,6 +54,16 @@ def interpreted_parts(
     if isinstance(parts.forward, SlicedForward):
         parts.forward.grid = lambda *_: 2  # type: ignore[method-assign]
     return parts
+
+
+def updating(tables: FusedTables) -> FusedTables:
+    """Let a lookup on a CPU update its rows by our kernels, as on a GPU; use it in `without_streams`."""
+    check_private_api()  # of FBGEMM's own operators, before `without_streams` replaces one
+    for name in ("weights", "momentum1"):
+        if hasattr(tables, f"{name}_host"):
+            setattr(tables, f"{name}_dev", getattr(tables, f"{name}_host"))
+    tables._updates = True
+    return tables
 
 
 def interpreted_forward(stage: Stage, group: dist.ProcessGroup, options: ExchangeOptions, samples: int) -> Forward:
@@ -87,8 +99,9 @@ def _transpose_embedding_input(
     key_bits: int,
     values: torch.Tensor,
     offsets: torch.Tensor,
-    info_B_num_bits: int,
-    info_B_mask: int,
+    info_B_num_bits: int = 26,
+    info_B_mask: int = (1 << 26) - 1,
+    nobag: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return those results of FBGEMM's operator that `SortedIds` uses."""
     features = first_keys.numel() - 1
@@ -98,4 +111,7 @@ def _transpose_embedding_input(
     bags = torch.arange(offsets.numel() - 1).repeat_interleave(offsets.diff())
     keys = first_keys[bags // samples] + values
     run_keys, run_starts, run_count, infos = sort_ids(keys, bags, samples, info_B_num_bits)
+    if nobag:
+        position = keys.argsort(stable=True)
+        infos = position * features + (bags // samples)[position]
     return keys, None, infos, run_keys, None, run_count, run_starts

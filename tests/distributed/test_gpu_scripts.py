@@ -18,14 +18,28 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap import FusedTables
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.ids.id_map import Policy
+from dlrm_overlap.torchrec_private.check import check_private_api
 from tests.conftest import configuration, read_rows
 from tests.distributed.captured import captures
+from tests.distributed.interpreted import updating, without_streams
 from tests.distributed.models import CPU
 from tests.distributed.workers import ranks_here, run_ranks
-from tests.gpu import caching, cross, dense, fabric, insert_ids, kernels_alone, launched, stages, step_parts
+from tests.gpu import (
+    caching,
+    cross,
+    dense,
+    fabric,
+    fused_tables,
+    insert_ids,
+    kernels_alone,
+    launched,
+    stages,
+    step_parts,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")]
 _TINY = ["--config", "configs/bench/tiny.yaml", "--train.device", "cpu"]
@@ -125,6 +139,30 @@ def test_insert_ids(capsys: pytest.CaptureFixture[str]) -> None:
     assert int(evicted.split()[1]) > 0
 
 
+# FBGEMM on a CPU has not all optimizers and types, updates decaying rows feature by feature, and does not divide the
+# gradient of weighted means; a state dict has no rows of a GPU.
+_ON_GPUS_ONLY = {
+    "Adam", "partial row-wise Adam", "LAMB", "partial row-wise LAMB", "row-wise Adagrad, L2", "means",
+    "row-wise Adagrad, decoupled", "row-wise Adagrad, counter", "unpooled, Adam", "rows in bfloat16",
+    "outputs in bfloat16", "state dicts and copies",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", sorted(fused_tables.PARTS.keys() - _ON_GPUS_ONLY))
+def test_fused_tables(part: str) -> None:
+    made = fused_tables.make
+
+    def make(kind: Any, **options: Any) -> Any:
+        return updating(made(kind, **options)) if kind is FusedTables else made(kind, **options)
+
+    check_private_api()  # of FBGEMM's own operators, before one is replaced
+    sizes: dict[str, Any] = {"STEPS": 2, "SAMPLES": 5, "MOST_IDS": 3, "LONGEST": 20, "STRESS_STEPS": 2}
+    tables = [(30, 8), (7, 12), (2, 8), (9, 4)]
+    waits = patch.object(torch.cuda, "synchronize", lambda: None)
+    with patch.multiple(fused_tables, DEVICE=CPU, TABLES=tables, make=make, **sizes), waits, without_streams():
+        fused_tables.PARTS[part]()
+
+
 def _run_kernels_alone(folder: Path) -> None:
     os.chdir(folder)
     sys.argv = ["tests.gpu.kernels_alone"]
@@ -183,5 +221,6 @@ def test_fabric(tmp_path: Path) -> None:
 def test_every_script_is_rehearsed() -> None:
     folder = Path(kernels_alone.__file__).parent
     scripts = {path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()}
-    rehearsed = (caching, cross, dense, fabric, insert_ids, kernels_alone, launched, stages, step_parts)
+    rehearsed = (caching, cross, dense, fabric, fused_tables, insert_ids)
+    rehearsed += (kernels_alone, launched, stages, step_parts)
     assert scripts == {each.__name__.rpartition(".")[2] for each in rehearsed}

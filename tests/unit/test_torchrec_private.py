@@ -16,6 +16,7 @@ from torch import nn
 from torchrec.distributed.sharding import dp_sharding
 
 from dlrm_overlap import (
+    FusedTables,
     OverlapEmbeddingBagCollectionSharder,
     OverlapEmbeddingCollectionSharder,
     explain,
@@ -29,6 +30,7 @@ from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingColle
 from dlrm_overlap.torchrec_private import (
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
+    SplitTableBatchedEmbeddingBagsCodegen,
     check,
     fbgemm,
 )
@@ -66,7 +68,10 @@ VARIABLES = {
     "dlrm_overlap/embedding/shardings.py": _TABLES,
     "dlrm_overlap/embedding/steps.py": {"given": ["OptimizerArgs"]},
     "dlrm_overlap/embedding/unsupported.py": _TABLES,
-} | {f"dlrm_overlap/{file}.py": _TBE for file in ("embedding/tables", "torchrec_private/fbgemm", "train/stepping")}
+} | {
+    f"dlrm_overlap/{file}.py": _TBE
+    for file in ("embedding/fused_tables", "embedding/tables", "torchrec_private/fbgemm", "train/stepping")
+}
 
 
 @cache
@@ -141,16 +146,18 @@ def test_attributes_of_typed_variables_are_listed() -> None:
     [
         (OverlapShardedEmbeddingBagCollection, ShardedEmbeddingBagCollection),
         (OverlapShardedEmbeddingCollection, ShardedEmbeddingCollection),
+        (FusedTables, SplitTableBatchedEmbeddingBagsCodegen),
     ],
 )
 def test_attributes_of_self_are_listed(ours: type, theirs: type) -> None:
-    nodes = [node for cls in (ours, ExchangingModule) for node in ast.walk(ast.parse(inspect.getsource(cls)))]
+    classes = [ours] + [ExchangingModule] * issubclass(ours, ExchangingModule)
+    nodes = [node for cls in classes for node in ast.walk(ast.parse(inspect.getsource(cls)))]
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     of_self = [node for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "self"]
     calls = {node.attr for node in attributes if ast.unparse(node.value) == "super()"}
     stored = {node.attr for node in of_self if isinstance(node.ctx, ast.Store)}
-    known = {*vars(ours), *vars(ExchangingModule), *stored, *dir(nn.Module())} | _names(ROWS[theirs.__name__])
-    assert {node.attr for node in of_self} - known == set()
+    known = {name for cls in classes for name in vars(cls)} | stored | _names(ROWS[theirs.__name__])
+    assert {node.attr for node in of_self} - known - {*dir(nn.Module())} == set()
     assert calls - {*vars(ExchangingModule), *dir(nn.Module)} - _names(ROWS[theirs.__name__]) == set()
 
 

@@ -18,6 +18,8 @@ from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from dlrm_overlap.kernels.launches import StepCache
 from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 
+_POSITION_BITS = 30  # of an info that hold the position of an unpooled id
+
 
 class UpdateRange(NamedTuple):
     """Rows of one part and of consecutive features of an input, which one kernel call updates."""
@@ -128,20 +130,44 @@ class InputRows:
             return None
         features = (offsets.numel() - 1) // samples
         bits, mask = torch.ops.fbgemm.get_infos_metadata(values, samples, features)
-        index_type = torch.promote_types(values.dtype, offsets.dtype) if self._key_bits < 31 else torch.int64
-        by_position, _, infos, keys, _, count, starts = torch.ops.fbgemm.transpose_embedding_input(
-            self._keys(features),
-            self._key_bits,
-            values.to(index_type),
-            offsets.to(index_type),
-            info_B_num_bits=bits,
-            info_B_mask=mask,
+        by_position, infos, keys, starts, count = self._sort(
+            values, offsets, features, info_B_num_bits=bits, info_B_mask=mask
         )
         if (weights := ids.weights_or_none()) is not None:  # both sorts are stable, so the order is the same
             weights = weights.index_select(0, by_position.sort(stable=True).indices)
         found = SortedIds(keys, starts, count, infos, bits, offsets, samples, weights)
         key = samples, features, row_units, keys.dtype, offsets.dtype, weights is not None
         return self._preparations.get(key, Preparation, found, self.input_features, row_units)(found)
+
+    def sort_unpooled(self, values: torch.Tensor, offsets: torch.Tensor, dim: int) -> PreparedRuns | None:
+        """Sort ids by key, for gradients [n, dim]: one row for each id, in the order of `values`; None without ids.
+
+        `offsets` are those of the bags that say which ids a feature has; all tables have `dim` columns.
+        """
+        count, features = values.numel(), self.input_features.entries.shape[0] - 1
+        if count == 0:
+            return None
+        assert count <= 1 << _POSITION_BITS, f"{count} ids: at most 2^{_POSITION_BITS} unpooled ids are sorted"
+        _, infos, keys, starts, runs = self._sort(values, offsets, features, nobag=True)
+        # FBGEMM's info of an unpooled id is its position * features + its feature.
+        found = SortedIds(keys, starts, runs, (infos // features).int(), _POSITION_BITS, offsets, samples=1)
+        key = dim, keys.dtype, offsets.dtype
+        return self._preparations.get(key, self._of_unpooled, found, dim // 4)(found)
+
+    def _of_unpooled(self, found: SortedIds, units: int) -> Preparation:
+        """Return the preparation for gradients of one row an id: infos are positions in one feature."""
+        entries = torch.tensor([[0, units, 0, 0]] * 2, dtype=torch.int64, device=self._device)
+        return Preparation(found, InputFeatures(entries, False, self.input_features.boundaries), units)
+
+    def _sort(
+        self, values: torch.Tensor, offsets: torch.Tensor, features: int, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the keys [n] in the order of `values`, the sorted infos [n], and the first three of `SortedIds`."""
+        index_type = torch.promote_types(values.dtype, offsets.dtype) if self._key_bits < 31 else torch.int64
+        by_position, _, infos, keys, _, count, starts = torch.ops.fbgemm.transpose_embedding_input(
+            self._keys(features), self._key_bits, values.to(index_type), offsets.to(index_type), **options
+        )
+        return by_position, infos, keys, starts, count
 
 
 def _memory(rows: torch.Tensor) -> tuple[int, int]:
