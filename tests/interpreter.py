@@ -1,6 +1,6 @@
-"""Caches for Triton's interpreter, which otherwise spends most of its time on types, and on looking up functions.
+"""Caches for Triton's interpreter, which otherwise spends most of its time on making types and looking up functions.
 
-What is cached depends on types and constants alone, so that kernels compute what they compute without.
+What is cached depends on types and constants alone, so kernels compute the same.
 """
 
 import inspect
@@ -45,7 +45,7 @@ def _patch_lang_once(kernel: Any) -> Any:
     """Replace Triton's function of this name, which each call of a function in a kernel calls, too."""
     language = _language_of(kernel)
     if language in _patched:
-        return None  # which only a launch uses
+        return None  # only a launch uses the result
     _patched.add(language)
     return _patch_lang(kernel)
 
