@@ -45,7 +45,7 @@ def _patch_lang_once(kernel: Any) -> Any:
     """Replace Triton's function of this name, which each call of a function in a kernel calls, too."""
     language = _language_of(kernel)
     if language in _patched:
-        return None  # only a launch uses the result
+        return _LangPatchScope()
     _patched.add(language)
     return _patch_lang(kernel)
 
