@@ -73,11 +73,16 @@ class Ranks:
         return group
 
     def trainer(
-        self, config: Config | None = None, make_sharders: "MakeSharders | None" = None, resumes: bool = False
+        self,
+        config: Config | None = None,
+        make_sharders: "MakeSharders | None" = None,
+        resumes: bool = False,
+        **options: Any,
     ) -> "Trainer":
         """Make the process group and build the trainer, by default for the command's own `config`; a collective.
 
         If `resumes`, first check that the run can resume from the checkpoint that `checkpoint.resume` selects.
+        `options` are further arguments of `StepRunner`.
 
         Raises:
             InputError: before the group is made, if the device, the data or the checkpoint does not fit.
@@ -115,6 +120,7 @@ class Ranks:
             progress=self.progress,
             id_rows=id_rows,
             end=self.end,
+            **options,
         )
 
 
