@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from dlrm_overlap.bench.step_contenders import OUR_DENSE
 from tests.calibration import Row
 from tests.simulated_pages import read
 
@@ -73,7 +74,10 @@ def column(row: Row, column: str) -> str | float:
 
 
 def _is(row: Row, contender: str) -> bool:
-    return not contender or row["contender"] == contender or row["contender"].startswith(GROUPS.get(contender, "\0"))
+    if not contender or row["contender"] == contender:
+        return True
+    mixed = contender == "strongest" and row["contender"].startswith(OUR_DENSE)  # not a baseline
+    return row["contender"].startswith(GROUPS.get(contender, "\0")) and not mixed
 
 
 _SHAPE = (

@@ -6,6 +6,7 @@ Text stays text in the SVG, so `test_pages.py` compares its numbers with the row
 import re
 from pathlib import Path
 
+from dlrm_overlap.bench.step_contenders import expand
 from tests.measured import values
 from tests.simulated_pages import FOLDER, read
 
@@ -16,6 +17,16 @@ CONTENDERS = {
     "strongest": "TorchRec's fastest configuration",
     "pgas_graph": "dlrm-overlap",
 }
+
+STEP_PARTS, PART_ROWS = FOLDER / "step_parts.svg", FOLDER / "step_parts.csv"
+# Contenders in which a step changes part by part from TorchRec's to ours, by the part that each one adds.
+_PARTS = {
+    "TorchRec": expand(["strongest"]),
+    "dense part": expand(["our_dense"]),
+    "exchange": ("pgas_graph_no_capture",),
+    "CUDA graph": ("pgas_graph",),
+}
+_PART_COLORS = ("#4c78a8", "#9d9da1", "#e45756", "#b3d9a9")
 
 TIMELINES = FOLDER / "timelines.svg"
 TIMELINE_ROWS = "traced_step"
@@ -90,6 +101,44 @@ def draw_step_times() -> None:
     axes.invert_yaxis()
     axes.set_xlabel("GPU time of a training step on 4 x H200, ms (less is better)")
     _save(figure, axes, STEP_TIMES)
+
+
+def step_parts() -> tuple[list[tuple[str, float]], float]:
+    """Return the parts of the gain over TorchRec by name, and what is left, in ms of GPU time; [] without rows.
+
+    A part is the difference of two contenders that differ in it alone. Each contender is the fastest of its group that
+    agrees, by GPU time.
+    """
+    if not PART_ROWS.exists():
+        return [], 0.0
+    rows = read(str(PART_ROWS))
+    ms = [
+        min(float(row["busy_ms"]) for row in rows if row["contender"] in group and row["agrees"] == "True")
+        for group in _PARTS.values()
+    ]
+    return [(name, above - below) for name, above, below in zip([*_PARTS][1:], ms, ms[1:], strict=False)], ms[-1]
+
+
+def draw_step_parts() -> None:
+    """Write `STEP_PARTS`: one bar, TorchRec's step, divided into the parts of the gain and what is left of the step.
+
+    A part that makes the step longer is not drawn, so such rows are refused.
+    """
+    parts, left_ms = step_parts()
+    if not parts:
+        return
+    longer = [f"{name} {ms:.2f}" for name, ms in parts if ms < 0]
+    assert not longer, f"{PART_ROWS}: a part makes the step longer: {', '.join(longer)} ms; show a table instead"
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(8, 1.4))
+    begin = 0.0
+    for (name, ms), color in zip([("dlrm-overlap", left_ms), *reversed(parts)], _PART_COLORS, strict=True):
+        bar = axes.barh(0, ms, 0.6, left=begin, color=color, label=name)
+        axes.bar_label(bar, [f"{ms:.2f}"], label_type="center", fontsize=8)
+        begin += ms
+    axes.set_yticks([])
+    axes.set_xlabel("GPU time of TorchRec's fastest step, and what makes dlrm-overlap's shorter, ms")
+    _save(figure, axes, STEP_PARTS)
 
 
 def draw_timelines() -> None:
@@ -218,6 +267,7 @@ def _write(figure, path: Path) -> None:
 
 if __name__ == "__main__":
     draw_step_times()
+    draw_step_parts()
     draw_timelines()
     draw_curves()
     draw_learning()

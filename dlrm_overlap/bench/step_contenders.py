@@ -34,9 +34,17 @@ _STRONGEST: Mapping[str, Keys] = {
     "_bf16_gradients": {},
     "_async_copy": {},
     "_default_plan_async_copy": _DEFAULT,
+    "_bf16_biases": {},
+    "_default_plan_bf16_biases": _DEFAULT,
+    "_registered": {},
 }
 # For a model with unpooled tables.
 _STRONGEST_UNPOOLED: Mapping[str, Keys] = {"_index_dedup": {}, "_bf16_index_dedup": _BF16}
+# Compiles the whole model, which takes minutes.
+_COMPILED_WHOLE: Mapping[str, Keys] = {"_pt2": {"train.compile_dense": False, "train.graph_dense": False}}
+# TorchRec's exchange with our dense part: not TorchRec's step, so never the baseline of a speedup.
+OUR_DENSE = "torchrec_our_dense"
+_OUR_DENSE: Mapping[str, Keys] = {"": {}, "_table_wise": _WHOLE, "_default_plan": _DEFAULT, "_bf16": _BF16}
 _ABLATION: Mapping[str, Keys] = {
     "no_capture": {"train.capture": False},
     "no_compile": _EAGER,
@@ -62,7 +70,11 @@ STEP_CONTENDERS: Mapping[str, Keys] = {
     "torchrec": _keys("torchrec", dense=False),  # as users run it
     **{
         f"torchrec_strongest{name}": {**_keys("torchrec"), **keys}
-        for name, keys in (_STRONGEST | _STRONGEST_UNPOOLED).items()
+        for name, keys in (_STRONGEST | _STRONGEST_UNPOOLED | _COMPILED_WHOLE).items()
+    },
+    **{
+        f"{OUR_DENSE}{name}": {**_keys("torchrec"), "train.graph_dense": False, **keys}
+        for name, keys in _OUR_DENSE.items()
     },
     "drop_in": {**_keys("pgas", dense=False), **_FP32},
     "drop_in_graph": {**_GRAPH, **_EAGER, **_FP32, "train.flat_dense": False},
@@ -74,11 +86,17 @@ STEP_CONTENDERS: Mapping[str, Keys] = {
 }
 GROUPS = {
     "strongest": tuple(f"torchrec_strongest{name}" for name in _STRONGEST),
+    "our_dense": tuple(f"{OUR_DENSE}{name}" for name in _OUR_DENSE),
     "ablation": ("pgas", *(f"pgas_graph_{name}" for name in _ABLATION)),
 }
 
 # The default of `bench step`.
 USUAL = ("torchrec", "torchrec_strongest", "pgas", "fused", "fused_graph", "pgas_graph")
+
+
+def is_torchrec(name: str) -> bool:
+    """Return whether nothing of ours is in the contender's step, so that it counts as a baseline."""
+    return name.startswith("torchrec") and not name.startswith(OUR_DENSE)
 
 
 def expand(names: Sequence[str]) -> tuple[str, ...]:

@@ -33,13 +33,15 @@ from dlrm_overlap.train.dense_part import cast_once, compile_dense, compile_loss
 from dlrm_overlap.train.explain import capture_blockers
 from dlrm_overlap.train.graphs.dense_step import dense_parameters
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
-from dlrm_overlap.train.model import TrainTask, build_model
+from dlrm_overlap.train.model import DLRM, TrainTask, build_model
 
 log = logging.getLogger("dlrm_overlap")
 
 MakeSharders = Callable[[EmbeddingConfig, str, int], Sharders]
 """Takes section `embedding`, the dense part's precision, and the number of columns to leave in front of the pooled
 embeddings; returns sharders."""
+ChangeModel = Callable[[DLRM], None]
+"""changes the model before it is sharded and compiled; keeps the names of its parameters"""
 
 
 def check_torchrec_maps(rows: Sequence[int], has_negative_ids: bool, device: torch.device) -> None:
@@ -93,6 +95,7 @@ def assemble(
     train: Dataset,
     make_sharders: MakeSharders,
     weight_gradients: WeightGradients = DEFERRED,
+    change_model: ChangeModel | None = None,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, TrainPipeline[Any, Any], ShardingPlan, EmbeddingConfig]:
     """Build the sharded model, its optimizer, pipeline and plan; return them and `config.embedding`; a collective.
 
@@ -112,6 +115,8 @@ def assemble(
     rows = rows_of_tables(train.rows, config.embedding.id_tables, world.world_size)
     any_id = [number for number, count in enumerate(train.rows) if count is None]
     dlrm = build_model(config.model, config.embedding, rows, train.dense_features, config.train.seed, any_id)
+    if change_model is not None:
+        change_model(dlrm)
     task = TrainTask(dlrm, device.type, config.train.precision == "bf16", list(train.labels.values()))
     # Divide layers before they are sharded, compiled and captured.
     if config.model.top_parallel == "tensor":

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,8 @@ from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.data.schema import table_keys
 from dlrm_overlap.data.times import text_of, windows
 from dlrm_overlap.dense.functions import DEFERRED, WeightGradients
-from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import products_of
 from dlrm_overlap.embedding.configured_sharders import build_sharders
-from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_tables.rules import rows_of_tables
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.launcher import World
@@ -28,7 +27,7 @@ from dlrm_overlap.observe.metrics import evaluation_metrics, gather_predictions
 from dlrm_overlap.torchrec_private import EmbeddingFusedOptimizer
 from dlrm_overlap.torchrec_private.attributes import tbe_of
 from dlrm_overlap.torchrec_private.fbgemm import counts
-from dlrm_overlap.train.assembly import LearningRate, MakeSharders, assemble
+from dlrm_overlap.train.assembly import ChangeModel, LearningRate, MakeSharders, assemble
 from dlrm_overlap.train.graphs.dense_step import fused_optimizers
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 
@@ -48,6 +47,16 @@ def total_steps(config: Config, train: Dataset, world_size: int) -> int:
     return config.train.steps or config.train.epochs * (train.num_samples or 0) // batch
 
 
+@runtime_checkable
+class PeerMemoryOwner(Protocol):
+    """Has memory that peers access, which `close` frees once no rank is in a step."""
+
+    def check(self) -> None:
+        """Raise the errors that kernels have recorded."""
+
+    def close(self) -> None: ...
+
+
 class StepRunner:
     """One rank's model and data. All ranks call the same methods in the same order."""
 
@@ -62,6 +71,7 @@ class StepRunner:
         progress: Progress | None = None,
         id_rows: list[int] | None = None,
         weight_gradients: WeightGradients = DEFERRED,
+        change_model: ChangeModel | None = None,
     ) -> None:
         """Build the model and its pipeline; a collective.
 
@@ -75,7 +85,7 @@ class StepRunner:
         self.global_batch = self.samples_per_rank * world.world_size
         self.steps = total_steps(config, train, world.world_size)
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
-        self._make_sharders, self._weight_gradients = make_sharders, weight_gradients
+        self._make_sharders, self._options = make_sharders, (weight_gradients, change_model)
         self._build(id_rows)
         self.predictions: list[torch.Tensor] = []
         """logits and labels of this rank's last step, valid until the next"""
@@ -84,7 +94,7 @@ class StepRunner:
 
     def _build(self, id_rows: list[int] | None) -> None:
         config = self.config if id_rows is None else with_id_rows(self.config, id_rows)
-        about = self._make_sharders, self._weight_gradients
+        about = self._make_sharders, *self._options
         assembled = assemble(config, self.world, self.device, self.train_data, *about)
         self.model, self.optimizer, self.pipeline, self.plan, self.embedding = assembled
         self.learning_rate = LearningRate(self.optimizer, config.train)
@@ -189,8 +199,8 @@ class StepRunner:
             timeout_s=0.8 * self.config.embedding.wait_timeout_s,
         )
 
-    def _peer_memory_owners(self) -> "list[GraphTrainPipeline | ParallelProducts | Exchange]":
-        pipelines = [self.pipeline] if isinstance(self.pipeline, GraphTrainPipeline) else []
+    def _peer_memory_owners(self) -> list[PeerMemoryOwner]:
+        pipelines = [self.pipeline] if isinstance(self.pipeline, PeerMemoryOwner) else []
         return [*pipelines, *products_of(self.model), *exchanges(self.model)]
 
     def check(self) -> None:

@@ -162,6 +162,18 @@ def test_step_measures_all_contenders(tmp_path: Path) -> None:
         assert float(row["speedup"]) == pytest.approx(fastest / float(row["median_ms"]), rel=1e-2)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+def test_the_losses_of_torchrec_with_other_settings_agree_with_its_own(tmp_path: Path) -> None:
+    names = [f"torchrec_{name}" for name in ("strongest_bf16_biases", "strongest_pt2", "our_dense")]
+    options = ["--model.arch", "dcn", "--train.precision", "bf16", "--train.batch_size", "64", "--steps", "4"]
+    options += ["--batches", "3", "--contenders", "torchrec", *names, "pgas_graph_no_capture"]
+    rows, _ = _bench(tmp_path, "step", *options, config="quickstart", timeout_s=600)
+    assert [row["contender"] for row in rows] == ["torchrec", *names, "pgas_graph_no_capture"]
+    difference = {row["contender"]: row["max_difference"] for row in rows}
+    assert all(float(row["max_difference"]) <= float(row["tolerance"]) for row in rows)
+    assert len(set(difference.values())) == len(difference), "each rounds in its own way"
+
+
 def test_collectives_measures_all_that_can_take_part(tmp_path: Path) -> None:
     rows, _ = _bench(tmp_path, "collectives", "--sizes_mb", "1", "--iterations", "3")
     assert [(row["beside"], row["contender"]) for row in rows] == [("nothing", "nccl"), ("compute", "nccl")]

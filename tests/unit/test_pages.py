@@ -34,6 +34,7 @@ def test_rows_that_lack_their_origin_are_on_a_page_that_says_so() -> None:
 ROWS = [
     {"contender": "torchrec", "median_ms": "8", "agrees": "True"},
     {"contender": "torchrec_fp16", "median_ms": "2", "agrees": "False"},
+    {"contender": "torchrec_our_dense", "median_ms": "1", "agrees": "True"},
     {"contender": "pgas", "median_ms": "4"},
     {"contender": "torchrec_bf16", "median_ms": "6", "agrees": "True"},
     {"contender": "pgas", "median_ms": "2"},
@@ -69,6 +70,36 @@ def test_a_number_before_a_comment_is_replaced_and_keeps_its_decimals(tmp_path: 
     assert (len(ours[0]), len(over[0])) == (len("9.999"), len("21"))
     assert written(page).endswith("not 2.")
     assert written(page) != page.read_text()
+
+
+def test_the_parts_of_the_gain_add_up_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {
+        "torchrec_strongest": 5.0,
+        "torchrec_strongest_default_plan": 4.5,
+        "torchrec_strongest_fp16": 3.0,  # disagrees
+        "torchrec_our_dense": 4.25,
+        "pgas_graph_no_capture": 3.5,
+        "pgas_graph": 2.25,
+    }
+    rows = [f"{name},{ms},{name != 'torchrec_strongest_fp16'}" for name, ms in times.items()]
+    monkeypatch.setattr(pictures, "PART_ROWS", tmp_path / "rows.csv")
+    monkeypatch.setattr(pictures, "STEP_PARTS", tmp_path / "parts.svg")
+    pictures.draw_step_parts()
+    assert not pictures.STEP_PARTS.exists(), "there are no rows"
+    pictures.PART_ROWS.write_text("\n".join(["contender,busy_ms,agrees", *rows]))
+    parts, left_ms = pictures.step_parts()
+    assert (parts, left_ms) == ([("dense part", 0.25), ("exchange", 0.75), ("CUDA graph", 1.25)], 2.25)
+    pytest.importorskip("matplotlib")
+    pictures.draw_step_parts()
+    shown = re.findall(r"<text [^>]*>([^<]*)</text>", pictures.STEP_PARTS.read_text())
+    assert {name for name, _ in parts} | {"0.25", "0.75", "1.25", "2.25"} <= set(shown)
+
+
+@pytest.mark.skipif(not pictures.PART_ROWS.exists(), reason="these contenders have no rows")
+def test_the_picture_of_the_parts_has_the_numbers_of_the_rows() -> None:
+    shown = re.findall(r"<text [^>]*>([^<]*)</text>", pictures.STEP_PARTS.read_text())
+    parts, left_ms = pictures.step_parts()
+    assert {f"{ms:.2f}" for ms in [left_ms, *(ms for _, ms in parts)]} <= set(shown), "run `python -m tests.pictures`"
 
 
 def test_the_pictures_have_the_numbers_of_the_rows() -> None:

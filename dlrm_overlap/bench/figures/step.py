@@ -29,11 +29,13 @@ from dlrm_overlap.bench.harness.agreement import judge_losses
 from dlrm_overlap.bench.harness.clocks import COLUMNS as CLOCK
 from dlrm_overlap.bench.harness.clocks import clock_of
 from dlrm_overlap.bench.harness.limits import find_floor, measure_ceilings, measure_products
+from dlrm_overlap.bench.harness.our_dense import OurDensePipeline
 from dlrm_overlap.bench.harness.timing import take_turns
+from dlrm_overlap.bench.harness.torchrec_variants import CompiledPipeline, RegisteredPipeline, cast_cross_biases
 from dlrm_overlap.bench.harness.training_runs import TracedSteps, TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
 from dlrm_overlap.bench.rows import append_csv, report
-from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, Keys, expand, split_into_groups
+from dlrm_overlap.bench.step_contenders import OUR_DENSE, STEP_CONTENDERS, Keys, expand, is_torchrec, split_into_groups
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.dense.functions import DEFERRED, WeightGradients
@@ -145,10 +147,11 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
 
     `torchrec_strongest` looks up int32 ids. Variants of it use TrainPipelineFusedSparseDist, whose lookup overlaps with
     the optimizer; a thread of TrainPipelineSparseDist that issues the copies of batches; DDP's hook that averages dense
-    gradients in bf16; or index dedup for unpooled tables. `drop_in` uses our sharders with their defaults.
+    gradients in bf16; index dedup for unpooled tables; or what `harness.torchrec_variants` has. `torchrec_our_dense`
+    has our dense part (`harness.our_dense`). `drop_in` uses our sharders with their defaults.
     """
     on_gpu = ranks.device.type == "cuda"
-    is_strongest = name.startswith("torchrec_strongest")
+    is_strongest = name.startswith(("torchrec_strongest", OUR_DENSE))
     lookups: dict[str, Any] = {"embedding_table_index_type": torch.int32} if is_strongest else {}
     make_sharders = partial(build_sharders, fused_params=lookups)
     if name.startswith("drop_in"):
@@ -156,11 +159,18 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
     elif name.endswith("index_dedup") and on_gpu:  # FBGEMM finds distinct ids only on GPUs
         make_sharders = partial(_sharders_with_index_dedup, fused_params=lookups)
     gradients = _WEIGHT_GRADIENTS.get(name, DEFERRED)
-    trainer = ranks.trainer(config, make_sharders, weight_gradients=gradients)
+    change_model = cast_cross_biases if name.endswith("bf16_biases") else None
+    trainer = ranks.trainer(config, make_sharders, weight_gradients=gradients, change_model=change_model)
     if name.endswith("fused_pipeline") and on_gpu:  # it needs CUDA streams
         trainer.pipeline = TrainPipelineFusedSparseDist(trainer.model, trainer.optimizer, trainer.device)
     if name.endswith("async_copy") and on_gpu:  # on a CPU nothing is copied
         trainer.pipeline = _pipeline_with_copy_thread(trainer.model, trainer.optimizer, trainer.device)
+    if name.endswith("registered") and on_gpu:  # NCCL's memory
+        trainer.pipeline = RegisteredPipeline(trainer.model, trainer.optimizer, trainer.device)
+    if name.endswith("pt2"):
+        trainer.pipeline = CompiledPipeline(trainer.model, trainer.optimizer, trainer.device)
+    if name.startswith(OUR_DENSE):
+        trainer.pipeline = OurDensePipeline(trainer)
     if name.endswith("bf16_gradients"):
         compress_gradients(trainer.model)
     return trainer
@@ -249,7 +259,7 @@ def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
 
 def with_speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows with speedups. A row whose losses disagree gets none, and is not used as a baseline."""
-    theirs = [row for row in rows if row["agrees"] and row["contender"].startswith("torchrec")]
+    theirs = [row for row in rows if row["agrees"] and is_torchrec(row["contender"])]
     fastest = {time: min((row[time] for row in theirs if row[time]), default=None) for time in _SPEEDUPS.values()}
 
     def ratio(row: Mapping[str, Any], time: str) -> float | None:

@@ -89,6 +89,7 @@ def test_the_strongest_is_the_fastest_of_torchrec_that_agrees_by_each_time() -> 
         ("torchrec", 8.0, 6.0, 4.0, True),
         ("torchrec_strongest", 6.0, 5.0, 5.0, True),
         ("torchrec_strongest_bf16", 7.0, 4.0, 4.5, True),
+        ("torchrec_our_dense", 1.5, 0.5, 1.0, True),  # not TorchRec's step alone
         ("torchrec_strongest_fp16", 1.0, 1.0, 1.0, False),
         ("pgas_graph", 2.0, 1.0, 2.0, True),
     ]
