@@ -7,6 +7,7 @@ The ids of a table of any id are the keys themselves, and `MISSING_ID` for missi
 
 from collections import Counter
 from collections.abc import Mapping
+from threading import Lock
 
 import numpy as np
 import pyarrow as pa
@@ -53,7 +54,10 @@ class _Vocabulary:
 
 
 class Encoder:
-    """Converts blocks of a table to samples, by given vocabularies or after it has learnt them."""
+    """Converts blocks of a table to samples, by given vocabularies or after it has learnt them.
+
+    Threads may share one that does not learn.
+    """
 
     def __init__(self, schema: Schema, keys: Mapping[str, np.ndarray] | None = None) -> None:
         """Take the keys of all vocabularies, see `Encoding.keys`; None: `learn` them."""
@@ -69,6 +73,7 @@ class Encoder:
         """column -> number of its values that were encoded, or `count_ids` was told, without missing ones"""
         self.unknown = Counter[str]()
         """how many of these are in no vocabulary, or rare in the table that it was learnt from, or have no row"""
+        self._counting = Lock()
 
     def learn(self, row: int, block: pa.RecordBatch) -> None:
         for name, vocabulary in self._vocabularies.items():
@@ -93,15 +98,20 @@ class Encoder:
 
     def take_counts(self) -> tuple[Counter[str], Counter[str]]:
         """Return `values` and `unknown`, and count from 0 again."""
-        counts = self.values, self.unknown
-        self.values, self.unknown = Counter(), Counter()
+        with self._counting:
+            counts = self.values, self.unknown
+            self.values, self.unknown = Counter(), Counter()
         return counts
+
+    def _count(self, name: str, values: int, unknown: int) -> None:
+        with self._counting:
+            self.values[name] += values
+            self.unknown[name] += unknown
 
     def count_ids(self, name: str, ids: np.ndarray, has_row: np.ndarray) -> None:
         """Count the ids of a column of any id, [n], of which only the model knows whether each has a row."""
         given = ids != MISSING_ID
-        self.values[name] += int(given.sum())
-        self.unknown[name] += int((given & ~has_row).sum())
+        self._count(name, int(given.sum()), int((given & ~has_row).sum()))
 
     def encode(self, row: int, block: pa.RecordBatch) -> Day:
         """Convert `block`, whose first row is number `row` of its file.
@@ -135,8 +145,7 @@ class Encoder:
         known = hashed_rows(keys, rows) if rows else self._vocabularies[name].rows_of(keys)
         ids = np.where(missing, np.int32(_MISSING), known)
         if not rows:
-            self.values[name] += len(keys) - int(missing.sum())
-            self.unknown[name] += int((ids == _RARE).sum())
+            self._count(name, len(keys) - int(missing.sum()), int((ids == _RARE).sum()))
         return ids[:, None] if ends is None else Ragged(ids, ends)
 
     def _keys(self, row: int, block: pa.RecordBatch, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import gc
 import json
 import os
 import resource
@@ -49,6 +50,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu") and "schedule" not in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.skip(reason="needs NVIDIA GPUs"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what all tests share, the modules, out of collections of garbage, which would take 0.3 seconds each."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

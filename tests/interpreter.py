@@ -1,12 +1,17 @@
-"""A cache for Triton's interpreter, which spends a third of its time looking up functions and types."""
+"""Caches for Triton's interpreter, which otherwise spends most of its time on making types and looking up functions.
+
+What is cached depends on types and constants alone, so kernels compute the same.
+"""
 
 import inspect
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _get_np_dtype = interpreter._get_np_dtype
@@ -20,10 +25,35 @@ def _builtins(owner: ModuleType | type) -> list[tuple[str, Any]]:
 
 
 def _patch_builtin(owner: ModuleType | type, builder: Any, scope: Any) -> None:
-    """Replace Triton's function of this name, which each call of a function in a kernel calls five times."""
+    """Replace Triton's function of this name, which each launch calls five times."""
     for name, member in _builtins(owner):
-        if getattr(owner, name) is member:  # else the kernel that calls has patched it
+        if getattr(owner, name) is member:  # else a call in this launch has patched it
             interpreter._patch_attr(owner, name, member, builder, scope)
+
+
+_patch_lang = interpreter._patch_lang
+_patched: set[frozenset[str]] = set()
+"""names of the modules of Triton's language that are patched for the launch that runs"""
+
+
+@cache
+def _language_of(kernel: Any) -> frozenset[str]:
+    return frozenset(each.__name__ for each in kernel.__globals__.values() if each is tl or each is tl.core)
+
+
+def _patch_lang_once(kernel: Any) -> Any:
+    """Replace Triton's function of this name, which each call of a function in a kernel calls, too."""
+    language = _language_of(kernel)
+    if language in _patched:
+        return _LangPatchScope()
+    _patched.add(language)
+    return _patch_lang(kernel)
+
+
+class _LangPatchScope(interpreter._LangPatchScope):
+    def restore(self) -> None:
+        super().restore()
+        _patched.clear()
 
 
 def _known_np_dtype(given: Any) -> np.dtype:
@@ -32,6 +62,49 @@ def _known_np_dtype(given: Any) -> np.dtype:
     if name not in _np_dtypes:
         _np_dtypes[name] = _get_np_dtype(given)
     return _np_dtypes[name]
+
+
+_make_block_type, _make_tensor = tl.block_type.__init__, tl.tensor.__init__
+_block_types: dict[tuple[str, int, tuple[int, ...]], dict[str, Any]] = {}
+
+
+def _init_block_type(self: tl.block_type, element_ty: Any, shape: Any) -> None:
+    """Replace the constructor of a block's type: equal ones share their attributes."""
+    sizes = tuple([getattr(size, "value", size) for size in shape])
+    key = str(element_ty), getattr(element_ty, "address_space", 0), sizes
+    if (known := _block_types.get(key)) is None:
+        _make_block_type(self, element_ty, shape)
+        known = _block_types[key] = self.__dict__
+    self.__dict__ = known
+
+
+def _init_tensor(self: tl.tensor, handle: Any, type: Any) -> None:
+    """Replace the constructor of a block: those of one type share all attributes but the handle."""
+    of_type = type.__dict__
+    if "tensor" not in of_type:
+        _make_tensor(self, None, type)
+        of_type["tensor"] = dict(self.__dict__)
+    self.__dict__.update(of_type["tensor"], handle=handle)
+
+
+_broadcast, _scalar_constant = TritonSemantic.broadcast_impl_value, TritonSemantic.scalar_constant
+_constants: dict[tuple[str, type, int | float], Any] = {}
+
+
+def _broadcast_unless_equal(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """Replace the method of this name, which compares all sizes of two blocks, though most have the same shape."""
+    ours, theirs = lhs.type, rhs.type
+    if ours.is_block() and theirs.is_block() and ours.shape.values == theirs.shape.values:
+        return lhs, rhs
+    return _broadcast(self, lhs, rhs)
+
+
+def _known_scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
+    """Replace the method of this name, which makes the constants of a kernel again in each program."""
+    key = dtype.name, type(value), value
+    if key not in _constants:
+        _constants[key] = _scalar_constant(self, value, dtype)
+    return _constants[key]
 
 
 def _take_masks_of_integers(name: str) -> None:
@@ -48,10 +121,18 @@ def _take_masks_of_integers(name: str) -> None:
 
 
 def quicken() -> None:
-    """Cache lookups of the interpreter in this process and in those forked from it."""
+    """Cache what the interpreter looks up and makes, in this process and in those forked from it."""
     for owner in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
         _builtins(owner)  # as they are before any is patched
     interpreter._patch_builtin = _patch_builtin
+    interpreter._patch_lang = _patch_lang_once
+    interpreter._LangPatchScope = _LangPatchScope
     interpreter._get_np_dtype = _known_np_dtype
+    tl.block_type.__init__, tl.tensor.__init__ = _init_block_type, _init_tensor
+    TritonSemantic.broadcast_impl_value = _broadcast_unless_equal
+    TritonSemantic.scalar_constant = _known_scalar_constant
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:  # else an overflow would be reported
+        builder.options = replace(builder.options, sanitize_overflow=False)
     for name in ("create_masked_load", "create_masked_store"):
         _take_masks_of_integers(name)

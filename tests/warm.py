@@ -4,6 +4,7 @@ multiprocessing's fork server imports them once for all tests. Command lines, th
 are forked from it, and continue as `python -m dlrm_overlap` does. Not with CUDA, which does not support fork.
 """
 
+import gc
 import mmap
 import multiprocessing
 import os
@@ -107,6 +108,7 @@ def _begin(
 
 def _go_on(argv: Sequence[str], environ: Mapping[str, str], main: Callable[[], None]) -> None:
     """Run `main` with the arguments, environment and signal handlers of a new process."""
+    gc.freeze()  # what it was forked with, which each collection would visit
     os.environ.clear()
     os.environ.update(environ)
     if "TRITON_INTERPRET" not in environ:  # the fork server had it

@@ -4,20 +4,20 @@
     training    | steps .. s | list marked rows, copy them to the CPU, clear the marks | steps s + 1, ..
     thread      |            |                                                         | write, rename
 
-Of a table of any id also those rows count whose id has changed: the ids of the last delta are kept, 8 bytes a row.
+Of a table of any id also those rows count whose id has changed, see `RowChanges`.
 """
 
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,9 @@ from dlrm_overlap.checkpoint.checkpoint import Checkpointer, cuts_of, world
 from dlrm_overlap.checkpoint.delta_files import (
     DELTA_MANIFEST,
     EVICT,
-    KEY,
     UPDATE,
     ChangedRows,
     DeltaManifest,
-    check_backend,
     check_pyarrow,
     delta_name,
     deltas_in,
@@ -43,104 +41,17 @@ from dlrm_overlap.checkpoint.delta_files import (
 )
 from dlrm_overlap.checkpoint.extents import Extent, local_extents
 from dlrm_overlap.checkpoint.manifest import MANIFEST, digest_of, write_manifest
+from dlrm_overlap.checkpoint.row_changes import RowChanges, marked_shards, to_cpu
 from dlrm_overlap.checkpoint.saving import require_finite
 from dlrm_overlap.checkpoint.storage import save_extents
 from dlrm_overlap.comm.every_rank import faults, gathered, on_every_rank
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.embedding.exchanging_module import ExchangingModule
-from dlrm_overlap.embedding.tables import LocalTables
-from dlrm_overlap.embedding.unpooled import UnpooledExchange
-from dlrm_overlap.kernels.ids.id_map import EMPTY, unmix
 from dlrm_overlap.launching.files import discard, sync_folder
 from dlrm_overlap.launching.process_group import LAST_RESORT
 
 log = logging.getLogger("dlrm_overlap")
 
 _PARTIAL = ".partial_"  # prefix of a folder that is being written or removed
-_CHUNK_BYTES = 1 << 28  # of rows that are gathered on the device at a time
-
-
-class TableShard(NamedTuple):
-    """This rank's part of a table whose updates are marked."""
-
-    name: str
-    """of the table's weight in the model's state dict"""
-    feature: str
-    tables: LocalTables
-    number: tuple[int, int]
-    """its lookup and its number there"""
-    weights: torch.Tensor
-    """[rows, D]"""
-    first_row: int
-    first_column: int
-    ids: torch.Tensor | None
-    """[rows] int64: the hashed ids of a table of any id"""
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        return self.name, self.first_row, self.first_column
-
-
-def mark_updates(model: DistributedModelParallel, backend: str, sends_ids: bool) -> None:
-    """Mark the rows that updates change, from the first step on.
-
-    `sends_ids` says whether `GraphTrainPipeline` takes the steps.
-
-    Raises:
-        InputError: if the backend, or a table of the model, cannot.
-    """
-    check_backend(backend)
-    for module in _exchanging(model):
-        tables = module.exchange.tables
-        if tables.fractions:
-            raise InputError(
-                f"{KEY}: {len(tables.fractions)} tables are in host memory behind a cache, whose updates name slots, "
-                f"not rows; set embedding.memory to gpu, or {KEY} to 0"
-            )
-        if isinstance(module.exchange, UnpooledExchange) and not sends_ids:
-            raise InputError(
-                f"{KEY}: train.pipeline torchrec updates histories by FBGEMM, which does not tell which rows it "
-                f"changes; take --train.pipeline graph, or 0 for no deltas"
-            )
-        if module.exchange.options.resolved_backward == "collective":
-            check_backend("nccl")
-        tables.mark_updates(module.exchange.device)
-
-
-def _exchanging(model: DistributedModelParallel) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, ExchangingModule) and module.exchange is not None:
-            yield module
-
-
-def marked_shards(model: DistributedModelParallel) -> list[TableShard]:
-    """Return this rank's shards of all tables; an InputError if updates of one are not marked."""
-    owners: dict[int, tuple[Any, tuple[int, int]]] = {}
-    for module in _exchanging(model):
-        for number, rows in module.exchange.tables.shards():
-            if rows.numel():
-                owners[rows.data_ptr()] = module, number
-    found = []
-    for name, tensor in model.state_dict().items():
-        if not isinstance(tensor, ShardedTensor) or not tensor.dtype.is_floating_point:
-            continue
-        for shard in tensor.local_shards():
-            if not shard.tensor.numel():
-                continue
-            if shard.tensor.data_ptr() not in owners:
-                raise InputError(
-                    f"{KEY}: table {name} stays with TorchRec, whose updates are not marked; the log says why it "
-                    f"stays; choose a plan that exchanges it, or set {KEY} to 0"
-                )
-            module, number = owners[shard.tensor.data_ptr()]
-            row, column = shard.metadata.shard_offsets
-            tables, id_map = module.exchange.tables, module.id_map
-            names = {at: table for table, at in tables.numbers_of.items()}
-            ids = None if id_map is None else id_map.shard(id_map.state.ids, names[number])
-            layout = module.exchange.layout.by_owner[dist.get_rank()]
-            feature = next((s.feature_name for s in layout if (s.lookup, s.table) == number), "")
-            found.append(TableShard(name, feature, tables, number, shard.tensor.detach(), row, column, ids))
-    return found
 
 
 def dense_extents(model: DistributedModelParallel) -> list[Extent]:
@@ -170,8 +81,7 @@ class Deltas(BackgroundWrites[None]):
         """last step whose weights are in a delta or a checkpoint"""
         self._config, self._checkpointer, self._model, self._device = config, checkpointer, model, device
         self._check = check
-        self._ids: dict[tuple[str, int, int], torch.Tensor] = {}
-        """shard of a table of any id -> its ids at `step`"""
+        self._changes = RowChanges(model)
         self._checkpoint: Future[Path] | None = None
         """the checkpoint of `step`, if there is one"""
         self._delta: tuple[int, str] | None = None
@@ -221,12 +131,7 @@ class Deltas(BackgroundWrites[None]):
 
     def _forget(self, step: int) -> None:
         """Clear what has changed."""
-        for shard in marked_shards(self._model):
-            marks = shard.tables.marks
-            assert marks is not None
-            marks.clear()
-            if shard.ids is not None:
-                self._ids[shard.key] = shard.ids.clone()
+        self._changes.clear()
         self.step, self._checkpoint = step, None
 
     @torch.no_grad()
@@ -245,13 +150,12 @@ class Deltas(BackgroundWrites[None]):
         begin = time.perf_counter()
         self._synchronize()
         self._check()
-        changes, are_finite = list[ChangedRows](), torch.ones((), dtype=torch.bool, device=self._device)
-        for shard in marked_shards(self._model):
-            changes += self._changes(shard, are_finite)
+        are_finite = torch.ones((), dtype=torch.bool, device=self._device)
+        changes = self._changes.copied(are_finite)
         dense = []
         for extent in dense_extents(self._model):
             are_finite &= extent.tensor.isfinite().all()
-            dense.append(replace(extent, tensor=self._to_cpu(extent.tensor)))
+            dense.append(replace(extent, tensor=to_cpu(extent.tensor)))
         self._synchronize()
         fault = "" if bool(are_finite) else "a weight is nan or infinite"
         require_finite(next(iter(faults(fault, world())), ""), step, self._config)
@@ -264,38 +168,6 @@ class Deltas(BackgroundWrites[None]):
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return copy.copy_(tensor, non_blocking=True)
-
-    def _changes(self, shard: TableShard, are_finite: torch.Tensor) -> Iterator[ChangedRows]:
-        """Yield a shard's changes, copied to the CPU; clear `are_finite` if a weight is not finite."""
-        assert shard.tables.marks is not None
-        rows = shard.tables.marks.marked(shard.number)
-        about = shard.name, shard.feature
-        if shard.ids is None:
-            keys = rows + shard.first_row
-        else:
-            ids, before = shard.ids, self._ids[shard.key]
-            moved = (ids != before).nonzero().flatten()
-            gone = moved[(before[moved] != EMPTY) & ~torch.isin(before[moved], ids[moved])]
-            if gone.numel():
-                lost = self._to_cpu(unmix(before[gone])), self._to_cpu(gone + shard.first_row)
-                yield ChangedRows(*about, EVICT, shard.first_column, *lost, None)
-            rows = torch.cat([rows, moved]).unique()
-            rows = rows[ids[rows] != EMPTY]  # initial rows of buckets are named by ids, but stay as they are
-            keys = unmix(ids[rows])
-        if rows.numel():
-            weights = shard.weights
-            values = torch.empty((rows.numel(), weights.shape[1]), dtype=weights.dtype, pin_memory=weights.is_cuda)
-            size = max(1, _CHUNK_BYTES // (weights.shape[1] * weights.itemsize))
-            for part, into in zip(rows.split(size), values.split(size), strict=True):
-                chosen = weights.index_select(0, part)
-                are_finite &= chosen.isfinite().all()
-                into.copy_(chosen, non_blocking=True)
-            found = self._to_cpu(keys), self._to_cpu(rows + shard.first_row)
-            yield ChangedRows(*about, UPDATE, shard.first_column, *found, values)
 
     def _write(
         self,

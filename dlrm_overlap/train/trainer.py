@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 import torch
 
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, trained_with
-from dlrm_overlap.checkpoint.deltas import Deltas, mark_updates
+from dlrm_overlap.checkpoint.deltas import Deltas
 from dlrm_overlap.checkpoint.manifest import Manifest, newest_checkpoint
+from dlrm_overlap.checkpoint.row_changes import mark_updates
 from dlrm_overlap.checkpoint.saving import Saves, require_finite
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch

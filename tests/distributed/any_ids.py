@@ -1,9 +1,11 @@
 """A small model with tables of any id, and what it must give: a dictionary of rows in float64."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -25,10 +27,14 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_tables.module import IdTableModule
 from dlrm_overlap.embedding.id_tables.sharder import CACHED, OverlapManagedCollisionEmbeddingBagCollectionSharder
+from dlrm_overlap.kernels.ids.id_map import EMPTY
+from tests.conftest import read_metrics, run_cli
+from tests.distributed.captured import captures
 from tests.distributed.models import CPU, open_pipeline, world
 
 DIM, SAMPLES, FEATURES = 8, 6, ("f0", "f1")
 LR, START = 0.05, 0.1
+MODULES = "tables._managed_collision_collection._managed_collision_modules."  # of a state dict
 Rows = dict[tuple[int, int], torch.Tensor]
 
 
@@ -60,6 +66,14 @@ def own_module(name: str, rows: int, **given: Any) -> IdTableModule:
     return IdTableModule(name, rows, CPU, IdTablesConfig(**given))
 
 
+def weighted_sum(inputs: int) -> nn.Linear:
+    layer = nn.Linear(inputs, 1)
+    with torch.no_grad():
+        layer.weight.fill_(0.3)
+        layer.bias.zero_()
+    return layer
+
+
 class Model(nn.Module):
     """Returns the loss and the outputs [b]: the weighted sum of two pooled embeddings."""
 
@@ -75,10 +89,7 @@ class Model(nn.Module):
         self.tables = ManagedCollisionEmbeddingBagCollection(
             EmbeddingBagCollection(configs, device=CPU), ManagedCollisionCollection(modules, configs)
         )
-        self.over = nn.Linear(len(FEATURES) * DIM, 1)
-        with torch.no_grad():
-            self.over.weight.fill_(0.3)
-            self.over.bias.zero_()
+        self.over = weighted_sum(len(FEATURES) * DIM)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         pooled, _ = self.tables(batch.sparse)
@@ -94,13 +105,18 @@ def shard(
 ) -> DistributedModelParallel:
     """Shard a model; `cached` has the tables in host memory, and which shares of their rows have slots."""
     fused = {"optimizer": optimizer, "learning_rate": LR}
-    sharders: list[Any] = [OverlapManagedCollisionEmbeddingBagCollectionSharder(fused, backend=backend)]
+    return shard_by(OverlapManagedCollisionEmbeddingBagCollectionSharder(fused, backend=backend), model, cached)
+
+
+def shard_by(
+    sharder: Any, model: nn.Module, cached: Mapping[str, float] = MappingProxyType({})
+) -> DistributedModelParallel:
     planner = EmbeddingShardingPlanner(topology=Topology(dist.get_world_size(), "cpu"))
-    plan = planner.collective_plan(model, sharders, world())
+    plan = planner.collective_plan(model, [sharder], world())
     of_tables: Any = plan.plan["tables"]
     for name, share in cached.items():  # on CPUs the planner knows no caches
         of_tables[name].compute_kernel, of_tables[name].cache_params = CACHED, CacheParams(load_factor=share)
-    return DistributedModelParallel(model, device=CPU, sharders=sharders, plan=plan)
+    return DistributedModelParallel(model, device=CPU, sharders=[sharder], plan=plan)
 
 
 def batch_of(ids: Sequence[Sequence[Sequence[int]]]) -> Batch:
@@ -132,10 +148,15 @@ def draw(rank: int, step: int, pool: int = 60, seed: int = 0, features: int = le
 def train(
     sharded: DistributedModelParallel, batches: Sequence[Batch], pipeline: str = "none", segment: int | None = None
 ) -> Step:
-    """Take a step on each of `batches`; losses are means over all ranks. `pipeline` as in `models.open_pipeline`.
+    """Take a step on each of `batches`; losses are means over all ranks.
 
-    After every `segment` steps the pipeline is empty.
+    `pipeline` is as in `models.open_pipeline`, or `captured`. After every `segment` steps the pipeline is empty.
     """
+    if pipeline == "captured":
+        with captures() as taken:
+            step = train(sharded, batches, "graph", segment)
+        assert taken["replayed"] > min(len(batches) - 6, 3), "steps are captured after the first ones"
+        return step
     dense = {name: each for name, each in sharded.named_parameters() if "over." in name}
     keyed = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=LR))
     optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", keyed)])
@@ -153,26 +174,69 @@ def batched(batches: Sequence[Batch], size: int) -> Iterator[Sequence[Batch]]:
         yield batches[first : first + size]
 
 
-def expected_losses(steps: Sequence[Sequence[Sequence[Sequence[Sequence[int]]]]]) -> list[float]:
-    """Return the losses of a model in float64 whose rows are in a dictionary; `steps` are step -> rank -> ids."""
-    rows, over, bias = Rows(), torch.full((len(FEATURES) * DIM,), 0.3, dtype=torch.float64), 0.0
+def expected_losses(
+    steps: Sequence[Sequence[Sequence[Sequence[Sequence[int]]]]],
+    tables: Sequence[int] = range(len(FEATURES)),
+    growth: float = 0.0,
+) -> list[float]:
+    """Return the losses of a model in float64 whose rows are in a dictionary; `steps` are step -> rank -> ids.
+
+    `tables` has the table of each feature. The k-th row of a bag is weighed by 1 + k * growth.
+    """
+    rows, over, bias = Rows(), torch.full((len(tables), DIM), 0.3, dtype=torch.float64), 0.0
     first, losses = torch.full((DIM,), START, dtype=torch.float64), list[float]()
     for ranks in steps:
         changes, of_over, of_bias, total = Rows(), torch.zeros_like(over), 0.0, 0.0
         number = len(ranks) * SAMPLES
         for ids in ranks:
             for bags in zip(*ids, strict=True):
-                pooled = [sum((rows.get((f, id), first) for id in bag), first * 0) for f, bag in enumerate(bags)]
-                inputs = torch.cat(pooled)
-                output = float(inputs @ over) + bias
+                looked_up = [
+                    (feature, (table, id), 1 + growth * k)
+                    for feature, (table, bag) in enumerate(zip(tables, bags, strict=True))
+                    for k, id in enumerate(bag)
+                ]
+                inputs = torch.zeros_like(over)
+                for feature, key, weight in looked_up:
+                    inputs[feature] += weight * rows.get(key, first)
+                output = float((inputs * over).sum()) + bias
                 total += output**2 / number
                 gradient = 2 * output / number
                 of_over, of_bias = of_over + gradient * inputs, of_bias + gradient
-                for f, bag in enumerate(bags):
-                    for id in bag:
-                        change = gradient * over[f * DIM : (f + 1) * DIM]
-                        changes[f, id] = changes.get((f, id), 0) + change
+                for feature, key, weight in looked_up:
+                    changes[key] = changes.get(key, 0) + gradient * weight * over[feature]
         losses.append(total)
         rows |= {key: rows.get(key, first) - LR * change for key, change in changes.items()}
         over, bias = over - LR * of_over, bias - LR * of_bias
     return losses
+
+
+def check_torchrec_finds_ids(state: Mapping[str, Any], table: str, rows: int) -> None:
+    """Check that TorchRec's operator finds, in what a state dict has, each id where our map has it."""
+    (mine,) = state[f"{MODULES}{table}._hash_zch_identities"].local_shards()
+    ids = mine.tensor.flatten()
+    size, here = rows // 4, ids[ids != EMPTY]
+    assert len(here) > 10
+    bucket = here % 4 - mine.metadata.shard_offsets[0] // size
+    found, _ = torch.ops.fbgemm.zero_collision_hash(
+        here, ids.view(-1, 1), 128, True, -1, True, torch.full_like(here, size), bucket * size
+    )
+    assert torch.equal(found, (ids != EMPTY).nonzero().flatten())
+
+
+def check_resumes_on_fewer_ranks(folder: Path, *argv: str) -> None:
+    """Check that a run that resumes ends with the same bits; on one rank instead of two, with the same losses but for
+    rounding.
+    """
+    keys = ("--log.dir", str(folder), "--checkpoint.every", "20", "--checkpoint.keep", "3")
+    losses = {}
+    for name, ranks, resume in (("whole", 2, "never"), ("again", 2, "step_20"), ("alone", 1, "step_20")):
+        start = str(folder / "whole" / "checkpoints" / resume) if resume != "never" else resume
+        steps = ("--train.steps", "40", "--checkpoint.resume", start, "--log.name", name, "--nproc", str(ranks))
+        result = run_cli(*argv, *keys, *steps)
+        assert result.returncode == 0, result.stderr
+        losses[name] = read_metrics(folder / name, "train/loss")
+    later = [25, 30, 35, 40]
+    assert [losses["again"][step] for step in later] == [losses["whole"][step] for step in later]
+    assert [losses["alone"][step] for step in later] == pytest.approx(
+        [losses["whole"][step] for step in later], rel=1e-4
+    )

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from dlrm_overlap import explain
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.ids.id_map import EMPTY, Totals, murmur, unsigned_remainder
-from tests.conftest import PYTHON_PATH, ROOT, read_metrics, refuses, run_cli
+from tests.conftest import PYTHON_PATH, ROOT, refuses
 from tests.distributed import any_ids
 from tests.distributed.any_ids import batch_of, draw, expected_losses, own_module, shard, zch_module
-from tests.distributed.captured import captures
 from tests.distributed.workers import cases_on_ranks
 
 STEPS, ROWS = 6, 512
@@ -31,11 +29,8 @@ def _check_losses(pipeline: str, make_module: Any, backend: str = "pgas") -> Non
     """Each id has its own row, whichever slot that is."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     drawn = [[draw(each, step) for each in range(ranks)] for step in range(STEPS)]
-    captured = pipeline == "captured"
-    with captures() if captured else nullcontext() as taken:
-        sharded = shard(any_ids.Model(ROWS, make_module), backend)
-        found = any_ids.train(sharded, [batch_of(of[rank]) for of in drawn], "graph" if captured else pipeline)
-    assert taken is None or taken["replayed"] > 0, "steps are captured"
+    sharded = shard(any_ids.Model(ROWS, make_module), backend)
+    found = any_ids.train(sharded, [batch_of(of[rank]) for of in drawn], pipeline)
     assert found.losses == pytest.approx(expected_losses(drawn), rel=1e-5)
     assert found.id_map.total(Totals.NO_ROOM) == found.id_map.total(Totals.NOT_ADMITTED) == 0
     used = torch.tensor(found.id_map.used())
@@ -46,20 +41,10 @@ def _check_losses(pipeline: str, make_module: Any, backend: str = "pgas") -> Non
 
 
 def _check_state_dict() -> None:
-    """TorchRec's operator finds, in what a state dict has, each id where our map has it."""
     rank = dist.get_rank()
     sharded = shard(any_ids.Model(ROWS, zch_module))
     any_ids.train(sharded, [batch_of(draw(rank, step)) for step in range(STEPS)])
-    state, prefix = sharded.state_dict(), "tables._managed_collision_collection._managed_collision_modules.t0."
-    (mine,) = state[f"{prefix}_hash_zch_identities"].local_shards()
-    ids = mine.tensor.flatten()
-    size, here = ROWS // 4, ids[ids != EMPTY]
-    assert len(here) > 10
-    bucket = here % 4 - mine.metadata.shard_offsets[0] // size
-    found, _ = torch.ops.fbgemm.zero_collision_hash(
-        here, ids.view(-1, 1), 128, True, -1, True, torch.full_like(here, size), bucket * size
-    )
-    assert torch.equal(found, (ids != EMPTY).nonzero().flatten())
+    any_ids.check_torchrec_finds_ids(sharded.state_dict(), "t0", ROWS)
 
 
 def _check_loading() -> None:
@@ -67,9 +52,7 @@ def _check_loading() -> None:
     rank, size = dist.get_rank(), ROWS // 4
     sharded: Any = shard(any_ids.Model(ROWS, zch_module))
     state = sharded.state_dict()
-    (ids,) = state[
-        "tables._managed_collision_collection._managed_collision_modules.t0._hash_zch_identities"
-    ].local_shards()
+    (ids,) = state[f"{any_ids.MODULES}t0._hash_zch_identities"].local_shards()
     (rows,) = state["tables._embedding_module.embedding_bags.t0.weight"].local_shards()
     known = torch.randint(0, 2**62, (300,), generator=torch.Generator().manual_seed(3))
     first, slots = ids.metadata.shard_offsets[0], ids.tensor.flatten()
@@ -152,11 +135,8 @@ def _check_segments() -> None:
     rules = partial(own_module, eviction="lfu", admit_after=2)
     batches = [batch_of(draw(rank, step, pool=400)) for step in range(15)]
     for pipeline in ("graph", "captured"):
-        captured = pipeline == "captured"
-        with captures() if captured else nullcontext() as taken:
-            sharded = shard(any_ids.Model(128 * dist.get_world_size(), rules))
-            step = any_ids.train(sharded, batches, "graph", segment=5)
-        assert taken is None or taken["replayed"] > 3, "steps are captured"
+        sharded = shard(any_ids.Model(128 * dist.get_world_size(), rules))
+        step = any_ids.train(sharded, batches, pipeline, segment=5)
         found.append([*step.losses, *(step.id_map.total(which) for which in Totals)])
     assert found[0] == found[1]
     assert step.id_map.total(Totals.NOT_ADMITTED) > 0
@@ -207,21 +187,8 @@ _TRAIN = (*_TRAIN, "--embedding.backend", "pgas", "--train.global_batch_size", "
 
 @pytest.mark.slow
 def test_a_run_resumes_on_fewer_ranks(tmp_path: Path) -> None:
-    """A run that resumes ends with the same bits; on one rank instead of two, with the same losses but for rounding."""
-    keys = ("--log.dir", str(tmp_path), "--checkpoint.every", "20", "--checkpoint.keep", "3")
-    keys = (*keys, "--embedding.id_tables.eviction", "lfu", "--embedding.id_tables.admit_after", "2")
-    losses = {}
-    for name, ranks, resume in (("whole", 2, "never"), ("again", 2, "step_20"), ("alone", 1, "step_20")):
-        start = str(tmp_path / "whole" / "checkpoints" / resume) if resume != "never" else resume
-        steps = ("--train.steps", "40", "--checkpoint.resume", start, "--log.name", name, "--nproc", str(ranks))
-        result = run_cli(*_TRAIN, *keys, *steps)
-        assert result.returncode == 0, result.stderr
-        losses[name] = read_metrics(tmp_path / name, "train/loss")
-    later = [25, 30, 35, 40]
-    assert [losses["again"][step] for step in later] == [losses["whole"][step] for step in later]
-    assert [losses["alone"][step] for step in later] == pytest.approx(
-        [losses["whole"][step] for step in later], rel=1e-4
-    )
+    counted = ("--embedding.id_tables.eviction", "lfu", "--embedding.id_tables.admit_after", "2")
+    any_ids.check_resumes_on_fewer_ranks(tmp_path, *_TRAIN, *counted)
 
 
 @pytest.mark.slow

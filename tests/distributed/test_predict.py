@@ -141,6 +141,7 @@ def test_python_values_mean_what_the_columns_of_a_file_mean(folder: Path, traine
     assert whole[0] != scorer(columns | {"user": [7, 7, 7, None]})["click"][0]
 
 
+@pytest.mark.slow  # test_predict_any_ids has the same of tables of any id
 @pytest.mark.parametrize("trained", ["dot"], indirect=True)
 def test_it_loads_neither_torchrec_nor_fbgemm(folder: Path, trained: Path) -> None:
     code = (

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,15 @@ from dlrm_overlap import explain, get_default_sharders
 from dlrm_overlap.embedding.id_tables.sharder import OverlapManagedCollisionEmbeddingCollectionSharder
 from dlrm_overlap.embedding.unpooled import UnpooledIdSender
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from dlrm_overlap.kernels.ids.id_map import EMPTY, Totals
-from tests.conftest import read_metrics, refuses, run_cli
+from dlrm_overlap.kernels.ids.id_map import Totals
+from tests.conftest import refuses, run_cli
 from tests.distributed import any_ids
 from tests.distributed.any_ids import batch_of, own_module, zch_module
-from tests.distributed.captured import captures
 from tests.distributed.unpooled_any_ids import TABLES, Model, expected_losses, shard
 from tests.distributed.workers import cases_on_ranks
 
 STEPS, ROWS = 6, 512
 draw = partial(any_ids.draw, features=3)
-PREFIX = "tables._managed_collision_collection._managed_collision_modules."
 
 
 def _drawn() -> list[list[list[list[list[int]]]]]:
@@ -48,12 +45,9 @@ def _widened(ids: list[list[list[int]]]) -> list[list[list[int]]]:
 
 def _check_losses(pipeline: str, make_module: Any, nodes: int = 1) -> None:
     """Each id has its own row, whichever slot that is, and is sent once to the owner of its bucket."""
-    rank, drawn, captured = dist.get_rank(), _drawn(), pipeline == "captured"
-    with captures() if captured else nullcontext() as taken:
-        sharded = shard(Model(ROWS, make_module), nodes=nodes)
-        batches = [batch_of(of[rank]) for of in drawn]
-        found = any_ids.train(sharded, batches, "graph" if captured else pipeline)
-    assert taken is None or taken["replayed"] > 0, "steps are captured"
+    rank, drawn = dist.get_rank(), _drawn()
+    sharded = shard(Model(ROWS, make_module), nodes=nodes)
+    found = any_ids.train(sharded, [batch_of(of[rank]) for of in drawn], pipeline)
     assert found.losses == pytest.approx(expected_losses(drawn), rel=1e-5)
     senders = [getattr(each, "sender", None) for each in sharded.modules()]
     by_us = [each for each in senders if isinstance(each, UnpooledIdSender)]
@@ -85,21 +79,12 @@ def _check_sightings() -> None:
 
 
 def _check_state_dict() -> None:
-    """TorchRec's operator finds, in what a state dict has, each id where our map has it."""
     rank = dist.get_rank()
     sharded = shard(Model(ROWS, zch_module))
     any_ids.train(sharded, [batch_of(draw(rank, step)) for step in range(STEPS)], "graph")
     state = sharded.state_dict()
     assert "tables._embedding_module.embeddings.t0.weight" in state
-    (mine,) = state[f"{PREFIX}t0._hash_zch_identities"].local_shards()
-    ids = mine.tensor.flatten()
-    size, here = ROWS // 4, ids[ids != EMPTY]
-    assert len(here) > 10
-    bucket = here % 4 - mine.metadata.shard_offsets[0] // size
-    found, _ = torch.ops.fbgemm.zero_collision_hash(
-        here, ids.view(-1, 1), 128, True, -1, True, torch.full_like(here, size), bucket * size
-    )
-    assert torch.equal(found, (ids != EMPTY).nonzero().flatten())
+    any_ids.check_torchrec_finds_ids(state, "t0", ROWS)
 
 
 def _check_resume() -> None:
@@ -227,21 +212,7 @@ _TRAIN = (*_TRAIN, "--data.eval_samples", "1000", "--log.every", "5")
 
 @pytest.mark.slow
 def test_histories_of_any_id_resume_on_fewer_ranks(tmp_path: Path) -> None:
-    """A run that resumes ends with the same bits; on one rank instead of two, with the same losses but for rounding."""
-    keys = ("--log.dir", str(tmp_path), "--train.pipeline", "graph")
-    keys = (*keys, "--checkpoint.every", "20", "--checkpoint.keep", "3")
-    losses = {}
-    for name, ranks, resume in (("whole", 2, "never"), ("again", 2, "step_20"), ("alone", 1, "step_20")):
-        start = str(tmp_path / "whole" / "checkpoints" / resume) if resume != "never" else resume
-        steps = ("--train.steps", "40", "--checkpoint.resume", start, "--log.name", name, "--nproc", str(ranks))
-        result = run_cli(*_TRAIN, *keys, *steps)
-        assert result.returncode == 0, result.stderr
-        losses[name] = read_metrics(tmp_path / name, "train/loss")
-    later = [25, 30, 35, 40]
-    assert [losses["again"][step] for step in later] == [losses["whole"][step] for step in later]
-    assert [losses["alone"][step] for step in later] == pytest.approx(
-        [losses["whole"][step] for step in later], rel=1e-4
-    )
+    any_ids.check_resumes_on_fewer_ranks(tmp_path, *_TRAIN, "--train.pipeline", "graph")
 
 
 @pytest.mark.slow

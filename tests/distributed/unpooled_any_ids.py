@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
@@ -16,10 +14,11 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection
 
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.id_tables.sharder import OverlapManagedCollisionEmbeddingCollectionSharder
-from tests.distributed.any_ids import DIM, LR, SAMPLES, START, Rows, start_at
-from tests.distributed.models import CPU, world
+from tests.distributed import any_ids
+from tests.distributed.any_ids import CPU, DIM, LR, start_at
 
 TABLES = {"t0": ["f0", "f1"], "t1": ["f2"]}
+GROWTH = 1 / 4  # of the weights from one position of a sequence to the next
 SEQUENCES = [(table, feature) for table, features in TABLES.items() for feature in features]
 
 
@@ -37,10 +36,7 @@ class Model(nn.Module):
             EmbeddingCollection(configs, device=CPU, need_indices=need_indices),
             ManagedCollisionCollection(modules, configs),
         )
-        self.over = nn.Linear(len(SEQUENCES) * DIM, 1)
-        with torch.no_grad():
-            self.over.weight.fill_(0.3)
-            self.over.bias.zero_()
+        self.over = any_ids.weighted_sum(len(SEQUENCES) * DIM)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         found, _ = self.tables(batch.sparse)
@@ -56,43 +52,15 @@ def summed(found: Any) -> torch.Tensor:
         values, lengths = found[name].values(), found[name].lengths().long()
         sample = torch.repeat_interleave(lengths)
         position = torch.arange(len(sample)) - (lengths.cumsum(0) - lengths)[sample]
-        weighed = values[: len(sample)] * (1 + position[:, None] / 4)
+        weighed = values[: len(sample)] * (1 + GROWTH * position[:, None])
         every.append(values.new_zeros(len(lengths), DIM).index_add(0, sample, weighed))
     return torch.cat(every, dim=1)
 
 
 def shard(model: nn.Module, nodes: int = 1) -> DistributedModelParallel:
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
-    sharders: list[Any] = [OverlapManagedCollisionEmbeddingCollectionSharder(fused, nodes=nodes)]
-    planner = EmbeddingShardingPlanner(topology=Topology(dist.get_world_size(), "cpu"))
-    plan = planner.collective_plan(model, sharders, world())
-    return DistributedModelParallel(model, device=CPU, sharders=sharders, plan=plan)
+    return any_ids.shard_by(OverlapManagedCollisionEmbeddingCollectionSharder(fused, nodes=nodes), model)
 
 
 def expected_losses(steps: Sequence[Sequence[Sequence[Sequence[Sequence[int]]]]]) -> list[float]:
-    """Return the losses of a model in float64 whose rows are in a dictionary; `steps` are step -> rank -> ids."""
-    rows, over, bias = Rows(), torch.full((len(SEQUENCES), DIM), 0.3, dtype=torch.float64), 0.0
-    first, losses = torch.full((DIM,), START, dtype=torch.float64), list[float]()
-    for ranks in steps:
-        changes, of_over, of_bias, total = Rows(), torch.zeros_like(over), 0.0, 0.0
-        number = len(ranks) * SAMPLES
-        for ids in ranks:
-            for bags in zip(*ids, strict=True):
-                looked_up = [
-                    (s, (int(table[1]), id), 1 + k / 4)
-                    for s, (table, feature) in enumerate(SEQUENCES)
-                    for k, id in enumerate(bags[int(feature[1])])
-                ]
-                inputs = torch.zeros_like(over)
-                for s, key, weight in looked_up:
-                    inputs[s] += weight * rows.get(key, first)
-                output = float((inputs * over).sum()) + bias
-                total += output**2 / number
-                gradient = 2 * output / number
-                of_over, of_bias = of_over + gradient * inputs, of_bias + gradient
-                for s, key, weight in looked_up:
-                    changes[key] = changes.get(key, 0) + gradient * weight * over[s]
-        losses.append(total)
-        rows |= {key: rows.get(key, first) - LR * change for key, change in changes.items()}
-        over, bias = over - LR * of_over, bias - LR * of_bias
-    return losses
+    return any_ids.expected_losses(steps, [int(table[1]) for table, _ in SEQUENCES], growth=GROWTH)

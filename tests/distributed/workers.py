@@ -1,5 +1,6 @@
 """Ranks for tests that run many cases in one set of processes: to start one takes seconds."""
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -180,6 +181,7 @@ def _run_each(folder: Path, run: Callable[[str], None], *cases: str) -> None:
 
 
 def _rank(rank: int, world_size: int, work: Callable[..., None], folder: Path, *arguments: Any) -> None:
+    gc.freeze()  # what it was forked with, which each collection would visit
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     for library in ("torchrec", "torch.fx"):

@@ -70,7 +70,7 @@ _ANY_IDS = {"data.tables.ids": "any", "embedding.id_tables.rows": 1024}
 _COUNTED = {"embedding.id_tables.eviction": "lfu", "embedding.id_tables.admit_after": 2}
 _DELTAS = {"checkpoint.delta_every": 1}
 REQUIRED = ("mlperf", "history", "cached", "ids", "any_ids")
-"""steps all of whose specialisations `make test` compiles"""
+"""steps all of whose specialisations `make test` compiles for sm_90; of each kernel it compiles one for all targets"""
 # Name -> configuration and keys.
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlperf": ("mlperf_dcnv2", {}),
@@ -226,17 +226,19 @@ class Launched(SimpleNamespace):
     steps: list[str]
 
 
-def launched(
-    names: tuple[str, ...] = NAMES, world_size: int = WORLD_SIZE, first_and_last: bool = False
-) -> dict[str, Launched]:
-    """Return what the steps of `names` launch on all ranks, or on the first and the last, by the text."""
+def launched(names: tuple[str, ...] = NAMES, world_size: int = WORLD_SIZE, quick: bool = False) -> dict[str, Launched]:
+    """Return what the steps of `names` launch on all ranks, by the text.
+
+    If `quick`, on the first rank, and those of `REQUIRED` on the last one, too.
+    """
     assert not compiled.INTERPRETED, "unset TRITON_INTERPRET: it changes constants"
     check_private_api()  # once, before FBGEMM's operator has a stand-in
     found: dict[str, Launched] = {}
-    for rank in {0, world_size - 1} if first_and_last else range(world_size):
+    gc.freeze()  # the modules, which each collection below would visit
+    for rank in (0, world_size - 1) if quick else range(world_size):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         world = World(rank, rank, world_size, world_size, LOOPBACK, 1, "nproc")
-        for name in names:
+        for name in REQUIRED if quick and rank else names:
             with _as_on_gpus(), interpreted.without_streams(), noting_launches() as noted:
                 OTHERS[name]() if name in OTHERS else _train(name, world)
             for text, specialisation in noted.items():

@@ -44,15 +44,19 @@ def targets_of(specialisation: Specialisation) -> Sequence[str]:
     return _TARGETS_OF.get(specialisation.name, tuple(TARGETS))
 
 
-def quick(found: dict[str, Launched]) -> dict[str, Launched]:
-    """Return what the steps `REQUIRED` launch, and one specialisation of each other kernel."""
-    kept = {text: each for text, each in found.items() if set(each.steps) & set(REQUIRED)}
-    names = {each.specialisation.name for each in kept.values()}
-    for text, each in found.items():
-        if each.specialisation.name not in names:
-            names.add(each.specialisation.name)
-            kept[text] = each
-    return kept
+def tasks_of(found: dict[str, Launched], quick: bool = False) -> list[tuple[str, str]]:
+    """Return which of `found` to compile, and for which target.
+
+    If `quick`, one specialisation of each kernel for all targets, and all that the steps `REQUIRED` launch for sm_90.
+    """
+    tasks = [(text, target) for text, each in found.items() for target in targets_of(each.specialisation)]
+    if not quick:
+        return tasks
+    required = {text for text, each in found.items() if set(each.steps) & set(REQUIRED)}
+    one_of = {found[text].specialisation.name: text for text in sorted(found, key=lambda text: text in required)}
+    return [
+        (text, target) for text, target in tasks if text in one_of.values() or (text in required and target == "sm_90")
+    ]
 
 
 def unlaunched(names: Iterable[str]) -> list[str]:
@@ -84,10 +88,11 @@ def _compile(task: tuple[str, str]) -> tuple[str, str, str, str]:
         return text, target, "", f"{type(error).__name__}: {error}"
 
 
-def measured(found: dict[str, Launched], processes: int) -> tuple[list[Row], list[str]]:
-    """Return the table's rows, and the errors of kernels that do not compile."""
+def measured(
+    found: dict[str, Launched], tasks: Sequence[tuple[str, str]], processes: int
+) -> tuple[list[Row], list[str]]:
+    """Return the table's rows, whose other cells than those of `tasks` are empty, and the errors of the compiler."""
     _found.update(found)
-    tasks = [(text, target) for text, each in found.items() for target in targets_of(each.specialisation)]
     cells: dict[tuple[str, str], str] = {}
     faults = []
     cache: Any = triton.knobs.cache  # pyright: ignore[reportAttributeAccessIssue]
@@ -98,14 +103,18 @@ def measured(found: dict[str, Launched], processes: int) -> tuple[list[Row], lis
                 cells[text, target] = needed
                 faults += [f"{text} does not compile for {target}: {error}"] if error else []
     rows = []
-    for text, each in sorted(found.items()):
+    for text in sorted({text for text, _ in tasks}):
+        each = found[text]
         row = dict(zip(_KEY, text.split(" | "), strict=True)) | {"launched by": " ".join(each.steps)}
         rows.append(row | {target: cells.get((text, target), "") for target in TARGETS})
     return rows, faults
 
 
 def differences(rows: Sequence[Row], table: Sequence[Row], is_whole: bool) -> Iterator[str]:
-    """Yield how `rows` differ from the table: what grew, by how much, and what the table lacks or has in vain."""
+    """Yield how `rows` differ from the table: what grew, by how much, and what the table lacks or has in vain.
+
+    Unless `is_whole`, empty cells are not compared, and rows of the table may be missing.
+    """
     known = {tuple(row[name] for name in _KEY): row for row in table}
     for row in rows:
         before = known.pop(tuple(row[name] for name in _KEY), None)
@@ -114,7 +123,7 @@ def differences(rows: Sequence[Row], table: Sequence[Row], is_whole: bool) -> It
             yield f"not in the table: {what}"
             continue
         for target in TARGETS:
-            if row[target] != before[target]:
+            if row[target] != before[target] and (is_whole or row[target]):
                 yield f"{target}, {_change(before[target], row[target])}: {what}"
     if is_whole:
         yield from (f"launched no more: {' | '.join(key)}" for key in known)
@@ -146,14 +155,14 @@ def _write_table(rows: Sequence[Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile every kernel for every target.")
     parser.add_argument("--write", action="store_true", help=f"rewrite {TABLE.name}; needs triton {TRITON}")
-    parser.add_argument("--quick", action="store_true", help=f"of steps other than {', '.join(REQUIRED)}: a few")
+    parser.add_argument("--quick", action="store_true", help="what `make test` compiles, see `tasks_of`")
     parser.add_argument("--processes", type=int, default=2)
     values = parser.parse_args()
     quiet()
     if values.write and (values.quick or triton.__version__ != TRITON):
         sys.exit(f"resources: --write needs triton {TRITON}, here is {triton.__version__}, and no --quick")
-    found = launched(NAMES, first_and_last=values.quick)
-    rows, faults = measured(quick(found) if values.quick else found, values.processes)
+    found = launched(NAMES, quick=values.quick)
+    rows, faults = measured(found, tasks_of(found, values.quick), values.processes)
     faults += [f"no step launches {name}" for name in unlaunched(each.specialisation.name for each in found.values())]
     if values.write and not faults:
         _write_table(rows)

@@ -28,12 +28,15 @@ from dlrm_overlap.bench.harness.seeded_runs import (
     Row,
     check_new,
     read_rows,
+    runs_in,
     seeded_config,
+    show,
     spread,
     text_of_keys,
+    train_once,
 )
-from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
-from dlrm_overlap.bench.rows import append_rows, print_table
+from dlrm_overlap.bench.harness.workload import with_keys
+from dlrm_overlap.bench.rows import append_rows
 from dlrm_overlap.config import Config, IdTablesConfig, InputError
 from dlrm_overlap.data.hashed import hashed_rows
 from dlrm_overlap.data.loader import open_datasets
@@ -41,6 +44,7 @@ from dlrm_overlap.embedding.id_tables.rules import rows_of_tables
 from dlrm_overlap.observe.result_files import read_records
 from dlrm_overlap.train.assembly import check_torchrec_maps
 from dlrm_overlap.train.ranks import Ranks, check_start
+from dlrm_overlap.train.trainer import Trainer
 
 _READ = 1 << 17  # samples counted at a time
 _SHOWN = (
@@ -147,7 +151,7 @@ def run(kind: str, ranks: Ranks) -> int:
     }
     if "mpzch" in designs:
         check_torchrec_maps(streams[values.seeds[0]].rows, False, ranks.device)
-    done = {(row["contender"], int(row["seed"])) for row in read_rows(output)}
+    done = runs_in(output)
     for seed, stream in streams.items():
         missing = {name: design for name, design in designs.items() if (name, seed) not in done}
         factors = {design.rows for design in missing.values() if design.hashed and design.rows != "unlimited"}
@@ -157,18 +161,18 @@ def run(kind: str, ranks: Ranks) -> int:
             windows = {"log.every": stream.steps, "train.eval_every": 0}
             config = seeded_config(stream.config, keys | windows, name, seed, output.with_suffix(""))
             about = {"kind": kind, "contender": name, "keys": text_of_keys(design.keys), "seed": seed}
-            described, records = _train(ranks, config)
+            check_start(config, ranks.device)
+            described, metrics = train_once(ranks, config, _fit)
             if ranks.world.rank:
                 continue
+            records = [each for each in read_records(metrics) if "train/ne" in each]
             rows = rows_of_days(records, days, design, table_rows, stream.samples)
             about |= described | stream.about() | {"table_rows": table_rows}
             append_rows(output, [about | row for row in rows])
             print(f"{name}, seed {seed}: mean NE {rows[-1]['mean_ne']}, last day {rows[-1]['ne']}", flush=True)
             if design.rows == "unlimited" and any(row["no_row"] for row in rows):
                 print(f"dlrm-overlap: {name}, seed {seed}: some ids found no row", file=sys.stderr)
-    if ranks.world.rank == 0:
-        print_table(summarise(read_rows(output), values.contenders), _SHOWN)
-        print(f"rows in {output}")
+    show(ranks, lambda: summarise(read_rows(output), values.contenders), _SHOWN, output)
     return 0
 
 
@@ -180,17 +184,10 @@ def _rounded(config: IdTablesConfig, tables: int, world_size: int) -> list[int]:
     return rows_of_tables([None] * tables, config, world_size)
 
 
-def _train(ranks: Ranks, config: Config) -> tuple[Row, list[dict[str, Any]]]:
-    """Train to the end; return what the configuration is and, on rank 0, the lines of metrics; a collective."""
-    check_start(config, ranks.device)
-    trainer = ranks.trainer(config)
+def _fit(trainer: Trainer) -> Path:
+    """Train to the end, and return the file of metrics, which is complete once the trainer is closed."""
     trainer.fit()
-    about = describe(trainer.config, ranks.world.world_size) | {"steps": trainer.steps}
-    path = trainer.folder / "metrics.jsonl"
-    trainer.close()
-    del trainer
-    collect_garbage(ranks.device)
-    return about, [] if ranks.world.rank else [each for each in read_records(path) if "train/ne" in each]
+    return trainer.folder / "metrics.jsonl"
 
 
 def rows_of_days(

@@ -17,13 +17,15 @@ from dlrm_overlap.bench.harness.seeded_runs import (
     Row,
     check_new,
     read_rows,
+    runs_in,
     seeded_config,
+    show,
     spread,
     text_of_keys,
+    train_once,
 )
-from dlrm_overlap.bench.harness.workload import collect_garbage, describe
 from dlrm_overlap.bench.learning_contenders import LEARNING_CONTENDERS
-from dlrm_overlap.bench.rows import append_rows, print_table
+from dlrm_overlap.bench.rows import append_rows
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.train.ranks import Ranks, check_start
 from dlrm_overlap.train.trainer import Trainer
@@ -50,23 +52,17 @@ def run(kind: str, ranks: Ranks) -> int:
     }
     for config in configs.values():
         check_start(config, ranks.device)
-    done = {(row["contender"], int(row["seed"])) for row in read_rows(output)}
+    done = runs_in(output)
     for (name, seed), config in configs.items():
         if (name, seed) in done:
             continue
-        trainer = ranks.trainer(config)
-        points = train_and_evaluate(trainer)
-        about = {"kind": kind, "contender": name, "keys": text_of_keys(LEARNING_CONTENDERS[name]), "seed": seed}
-        about |= describe(trainer.config, ranks.world.world_size) | {"steps": trainer.steps}
-        trainer.close()
-        del trainer
-        collect_garbage(ranks.device)
+        described, points = train_once(ranks, config, train_and_evaluate)
         if ranks.world.rank == 0:
+            keys = text_of_keys(LEARNING_CONTENDERS[name])
+            about = {"kind": kind, "contender": name, "keys": keys, "seed": seed} | described
             append_rows(output, [about | point for point in points])
             print(f"{name}, seed {seed}: AUROC {points[-1]['auroc']}, NE {points[-1]['ne']}", flush=True)
-    if ranks.world.rank == 0:
-        print_table(summarise(read_rows(output), values.contenders, values.target_auroc), _SHOWN)
-        print(f"rows in {output}")
+    show(ranks, lambda: summarise(read_rows(output), values.contenders, values.target_auroc), _SHOWN, output)
     return 0
 
 

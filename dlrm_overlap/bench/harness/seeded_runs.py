@@ -2,13 +2,17 @@
 
 import csv
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from dlrm_overlap.bench.harness.workload import with_keys
+from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
+from dlrm_overlap.bench.rows import print_table
 from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.train.ranks import Ranks
+from dlrm_overlap.train.trainer import Trainer
 
+T = TypeVar("T")
 Row = dict[str, Any]
 
 
@@ -36,6 +40,32 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def runs_in(path: Path) -> set[tuple[str, int]]:
+    """Return the contender and the seed of each run whose rows are in the file."""
+    return {(row["contender"], int(row["seed"])) for row in read_rows(path)}
+
+
+def train_once(ranks: Ranks, config: Config, train: Callable[[Trainer], T]) -> tuple[Row, T]:
+    """Open a trainer, and free its memory after `train`; a collective.
+
+    Returns what the configuration is, with its number of steps, and what `train` returned.
+    """
+    trainer = ranks.trainer(config)
+    found = train(trainer)
+    about = describe(trainer.config, ranks.world.world_size) | {"steps": trainer.steps}
+    trainer.close()
+    del trainer
+    collect_garbage(ranks.device)
+    return about, found
+
+
+def show(ranks: Ranks, lines: Callable[[], Sequence[Row]], columns: Sequence[str], output: Path) -> None:
+    """Print the table at the end of the command, on rank 0."""
+    if ranks.world.rank == 0:
+        print_table(lines(), columns)
+        print(f"rows in {output}")
 
 
 def spread(name: str, numbers: Sequence[float]) -> Row:

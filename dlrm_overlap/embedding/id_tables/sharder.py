@@ -59,14 +59,18 @@ class _MapsIdsSharder:
     """Shards collections whose ids a map takes; others stay with TorchRec. A subclass is also TorchRec's sharder."""
 
     _sharded: type[nn.Module]
-    _tables: Any
-    """the sharder of the tables, with our exchange"""
-    _tables_argument: str
-    """name of TorchRec's argument for the sharder of the tables"""
-    _stock: Any
+    _torchrec: type[Any]
     """TorchRec's sharder"""
+    _tables_argument: str
+    """name of its argument for the sharder of the tables"""
     _is_pooled = False
     """whether it also takes collections with `MCHManagedCollisionModule`, and tables in host memory"""
+
+    def __init__(self, tables: Any, torchrec_tables: Any, codecs: dict[str, QuantizedCommCodecs] | None) -> None:
+        """Take the sharders of the tables with our exchange, and with TorchRec's."""
+        ours: dict[str, Any] = {self._tables_argument: tables, "qcomm_codecs_registry": codecs}
+        super().__init__(**ours)
+        self._tables, self._stock = tables, self._torchrec(**ours | {self._tables_argument: torchrec_tables})
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return row-wise alone, on CPUs too, where TorchRec's planner knows none for such tables."""
@@ -142,6 +146,7 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(
     """
 
     _sharded, _tables_argument = OverlapShardedManagedCollisionEmbeddingBagCollection, "ebc_sharder"
+    _torchrec = ManagedCollisionEmbeddingBagCollectionSharder
     _is_pooled = True
 
     def __init__(
@@ -150,11 +155,11 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         **given: Unpack[PooledArguments],
     ) -> None:
-        tables = OverlapEmbeddingBagCollectionSharder(fused_params, qcomm_codecs_registry, **given)
-        super().__init__(ebc_sharder=tables, qcomm_codecs_registry=qcomm_codecs_registry)
-        self._tables = tables
-        stock = EmbeddingBagCollectionSharder(fused_params, qcomm_codecs_registry)
-        self._stock = ManagedCollisionEmbeddingBagCollectionSharder(stock, qcomm_codecs_registry=qcomm_codecs_registry)
+        super().__init__(
+            OverlapEmbeddingBagCollectionSharder(fused_params, qcomm_codecs_registry, **given),
+            EmbeddingBagCollectionSharder(fused_params, qcomm_codecs_registry),
+            qcomm_codecs_registry,
+        )
 
 
 class OverlapManagedCollisionEmbeddingCollectionSharder(_MapsIdsSharder, ManagedCollisionEmbeddingCollectionSharder):
@@ -172,6 +177,7 @@ class OverlapManagedCollisionEmbeddingCollectionSharder(_MapsIdsSharder, Managed
     """
 
     _sharded, _tables_argument = OverlapShardedManagedCollisionEmbeddingCollection, "ec_sharder"
+    _torchrec = ManagedCollisionEmbeddingCollectionSharder
 
     def __init__(
         self,
@@ -179,11 +185,11 @@ class OverlapManagedCollisionEmbeddingCollectionSharder(_MapsIdsSharder, Managed
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         **given: Unpack[UnpooledArguments],
     ) -> None:
-        tables = OverlapEmbeddingCollectionSharder(fused_params, qcomm_codecs_registry, **given)
-        super().__init__(ec_sharder=tables, qcomm_codecs_registry=qcomm_codecs_registry)
-        self._tables = tables
-        stock = EmbeddingCollectionSharder(fused_params, qcomm_codecs_registry)
-        self._stock = ManagedCollisionEmbeddingCollectionSharder(stock, qcomm_codecs_registry=qcomm_codecs_registry)
+        super().__init__(
+            OverlapEmbeddingCollectionSharder(fused_params, qcomm_codecs_registry, **given),
+            EmbeddingCollectionSharder(fused_params, qcomm_codecs_registry),
+            qcomm_codecs_registry,
+        )
 
 
 def _why_plan_stays(params: Mapping[str, ParameterSharding], env: ShardingEnv, caches: bool) -> str | None:

@@ -1,6 +1,11 @@
 """The encoding of a table is kept beside its samples, and encodes later tables alike."""
 
 import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ from pyarrow import parquet
 
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import DataConfig, InputError, TablesConfig
+from dlrm_overlap.data.encoder import Encoder
 from dlrm_overlap.data.encoding import Encoded, read_encoding
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.data.prepared import Prepared, encoded_of
@@ -142,3 +148,37 @@ def test_an_encoding_takes_no_other_options(tmp_path: Path, days: Path, options:
     like = ["prepare", "table", str(tmp_path / "days.parquet"), str(tmp_path / "x"), "--like", str(days)]
     assert main([*like, *options]) == 2
     assert "has the schema, with its rows and min_count; leave out the other options" in capsys.readouterr().err
+
+
+@contextmanager
+def _switching_often() -> Iterator[None]:
+    """Let Python change threads after each few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_threads_that_share_an_encoder_lose_no_counts(tmp_path: Path) -> None:
+    (tmp_path / "schema.yaml").write_text("labels: {click: {}}\ncategorical: {user: {type: int, any: true}}")
+    encoder, calls, threads = Encoder(read_schema(tmp_path / "schema.yaml")), 2000, 4
+    ids, has_row = np.arange(3), np.array([True, False, False])
+
+    def count(_: int) -> None:
+        for _ in range(calls):
+            encoder.count_ids("user", ids, has_row)
+
+    values, unknown = Counter[str](), Counter[str]()
+    with _switching_often(), ThreadPoolExecutor(threads) as pool:
+        counting = [pool.submit(count, each) for each in range(threads)]
+        while not all(each.done() for each in counting):
+            taken = encoder.take_counts()
+            values.update(taken[0])
+            unknown.update(taken[1])
+        for each in counting:
+            each.result()
+    taken = encoder.take_counts()
+    assert values + taken[0] == {"user": 3 * calls * threads}
+    assert unknown + taken[1] == {"user": 2 * calls * threads}
