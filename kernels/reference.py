@@ -343,6 +343,34 @@ def update_range(update: FlatUpdate, begin: int, end: int) -> None:
         update.shadow[begin:end].copy_(update.weights[begin:end])
 
 
+def update_share(
+    update: FlatUpdate,
+    gradients: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    shadows: Sequence[torch.Tensor],
+    in_float32: torch.Tensor,
+    begin: int,
+    end: int,
+) -> None:
+    """Update the flat weights [begin, end) by the mean of all ranks' gradients, and copy them to all ranks.
+
+    Args:
+        gradients: [n] of each rank, float32 or bfloat16; the sum is float32, in the order of the ranks.
+        weights, shadows: [n] of each rank: its `weights`, written where `in_float32` is 1, and its `shadow`.
+        in_float32: [n / LINE] int32, 0 or 1.
+    """
+    total = gradients[0][begin:end].float()
+    for gradient in gradients[1:]:
+        total = total + gradient[begin:end].float()
+    update.gradients[begin:end] = (total * (1 / len(gradients))).to(gradients[0].dtype)
+    update_range(update, begin, end)
+    assert update.shadow is not None
+    copied = in_float32[begin // LINE : end // LINE].repeat_interleave(LINE) == 1
+    for weight, shadow in zip(weights, shadows, strict=True):
+        weight[begin:end][copied] = update.weights[begin:end][copied]
+        shadow[begin:end] = update.shadow[begin:end]
+
+
 def _update_row(update: FlatUpdate, row: int, part: slice) -> None:
     weights, gradients = update.weights[part], update.gradients[part]
     states = [state[part] for state in update.states]

@@ -6,28 +6,43 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlrm_overlap.dense.cublas import limited_products
 from dlrm_overlap.dense.flat import FlatParameters, copy_all
+from dlrm_overlap.dense.functions import Write
 
 
 class CastWeights:
     """Provides low-precision copies of weights and collects their gradients; results equal autocast's.
 
     In each step call `begin`, compute with the weights of `of` (each used once), run the backward, and call `finish`.
-    Autograd functions that write gradients themselves use `shadow`, and `gradient_buffers` or `later`.
+    Autograd functions that write gradients themselves use `shadow`, and `later` or `now`.
     """
 
-    def __init__(self, flat: FlatParameters, cast: Collection[nn.Parameter]) -> None:
-        """Provide the parameters `cast`, which belong to `flat`, as views of `flat.shadow`, which must exist."""
+    def __init__(
+        self,
+        flat: FlatParameters,
+        cast: Collection[nn.Parameter],
+        in_float32: Collection[nn.Parameter] = (),
+        multiprocessors: int | None = None,
+    ) -> None:
+        """Provide the parameters `cast`, which belong to `flat`, as views of `flat.shadow`, which must exist.
+
+        `in_float32` are those of `cast` that the model reads in float32, although their gradients are collected here.
+        `multiprocessors` limits the products that `write_concurrently` runs, see `limited_products`.
+        """
         self.flat = flat
         self._name_of = {parameter: name for name, parameter in flat.parameters.items()}
         self._names = {self._name_of[parameter] for parameter in cast}
         flat.unseen |= self._names
         self._others = [name for name in flat.parameters if name not in self._names]
+        self.in_float32 = {*self._others, *(self._name_of[parameter] for parameter in in_float32)}
+        """names of parameters that the model reads in float32"""
         self._complete: Callable[[str], None] = lambda _: None
         self._taken: dict[str, torch.Tensor] = {}
-        self._later: list[tuple[list[str], Callable[[list[torch.Tensor]], None]]] = []
+        self._later: list[tuple[list[str], Write]] = []
         self._written: set[str] = set()
         self._stream = torch.cuda.Stream(flat.device, priority=-1) if flat.device.type == "cuda" else None
+        self._multiprocessors = multiprocessors
         self._in_use: list[Any] = []
         """tensors that `_stream` reads, kept until the current stream has waited for `_stream`"""
         # Used instead of the parameters: autograd would call their hooks even without a gradient.
@@ -56,23 +71,21 @@ class CastWeights:
         assert self.flat.shadow is not None, "the parameters were made flat without shadow_dtype"
         return self.flat.shadow.views[self._name_of[parameter]]
 
-    def later(self, parameters: Iterable[nn.Parameter], write: Callable[[list[torch.Tensor]], None]) -> None:
+    def later(self, parameters: Iterable[nn.Parameter], write: Write) -> None:
         """Defer the gradients of `parameters` to `write_concurrently` or `finish`, which calls `write` for them.
 
         `write` gets a contiguous float32 tensor per parameter and writes the gradient there. Deferred functions are
-        called in order; the gradients of one may be reduced over the ranks while the next one runs.
+        called in the order of the flat gradient; the gradients of one may be reduced over the ranks while the next one
+        runs.
         """
         names = [self._name_of[parameter] for parameter in parameters]
         assert self._names.issuperset(names), "the gradients of the other parameters are autograd's"
         self._later.append((names, write))
 
-    def gradient_buffers(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """Return a float32 tensor per parameter, to which an autograd function writes the parameter's gradient.
-
-        The gradients must be written before `write_concurrently` or `finish` is called.
-        """
+    def now(self, parameters: Sequence[nn.Parameter], write: Write) -> None:
+        """Call `write` as `later` does, but at once. The gradients complete when `later` would have written them."""
+        write([self.flat.gradients.views[self._name_of[parameter]] for parameter in parameters])
         self.later(parameters, lambda _: None)
-        return [self.flat.gradients.views[self._name_of[parameter]] for parameter in parameters]
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
         self._taken[name] = gradient
@@ -91,7 +104,7 @@ class CastWeights:
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.flat.device))
         self._in_use += [self._taken, self._later]
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), limited_products(self._multiprocessors):
             self._write()
 
     @torch.no_grad()
@@ -105,8 +118,8 @@ class CastWeights:
         self.flat.zero(self._names - self._written)
 
     def _write(self) -> None:
-        views = self.flat.gradients.views
-        for names, write in self._later:
+        views, positions = self.flat.gradients.views, self.flat.positions
+        for names, write in sorted(self._later, key=lambda each: min(positions[name] for name in each[0])):
             write([views[name] for name in names])
             self._report(names)
         copy_all([views[name] for name in self._taken], list(self._taken.values()))

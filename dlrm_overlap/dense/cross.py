@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from dlrm_overlap.dense.functions import kernels_on, product_into
+from dlrm_overlap.dense.functions import Write, kernels_on, product_into
 from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, stack
 
 
@@ -25,10 +25,8 @@ class CrossLayer(NamedTuple):
     """[N] float32"""
 
 
-Write = Callable[[list[torch.Tensor]], None]
-"""writes one parameter's gradients of all layers to contiguous tensors, possibly float32"""
 Later = Callable[[str, Write], None]
-"""takes a field name of `CrossLayer` and a `Write`"""
+"""takes a field name of `CrossLayer`, and a `Write` for this parameter of all layers"""
 
 
 def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later) -> torch.Tensor:

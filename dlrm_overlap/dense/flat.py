@@ -32,9 +32,9 @@ class FlatTensor(NamedTuple):
 class FlatParameters:
     """Moves parameters into one flat tensor, with gradients that are views of another.
 
-    The parameters stay the same objects. They are in reverse order, in which a backward completes their gradients.
-    Shards, which differ between ranks, come last, from a multiple of `BLOCK` on. TorchRec's data-parallel tables are
-    slices of a parameter that holds them; here that holder is moved.
+    The parameters stay the same objects. They are in reverse order: the gradient of the last one given is expected
+    first. Shards, which differ between ranks, come last, from a multiple of `BLOCK` on. TorchRec's data-parallel tables
+    are slices of a parameter that holds them; here that holder is moved.
 
     Example: parameters of 3 and 100 elements get the positions 128 .. 130 and 0 .. 99 of 1024. If the first is a shard,
     its position is 1024 .. 1026 of 2048.
@@ -46,7 +46,7 @@ class FlatParameters:
         shards: Collection[str] = (),
         shadow_dtype: torch.dtype | None = None,
     ) -> None:
-        """Move `parameters`, by name in the model's order; `unsupported_by_flat` must return None for them.
+        """Move `parameters`, by name; `unsupported_by_flat` must return None for them.
 
         `shards` names parameters that differ between ranks, as each holds a part or trains it alone; the others are the
         same size on all ranks. If a slice is one, its holder is.
@@ -74,16 +74,16 @@ class FlatParameters:
         """elements before the first shard, a multiple of `BLOCK`: the same on all ranks"""
         end = self._assign_positions([name for name in self.parameters if name in self.shards], self.shared_end)
         self._elements = -(-end // BLOCK) * BLOCK
-        self._all_positions = dict(self.positions)
+        self.every_position = dict(self.positions)
+        """`positions`, and those of slices"""
         for name, (holder, first) in slices.items():
             begin, shape = self.positions[holder].begin + first, parameters[name].shape
-            self._all_positions[name] = FlatPosition(begin, begin + shape.numel(), shape)
+            self.every_position[name] = FlatPosition(begin, begin + shape.numel(), shape)
         # Move weights and gradients.
         self.weights, self.gradients = self.like(torch.float32), self.like(torch.float32)
         for name, parameter in self.parameters.items():
             self.weights.views[name].copy_(parameter.data)
-        for name, parameter in (self.parameters | self.named).items():
-            parameter.data = self.weights.views[name]
+        self._show_weights()
         self.adopt_gradients()
         self.shadow = self.like(shadow_dtype) if shadow_dtype is not None else None
         """weights rounded to nearest in `shadow_dtype`, kept up to date by `FlatSteps`"""
@@ -103,7 +103,7 @@ class FlatParameters:
 
     def like(self, dtype: torch.dtype) -> FlatTensor:
         zeros = torch.zeros(self._elements, dtype=dtype, device=self.device)
-        return FlatTensor(zeros, {name: position.of(zeros) for name, position in self._all_positions.items()})
+        return FlatTensor(zeros, {name: position.of(zeros) for name, position in self.every_position.items()})
 
     def zero(self, names: Collection[str] | None = None) -> None:
         """Zero the gradients of `names` (None: all, in one operation), and make them views of the flat gradient."""
@@ -151,11 +151,28 @@ class FlatParameters:
     @torch.no_grad()
     def keep_gradients_in(self, memory: torch.Tensor) -> None:
         """Move the flat gradient to `memory` [n] float32, and wait for the GPU. Call it before a graph is captured."""
-        tensor, views = self.gradients
-        memory.copy_(tensor)
-        tensor.data = memory
-        for name, view in views.items():
-            view.data = self._all_positions[name].of(memory)
+        self._move(self.gradients, memory)
+
+    @torch.no_grad()
+    def keep_weights_in(self, weights: torch.Tensor, shadow: torch.Tensor) -> None:
+        """Move the flat weights to `weights` [n] float32, and the shadow, which must exist, to `shadow` [n].
+
+        Waits for the GPU. Call it before a graph is captured.
+        """
+        assert self.shadow is not None, "the parameters were made flat without shadow_dtype"
+        self._move(self.weights, weights)
+        self._show_weights()
+        self._move(self.shadow, shadow)
+
+    def _show_weights(self) -> None:
+        for name, parameter in (self.parameters | self.named).items():
+            parameter.data = self.weights.views[name]
+
+    def _move(self, flat: FlatTensor, memory: torch.Tensor) -> None:
+        memory.copy_(flat.tensor)
+        flat.tensor.data = memory
+        for name, view in flat.views.items():
+            view.data = self.every_position[name].of(memory)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the old memory may be reused on any stream
 

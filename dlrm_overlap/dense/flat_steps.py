@@ -147,8 +147,8 @@ class FlatSteps:
                 self.update.step[row].clamp_(min=1)  # torch.optim's SGD has a buffer after the first step
 
     def _lines_of(self, name: str) -> torch.Tensor:
-        begin = self._flat.weights.views[name].storage_offset()
-        return self.update.rows[begin // LINE : -(-(begin + self._flat.named[name].numel()) // LINE)]
+        position = self._flat.every_position[name]
+        return self.update.rows[position.begin // LINE : -(-(position.begin + position.shape.numel()) // LINE)]
 
     def _numbers_now(self) -> list[tuple[Any, ...]]:
         return [_numbers(self._kind, group) for group in self._optimizer.param_groups]

@@ -1,5 +1,6 @@
 """Helpers of the dense part."""
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -7,6 +8,21 @@ import torch
 
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.kernels import reference
+
+Write = Callable[[list[torch.Tensor]], None]
+"""writes the gradients of some parameters to contiguous tensors, one per parameter, possibly float32"""
+
+
+class WeightGradients(NamedTuple):
+    """When and where the products of the dense part's weight gradients run."""
+
+    top_inline: bool = False
+    """True computes the top MLP's in its backward, instead of after the gradient of the pooled embeddings"""
+    multiprocessors: int | None = None
+    """approximate number of multiprocessors for those after the gradient of the pooled embeddings; None: all"""
+
+
+DEFERRED = WeightGradients()
 
 
 class StoreOptions(NamedTuple):

@@ -1,9 +1,9 @@
 """The mean of the flat gradient over the ranks, in buckets that are reduced during the backward."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,20 @@ import torch.distributed as dist
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.flat_steps import FlatSteps
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.kernels.dense.arguments import BLOCK
+
+if TYPE_CHECKING:
+    from dlrm_overlap.dense.owner_updates import OwnerUpdates
+
+
+class OwnedSteps(NamedTuple):
+    """The optimizer's steps that the owners of the gradients' shares take."""
+
+    steps: FlatSteps
+    in_float32: Collection[str]
+    """names of parameters that the model reads in float32"""
 
 
 class CollectiveReduction:
@@ -88,6 +100,7 @@ class GradientBuckets:
         bucket_bytes: int = 16 << 20,
         order: AbstractContextManager[object] | None = None,
         stores: StoreOptions | None = None,
+        owned: OwnedSteps | None = None,
     ) -> None:
         """Hook into the backward of the parameters of `flat`; a collective, with the errors of `StoreReduction`.
 
@@ -96,14 +109,22 @@ class GradientBuckets:
             bucket_bytes: minimum size of a bucket except the last.
             order: context of each reduction, to order it among all communication.
             stores: reduce by stores to peers' memory, which all ranks must reach; None uses the group's all-reduce.
+            owned: also update the weights except for shards (`dense.owner_updates`), and leave the gradients as they
+                are; needs `stores` and several ranks.
         """
         self._flat, self._group, self._ranks = flat, group, dist.get_world_size(group)
         self._buckets = self._cut(-(-bucket_bytes // dtype.itemsize))
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self.ranges = [(bucket.begin, bucket.end) for bucket in self._buckets]
         """[first, end) of each bucket in elements, in the order of reduction"""
+        self.owners: OwnerUpdates | None = None
         if stores is None or self._ranks == 1:
+            assert owned is None, "owners store to several ranks"
             self._reduction = CollectiveReduction(flat, group, dtype, self.ranges)
+        elif owned is not None:
+            from dlrm_overlap.dense import owner_updates  # imports Triton, which CPUs may not have
+
+            self._reduction = self.owners = owner_updates.OwnerUpdates(flat, group, dtype, self.ranges, stores, *owned)
         else:
             from dlrm_overlap.dense.stores import StoreReduction  # imports Triton, which CPUs may not have
 
@@ -148,8 +169,9 @@ class GradientBuckets:
     def finish_in_ranges(self) -> Iterator[tuple[int, int]]:
         """Do what `finish` does, but make the current stream wait for one range of the flat gradient at a time.
 
-        A range is [first, end) in elements, multiples of `BLOCK`; its gradients may be read once it is yielded. Exhaust
-        the iterator: its ranges cover all elements, first the shards, then the other parameters in order.
+        A range is [first, end) in elements, multiples of `BLOCK`; its gradients may be read once it is yielded, or its
+        weights if owners have updated them. Exhaust the iterator: its ranges cover all elements, first the shards, then
+        the other parameters in order.
         """
         self._note_stream()
         waiting = self._waiting()

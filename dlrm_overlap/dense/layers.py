@@ -5,12 +5,13 @@ in one pass.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from dlrm_overlap.dense.functions import kernels_on, product_into
+from dlrm_overlap.dense.functions import Write, kernels_on, product_into
 from dlrm_overlap.kernels.dense.arguments import GROUP, product_block
 
 # Limits of a sample, whose embeddings and products one program of the kernel holds in its blocks.
@@ -24,9 +25,11 @@ class Layer(NamedTuple):
     """[N]"""
 
 
-def relu_layers(
-    x: torch.Tensor, layers: Sequence[Layer], gradient_buffers: Callable[[], Sequence[Layer]], anchor: torch.Tensor
-) -> torch.Tensor:
+Later = Callable[[Sequence[tuple[int, str]], Write], None]
+"""takes parameters, each as a layer's index and a field name of `Layer`, and a `Write` for them"""
+
+
+def relu_layers(x: torch.Tensor, layers: Sequence[Layer], later: Later, anchor: torch.Tensor) -> torch.Tensor:
     """Apply relu(x @ weight^T + bias) layer after layer, and return the last layer's output [b, N].
 
     A last layer of one output has no ReLU, and returns [b]. Differentiable once; autograd does not see the parameters.
@@ -34,30 +37,24 @@ def relu_layers(
     Args:
         x: [b, K] contiguous.
         layers: at least one with ReLU, contiguous, of the dtype of `x`.
-        gradient_buffers: called once in the backward, returns contiguous float32 tensors for the gradients. The tensor
-            of the first weight lacks the weight's last columns if these columns are padding.
+        later: called in the backward: for the weight of each layer with ReLU, from the last layer to the first and
+            before the gradient of the layer's input is computed; then for all other parameters together. Call the
+            function that it gets once, at once or later, on the backward's stream or after it. The tensor for the
+            first weight may lack the weight's last columns if these columns are padding.
         anchor: tensor that requires a gradient, so that the backward runs even if `x` needs none; gets no gradient.
     """
-    return _ReluLayers.apply(
-        x, [Layer(*(each.detach() for each in layer)) for layer in layers], gradient_buffers, anchor
-    )  # type: ignore[no-any-return]
+    return _ReluLayers.apply(x, [Layer(*(each.detach() for each in layer)) for layer in layers], later, anchor)  # type: ignore[no-any-return]
 
 
 class _ReluLayers(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        layers: list[Layer],
-        gradient_buffers: Callable[[], Sequence[Layer]],
-        anchor: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layers: list[Layer], later: Later, anchor: torch.Tensor) -> torch.Tensor:
         hidden, last = (layers[:-1], layers[-1]) if len(layers[-1].bias) == 1 else (layers, None)
         outputs: list[torch.Tensor] = []
         for layer in hidden:
             before = outputs[-1] if outputs else x
             outputs.append(torch.ops.aten._addmm_activation(layer.bias, before, layer.weight.t()))
-        ctx.gradient_buffers, ctx.ends_in_logits = gradient_buffers, last is not None
+        ctx.later, ctx.ends_in_logits = later, last is not None
         ctx.save_for_backward(x, *outputs, *(layer.weight for layer in layers))
         if last is None:
             return outputs[-1]
@@ -70,13 +67,13 @@ class _ReluLayers(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         x, *saved = ctx.saved_tensors
         outputs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
-        buffers, kernels = ctx.gradient_buffers(), kernels_on(x.device, "layers")
+        kernels = kernels_on(x.device, "layers")
         gradient: torch.Tensor | None = gradients[0].contiguous()
         # The gradients of all biases, and of the logits' weight, are columns of one tensor, summed by one pass.
-        summed = [buffer.bias for buffer in buffers]
+        summed, widths = [(index, "bias") for index in range(len(weights))], [len(weight) for weight in weights]
         if ctx.ends_in_logits:
-            summed.insert(-1, buffers[-1].weight.flatten())
-        widths = [each.numel() for each in summed]
+            summed.insert(-1, (len(outputs), "weight"))
+            widths.insert(-1, weights[-1].numel())
         sums = x.new_empty(-(-len(x) // GROUP), sum(widths), dtype=torch.float32)
         parts = sums.split(widths, dim=1)  # of each layer [ceil(b / GROUP), N]
         for index in reversed(range(len(outputs))):
@@ -89,15 +86,24 @@ class _ReluLayers(torch.autograd.Function):
             else:
                 kernels.mask_and_sum(gradient, outputs[index], masked, parts[index])
             # Gradients of the weight and of the layer's input.
-            _columns_into(buffers[index].weight, masked.t(), outputs[index - 1] if index > 0 else x)
+            before = outputs[index - 1] if index > 0 else x
+            ctx.later([(index, "weight")], partial(_write_product, masked.t(), before))
             needed = index > 0 or ctx.needs_input_grad[0]
             gradient = torch.mm(masked, weights[index]) if needed else None
-        torch._foreach_copy_(summed, list(sums.sum(0).split(widths)))  # type: ignore[no-untyped-call]
+        ctx.later(summed, partial(_write_sums, sums, widths))
         return gradient, None, None, None
 
 
-def _columns_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Write left @ right to `out`, which may lack the last columns of `right` that are padding."""
+@torch.no_grad()
+def _write_sums(sums: torch.Tensor, widths: Sequence[int], into: Sequence[torch.Tensor]) -> None:
+    columns = sums.sum(0).split(list(widths))
+    torch._foreach_copy_([each.flatten() for each in into], list(columns))  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def _write_product(left: torch.Tensor, right: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+    """Write left @ right to the one tensor `into`, which may lack the last columns of `right` that are padding."""
+    (out,) = into
     if right.shape[1] == out.shape[1]:
         product_into(out, left, right)
         return

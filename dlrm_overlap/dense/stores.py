@@ -15,7 +15,7 @@ may execute such a wait before a later piece, but every rank signals its flags w
 order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,6 +97,7 @@ class StoreReduction:
         dtype: torch.dtype,
         ranges: Sequence[tuple[int, int]],
         options: StoreOptions,
+        more_regions: Mapping[str, Region] | None = None,
     ) -> None:
         """A collective, which allocates shared memory.
 
@@ -105,6 +106,7 @@ class StoreReduction:
             dtype: float32 or bfloat16, in which gradients are sent; sums are float32.
             ranges: [begin, end) in elements, multiples of `LINE`; every step reduces all ranges, in order.
             options: the same on all ranks.
+            more_regions: additional shared memory, for subclasses.
 
         Raises:
             InputError: if shared memory cannot be allocated or reached.
@@ -116,6 +118,7 @@ class StoreReduction:
         # Shared memory: the gradient or a copy, and a flag for each rank and slot.
         elements = flat.gradients.tensor.numel() if dtype == torch.float32 else flat.shared_end
         regions = {"gradients": Region((elements,), dtype), "flags": Region((world_size, slots), torch.int64)}
+        regions |= more_regions or {}
         try:
             self._arena = open_arena(regions, group, device)
         except InputError as error:
@@ -202,6 +205,9 @@ class StoreReduction:
         except RuntimeError:
             self.check()
             raise
+        self._leave_shared_memory()
+        self._arena.close()
+
+    def _leave_shared_memory(self) -> None:
         if self._dtype == torch.float32:
             self._flat.keep_gradients_in(torch.empty_like(self._flat.gradients.tensor))
-        self._arena.close()

@@ -26,7 +26,7 @@ _KINDS = {
     "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_(signal|raise)_flags|_(wait_for|await)_flags|_store_to_peers"
     r"|PtoP|_begin_call",
     "update": r"split_embedding\w*_backward|_update_rows",
-    "all-reduce": r"AllReduce|_average_share",
+    "all-reduce": r"AllReduce|_average_share|_update_share",
     "ids": r"_pull_ids|_locate_ids|permute_\dD|bucketize|bounds_check|cumsum",
     "sort": r"[Rr]adix|RunLength|ReduceByKey|DeviceScan|DeviceCompact|linearize"
     r"|_place_gradients|_cut_runs",

@@ -17,6 +17,7 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, TrainConfig
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.functions import DEFERRED, WeightGradients
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.id_layout import BatchCapacity
@@ -28,7 +29,7 @@ from dlrm_overlap.kernels.ids.id_map import SEGMENT
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import count_of
 from dlrm_overlap.train.auto_backend import Sharders, plan_by_backend
-from dlrm_overlap.train.dense_part import cast_once, compile_dense, compile_loss, divide_head, join_dense
+from dlrm_overlap.train.dense_part import cast_once, compile_dense, compile_loss, divide_head, in_flat_order, join_dense
 from dlrm_overlap.train.explain import capture_blockers
 from dlrm_overlap.train.graphs.dense_step import dense_parameters
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
@@ -93,6 +94,7 @@ def assemble(
     device: torch.device,
     train: Dataset,
     make_sharders: MakeSharders,
+    weight_gradients: WeightGradients = DEFERRED,
     change_model: ChangeModel | None = None,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, TrainPipeline[Any, Any], ShardingPlan, EmbeddingConfig]:
     """Build the sharded model, its optimizer, pipeline and plan; return them and `config.embedding`; a collective.
@@ -162,8 +164,9 @@ def assemble(
     if graph:
         casts = None
         if casts_once:
-            flat = FlatParameters(dense_parameters(model), shards_of(model), torch.bfloat16)
-            casts = cast_once(task, flat, config.train.compile_dense)
+            parameters = in_flat_order(task, dense_parameters(model), weight_gradients)
+            flat = FlatParameters(parameters, shards_of(model), torch.bfloat16)
+            casts = cast_once(task, flat, config.train.compile_dense, weight_gradients)
         # With histories, the first batch shows how many ids, and how many distinct ids, there are.
         bags = dict(zip(dlrm.keys, train.bag_sizes, strict=True))
         capacity = BatchCapacity(samples, bags) if dlrm.history_key is None else None
@@ -176,6 +179,7 @@ def assemble(
             casts=casts,
             gradient_dtype=WIRE_DTYPES[config.train.gradient_dtype],
             dense_reduce=config.train.dense_reduce,
+            dense_update=config.train.dense_update,
             capture=None if config.train.capture else False,
         )
     else:

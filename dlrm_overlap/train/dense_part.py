@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -15,8 +15,9 @@ from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP, Perceptron
 
 from dlrm_overlap.dense.cast import CastWeights
-from dlrm_overlap.dense.cross import CrossLayer, Write, cross
+from dlrm_overlap.dense.cross import CrossLayer, cross
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.functions import DEFERRED, WeightGradients, Write
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.layers import Layer, fits, interact, relu_layers
 from dlrm_overlap.dense.tensor_parallel import divide_pairs, divided_layers
@@ -113,10 +114,30 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
     return nodes
 
 
-def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool) -> CastWeights:
+def in_flat_order(
+    task: TrainTask, parameters: Mapping[str, nn.Parameter], how: WeightGradients = DEFERRED
+) -> dict[str, nn.Parameter]:
+    """Return `parameters` in the order in which `FlatParameters` takes them for `cast_once`.
+
+    The gradients are written in the order cross network, top MLP from its first layer, others, bottom MLP. A bucket is
+    reduced in about the time of its products, so a small last bucket leaves the least to send after them.
+    """
+    if how.top_inline:
+        return dict(parameters)
+    head = task.dlrm.head
+    first = [*reversed(list(head.interaction.parameters())), *head.top.parameters(), *head.logit.parameters()]
+    names = {parameter: name for name, parameter in parameters.items()}
+    order = dict.fromkeys([*first, *reversed(names)])
+    return {names[parameter]: parameter for parameter in reversed(order) if parameter in names}
+
+
+def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool, how: WeightGradients = DEFERRED) -> CastWeights:
     """Let the dense part train with bfloat16 copies of its parameters, which are cast once per step.
 
     Biases of the cross network are not cast, because autocast also computes its sums in float32.
+
+    Args:
+        flat: made of the parameters of `in_flat_order`.
     """
     bottom, head = task.dlrm.bottom, task.dlrm.head
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
@@ -125,8 +146,9 @@ def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool) -> CastWeig
         dotted = None
     biases = {p for key, p in head.named_parameters() if key.startswith("interaction.bias")}
     shadowed = [p for part in (bottom, head) for p in part.parameters()]
-    casts = CastWeights(flat, [p for p in shadowed if crossed or p not in biases])
-    computed = _mlp_with_casts(bottom, casts, compiled)
+    cast = [p for p in shadowed if crossed or p not in biases]
+    casts = CastWeights(flat, cast, biases if crossed else (), how.multiprocessors)
+    computed = _mlp_with_casts(bottom, casts, compiled, inline=True)
     # Backward: the pooled embeddings' gradient is sent first; the head's are written during the bottom MLP's backward.
     bottom.in_training = lambda input: casts.ahead_of(computed(input))
     if crossed is None and dotted is None:
@@ -137,7 +159,7 @@ def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool) -> CastWeig
     else:
         assert dotted is not None
         interaction = partial(interact, features=dotted.features, width=_aligned(dotted.out_features))
-    score = _top_with_casts(head, casts, compiled)
+    score = _top_with_casts(head, casts, compiled, how.top_inline)
     join = _compiled(concatenated)
     head.in_training = lambda *inputs: score(interaction(inputs[0] if len(inputs) == 1 else join(*inputs)))
     return casts
@@ -166,44 +188,54 @@ def _aligned(columns: int) -> int:
     return -(-columns // 8) * 8
 
 
-def _mlp_with_casts(mlp: nn.Module, casts: CastWeights, compiled: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function of x that computes an MLP, by `relu_layers` if possible; x may have extra columns of zeros."""
+def _mlp_with_casts(
+    mlp: nn.Module, casts: CastWeights, compiled: bool, inline: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function of x that computes an MLP, by `relu_layers` if possible; x may have extra columns of zeros.
+
+    `inline` computes the weight gradients of `relu_layers` in its backward.
+    """
     layers = _relu_layers(mlp) if compiled else None
     if layers is not None and layers[-1].out_features > 1:  # one output would be taken for logits, without ReLU
-        return _layers_with_casts(layers, casts)
+        return _layers_with_casts(layers, casts, inline)
     compute, columns = _with_casts(mlp, casts, compiled), next(mlp.parameters()).shape[1]
     return lambda x: compute(x if x.shape[1] == columns else x[:, :columns])
 
 
-def _top_with_casts(head: Head, casts: CastWeights, compiled: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def _top_with_casts(
+    head: Head, casts: CastWeights, compiled: bool, inline: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
     compiles_top = compiled and not divided_layers(head)  # torch.compile cannot look into products that communicate
     squeezes = head.logit.out_features == 1
     if compiles_top and squeezes and (layers := _relu_layers(head.top)) is not None:
-        return _layers_with_casts([*layers, head.logit], casts)
-    top = _mlp_with_casts(head.top, casts, compiles_top)
+        return _layers_with_casts([*layers, head.logit], casts, inline)
+    top = _mlp_with_casts(head.top, casts, compiles_top, inline)
     squeeze = nn.Flatten(0) if squeezes else nn.Identity()
     logit = _with_casts(nn.Sequential(OrderedDict(logit=head.logit, squeeze=squeeze)), casts, compiled)
     return lambda x: logit(top(x))
 
 
-def _layers_with_casts(layers: Sequence[nn.Linear], casts: CastWeights) -> Callable[[torch.Tensor], torch.Tensor]:
-    each = [tuple(layer.parameters()) for layer in layers]  # weight, bias
-    first = casts.shadow(each[0][0])
+def _layers_with_casts(
+    layers: Sequence[nn.Linear], casts: CastWeights, inline: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    each = [dict(layer.named_parameters()) for layer in layers]
+    first = casts.shadow(each[0]["weight"])
     known, width = first.shape[1], _aligned(first.shape[1])
     wide = first.new_zeros(len(first), width if width > known else 0)
 
-    def places() -> list[Layer]:
-        return [Layer(*casts.gradient_buffers(layer)) for layer in each]
+    def later(which: Sequence[tuple[int, str]], write: Write) -> None:
+        parameters = [each[index][name] for index, name in which]
+        (casts.now if inline else casts.later)(parameters, write)
 
     def compute(x: torch.Tensor) -> torch.Tensor:
-        weights = [Layer(*map(casts.shadow, layer)) for layer in each]
+        weights = [Layer(**{name: casts.shadow(p) for name, p in layer.items()}) for layer in each]
         if width > known:
             wide[:, :known] = weights[0].weight
             weights[0] = weights[0]._replace(weight=wide)
         if x.shape[1] < width or x.dtype != first.dtype:
             given, x = x, first.new_zeros(len(x), width)
             x[:, :known] = given
-        return relu_layers(x, weights, places, casts.anchor)
+        return relu_layers(x, weights, later, casts.anchor)
 
     return compute
 

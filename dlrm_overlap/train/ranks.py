@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from dlrm_overlap.train.assembly import ChangeModel, MakeSharders
+    from dlrm_overlap.train.assembly import MakeSharders
     from dlrm_overlap.train.trainer import Trainer
 
 log = logging.getLogger("dlrm_overlap")
@@ -77,11 +77,12 @@ class Ranks:
         config: Config | None = None,
         make_sharders: "MakeSharders | None" = None,
         resumes: bool = False,
-        change_model: "ChangeModel | None" = None,
+        **options: Any,
     ) -> "Trainer":
         """Make the process group and build the trainer, by default for the command's own `config`; a collective.
 
         If `resumes`, first check that the run can resume from the checkpoint that `checkpoint.resume` selects.
+        `options` are further arguments of `StepRunner`.
 
         Raises:
             InputError: before the group is made, if the device, the data or the checkpoint does not fit.
@@ -119,7 +120,7 @@ class Ranks:
             progress=self.progress,
             id_rows=id_rows,
             end=self.end,
-            change_model=change_model,
+            **options,
         )
 
 

@@ -227,7 +227,7 @@ class Trainer(StepRunner):
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:
         """Take the steps [first, last), or fewer if the run is to end; return the run's number of steps so far.
 
-        No batch is left in flight.
+        No batch is left in flight, and each rank has all dense weights.
         """
         segment = _Segment(batches, last - first)
         self.pipeline.reset()
@@ -255,6 +255,7 @@ class Trainer(StepRunner):
                 loss_sum.zero_()
                 if run_log.asked_to_end or self.growth.due(self.id_counts.fullest):
                     segment.cut()
+        self.gather_dense()
         return step
 
     def _evaluate(self, step: int, run_log: RunLog) -> dict[str, float]:

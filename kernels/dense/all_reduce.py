@@ -14,7 +14,7 @@ from dlrm_overlap.kernels.primitives import count_and_signal
 from dlrm_overlap.kernels.tuning import power_of_2
 
 NUM_WARPS = 32
-_MOST_UNROLLED = 16  # ranks: with 72, unrolled loops spill registers
+MOST_UNROLLED = 16  # ranks: with 72, unrolled loops spill registers
 _LANE_BYTES = 64  # bytes in flight a lane, of all ranks; with more, the compiler loads in turns, to save registers
 
 
@@ -97,7 +97,7 @@ def _compiled(world_size: int, dtype: torch.dtype) -> CompiledKernel:
     return specialised(
         _average_share, num_warps=NUM_WARPS,
         WORLD_SIZE=world_size, PEERS=power_of_2(world_size), TYPE=TYPES[dtype], LINE=LINE,
-        BLOCK=lanes * lane_elements(world_size, dtype), UNROLLED=world_size <= _MOST_UNROLLED,
+        BLOCK=lanes * lane_elements(world_size, dtype), UNROLLED=world_size <= MOST_UNROLLED,
     )  # fmt: skip
 
 

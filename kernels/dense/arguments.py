@@ -56,6 +56,19 @@ class FlatUpdate(NamedTuple):
     """[R, FACTORS] float32, scratch of the kernel"""
 
 
+class SharedWeights(NamedTuple):
+    """Where the flat tensors of W ranks are, and which weights every rank has in float32."""
+
+    gradients: torch.Tensor
+    """[W] int64: address of each rank's flat gradient, a multiple of 16"""
+    weights: torch.Tensor
+    """[W] int64: of its weights"""
+    shadows: torch.Tensor
+    """[W] int64: of its shadow"""
+    float32_lines: torch.Tensor
+    """[n / LINE] int32: 1 for lines whose float32 weights are stored at all ranks, else 0"""
+
+
 GROUP = 64
 """rows that kernels add up into one row of `sums`"""
 

@@ -67,37 +67,26 @@ def _begin_update(
 
 
 @triton.jit
-def _update_parameters(
-    weights,  # [n] float32
-    gradients,  # [n] float32
-    state,  # [n] float32: the kind's first state, if any
-    square,  # [n] float32: its second state, if any
-    shadow,  # [n] of type SHADOW
-    rows,  # [n / LINE] int32: row of `factors` of each LINE elements; -1 leaves them unchanged
-    factors,  # [R, 8] float32
-    KIND: tl.constexpr,  # a key of `STATES`
+def updated_weights(
+    weight,
+    gradient,
+    state,
+    square,
+    at,
+    mask,
+    factors,
+    KIND: tl.constexpr,
     DECAYS: tl.constexpr,
-    SHADOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LINE: tl.constexpr,
 ):
-    """Update BLOCK weights and the optimizer's state of each by their gradients.
+    """Return `weight` after an update by `gradient`, blocks of float32, and store the optimizer's states at `at`.
 
-    Memory: program i owns elements [i * BLOCK, (i + 1) * BLOCK) of all flat tensors, 16 bytes a lane.
-
-    Order: no two programs share an element.
+    `factors` points to a row of `FlatUpdate.factors`, one for each element.
 
     Example: adagrad, RATE 1, a sum of 9 and a gradient of 4: the sum becomes 25, and the weight loses 4 / (5 + EPS).
 
     Source: Adagrad (Duchi, Hazan and Singer, JMLR 12, 2011); Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1), with
     epsilon as in torch.optim; AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2).
     """
-    line = tl.program_id(0) * (BLOCK // LINE) + tl.arange(0, BLOCK // LINE)
-    row = tl.load(rows + line)[:, None]  # [BLOCK / LINE, 1]
-    at = line.to(tl.int64)[:, None] * LINE + tl.arange(0, LINE)[None, :]
-    mask = (row >= 0) & (tl.arange(0, LINE)[None, :] >= 0)
-    factors += tl.maximum(row, 0) * _FACTORS
-    weight, gradient = tl.load(weights + at, mask), tl.load(gradients + at, mask)  # [BLOCK / LINE, LINE]
     rate = tl.load(factors + RATE)
     if DECAYS:
         gradient += tl.load(factors + L2) * weight
@@ -120,6 +109,37 @@ def _update_parameters(
         tl.store(square + at, spread, mask)
         root = tl.div_rn(tl.sqrt_rn(spread), tl.load(factors + ROOT)) + tl.load(factors + EPS)
         weight -= tl.div_rn(rate * mean, root)
+    return weight
+
+
+@triton.jit
+def _update_parameters(
+    weights,  # [n] float32
+    gradients,  # [n] float32
+    state,  # [n] float32: the kind's first state, if any
+    square,  # [n] float32: its second state, if any
+    shadow,  # [n] of type SHADOW
+    rows,  # [n / LINE] int32: row of `factors` of each LINE elements; -1 leaves them unchanged
+    factors,  # [R, 8] float32
+    KIND: tl.constexpr,  # a key of `STATES`
+    DECAYS: tl.constexpr,
+    SHADOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LINE: tl.constexpr,
+):
+    """Update BLOCK weights and the optimizer's state of each by their gradients.
+
+    Memory: program i owns elements [i * BLOCK, (i + 1) * BLOCK) of all flat tensors, 16 bytes a lane.
+
+    Order: no two programs share an element.
+    """
+    line = tl.program_id(0) * (BLOCK // LINE) + tl.arange(0, BLOCK // LINE)
+    row = tl.load(rows + line)[:, None]  # [BLOCK / LINE, 1]
+    at = line.to(tl.int64)[:, None] * LINE + tl.arange(0, LINE)[None, :]
+    mask = (row >= 0) & (tl.arange(0, LINE)[None, :] >= 0)
+    factors += tl.maximum(row, 0) * _FACTORS
+    weight, gradient = tl.load(weights + at, mask), tl.load(gradients + at, mask)  # [BLOCK / LINE, LINE]
+    weight = updated_weights(weight, gradient, state, square, at, mask, factors, KIND, DECAYS)
     tl.store(weights + at, weight, mask)
     if SHADOW is not None:
         tl.store(shadow + at, weight.to(SHADOW), mask)

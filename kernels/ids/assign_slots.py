@@ -7,6 +7,7 @@ from dlrm_overlap.kernels.ids.probing import (
     ACTIVE,
     ADMIT_AFTER,
     ADMIT_BELOW,
+    ALL_BITS,
     CELLS,
     COLUMNS,
     DISTANCE_LFU,
@@ -28,15 +29,18 @@ from dlrm_overlap.kernels.ids.probing import (
     SEGMENTS,
     SIZE,
     TABLE,
+    TOP_BIT,
     TTL,
     WRITES,
     add_total,
     bucket_of,
-    digest,
     id_at,
     listed,
+    lowest_bit,
     mix,
     murmur,
+    unmix,
+    zero_bytes,
 )
 from dlrm_overlap.kernels.wide_ids import remainder
 
@@ -84,67 +88,215 @@ def _sight(
         tl.atomic_add(sketch + second, 1, mask=sights & (second != first), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["set_bits", "most_segments"], do_not_specialize_on_alignment=["low", "high"])
-def _choose(
+@triton.jit
+def _is_admitted(id, mixed, feature, taken, sketch, segment, mask, SKETCH: tl.constexpr):
+    """Return [N]: which of the listed ids may get a slot."""
+    wanted = mask & (id != EMPTY) & (tl.load(feature + WRITES, mask=mask, other=0) > 0) & (tl.load(taken) > 0)
+    wanted = wanted & ((mixed >> 32).to(tl.int64) < tl.load(feature + ADMIT_BELOW, mask=mask, other=0))
+    if SKETCH:
+        first, second = _cells(segment, mixed)
+        after = tl.load(feature + ADMIT_AFTER, mask=mask, other=1)
+        counted = wanted & (after > 1)
+        seen = tl.load(sketch + first, mask=counted, other=0)
+        seen = tl.minimum(seen, tl.load(sketch + second, mask=counted, other=0))
+        wanted = wanted & ((after <= 1) | (seen >= after))
+    return wanted
+
+
+@triton.jit
+def _turn_of(id):
+    """Return uint64, of which no other id has the same: new ids take slots in this order. That of `EMPTY` is the last.
+
+    `EMPTY` and its number have the same bits.
+    """
+    return mix(id + 1) ^ ALL_BITS
+
+
+@triton.jit
+def _next_empty(digests, first, slot, open, mask):
+    """Return the first slot without a digest from `slot` on, whether there is one, and how many slots were passed.
+
+    Only slots whose digests are in one word are looked at; if none is empty, the slot is the one after them.
+    `digests` is int32, and a bucket begins at slot `first`.
+    """
+    at = first + slot
+    skip = (at % 4).to(tl.int32)
+    bits = zero_bytes(tl.load(digests + at // 4, mask=mask, other=-1)) >> skip
+    bits = bits & ((1 << tl.minimum(open - slot, 4)) - 1)
+    passed = tl.where(bits != 0, lowest_bit(bits), tl.minimum(4 - skip, open - slot))
+    slot = tl.where(slot + passed >= open, 0, slot + passed)
+    return slot, mask & (bits != 0), passed
+
+
+@triton.jit
+def _distance(slot, hash, open):
+    """Return the distance of a slot from an id's home."""
+    home = remainder(hash, open).to(tl.int32)
+    return tl.where(slot < home, slot - home + open, slot - home)
+
+
+@triton.jit(do_not_specialize_on_alignment=["low", "high"])
+def _insert(
     low,
     high,
     infos,
+    ids,
+    digests,  # as int32
     sketch,
-    waiting,
-    heads,
     taken,
     counters,
     missing,
     missing_feature,
-    following,  # [count] int32: the next new id of the segment, plus 1
-    new_ids,  # [count] int64
-    twin,  # [count] int32: the place in the list of the id that is chained for this one; -1 if it is not admitted
-    slot_of,  # [count] int32
-    claimed,  # [count] int64
-    members,  # [2 ** set_bits] int32, 0 between steps: places of the list, plus 1
-    member_of,  # [count] int32: where a place is in `members`; -1 if nowhere
-    active,  # [3 * most_segments] int32
-    set_bits,
-    most_segments,
+    slot_of,  # [count] int32: from `_find`; then the slot that a listed id was stored to first, or -1
+    twin,  # [count] int32: -1 if the id is not admitted
     STRIDE: tl.constexpr,
     SKETCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Chain the listed ids that are admitted, once each, by segment; as program p of P the blocks p, p + P, ...
+    """Store the listed ids that are admitted to empty slots, as program p of P the blocks p, p + P, .. of BLOCK.
 
-    Memory: `members` is a hash set with open addressing. Of equal ids one is chained; which one makes no difference.
+    Each takes the first empty slot that it probes, as if they came one by one in the order of `_turn_of`: an id that
+    meets a later one takes its slot, and carries it on to where that one probes next (Shun and Blelloch, Phase-
+    Concurrent Hash Tables for Determinism, SPAA 2014). So the result does not depend on the order of programs.
 
-    Order: atomics are relaxed, since all that is read after them was written by earlier kernels.
+    Memory: slots that are empty when this begins have `_turn_of` an id afterwards, and their digests stay 0; `_replace`
+    stores the ids.
+
+    Order: atomics are relaxed, since nothing but the numbers themselves is handed over.
     """
     total = tl.load(counters + MISSING)
-    top = ((1 << set_bits) - 1).to(tl.int64)
+    turns = ids.to(tl.pointer_type(tl.uint64))
+    last = tl.full((BLOCK,), EMPTY, tl.int64).to(tl.uint64, bitcast=True)
     for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
         k, mask, i, feature = listed(missing, missing_feature, infos, begin, total, BLOCK)
         id = id_at(low, high, i, mask, STRIDE)
         hash = murmur(id)
         mixed = mix(id)
         _, bucket = bucket_of(id, feature, mask)
-        segments, within, segment = _segment_of(hash, feature, bucket, mask)
-        # Admission.
-        wanted = mask & (id != EMPTY) & (tl.load(feature + WRITES, mask=mask, other=0) > 0) & (tl.load(taken) > 0)
-        wanted = wanted & ((mixed >> 32).to(tl.int64) < tl.load(feature + ADMIT_BELOW, mask=mask, other=0))
-        if SKETCH:
-            first, second = _cells(segment, mixed)
-            after = tl.load(feature + ADMIT_AFTER, mask=mask, other=1)
-            counted = wanted & (after > 1)
-            seen = tl.load(sketch + first, mask=counted, other=0)
-            seen = tl.minimum(seen, tl.load(sketch + second, mask=counted, other=0))
-            wanted = wanted & ((after <= 1) | (seen >= after))
-        # One of equal ids.
+        _, _, segment = _segment_of(hash, feature, bucket, mask)
+        wanted = _is_admitted(id, mixed, feature, taken, sketch, segment, mask, SKETCH)
+        tl.store(twin + k, tl.where(wanted, k, -1), mask=mask)
+        open = tl.load(feature + OPEN, mask=mask, other=1).to(tl.int32)
+        probes = tl.load(feature + PROBES, mask=mask, other=0).to(tl.int32)
+        first = tl.load(feature + FIRST_SLOT, mask=mask, other=0)
+        first += bucket * tl.load(feature + SIZE, mask=mask, other=0)
+        slot = tl.load(slot_of + k, mask=mask, other=-1)
+        looking = wanted & (slot >= 0)
+        slot = tl.maximum(slot, 0)
+        distance = _distance(slot, hash, open)
+        turn = _turn_of(id)
+        own = tl.full((BLOCK,), -1, tl.int32)
+        carries = looking & False  # another id
+        more = tl.max(looking.to(tl.int32), 0)
+        while more > 0:
+            slot, free, passed = _next_empty(digests, first, slot, open, looking)
+            distance += passed
+            free = free & (distance < probes)
+            there = tl.atomic_min(turns + first + slot, turn, mask=free, sem="relaxed")
+            own = tl.where(free & (carries == 0) & (there >= turn), slot, own)
+            looking = looking & (distance < probes) & ((free == 0) | ((there != turn) & (there != last)))
+            swaps = looking & free & (there > turn)
+            carries = carries | swaps
+            turn = tl.where(swaps, there, turn)
+            if tl.max(swaps.to(tl.int32), 0) > 0:
+                its = unmix(turn ^ ALL_BITS) - 1
+                distance = tl.where(swaps, _distance(slot, murmur(its), open), distance)
+            slot = tl.where(free, tl.where(slot + 1 == open, 0, slot + 1), slot)
+            distance = tl.where(free, distance + 1, distance)
+            looking = looking & (distance < probes)
+            more = tl.max(looking.to(tl.int32), 0)
+        tl.store(slot_of + k, own, mask=mask)
+
+
+@triton.jit(do_not_specialize=["set_bits", "most_segments"], do_not_specialize_on_alignment=["low", "high"])
+def _claim(
+    low,
+    high,
+    infos,
+    ids,
+    digests,  # as int32
+    used_at,
+    waiting,
+    heads,
+    clock,
+    totals,
+    counters,
+    missing,
+    missing_feature,
+    following,  # [count] int32: the next chained id of the segment, plus 1
+    homes,  # [count] int32: the slot that a chained id probes first
+    twin,  # [count] int32: the place in the list of the id whose slot this one has; -1 if it is not admitted
+    slot_of,  # [count] int32: the slot in the bucket, or -1
+    claimed,  # these five as in `Claims`
+    claimed_tables,
+    new_ids,
+    origins,
+    evicted,
+    members,  # [2 ** set_bits] int32, 0 between steps: places of the list, plus 1
+    member_of,  # [count] int32: where a place is in `members`; -1 if nowhere
+    active,  # [3 * most_segments] int32
+    set_bits,
+    most_segments,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Claim the slots that `_insert` has given; as program p of P the blocks p, p + P, .. of BLOCK.
+
+    The other ids that are admitted are chained by segment, once each, for `_evict`.
+
+    Memory: a slot is claimed by the lane that first stores the step to `used_at`. `members` is a hash set with open
+    addressing. Of equal ids one claims or is chained; which one makes no difference.
+
+    Order: atomics are relaxed, since all that is read after them was written by earlier kernels.
+    """
+    total = tl.load(counters + MISSING)
+    step = tl.load(clock).to(tl.int32)
+    top = ((1 << set_bits) - 1).to(tl.int64)
+    for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
+        k, mask, i, feature = listed(missing, missing_feature, infos, begin, total, BLOCK)
+        id = id_at(low, high, i, mask, STRIDE)
+        hash = murmur(id)
+        _, bucket = bucket_of(id, feature, mask)
+        wanted = mask & (tl.load(twin + k, mask=mask, other=-1) >= 0)
+        # From where it was stored first, an id may have been carried on.
+        open = tl.load(feature + OPEN, mask=mask, other=1).to(tl.int32)
+        probes = tl.load(feature + PROBES, mask=mask, other=0).to(tl.int32)
+        size = tl.load(feature + SIZE, mask=mask, other=0)
         table = tl.load(feature + FIRST_SLOT, mask=mask, other=0)
-        at = ((hash >> 8).to(tl.int64) + table) & top
-        looking = wanted
-        of = tl.full((BLOCK,), -1, tl.int32)
-        more = 1
+        first = table + bucket * size
+        slot = tl.load(slot_of + k, mask=mask, other=-1)
+        looking = wanted & (slot >= 0)
+        slot = tl.maximum(slot, 0)
+        distance = _distance(slot, hash, open)
+        turn = _turn_of(id).to(tl.int64, bitcast=True)
+        found = looking & False
+        more = tl.max(looking.to(tl.int32), 0)
+        while more > 0:
+            next_slot, free, passed = _next_empty(digests, first, slot, open, looking)
+            distance += passed
+            free = free & (distance < probes)
+            found = found | (free & (tl.load(ids + first + next_slot, mask=free, other=0) == turn))
+            slot = tl.where(looking, next_slot, slot)
+            looking = looking & (found == 0) & (distance < probes)
+            slot = tl.where(looking & free, tl.where(slot + 1 == open, 0, slot + 1), slot)
+            distance = tl.where(looking & free, distance + 1, distance)
+            more = tl.max(looking.to(tl.int32), 0)
+        at = first + slot
+        fresh = found & (tl.load(used_at + at, mask=found, other=0) != step)
+        fresh = fresh & (tl.atomic_xchg(used_at + at, tl.zeros_like(k) + step, mask=fresh, sem="relaxed") != step)
+        add_total(totals, INSERTED, tl.sum(fresh.to(tl.int32), 0))
+        tl.store(claimed + k, tl.where(fresh, at, -1), mask=mask)
+        tl.store(evicted + k, tl.full((BLOCK,), EMPTY, tl.int64), mask=fresh)
+        # One of equal ids without a slot.
+        looking = wanted & (found == 0)
+        place = ((hash >> 8).to(tl.int64) + table) & top
+        of = tl.where(found, k, -1)
+        more = tl.max(looking.to(tl.int32), 0)
         for _ in range(0, 64):
             if more > 0:
                 # A lane that has finished compares with -1, which no word holds.
-                word = tl.atomic_cas(members + at, tl.where(looking, 0, -1), tl.where(looking, k + 1, 0), sem="relaxed")
+                word = tl.where(looking, 0, -1)
+                word = tl.atomic_cas(members + place, word, tl.where(looking, k + 1, 0), sem="relaxed")
                 of = tl.where(looking & (word == 0), k, of)
                 other = tl.maximum(word - 1, 0)
                 there = looking & (word > 0)
@@ -154,35 +306,34 @@ def _choose(
                 equal = equal & (tl.load(its + FIRST_SLOT, mask=there, other=-1) == table)
                 of = tl.where(equal, other, of)
                 looking = there & (equal == 0)
-                at = tl.where(looking, (at + 1) & top, at)
+                place = tl.where(looking, (place + 1) & top, place)
                 more = tl.max(looking.to(tl.int32), 0)
-        chosen = wanted & (of == k)
+        chosen = wanted & (found == 0) & (of == k)
         tl.store(twin + k, of, mask=mask)
-        tl.store(slot_of + k, tl.zeros_like(k) - 1, mask=chosen)
-        tl.store(claimed + k, tl.zeros_like(i) - 1, mask=mask)
-        tl.store(member_of + k, tl.where(chosen, at, -1).to(tl.int32), mask=mask)
+        tl.store(slot_of + k, tl.where(found, slot, -1), mask=mask)
+        tl.store(member_of + k, tl.where(chosen, place, -1).to(tl.int32), mask=mask)
+        new = fresh | chosen
+        tl.store(new_ids + k, id, mask=new)
+        tl.store(claimed_tables + k, tl.load(feature + TABLE, mask=new, other=0).to(tl.int32), mask=new)
+        initials = tl.load(feature + INITIALS, mask=new, other=0)
+        reserved = bucket * size + open + remainder(hash, size - open)
+        tl.store(origins + k, tl.where(initials > 0, remainder(mix(id), initials), reserved), mask=new)
         # Its segment's chain.
-        before = tl.atomic_add(waiting + segment, 1, mask=chosen, sem="relaxed")
+        segments, within, segment = _segment_of(hash, feature, bucket, mask)
+        waits = tl.atomic_add(waiting + segment, 1, mask=chosen, sem="relaxed")
         head = tl.atomic_xchg(heads + segment, k + 1, mask=chosen, sem="relaxed")
         tl.store(following + k, head, mask=chosen)
-        tl.store(new_ids + k, id, mask=chosen)
+        tl.store(homes + k, remainder(hash, open).to(tl.int32), mask=chosen)
         phase = tl.where((segments > 1) & (within == segments - 2 + segments % 2), 2, within % 2)
-        opens = chosen & (before == 0)
-        place = tl.atomic_add(counters + ACTIVE + phase, 1, mask=opens, sem="relaxed")
-        tl.store(active + phase * most_segments + place, segment.to(tl.int32), mask=opens)
-
-
-@triton.jit
-def _order(id):
-    """Return the key by which new ids take slots; the greatest int64 only for `EMPTY`."""
-    return mix(id + 1).to(tl.int64, bitcast=True) ^ GREATEST
+        opens = chosen & (waits == 0)
+        number = tl.atomic_add(counters + ACTIVE + phase, 1, mask=opens, sem="relaxed")
+        tl.store(active + phase * most_segments + number, segment.to(tl.int32), mask=opens)
 
 
 @triton.jit(do_not_specialize=["phase", "most_segments"])
-def _assign(
+def _evict(
     infos,
     ids,
-    digests,
     used_at,
     times,
     counts,
@@ -193,27 +344,26 @@ def _assign(
     counters,
     missing_feature,
     following,
+    homes,
     new_ids,
-    slot_of,  # [count] int32: the slot in its bucket that an id gets
+    slot_of,
     active,
-    claimed,  # [count] int64
-    claimed_tables,  # [count] int32
-    origins,  # [count] int64
-    evicted,  # [count] int64
+    claimed,
+    evicted,
     phase,
     most_segments,
     TIMES: tl.constexpr,
     COUNTS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Give slots to the new ids of segments, as program p of P the active segments p, p + P, ...
+    """Give slots of other ids to the chained ids of segments, as program p of P the active segments p, p + P, ...
 
-    An id takes the first empty slot that it probes, or else the one that the policy chooses among those that neither
-    this step nor the last one has used. Of more new ids than `SEGMENT`, or `WHOLE` in a bucket with more slots, those
-    with the least keys are considered.
+    In the order of `_turn_of`, each takes the slot that the policy chooses, among those that it probes and that neither
+    this step nor the last one has used; none of them is empty. Of more ids than `SEGMENT`, or `WHOLE` in a bucket with
+    more slots, the first are considered.
 
-    Memory: a lane has a new id, and another one's slot: it loads the slot's old id and stores the new one. Segments of
-    other phases, whose slots overlap, do not run at the same time.
+    Memory: a lane has a new id, and what is known of another one's slot. Segments of other phases, whose slots overlap,
+    do not run at the same time. `_replace` stores the ids.
     """
     step = tl.load(clock).to(tl.int32)
     now = tl.load(clock + 1)
@@ -233,34 +383,31 @@ def _assign(
         # Collect the new ids, at most `limit`.
         limit = tl.where(open > SEGMENT, LANES, SEGMENT)
         keys = tl.full((LANES,), GREATEST, tl.int64)
-        new = tl.zeros((LANES,), tl.int64)
+        home = tl.zeros((LANES,), tl.int32)
         place_of = tl.zeros((LANES,), tl.int32)
         for turn in range(0, count):
-            id = tl.load(new_ids + k)
+            key = (_turn_of(tl.load(new_ids + k)) ^ TOP_BIT).to(tl.int64, bitcast=True)
+            home_k = tl.load(homes + k) - begin
             following_k = tl.load(following + k) - 1
-            key = _order(id)
             place = lane == turn
             if turn >= limit:
                 worst = tl.max(tl.where(lane < limit, keys, -GREATEST), 0)
                 place = (keys == worst) & (key < worst)
             keys = tl.where(place, key, keys)
-            new = tl.where(place, id, new)
+            home = tl.where(place, home_k, home)
             place_of = tl.where(place, k, place_of)
             k = following_k
-        hash = murmur(new)
-        home = remainder(hash, open).to(tl.int32) - begin  # [LANES]
-        # Load the slots that they may take.
+        # Load what is known of the slots.
         slot = begin + lane
         slot = tl.where(slot >= open, slot - open, slot)
         inside = lane < tl.minimum(open, LANES)
         slot = tl.where(inside, slot, 0)
         at = first + slot  # [LANES]
-        empty = inside & (tl.load(digests + at, mask=inside, other=0) == 0)
         used = tl.load(used_at + at, mask=inside, other=0)
         score = used.to(tl.int64)
         if TIMES:
             score = tl.load(times + at, mask=inside, other=0).to(tl.int64)
-        may_go = inside & (empty == 0) & (used < step - 1) & (policy != NO_POLICY) & ((policy != TTL) | (score < now))
+        may_go = inside & (used < step - 1) & (policy != NO_POLICY) & ((policy != TTL) | (score < now))
         if COUNTS:
             sightings = tl.load(counts + at, mask=inside, other=0).to(tl.int64)
             score = tl.where(policy == LFU, (sightings << 32) + score, score)
@@ -274,40 +421,25 @@ def _assign(
             keys = tl.where(its, GREATEST, keys)
             distance = lane - tl.sum(tl.where(its, home, 0), 0)
             distance = tl.where((segments == 1) & (distance < 0), distance + open, distance)
-            near = (distance >= 0) & (distance < probes)
-            nearest = tl.min(tl.where(near & empty, distance, FAR), 0)
-            if nearest == FAR:
-                victims = near & may_go
-                least = tl.min(tl.where(victims, score, GREATEST), 0)
-                nearest = tl.min(tl.where(victims & (score == least), distance, FAR), 0)
+            victims = may_go & (distance >= 0) & (distance < probes)
+            least = tl.min(tl.where(victims, score, GREATEST), 0)
+            nearest = tl.min(tl.where(victims & (score == least), distance, FAR), 0)
             if nearest < FAR:
-                taken = near & (distance == nearest)
+                taken = victims & (distance == nearest)
                 got = tl.where(its, tl.sum(tl.where(taken, slot, 0), 0), got)
-                empty = empty & (taken == 0)
                 may_go = may_go & (taken == 0)
                 claims += 1
         placed = got >= 0
         at = first + got
-        before = tl.load(ids + at, mask=placed, other=EMPTY)
-        tl.store(ids + at, new, mask=placed)
-        tl.store(digests + at, digest(hash), mask=placed)
+        tl.store(evicted + place_of, tl.load(ids + at, mask=placed, other=EMPTY), mask=placed)
+        tl.store(claimed + place_of, at, mask=placed)
+        tl.store(slot_of + place_of, got, mask=placed)
         tl.store(used_at + at, tl.zeros_like(lane) + step, mask=placed)
         if TIMES:
             tl.store(times + at, tl.zeros_like(lane) - 1, mask=placed)
         if COUNTS:
             tl.store(counts + at, tl.zeros_like(lane), mask=placed)
-        tl.store(slot_of + place_of, got, mask=placed)
         tl.store(waiting + segment, 0)
         tl.store(heads + segment, 0)
-        # Claim them.
-        tl.store(claimed + place_of, at, mask=placed)
-        tl.store(claimed_tables + place_of, tl.zeros_like(lane) + tl.load(feature + TABLE).to(tl.int32), mask=placed)
-        size = tl.load(feature + SIZE)
-        initials = tl.load(feature + INITIALS)
-        origin = relative // segments * size + open + remainder(hash, size - open)
-        if initials > 0:
-            origin = remainder(mix(new), initials)
-        tl.store(origins + place_of, origin, mask=placed)
-        tl.store(evicted + place_of, before, mask=placed)
         add_total(totals, INSERTED, claims)
-        add_total(totals, EVICTED, tl.sum((placed & (before != EMPTY)).to(tl.int32), 0))
+        add_total(totals, EVICTED, claims)

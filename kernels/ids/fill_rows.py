@@ -12,9 +12,9 @@ from dlrm_overlap.kernels.ids import reference
 from dlrm_overlap.kernels.ids.id_map import Claims
 from dlrm_overlap.kernels.tuning import power_of_2
 
-_NUM_WARPS = 4
-_PROGRAMS = 2 if INTERPRETED else 1584
-_BLOCK_WORDS, _MOST_ROWS = 1024, 64  # upper limits of what a program stores at a time
+_NUM_WARPS = 1
+_PROGRAMS = 2 if INTERPRETED else 4224
+_BLOCK_WORDS, _MOST_ROWS = 512, 64  # upper limits of what a program stores at a time
 MOST_STATES = 3
 
 

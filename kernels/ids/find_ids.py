@@ -15,6 +15,7 @@ from dlrm_overlap.kernels.ids.probing import (
     WRITES,
     add_total,
     bucket_of,
+    digest,
     id_at,
     listed,
     murmur,
@@ -59,6 +60,7 @@ def _find(
     counters,  # [4] int32
     missing,  # [count] int32
     missing_feature,  # [count] int32
+    slot_of,  # [count] int32: the first empty slot that a listed id probes, or -1
     count,
     samples,
     features,
@@ -68,7 +70,7 @@ def _find(
     COUNTS: tl.constexpr,
     HALVINGS: tl.constexpr,
     IDS: tl.constexpr,
-    WORDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Replace those of IDS ids that have a slot by rows, and list the positions of the others.
 
@@ -86,7 +88,7 @@ def _find(
     here, bucket = bucket_of(id, feature, live)
     row = bucket * size
     first = tl.load(feature + FIRST_SLOT, mask=live, other=0) + row
-    slot = probe(ids, digests, id, murmur(id), first, feature, here, IDS, WORDS)
+    slot, vacant = probe(ids, digests, id, murmur(id), first, feature, here, IDS, ALIGNED)
     found = here & (slot >= 0)
     if TRAIN:
         writes = found & (tl.load(feature + WRITES, mask=found, other=0) > 0) & (tl.load(taken) > 0)
@@ -100,6 +102,7 @@ def _find(
         at = tl.atomic_add(counters + MISSING, losses, sem="relaxed") + tl.cumsum(lost.to(tl.int32), 0) - 1
         tl.store(missing + at, i.to(tl.int32), mask=lost)
         tl.store(missing_feature + at, number.to(tl.int32), mask=lost)
+        tl.store(slot_of + at, vacant, mask=lost)
 
 
 @triton.jit(do_not_specialize_on_alignment=["low", "high", "out"])
@@ -108,6 +111,8 @@ def _replace(
     high,
     out,
     infos,
+    ids,
+    digests,
     used_at,
     times,
     counts,
@@ -117,8 +122,9 @@ def _replace(
     counters,
     missing,
     missing_feature,
-    twin,  # these four as in `_choose` and `_assign`
+    twin,  # these five as in `_claim` and `_evict`
     slot_of,
+    claimed,
     members,
     member_of,
     STRIDE: tl.constexpr,
@@ -127,12 +133,12 @@ def _replace(
     COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replace the listed ids by rows, as program p of P the blocks p, p + P, .. of BLOCK.
+    """Store the ids of claimed slots and replace the listed ids by rows; as program p of P the blocks p, p + P, ...
 
     The row of an id without a slot is one of its bucket's reserved slots or, if there is none, the first slot that it
     probes, which another id may have.
 
-    Memory: clears what `_choose` has stored to `members`.
+    Memory: clears what `_claim` has stored to `members`.
     """
     total = tl.load(counters + MISSING)
     for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
@@ -150,6 +156,9 @@ def _replace(
             found = slot >= 0
             first = tl.load(feature + FIRST_SLOT, mask=mask, other=0) + bucket * size
             _mark(used_at, times, counts, first + slot, feature, clock, found, TIMES, COUNTS)
+            claims = found & (tl.load(claimed + k, mask=found, other=-1) >= 0)
+            tl.store(ids + first + slot, id, mask=claims)
+            tl.store(digests + first + slot, digest(hash), mask=claims)
             spare = tl.where(found, slot, spare)
             writes = mask & (tl.load(feature + WRITES, mask=mask, other=0) > 0) & (tl.load(taken) > 0)
             add_total(totals, NOT_ADMITTED, tl.sum((writes & (wanted == 0)).to(tl.int32), 0))

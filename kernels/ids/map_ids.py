@@ -2,14 +2,15 @@
 
     _find      ids that have a slot become rows of their table; the positions of the others are listed
     _sight     the listed ids are counted, if ids are admitted after several sightings
-    _choose    of the listed ids, those that are admitted are chained by segment, once each
-    _assign    each segment's new ids take empty slots, or slots of ids that are evicted
+    _insert    of the listed ids, those that are admitted are stored to empty slots
+    _claim     these slots are claimed, once each; admitted ids that found none are chained by segment, once each
+    _evict     each segment's chained ids take the slots of other ids, which the policy chooses
     _replace   the listed ids become rows, too: their new slots, or the row for ids without a slot
 
-The result does not depend on the order in which programs run. One program assigns the slots of a segment, in the order
-of a hash of the new ids. A segment of a large bucket shares slots with the next one, and the last segment may be short.
-So `_assign` runs in three phases: for segments of even number, for odd ones, and for the last one of even number, whose
-ids may also take slots of segment 0.
+The result does not depend on the order in which programs run: new ids take slots in the order of a hash. One program
+evicts in a segment. A segment of a large bucket shares slots with the next one, and the last segment may be short. So
+`_evict` runs in three phases: for segments of even number, for odd ones, and for the last one of even number, whose ids
+may also take slots of segment 0.
 
 Evaluation only finds: it changes nothing in the map.
 """
@@ -22,15 +23,14 @@ import torch
 
 from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 from dlrm_overlap.kernels.ids import reference
-from dlrm_overlap.kernels.ids.assign_slots import _assign, _choose, _sight
+from dlrm_overlap.kernels.ids.assign_slots import _claim, _evict, _insert, _sight
 from dlrm_overlap.kernels.ids.find_ids import _find, _replace
 from dlrm_overlap.kernels.ids.id_map import NO_FEATURE, SEGMENT, WHOLE, Claims, MapFeature, MapState, Policy, Totals
 from dlrm_overlap.kernels.tuning import power_of_2
 
-_NUM_WARPS, _FIND_WARPS = 4, 1
-_FIND_IDS = {SEGMENT // 4: 32, SEGMENT // 2: 16}  # ids of a program, by the words of digests of each
-_BLOCK = 128  # listed ids that a program takes at a time
-_PROGRAMS, _ASSIGN_PROGRAMS = (2, 2) if INTERPRETED else (1056, 2640)
+_NUM_WARPS = 1
+_BLOCK = 32  # ids that a program takes at a time
+_PROGRAMS = 2 if INTERPRETED else 4224
 _PHASES = 3
 _COUNTERS = 4
 
@@ -53,8 +53,8 @@ class Features(NamedTuple):
     lanes: int
     """upper limit of a segment's slots"""
     phases: int
-    words: int
-    """words of digests that `probe` reads"""
+    aligned: bool
+    """whether all buckets have a multiple of 16 slots and begin at one"""
 
     @classmethod
     def of(cls, rows: Sequence[MapFeature], clocked: bool, device: torch.device) -> "Features":
@@ -71,7 +71,7 @@ class Features(NamedTuple):
             any(row.admit_after > 1 for row in rows),
             SEGMENT if small else WHOLE,
             1 if all(row.segments == 1 for row in rows) else _PHASES,
-            SEGMENT // 4 if small and aligned else SEGMENT // 2,
+            aligned,
         )
 
 
@@ -113,7 +113,7 @@ def map_ids(
     if not (low.is_cuda or INTERPRETED):
         return reference.map_ids(state, features, low, high, out, offsets, samples, train)
     ids, digests, used_at, times, counts, sketch, waiting, heads, clock, taken, totals = state
-    infos, mapped, clocked, with_times, with_counts, with_sketch, lanes, phases, digest_words = features
+    infos, mapped, clocked, with_times, with_counts, with_sketch, lanes, phases, aligned = features
     count, number, device = out.numel(), (offsets.numel() - 1) // samples, low.device
     segments, stride = waiting.numel(), low.stride(0)
     assert stride == high.stride(0), "words of one tensor, or of two alike"
@@ -122,8 +122,8 @@ def map_ids(
         totals[Totals.SEEN, :1].add_(offsets[mapped * samples :][:1] * taken)
     counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
     room = max(4, -(-count // 4) * 4)  # tensors begin at multiples of 16 bytes
-    lists = torch.empty(6 * room, dtype=torch.int32, device=device).split(room)
-    missing, missing_feature, following, twin, slot_of, member_of = lists
+    lists = torch.empty(7 * room, dtype=torch.int32, device=device).split(room)
+    missing, missing_feature, following, homes, twin, slot_of, member_of = lists
     none = missing[:0]
     times, counts, sketch = (
         each if used else none for each, used in ((times, with_times), (counts, with_counts), (sketch, with_sketch))
@@ -131,20 +131,13 @@ def map_ids(
     make = partial(specialised, num_warps=_NUM_WARPS)
     switches = {"TRAIN": train, "TIMES": with_times, "COUNTS": with_counts}
     words, marks, listed = (low, high), (used_at, times, counts, clock, taken), (missing, missing_feature)
-    find = specialised(
-        _find,
-        num_warps=_FIND_WARPS,
-        STRIDE=stride,
-        **switches,
-        HALVINGS=number.bit_length(),
-        IDS=_FIND_IDS[digest_words],
-        WORDS=digest_words,
-    )
+    find = make(_find, STRIDE=stride, **switches, HALVINGS=number.bit_length(), IDS=_BLOCK, ALIGNED=aligned)
     find(
-        -(-count // _FIND_IDS[digest_words]), (out.dtype, offsets.dtype),
-        *words, out, offsets, infos, ids, digests.view(torch.int32), *marks, counters, *listed, count, samples, number,
+        -(-count // _BLOCK), (out.dtype, offsets.dtype),
+        *words, out, offsets, infos, ids, digests.view(torch.int32), *marks, counters, *listed, slot_of,
+        count, samples, number,
     )  # fmt: skip
-    claims, members = None, none
+    claims, members, claimed = None, none, none.view(torch.int64)
     if train:
         members = id_set.for_ids(count, device)
         if with_sketch:
@@ -153,23 +146,29 @@ def map_ids(
         active = torch.empty(_PHASES * segments, dtype=torch.int32, device=device)
         new_ids, claimed, origins, evicted = torch.empty(4 * room, dtype=torch.int64, device=device).split(room)
         claimed_tables = torch.empty(room, dtype=torch.int32, device=device)
-        choose = make(_choose, STRIDE=stride, SKETCH=with_sketch, BLOCK=_BLOCK)
-        choose(
+        insert = make(_insert, STRIDE=stride, SKETCH=with_sketch, BLOCK=_BLOCK)
+        insert(
             _PROGRAMS, (),
-            *words, infos, sketch, waiting, heads, taken, counters, *listed, following, new_ids, twin, slot_of, claimed,
-            members, member_of, active, members.numel().bit_length() - 1, segments,
+            *words, infos, ids, digests.view(torch.int32), sketch, taken, counters, *listed, slot_of, twin,
         )  # fmt: skip
-        assign = specialised(_assign, num_warps=1, TIMES=with_times, COUNTS=with_counts, LANES=lanes)
+        slots = claimed, claimed_tables, new_ids, origins, evicted
+        claim = make(_claim, STRIDE=stride, BLOCK=_BLOCK)
+        claim(
+            _PROGRAMS, (),
+            *words, infos, ids, digests.view(torch.int32), used_at, waiting, heads, clock, totals, counters, *listed,
+            following, homes, twin, slot_of, *slots, members, member_of, active, members.numel().bit_length() - 1, segments,
+        )  # fmt: skip
+        evict = make(_evict, TIMES=with_times, COUNTS=with_counts, LANES=lanes)
         for phase in range(phases):
-            assign(
-                _ASSIGN_PROGRAMS, (),
-                infos, ids, digests, used_at, times, counts, waiting, heads, clock, totals, counters, missing_feature,
-                following, new_ids, slot_of, active, claimed, claimed_tables, origins, evicted, phase, segments,
+            evict(
+                _PROGRAMS, (),
+                infos, ids, used_at, times, counts, waiting, heads, clock, totals, counters, missing_feature, following,
+                homes, new_ids, slot_of, active, claimed, evicted, phase, segments,
             )  # fmt: skip
         claims = Claims(claimed, claimed_tables, new_ids, origins, evicted, counters[:1])
     replace = make(_replace, STRIDE=stride, **switches, BLOCK=_BLOCK)
     replace(
         _PROGRAMS, (out.dtype,),
-        *words, out, infos, *marks, totals, counters, *listed, twin, slot_of, members, member_of,
+        *words, out, infos, ids, digests, *marks, totals, counters, *listed, twin, slot_of, claimed, members, member_of,
     )  # fmt: skip
     return claims

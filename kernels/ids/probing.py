@@ -11,9 +11,11 @@ EMPTY = tl.constexpr(id_map.EMPTY)
 SEGMENT = tl.constexpr(id_map.SEGMENT)
 WHOLE = tl.constexpr(id_map.WHOLE)
 CELLS = tl.constexpr(id_map.CELLS)
-PART = tl.constexpr(id_map.SEGMENT // 4)  # words whose digests have a bit each in two of 64
+TURNS = tl.constexpr(id_map.SEGMENT // 16 + 1)  # of `probe`, each of 16 slots
 GREATEST = tl.constexpr(2**63 - 1)
 FAR = tl.constexpr(2**31 - 1)
+ALL_BITS = tl.constexpr(2**64 - 1)
+TOP_BIT = tl.constexpr(2**63)
 
 # Columns of the table of features [features + 2, 16] int64.
 _column = MapFeature._fields.index
@@ -90,6 +92,14 @@ def mix(id):
 
 
 @triton.jit
+def unmix(mixed):
+    """Return `id_map.unmix` of uint64, as int64."""
+    value = (mixed ^ (mixed >> 31) ^ (mixed >> 62)) * 0x319642B2D24D8EC3
+    value = (value ^ (value >> 27) ^ (value >> 54)) * 0x96DE1B173F119089
+    return (value ^ (value >> 30) ^ (value >> 60)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
 def digest(hash):
     return tl.maximum(hash >> 56, 1).to(tl.uint8)
 
@@ -131,76 +141,93 @@ def bucket_of(id, feature, mask):
 
 
 @triton.jit
-def probe(ids, digests, id, hash, first, feature, live, IDS: tl.constexpr, WORDS: tl.constexpr):
-    """Return [IDS] int32: the slot in its bucket, which begins at slot `first`, of each live id; -1 without one.
+def probe(ids, digests, id, hash, first, feature, live, IDS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return [IDS] int32, two: slots in the bucket of each live id, which begins at slot `first`.
 
-    `digests` is int32: four slots are compared at a time. With `SEGMENT` / 4 WORDS a bucket has at most `SEGMENT` open
-    slots and begins at a multiple of 16, and all its words are read. Else they are read circularly from the first slot
-    to probe on, and an id is not farther than `SEGMENT` / 2 words.
+    The first is the id's, or -1. The second, of an id without a slot, is the first empty one that it probes, or -1.
+
+    `digests` is int32: a turn compares four words of four digests each, circularly from the id's home on. ALIGNED says
+    that buckets have a multiple of 16 slots and begin at one; then the words are loaded at once.
     """
     open = tl.load(feature + OPEN, mask=live, other=1).to(tl.int32)
+    probes = tl.load(feature + PROBES, mask=live, other=0).to(tl.int32)
     pattern = (digest(hash).to(tl.int32) * 0x01010101)[:, None]
-    lane = tl.arange(0, PART)[None, :]
-    found = tl.full((IDS,), -1, tl.int32)
+    lane = tl.arange(0, 4)[None, :]
+    home = remainder(hash, open).to(tl.int32)
     before = tl.zeros((IDS,), tl.int32)  # slots before the bucket in its first word
-    words = before + PART
-    home = before
-    if WORDS > PART:
+    if not ALIGNED:
         before = (first % 4).to(tl.int32)
-        words = (before + open + 3) // 4
-        home = (before + remainder(hash, open).to(tl.int32)) // 4
-    for part in tl.static_range(WORDS // PART):
-        if WORDS == PART:
-            start = tl.multiple_of((first // 16) * 4, [4])
-            four = tl.load((digests + start)[:, None] + lane, mask=live[:, None], other=0)  # [IDS, PART]
-        else:
-            ahead = lane + part * PART
-            word = home[:, None] + ahead
-            word = tl.where(word >= words[:, None], word - words[:, None], word)
-            inside = live[:, None] & (ahead < words[:, None])
-            four = tl.load((digests + first // 4)[:, None] + word, mask=inside, other=0)
-        # A byte is 0 where the digest is alike: its highest bit is set, then the four are put together.
-        differs = four ^ pattern
-        alike = ~(((differs & 0x7F7F7F7F) + 0x7F7F7F7F) | differs | 0x7F7F7F7F)
-        bits = ((alike.to(tl.uint32, bitcast=True) >> 7) * 0x01020408 >> 24) & 0xF
-        wide = bits.to(tl.uint64) << (lane % 16 * 4).to(tl.uint64)
-        low = tl.sum(tl.where(lane < 16, wide, 0), 1)
-        high = tl.sum(tl.where(lane < 16, 0, wide), 1)
-        more = tl.max((live & (found < 0) & ((low | high) != 0)).to(tl.int32), 0)
-        # A digest of 8 bits is rarely another id's: the second loop seldom has turns.
-        for _ in range(0, 4):
-            if more > 0:
-                found, low, high, more = _try(ids, id, first, before, home, words, open, live, found, low, high, part)
-        for _ in range(0, more * SEGMENT):
-            if more > 0:
-                found, low, high, more = _try(ids, id, first, before, home, words, open, live, found, low, high, part)
-    return found
+    words = (before + open + 3) // 4
+    home_word = (before + home) // 4
+    end = words + 1  # the first word is looked at again at the end, for its slots before the home
+    if ALIGNED:
+        words = (words + 3) // 4 * 4
+        home_word = home_word // 4 * 4
+        end = words + 4
+    start_bit = before + home - home_word * 4
+    found = tl.full((IDS,), -1, tl.int32)
+    vacant = found
+    looking = live
+    more = tl.max(looking.to(tl.int32), 0)
+    for turn in range(0, TURNS):
+        if more > 0:
+            if ALIGNED:
+                word = home_word + turn * 4
+                word = tl.where(word >= words, word - words, word)
+                start = tl.multiple_of(first // 16 * 4 + word, [4])
+                word = word[:, None] + lane
+                inside = looking[:, None] & (lane >= 0)
+                four = tl.load((digests + start)[:, None] + lane, mask=inside, other=-1)  # [IDS, 4]
+            else:
+                ahead = lane + turn * 4
+                word = home_word[:, None] + ahead
+                word = tl.where(word >= words[:, None], word - words[:, None], word)
+                inside = looking[:, None] & (ahead < end[:, None])
+                four = tl.load((digests + first // 4)[:, None] + word, mask=inside, other=-1)
+            shift = word * 4 - before[:, None]  # the word's first slot
+            here = (15 << tl.minimum(tl.maximum(-shift, 0), 4)) & (15 >> tl.maximum(shift + 4 - open[:, None], 0))
+            here = tl.where(inside, here, 0)
+            alike = tl.sum((zero_bytes(four ^ pattern) & here) << (lane * 4), 1)
+            empty = tl.sum((zero_bytes(four) & here) << (lane * 4), 1)
+            # A digest of 8 bits is rarely another id's: this loop seldom has a second turn.
+            trying = tl.max(alike, 0)
+            while trying > 0:
+                slot = _slot_at(alike, home_word, turn, words, before)
+                same = (alike != 0) & (tl.load(ids + first + slot, mask=alike != 0, other=EMPTY) == id)
+                found = tl.where(same, slot, found)
+                alike = tl.where(same, 0, alike & (alike - 1))
+                trying = tl.max(alike, 0)
+            if turn == 0:
+                empty = empty & (-1 << start_bit)
+            slot = _slot_at(empty, home_word, turn, words, before)
+            distance = tl.where(slot < home, slot - home + open, slot - home)
+            stops = (found < 0) & (empty != 0)  # no id is behind an empty slot
+            vacant = tl.where(stops & (distance < probes), slot, vacant)
+            looking = looking & (found < 0) & (empty == 0) & (turn * 4 + 4 < end)
+            more = tl.max(looking.to(tl.int32), 0)
+    return found, vacant
 
 
 @triton.jit
-def _lowest(bits):
-    """Return the number of the lowest bit that is set in uint64, as int32; 64 if none is."""
-    rest = (bits ^ (bits - 1)) >> 1  # the bits below it
-    rest = tl.where(bits == 0, 0, rest)
-    rest = rest - ((rest >> 1) & 0x5555555555555555)
-    rest = (rest & 0x3333333333333333) + ((rest >> 2) & 0x3333333333333333)
-    count = (((rest + (rest >> 4)) & 0x0F0F0F0F0F0F0F0F) * 0x0101010101010101) >> 56
-    return tl.where(bits == 0, 64, count.to(tl.int32))
+def zero_bytes(word):
+    """Return 4 bits: which bytes of a word are 0."""
+    # The highest bit of such a byte is set, then the four are put together.
+    zero = ~(((word & 0x7F7F7F7F) + 0x7F7F7F7F) | word | 0x7F7F7F7F)
+    return ((zero.to(tl.uint32, bitcast=True) >> 7) * 0x01020408 >> 24).to(tl.int32) & 0xF
 
 
 @triton.jit
-def _try(ids, id, first, before, home, words, open, live, found, low, high, part):
-    """Compare the id of one slot whose digest is alike, for each id; return whether there are more."""
-    one = _lowest(low)
-    one = tl.where(one < 64, one, 64 + _lowest(high))
-    trying = live & (found < 0) & (one < 128)
-    word = home + part * PART + one // 4
+def lowest_bit(bits):
+    """Return the number of the lowest bit that is set, of 16."""
+    lowest = bits & -bits
+    number = ((lowest & 0xAAAA) != 0).to(tl.int32) + ((lowest & 0xCCCC) != 0).to(tl.int32) * 2
+    return number + ((lowest & 0xF0F0) != 0).to(tl.int32) * 4 + ((lowest & 0xFF00) != 0).to(tl.int32) * 8
+
+
+@triton.jit
+def _slot_at(bits, home_word, turn, words, before):
+    """Return the slot of the lowest of 16 bits, one for each slot that a turn of `probe` looks at."""
+    bit = lowest_bit(bits)
+    word = home_word + turn * 4 + bit // 4
     word = tl.where(word >= words, word - words, word)
-    slot = word * 4 + one % 4 - before
-    safe = trying & (slot >= 0) & (slot < open)
-    same = safe & (tl.load(ids + first + slot, mask=safe, other=EMPTY) == id)
-    found = tl.where(same, slot, found)
-    high = tl.where(low == 0, high & (high - 1), high)
-    low = low & (low - 1)
-    more = live & (found < 0) & ((low | high) != 0)
-    return found, low, high, tl.max(more.to(tl.int32), 0)
+    return word * 4 + bit % 4 - before

@@ -139,17 +139,19 @@ class _Step:
         return admitted
 
     def assign(self, of: np.ndarray, features: "Features") -> Claims:
-        """Give slots to ids, segment by segment, in the order of phases."""
+        """Give ids empty slots, then the others slots of other ids, segment by segment, in the order of phases."""
         new = _once(np.stack([self.of["first_slot"][of], self._ids[of]], axis=1), of)
+        slots = self._empty_slots(new)
+        claimed = self._claim(new[slots >= 0], self._first[new[slots >= 0]] + slots[slots >= 0], features)
+        new = new[slots < 0]
         segments = self.of["segments"][new]
         alone = (segments > 1) & (self._within[new] == segments - 2 + segments % 2)
         phase = np.where(alone, 2, self._within[new] % 2)
         new = new[np.lexsort((self._keys[new], self._segment[new], phase))]
         starts = np.flatnonzero(np.diff(self._segment[new], prepend=-1))
-        claimed: list[tuple[int, ...]] = []
         ends = np.append(starts, len(new))[1:]
         for begin, end in zip(starts, ends, strict=True):
-            claimed += self._assign_segment(new[begin:end], features)
+            claimed += self._evict(new[begin:end], features)
         slots, tables, origins, evicted = torch.tensor(claimed, dtype=torch.int64).view(-1, 4).unbind(1)
         self.total(Totals.INSERTED, len(slots))
         self.total(Totals.EVICTED, int((evicted != EMPTY).sum()))
@@ -157,7 +159,27 @@ class _Step:
         ids = torch.from_numpy(self._state.ids)[slots]
         return Claims(slots, tables.int(), ids, origins, evicted, count)
 
-    def _assign_segment(self, new: np.ndarray, features: "Features") -> list[tuple[int, ...]]:
+    def _empty_slots(self, new: np.ndarray) -> np.ndarray:
+        """Return the slot in its bucket that each of different new ids gets, -1 without an empty one in reach.
+
+        All go on from their homes at once: those that find an id in a slot, or a new one whose turn is earlier.
+        """
+        slots, distances = self._home[new].copy(), np.zeros(len(new), np.int64)
+        first, open_slots, keys = self._first[new], self.of["open_slots"][new], self._keys[new]
+        while True:
+            left = np.flatnonzero(distances < self.of["probes"][new])
+            at = first[left] + slots[left]
+            order = np.lexsort((keys[left], at))
+            earlier = np.zeros(len(left), bool)
+            earlier[order[1:]] = np.diff(at[order]) == 0
+            moves = left[earlier | (self._state.ids[at] != EMPTY)]
+            if not len(moves):
+                return np.where(distances < self.of["probes"][new], slots, -1)
+            slots[moves] = (slots[moves] + 1) % open_slots[moves]
+            distances[moves] += 1
+
+    def _evict(self, new: np.ndarray, features: "Features") -> list[tuple[int, ...]]:
+        """Give the new ids of a segment, the least key first, slots of other ids."""
         state, one = self._state, new[0]
         of = {name: int(column[one]) for name, column in self.of.items()}
         limit = WHOLE if of["open_slots"] > SEGMENT else SEGMENT
@@ -166,38 +188,40 @@ class _Step:
         slots = (begin + np.arange(lanes)) % of["open_slots"]
         at = int(self._first[one]) + slots
         step, now = int(state.clock[0]), int(state.clock[1])
-        before, used = state.ids[at], state.used_at[at]
+        used = state.used_at[at]
         times = (state.times if features.times else state.used_at)[at].astype(np.int64)
         score = scores(of["policy"], times, state.counts[at] if features.counts else None, used, step)
         may_go = (used < step - 1) & (of["policy"] != Policy.NONE) & ((of["policy"] != Policy.TTL) | (times < now))
-        after, changed, owners = before.copy(), np.zeros(lanes, bool), np.zeros(lanes, np.int64)
+        got, where = list[int](), list[int]()
         for sighting in new[:limit]:
             distance = np.arange(lanes) - (self._home[sighting] - begin)
             if of["segments"] == 1:
                 distance = distance % of["open_slots"]
-            near = (distance >= 0) & (distance < of["probes"])
-            empty = near & (after == EMPTY)
-            victims = near & may_go & ~changed & (after != EMPTY)
-            if not empty.any():
-                least = score[victims].min() if victims.any() else 0
-                empty = victims & (score == least)
-            if empty.any():
-                taken = np.where(empty, distance, _FAR).argmin()
-                after[taken], changed[taken], owners[taken] = self._ids[sighting], True, sighting
-        where, owners = at[changed], owners[changed]
-        state.ids[where] = after[changed]
-        state.digests[where] = self._digests[owners]
-        state.used_at[where] = step
+            victims = may_go & (distance >= 0) & (distance < of["probes"])
+            if victims.any():
+                least = victims & (score == score[victims].min())
+                taken = np.where(least, distance, _FAR).argmin()
+                may_go[taken] = False
+                got.append(sighting)
+                where.append(at[taken])
+        return self._claim(np.array(got, np.int64), np.array(where, np.int64), features)
+
+    def _claim(self, new: np.ndarray, at: np.ndarray, features: "Features") -> list[tuple[int, ...]]:
+        """Store new ids to slots `at`; return (slot, table, origin, id before) of each."""
+        state = self._state
+        before = state.ids[at].tolist()
+        state.ids[at] = self._ids[new]
+        state.digests[at] = self._digests[new]
+        state.used_at[at] = state.clock[0]
         if features.times:
-            state.times[where] = -1
+            state.times[at] = -1
         if features.counts:
-            state.counts[where] = 0
-        tables = np.full(len(where), of["table"])
-        if of["initials"]:
-            origins = unsigned_remainder(mix(torch.from_numpy(after[changed])), of["initials"])
-        else:
-            origins = int(self.bucket[one]) * of["size"] + of["open_slots"] + self._reserved[owners]
-        return [*zip(where.tolist(), tables.tolist(), origins.tolist(), before[changed].tolist(), strict=True)]
+            state.counts[at] = 0
+        reserved = self.bucket[new] * self.of["size"][new] + self.of["open_slots"][new] + self._reserved[new]
+        initials = self.of["initials"][new]
+        drawn = unsigned_remainder(mix(torch.from_numpy(self._ids[new])), torch.from_numpy(initials).clamp(min=1))
+        origins = np.where(initials > 0, drawn.numpy(), reserved)
+        return [*zip(at.tolist(), self.of["table"][new].tolist(), origins.tolist(), before, strict=True)]
 
     def spare(self) -> np.ndarray:
         """Return the slot in the bucket for an id without one, [n]."""

@@ -1,10 +1,11 @@
 """The command: `python -m tests.gpu.cross`, on one GPU, in about a minute.
 
 Times the head of MLPerf's DLRM-DCNv2, forward and backward, in CUDA graphs that alternate: TorchRec's module under
-torch.compile, and this project's, whose gradients must agree. Needs no pytest; the command
-`tests.gpu.kernels_alone tests/kernels/test_cross.py` compares the kernels with their twins.
+torch.compile, and this project's in three ways (`WeightGradients`). Their gradients must agree. Needs no pytest; the
+command `tests.gpu.kernels_alone tests/kernels/test_cross.py` compares the kernels with their twins.
 """
 
+import math
 import sys
 from functools import partial
 
@@ -13,7 +14,8 @@ import torch
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.train.dense_part import _with_casts, cast_once
+from dlrm_overlap.dense.functions import DEFERRED, WeightGradients
+from dlrm_overlap.train.dense_part import _with_casts, cast_once, in_flat_order
 from dlrm_overlap.train.model import TrainTask, build_model
 from tests.gpu.one_gpu import capture, run_parts, times_us
 
@@ -28,7 +30,8 @@ def bf16(*shape: int, seed: int = 0) -> torch.Tensor:
 class HeadStep:
     """The head of MLPerf's DLRM-DCNv2 with its loss, forward and backward, with cast weights and compiled."""
 
-    def __init__(self, ours: bool, samples: int) -> None:
+    def __init__(self, samples: int, how: WeightGradients | None) -> None:
+        """`how` is None for TorchRec's module."""
         config = ModelConfig(
             arch="dcn", dim=128, bottom_mlp=[512, 256, 128], top_mlp=[1024, 1024, 512, 256, 1],
             cross_layers=LAYERS, cross_rank=RANK,
@@ -37,9 +40,9 @@ class HeadStep:
         self.task, self.head = TrainTask(dlrm, DEVICE.type, bf16=True), dlrm.head.to(DEVICE)
         dlrm.bottom.to(DEVICE)
         parameters = {n: p for n, p in self.task.named_parameters() if "embedding" not in n}
-        flat = FlatParameters(parameters, shadow_dtype=torch.bfloat16)
-        if ours:
-            self.casts = cast_once(self.task, flat, compiled=True)
+        flat = FlatParameters(in_flat_order(self.task, parameters, how or DEFERRED), shadow_dtype=torch.bfloat16)
+        if how is not None:
+            self.casts = cast_once(self.task, flat, compiled=True, how=how)
         else:
             self.casts = CastWeights(flat, [p for name, p in parameters.items() if "interaction.bias" not in name])
             self.head.in_training = _with_casts(self.head, self.casts, compiled=True)
@@ -49,7 +52,7 @@ class HeadStep:
 
     def forward(self) -> torch.Tensor:
         with self.task.autocast():
-            logits = self.head(self.dense, self.pooled)
+            logits = self.head(self.casts.ahead_of(self.dense), self.pooled)
         return self.task.loss(logits.float(), self.labels)
 
     def __call__(self) -> torch.Tensor:
@@ -63,16 +66,26 @@ class HeadStep:
 
 def time_head(samples: int) -> None:
     """Print the times of the head with torch.compile and with `cross`, and the difference of their gradients."""
-    steps = {"compiled": HeadStep(False, samples), "ours": HeadStep(True, samples)}
+    ways = {
+        "compiled": None,
+        "ours": DEFERRED,
+        "inline top": WeightGradients(top_inline=True),
+        "products on 108": WeightGradients(multiprocessors=108),
+    }
+    steps = {name: HeadStep(samples, how) for name, how in ways.items()}
     losses = {name: step().item() for name, step in steps.items()}
-    first, second = (step.flat.gradients.tensor for step in steps.values())
-    apart = float((first - second).norm() / first.norm())
-    print(f"head, losses {losses}, dense gradients apart by {apart:.1e} of their norm")
-    assert apart < 0.2, "gradients differ by more than bfloat16's rounding and the ReLUs that it switches"
-    names = [f"{name}, {part}" for part in ("forward", "both") for name in steps]
-    graphs = [capture(step.forward) for step in steps.values()] + [capture(step) for step in steps.values()]
-    for name, us in zip(names, times_us(graphs), strict=True):
-        print(f"head, {samples} samples, {name:18} {us:7.1f} us")
+    expected = steps["compiled"].flat.gradients.views
+    for name, step in steps.items():
+        found = step.flat.gradients.views
+        of_each = [float((found[each] - expected[each]).norm()) for each in expected]
+        apart = math.hypot(*of_each) / float(steps["compiled"].flat.gradients.tensor.norm())
+        print(f"head, {name}, loss {losses[name]}, dense gradients apart from compiled by {apart:.1e} of their norm")
+        assert apart < 0.2, "gradients differ by more than bfloat16's rounding and the ReLUs that it switches"
+    timed = {name: steps[name].forward for name in ("compiled", "ours")}
+    graphs = {f"{name}, forward": capture(forward) for name, forward in timed.items()}
+    graphs |= {f"{name}, both": capture(step) for name, step in steps.items()}
+    for name, us in zip(graphs, times_us(list(graphs.values())), strict=True):
+        print(f"head, {samples} samples, {name:24} {us:7.1f} us")
 
 
 def main() -> int:

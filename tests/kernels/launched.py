@@ -76,6 +76,7 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlperf": ("mlperf_dcnv2", {}),
     "history": ("bench/step_sequence", {}),
     "cached": ("mlperf_dcnv2", _CACHED),
+    "owner_update": ("mlperf_dcnv2", {"train.dense_update": "owner"}),
     "fused": ("mlperf_dcnv2", {"embedding.backend": "fused"}),
     "dot": ("bench/step_dot", {}),
     "rows": ("quickstart", {"data.tables.multi_hot": [40, "0..6", 1, 1, 2, 1, 1, 1]}),  # the plan cuts a table by rows
@@ -110,8 +111,8 @@ def _as_on_gpus() -> Iterator[None]:
     load, order = Implementation.load, exchange.CommunicationOrder()
     dense_step: Any = train_pipeline.DenseStep
 
-    def dense_stores(*arguments: Any) -> Any:
-        return dense_step(*arguments[:-1], StoreOptions())
+    def dense_stores(*arguments: Any, **options: Any) -> Any:
+        return dense_step(*arguments[:-1], StoreOptions(), **options)
 
     def add_partials(forward: Any, step: Any, arrived: torch.Tensor) -> None:
         base.add_partials(arrived, forward._partial_table, step.own_offsets)

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from dlrm_overlap.dense.functions import Write
 from dlrm_overlap.dense.layers import Layer, relu_layers
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.dense import layers as kernels
@@ -52,7 +53,9 @@ def test_layers_with_relu_have_the_gradients_of_autograd(needed: bool, outputs: 
     x, gradient = torch.randn(GROUP + 2, 5), torch.randn(GROUP + 2, outputs)
     wide, plain = torch.nn.functional.pad(x, (0, 3)).requires_grad_(needed), x.clone().requires_grad_(needed)
     padded = [layers[0]._replace(weight=torch.nn.functional.pad(modules[0].weight, (0, 3))), layers[1]]
-    found = relu_layers(wide, padded, lambda: buffers, torch.empty(0, requires_grad=True))
+    deferred = list[tuple[list[tuple[int, str]], Write]]()
+    anchor = torch.empty(0, requires_grad=True)
+    found = relu_layers(wide, padded, lambda which, write: deferred.append((list(which), write)), anchor)
     expected = modules[1](modules[0](plain).relu())
     expected = expected.relu() if outputs > 1 else expected
     assert_near(found.view_as(expected), expected, 1e-6, "output")
@@ -62,6 +65,12 @@ def test_layers_with_relu_have_the_gradients_of_autograd(needed: bool, outputs: 
         assert wide.grad is not None
         assert plain.grad is not None
         assert_near(wide.grad[:, :5], plain.grad, 1e-5, "gradient of the input")
+    order = [name for which, _ in deferred for name in which]
+    assert order[0] == ((0, "weight") if outputs == 1 else (1, "weight")), "the last layer with ReLU comes first"
+    assert sorted(order) == [(0, "bias"), (0, "weight"), (1, "bias"), (1, "weight")], "each once"
+    assert all(tensor.isnan().all() for buffer in buffers for tensor in buffer), "none is written at once"
+    for which, write in reversed(deferred):
+        write([getattr(buffers[index], name) for index, name in which])
     for layer, buffer in zip(layers, buffers, strict=True):
         for parameter, written in zip(layer, buffer, strict=True):
             assert parameter.grad is not None

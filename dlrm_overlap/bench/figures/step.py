@@ -38,6 +38,7 @@ from dlrm_overlap.bench.rows import append_csv, report
 from dlrm_overlap.bench.step_contenders import OUR_DENSE, STEP_CONTENDERS, Keys, expand, is_torchrec, split_into_groups
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.dense.functions import DEFERRED, WeightGradients
 from dlrm_overlap.embedding.configured_sharders import build_sharders, fused_params_of
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
 from dlrm_overlap.observe.trace_summary import without_waits
@@ -50,6 +51,12 @@ CHECKED_STEPS = 20
 _LR_SCALE = 0.03  # relative to the configuration's
 _TRACED_STEPS = 5
 _CLOCK_S = 1.5  # for which clock and power are sampled
+# Compared with `pgas_graph`; `products_N` leaves all but about N multiprocessors to kernels that run concurrently.
+_WEIGHT_GRADIENTS = {
+    "pgas_graph_inline_top": WeightGradients(top_inline=True),
+    "pgas_graph_products_108": WeightGradients(multiprocessors=108),
+    "pgas_graph_products_116": WeightGradients(multiprocessors=116),
+}
 _ASYNC_COPY = "async_inplace_copy"  # argument of TorchRec's pipeline
 _LEAST_BUSY = ("busy_ms", "exposed_ms", "exposed_most_ms")
 _TRACED = ("work_ms", *_LEAST_BUSY)
@@ -151,8 +158,9 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
         make_sharders = _sharders_at_defaults
     elif name.endswith("index_dedup") and on_gpu:  # FBGEMM finds distinct ids only on GPUs
         make_sharders = partial(_sharders_with_index_dedup, fused_params=lookups)
+    gradients = _WEIGHT_GRADIENTS.get(name, DEFERRED)
     change_model = cast_cross_biases if name.endswith("bf16_biases") else None
-    trainer = ranks.trainer(config, make_sharders, change_model=change_model)
+    trainer = ranks.trainer(config, make_sharders, weight_gradients=gradients, change_model=change_model)
     if name.endswith("fused_pipeline") and on_gpu:  # it needs CUDA streams
         trainer.pipeline = TrainPipelineFusedSparseDist(trainer.model, trainer.optimizer, trainer.device)
     if name.endswith("async_copy") and on_gpu:  # on a CPU nothing is copied

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
@@ -17,7 +18,7 @@ from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps, unsupported_by_flat_steps
 from dlrm_overlap.dense.functions import StoreOptions
-from dlrm_overlap.dense.gradients import GradientBuckets
+from dlrm_overlap.dense.gradients import GradientBuckets, OwnedSteps
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.replicated import unsynchronized_weights
 from dlrm_overlap.torchrec_private import ShardedManagedCollisionCollection
@@ -28,6 +29,7 @@ from dlrm_overlap.torchrec_private.attributes import (
     keeps_norms,
     set_optimizer,
 )
+from dlrm_overlap.train.graphs.stale_weights import StaleWeights
 
 _WRAPPERS = (CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, GradientClippingOptimizer, WarmupOptimizer)
 _BUCKET_BYTES = 16 << 20  # smallest bucket of gradients
@@ -49,6 +51,8 @@ class DenseStep:
         order: CommunicationOrder,
         gradient_dtype: torch.dtype,
         stores: StoreOptions | None,
+        *,
+        by_owners: bool = False,
     ) -> None:
         """Copy rank 0's dense parameters to all ranks, except those that differ between ranks; a collective.
 
@@ -57,6 +61,7 @@ class DenseStep:
             casts: casts the dense parameters to bfloat16 for the model; None if it uses them in float32.
             gradient_dtype: type in which gradients are sent, float32 or bfloat16.
             stores: options of the reduction by stores; None reduces by a collective.
+            by_owners: let the owners of gradients' shares update the weights, if `why_not_by_owners` is empty.
         """
         trained, divided = dense_parameters(model), {*shards_of(model), *unsynchronized_weights(model)}
         self._flat = flat = casts.flat if casts is not None else FlatParameters(trained, divided)
@@ -84,15 +89,45 @@ class DenseStep:
                 if not parameter.requires_grad and name not in divided and id(parameter) not in ids:
                     dist.broadcast(parameter.data, group=group, group_src=0)
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
-        self.buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
+        self.why_not_by_owners = self._why_not_by_owners(model, group, stores)
+        """why every rank updates all dense weights; empty if owners can update their shares"""
+        owned = None
+        if casts is not None and by_owners and not self.why_not_by_owners:
+            owned = OwnedSteps(self._steps[0], casts.in_float32)
+        self.buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores, owned)
         if casts is not None:
             casts.on_complete(self.buckets.complete)
+        self._stale_weights: StaleWeights | None = None
+        if (owners := self.buckets.owners) is not None:
+            mine = [parameter for name, parameter in flat.parameters.items() if name not in flat.shards]
+            every = {id(each): each for each in (optimizer, *captured)}
+            self._stale_weights = StaleWeights(model, mine, every.values(), lambda: owners.is_stale)
+
+    def _why_not_by_owners(self, model: nn.Module, group: dist.ProcessGroup, stores: StoreOptions | None) -> str:
+        if group.size() == 1:
+            return "there is one rank"
+        if stores is None:
+            return "dense gradients are averaged by a collective"
+        if self._casts is None:
+            return "the dense part does not use bfloat16 copies of its weights"
+        if self._after:
+            return self.why_after
+        if self._clippings:
+            return "gradients are clipped by their mean over the ranks"
+        if len(self._steps) != 1:
+            return f"the dense part has {len(self._steps)} optimizers"
+        if isinstance(model, DMPCollection):
+            return "TorchRec averages the weights of replicas of the model"
+        return ""
 
     def clear(self) -> None:
         """Clear the dense gradients before a step.
 
         The backward adds to gradients that an optimizer of `update_after` keeps, as in TorchRec's pipelines.
         """
+        if self.buckets.owners is not None:
+            self.refresh()  # on this stream: the owners' stream must not read memory that the host frees
+            self.buckets.owners.is_stale = True
         if not self._after:
             return
         for optimizer in self._after:
@@ -112,7 +147,9 @@ class DenseStep:
     def update(self) -> None:
         if self._casts is not None:
             self._casts.finish()
-        if self._clippings:
+        if self.buckets.owners is not None:
+            self._update_shards()
+        elif self._clippings:
             self.buckets.finish()
             self._flat.show_gradients()
             for clipping in self._clippings:
@@ -120,6 +157,21 @@ class DenseStep:
             take_steps(self._steps, [(0, self._flat.weights.tensor.numel())])
         else:
             take_steps(self._steps, self.buckets.finish_in_ranges())
+
+    @torch.no_grad()
+    def _update_shards(self) -> None:
+        """Wait for the weights that owners have updated, then update the shards."""
+        for first, end in list(self.buckets.finish_in_ranges()):
+            if first >= self._flat.shared_end:
+                self._steps[0].update_range(first, end)
+
+    def gather(self) -> None:
+        """Make float32 weights and optimizer states the same on all ranks again, if owners have updated them.
+
+        A collective.
+        """
+        if self.buckets.owners is not None:
+            self.buckets.owners.gather()
 
     def update_after(self) -> None:
         """Step optimizers that cannot be captured, and set the next learning rate of a warm-up."""
@@ -141,6 +193,9 @@ class DenseStep:
             steps.refresh()
 
     def close(self) -> None:
+        guard = self._stale_weights
+        if guard is not None and not guard.are_stale():  # they are after a failed step
+            guard.close()
         self.buckets.close()
 
 

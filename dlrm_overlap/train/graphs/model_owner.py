@@ -13,6 +13,10 @@ class ModelOwner(Protocol):
         """Release the model's graphs and gradient hooks for another pipeline; no rank may be in a step."""
         ...
 
+    def gather_dense(self) -> None:
+        """Make the float32 dense weights the same on all ranks; a collective."""
+        ...
+
     def prepare_evaluation(self, batch: BatchTensors) -> None:
         """Prepare the model for a forward on this batch, by this or another pipeline; a collective."""
         ...

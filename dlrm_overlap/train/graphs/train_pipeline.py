@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from inspect import signature
 from itertools import chain
@@ -21,6 +21,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import divided_layers
+from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges_of
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharded_module import exchanges
@@ -39,6 +40,7 @@ from dlrm_overlap.train.graphs.static_batch import BatchTensors, on_device, why_
 log = logging.getLogger("dlrm_overlap")
 
 _DENSE_REDUCE = ("auto", "collective", "stores")
+_DENSE_UPDATE = ("all", "owner")
 # Eager steps before a capture, which compile kernels, fill caches and find out which parameters get a gradient.
 _WARMUP_STEPS = 3
 # Uncapturable batches in a row, after which steps are captured for batches like the next one.
@@ -70,6 +72,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         casts: CastWeights | None = None,
         gradient_dtype: torch.dtype = torch.float32,
         dense_reduce: str = "auto",
+        dense_update: str = "all",
         capture: bool | None = None,
         bound: BatchCapacity | None = None,
         **torchrec_kwargs: Any,
@@ -87,16 +90,22 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             gradient_dtype: type in which dense gradients are sent, float32 or bfloat16.
             dense_reduce: how dense gradients are averaged: collective (`dense.gradients`), stores (`dense.stores`), or
                 auto, which is stores on GPUs if all ranks are on one node.
+            dense_update: which ranks update a dense weight: all, or its owner, which then stores it at all ranks as
+                bfloat16. With owner, a rank's float32 weights and optimizer states are out of date after a step, until
+                `gather_dense`, and gradients are the rank's own. It needs `casts`, stores, no clipping, and a single
+                optimizer, which is captured; else all do.
             capture: True to capture steps; None captures on GPUs.
             bound: deprecated name of `capacity`.
 
         Raises:
-            InputError: if `dense_reduce` is unknown, or is stores on a CPU.
+            InputError: if `dense_reduce` or `dense_update` is unknown, or `dense_reduce` is stores on a CPU.
         """
         if dense_reduce not in _DENSE_REDUCE or (dense_reduce == "stores" and device.type != "cuda"):
             raise InputError(
                 f"dense_reduce: {dense_reduce!r} on {device} must be auto, collective or, on GPUs, stores; leave it out"
             )
+        if dense_update not in _DENSE_UPDATE:
+            raise InputError(f"dense_update: {dense_update!r} must be all or owner; leave it out")
         if bound is not None:
             warnings.warn("GraphTrainPipeline: bound is deprecated; use capacity", FutureWarning, stacklevel=2)
             capacity = capacity or bound
@@ -123,6 +132,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         assert ranks is not None, "the process group is made before the pipeline"
         self._group, self._casts = ranks, casts
         self._gradient_dtype, self._dense_reduce = gradient_dtype, dense_reduce
+        self._by_owners = dense_update == "owner"
         self._order = CommunicationOrder()
         self._streams = Streams(device)
         self._consensus = RankConsensus(ranks, self.check, device)
@@ -165,13 +175,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         for layer in divided_layers(self._model):
             layer.products.order = self._order
         exchanges, group = exchanges_of(self._modules), self._group
-        # If the exchanges store to all ranks, dense gradients can be stored there as well.
-        reached = self._device.type == "cuda" and all(len(each.reach.here) == group.size() for each in exchanges)
-        by_stores = self._dense_reduce == "stores" or (self._dense_reduce == "auto" and reached)
-        timeout_s = min(exchange.options.wait_timeout_s for exchange in exchanges)
-        stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
+        stores = self._store_options(exchanges)
         self._opened, about = self._optimizer, (self._casts, group, self._order, self._gradient_dtype, stores)
-        self._dense = DenseStep(self._model, self._opened, *about)
+        self._dense = DenseStep(self._model, self._opened, *about, by_owners=self._by_owners)
+        if self._by_owners and self._dense.why_not_by_owners and group.size() > 1 and self._is_first:
+            log.warning("dense_update: all instead of owner, since %s", self._dense.why_not_by_owners)
         if self._captures and self._dense.why_after and self._is_first:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
         self._graphs = GraphPair(self._modules, self._dense.buckets.counters, self._order, self._device)
@@ -180,8 +188,29 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._learning_rates: list[Any] = []
         set_owner(self._model, self)
 
+    def _store_options(self, exchanges: Sequence[Exchange]) -> StoreOptions | None:
+        # If the exchanges store to all ranks, dense gradients can be stored there as well.
+        everywhere = all(len(each.reach.here) == self._group.size() for each in exchanges)
+        reached = self._device.type == "cuda" and everywhere
+        if self._dense_reduce == "stores" or (self._dense_reduce == "auto" and reached):
+            return StoreOptions(wait_timeout_s=min(exchange.options.wait_timeout_s for exchange in exchanges))
+        return None
+
+    def gather_dense(self) -> None:
+        """Make the float32 dense weights and the optimizer's states the same on all ranks; a collective.
+
+        Call it on all ranks before you read either, if `dense_update` is owner. `progress` does so when it evaluates
+        or ends, and `detach` and `close` do.
+        """
+        if self._fallback is None and owner_of(self._model) is self:
+            with self._streams.main():
+                self._dense.gather()
+
     def release_model(self) -> None:
+        """Let another pipeline train the model; a collective, unless an exchange has failed."""
         self._graphs.release()
+        if all(exchange.failure is None for exchange in exchanges_of(self._modules)):
+            self.gather_dense()
         self._ids.forget()
         self._dense.close()
         set_owner(self._model, None)
@@ -247,10 +276,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def detach(self) -> DistributedModelParallel:
         """Return the model for calls on batches within the capacity, until the next `progress`.
 
-        Batches that were read ahead are kept.
+        A collective with `dense_update` owner. Batches that were read ahead are kept.
         """
         if self._fallback is not None:
             return cast(DistributedModelParallel, self._fallback.detach())
+        self.gather_dense()
         self._ids.forget()
         return self._model
 
@@ -265,6 +295,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             batch = with_even_batches_of(batch.batch, self._ids.unpooled_features)
         owner = owner_of(self._model)
         assert owner is not None
+        owner.gather_dense()
         owner.prepare_evaluation(batch)
         _, output = self._model_fwd(on_device(batch.batch, self._device))
         return output
@@ -287,10 +318,12 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _take_step(self, step: PlannedStep) -> Any:
         if step.kind is StepKind.END:
+            self._dense.gather()
             raise StopIteration
         for each in self._ids.id_tables:
             each.expect(is_taken=True)
         if step.is_first:
+            self._dense.gather()
             self._dense.cast_shadow()  # a checkpoint may have been loaded since the last step
         self._dense.clear()
         self._follow_learning_rates()

@@ -18,9 +18,9 @@ OF_ALL = _by_name(
         "a rank has several peers, which it reaches in the schedule's order and which reach it in any": """
             dims_* schedules_* stress_pgas stress_fused stress_fused_stores update_sgd update_rowwise_adagrad
             update_deterministic update_overlaps update_yields update_stress dense_float32_* dense_bfloat16_*
-            collectives_* gemm_auto gemm_copies gemm_tiles gemm_triggered gemm_delays_* losses_sgd collections_pgas
-            collections_fused graph_losses_sgd_ranges graph_delays_* program_dlrm_main peer_stalls_training_*
-            graph_peer_stalls
+            owner_update_* collectives_* gemm_auto gemm_copies gemm_tiles gemm_triggered gemm_delays_* losses_sgd
+            collections_pgas collections_fused graph_losses_sgd_ranges graph_delays_* program_dlrm_main
+            peer_stalls_training_* graph_peer_stalls
         """,
         "some ranks have no tables or no samples, and others have some": """
             sizes_* usage_frozen_tables_* foreign_normalised foreign_short_last_batch* foreign_empty_*
@@ -40,7 +40,7 @@ EXCLUSIVE = _by_name(
     {
         "each of many steps would wait for its turn on the GPU": """
             stress_* nodes_stress_* nodes_puts_stress_* update_stress dense_float32_* dense_bfloat16_* gemm_delays_*
-            gathering_*
+            owner_update_bits_* gathering_*
         """,
         "it measures, or needs, most of the GPU's memory": """
             memory_* update_memory update_large large_* many_bags_*

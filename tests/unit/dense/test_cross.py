@@ -4,9 +4,9 @@ import pytest
 import torch
 from torchrec.modules.crossnet import LowRankCrossNet
 
-from dlrm_overlap.dense.cross import CrossLayer, Write, cross
+from dlrm_overlap.dense.cross import CrossLayer, cross
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.functions import product_into
+from dlrm_overlap.dense.functions import Write, product_into
 from tests.agreement import assert_near
 
 SAMPLES, WIDTH, RANK = 67, 20, 7  # neither a block of samples nor a power of two

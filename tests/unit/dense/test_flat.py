@@ -118,6 +118,26 @@ def test_gradients_can_be_kept_in_given_memory() -> None:
         assert_same(view, flat.positions[name].of(memory), name)
 
 
+def test_weights_and_shadow_move_to_other_memory() -> None:
+    parameters = {name: nn.Parameter(torch.randn(shape)) for name, shape in (("a", (2, 3)), ("b", (70,)))}
+    flat = FlatParameters(parameters, shadow_dtype=torch.bfloat16)
+    assert flat.shadow is not None
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    memory = [
+        torch.empty(8 + flat.weights.tensor.numel(), dtype=dtype)[8:] for dtype in (torch.float32, torch.bfloat16)
+    ]
+    tensors = flat.weights.tensor, flat.shadow.tensor
+    flat.keep_weights_in(*memory)
+    assert flat.weights.tensor is tensors[0]
+    assert flat.shadow.tensor is tensors[1]
+    for name, parameter in parameters.items():
+        moved = flat.positions[name].of(memory[0])
+        assert parameter.data_ptr() == flat.weights.views[name].data_ptr() == moved.data_ptr()
+        assert flat.shadow.views[name].data_ptr() == flat.positions[name].of(memory[1]).data_ptr()
+        assert_same(parameter.data, before[name], name)
+        assert_same(flat.shadow.views[name], before[name].bfloat16(), f"bfloat16 {name}")
+
+
 class _Owned(nn.Parameter):
     """A parameter in the memory of another one, as FBGEMM's slices of tables are."""
 

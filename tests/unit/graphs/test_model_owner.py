@@ -15,6 +15,9 @@ class Pipeline:
     def release_model(self) -> None:
         raise NotImplementedError
 
+    def gather_dense(self) -> None:
+        raise NotImplementedError
+
     def prepare_evaluation(self, batch: BatchTensors) -> None:
         raise NotImplementedError
 

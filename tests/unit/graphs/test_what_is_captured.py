@@ -328,3 +328,9 @@ def test_an_unknown_way_to_reduce_is_refused(unknown: str) -> None:
     nothing: Any = None
     with refuses(f"dense_reduce: '{unknown}' on cpu must be auto, collective or, on GPUs, st"):
         GraphTrainPipeline(nothing, nothing, CPU, dense_reduce=unknown)
+
+
+def test_an_unknown_way_to_update_is_refused() -> None:
+    nothing: Any = None
+    with refuses("dense_update: 'owners' must be all or owner; leave it out"):
+        GraphTrainPipeline(nothing, nothing, CPU, dense_update="owners")

@@ -90,7 +90,7 @@ KERNELS = {
     ],
     "all-reduce": [
         "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-        *("_average_share", "ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)"),
+        *("_average_share", "_update_share", "ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)"),
     ],
     "sort": ["void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>", "_cut_runs"],
     "ids": ["_pull_ids"],

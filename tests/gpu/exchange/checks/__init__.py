@@ -16,6 +16,7 @@ from tests.gpu.exchange.checks import (
     lookups,
     nodes,
     overlap,
+    owner_update,
     streams,
     stress,
     tensor_parallel,
@@ -26,7 +27,19 @@ from tests.gpu.exchange.checks import (
 
 _MODULES = (
     *(lookups, windows, stress, streams, backward, backward_steps, overlap, faults, dense, collectives, gathering),
-    *(gemm, training, graphs, unpooled, lifetimes, tensor_parallel, nodes, captured_nccl, any_ids, deltas),
+    *(
+        owner_update,
+        gemm,
+        training,
+        graphs,
+        unpooled,
+        lifetimes,
+        tensor_parallel,
+        nodes,
+        captured_nccl,
+        any_ids,
+        deltas,
+    ),
 )
 CHECKS = {name: check for module in _MODULES for name, check in module.CHECKS.items()}
-CHECKS |= faults.LOST_PEERS | backward_steps.LOST_PEERS | dense.LOST | gemm.LOST | graphs.LOST
+CHECKS |= faults.LOST_PEERS | backward_steps.LOST_PEERS | dense.LOST | owner_update.LOST | gemm.LOST | graphs.LOST

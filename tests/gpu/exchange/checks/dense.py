@@ -1,13 +1,14 @@
 """Dense gradients reduced by stores against the group's all-reduce: eager, captured, under delays; lost peers."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
@@ -23,16 +24,64 @@ _EAGER, _REPLAYED = 50, 1000  # steps
 _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2}  # of a mean, relative to its greatest term
 
 
-class _Steps:
+class Capturable:
+    """Steps `take` that signal and wait, and count in `counters`."""
+
+    counters: Sequence[Counters]
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.order = place, CommunicationOrder()
+
+    def take(self) -> None:
+        raise NotImplementedError
+
+    def capture(self) -> Callable[[], None]:
+        """Capture a step, and return a function that replays it."""
+        values = [counter.value for each in self.counters for counter in each.each]
+
+        def take_counted() -> None:
+            for each in self.counters:
+                each.advance()
+            self.order.begin()
+            self.take()
+            self.order.end()
+
+        launch = capture(self.place, take_counted)
+        assert [counter.value for each in self.counters for counter in each.each] == [value + 1 for value in values]
+        arguments = self.arguments
+        pending = [True]  # the capture has counted its first replay
+
+        def replay() -> None:
+            if not pending[0]:
+                for each in self.counters:
+                    each.count_step()
+            assert self.arguments == arguments
+            pending[0] = False
+            launch()
+
+        return replay
+
+    @property
+    def arguments(self) -> list[list[int]]:
+        return [[counter.argument for counter in each.each] for each in self.counters]
+
+    def follow_eager_steps(self, arguments: list[list[int]]) -> None:
+        """Set the words for a replay after eager steps; `arguments` are those of the capture."""
+        for each, captured in zip(self.counters, arguments, strict=True):
+            each.set_arguments(captured)
+
+
+class _Steps(Capturable):
     """Steps that reduce random gradients, and compare each with the group's all-reduce."""
 
     def __init__(self, place: Place, dtype: torch.dtype, stores: StoreOptions, bucket_bytes: int) -> None:
-        self.place, self.dtype = place, dtype
-        self.order = CommunicationOrder()
+        super().__init__(place)
+        self.dtype = dtype
         parameters = {name: nn.Parameter(torch.zeros(s, device=place.device)) for name, s in SHAPES.items()}
         self.flat = FlatParameters(parameters)
         self.steps = FlatSteps(self.flat, torch.optim.SGD(parameters.values(), lr=1.0))
         self.buckets = GradientBuckets(self.flat, place.group, dtype, bucket_bytes, self.order, stores)
+        self.counters = self.buckets.counters
         self.flat.show_gradients()
         self.source = torch.zeros_like(self.flat.gradients.tensor)
         self.used = torch.zeros_like(self.source)
@@ -71,38 +120,6 @@ class _Steps:
         dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self.place.group)
         assert torch.equal(least, greatest), f"{what}: the ranks differ"
 
-    def capture(self) -> Callable[[], None]:
-        """Capture a step, and return a function that replays it."""
-        counters = self.buckets.counters
-        values = [counter.value for each in counters for counter in each.each]
-
-        def take_counted() -> None:
-            for each in counters:
-                each.advance()
-            self.order.begin()
-            self.take()
-            self.order.end()
-
-        launch = capture(self.place, take_counted)
-        assert [counter.value for each in counters for counter in each.each] == [value + 1 for value in values]
-        arguments = [[counter.argument for counter in each.each] for each in counters]
-        pending = [True]  # the capture has counted its first replay
-
-        def replay() -> None:
-            for each, captured in zip(counters, arguments, strict=True):
-                if not pending[0]:
-                    each.count_step()
-                assert [counter.argument for counter in each.each] == captured
-            pending[0] = False
-            launch()
-
-        return replay
-
-    def follow_eager_steps(self, arguments: list[list[int]]) -> None:
-        """Set the words for a replay after eager steps."""
-        for each, captured in zip(self.buckets.counters, arguments, strict=True):
-            each.set_arguments(captured)
-
 
 def _check_mean(place: Place, dtype: torch.dtype, bucket: str) -> None:
     stores = StoreOptions(programs=8, piece_elements=300_000, wait_timeout_s=60.0)
@@ -116,7 +133,7 @@ def _check_mean(place: Place, dtype: torch.dtype, bucket: str) -> None:
     run(_EAGER, steps.take)
     steps.check("eager")
     replay = steps.capture()
-    arguments = [[counter.argument for counter in each.each] for each in steps.buckets.counters]
+    arguments = steps.arguments
     run(place.steps(_REPLAYED // 2), replay)
     steps.check("replayed")
     run(7, steps.take)
