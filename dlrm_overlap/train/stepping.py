@@ -85,8 +85,7 @@ class StepRunner:
         self.global_batch = self.samples_per_rank * world.world_size
         self.steps = total_steps(config, train, world.world_size)
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
-        self._make_sharders = make_sharders
-        self._weight_gradients, self._change_model = weight_gradients, change_model
+        self._make_sharders, self._options = make_sharders, (weight_gradients, change_model)
         self._build(id_rows)
         self.predictions: list[torch.Tensor] = []
         """logits and labels of this rank's last step, valid until the next"""
@@ -95,7 +94,7 @@ class StepRunner:
 
     def _build(self, id_rows: list[int] | None) -> None:
         config = self.config if id_rows is None else with_id_rows(self.config, id_rows)
-        about = self._make_sharders, self._weight_gradients, self._change_model
+        about = self._make_sharders, *self._options
         assembled = assemble(config, self.world, self.device, self.train_data, *about)
         self.model, self.optimizer, self.pipeline, self.plan, self.embedding = assembled
         self.learning_rate = LearningRate(self.optimizer, config.train)

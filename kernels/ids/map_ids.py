@@ -151,12 +151,12 @@ def map_ids(
             _PROGRAMS, (),
             *words, infos, ids, digests.view(torch.int32), sketch, taken, counters, *listed, slot_of, twin,
         )  # fmt: skip
-        slots = claimed, claimed_tables, new_ids, origins, evicted
+        slots, set_bits = (claimed, claimed_tables, new_ids, origins, evicted), members.numel().bit_length() - 1
         claim = make(_claim, STRIDE=stride, BLOCK=_BLOCK)
         claim(
             _PROGRAMS, (),
             *words, infos, ids, digests.view(torch.int32), used_at, waiting, heads, clock, totals, counters, *listed,
-            following, homes, twin, slot_of, *slots, members, member_of, active, members.numel().bit_length() - 1, segments,
+            following, homes, twin, slot_of, *slots, members, member_of, active, set_bits, segments,
         )  # fmt: skip
         evict = make(_evict, TIMES=with_times, COUNTS=with_counts, LANES=lanes)
         for phase in range(phases):
