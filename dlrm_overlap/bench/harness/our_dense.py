@@ -14,7 +14,7 @@ from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.torchrec_private.attributes import leave_ddp
-from dlrm_overlap.train.dense_part import cast_once
+from dlrm_overlap.train.dense_part import cast_once, in_flat_order
 from dlrm_overlap.train.graphs.dense_step import DenseStep, dense_parameters
 from dlrm_overlap.train.trainer import Trainer
 
@@ -36,10 +36,13 @@ class OurDensePipeline(TrainPipelineSparseDist[Any, Any]):
         if config.train.flat_dense and config.train.precision == "bf16":
             task: Any = model.module
             task.dlrm.bottom.in_training = task.dlrm.head.in_training = None  # compiled for weights in float32
-            flat = FlatParameters(dense_parameters(model), shards_of(model), torch.bfloat16)
+            parameters = in_flat_order(task, dense_parameters(model))
+            flat = FlatParameters(parameters, shards_of(model), torch.bfloat16)
             casts = cast_once(task, flat, config.train.compile_dense)
         wire, stores = WIRE_DTYPES[config.train.gradient_dtype], _stores(config, group, trainer.device)
-        self._dense = DenseStep(model, trainer.optimizer, casts, group, CommunicationOrder(), wire, stores)
+        by_owners = config.train.dense_update == "owner"
+        order = CommunicationOrder()
+        self._dense = DenseStep(model, trainer.optimizer, casts, group, order, wire, stores, by_owners=by_owners)
         super().__init__(model, _DenseOptimizer(self._dense), trainer.device, execute_all_batches=True)  # type: ignore[arg-type]
 
     def check(self) -> None:

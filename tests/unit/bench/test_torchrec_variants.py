@@ -113,10 +113,9 @@ def test_our_dense_part_trains_as_torchrecs(tmp_path: Path, precision: str) -> N
         run = TrainingRun(name, trainer, read_batches(trainer, 3))
         losses[name] = run.losses(6)
         task: Any = trainer.model.module
-        dense = [each.data_ptr() for each in task.dlrm.head.parameters()]
+        storages = {each.untyped_storage().data_ptr() for each in task.dlrm.head.parameters()}
         trainer.close()
-    # In one tensor, in reverse order.
-    assert dense == sorted(dense, reverse=True)
+    assert len(storages) == 1, "views of one flat tensor"
     assert losses["torchrec"][0] - losses["torchrec"][-1] > 1e-3, "it learns"
     torch.testing.assert_close(
         torch.tensor(losses["torchrec_our_dense"]), torch.tensor(losses["torchrec"]), rtol=1e-5, atol=0
