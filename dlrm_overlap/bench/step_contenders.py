@@ -55,7 +55,7 @@ _ABLATION: Mapping[str, Keys] = {
 }
 _OTHERS: Mapping[str, Keys] = {
     "default_plan": _DEFAULT,
-    "owner_update": {"train.dense_update": "owner"},
+    "update_on_all": {"train.dense_update": "all"},
     "tensor": {"model.top_parallel": "tensor"},
     # How weight gradients are computed, which no key expresses: see `figures.step`.
     "inline_top": {},
