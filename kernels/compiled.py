@@ -68,13 +68,15 @@ class CompiledKernel:
         self._options = compile_options(options)
         self._prepare = prepare
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
+        self._types: dict[tuple[torch.dtype, ...], list[torch.dtype]] = {}
+        """dtypes of a launch -> those of all its tensors, for `check`"""
 
     def __call__(self, programs: int, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> None:
         """Launch `programs` programs on the current stream, or nothing if 0. The first of `arguments` is a tensor."""
         if programs == 0:
             return
         if INTERPRETED:
-            self.check(*arguments)
+            self.check(dtypes, *arguments)
             self._kernel[(programs,)](*arguments, **self.constants, **self._options)
             return
         compiled = self.compiled(dtypes, *arguments)
@@ -89,19 +91,19 @@ class CompiledKernel:
     def compiled(self, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> Any:
         key = arguments[0].device.index, dtypes
         if key not in self._compiled:
+            self.check(dtypes, *arguments)
             self._compiled[key] = self.compile(*arguments)
             if self._prepare is not None:
                 self._prepare(self._compiled[key].module)
         return self._compiled[key]
 
     def compile(self, *arguments: Any) -> Any:
-        self.check(*arguments)
         with any_tensor_size():
             compiled = self._kernel.warmup(*arguments, **self.constants, **self._options, grid=(1,))
         compiled._init_handles()
         return compiled
 
-    def check(self, *arguments: Any) -> None:
+    def check(self, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> None:
         kernel = self._kernel
         assert len(arguments) == len(self.arguments), (
             f"{kernel.__name__}: {len(arguments)} arguments are passed; pass {', '.join(self.arguments)}"
@@ -118,6 +120,12 @@ class CompiledKernel:
                     f"{kernel.__name__}: {name} begins {argument.data_ptr() % 16} bytes after a multiple of 16; pass "
                     f"an aligned one, or name it in the kernel's do_not_specialize_on_alignment"
                 )
+        types = [each.dtype for each in arguments if isinstance(each, torch.Tensor)]
+        before = self._types.setdefault(dtypes, types)
+        assert types == before, (
+            f"{kernel.__name__}: tensors of {types} are passed after those of {before}, both with the dtypes {dtypes}; "
+            f"pass in dtypes each type that differs"
+        )
 
 
 def _with_constant_fields(value: Any) -> Any:

@@ -307,7 +307,7 @@ def draw_samples(
     values = torch.empty(ids, dtype=source.id_type, device=device)
     constants = {"RANGES": source.ids is None, "ANY": source.has_wide_ids, "BLOCK": BLOCK}
     specialised(_draw_ids, num_warps=4, fuse_sums=False, **constants)(
-        (blocks - first_draw // 4) * groups, (),
+        (blocks - first_draw // 4) * groups, (values.dtype,),
         values, lengths, offsets, sums, key, source.columns, source.tables, source.cells,
         first, blocks, count, first_draw // 4,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """A thread that writes files while training goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
 
@@ -11,16 +11,24 @@ _LAST_WAIT_S = 10.0  # if the run ends by an error that other ranks may not have
 
 
 class BackgroundWrites(Generic[Written]):
-    """Writes by a thread, one at a time."""
+    """Writes by a thread, one at a time.
+
+    What the thread is given is freed by `finish` and `ended`, not by the thread: to free pinned memory, PyTorch records
+    an event on the stream that has used it, which may be a stream that the main thread is capturing; a later
+    allocation, which asks for the event, then fails.
+    """
 
     def __init__(self, name: str, wait_timeout_s: float) -> None:
         """Take the thread's name, and the time that `ended` waits if all ranks have its error."""
         self._thread = ThreadPoolExecutor(1, name)
         self._background: Future[Written] | None = None
+        self._given: Sequence[Any] = ()
+        """the arguments of `_background`"""
         self._wait_timeout_s = wait_timeout_s
 
     def _write_in_background(self, write: Callable[..., Written], *arguments: Any) -> Future[Written]:
-        self._background = self._thread.submit(write, *arguments)
+        self._given = arguments
+        self._background = self._thread.submit(lambda: write(*self._given))
         return self._background
 
     @property
@@ -32,7 +40,10 @@ class BackgroundWrites(Generic[Written]):
         """Wait for the thread, and raise its InputError on all ranks; a collective."""
         if self._background is not None:
             background, self._background = self._background, None
-            background.result()
+            try:
+                background.result()
+            finally:
+                self._given = ()
 
     def ended(self, error: Exception) -> bool:
         """Wait for the thread before the run ends by `error`; return whether it has written all, or had nothing to."""

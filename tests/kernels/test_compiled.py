@@ -32,22 +32,32 @@ def test_constants_and_the_number_of_arguments_must_be_the_kernels(kernel: Any) 
     with pytest.raises(AssertionError, match=r"_add: its parameters do not end in \['WARPS', 'BLOCK'\]"):
         CompiledKernel(kernel, num_warps=1, WARPS=1, BLOCK=4)
     with pytest.raises(AssertionError, match="_add: 1 arguments are passed; pass into, values, count, epoch"):
-        _make(kernel).check(torch.zeros(8))
+        _make(kernel).check((), torch.zeros(8))
 
 
 @every_kernel
 def test_a_tensor_that_is_not_aligned_is_refused_unless_it_is_named(kernel: Any) -> None:
     compiled, aligned = _make(kernel), torch.zeros(8)
-    compiled.check(aligned, aligned[1:], 1, 1.0)
-    compiled.check(aligned[4:], aligned[3:], 1, 1.0)
+    compiled.check((), aligned, aligned[1:], 1, 1.0)
+    compiled.check((), aligned[4:], aligned[3:], 1, 1.0)
     with pytest.raises(AssertionError, match=r"_add: into begins 12 bytes after a multiple of 16; .*on_alignment"):
-        compiled.check(aligned[3:], aligned, 1, 1.0)
+        compiled.check((), aligned[3:], aligned, 1, 1.0)
 
 
 @every_kernel
 def test_an_integer_is_refused_unless_it_is_named(kernel: Any) -> None:
     with pytest.raises(AssertionError, match=r"_add: epoch is specialised on; .*do_not_specialize"):
-        _make(kernel).check(torch.zeros(8), torch.zeros(8), 1, 7)
+        _make(kernel).check((), torch.zeros(8), torch.zeros(8), 1, 7)
+
+
+@every_kernel
+def test_types_that_differ_between_launches_are_refused_unless_they_are_named(kernel: Any) -> None:
+    """Otherwise a launch would take the kernel that was compiled for the first one's types."""
+    compiled, floats, halves = _make(kernel), torch.zeros(8), torch.zeros(8, dtype=torch.float16)
+    compiled.check((torch.float32,), floats, floats, 1, 1.0)
+    compiled.check((torch.float16,), floats, halves, 1, 1.0)
+    with pytest.raises(AssertionError, match=r"_add: tensors of .*float16\] are passed after .* pass in dtypes"):
+        compiled.check((torch.float32,), floats, halves, 1, 1.0)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -1,3 +1,4 @@
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from dlrm_overlap.checkpoint.background import BackgroundWrites
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.checkpoint.manifest import read_manifest
 from dlrm_overlap.checkpoint.saving import Saves
@@ -93,3 +95,24 @@ def test_a_failed_save_is_raised_at_the_next_log_line(tmp_path: Path, monkeypatc
     with refuses("step_2: full"):
         trainer.fit()
     assert trainer.progress.step < 9
+
+
+class _Given:
+    """Notes the threads that free one."""
+
+    def __init__(self, freed: list[threading.Thread]) -> None:
+        self._freed = freed
+
+    def __del__(self) -> None:
+        self._freed.append(threading.current_thread())
+
+
+def test_what_a_thread_writes_is_freed_by_the_main_thread_that_waits_for_it() -> None:
+    """Pinned memory must not be freed while the main thread may capture the stream that has used it."""
+    freed, writes = list[threading.Thread](), BackgroundWrites[None]("write", wait_timeout_s=1.0)
+    future = writes._write_in_background(lambda _: None, _Given(freed))
+    future.result()
+    time.sleep(0.01)
+    assert freed == []
+    writes.finish()
+    assert freed == [threading.main_thread()]
