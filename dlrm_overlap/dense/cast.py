@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlrm_overlap.dense.cublas import limited_products
 from dlrm_overlap.dense.flat import FlatParameters, copy_all
 from dlrm_overlap.dense.functions import Write
 
@@ -19,16 +18,11 @@ class CastWeights:
     """
 
     def __init__(
-        self,
-        flat: FlatParameters,
-        cast: Collection[nn.Parameter],
-        in_float32: Collection[nn.Parameter] = (),
-        multiprocessors: int | None = None,
+        self, flat: FlatParameters, cast: Collection[nn.Parameter], in_float32: Collection[nn.Parameter] = ()
     ) -> None:
         """Provide the parameters `cast`, which belong to `flat`, as views of `flat.shadow`, which must exist.
 
         `in_float32` are those of `cast` that the model reads in float32, although their gradients are collected here.
-        `multiprocessors` limits the products that `write_concurrently` runs, see `limited_products`.
         """
         self.flat = flat
         self._name_of = {parameter: name for name, parameter in flat.parameters.items()}
@@ -42,7 +36,6 @@ class CastWeights:
         self._later: list[tuple[list[str], Write]] = []
         self._written: set[str] = set()
         self._stream = torch.cuda.Stream(flat.device, priority=-1) if flat.device.type == "cuda" else None
-        self._multiprocessors = multiprocessors
         self._in_use: list[Any] = []
         """tensors that `_stream` reads, kept until the current stream has waited for `_stream`"""
         # Used instead of the parameters: autograd would call their hooks even without a gradient.
@@ -108,7 +101,7 @@ class CastWeights:
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.flat.device))
         self._in_use += [self._taken, self._later]
-        with torch.cuda.stream(self._stream), limited_products(self._multiprocessors):
+        with torch.cuda.stream(self._stream):
             self._write()
 
     @torch.no_grad()

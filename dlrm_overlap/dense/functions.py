@@ -14,12 +14,10 @@ Write = Callable[[list[torch.Tensor]], None]
 
 
 class WeightGradients(NamedTuple):
-    """When and where the products of the dense part's weight gradients run."""
+    """When the products of the dense part's weight gradients run."""
 
     top_inline: bool = False
     """True computes the top MLP's in its backward, instead of after the gradient of the pooled embeddings"""
-    multiprocessors: int | None = None
-    """approximate number of multiprocessors for those after the gradient of the pooled embeddings; None: all"""
 
 
 DEFERRED = WeightGradients()

@@ -147,7 +147,7 @@ def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool, how: Weight
     biases = {p for key, p in head.named_parameters() if key.startswith("interaction.bias")}
     shadowed = [p for part in (bottom, head) for p in part.parameters()]
     cast = [p for p in shadowed if crossed or p not in biases]
-    casts = CastWeights(flat, cast, biases if crossed else (), how.multiprocessors)
+    casts = CastWeights(flat, cast, biases if crossed else ())
     computed = _mlp_with_casts(bottom, casts, compiled, inline=True)
     # Backward: the pooled embeddings' gradient is sent first; the head's are written during the bottom MLP's backward.
     bottom.in_training = lambda input: casts.ahead_of(computed(input))

@@ -1,7 +1,7 @@
 """The command: `python -m tests.gpu.cross`, on one GPU, in about a minute.
 
 Times the head of MLPerf's DLRM-DCNv2, forward and backward, in CUDA graphs that alternate: TorchRec's module under
-torch.compile, and this project's in three ways (`WeightGradients`). Their gradients must agree. Needs no pytest; the
+torch.compile, and this project's in two ways (`WeightGradients`). Their gradients must agree. Needs no pytest; the
 command `tests.gpu.kernels_alone tests/kernels/test_cross.py` compares the kernels with their twins.
 """
 
@@ -70,7 +70,6 @@ def time_head(samples: int) -> None:
         "compiled": None,
         "ours": DEFERRED,
         "inline top": WeightGradients(top_inline=True),
-        "products on 108": WeightGradients(multiprocessors=108),
     }
     steps = {name: HeadStep(samples, how) for name, how in ways.items()}
     losses = {name: step().item() for name, step in steps.items()}

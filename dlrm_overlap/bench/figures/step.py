@@ -51,12 +51,8 @@ CHECKED_STEPS = 20
 _LR_SCALE = 0.03  # relative to the configuration's
 _TRACED_STEPS = 5
 _CLOCK_S = 1.5  # for which clock and power are sampled
-# Compared with `pgas_graph`; `products_N` leaves all but about N multiprocessors to kernels that run concurrently.
-_WEIGHT_GRADIENTS = {
-    "pgas_graph_inline_top": WeightGradients(top_inline=True),
-    "pgas_graph_products_108": WeightGradients(multiprocessors=108),
-    "pgas_graph_products_116": WeightGradients(multiprocessors=116),
-}
+# Compared with `pgas_graph`.
+_WEIGHT_GRADIENTS = {"pgas_graph_inline_top": WeightGradients(top_inline=True)}
 _ASYNC_COPY = "async_inplace_copy"  # argument of TorchRec's pipeline
 _LEAST_BUSY = ("busy_ms", "exposed_ms", "exposed_most_ms")
 _TRACED = ("work_ms", *_LEAST_BUSY)
