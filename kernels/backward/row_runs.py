@@ -265,7 +265,7 @@ class Preparation:
         count, device, features = ids.infos.numel(), ids.infos.device, self._features
         scales = ids.weights
         if scales is None:
-            scales = torch.empty(count, device=device) if features.any_mean else ids.infos
+            scales = torch.empty(count, device=device) if features.any_mean else ids.infos.view(torch.float32)
         most = 4 * (1 + count // (2 * self._chunk_ids))  # more than 2 * count / chunk_ids, and thirds that are aligned
         chunk_run, chunk_first, shared = torch.empty(3 * most + 1, dtype=torch.int32, device=device).split(
             (most, most, most + 1)

@@ -76,7 +76,7 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlperf": ("mlperf_dcnv2", {}),
     "history": ("bench/step_sequence", {}),
     "cached": ("mlperf_dcnv2", _CACHED),
-    "owner_update": ("mlperf_dcnv2", {"train.dense_update": "owner"}),
+    "update_on_all": ("mlperf_dcnv2", {"train.dense_update": "all"}),
     "fused": ("mlperf_dcnv2", {"embedding.backend": "fused"}),
     "dot": ("bench/step_dot", {}),
     "rows": ("quickstart", {"data.tables.multi_hot": [40, "0..6", 1, 1, 2, 1, 1, 1]}),  # the plan cuts a table by rows

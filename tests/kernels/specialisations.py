@@ -22,8 +22,8 @@ class Specialisation(NamedTuple):
     """of the run-time arguments, as Triton writes them: *bf16, i64"""
 
     @staticmethod
-    def of(made: CompiledKernel, arguments: tuple[Any, ...]) -> "Specialisation":
-        made.check(*arguments)
+    def of(made: CompiledKernel, dtypes: tuple[torch.dtype, ...], arguments: tuple[Any, ...]) -> "Specialisation":
+        made.check(dtypes, *arguments)
         parameters = made._kernel.params
         pairs = zip(parameters, arguments, strict=False)  # constants are the last parameters
         types = [parameter.annotation_type or _type_of(each) for parameter, each in pairs]
@@ -80,7 +80,7 @@ def noting_on_gpu() -> Iterator[dict[str, Specialisation]]:
     compiled = CompiledKernel.compiled
 
     def compiled_and_noted(made: CompiledKernel, dtypes: Any, *arguments: Any) -> Any:
-        specialisation = Specialisation.of(made, arguments)
+        specialisation = Specialisation.of(made, dtypes, arguments)
         noted[str(specialisation)] = specialisation
         return compiled(made, dtypes, *arguments)
 
@@ -93,9 +93,9 @@ def noting_launches() -> Iterator[dict[str, Specialisation]]:
     """As `noting_on_gpu`, of kernels that would be launched on CPU tensors; none is executed."""
     noted: dict[str, Specialisation] = {}
 
-    def note(made: CompiledKernel, programs: int, _: Any, *arguments: Any) -> None:
+    def note(made: CompiledKernel, programs: int, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> None:
         if programs:
-            specialisation = Specialisation.of(made, arguments)
+            specialisation = Specialisation.of(made, dtypes, arguments)
             noted[str(specialisation)] = specialisation
 
     with patch.object(CompiledKernel, "__call__", note):
