@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from dlrm_overlap.bench.step_contenders import expand
+from tests.calibration import read_rows
 from tests.measured import values
 from tests.simulated_pages import FOLDER, read
 
@@ -111,7 +112,7 @@ def step_parts() -> tuple[list[tuple[str, float]], float]:
     """
     if not PART_ROWS.exists():
         return [], 0.0
-    rows = read(PART_ROWS.name)
+    rows = read_rows(PART_ROWS)
     ms = [
         min(float(row["work_ms"]) for row in rows if row["contender"] in group and row["agrees"] == "True")
         for group in _PARTS.values()

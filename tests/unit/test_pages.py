@@ -86,7 +86,7 @@ def test_the_parts_of_the_gain_add_up_to_it(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(pictures, "STEP_PARTS", tmp_path / "parts.svg")
     pictures.draw_step_parts()
     assert not pictures.STEP_PARTS.exists(), "there are no rows"
-    pictures.PART_ROWS.write_text("\n".join(["contender,busy_ms,agrees", *rows]))
+    pictures.PART_ROWS.write_text("\n".join(["contender,work_ms,agrees", *rows]))
     parts, left_ms = pictures.step_parts()
     assert (parts, left_ms) == ([("dense part", 0.25), ("exchange", 0.75), ("CUDA graph", 1.25)], 2.25)
     pytest.importorskip("matplotlib")
