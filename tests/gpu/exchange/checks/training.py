@@ -70,6 +70,7 @@ def train_steps(place: Place, trainer: Trainer, first: int, end: int) -> list[fl
 
 
 def rows_of(trainer: Trainer) -> _Rows:
+    trainer.gather_dense()  # state dicts are refused while dense weights are up to date on their owners only
     tables = {name: table for name, table in trainer.model.state_dict().items() if isinstance(table, ShardedTensor)}
     shards = [(name, shard) for name, table in tables.items() for shard in table.local_shards()]
     return {(name, shard.metadata.shard_offsets[1]): shard.tensor.clone() for name, shard in shards}
