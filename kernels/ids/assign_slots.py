@@ -397,7 +397,7 @@ def _evict(
             home = tl.where(place, home_k, home)
             place_of = tl.where(place, k, place_of)
             k = following_k
-        # Load what is known of the slots.
+        # Load what is known of the slots, none of which within the ids' reach is empty.
         slot = begin + lane
         slot = tl.where(slot >= open, slot - open, slot)
         inside = lane < tl.minimum(open, LANES)

@@ -18,7 +18,7 @@ import torch
 EMPTY = -1
 """content of an empty slot; this id never gets one"""
 SEGMENT = 128
-"""slots that one program assigns, and the most probes"""
+"""slots in which one program evicts, and the most probes"""
 WHOLE = 256
 """a bucket with at most as many open slots is one segment"""
 CELLS = 128
@@ -115,7 +115,7 @@ class MapState(NamedTuple):
     sketch: torch.Tensor
     """[G * CELLS] int32: sightings of ids without a slot; [0] unless ids are admitted after several"""
     waiting: torch.Tensor
-    """[G] int32: new ids of each segment, 0 between steps"""
+    """[G] int32: new ids of each segment that found no empty slot, 0 between steps"""
     heads: torch.Tensor
     """[G] int32: the last of these, plus 1; 0 between steps"""
     clock: torch.Tensor
