@@ -34,7 +34,8 @@ log = logging.getLogger("dlrm_overlap")
 
 _MAX_DIM = 1024  # a program holds whole rows in registers
 _MAX_ELEMENTS = 1 << 33  # of a gradient: offsets are int32, in units of 4 elements
-_TYPES = SparseType.FP32, SparseType.FP16, SparseType.BF16
+_ROW_TYPES = SparseType.FP32, SparseType.FP16  # FBGEMM takes rows in bfloat16 on CPUs only
+_OUTPUT_TYPES = *_ROW_TYPES, SparseType.BF16
 _WEIGHT_DECAYS = WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE, WeightDecayMode.COUNTER
 
 
@@ -157,8 +158,8 @@ class FusedTables(SplitTableBatchedEmbeddingBagsCodegen):
 
     Raises:
         InputError: for what the update does not support: tables outside GPU memory (`MANAGED`, `MANAGED_CACHING`), dims
-            above 1024, rows or outputs of other types than float32, float16 and bfloat16, other optimizers than SGD,
-            Adagrad, Adam, LAMB and their row-wise forms, other weight decays than NONE, L2, DECOUPLE and COUNTER,
+            above 1024, rows of other types than float32 and float16, outputs of other types than these and bfloat16,
+            other optimizers than SGD, Adagrad, Adam, LAMB and their row-wise forms, other weight decays than NONE, L2, DECOUPLE and COUNTER,
             learning rates by a counter, states of other types than float32, row-wise bias correction, writeback hooks,
             streamed rows, and features that are not in the order of their tables.
     """
@@ -264,10 +265,11 @@ def _unsupported(tbe: Any) -> Iterator[str]:
             yield f"dim {dim}, at most {_MAX_DIM} is supported; cut the table by columns"
     if tbe.feature_table_map != sorted(tbe.feature_table_map):
         yield f"feature_table_map {tbe.feature_table_map} is not in the order of the tables; sort the features"
-    types = " or ".join(each.name for each in _TYPES)
-    if tbe.weights_precision not in _TYPES:
+    if tbe.weights_precision not in _ROW_TYPES:
+        types = " or ".join(each.name for each in _ROW_TYPES)
         yield f"weights_precision {tbe.weights_precision.name} is not {types}; choose one of these"
-    if tbe.output_dtype not in [each.as_int() for each in _TYPES]:
+    if tbe.output_dtype not in [each.as_int() for each in _OUTPUT_TYPES]:
+        types = " or ".join(each.name for each in _OUTPUT_TYPES)
         yield f"output_dtype {SparseType.from_int(tbe.output_dtype).name} is not {types}; choose one of these"
     if (optimizer := optimizer_of(tbe)) not in LOOKUP_OPTIMIZERS:
         yield f"optimizer {optimizer} is not one of {', '.join(LOOKUP_OPTIMIZERS)}; choose one of these"

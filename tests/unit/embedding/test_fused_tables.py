@@ -282,7 +282,7 @@ _COUNTER = {
     [
         ({"tables": [(9, 1028)] * 3}, "dim 1028, at most 1024 is supported; cut the table by columns"),
         ({"feature_table_map": [1, 0, 2]}, r"feature_table_map \[1, 0, 2\] is not in the order of the tables; sort"),
-        ({"weights_precision": SparseType.INT8}, "weights_precision INT8 is not FP32 or FP16 or BF16; choose one"),
+        ({"weights_precision": SparseType.INT8}, "weights_precision INT8 is not FP32 or FP16; choose one"),
         (
             {"optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD},
             "optimizer .* is not one of sgd, .*; choose one of these",
