@@ -159,9 +159,9 @@ class FusedTables(SplitTableBatchedEmbeddingBagsCodegen):
     Raises:
         InputError: for what the update does not support: tables outside GPU memory (`MANAGED`, `MANAGED_CACHING`), dims
             above 1024, rows of other types than float32 and float16, outputs of other types than these and bfloat16,
-            other optimizers than SGD, Adagrad, Adam, LAMB and their row-wise forms, other weight decays than NONE, L2, DECOUPLE and COUNTER,
-            learning rates by a counter, states of other types than float32, row-wise bias correction, writeback hooks,
-            streamed rows, and features that are not in the order of their tables.
+            other optimizers than SGD, Adagrad, Adam, LAMB and their row-wise forms, other weight decays than NONE, L2,
+            DECOUPLE and COUNTER, learning rates by a counter, states of other types than float32, row-wise bias
+            correction, writeback hooks, streamed rows, and features that are not in the order of their tables.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
