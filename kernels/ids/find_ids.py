@@ -26,11 +26,11 @@ from dlrm_overlap.kernels.wide_ids import remainder
 
 
 @triton.jit
-def _mark(used_at, times, counts, slot, feature, clock, mask, TIMES: tl.constexpr, COUNTS: tl.constexpr):
-    """Note that this step uses slots."""
+def _mark(used_at, times, counts, slot, feature, clock, uses, mask, TIMES: tl.constexpr, COUNTS: tl.constexpr):
+    """Note that this step uses slots; `mask` says for which this counts as a sighting of the id."""
     step = tl.load(clock).to(tl.int32)
     # Thousands of ids may name one slot: store only what is not noted yet.
-    stale = mask & (tl.load(used_at + slot, mask=mask, other=0) != step)
+    stale = uses & (tl.load(used_at + slot, mask=uses, other=0) != step)
     tl.store(used_at + slot, tl.zeros_like(slot).to(tl.int32) + step, mask=stale)
     if TIMES:
         time = (tl.load(clock + 1) + tl.load(feature + LIFETIME, mask=mask, other=0)).to(tl.int32)
@@ -91,8 +91,9 @@ def _find(
     slot, vacant = probe(ids, digests, id, murmur(id), first, feature, here, IDS, ALIGNED)
     found = here & (slot >= 0)
     if TRAIN:
-        writes = found & (tl.load(feature + WRITES, mask=found, other=0) > 0) & (tl.load(taken) > 0)
-        _mark(used_at, times, counts, first + slot, feature, clock, writes, TIMES, COUNTS)
+        uses = found & (tl.load(taken) > 0)
+        writes = uses & (tl.load(feature + WRITES, mask=uses, other=0) > 0)
+        _mark(used_at, times, counts, first + slot, feature, clock, uses, writes, TIMES, COUNTS)
     # An id whose bucket is elsewhere was sent to the wrong rank, which the layout excludes.
     value = tl.where(found, row + slot, 0)
     tl.store(out + i, value.to(out.dtype.element_ty), mask=live & (found | (here == 0)))
@@ -155,11 +156,13 @@ def _replace(
             slot = tl.load(slot_of + of, mask=wanted, other=-1)
             found = slot >= 0
             first = tl.load(feature + FIRST_SLOT, mask=mask, other=0) + bucket * size
-            _mark(used_at, times, counts, first + slot, feature, clock, found, TIMES, COUNTS)
+            spare = tl.where(found, slot, spare)
+            # Another id's row must not be given away while this step's update still uses it.
+            uses = found | (mask & (size == open) & (tl.load(taken) > 0))
+            _mark(used_at, times, counts, first + spare, feature, clock, uses, found, TIMES, COUNTS)
             claims = found & (tl.load(claimed + k, mask=found, other=-1) >= 0)
             tl.store(ids + first + slot, id, mask=claims)
             tl.store(digests + first + slot, digest(hash), mask=claims)
-            spare = tl.where(found, slot, spare)
             writes = mask & (tl.load(feature + WRITES, mask=mask, other=0) > 0) & (tl.load(taken) > 0)
             add_total(totals, NOT_ADMITTED, tl.sum((writes & (wanted == 0)).to(tl.int32), 0))
             add_total(totals, NO_ROOM, tl.sum((wanted & (slot < 0)).to(tl.int32), 0))

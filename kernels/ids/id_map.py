@@ -62,7 +62,7 @@ class MapFeature(NamedTuple):
     segments: int
     """segments of a bucket: 1 up to `WHOLE` open slots, else one for each `SEGMENT` open slots"""
     writes: int
-    """0: this feature inserts no ids and counts as no use"""
+    """0: this feature inserts no ids and its ids do not count as seen"""
     lifetime: int
     """added to the time at which an id is seen"""
     admit_after: int

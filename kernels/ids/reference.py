@@ -59,6 +59,7 @@ def map_ids(
     slots = step.probe(np.arange(len(places)))
     found = slots >= 0
     if train:
+        step.use(found, slots)
         step.mark(np.flatnonzero(found & (step.of["writes"] > 0)), slots, features)
     claims, lost = None, np.flatnonzero(~found)
     if train:
@@ -71,6 +72,8 @@ def map_ids(
         step.total(Totals.NOT_ADMITTED, (step.of["writes"][lost[~admitted]] > 0).sum())
     without = slots < 0
     slots[without] = step.spare()[without]
+    if train:
+        step.use(without & (step.of["size"] == step.of["open_slots"]), slots)
     rows = step.bucket * step.of["size"] + slots
     out[places] = torch.from_numpy(rows).to(out.dtype)
     return claims
@@ -116,6 +119,10 @@ class _Step:
             found[left[same]] = slot[same]
             left = left[~same & (there != EMPTY)]  # no id is behind an empty slot
         return found
+
+    def use(self, which: np.ndarray, slots: np.ndarray) -> None:
+        """Keep slots from eviction in the next step, whose ids are mapped while this step's update uses the rows."""
+        self._state.used_at[self._first[which] + slots[which]] = self._state.clock[0]
 
     def mark(self, of: np.ndarray, slots: np.ndarray, features: "Features") -> None:
         at, clock = self._first[of] + slots[of], self._state.clock

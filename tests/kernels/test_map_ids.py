@@ -216,6 +216,29 @@ def test_no_id_of_this_step_or_the_last_one_is_evicted() -> None:
     assert state.total(Totals.NO_ROOM) == 7
 
 
+def test_a_row_that_the_last_step_read_stays_though_its_id_was_not_seen() -> None:
+    """The last step's update may still use it: a row that an id without a slot shares, or that a feature only reads."""
+    for reads in (False, True):
+        state, features = state_of(Table(buckets=1, size=16, reserved=0))
+        known, new = random_ids(16, 8), random_ids(1, 9)
+        one_bag(state, features, *known.tolist())
+        one_bag(state, features, *known.tolist())
+        stays = known[3] if reads else state.ids[unsigned_remainder(murmur(new), 16)]
+        others = [id_ for id_ in known.tolist() if id_ != int(stays)][:8]
+        if reads:
+            writes = MapFeature._fields.index("writes")
+            one_bag(state, features, *others)
+            features.infos[0, writes] = 0
+            rows = one_bag(state, features, int(stays))
+            features.infos[0, writes] = 1
+        else:
+            rows = one_bag(state, features, *others, int(new))[-1:]
+        assert int(state.ids[rows[0]]) == int(stays)
+        one_bag(state, features, *random_ids(16, 10).tolist())
+        assert int(stays) in state.ids.tolist()
+        assert set(known.tolist()) - set(state.ids.tolist()), "other ids were evicted"
+
+
 def test_evaluation_changes_nothing() -> None:
     state, features = state_of(Table(policy=Policy.LFU))
     known = random_ids(20, 9).tolist()
