@@ -120,7 +120,7 @@ def test_cross(capsys: pytest.CaptureFixture[str]) -> None:
         patch.object(torch, "compile", lambda function, **_: function),
     ):
         cross.time_head(8)
-    assert capsys.readouterr().out.count("head, 8 samples") == 4
+    assert capsys.readouterr().out.count("head, 8 samples") == 5
 
 
 def _ones(call: Any, batches: Any) -> list[float]:
