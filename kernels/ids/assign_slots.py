@@ -34,6 +34,7 @@ from dlrm_overlap.kernels.ids.probing import (
     WRITES,
     add_total,
     bucket_of,
+    distance_of,
     id_at,
     listed,
     lowest_bit,
@@ -129,10 +130,16 @@ def _next_empty(digests, first, slot, open, mask):
 
 
 @triton.jit
+def _after(slot, distance, open, mask):
+    """Return the next slot that an id probes, and its distance from the id's home, where `mask` is set."""
+    following = tl.where(slot + 1 == open, 0, slot + 1)
+    return tl.where(mask, following, slot), tl.where(mask, distance + 1, distance)
+
+
+@triton.jit
 def _distance(slot, hash, open):
-    """Return the distance of a slot from an id's home."""
-    home = remainder(hash, open).to(tl.int32)
-    return tl.where(slot < home, slot - home + open, slot - home)
+    """Return the distance of a slot from the home of an id with this hash."""
+    return distance_of(slot, remainder(hash, open).to(tl.int32), open)
 
 
 @triton.jit(do_not_specialize_on_alignment=["low", "high"])
@@ -201,8 +208,7 @@ def _insert(
             if tl.max(swaps.to(tl.int32), 0) > 0:
                 its = unmix(turn ^ ALL_BITS) - 1
                 distance = tl.where(swaps, _distance(slot, murmur(its), open), distance)
-            slot = tl.where(free, tl.where(slot + 1 == open, 0, slot + 1), slot)
-            distance = tl.where(free, distance + 1, distance)
+            slot, distance = _after(slot, distance, open, free)
             looking = looking & (distance < probes)
             more = tl.max(looking.to(tl.int32), 0)
         tl.store(slot_of + k, own, mask=mask)
@@ -278,8 +284,7 @@ def _claim(
             found = found | (free & (tl.load(ids + first + next_slot, mask=free, other=0) == turn))
             slot = tl.where(looking, next_slot, slot)
             looking = looking & (found == 0) & (distance < probes)
-            slot = tl.where(looking & free, tl.where(slot + 1 == open, 0, slot + 1), slot)
-            distance = tl.where(looking & free, distance + 1, distance)
+            slot, distance = _after(slot, distance, open, looking & free)
             more = tl.max(looking.to(tl.int32), 0)
         at = first + slot
         fresh = found & (tl.load(used_at + at, mask=found, other=0) != step)

@@ -9,7 +9,6 @@ from dlrm_overlap.kernels.wide_ids import joined, remainder
 
 EMPTY = tl.constexpr(id_map.EMPTY)
 SEGMENT = tl.constexpr(id_map.SEGMENT)
-WHOLE = tl.constexpr(id_map.WHOLE)
 CELLS = tl.constexpr(id_map.CELLS)
 TURNS = tl.constexpr(id_map.SEGMENT // 16 + 1)  # of `probe`, each of 16 slots
 GREATEST = tl.constexpr(2**63 - 1)
@@ -200,12 +199,18 @@ def probe(ids, digests, id, hash, first, feature, live, IDS: tl.constexpr, ALIGN
             if turn == 0:
                 empty = empty & (-1 << start_bit)
             slot = _slot_at(empty, home_word, turn, words, before)
-            distance = tl.where(slot < home, slot - home + open, slot - home)
+            distance = distance_of(slot, home, open)
             stops = (found < 0) & (empty != 0)  # no id is behind an empty slot
             vacant = tl.where(stops & (distance < probes), slot, vacant)
             looking = looking & (found < 0) & (empty == 0) & (turn * 4 + 4 < end)
             more = tl.max(looking.to(tl.int32), 0)
     return found, vacant
+
+
+@triton.jit
+def distance_of(slot, home, open):
+    """Return how many slots after its home an id probes a slot."""
+    return tl.where(slot < home, slot - home + open, slot - home)
 
 
 @triton.jit

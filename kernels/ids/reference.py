@@ -125,8 +125,8 @@ class _Step:
         self._state.used_at[self._first[which] + slots[which]] = self._state.clock[0]
 
     def mark(self, of: np.ndarray, slots: np.ndarray, features: "Features") -> None:
+        """Count a sighting of ids, whose slots are in use."""
         at, clock = self._first[of] + slots[of], self._state.clock
-        self._state.used_at[at] = clock[0]
         if features.times:
             np.maximum.at(self._state.times, at, (clock[1] + self.of["lifetime"][of]).astype(np.int32))
         if features.counts:

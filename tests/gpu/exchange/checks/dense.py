@@ -121,25 +121,31 @@ class _Steps(Capturable):
         assert torch.equal(least, greatest), f"{what}: the ranks differ"
 
 
-def _check_mean(place: Place, dtype: torch.dtype, bucket: str) -> None:
-    stores = StoreOptions(programs=8, piece_elements=300_000, wait_timeout_s=60.0)
-    steps, chance = _Steps(place, dtype, stores, _BUCKETS[bucket]), random.Random(place.rank)
+def check_late_steps(place: Place, steps: Any, eager: int, replayed: int) -> None:
+    """Check steps on ranks that are late by chance: `eager` ones, then `replayed` ones, with eager ones between."""
+    chance = random.Random(place.rank)
 
     def run(count: int, take: Callable[[], Any]) -> None:
         for _ in range(count):
             dawdle(place, chance)
             steps.step(take)
 
-    run(_EAGER, steps.take)
+    run(eager, steps.take)
     steps.check("eager")
     replay = steps.capture()
     arguments = steps.arguments
-    run(place.steps(_REPLAYED // 2), replay)
+    run(place.steps(replayed // 2), replay)
     steps.check("replayed")
     run(7, steps.take)
     steps.follow_eager_steps(arguments)
-    run(place.steps(_REPLAYED // 2), replay)
+    run(place.steps(replayed // 2), replay)
     steps.check("replayed after eager steps")
+
+
+def _check_mean(place: Place, dtype: torch.dtype, bucket: str) -> None:
+    stores = StoreOptions(programs=8, piece_elements=300_000, wait_timeout_s=60.0)
+    steps = _Steps(place, dtype, stores, _BUCKETS[bucket])
+    check_late_steps(place, steps, _EAGER, _REPLAYED)
     place.close(steps.buckets)
     assert all(parameter.grad is steps.flat.gradients.views[name] for name, parameter in steps.flat.parameters.items())
 

@@ -17,9 +17,8 @@ from dlrm_overlap.dense.gradients import GradientBuckets, OwnedSteps
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import assert_same
-from tests.gpu.exchange.checks.dense import SHAPES, Capturable
+from tests.gpu.exchange.checks.dense import SHAPES, Capturable, check_late_steps
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_error
-from tests.gpu.exchange.checks.stress import dawdle
 from tests.gpu.exchange.checks.training import make_trainer, small_config, train_steps
 from tests.gpu.exchange.place import Place, every
 
@@ -125,23 +124,8 @@ class _Steps(Capturable):
 
 def _check_bits(place: Place, dtype: torch.dtype, optimizer: str, bucket: str) -> None:
     stores = StoreOptions(programs=8, piece_elements=300_000, wait_timeout_s=60.0)
-    steps, chance = _Steps(place, optimizer, dtype, _BUCKETS[bucket], stores), random.Random(place.rank)
-
-    def run(count: int, take: Callable[[], Any]) -> None:
-        for _ in range(count):
-            dawdle(place, chance)
-            steps.step(take)
-
-    run(_EAGER, steps.take)
-    steps.check("eager")
-    replay = steps.capture()
-    arguments = steps.arguments
-    run(place.steps(_REPLAYED // 2), replay)
-    steps.check("replayed")
-    run(7, steps.take)
-    steps.follow_eager_steps(arguments)
-    run(place.steps(_REPLAYED // 2), replay)
-    steps.check("replayed after eager steps")
+    steps = _Steps(place, optimizer, dtype, _BUCKETS[bucket], stores)
+    check_late_steps(place, steps, _EAGER, _REPLAYED)
     place.close(*(weights.buckets for weights in steps.both))
 
 
