@@ -330,8 +330,12 @@ class IdTablesConfig:
     """rows of each table of any id, one value or one per such table; rounded up to a multiple of 128 times the number
     of ranks. 1 of 128 rows is kept for ids without a row"""
     admit_after: PositiveInt = 1
-    """number of times that an id must be seen before it gets a row; 1 gives it one at once. Ids are counted in a sketch
-    that may count an id too often, never too seldom"""
+    """number of times that an id must be seen before it gets a row; 1 gives it one at once. Ids are counted in a
+    sketch, which may count too many, and which forgets (admit_memory)"""
+    admit_memory: PositiveFloat | None = 1.0
+    """admit_after: how many sightings the sketch remembers. A bucket of 128 rows has 128 counters. Once their mean is
+    admit_memory * (admit_after - 1), all are halved, so that only recent sightings count. null: never, so in the end
+    every new id seems to have been seen and gets a row at once"""
     admit_share: Share = 1.0
     """share of the ids that may get a row, chosen by a hash of the id"""
     eviction: Literal["none", "lru", "lfu", "distance_lfu", "ttl"] = "lru"
