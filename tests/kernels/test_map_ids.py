@@ -204,12 +204,12 @@ def test_the_number_of_ranks_does_not_change_the_slots() -> None:
     """Each rank has whole buckets, and sees their ids alone."""
     ids = random_ids(60, 16)
     ids = torch.cat([ids, ids[::2]])
-    rules: dict[str, int] = {"admit_after": 2, "halve_at": 24}
-    whole, features = state_of(Table(buckets=4, **rules))
+    table = Table(buckets=4, admit_after=2, halve_at=24)
+    whole, features = state_of(table)
     one_bag(whole, features, *ids.tolist())
     parts = []
     for rank in range(2):
-        part, features = state_of(Table(buckets=2, **rules))
+        part, features = state_of(table._replace(buckets=2))
         features.infos[:1, MapFeature._fields.index("first_bucket")] = 2 * rank
         features.infos[:1, MapFeature._fields.index("buckets")] = 4
         one_bag(part, features, *ids[unsigned_remainder(ids, 4) // 2 == rank].tolist())
