@@ -4,6 +4,7 @@ import contextlib
 import csv
 import gc
 import json
+import logging
 import os
 import resource
 import socket
@@ -64,6 +65,15 @@ def world_of_one() -> Iterator[dist.ProcessGroup]:
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Capture what this project logs. What a library logs once in a process would be in the first test that has it."""
+    ours = logging.Filter("dlrm_overlap")
+    caplog.handler.addFilter(ours)
+    yield caplog
+    caplog.handler.removeFilter(ours)
 
 
 # Each makes something that is not a file: to read it fails, blocks for ever or does not end.
