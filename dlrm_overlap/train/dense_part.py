@@ -75,8 +75,8 @@ def small_form(task: TrainTask, part: nn.Module) -> Callable[..., torch.Tensor] 
 def _small_mlp(mlp: nn.Module, last: nn.Linear | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return `small_mlp` of an MLP's layers and of `last`, which has no activation."""
     layers = layers_of(mlp) if isinstance(mlp, MLP) else []
-    activations = {activation_of(layer) if isinstance(layer, Perceptron) else None for layer in layers}
-    if len(activations) != 1:
+    activations = {activation_of(layer) for layer in layers if isinstance(layer, Perceptron)}
+    if len(activations) != 1 or not all(isinstance(layer, Perceptron) for layer in layers):
         return None
     linear = [linear_of(layer) for layer in layers] + ([] if last is None else [last])
     return small_mlp(linear, activations.pop(), ends_linear=last is not None)

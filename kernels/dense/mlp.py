@@ -1,11 +1,12 @@
 """A small MLP in float32, forward and backward, one kernel each: up to four layers of at most 128 columns.
 
-A program takes a block of samples through all layers and keeps them in registers, as in Mueller et al., Real-time
+A program takes a block of samples, as columns, through all layers and keeps them in registers, as in Mueller et al., Real-time
 Neural Radiance Caching, 2021, section 4.1. The matrices are so small that launches, not products, take the time of
 separate kernels.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,12 +21,11 @@ from dlrm_overlap.kernels.target import is_amd
 @triton.jit
 def _dot(left, right, INTERPRETED: tl.constexpr):
     """Return left @ right of float32, nearly as exact as float32: on NVIDIA's tensor cores by three TF32 products."""
-    if INTERPRETED:
-        return tl.dot(left, right, input_precision="ieee")
-    elif is_amd():
-        return tl.dot(left, right, input_precision="ieee")
+    if INTERPRETED:  # it has no targets
+        precision: tl.constexpr = "ieee"
     else:
-        return tl.dot(left, right, input_precision="tf32x3")
+        precision: tl.constexpr = "ieee" if is_amd() else "tf32x3"
+    return tl.dot(left, right, input_precision=precision)
 
 
 @triton.jit
@@ -45,29 +45,25 @@ def _slope(z, GELU: tl.constexpr):
 
 
 @triton.jit
-def _matrix(data, row, row_stride, rows, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows `row` and the first COLUMNS columns of a matrix; others of the block are 0."""
-    column = tl.arange(0, BLOCK)
-    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    return tl.load(data + row[:, None] * row_stride + column[None, :], mask=inside, other=0.0)
+def _matrix(data, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Load a contiguous matrix; what the block has beyond it is 0."""
+    row, column = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_C)[None, :]
+    return tl.load(data + row * COLUMNS + column, mask=(row < ROWS) & (column < COLUMNS), other=0.0)
 
 
 @triton.jit
-def _store_matrix(data, value, row, row_stride, rows, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK)
-    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    tl.store(data + row[:, None] * row_stride + column[None, :], value, mask=inside)
+def _samples(data, sample, stride, samples, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the first COLUMNS columns of rows `sample`, transposed: [BLOCK, BLOCK_B]; others are 0."""
+    column = tl.arange(0, BLOCK)[:, None]
+    inside = (sample < samples)[None, :] & (column < COLUMNS)
+    return tl.load(data + sample[None, :] * stride + column, mask=inside, other=0.0)
 
 
 @triton.jit
-def _affine(
-    h, weight, bias,
-    K: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Return h @ weight^T + bias: [BLOCK_B, BLOCK_N] from h [BLOCK_B, BLOCK_K]; columns from N on are 0."""
-    n = tl.arange(0, BLOCK_N)
-    w = _matrix(weight, n, K, N, K, BLOCK_K)  # [BLOCK_N, BLOCK_K]
-    return _dot(h, tl.trans(w), INTERPRETED) + tl.load(bias + n, mask=n < N, other=0.0)[None, :]
+def _store_samples(data, value, sample, stride, samples, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)[:, None]
+    inside = (sample < samples)[None, :] & (column < COLUMNS)
+    tl.store(data + sample[None, :] * stride + column, value, mask=inside)
 
 
 @triton.jit(do_not_specialize=["samples"], do_not_specialize_on_alignment=["x"])
@@ -92,34 +88,39 @@ def _mlp(
 
     Order: no two programs share an element.
     """
-    row = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
-    h = _matrix(x, row, N0, samples, N0, B0)
-    h = _layer(h, w1, b1, z, out, row, samples, N0, N1, B0, B1, Z, LAYERS == 1, ENDS_LINEAR, GELU, INTERPRETED)
+    sample = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    h = _samples(x, sample, N0, samples, N0, B0)
+    h = _layer(h, w1, b1, z, out, sample, samples, N0, N1, B0, B1, Z, LAYERS == 1, ENDS_LINEAR, GELU, INTERPRETED)
     if LAYERS > 1:
         z += N1
-        h = _layer(h, w2, b2, z, out, row, samples, N1, N2, B1, B2, Z, LAYERS == 2, ENDS_LINEAR, GELU, INTERPRETED)
+        h = _layer(h, w2, b2, z, out, sample, samples, N1, N2, B1, B2, Z, LAYERS == 2, ENDS_LINEAR, GELU, INTERPRETED)
     if LAYERS > 2:
         z += N2
-        h = _layer(h, w3, b3, z, out, row, samples, N2, N3, B2, B3, Z, LAYERS == 3, ENDS_LINEAR, GELU, INTERPRETED)
+        h = _layer(h, w3, b3, z, out, sample, samples, N2, N3, B2, B3, Z, LAYERS == 3, ENDS_LINEAR, GELU, INTERPRETED)
     if LAYERS > 3:
         z += N3
-        _layer(h, w4, b4, z, out, row, samples, N3, N4, B3, B4, Z, True, ENDS_LINEAR, GELU, INTERPRETED)
+        _layer(h, w4, b4, z, out, sample, samples, N3, N4, B3, B4, Z, True, ENDS_LINEAR, GELU, INTERPRETED)
 
 
 @triton.jit
 def _layer(
-    h, weight, bias, z, out, row, samples,
+    h, weight, bias, z, out, sample, samples,
     K: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
     Z: tl.constexpr, LAST: tl.constexpr, ENDS_LINEAR: tl.constexpr, GELU: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Apply a layer to h, write what the backward reads, and the output of the last one; return its activations."""
-    sums = _affine(h, weight, bias, K, N, BLOCK_K, BLOCK_N, INTERPRETED)
+    """Apply a layer to h [BLOCK_K, BLOCK_B], write what the backward reads, and the last layer's output.
+
+    Returns its activations [BLOCK_N, BLOCK_B]; rows from N on are 0.
+    """
+    n = tl.arange(0, BLOCK_N)
+    sums = _dot(_matrix(weight, N, K, BLOCK_N, BLOCK_K), h, INTERPRETED)
+    sums += tl.load(bias + n, mask=n < N, other=0.0)[:, None]
     result = sums
     if not (LAST and ENDS_LINEAR):
-        _store_matrix(z, sums, row, Z, samples, N, BLOCK_N)
+        _store_samples(z, sums, sample, Z, samples, N, BLOCK_N)
         result = _activate(sums, GELU)
     if LAST:
-        _store_matrix(out, result, row, N, samples, N, BLOCK_N)
+        _store_samples(out, result, sample, N, samples, N, BLOCK_N)
     return result
 
 
@@ -148,7 +149,7 @@ def _gradient_of_mlp(
 
     Order: no two programs share an element.
     """
-    row = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    sample = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     sums = partial_sums + tl.program_id(0).to(tl.int64) * P
     z1 = z
     z2 = z1 + N1
@@ -157,46 +158,45 @@ def _gradient_of_mlp(
     p2 = p1 + N1 * (N0 + 1)
     p3 = p2 + N2 * (N1 + 1)
     if LAYERS > 3:
-        g = _matrix(gradient, row, N4, samples, N4, B4)
+        g = _samples(gradient, sample, N4, samples, N4, B4)
         if not ENDS_LINEAR:
-            g *= _slope(_matrix(z3 + N3, row, Z, samples, N4, B4), GELU)
-        g = _back(g, w4, z3, p3 + N3 * (N2 + 1), row, samples, N3, N4, B3, B4, Z, GELU, INTERPRETED)
+            g *= _slope(_samples(z3 + N3, sample, Z, samples, N4, B4), GELU)
+        g = _back(g, w4, z3, p3 + N3 * (N2 + 1), sample, samples, N3, N4, B3, B4, Z, GELU, INTERPRETED)
     if LAYERS == 3:
-        g = _matrix(gradient, row, N3, samples, N3, B3)
+        g = _samples(gradient, sample, N3, samples, N3, B3)
         if not ENDS_LINEAR:
-            g *= _slope(_matrix(z3, row, Z, samples, N3, B3), GELU)
+            g *= _slope(_samples(z3, sample, Z, samples, N3, B3), GELU)
     if LAYERS > 2:
-        g = _back(g, w3, z2, p3, row, samples, N2, N3, B2, B3, Z, GELU, INTERPRETED)
+        g = _back(g, w3, z2, p3, sample, samples, N2, N3, B2, B3, Z, GELU, INTERPRETED)
     if LAYERS == 2:
-        g = _matrix(gradient, row, N2, samples, N2, B2)
+        g = _samples(gradient, sample, N2, samples, N2, B2)
         if not ENDS_LINEAR:
-            g *= _slope(_matrix(z2, row, Z, samples, N2, B2), GELU)
+            g *= _slope(_samples(z2, sample, Z, samples, N2, B2), GELU)
     if LAYERS > 1:
-        g = _back(g, w2, z1, p2, row, samples, N1, N2, B1, B2, Z, GELU, INTERPRETED)
+        g = _back(g, w2, z1, p2, sample, samples, N1, N2, B1, B2, Z, GELU, INTERPRETED)
     if LAYERS == 1:
-        g = _matrix(gradient, row, N1, samples, N1, B1)
+        g = _samples(gradient, sample, N1, samples, N1, B1)
         if not ENDS_LINEAR:
-            g *= _slope(_matrix(z1, row, Z, samples, N1, B1), GELU)
-    before = _matrix(x, row, N0, samples, N0, B0)
+            g *= _slope(_samples(z1, sample, Z, samples, N1, B1), GELU)
+    before = _samples(x, sample, N0, samples, N0, B0)
     _store_sums(g, before, p1, N0, N1, B0, B1, INTERPRETED)
-    n = tl.arange(0, B1)
-    _store_matrix(out, _dot(g, _matrix(w1, n, N0, N1, N0, B0), INTERPRETED), row, N0, samples, N0, B0)
+    dx = _dot(tl.trans(_matrix(w1, N1, N0, B1, B0)), g, INTERPRETED)
+    _store_samples(out, dx, sample, N0, samples, N0, B0)
 
 
 @triton.jit
 def _back(
-    g, weight, z, sums, row, samples,
+    g, weight, z, sums, sample, samples,
     K: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
     Z: tl.constexpr, GELU: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Take g [BLOCK_B, BLOCK_N] through a layer to before the activation of the layer in front of it.
+    """Take g [BLOCK_N, BLOCK_B] through a layer to before the activation of the layer in front of it.
 
     `z` has that layer's sums. Samples after the last one have no gradient, whatever their activations are.
     """
-    before = _matrix(z, row, Z, samples, K, BLOCK_K)
+    before = _samples(z, sample, Z, samples, K, BLOCK_K)
     _store_sums(g, _activate(before, GELU), sums, K, N, BLOCK_K, BLOCK_N, INTERPRETED)
-    n = tl.arange(0, BLOCK_N)
-    return _dot(g, _matrix(weight, n, K, N, K, BLOCK_K), INTERPRETED) * _slope(before, GELU)
+    return _dot(tl.trans(_matrix(weight, N, K, BLOCK_N, BLOCK_K)), g, INTERPRETED) * _slope(before, GELU)
 
 
 @triton.jit
@@ -204,16 +204,16 @@ def _store_sums(
     g, before, sums,
     K: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of a weight [N, K], g^T @ before, and of a bias [N]."""
-    n = tl.arange(0, BLOCK_N)
-    _store_matrix(sums, _dot(tl.trans(g), before, INTERPRETED), n, K, N, K, BLOCK_K)
-    tl.store(sums + N * K + n, tl.sum(g, axis=0), mask=n < N)
+    """Store the gradients of a weight [N, K], g @ before^T, and of a bias [N]."""
+    n, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)[None, :]
+    tl.store(sums + n[:, None] * K + k, _dot(g, tl.trans(before), INTERPRETED), mask=(n < N)[:, None] & (k < K))
+    tl.store(sums + N * K + n, tl.sum(g, axis=1), mask=n < N)
 
 
 def _compiled(kernel: Any, shape: MLPShape, **more: int) -> CompiledKernel:
     padded = [*shape.widths, *[1] * (MLP_LAYERS + 1 - len(shape.widths))]
     blocks = [product_block(width) for width in padded]
-    largest = max(left * right for left, right in zip(blocks, blocks[1:], strict=False))
+    largest = max(left * right for left, right in pairwise(blocks))
     widths = {f"N{i}": width for i, width in enumerate(padded)} | {f"B{i}": block for i, block in enumerate(blocks)}
     return specialised(
         kernel, num_warps=4 if largest <= 2048 else 8, LAYERS=shape.layers, **widths, Z=shape.activated, **more,

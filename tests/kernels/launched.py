@@ -186,7 +186,8 @@ def _small_mlps() -> None:
     dlrm = build_model(model, EmbeddingConfig(), [1] * tables, 13, seed=0)
     task = TrainTask(dlrm, "cpu", bf16=False)
     for part in (dlrm.bottom, dlrm.head):
-        assert (small := small_form(task, part)) is not None
+        small = small_form(task, part)
+        assert small is not None
         x = torch.zeros(4, 13) if part is dlrm.bottom else torch.zeros(4, (tables + 1) * model.dim, requires_grad=True)
         output = small(x)
         output.backward(torch.zeros_like(output))
