@@ -1,8 +1,8 @@
 """A small MLP in float32, forward and backward, one kernel each: up to four layers of at most 128 columns.
 
-A program takes a block of samples, as columns, through all layers and keeps them in registers, as in Mueller et al., Real-time
-Neural Radiance Caching, 2021, section 4.1. The matrices are so small that launches, not products, take the time of
-separate kernels.
+A program takes a block of samples, as columns, through all layers and keeps them in registers, as in Mueller et al.,
+Real-time Neural Radiance Caching, 2021, section 4.1. The matrices are so small that launches, not products, take the
+time of separate kernels.
 """
 
 from collections.abc import Sequence
