@@ -467,6 +467,10 @@ class TrainConfig:
     compile_dense: bool = False
     """compile the dense part by torch.compile, which takes a minute the first time and seconds later; on CPUs it needs
     a C++ compiler"""
+    cross_kernel: Literal["auto", "triton", "cutlass"] = "auto"
+    """pipeline graph, bf16, compile_dense: how a cross layer computes its output. triton: cuBLAS's product, then an
+    elementwise kernel. cutlass: a product whose epilogue does the elementwise work; needs the extra cutlass and GPUs of
+    compute capability 9.0. auto: cutlass where possible"""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
     """pipeline graph: data type in which dense gradients are sent"""
     dense_reduce: Literal["auto", "collective", "stores"] = "auto"
