@@ -476,10 +476,11 @@ class TrainConfig:
     dense_reduce: Literal["auto", "collective", "stores"] = "auto"
     """pipeline graph: how dense gradients are averaged over the ranks. collective: by NCCL (gloo on CPU). stores:
     kernels load and store in the peers' memory. auto: stores if all ranks are GPUs of one node"""
-    dense_update: Literal["auto", "all", "owner"] = "auto"
+    dense_update: Literal["auto", "all", "owner", "owner_deferred"] = "auto"
     """pipeline graph: which ranks update a dense weight. all: every rank. owner: the rank that averages its gradient,
     which then stores it as bf16 at all ranks; needs precision bf16, flat_dense and dense_reduce stores, else all do,
-    with a warning. auto: owner where possible"""
+    with a warning. owner_deferred: owner, but the last bucket is updated while the next step looks up rows. auto: owner
+    where possible"""
     pipeline: Literal["auto", "torchrec", "graph"] = "auto"
     """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
     whole steps are CUDA graphs (pgas and fused only). auto: graph on GPUs where possible"""
