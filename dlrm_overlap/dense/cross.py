@@ -60,10 +60,10 @@ def _by_one_kernel(
 ) -> None:
     kernels = import_module("dlrm_overlap.kernels.dense.cross_product")
     is_aligned = all(each % kernels.ALIGNED == 0 for each in layer.w.shape) and x0.data_ptr() % 16 == 0
-    if x0.dtype != torch.bfloat16 or not is_aligned:
+    if x0.dtype == torch.bfloat16 and is_aligned and len(layer.w) >= kernels.NARROWEST:
+        kernels.add_layer(narrow, layer.w, x0, x, layer.bias, w, out)
+    else:
         _by_two_kernels(narrow, layer, x0, x, w, out)
-        return
-    kernels.add_layer(narrow, layer.w, x0, x, layer.bias, w, out)
 
 
 def compute_layer(kind: str, device: torch.device) -> ComputeLayer:

@@ -16,6 +16,9 @@ from quack.epilogue.ops import RowVecLoad, TileLoad
 ALIGNED = 8
 """divides N and R: TMA reads rows of whole 16 bytes"""
 
+NARROWEST = 384
+"""least N: the columns of two tiles, which a cluster computes together"""
+
 _OPERANDS = {"x0": TileLoad("x0"), "bias": RowVecLoad("bias")}
 # Two groups of warps take turns: one multiplies a tile, while the other one finishes and stores its own.
 _TILES = {"tile_M": 128, "tile_N": 192, "cluster_M": 1, "cluster_N": 2, "pingpong": True}
@@ -45,8 +48,8 @@ def add_layer(
 ) -> None:
     """Write w = narrow @ weight^T and out = x0 * (w + bias) + x, on the current stream.
 
-    The sum uses the rounded w, in float32, and is rounded once. N and R are multiples of `ALIGNED`, and addresses of
-    16 bytes.
+    The sum uses the rounded w, in float32, and is rounded once. N is at least `NARROWEST`, N and R are multiples
+    of `ALIGNED`, and addresses of 16 bytes.
 
     Args:
         narrow: [b, R] bfloat16, as all others but `bias`; contiguous.

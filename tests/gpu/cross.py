@@ -69,7 +69,7 @@ class HeadStep:
 
 def check_one_kernel() -> None:
     """Compare layers that one kernel computes with those of two kernels, and print which share has the same bits."""
-    for samples, width, rank in ((SAMPLES, 27 * 128, RANK), (1000, 40, 16), (1, 8, 8)):
+    for samples, width, rank in ((SAMPLES, 27 * 128, RANK), (1000, 392, 16), (1, 384, 8)):
         layer = CrossLayer(bf16(width, rank), bf16(rank, width), bf16(width).float())
         narrow, x0, other = (
             bf16(samples, rank, seed=1) / rank**0.5,

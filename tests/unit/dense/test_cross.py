@@ -170,12 +170,12 @@ def test_layers_are_computed_by_the_function_that_is_given() -> None:
     assert_near(x0.grad, expected["x0"], 1e-6, "gradient of x0")
 
 
-@pytest.mark.parametrize(("width", "rank", "by_one"), [(24, 8, True), (20, 8, False), (24, 7, False)])
+@pytest.mark.parametrize(("width", "rank", "by_one"), [(40, 8, True), (36, 8, False), (40, 7, False), (24, 8, False)])
 def test_one_kernel_computes_a_layer_whose_rows_it_can_read(
     width: int, rank: int, by_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = list[Any]()
-    kernels = SimpleNamespace(ALIGNED=8, add_layer=lambda *tensors: given.extend(tensors))
+    kernels = SimpleNamespace(ALIGNED=8, NARROWEST=32, add_layer=lambda *tensors: given.extend(tensors))
     monkeypatch.setitem(sys.modules, "dlrm_overlap.kernels.dense.cross_product", kernels)
     layer = CrossLayer(torch.randn(width, rank).bfloat16(), torch.randn(rank, width).bfloat16(), torch.randn(width))
     narrow, x0, x = (torch.randn(SAMPLES, columns).bfloat16() for columns in (rank, width, width))
