@@ -154,7 +154,7 @@ def assemble(
     if config.train.compile_dense:
         compile_loss(task)
         if not casts_once:
-            compile_dense(task, samples, device)
+            compile_dense(task, samples, device, small=graph)
     if not graph:
         join_dense(model, task, device, samples if config.train.graph_dense else None)
     # The tables have their final storage now: give them values.
