@@ -166,7 +166,8 @@ def assemble(
         if casts_once:
             parameters = in_flat_order(task, dense_parameters(model), weight_gradients)
             flat = FlatParameters(parameters, shards_of(model), torch.bfloat16)
-            casts = cast_once(task, flat, config.train.compile_dense, weight_gradients)
+            cross_kernel = config.train.cross_kernel
+            casts = cast_once(task, flat, config.train.compile_dense, weight_gradients, cross_kernel)
         # With histories, the first batch shows how many ids, and how many distinct ids, there are.
         bags = dict(zip(dlrm.keys, train.bag_sizes, strict=True))
         capacity = BatchCapacity(samples, bags) if dlrm.history_key is None else None

@@ -15,7 +15,7 @@ from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP, Perceptron
 
 from dlrm_overlap.dense.cast import CastWeights
-from dlrm_overlap.dense.cross import CrossLayer, cross
+from dlrm_overlap.dense.cross import ComputeLayer, CrossLayer, compute_layer, cross
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.functions import DEFERRED, WeightGradients, Write
 from dlrm_overlap.dense.gemm.products import ParallelProducts
@@ -160,13 +160,23 @@ def in_flat_order(
     return {names[parameter]: parameter for parameter in reversed(order) if parameter in names}
 
 
-def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool, how: WeightGradients = DEFERRED) -> CastWeights:
+def cast_once(
+    task: TrainTask,
+    flat: FlatParameters,
+    compiled: bool,
+    how: WeightGradients = DEFERRED,
+    cross_kernel: str = "auto",
+) -> CastWeights:
     """Let the dense part train with bfloat16 copies of its parameters, which are cast once per step.
 
     Biases of the cross network are not cast, because autocast also computes its sums in float32.
 
     Args:
         flat: made of the parameters of `in_flat_order`.
+        cross_kernel: as `train.cross_kernel`.
+
+    Raises:
+        InputError: if the cross network's layers cannot be computed by `cross_kernel`.
     """
     bottom, head = task.dlrm.bottom, task.dlrm.head
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
@@ -184,7 +194,7 @@ def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool, how: Weight
         head.in_training = _with_casts(head, casts, compiled and not divided_layers(head))
         return casts
     if crossed is not None:
-        interaction = _cross_with_casts(crossed, casts)
+        interaction = _cross_with_casts(crossed, casts, compute_layer(cross_kernel, flat.device))
     else:
         assert dotted is not None
         interaction = partial(interact, features=dotted.features, width=_aligned(dotted.out_features))
@@ -269,7 +279,9 @@ def _layers_with_casts(
     return compute
 
 
-def _cross_with_casts(network: LowRankCrossNet, casts: CastWeights) -> Callable[..., torch.Tensor]:
+def _cross_with_casts(
+    network: LowRankCrossNet, casts: CastWeights, compute_layer: ComputeLayer
+) -> Callable[..., torch.Tensor]:
     own = {"w": list(network.W_kernels), "v": list(network.V_kernels), "bias": list(network.bias)}
     each = list(zip(*own.values(), strict=True))
 
@@ -277,6 +289,6 @@ def _cross_with_casts(network: LowRankCrossNet, casts: CastWeights) -> Callable[
         casts.later(own[name], write)
 
     def compute(x0: torch.Tensor) -> torch.Tensor:
-        return cross(x0, [CrossLayer(casts.shadow(w), casts.shadow(v), b) for w, v, b in each], later)
+        return cross(x0, [CrossLayer(casts.shadow(w), casts.shadow(v), b) for w, v, b in each], later, compute_layer)
 
     return compute
