@@ -472,9 +472,9 @@ class TrainConfig:
     """compile the dense part by torch.compile, which takes a minute the first time and seconds later; on CPUs it needs
     a C++ compiler. With pipeline graph, small MLPs in fp32 (up to 4 layers of 128) are one kernel each way instead"""
     cross_kernel: Literal["auto", "triton", "cutlass"] = "auto"
-    """pipeline graph, bf16, compile_dense: how a cross layer computes its output. triton: cuBLAS's product, then an
-    elementwise kernel. cutlass: a product whose epilogue does the elementwise work; needs the extra cutlass and GPUs of
-    compute capability 9.0. auto: cutlass where possible"""
+    """pipeline graph, bf16, compile_dense: what does the elementwise work of the cross network. triton: kernels between
+    cuBLAS's products. cutlass: the epilogues of products; needs the extra cutlass and GPUs of compute capability 9.0.
+    auto: cutlass where possible"""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
     """pipeline graph: data type in which dense gradients are sent"""
     dense_reduce: Literal["auto", "collective", "stores"] = "auto"
