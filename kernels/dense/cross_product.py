@@ -117,7 +117,7 @@ def gradient_of_layer(
         sums: [ceil(b / ROWS), N] float32: sums of du over ROWS rows each, before it is rounded
         dx: [b, N]: written instead if the backward `begins` with this layer.
     """
-    operands: dict[str, Any] = {"x0": x0, "w": layer[0], "bias": layer[1][None], "du": du, "dx": dx, "sums": sums}
+    operands: dict[str, Any] = {"x0": x0.detach(), "w": layer[0], "bias": layer[1][None], "du": du, "dx": dx, "sums": sums}
     if begins:
         _begin_gradient.gemm(dv, v, g, later, epi_args=operands, b_kn=True, **_OPTIONS)
     else:
