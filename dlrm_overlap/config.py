@@ -472,9 +472,9 @@ class TrainConfig:
     """compile the dense part by torch.compile, which takes a minute the first time and seconds later; on CPUs it needs
     a C++ compiler. With pipeline graph, small MLPs in fp32 (up to 4 layers of 128) are one kernel each way instead"""
     cross_kernel: Literal["auto", "triton", "cutlass"] = "auto"
-    """pipeline graph, bf16, compile_dense: what does the elementwise work of the cross network. triton: kernels between
-    cuBLAS's products. cutlass: the epilogues of products; needs the extra cutlass and GPUs of compute capability 9.0.
-    auto: cutlass where possible"""
+    """pipeline graph, bf16, compile_dense: how a cross layer computes its output. triton: cuBLAS's product, then an
+    elementwise kernel. cutlass: a product whose epilogue does the elementwise work; needs the extra cutlass and GPUs of
+    compute capability 9.0. auto: cutlass where possible"""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
     """pipeline graph: data type in which dense gradients are sent"""
     dense_reduce: Literal["auto", "collective", "stores"] = "auto"
@@ -483,8 +483,8 @@ class TrainConfig:
     dense_update: Literal["auto", "all", "owner", "owner_deferred"] = "auto"
     """pipeline graph: which ranks update a dense weight. all: every rank. owner: the rank that averages its gradient,
     which then stores it as bf16 at all ranks; needs precision bf16, flat_dense and dense_reduce stores, else all do,
-    with a warning. owner_deferred: owner, but the last bucket is updated while the next step looks up rows. auto: owner
-    where possible"""
+    with a warning. owner_deferred: owner, but the last bucket is updated while the next step looks up rows. auto:
+    owner_deferred where possible"""
     pipeline: Literal["auto", "torchrec", "graph"] = "auto"
     """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
     whole steps are CUDA graphs (pgas and fused only). auto: graph on GPUs where possible"""

@@ -6,7 +6,7 @@ gradient, so that the weight gradients of all layers are one batched product.
 
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -34,22 +34,52 @@ Later = Callable[[str, Write], None]
 """takes a field name of `CrossLayer`, and a `Write` for this parameter of all layers"""
 
 
-def products_of(kind: str, device: torch.device) -> Any:
-    """Return `kernels.dense.cross_product`, or None if products and elementwise work are separate kernels.
+class ComputeLayer(Protocol):
+    """Writes w = narrow @ layer.w^T and out = x0 * (w + layer.bias) + x; `x` is `x0` for the first layer."""
 
-    `kind` is `train.cross_kernel`.
+    def __call__(
+        self,
+        narrow: torch.Tensor,
+        layer: CrossLayer,
+        x0: torch.Tensor,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None: ...
+
+
+def _by_two_kernels(
+    narrow: torch.Tensor, layer: CrossLayer, x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor
+) -> None:
+    torch.mm(narrow, layer.w.t(), out=w)  # autocast ignores products with `out`
+    kernels_on(x0.device, "cross").add_layer(x0, x, w, layer.bias, out)
+
+
+def _by_one_kernel(
+    narrow: torch.Tensor, layer: CrossLayer, x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor
+) -> None:
+    kernels = import_module("dlrm_overlap.kernels.dense.cross_product")
+    is_aligned = all(each % kernels.ALIGNED == 0 for each in layer.w.shape) and x0.data_ptr() % 16 == 0
+    if x0.dtype == torch.bfloat16 and is_aligned and len(layer.w) >= kernels.NARROWEST:
+        kernels.add_layer(narrow, layer.w, x0, x, layer.bias, w, out)
+    else:
+        _by_two_kernels(narrow, layer, x0, x, w, out)
+
+
+def compute_layer(kind: str, device: torch.device) -> ComputeLayer:
+    """Return how layers are computed on a device; `kind` is `train.cross_kernel`.
 
     Raises:
         InputError: if the kind is cutlass, and the device or the installed packages do not support it.
     """
-    reason = "" if kind == "triton" else why_not_fused(device)
+    reason = "" if kind == "triton" else why_not_one_kernel(device)
     if kind == "cutlass" and reason:
         raise InputError(f"train.cross_kernel: cutlass, but {reason}; or take auto or triton")
-    return None if kind == "triton" or reason else import_module("dlrm_overlap.kernels.dense.cross_product")
+    return _by_two_kernels if kind == "triton" or reason else _by_one_kernel
 
 
-def why_not_fused(device: torch.device) -> str:
-    """Return why products cannot do the elementwise work in their epilogues; empty if they can."""
+def why_not_one_kernel(device: torch.device) -> str:
+    """Return why a layer's product cannot do the elementwise work as its epilogue; empty if it can."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     if not is_nvidia or torch.cuda.get_device_capability(device) != (9, 0):
         return f"{device} is no GPU of compute capability 9.0, such as an H100; take one"
@@ -62,7 +92,9 @@ def why_not_fused(device: torch.device) -> str:
     return ""
 
 
-def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later, products: Any = None) -> torch.Tensor:
+def cross(
+    x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later, compute: ComputeLayer = _by_two_kernels
+) -> torch.Tensor:
     """Return the cross network's output [b, N], in the dtype of x0; differentiable once.
 
     Layer l computes x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, sections 3.2
@@ -75,46 +107,53 @@ def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later, products
         later: called in the backward for bias, v and w, in this order, with a function that writes the gradients. Call
             this function once, on the backward's stream. During the products for v, multiprocessors are free to send
             the gradient of x0, so v precedes w.
-        products: see `products_of`.
+        compute: see `compute_layer`.
     """
     assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
-    return _Cross.apply(x0, later, products, *(tensor.detach() for layer in layers for tensor in layer))  # type: ignore[no-any-return]
+    return _Cross.apply(x0, later, compute, *(tensor.detach() for layer in layers for tensor in layer))  # type: ignore[no-any-return]
 
 
 class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x0: torch.Tensor, later: Later, products: Any, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x0: torch.Tensor, later: Later, compute: ComputeLayer, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         layers = _layers(parameters)
-        inputs, each_w = stack(len(layers) - 1, x0), stack(len(layers), x0)  # x_{L-1} .. x_1; w_0 ..
+        inputs, products = stack(len(layers) - 1, x0), stack(len(layers), x0)  # x_{L-1} .. x_1; w_0 ..
         narrow = x0.new_empty(len(layers), len(x0), len(layers[0].v))
         output = torch.empty_like(x0)
-        fused = products if products is not None and products.fits(x0, narrow.shape[2]) else None
-        kernels = kernels_on(x0.device, "cross")
         x = x0
         # x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l
         for index, layer in enumerate(layers):
             left = len(layers) - 1 - index
-            torch.mm(x, layer.v.t(), out=narrow[left])  # [b, R]; autocast ignores products with `out`
+            torch.mm(x, layer.v.t(), out=narrow[left])  # [b, R]
             after = inputs[left - 1] if left > 0 else output
-            if fused is not None:
-                fused.add_layer(narrow[left], layer.w, x0, x, layer.bias, each_w[index], after)
-            else:
-                torch.mm(narrow[left], layer.w.t(), out=each_w[index])  # [b, N]
-                kernels.add_layer(x0, x, each_w[index], layer.bias, after)
+            compute(narrow[left], layer, x0, x, products[index], after)
             x = after
-        ctx.later, ctx.fused = later, fused
-        ctx.save_for_backward(x0, inputs, each_w, narrow, *parameters)
+        ctx.later = later
+        ctx.save_for_backward(x0, inputs, products, narrow, *parameters)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x0, inputs, each_w, narrow, *parameters = ctx.saved_tensors
+        x0, inputs, products, narrow, *parameters = ctx.saved_tensors
         layers = _layers(parameters)
-        du, dv = stack(len(layers), x0), torch.empty_like(narrow)  # du_{L-1} .. du_0
-        tensors = layers, gradients[0].contiguous(), x0, each_w, du, dv
-        is_fused = ctx.fused is not None and len(layers) > 1
-        dx, bias_sums = _gradients_by_products(ctx.fused, *tensors) if is_fused else _gradients(*tensors)
+        kernels = kernels_on(x0.device, "cross")
+        through, du = stack(len(layers) - 1, x0), stack(len(layers), x0)  # p_1 ..; du_{L-1} .. du_0
+        dx, dv = torch.empty_like(x0), torch.empty_like(narrow)
+        bias = torch.stack([layer.bias for layer in layers])
+        sums = bias.new_empty(len(layers), -(-len(x0) // GROUP), x0.shape[1])
+        gradient = gradients[0].contiguous()
+        # From the last layer to the first: gradients of the products, and dx at the first layer.
+        for turn, index in enumerate(reversed(range(len(layers)))):
+            tensors = CrossGradient(gradient, through, x0, products, bias, du[turn], dx, sums[index])
+            kernels.gradient_of_layer(tensors, index, len(layers))
+            torch.mm(du[turn], layers[index].w, out=dv[turn])  # [b, R]
+            if index > 0:
+                torch.mm(dv[turn], layers[index].v, out=through[index - 1])
+            else:
+                dx.addmm_(dv[turn], layers[0].v)
 
         # The products of the weight gradients, for the caller to run: bias, v, w.
         @torch.no_grad()
@@ -128,68 +167,12 @@ class _Cross(torch.autograd.Function):
 
         @torch.no_grad()
         def write_bias(into: list[torch.Tensor]) -> None:
-            torch._foreach_copy_(into, bias_sums())  # type: ignore[no-untyped-call]
+            torch._foreach_copy_(into, list(sums.sum(1)))  # type: ignore[no-untyped-call]
 
         ctx.later("bias", write_bias)
         ctx.later("v", write_v)
         ctx.later("w", write_w)
         return dx, None, None, *(None for _ in parameters)
-
-
-BiasSums = Callable[[], list[torch.Tensor]]
-"""computes the gradient [N] of each layer's bias from sums over groups of rows"""
-
-
-def _gradients(
-    layers: list[CrossLayer],
-    gradient: torch.Tensor,
-    x0: torch.Tensor,
-    each_w: torch.Tensor,
-    du: torch.Tensor,
-    dv: torch.Tensor,
-) -> tuple[torch.Tensor, BiasSums]:
-    """Write du and dv, from the last layer to the first, and return dx_0 and sums of du."""
-    kernels = kernels_on(x0.device, "cross")
-    through, dx = stack(len(layers) - 1, x0), torch.empty_like(x0)  # p_1 ..
-    bias = torch.stack([layer.bias for layer in layers])
-    sums = bias.new_empty(len(layers), -(-len(x0) // GROUP), x0.shape[1])
-    for turn, index in enumerate(reversed(range(len(layers)))):
-        tensors = CrossGradient(gradient, through, x0, each_w, bias, du[turn], dx, sums[index])
-        kernels.gradient_of_layer(tensors, index, len(layers))
-        torch.mm(du[turn], layers[index].w, out=dv[turn])  # [b, R]
-        if index > 0:
-            torch.mm(dv[turn], layers[index].v, out=through[index - 1])
-        else:
-            dx.addmm_(dv[turn], layers[0].v)
-    return dx, lambda: list(sums.sum(1))
-
-
-def _gradients_by_products(
-    products: Any,
-    layers: list[CrossLayer],
-    gradient: torch.Tensor,
-    x0: torch.Tensor,
-    each_w: torch.Tensor,
-    du: torch.Tensor,
-    dv: torch.Tensor,
-) -> tuple[torch.Tensor, BiasSums]:
-    """Do what `_gradients` does, by products that do the elementwise work of the next layer; L > 1."""
-    last, dx = len(layers) - 1, torch.empty_like(x0)
-    own = layers[last].bias.new_empty(-(-len(x0) // GROUP), x0.shape[1])
-    sums = own.new_empty(last, -(-len(x0) // products.ROWS), x0.shape[1])
-    # The gradient of the last layer's product: no product comes before it.
-    bias = torch.stack([layer.bias for layer in layers])
-    tensors = CrossGradient(gradient, each_w, x0, each_w, bias, du[0], dx, own)
-    kernels_on(x0.device, "cross").gradient_of_layer(tensors, last, len(layers))
-    for turn, index in enumerate(range(last, 0, -1)):
-        torch.mm(du[turn], layers[index].w, out=dv[turn])  # [b, R]
-        earlier, layer = torch.empty_like(x0), (each_w[index], layers[index].bias)
-        about = earlier, du[turn + 1], sums[index - 1], dx
-        products.gradient_of_layer(dv[turn], layers[index].v, gradient, layer, x0, *about, begins=turn == 0)
-        gradient = earlier
-    torch.mm(du[last], layers[0].w, out=dv[last])
-    products.gradient_of_input(dv[last], layers[0].v, gradient, (each_w[0], layers[0].bias), dx)
-    return dx, lambda: [*sums.sum(1), own.sum(0)]
 
 
 def _layers(tensors: Sequence[torch.Tensor]) -> list[CrossLayer]:

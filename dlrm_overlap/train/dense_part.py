@@ -5,7 +5,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP, Perceptron
 
 from dlrm_overlap.dense.cast import CastWeights
-from dlrm_overlap.dense.cross import CrossLayer, cross, products_of
+from dlrm_overlap.dense.cross import ComputeLayer, CrossLayer, compute_layer, cross
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.functions import DEFERRED, WeightGradients, Write
 from dlrm_overlap.dense.gemm.products import ParallelProducts
@@ -195,7 +194,7 @@ def cast_once(
         head.in_training = _with_casts(head, casts, compiled and not divided_layers(head))
         return casts
     if crossed is not None:
-        interaction = _cross_with_casts(crossed, casts, products_of(cross_kernel, flat.device))
+        interaction = _cross_with_casts(crossed, casts, compute_layer(cross_kernel, flat.device))
     else:
         assert dotted is not None
         interaction = partial(interact, features=dotted.features, width=_aligned(dotted.out_features))
@@ -280,7 +279,9 @@ def _layers_with_casts(
     return compute
 
 
-def _cross_with_casts(network: LowRankCrossNet, casts: CastWeights, products: Any) -> Callable[..., torch.Tensor]:
+def _cross_with_casts(
+    network: LowRankCrossNet, casts: CastWeights, compute_layer: ComputeLayer
+) -> Callable[..., torch.Tensor]:
     own = {"w": list(network.W_kernels), "v": list(network.V_kernels), "bias": list(network.bias)}
     each = list(zip(*own.values(), strict=True))
 
@@ -288,6 +289,6 @@ def _cross_with_casts(network: LowRankCrossNet, casts: CastWeights, products: An
         casts.later(own[name], write)
 
     def compute(x0: torch.Tensor) -> torch.Tensor:
-        return cross(x0, [CrossLayer(casts.shadow(w), casts.shadow(v), b) for w, v, b in each], later, products)
+        return cross(x0, [CrossLayer(casts.shadow(w), casts.shadow(v), b) for w, v, b in each], later, compute_layer)
 
     return compute

@@ -2,27 +2,24 @@
 
 Times the head of MLPerf's DLRM-DCNv2, forward and backward, in CUDA graphs that alternate: TorchRec's module under
 torch.compile, and this project's in several ways (`WeightGradients`, `train.cross_kernel`). Their gradients must agree.
-If the extra `cutlass` is installed, its kernels are compared with the other ones first. Needs no pytest; the command
+If the extra `cutlass` is installed, its kernel is compared with the other ones first. Needs no pytest; the command
 `tests.gpu.kernels_alone tests/kernels/test_cross.py` compares the other kernels with their twins.
 """
 
 import math
 import sys
-from contextlib import nullcontext
 from functools import partial
-from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig
-from dlrm_overlap.dense import cross as cross_network
 from dlrm_overlap.dense.cast import CastWeights
-from dlrm_overlap.dense.cross import CrossLayer, cross, products_of, why_not_fused
+from dlrm_overlap.dense.cross import CrossLayer, compute_layer, why_not_one_kernel
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.functions import DEFERRED, WeightGradients, Write
+from dlrm_overlap.dense.functions import DEFERRED, WeightGradients
 from dlrm_overlap.train.dense_part import _with_casts, cast_once, in_flat_order
 from dlrm_overlap.train.model import TrainTask, build_model
+from tests.agreement import assert_near
 from tests.gpu.one_gpu import capture, run_parts, times_us
 
 RANK, LAYERS, SAMPLES = 512, 3, 8192  # MLPerf's DLRM-DCNv2
@@ -70,36 +67,23 @@ class HeadStep:
         return loss.detach()
 
 
-def run_cross(kind: str, layers: list[CrossLayer], x: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return output and gradients; `kind` is `train.cross_kernel`."""
-    x0, tensors = x.clone().requires_grad_(), dict[str, torch.Tensor]()
-
-    def write(name: str, write: Write) -> None:
-        into = [torch.full(getattr(layer, name).shape, torch.nan, device=DEVICE) for layer in layers]
-        write(into)
-        tensors.update({f"{name} {index}": each for index, each in enumerate(into)})
-
-    output = cross(x0, layers, write, products_of(kind, DEVICE))
-    output.backward(gradient)
-    assert x0.grad is not None
-    return {"output": output.detach(), "x0": x0.grad} | tensors
-
-
-def check_fused() -> None:
-    """Compare outputs and gradients of products with epilogues with those of separate kernels, and print how many bits
-    differ.
-    """
-    for samples, width, rank, depth in ((SAMPLES, 27 * 128, RANK, 3), (1000, 392, 16, 2), (1, 384, 8, 4)):
-        each = [[bf16(*shape, seed=9 + s) / rank for shape in ((width, rank), (rank, width))] for s in range(depth)]
-        layers = [CrossLayer(w, v, bf16(width).float()) for w, v in each]
-        inputs = layers, bf16(samples, width, seed=1), bf16(samples, width, seed=2)
-        expected, found = (run_cross(kind, *inputs) for kind in ("triton", "cutlass"))
-        print(f"{samples} x {width}, rank {rank}, {depth} layers: share of elements with the same bits, error by norm")
-        for name, tensor in expected.items():
-            same = float((found[name] == tensor).float().mean())
-            error = float((found[name].double() - tensor).norm() / tensor.double().norm())
-            print(f"  {name:8} {same:9.4%} {error:.1e}")
-            assert error < (1e-3 if name == "output" else 1e-2), name
+def check_one_kernel() -> None:
+    """Compare layers that one kernel computes with those of two kernels, and print which share has the same bits."""
+    for samples, width, rank in ((SAMPLES, 27 * 128, RANK), (1000, 392, 16), (1, 384, 8)):
+        layer = CrossLayer(bf16(width, rank), bf16(rank, width), bf16(width).float())
+        narrow, x0, other = (
+            bf16(samples, rank, seed=1) / rank**0.5,
+            bf16(samples, width, seed=2),
+            bf16(samples, width, seed=3),
+        )
+        for x in (x0, other):
+            tensors = torch.full((2, 2, samples, width), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+            for kind, (w, out) in zip(("triton", "cutlass"), tensors, strict=True):
+                compute_layer(kind, DEVICE)(narrow, layer, x0, x, w, out)
+            for name, expected, found in zip(("product", "output"), *tensors, strict=True):
+                assert_near(found, expected, 2**-6, f"{name} of {samples} samples")  # the product may round differently
+            share = float((tensors[0] == tensors[1]).float().mean())
+            print(f"one kernel, {samples} x {width}, rank {rank}: {share:.4%} of the elements have the same bits")
 
 
 def time_head(samples: int) -> None:
@@ -110,20 +94,9 @@ def time_head(samples: int) -> None:
         "inline top": WeightGradients(top_inline=True),
     }
     steps = {name: HeadStep(samples, how) for name, how in ways.items()}
-    if not why_not_fused(DEVICE):
-        steps["epilogues"] = HeadStep(samples, DEFERRED, "cutlass")
-        steps["epilogues forward"] = HeadStep(samples, DEFERRED, "cutlass")
-
-    def taking(name: str) -> Any:
-        separate = patch.object(
-            cross_network, "_gradients_by_products", lambda _, *rest: cross_network._gradients(*rest)
-        )
-        return separate if name == "epilogues forward" else nullcontext()
-
-    losses = dict[str, float]()
-    for name, step in steps.items():
-        with taking(name):
-            losses[name] = step().item()
+    if not why_not_one_kernel(DEVICE):
+        steps["one kernel"] = HeadStep(samples, DEFERRED, "cutlass")
+    losses = {name: step().item() for name, step in steps.items()}
     expected = steps["compiled"].flat.gradients.views
     for name, step in steps.items():
         found = step.flat.gradients.views
@@ -131,13 +104,11 @@ def time_head(samples: int) -> None:
         apart = math.hypot(*of_each) / float(steps["compiled"].flat.gradients.tensor.norm())
         print(f"head, {name}, loss {losses[name]}, dense gradients apart from compiled by {apart:.1e} of their norm")
         assert apart < 0.2, "gradients differ by more than bfloat16's rounding and the ReLUs that it switches"
-    timed = {name: step.forward for name, step in steps.items() if name not in ("inline top", "epilogues forward")}
+    timed = {name: step.forward for name, step in steps.items() if name != "inline top"}
     graphs = {f"{name}, forward": capture(forward) for name, forward in timed.items()}
-    for name, step in steps.items():
-        with taking(name):
-            graphs[f"{name}, both"] = capture(step)
+    graphs |= {f"{name}, both": capture(step) for name, step in steps.items()}
     for name, us in zip(graphs, times_us(list(graphs.values())), strict=True):
-        print(f"head, {samples} samples, {name:28} {us:7.1f} us")
+        print(f"head, {samples} samples, {name:24} {us:7.1f} us")
 
 
 def main() -> int:
@@ -147,10 +118,10 @@ def main() -> int:
         return 2
     torch.cuda.set_device(DEVICE)
     parts = {f"head, on {torch.cuda.get_device_name(DEVICE)}": partial(time_head, SAMPLES)}
-    if reason := why_not_fused(DEVICE):
-        print(f"products with epilogues are left out: {reason}")
+    if reason := why_not_one_kernel(DEVICE):
+        print(f"the cross layers of one kernel are left out: {reason}")
     else:
-        parts = {"products with epilogues": check_fused, **parts}
+        parts = {"cross layers of one kernel": check_one_kernel, **parts}
     return int(run_parts(parts) > 0)
 
 

@@ -13,8 +13,10 @@ from torchrec.modules.crossnet import LowRankCrossNet
 from dlrm_overlap.dense.cross import (
     QUACK,
     CrossLayer,
+    _by_one_kernel,
+    _by_two_kernels,
+    compute_layer,
     cross,
-    products_of,
 )
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.functions import Write, product_into
@@ -61,17 +63,12 @@ def _buffers(layers: list[CrossLayer], apart: int | None) -> list[CrossLayer]:
 
 
 def _ours(
-    network: LowRankCrossNet,
-    x: torch.Tensor,
-    gradient: torch.Tensor,
-    dtype: torch.dtype,
-    into: str = "together",
-    products: Any = None,
+    network: LowRankCrossNet, x: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype, into: str = "together"
 ) -> dict[str, torch.Tensor]:
     """Return output and gradients of `cross`, the latter from where they were written."""
     layers, x0 = _layers(network, dtype), x.to(dtype, copy=True).requires_grad_()
     buffers = _buffers(layers, None if into == "single" else 5)
-    output = cross(x0, layers, lambda name, write: write([getattr(each, name) for each in buffers]), products)
+    output = cross(x0, layers, lambda name, write: write([getattr(each, name) for each in buffers]))
     output.backward(gradient.to(dtype))
     for layer, found in zip(layers, buffers, strict=True):
         for parameter, tensor in zip(layer, found, strict=True):
@@ -154,68 +151,43 @@ def test_the_writes_of_gradients_are_given_out_and_take_place_when_called() -> N
         assert not any(tensor.isnan().any() for tensor in written)
 
 
-class _Products:
-    """What `kernels.dense.cross_product` does, by PyTorch's operators in any type."""
+def test_layers_are_computed_by_the_function_that_is_given() -> None:
+    network, x, gradient = _network(3)
+    layers, is_first = _layers(network, torch.float32), list[bool]()
 
-    ROWS = 32
+    def compute(narrow: Any, layer: CrossLayer, x0: Any, x: Any, w: Any, out: Any) -> None:
+        is_first.append(x is x0)
+        w.copy_(narrow @ layer.w.t())
+        out.copy_(x0 * (w + layer.bias) + x)
 
-    def __init__(self, fitting: bool = True) -> None:
-        self.fitting = fitting
-        self.calls: list[str] = []
-
-    def fits(self, x0: torch.Tensor, rank: int) -> bool:
-        assert rank == RANK
-        return self.fitting
-
-    def add_layer(self, narrow: Any, weight: Any, x0: Any, x: Any, bias: Any, w: Any, out: Any) -> None:
-        self.calls.append("first" if x is x0 else "layer")
-        w.copy_(narrow @ weight.t())
-        out.copy_((x0.float() * (w.float() + bias) + x.float()).to(out.dtype))
-
-    def gradient_of_layer(
-        self, dv: Any, v: Any, later: Any, layer: Any, x0: Any, g: Any, du: Any, sums: Any, dx: Any, begins: bool
-    ) -> None:
-        self.calls.append("begin" if begins else "continue")
-        exact = later.float() + dv.float() @ v.float()
-        product = exact * x0.float()
-        added = later.float() * (layer[0].float() + layer[1])
-        dx.copy_(added if begins else added + dx.float())
-        g.copy_(exact)
-        du.copy_(product)
-        for number, rows in enumerate(product.split(self.ROWS)):
-            sums[number] = rows.sum(0)
-
-    def gradient_of_input(self, dv: Any, v: Any, later: Any, layer: Any, dx: Any) -> None:
-        self.calls.append("end")
-        dx.copy_(later.float() * (1 + layer[0].float() + layer[1]) + dv.float() @ v.float() + dx.float())
+    x0 = x.clone().requires_grad_()
+    output = cross(x0, layers, lambda name, write: write([torch.empty_like(getattr(e, name)) for e in layers]), compute)
+    output.backward(gradient)
+    expected = _ours(network, x, gradient, torch.float32)
+    assert is_first == [True, False, False]
+    assert x0.grad is not None
+    assert_near(output.detach(), expected["output"], 1e-6, "output")
+    assert_near(x0.grad, expected["x0"], 1e-6, "gradient of x0")
 
 
-@every_depth
-def test_products_that_do_the_elementwise_work_have_the_gradients_of_autograd(depth: int) -> None:
-    inputs, products = _network(depth), _Products()
-    found, expected = _ours(*inputs, torch.float32, products=products), _theirs(*inputs)
-    for name, tensor in expected.items():
-        assert_near(found[name].double(), tensor, 1e-5, name)
-    forward, backward = ["first"] + ["layer"] * (depth - 1), ["begin"] + ["continue"] * (depth - 2) + ["end"]
-    assert products.calls == forward + (backward if depth > 1 else [])
-
-
-@every_depth
-def test_products_in_bfloat16_are_as_near_as_autocast(depth: int) -> None:
-    inputs = _network(depth)
-    found, expected = _ours(*inputs, torch.bfloat16, products=_Products()), _theirs(*inputs)
-    autocast = _theirs(*inputs, autocast=True)
-    for name, tensor in expected.items():
-        ours, theirs = (float((each[name].double() - tensor).norm() / tensor.norm()) for each in (found, autocast))
-        assert ours < 1.5 * theirs + 1e-3, f"{name}: error {ours:.1e}, autocast's is {theirs:.1e}"
-
-
-def test_layers_that_do_not_fit_are_left_to_separate_kernels() -> None:
-    inputs, products = _network(3), _Products(fitting=False)
-    found, expected = _ours(*inputs, torch.bfloat16, products=products), _ours(*inputs, torch.bfloat16)
-    for name, tensor in expected.items():
-        assert_same(found[name], tensor, name)
-    assert not products.calls
+@pytest.mark.parametrize(("width", "rank", "by_one"), [(40, 8, True), (36, 8, False), (40, 7, False), (24, 8, False)])
+def test_one_kernel_computes_a_layer_whose_rows_it_can_read(
+    width: int, rank: int, by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list[Any]()
+    kernels = SimpleNamespace(ALIGNED=8, NARROWEST=32, add_layer=lambda *tensors: given.extend(tensors))
+    monkeypatch.setitem(sys.modules, "dlrm_overlap.kernels.dense.cross_product", kernels)
+    layer = CrossLayer(torch.randn(width, rank).bfloat16(), torch.randn(rank, width).bfloat16(), torch.randn(width))
+    narrow, x0, x = (torch.randn(SAMPLES, columns).bfloat16() for columns in (rank, width, width))
+    found, expected = (torch.full((2, SAMPLES, width), torch.nan).bfloat16() for _ in range(2))
+    _by_one_kernel(narrow, layer, x0, x, *found)
+    if by_one:
+        assert all(a is b for a, b in zip(given[:5], (narrow, layer.w, x0, x, layer.bias), strict=True))
+        assert [each.data_ptr() for each in given[5:]] == [each.data_ptr() for each in found]
+    else:
+        _by_two_kernels(narrow, layer, x0, x, *expected)
+        assert_same(found, expected, "product and output")
+        assert not given
 
 
 @pytest.mark.parametrize(
@@ -228,7 +200,7 @@ def test_layers_that_do_not_fit_are_left_to_separate_kernels() -> None:
         ("cuda", (9, 0), f"{QUACK}5", None),
     ],
 )
-def test_products_with_epilogues_need_hopper_and_a_package(
+def test_one_kernel_needs_hopper_and_a_package(
     device: str, capability: Any, version: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def installed(name: str) -> str:
@@ -241,15 +213,13 @@ def test_products_with_epilogues_need_hopper_and_a_package(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(metadata, "version", installed)
     on = torch.device(device)
-    products = SimpleNamespace()
-    monkeypatch.setitem(sys.modules, "dlrm_overlap.kernels.dense.cross_product", products)
-    assert products_of("triton", on) is None
-    assert products_of("auto", on) is (None if reason else products)
+    assert compute_layer("triton", on) is _by_two_kernels
+    assert compute_layer("auto", on) is (_by_two_kernels if reason else _by_one_kernel)
     if reason is None:
-        assert products_of("cutlass", on) is products
+        assert compute_layer("cutlass", on) is _by_one_kernel
     else:
         with refuses(f"train.cross_kernel: cutlass, but {reason}"):
-            products_of("cutlass", on)
+            compute_layer("cutlass", on)
 
 
 def test_the_version_of_quack_is_that_of_the_extra() -> None:
