@@ -166,6 +166,23 @@ def test_every_format_gives_the_samples_of_plain_python(tmp_path: Path, layout: 
     assert data.labels == {name: label.weight for name, label in schema.labels.items()}
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet", "arrow"])
+def test_a_file_without_rows_has_no_samples(tmp_path: Path, kind: str) -> None:
+    source, schema, _ = write(tmp_path, "movies", kind, parts=1)
+    file, empty = source / f"part_0.{kind}", source / f"part_1.{kind}"
+    if kind == "csv":
+        empty.write_text(file.read_text().partition("\n")[0] + "\n")
+    elif kind == "parquet":
+        parquet.write_table(parquet.read_table(file).slice(0, 0), empty)
+    else:
+        feather.write_feather(feather.read_table(file).slice(0, 0), str(empty))
+    assert prepared(source, schema).num_samples == N
+    file.unlink()
+    with refuses(f"{source}: no samples; name a file, or a folder, that has some"):
+        prepare_files(source, tmp_path / "none", schema)
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_may_begin_at_any_sample_on_any_number_of_ranks(tmp_path: Path, workers: int) -> None:
     source, schema, _ = write(tmp_path, "ccp", "arrow")
