@@ -243,7 +243,10 @@ class DataConfig:
         """
         if self.kind == "synthetic":
             if self.path:
-                raise InputError(f"data.path: {self.path!r}, but data.kind is synthetic; set data.kind to its format")
+                raise InputError(
+                    f"data.path: {self.path!r}, but data.kind is synthetic; set data.kind to prepared, if "
+                    f"`dlrm-overlap prepare` wrote it, or to its format"
+                )
             self.tables.number()
             if self.tables.rows is None:
                 raise InputError("data.tables.rows: null, but synthetic tables need their rows; set data.tables.rows")

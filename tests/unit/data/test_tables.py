@@ -255,7 +255,8 @@ def test_a_wrong_schema_is_refused(tmp_path: Path, text: str, rule: str) -> None
             "parquet",
             "rates",
             "movie: {rows: 2}",
-            r"parquet: column rates: missing among .* 5 columns \(liked, age, movie, genres, seen\); cor",
+            r"parquet: column rates: missing among .* 5 columns \(liked, age, movie, genres, seen\); it is a label, "
+            r"without which a table is for `dlrm-overlap predict` only; cor",
         ),
         ("parquet", "liked", "genres: {rows: 2}", r"column genres: list.*, but .* single values, without the key list"),
         ("parquet", "liked", "movie: {rows: 2, list: true}", r"column movie: int64, but .* lists \(list: True\)"),
