@@ -450,7 +450,7 @@ class TrainConfig:
     steps: PositiveInt | None = None
     """number of training steps; null trains for epochs"""
     epochs: PositiveInt = 1
-    """passes over a finite data set, if steps is null"""
+    """passes over a finite data set, if steps is null; samples at the end that fill no global batch are left out"""
     optimizer: Literal["sgd", "adagrad", "adam"] = "adagrad"
     """optimizer of the dense part"""
     lr: PositiveFloat = 0.05
