@@ -41,7 +41,9 @@ def table_files(path: Path) -> list[Path]:
         raise InputError(f"{path}: a folder that `prepare` wrote, not a table; name the table that it was made of")
     files = [file for file in path.iterdir() if file.is_file() and file.name[0] not in "._"] if path.is_dir() else []
     if not files:
-        raise InputError(f"{path}: no such file, or a folder without files; name a file of samples, or a folder")
+        raise InputError(
+            f"{path}: no such file, or a folder with no file of its own; name a file of samples, or a folder of them"
+        )
     names = {file.name for file in files}
     if twice := sorted(file.name for file in files if file.suffix.lower() in _PACKED and file.stem in names):
         raise InputError(f"{path}: holds {Path(twice[0]).stem} and {twice[0]}, the same samples twice; remove one")
