@@ -74,7 +74,8 @@ _DESIGNS = {
     "any_lfu": ("#e45756", "-"),
     "any_distance_lfu": ("#54a24b", "-"),
     "any": ("#4c78a8", "-"),
-    "any_admit_2": ("#4c78a8", ":"),
+    "any_admit_2": ("#b279a2", "-"),
+    "any_admit_2_forever": ("#b279a2", ":"),
     "mpzch": ("#f58518", "-"),
     "unlimited": ("black", "--"),
 }
