@@ -43,6 +43,11 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
     if config.train_from:
         begin = first_from(dataset, config.train_from, "data.train_from")
     kept = dataset.num_samples - held - begin
+    if held == dataset.num_samples:
+        raise InputError(
+            f"data.eval_from: {config.eval_from} holds out all of {held} samples, so none is left to train on; take a "
+            f"later time, or, to evaluate all of them, give them as data.eval_path"
+        )
     if kept <= 0:
         raise InputError(
             f"data.train_from: {config.train_from} leaves none of {dataset.num_samples - held} samples to train on; "
