@@ -292,5 +292,5 @@ def check_fits(
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = "null" if value is None else str(value)  # as configurations have it
     return text if len(text) <= 80 else text[:77] + "..."
