@@ -46,7 +46,8 @@ class Day:
         ends = ids.ends[samples]
         if isinstance(samples, slice):
             first = ids.ends[samples.start - 1] if samples.start else 0
-            return ids.values[first : ends[-1]].reshape(-1), np.diff(ends, prepend=first)
+            last = ends[-1] if len(ends) else first
+            return ids.values[first:last].reshape(-1), np.diff(ends, prepend=first)
         sizes = ends - np.where(samples > 0, ids.ends[samples - 1], 0)
         within = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
         return ids.values[np.repeat(ends - sizes, sizes) + within].reshape(-1), sizes

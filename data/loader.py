@@ -43,6 +43,11 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
     if config.train_from:
         begin = first_from(dataset, config.train_from, "data.train_from")
     kept = dataset.num_samples - held - begin
+    if held == dataset.num_samples:
+        raise InputError(
+            f"data.eval_from: {config.eval_from} holds out all of {held} samples, so none is left to train on; take a "
+            f"later time, or, to evaluate all of them, give them as data.eval_path"
+        )
     if kept <= 0:
         raise InputError(
             f"data.train_from: {config.train_from} leaves none of {dataset.num_samples - held} samples to train on; "
@@ -68,7 +73,8 @@ def _held_out_of(config: DataConfig, dataset: Days) -> int:
     samples = dataset.num_samples
     if config.eval_from is not None and config.eval_path is not None:
         raise InputError(
-            f"data.eval_from: {config.eval_from}, but data.eval_path {config.eval_path} has the samples; leave one out"
+            f"data.eval_from: {config.eval_from}, but data.eval_path {config.eval_path} has the samples; set one of "
+            f"them to null"
         )
     if config.eval_from is not None:
         if held := samples - first_from(dataset, config.eval_from, "data.eval_from"):

@@ -96,6 +96,10 @@ def is_prepared(folder: Path) -> bool:
 
 def _read_meta(file: Path) -> tuple[RecordLayout, dict[str, Any], str]:
     """Return the layout, the values that the digest covers, and the digest."""
+    if file.parent.is_file():
+        raise InputError(
+            f"{file.parent}: a file, not a folder that `dlrm-overlap prepare` wrote; prepare it, and give the folder"
+        )
     try:
         with open_file(file) as stream:
             content = json.load(stream)

@@ -10,6 +10,7 @@ from pyarrow import csv, dataset, fs
 
 from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.data.day import require_successive
+from dlrm_overlap.data.prepared import is_prepared
 from dlrm_overlap.data.schema import Schema
 from dlrm_overlap.launching.parsing import nearest
 from dlrm_overlap.launching.progress_bar import ProgressBar
@@ -32,13 +33,17 @@ def table_files(path: Path) -> list[Path]:
     """Return the file `path`, or the files of the folder `path` in natural order: day_2 before day_10.
 
     Names that begin with `.` or `_` are left out. Raises an InputError if there is no file, if a file is there both
-    plain and compressed, or if the numbers of day_0, day_1, .. have a gap.
+    plain and compressed, if the numbers of day_0, day_1, .. have a gap, or if `prepare` wrote the folder.
     """
     if path.is_file():
         return [path]
+    if is_prepared(path) and (path / "records").exists():
+        raise InputError(f"{path}: a folder that `prepare` wrote, not a table; name the table that it was made of")
     files = [file for file in path.iterdir() if file.is_file() and file.name[0] not in "._"] if path.is_dir() else []
     if not files:
-        raise InputError(f"{path}: no such file, or a folder without files; name a file of samples, or a folder")
+        raise InputError(
+            f"{path}: no such file, or a folder with no file of its own; name a file of samples, or a folder of them"
+        )
     names = {file.name for file in files}
     if twice := sorted(file.name for file in files if file.suffix.lower() in _PACKED and file.stem in names):
         raise InputError(f"{path}: holds {Path(twice[0]).stem} and {twice[0]}, the same samples twice; remove one")
@@ -96,13 +101,13 @@ def _read_blocks(
     if not size:
         return
     if (fragment := _fragment(file)) is not None:
-        _require_columns(names, fragment.physical_schema.names)
+        _require_columns(names, fragment.physical_schema.names, schema)
         blocks, raw = fragment.to_batches(columns=names, batch_size=_BLOCK_ROWS), None
     elif not _text(file)[1].read(1):  # compressed, and empty
         return
     else:
         if schema.columns is None:
-            _require_columns(names, _open_csv(_text(file)[1], schema, block_bytes).schema.names)
+            _require_columns(names, _open_csv(_text(file)[1], schema, block_bytes).schema.names, schema)
             row += 1
         raw, text = _text(file)
         blocks = _open_csv(text, schema, block_bytes, names)
@@ -132,7 +137,7 @@ def _open_csv(text: pa.NativeFile, schema: Schema, block_bytes: int, columns: Se
     )
 
 
-def _require_columns(needed: Sequence[str], found: Sequence[str]) -> None:
+def _require_columns(needed: Sequence[str], found: Sequence[str], schema: Schema) -> None:
     for name in needed:
         if (number := found.count(name)) > 1:
             raise InputError(f"column {name}: twice")
@@ -141,4 +146,8 @@ def _require_columns(needed: Sequence[str], found: Sequence[str]) -> None:
             hint = f"did you mean {near:.200}?" if near else "none has a similar name"
             if not near and len(found) <= _SHOWN_COLUMNS:
                 hint = f"{', '.join(found):.200}"
-            raise InputError(f"column {name}: missing among the file's {count_of(len(found), 'column')} ({hint})")
+            rule = "; it is a label, without which a table is for `dlrm-overlap predict` only"
+            raise InputError(
+                f"column {name}: missing among the file's {count_of(len(found), 'column')} ({hint})"
+                f"{rule if name in schema.labels else ''}"
+            )

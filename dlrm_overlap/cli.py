@@ -208,8 +208,10 @@ def prepare(argv: list[str]) -> int:
         raise InputError(
             f"--like: {values.like} has the schema, with its rows and min_count; leave out the other options"
         )
-    if not values.like and (values.format == "table") != (values.schema is not None):
-        raise InputError(f"--schema: {values.schema}, but only format table takes one, and needs it; see --help")
+    if values.format == "table" and not (values.schema or values.like):
+        raise InputError("--schema: missing, but a table needs one; give it, or --like, for that of an earlier table")
+    if values.format != "table" and values.schema:
+        raise InputError(f"--schema: {values.schema}, but the columns of Criteo's text are known; leave it out")
     if values.schema and (values.rows or values.min_count):
         raise InputError("--rows, --min_count: a schema has these for each column; write them into it")
     from dlrm_overlap.data.prepare import prepare_files
@@ -238,7 +240,7 @@ def _encoded_at(path: Path) -> Any:
     found = (
         prepared.encoded_of(path)
         if prepared.is_prepared(path)
-        else manifest.encoded_of(manifest.locate_checkpoint(path, "--like"))
+        else manifest.encoded_of(manifest.locate_checkpoint(path, "--like", "one that `prepare` wrote, "))
     )
     if found is None:
         raise InputError(

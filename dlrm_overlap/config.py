@@ -243,7 +243,10 @@ class DataConfig:
         """
         if self.kind == "synthetic":
             if self.path:
-                raise InputError(f"data.path: {self.path!r}, but data.kind is synthetic; set data.kind to its format")
+                raise InputError(
+                    f"data.path: {self.path!r}, but data.kind is synthetic; set data.kind to prepared, if "
+                    f"`dlrm-overlap prepare` wrote it, or to its format"
+                )
             self.tables.number()
             if self.tables.rows is None:
                 raise InputError("data.tables.rows: null, but synthetic tables need their rows; set data.tables.rows")
@@ -451,7 +454,7 @@ class TrainConfig:
     steps: PositiveInt | None = None
     """number of training steps; null trains for epochs"""
     epochs: PositiveInt = 1
-    """passes over a finite data set, if steps is null"""
+    """passes over a finite data set, if steps is null; samples at the end that fill no global batch are left out"""
     optimizer: Literal["sgd", "adagrad", "adam"] = "adagrad"
     """optimizer of the dense part"""
     lr: PositiveFloat = 0.05

@@ -219,15 +219,20 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return next(iter([*unreadable, *manifests]), None)
 
 
-def locate_checkpoint(path: Path, key: str) -> Path:
-    """Return `path` if it is a checkpoint; for a run's folder, its last save. An InputError names the option `key`."""
+def locate_checkpoint(path: Path, key: str, others: str = "") -> Path:
+    """Return `path` if it is a checkpoint; for a run's folder, its last save.
+
+    An InputError names the option `key`, and the `others` among the folders that it takes, as "one of .., ".
+    """
     if is_checkpoint(path):
         return path
     if newest := newest_checkpoint(path / "checkpoints"):
         return newest
     runs = sorted(str(each.parent) for each in path.glob("*/checkpoints") if newest_checkpoint(each))
     cure = (
-        f"give one of the runs in it, such as {runs[0]}" if runs else "give a folder named step_<N>, or a run's folder"
+        f"give one of the runs in it, such as {runs[0]}"
+        if runs
+        else f"give a folder named step_<N>, {others}or a run's folder"
     )
     raise InputError(f"{key}: {str(path)!r} is neither a checkpoint nor the folder of a run with one; {cure}")
 
@@ -287,5 +292,5 @@ def check_fits(
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = "null" if value is None else str(value)  # as configurations have it
     return text if len(text) <= 80 else text[:77] + "..."

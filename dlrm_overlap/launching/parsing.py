@@ -211,6 +211,8 @@ def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[s
         raise InputError(f"{path}: {key}: {tree!r} must be sections by name, each with its keys")
     made = {}
     for name, keys in tree.items():
+        if name is None or isinstance(name, bool):  # of the texts no, on, null, ..
+            raise InputError(f"{path}: {key}: YAML reads a name in it as {json.dumps(name)}; write it in quotes")
         prefix = f"{key}.{name}."
         values = read_tree(keys or {}, member, path, prefix)
         made[str(name)] = member(**{each.removeprefix(prefix): value for each, value in values.items()})

@@ -183,7 +183,10 @@ def bags_of(ids: np.ndarray | Ragged, rows: int | None) -> tuple[torch.Tensor, t
 def _batch_of(rows: Any, columns: list[str]) -> "pa.RecordBatch":
     import pyarrow as pa
 
-    names = rows.schema.names if isinstance(rows, (pa.Table, pa.RecordBatch)) else rows
+    is_table = isinstance(rows, (pa.Table, pa.RecordBatch))
+    if not (is_table or hasattr(rows, "keys")):
+        raise InputError(f"rows: a {type(rows).__name__}, not columns; give a dict that maps names to lists of values")
+    names = rows.schema.names if is_table else rows
     if missing := [name for name in columns if name not in names]:
         raise InputError(f"column {missing[0]}: missing; the model needs {', '.join(columns)}")
     arrays = []

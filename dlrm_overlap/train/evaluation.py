@@ -18,12 +18,17 @@ from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_star
 _OPTION = "--checkpoint"
 _COLUMNS = {"auroc": "AUROC", "ne": "NE", "calibration": "calibration"}
 """metric -> its title in tables"""
+_SELECTION = ("eval_path", "eval_from", "eval_fraction")
+"""keys of data, of which one selects the samples to evaluate"""
 
 
 def run(argv: list[str], description: str) -> int:
     named = _named(argv)
-    takes_stored = named is not None and not any(option.partition("=")[0] == "--config" for option in argv)
-    defaults = stored_config(named) if named is not None and takes_stored else None
+    given = {option.partition("=")[0] for option in argv}
+    defaults = stored_config(named) if named is not None and "--config" not in given else None
+    if defaults and any(f"--data.{key}" in given for key in _SELECTION):
+        kept = {key: value for key, value in defaults.get("data", {}).items() if key not in _SELECTION}
+        defaults = {**defaults, "data": kept}  # the run's own selection would contradict the given one
 
     def add_options(parser: Parser) -> None:
         text = "folder step_<N> to evaluate, or a run's folder, for its newest checkpoint"
@@ -31,7 +36,7 @@ def run(argv: list[str], description: str) -> int:
         parser.add_argument("--output", type=FullPath, help="file to write the results to, as JSON")
 
     def check(config: Config, values: Any) -> None:
-        check_data(config.data)
+        check_data(for_evaluation(config).data)
         if values.output is not None:
             check_output(Path(values.output))
 
@@ -150,7 +155,10 @@ def stored_config(path: Path) -> dict[str, Any]:
 
 
 def for_evaluation(config: Config) -> Config:
-    """Return `config` without optimizers and compiled or captured parts, which change no prediction."""
+    """Return `config` without what changes no prediction: optimizers, compiled or captured parts, training samples."""
+    data = config.data
+    if data.kind != "synthetic" and data.eval_path is not None:
+        data = replace(data, path=data.eval_path, train_from=0)
     embedding = replace(config.embedding, optimizer="sgd", eps=EmbeddingConfig.eps)
     train = replace(config.train, optimizer="sgd", eps=TrainConfig.eps, steps=1, compile_dense=False, graph_dense=False)
-    return replace(config, embedding=embedding, train=train)
+    return replace(config, data=data, embedding=embedding, train=train)

@@ -175,6 +175,8 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
         rows = {name: value for name, value in (columns | changed).items() if value is not None}
         with pytest.raises(InputError, match=rule):
             scorer(rows)
+    with pytest.raises(InputError, match="rows: a list, not columns; give a dict that maps names to lists of values"):
+        scorer([dict.fromkeys(scorer.columns)])  # type: ignore[arg-type]
     bad = make_table(3).set_column(4, "age", pa.array(["1", "2", "x"]))
     parquet.write_table(bad, tmp_path / "bad.parquet")
     command = ["predict", "--checkpoint", str(trained), "--output", str(tmp_path / "out.parquet")]

@@ -3,11 +3,12 @@
 import dataclasses
 import re
 import runpy
+import shlex
 import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dlrm_overlap import backends
 from dlrm_overlap.bench.options import FIGURES
 from dlrm_overlap.config import Config
-from dlrm_overlap.launching.parsing import meanings_of
+from dlrm_overlap.launching.parsing import Parser, meanings_of, parse_config
 from tests import keys
 from tests.agreement import assert_same
 from tests.conftest import read_rows, read_table
@@ -97,6 +98,22 @@ def test_what_the_programs_of_a_page_import_is_there(page: Path) -> None:
     for program in re.findall(r"^```python\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
         for line in re.findall(r"^from dlrm_overlap.*", program, re.MULTILINE):
             exec(line, {})
+
+
+def test_each_training_of_the_pages_has_a_folder_of_its_own() -> None:
+    """A reader runs the commands in order, and a run in the folder of a finished one trains nothing."""
+
+    def add_options(parser: Parser) -> None:
+        parser.add_argument("--nproc", type=int | Literal["auto"])
+
+    folders = []
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", "")
+        for command in re.findall(r"^ *dlrm-overlap train (.*--config.*|.*--data\.path.*)$", text, re.MULTILINE):
+            config, _ = parse_config(Config, "train", "", shlex.split(command, comments=True), add_options)
+            folders.append(config.folder)
+    assert len(folders) >= 10
+    assert len(folders) == len({*folders}), folders
 
 
 def test_readme_names_the_backends_of_the_registry() -> None:

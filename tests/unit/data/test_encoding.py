@@ -150,6 +150,31 @@ def test_an_encoding_takes_no_other_options(tmp_path: Path, days: Path, options:
     assert "has the schema, with its rows and min_count; leave out the other options" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "rule"),
+    [
+        (
+            ["table", "{tmp}/x.csv", "{tmp}/x"],
+            "--schema: missing, but a table needs one; give it, or --like, for",
+        ),
+        (["criteo", "{tmp}/x.csv", "{tmp}/x", "--schema", "{tmp}/s"], "but the columns of Criteo's text are known"),
+        (
+            ["table", "{tmp}/x.csv", "{tmp}/x", "--like", "{tmp}"],
+            "is neither .*; give a folder named step_<N>, one that `prepare` wrote, or a run's folder",
+        ),
+        (["table", "{days}", "{tmp}/x", "--like", "{days}"], "days: a folder that `prepare` wrote, not a table; name"),
+    ],
+)
+def test_mistakes_of_prepare_are_refused_in_one_line(
+    tmp_path: Path, days: Path, argv: list[str], rule: str, capsys: Any
+) -> None:
+    (tmp_path / "x.csv").write_text("click,city\n1,Rom\n")
+    capsys.readouterr()
+    assert main(["prepare", *(each.format(tmp=tmp_path, days=days) for each in argv)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(rule, line), line
+
+
 @contextmanager
 def _switching_often() -> Iterator[None]:
     """Let Python change threads after each few instructions."""

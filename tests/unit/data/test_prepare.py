@@ -83,6 +83,8 @@ def test_a_folder_of_other_rows_is_refused(source: Path, target: Path) -> None:
     prepare_criteo(source, target, rows=13)
     assert (target / "records").stat().st_size == 95 * (4 * 13 + 1 + 26)
     assert Prepared(target, TablesConfig(rows=20, max_rows=10)).rows == [10] * 26
+    with refuses("records: a file, not a folder that `dlrm-overlap prepare` wrote; prepare it, and give the folder"):
+        Prepared(target / "records", TablesConfig())
     for rows, most in ((12, None), (14, None), (12, 13), (14, 20)):
         with refuses(rf"rows: \[{rows}, .*were made for \[13, 13, .*; set it to null"):
             Prepared(target, TablesConfig(rows=rows, max_rows=most))

@@ -166,6 +166,23 @@ def test_every_format_gives_the_samples_of_plain_python(tmp_path: Path, layout: 
     assert data.labels == {name: label.weight for name, label in schema.labels.items()}
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet", "arrow"])
+def test_a_file_without_rows_has_no_samples(tmp_path: Path, kind: str) -> None:
+    source, schema, _ = write(tmp_path, "movies", kind, parts=1)
+    file, empty = source / f"part_0.{kind}", source / f"part_1.{kind}"
+    if kind == "csv":
+        empty.write_text(file.read_text().partition("\n")[0] + "\n")
+    elif kind == "parquet":
+        parquet.write_table(parquet.read_table(file).slice(0, 0), empty)
+    else:
+        feather.write_feather(feather.read_table(file).slice(0, 0), str(empty))
+    assert prepared(source, schema).num_samples == N
+    file.unlink()
+    with refuses(f"{source}: no samples; name a file, or a folder, that has some"):
+        prepare_files(source, tmp_path / "none", schema)
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_may_begin_at_any_sample_on_any_number_of_ranks(tmp_path: Path, workers: int) -> None:
     source, schema, _ = write(tmp_path, "ccp", "arrow")
@@ -211,6 +228,8 @@ A, AB = "labels: {a: {}}", "labels: {a: {}}\ncategorical: {b: {rows: 2%s}}"
         (A, "categorical: none, but"),
         (f"{A}\ncategorical: {{b: {{}}}}", r"categorical\.b: rows None, min_count None, any False; give one"),
         (AB % ", min_count: 3", "give one of them"),
+        (f"{A}\ncategorical: {{no: {{rows: 2}}}}", "categorical: YAML reads a name in it as false; write it in quotes"),
+        (f"{A}\ndense: {{null: {{}}}}", "dense: YAML reads a name in it as null; write it in quotes"),
         (AB % ", row: 2", r"categorical\.b\.row is not a key; did you mean categorical\.b\.rows"),
         (f"{A}\ncategorical: {{b: {{rows: 0}}}}", r"categorical\.b\.rows: 0 is not a whole number from 1 to 2\^31 - 1"),
         (f"{A}\ncategorical: {{a: {{rows: 2}}}}", "a: a column with two uses"),
@@ -238,7 +257,8 @@ def test_a_wrong_schema_is_refused(tmp_path: Path, text: str, rule: str) -> None
             "parquet",
             "rates",
             "movie: {rows: 2}",
-            r"parquet: column rates: missing among .* 5 columns \(liked, age, movie, genres, seen\); cor",
+            r"parquet: column rates: missing among .* 5 columns \(liked, age, movie, genres, seen\); it is a label, "
+            r"without which a table is for `dlrm-overlap predict` only; cor",
         ),
         ("parquet", "liked", "genres: {rows: 2}", r"column genres: list.*, but .* single values, without the key list"),
         ("parquet", "liked", "movie: {rows: 2, list: true}", r"column movie: int64, but .* lists \(list: True\)"),

@@ -114,7 +114,11 @@ def test_a_split_by_time(tmp_path: Path) -> None:
             {"eval_from": "2026-11-22"},
             "eval_from: 2026-11-22 holds out none of 60 samples, which end at 2026-11-20 17:",
         ),
-        ({"eval_from": "2026-11-17"}, "train_from: 0 leaves none of 0 samples to train on"),
+        (
+            {"eval_from": "2026-11-17"},
+            "eval_from: 2026-11-17 holds out all of 60 samples, so none is left to train on; take a later time, or, to "
+            "evaluate all of them, give them as data.eval_path",
+        ),
         ({"train_from": 45}, "train_from: 45 leaves none of 45 samples to train on; take an earlier one"),
         ({"train_from": "2027-01-01"}, "train_from: 2027-01-01 leaves none of 45 samples"),
         (
