@@ -47,16 +47,19 @@ def targets_of(specialisation: Specialisation) -> Sequence[str]:
 def tasks_of(found: dict[str, Launched], quick: bool = False) -> list[tuple[str, str]]:
     """Return which of `found` to compile, and for which target.
 
-    If `quick`, one specialisation of each kernel for all targets, and all that the steps `REQUIRED` launch for sm_90.
+    If `quick`, what the steps `REQUIRED` launch for sm_90, and one specialisation of each kernel for sm_90 and for one
+    of the other targets, which the kernels take in turns.
     """
-    tasks = [(text, target) for text, each in found.items() for target in targets_of(each.specialisation)]
     if not quick:
-        return tasks
+        return [(text, target) for text, each in found.items() for target in targets_of(each.specialisation)]
     required = {text for text, each in found.items() if set(each.steps) & set(REQUIRED)}
     one_of = {found[text].specialisation.name: text for text in sorted(found, key=lambda text: text in required)}
-    return [
-        (text, target) for text, target in tasks if text in one_of.values() or (text in required and target == "sm_90")
-    ]
+    others = [target for target in TARGETS if target != "sm_90"]
+    tasks = dict.fromkeys((text, "sm_90") for text in [*one_of.values(), *sorted(required)])
+    for turn, (_, text) in enumerate(sorted(one_of.items())):
+        can = [target for target in targets_of(found[text].specialisation) if target in others]
+        tasks[text, can[turn % len(can)]] = None
+    return list(tasks)
 
 
 def unlaunched(names: Iterable[str]) -> list[str]:
