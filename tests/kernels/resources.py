@@ -33,6 +33,7 @@ TRITON = "3.8.0"
 """release that the table was made with; with another one, kernels are only compiled"""
 # Most bytes of shared memory that a program can have.
 _SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+_WITHOUT_TRITON = "dense.cross_product"  # needs an extra to be imported
 _RULES = "backward.optimizers"  # device functions that `_update_rows` takes as a constant
 _TARGETS_OF = {"gemm.tiles.tile_product": ("sm_90", "sm_100")}
 _KEY = ("kernel", "constants", "types")
@@ -70,6 +71,8 @@ def unlaunched(names: Iterable[str]) -> list[str]:
     found: dict[str, set[str]] = {}  # name -> words of the body
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         name = module.name.removeprefix(f"{kernels.__name__}.")
+        if name == _WITHOUT_TRITON:
+            continue
         for value in vars(import_module(module.name)).values():
             if isinstance(value, triton.JITFunction) and value.fn.__module__ == module.name and name != _RULES:
                 found[f"{name}.{value.fn.__name__}"] = set(
