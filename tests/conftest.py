@@ -13,32 +13,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
-from tests import warm
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 ROOT = Path(__file__).parents[1]
 PYTHON_PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for processes of tests
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported: kernels then run on CPU tensors
-    torch.set_num_threads(1)  # tensors are small: more threads wait longer than they compute
-    from tests.interpreter import quicken
 
-    quicken()
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add the options of `tests/gpu/test_exchange.py`, and prepare this process for tests, if it runs any.
 
+    With `-n` it hands them to others, which start sooner if it imports no torch.
+    """
+    given = pluginmanager.get_plugin("pytestconfig").known_args_namespace  # pyright: ignore[reportOptionalMemberAccess]
+    if "PYTEST_XDIST_WORKER" in os.environ or not getattr(given, "numprocesses", None):
+        from tests.without_gpu import interpret_kernels
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of `tests/gpu/test_exchange.py`."""
+        interpret_kernels()
     parser.addoption("--nproc", type=int, help="ranks, a GPU each where there are any")
     parser.addoption("--ranks_per_gpu", type=int, help="ranks that share a GPU, which times nothing")
     parser.addoption("--left", help="file of the checks to run, if it is there, which takes those that do not pass")
@@ -47,19 +48,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests without a GPU, except those whose fixture decides where they run."""
+    import torch
+
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") and "schedule" not in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.skip(reason="needs NVIDIA GPUs"))
 
 
-def pytest_collection_finish() -> None:
-    """Keep what all tests share, the modules, out of collections of garbage, which would take 0.3 seconds each."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
+    """Keep what all tests share, the modules, out of collections of garbage, which would take 0.3 seconds each.
+
+    Then start what forks the tests' processes, if there may be any, with the output that pytest captures.
+    """
+    result = yield
     gc.freeze()
+    if warm := sys.modules.get("tests.warm"):
+        capture: Any = session.config.pluginmanager.get_plugin("capturemanager")
+        capture.resume_global_capture()
+        warm.fork_server()
+        capture.suspend_global_capture()
+    return result
 
 
 @pytest.fixture(scope="module")
-def world_of_one() -> Iterator[dist.ProcessGroup]:
+def world_of_one() -> "Iterator[ProcessGroup]":
+    import torch.distributed as dist
+
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     assert dist.group.WORLD is not None
@@ -147,6 +163,10 @@ def file_limit(size_bytes: int) -> Iterator[None]:
 
 
 def run_cli(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    import torch
+
+    from tests import warm
+
     ours = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
     environment = {k: v for k, v in os.environ.items() if k not in ours} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "dlrm_overlap", *argv]

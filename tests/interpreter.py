@@ -4,6 +4,7 @@ What is cached depends on types and constants alone, so kernels compute the same
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import ModuleType
@@ -18,17 +19,32 @@ _get_np_dtype = interpreter._get_np_dtype
 _np_dtypes: dict[str, np.dtype] = {}
 
 
+_semantic = TritonSemantic(interpreter.interpreter_builder)
+
+
+def _interpreted(member: Any) -> Callable[..., Any]:
+    """Return a function of Triton's language for the interpreter."""
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        options["_semantic"] = _semantic
+        return function(*arguments, **options)
+
+    return call
+
+
 @cache
-def _builtins(owner: ModuleType | type) -> list[tuple[str, Any]]:
-    """Return the interpreted functions of `owner`, a module or class of Triton's language, with their names."""
-    return [(name, member) for name, member in inspect.getmembers(owner) if tl.core.is_builtin(member)]
+def _builtins(owner: ModuleType | type) -> list[tuple[str, Any, Callable[..., Any]]]:
+    """Return name, function and interpreted function of what `owner`, a module or class of Triton's language, has."""
+    members = inspect.getmembers(owner)
+    return [(name, member, _interpreted(member)) for name, member in members if tl.core.is_builtin(member)]
 
 
 def _patch_builtin(owner: ModuleType | type, builder: Any, scope: Any) -> None:
     """Replace Triton's function of this name, which each launch calls five times."""
-    for name, member in _builtins(owner):
+    for name, member, interpreted in _builtins(owner):
         if getattr(owner, name) is member:  # else a call in this launch has patched it
-            interpreter._patch_attr(owner, name, member, builder, scope)
+            scope.set_attr(owner, name, interpreted)
 
 
 _patch_lang = interpreter._patch_lang
@@ -87,6 +103,68 @@ def _init_tensor(self: tl.tensor, handle: Any, type: Any) -> None:
     self.__dict__.update(of_type["tensor"], handle=handle)
 
 
+_element_types: dict[tuple[str, int, str], tl.block_type] = {}
+
+
+def _known_element_type(self: tl.block_type, scalar_ty: Any) -> tl.block_type:
+    """Replace the method `with_element_ty`: equal types are one."""
+    key = self.name, getattr(scalar_ty, "address_space", 0), scalar_ty.name
+    if key not in _element_types:
+        _element_types[key] = tl.block_type(scalar_ty, list(self.shape))
+    return _element_types[key]
+
+
+_unwrap_if_constexpr, _OPERANDS = tl.core._unwrap_if_constexpr, {tl.tensor, int, float, bool}
+
+
+def _unwrap_unless_operand(value: Any) -> Any:
+    """Replace Triton's function of this name, which asks each operand whether it is a list or a tuple."""
+    return value if type(value) in _OPERANDS else _unwrap_if_constexpr(value)
+
+
+def _known_operands(find: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Replace a method that gives two operands the same type and shape, which most have.
+
+    Their types decide, so `find` decides for two types once, and a number is made a block of the other operand's type
+    once.
+    """
+    elements, blocks = dict[tuple[Any, ...], Any](), dict[tuple[Any, ...], Any]()
+
+    def operands(self: Any, lhs: Any, rhs: Any, *rules: bool) -> tuple[Any, Any]:
+        ours, kind = getattr(lhs, "type", None), type(rhs)
+        if not isinstance(ours, tl.dtype) or (kind is float and rhs == 0):  # 0.0 equals -0.0
+            return find(self, lhs, rhs, *rules)
+        if kind is tl.tensor:
+            key = ours.name, rhs.type.name, rules
+            if key in elements:
+                if (known := elements[key]) is None:
+                    return lhs, rhs
+                return self.broadcast_impl_value(self.cast(lhs, known[0]), self.cast(rhs, known[1]))
+            found = find(self, lhs, rhs, *rules)
+            same = found[0] is lhs and found[1] is rhs
+            elements[key] = None if same else (found[0].type.scalar, found[1].type.scalar)
+            return found
+        if kind is not int and kind is not float:
+            return find(self, lhs, rhs, *rules)
+        key = ours.name, kind, rhs, rules
+        if key in blocks:
+            return lhs, blocks[key]
+        found = find(self, lhs, rhs, *rules)
+        if found[0] is lhs:
+            blocks[key] = found[1]
+        return found
+
+    return operands
+
+
+_cast = TritonSemantic.cast
+
+
+def _cast_unless_equal(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: str | None = None) -> Any:
+    """Replace the method of this name, which compares all that types have."""
+    return input if input.type.scalar is dst_ty.scalar else _cast(self, input, dst_ty, fp_downcast_rounding)
+
+
 _broadcast, _scalar_constant = TritonSemantic.broadcast_impl_value, TritonSemantic.scalar_constant
 _constants: dict[tuple[str, type, int | float], Any] = {}
 
@@ -101,6 +179,8 @@ def _broadcast_unless_equal(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
 
 def _known_scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
     """Replace the method of this name, which makes the constants of a kernel again in each program."""
+    if value == 0 and type(value) is float:  # 0.0 equals -0.0
+        return _scalar_constant(self, value, dtype)
     key = dtype.name, type(value), value
     if key not in _constants:
         _constants[key] = _scalar_constant(self, value, dtype)
@@ -129,6 +209,11 @@ def quicken() -> None:
     interpreter._LangPatchScope = _LangPatchScope
     interpreter._get_np_dtype = _known_np_dtype
     tl.block_type.__init__, tl.tensor.__init__ = _init_block_type, _init_tensor
+    tl.block_type.with_element_ty = _known_element_type
+    tl.core._unwrap_if_constexpr = _unwrap_unless_operand
+    for name in ("binary_op_type_checking_impl", "bitwise_op_type_checking_impl"):
+        setattr(TritonSemantic, name, _known_operands(getattr(TritonSemantic, name)))
+    TritonSemantic.cast = _cast_unless_equal
     TritonSemantic.broadcast_impl_value = _broadcast_unless_equal
     TritonSemantic.scalar_constant = _known_scalar_constant
     builder = interpreter.interpreter_builder

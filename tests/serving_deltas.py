@@ -45,6 +45,7 @@ SCHEMA = "labels: {click: {}}\ncategorical: {user: {type: int, any: true}}\n"
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         measured = [*lookups(), *updates(Path(folder))]
     OUTPUT.unlink(missing_ok=True)

@@ -1,10 +1,14 @@
-"""Processes that start with torch and TorchRec imported, which takes 8 seconds of a core.
+"""Processes that start with torch, TorchRec and the tests imported, which takes 4 to 8 seconds of a core.
 
-multiprocessing's fork server imports them once for all tests. Command lines, their ranks, and the ranks of `run_ranks`
-are forked from it, and continue as `python -m dlrm_overlap` does. Not with CUDA, which does not support fork.
+Command lines, their ranks, and the ranks of `run_ranks` are forked from multiprocessing's fork server, and continue as
+`python -m dlrm_overlap` does. The server itself is forked from the process that has collected the tests; outside of
+pytest it is a new process, which imports what most ranks need. Not with CUDA, which does not support fork.
 """
 
+import contextlib
+import faulthandler
 import gc
+import logging
 import mmap
 import multiprocessing
 import os
@@ -12,16 +16,58 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
+from typing import NoReturn
+from unittest.mock import patch
 
 import torch
 
 START_METHOD = "forkserver"
 _CONTEXT = multiprocessing.get_context(START_METHOD)
 _CONTEXT.set_forkserver_preload(
-    ["tests.distributed.workers", "tests.warm", "dlrm_overlap.cli", "dlrm_overlap.observe.run_log"]
+    ["tests.distributed.workers", "tests.warm", "dlrm_overlap.cli", "dlrm_overlap.observe.run_log", "torchmetrics"]
 )
+
+
+def fork_server() -> None:
+    """Start the fork server as a fork of this process, before any use of it, and before threads; not with CUDA."""
+    if torch.cuda.is_available():
+        return
+    resource_tracker.ensure_running()  # a new process
+    with patch.object(util, "spawnv_passfds", _fork):
+        forkserver.ensure_running()
+
+
+def _fork(_: str, command: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Take the part of `spawnv_passfds`: run the last of `python -c PROGRAM` in a fork of this process."""
+    if pid := os.fork():
+        return pid
+    try:
+        _serve(command[-1], descriptors)
+    finally:
+        os._exit(1)
+
+
+def _serve(program: str, descriptors: Sequence[int]) -> NoReturn:
+    """Run the fork server's `program`, with the streams and the state of a new process."""
+    _, until = descriptors  # the reading end of a pipe, which tells when this process must end
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if int(name) != until and os.path.sameopenfile(int(name), until):
+                os.close(int(name))
+    faulthandler.disable()
+    for handler in (reference() for reference in logging._handlerList):  # type: ignore[attr-defined]
+        if isinstance(handler, logging.StreamHandler) and vars(handler).get("stream") is sys.stderr:
+            handler.setStream(sys.__stderr__)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest has put others in their place
+    forkserver._forkserver._lock = Lock()  # type: ignore[attr-defined]  # this one is held for ever
+    torch.manual_seed(torch.initial_seed())  # modules of tests may have drawn numbers
+    with contextlib.suppress(SystemExit):
+        exec(program, {})
+    os._exit(0)
 
 
 def _run() -> None:
@@ -40,7 +86,8 @@ class Command:
         environ: Mapping[str, str],
         streams: Sequence[Path],
         mark: Path | None = None,
-        rank_main: Callable[[], None] = _run,
+        rank_main: Callable[[], object] = _run,
+        main: Callable[[], object] = _run,
     ) -> None:
         """Start it.
 
@@ -52,8 +99,10 @@ class Command:
             mark: a file, not empty, that the command's processes map into their memory, so that `/proc` identifies
                 them; as their environment, it shows the fork server's.
             rank_main: runs the command line on a rank, instead of `python -m dlrm_overlap`.
+            main: the same, where it is started.
         """
-        self._process = _CONTEXT.Process(target=_begin, args=(argv, folder, environ, streams, mark, rank_main))
+        arguments = (argv, folder, environ, streams, mark, rank_main, main)
+        self._process = _CONTEXT.Process(target=_begin, args=arguments)
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -87,7 +136,8 @@ def _begin(
     environ: Mapping[str, str],
     streams: Sequence[Path],
     mark: Path | None,
-    rank_main: Callable[[], None],
+    rank_main: Callable[[], object],
+    main: Callable[[], object],
 ) -> None:
     from dlrm_overlap.launching import spawn
 
@@ -103,10 +153,10 @@ def _begin(
         return _Rank(rank_main, *args, **options)  # type: ignore[arg-type]
 
     spawn.subprocess = SimpleNamespace(Popen=fork, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
-    _go_on(argv, environ, _run)
+    _go_on(argv, environ, main)
 
 
-def _go_on(argv: Sequence[str], environ: Mapping[str, str], main: Callable[[], None]) -> None:
+def _go_on(argv: Sequence[str], environ: Mapping[str, str], main: Callable[[], object]) -> None:
     """Run `main` with the arguments, environment and signal handlers of a new process."""
     gc.freeze()  # what it was forked with, which each collection would visit
     os.environ.clear()
@@ -130,7 +180,7 @@ class _Rank:
 
     def __init__(
         self,
-        main: Callable[[], None],
+        main: Callable[[], object],
         command: Sequence[str],
         *,
         env: Mapping[str, str],
@@ -147,6 +197,8 @@ class _Rank:
         try:
             os.setsid()
             _go_on(command[3:], env, main)
+        except SystemExit as ended:
+            os._exit(ended.code if isinstance(ended.code, int) else 1)
         finally:
             os._exit(1)
 

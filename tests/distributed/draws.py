@@ -19,6 +19,8 @@ from hypothesis.strategies import SearchStrategy
 from tests.distributed.plans import compare_with_torchrec, drawn_plans, resume
 from tests.distributed.unpooled_plans import compare_unpooled, drawn_sequences
 from tests.distributed.workers import RankPool
+from tests.warm import fork_server
+from tests.without_gpu import interpret_kernels
 
 
 class Check(NamedTuple):
@@ -74,6 +76,8 @@ def check_draws(pool: RankPool, kind: str, local: int, examples: int, **options:
 
 
 if __name__ == "__main__":
+    interpret_kernels()
+    fork_server()
     kind, ranks, local, examples = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder, RankPool(int(ranks), Path(folder)) as pool:
         check_draws(pool, kind, int(local), int(examples))

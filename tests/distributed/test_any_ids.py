@@ -94,7 +94,7 @@ def _check_full() -> None:
     rank, rows = dist.get_rank(), 128 * dist.get_world_size()
     sharded = shard(any_ids.Model(rows, partial(own_module, eviction="none")))
     before = _reserved(sharded)
-    ids = [[[[1000 * step + 100 * sample + k for k in range(60)] for sample in range(6)]] * 2 for step in range(3)]
+    ids = [[[[1000 * step + 100 * sample + k for k in range(50)] for sample in range(6)]] * 2 for step in range(2)]
     found = any_ids.train(sharded, [batch_of(each) for each in ids])
     assert found.id_map.total(Totals.NO_ROOM) > 0
     assert found.id_map.used() == 2 * 127

@@ -1,14 +1,18 @@
 """The same two ranks, started by each launcher for real: they find each other, and one's failure ends the other."""
 
 import os
+import runpy
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dlrm_overlap.launching.launcher import free_port
+from dlrm_overlap.launching.spawn import spawn
+from tests import warm
 from tests.conftest import PYTHON_PATH, ROOT
 from tests.distributed.launchers import MPI_AS_ROOT, NO_MPI, find_mpirun, mpi_is_here
 
@@ -50,6 +54,18 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
+def _spawn_two() -> None:
+    sys.exit(spawn(sys.argv[1:], 2))
+
+
+def start_forked(program: Path, argv: list[str], errors: Path, is_rank: bool, **environ: str) -> warm.Command:
+    """Start the program, or what starts two ranks that run it, from a process that need not import torch."""
+    run = partial(runpy.run_path, str(program), run_name="__main__")
+    streams = errors.with_suffix(".out"), errors
+    main = run if is_rank else _spawn_two
+    return warm.Command(argv, ROOT, os.environ | FOR_RANKS | environ, streams, rank_main=run, main=main)
+
+
 def start(launcher: str, program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     if launcher == "mpirun" and not mpi_is_here():
         pytest.skip(NO_MPI)
@@ -84,19 +100,28 @@ def test_ranks_meet(program: Path, tmp_path: Path, launcher: str, source: str, s
 
 def test_ranks_meet_at_an_ipv6_address(program: Path, tmp_path: Path) -> None:
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "[::1]", "MASTER_PORT": str(free_port())}
-    environ = os.environ | FOR_RANKS | meet
-    command = [sys.executable, program, tmp_path / "out"]
-    ranks = [subprocess.Popen(command, env=environ | {"RANK": str(rank)}) for rank in range(2)]
-    assert [rank.wait(50) for rank in ranks] == [0, 0]
+    errors = [tmp_path / f"stderr.{rank}" for rank in range(2)]
+    ranks = [
+        start_forked(program, [str(tmp_path / "out")], path, is_rank=True, RANK=str(rank), **meet)
+        for rank, path in enumerate(errors)
+    ]
+    assert [rank.wait(50) for rank in ranks] == [0, 0], [path.read_text() for path in errors]
     written = [path.read_text() for path in sorted(tmp_path.glob("out.*"))]
     assert written == ["environment 2 2 3.0"] * 2
 
 
-@pytest.mark.parametrize("launcher", ["nproc", pytest.param("mpirun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "launcher", ["forked", *(pytest.param(each, marks=pytest.mark.slow) for each in ("nproc", "mpirun"))]
+)
 def test_one_failing_rank_ends_the_run(program: Path, tmp_path: Path, launcher: str) -> None:
-    begin = time.monotonic()
-    done = start(launcher, program, "fail", str(tmp_path / "out"))
-    assert done.returncode == 2, done.stderr
+    begin, arguments = time.monotonic(), ["fail", str(tmp_path / "out")]
+    if launcher == "forked":
+        code = start_forked(program, arguments, errors := tmp_path / "stderr", is_rank=False).wait(50)
+        said = errors.read_text()
+    else:
+        done = start(launcher, program, *arguments)
+        code, said = done.returncode, done.stderr
+    assert code == 2, said
     assert time.monotonic() - begin < 45, "the other rank slept to its end"
     assert not list(tmp_path.glob("out.*"))
 

@@ -1,6 +1,7 @@
 """Predictions from raw values by plain PyTorch are those of the trained model."""
 
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ from dlrm_overlap import Scorer
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.metrics import evaluation_metrics
+from dlrm_overlap.predict import command
 from tests.conftest import ROOT, run_cli
+from tests.warm import START_METHOD
 
 SCHEMA = """
 labels: {click: {}, buy: {weight: 0.5}}
@@ -93,10 +96,17 @@ def test_predictions_have_the_metrics_of_eval(folder: Path, trained: Path, tmp_p
         assert metrics[key] == pytest.approx(expected[key], rel=2e-5), key
 
 
+@pytest.mark.parametrize("start_method", [START_METHOD, pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("trained", ["dot"], indirect=True)
 def test_every_kind_of_rows_and_file_gives_the_same(
-    folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    start_method: str,
 ) -> None:
+    """`predict` starts its processes by `spawn`; by `START_METHOD` they start sooner."""
+    monkeypatch.setattr(command, "get_context", lambda _: multiprocessing.get_context(start_method))
     table, scorer = make_table(N), Scorer(trained)
     cities = [*table["city"].to_pylist()[:-3], *["Trier"] * 3]  # unknown
     table = table.set_column(table.column_names.index("city"), "city", pa.array(cities))
@@ -115,8 +125,8 @@ def test_every_kind_of_rows_and_file_gives_the_same(
     parquet.write_table(table, tmp_path / "table.parquet", row_group_size=100)
     for name, options in (("one.parquet", []), ("two.CSV", ["--nproc", "2", "--key", "city"])):
         output = tmp_path / name
-        command = ["predict", "--checkpoint", str(trained), str(tmp_path / "table.parquet"), "--output", str(output)]
-        assert main([*command, *options]) == 0
+        argv = ["predict", "--checkpoint", str(trained), str(tmp_path / "table.parquet"), "--output", str(output)]
+        assert main([*argv, *options]) == 0
         counts = f"{output}: 1200 rows\ncity: 3 of 1200 values (0.2%) not in the vocabulary\n"
         assert capsys.readouterr().out == counts
         found = parquet.read_table(output) if name.endswith("parquet") else csv.read_csv(output)

@@ -72,7 +72,7 @@ _ANY_IDS = {"data.tables.ids": "any", "embedding.id_tables.rows": 1024}
 _COUNTED = {"embedding.id_tables.eviction": "lfu", "embedding.id_tables.admit_after": 2}
 _DELTAS = {"checkpoint.delta_every": 1}
 REQUIRED = ("mlperf", "history", "cached", "ids", "any_ids")
-"""steps all of whose specialisations `make test` compiles for sm_90; of each kernel it compiles one for all targets"""
+"""steps all of whose specialisations `make test` compiles for sm_90; one of each kernel it also compiles for another"""
 # Name -> configuration and keys.
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlperf": ("mlperf_dcnv2", {}),

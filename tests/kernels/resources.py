@@ -33,6 +33,7 @@ TRITON = "3.8.0"
 """release that the table was made with; with another one, kernels are only compiled"""
 # Most bytes of shared memory that a program can have.
 _SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+_WITHOUT_TRITON = "dense.cross_product"  # needs an extra to be imported
 _RULES = "backward.optimizers"  # device functions that `_update_rows` takes as a constant
 _TARGETS_OF = {"gemm.tiles.tile_product": ("sm_90", "sm_100")}
 _KEY = ("kernel", "constants", "types")
@@ -47,20 +48,22 @@ def targets_of(specialisation: Specialisation) -> Sequence[str]:
 def tasks_of(found: dict[str, Launched], quick: bool = False) -> list[tuple[str, str]]:
     """Return which of `found` to compile, and for which target.
 
-    If `quick`, one specialisation of each kernel for all targets, and all that the steps `REQUIRED` launch for sm_90.
+    If `quick`, what the steps `REQUIRED` launch for sm_90, and one specialisation of each kernel for sm_90 and for one
+    of the other targets, which the kernels take in turns.
     """
-    tasks = [(text, target) for text, each in found.items() for target in targets_of(each.specialisation)]
     if not quick:
-        return tasks
+        return [(text, target) for text, each in found.items() for target in targets_of(each.specialisation)]
     required = {text for text, each in found.items() if set(each.steps) & set(REQUIRED)}
     one_of = {found[text].specialisation.name: text for text in sorted(found, key=lambda text: text in required)}
-    return [
-        (text, target) for text, target in tasks if text in one_of.values() or (text in required and target == "sm_90")
-    ]
+    others = [target for target in TARGETS if target != "sm_90"]
+    tasks = dict.fromkeys((text, "sm_90") for text in [*one_of.values(), *sorted(required)])
+    for turn, (_, text) in enumerate(sorted(one_of.items())):
+        can = [target for target in targets_of(found[text].specialisation) if target in others]
+        tasks[text, can[turn % len(can)]] = None
+    return list(tasks)
 
 
 _END_OF_PARAMETERS = re.compile(r"\):.*\n")
-_NOT_TRITON = "dense.cross_product"  # needs the extra `cutlass`
 
 
 def unlaunched(names: Iterable[str]) -> list[str]:
@@ -68,7 +71,7 @@ def unlaunched(names: Iterable[str]) -> list[str]:
     found: dict[str, set[str]] = {}  # name -> words of the body
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         name = module.name.removeprefix(f"{kernels.__name__}.")
-        if name == _NOT_TRITON:
+        if name == _WITHOUT_TRITON:
             continue
         for value in vars(import_module(module.name)).values():
             if isinstance(value, triton.JITFunction) and value.fn.__module__ == module.name and name != _RULES:

@@ -1,0 +1,16 @@
+"""What a process of tests does first where there is no GPU."""
+
+import os
+
+import torch
+
+
+def interpret_kernels() -> None:
+    """Have Triton's interpreter run kernels on CPU tensors, unless there is a GPU; call it before they are imported."""
+    if torch.cuda.is_available():
+        return
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
+    torch.set_num_threads(1)  # tensors are small: more threads wait longer than they compute
+    from tests.interpreter import quicken
+
+    quicken()
