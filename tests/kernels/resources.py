@@ -33,7 +33,6 @@ TRITON = "3.8.0"
 """release that the table was made with; with another one, kernels are only compiled"""
 # Most bytes of shared memory that a program can have.
 _SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-_WITHOUT_TRITON = "dense.cross_product"  # needs an extra to be imported
 _RULES = "backward.optimizers"  # device functions that `_update_rows` takes as a constant
 _TARGETS_OF = {"gemm.tiles.tile_product": ("sm_90", "sm_100")}
 _KEY = ("kernel", "constants", "types")
@@ -48,22 +47,20 @@ def targets_of(specialisation: Specialisation) -> Sequence[str]:
 def tasks_of(found: dict[str, Launched], quick: bool = False) -> list[tuple[str, str]]:
     """Return which of `found` to compile, and for which target.
 
-    If `quick`, what the steps `REQUIRED` launch for sm_90, and one specialisation of each kernel for sm_90 and for one
-    of the other targets, which the kernels take in turns.
+    If `quick`, one specialisation of each kernel for all targets, and all that the steps `REQUIRED` launch for sm_90.
     """
+    tasks = [(text, target) for text, each in found.items() for target in targets_of(each.specialisation)]
     if not quick:
-        return [(text, target) for text, each in found.items() for target in targets_of(each.specialisation)]
+        return tasks
     required = {text for text, each in found.items() if set(each.steps) & set(REQUIRED)}
     one_of = {found[text].specialisation.name: text for text in sorted(found, key=lambda text: text in required)}
-    others = [target for target in TARGETS if target != "sm_90"]
-    tasks = dict.fromkeys((text, "sm_90") for text in [*one_of.values(), *sorted(required)])
-    for turn, (_, text) in enumerate(sorted(one_of.items())):
-        can = [target for target in targets_of(found[text].specialisation) if target in others]
-        tasks[text, can[turn % len(can)]] = None
-    return list(tasks)
+    return [
+        (text, target) for text, target in tasks if text in one_of.values() or (text in required and target == "sm_90")
+    ]
 
 
 _END_OF_PARAMETERS = re.compile(r"\):.*\n")
+_WITHOUT_TRITON = "dense.cross_product"  # needs an extra to be imported
 
 
 def unlaunched(names: Iterable[str]) -> list[str]:
