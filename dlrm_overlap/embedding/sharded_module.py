@@ -13,20 +13,22 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule, exchanges_of
-from dlrm_overlap.embedding.id_layout import BatchCapacity
+from dlrm_overlap.embedding.id_layout import BatchCapacity, joined
 from dlrm_overlap.embedding.id_sender import IdSender
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.shardings import exchanging_group, in_rank_order, model_order, names_of, output_types
 from dlrm_overlap.embedding.steps import weights_of, with_float_weights
 from dlrm_overlap.embedding.torchrec_tables import TorchRecTables
 from dlrm_overlap.embedding.variable_batch import InverseIndices, of_samples, with_even_batches
+from dlrm_overlap.embedding.window_input_dist import ByTorchRec, WindowInput, WindowInputDist
 from dlrm_overlap.torchrec_private import (
     EmbeddingBagCollectionAwaitable,
     KJTList,
+    KJTListSplitsAwaitable,
     ShardedEmbeddingBagCollection,
     maybe_td_to_kjt,
 )
-from dlrm_overlap.torchrec_private.attributes import shardings_by_type
+from dlrm_overlap.torchrec_private.attributes import first_wait, shardings_by_type
 
 
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
@@ -38,13 +40,38 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
 
     _exchange_type = Exchange
 
-    def __init__(self, *args: Any, output_order: str, **kwargs: Any) -> None:
-        self._output_order = output_order
+    def __init__(self, *args: Any, output_order: str, input_dist: str, **kwargs: Any) -> None:
+        self._output_order, self._input_dist_by = output_order, input_dist
         super().__init__(*args, **kwargs)
 
     def _set_up(self) -> None:
+        self._window_input_dist: WindowInputDist | None = None
         super()._set_up()
         self._order_output(Layout([], [], 1) if self.exchange is None else self.exchange.layout)
+
+    def _make_exchange(self) -> Exchange:
+        exchange = super()._make_exchange()
+        if self._can_send_by_windows:
+            exchange.layout = joined(exchange.layout)
+            exchange.window_input_dist = self._window_input_dist = WindowInputDist(exchange)
+        return exchange
+
+    @property
+    def _can_send_by_windows(self) -> bool:
+        """Whether ids may be sent through windows in TorchRec's pipelines; the same on every rank.
+
+        Modules that change the ids that input_dist has sent call it themselves. They have weighted tables, as feature
+        processors have, or they do not give the module inside them its name in the model.
+        """
+        by_default = "windows" if torch.device(self._device).type == "cuda" else "torchrec"
+        return (
+            (by_default if self._input_dist_by == "auto" else self._input_dist_by) == "windows"
+            and BACKENDS[self._resolved.backend].stores_to_peers
+            and len(self._exchanged) == len(self._shardings)
+            and not self.cached
+            and not self._is_weighted
+            and self._module_fqn is not None
+        )
 
     def _names_in_output(self, numbers: Sequence[int]) -> dict[str, str]:
         names = names_of([self._embedding_shardings[i] for i in numbers])
@@ -126,16 +153,57 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         if not self._exchanged or not isinstance(features, KeyedJaggedTensor):
             return super().input_dist(ctx, features)
         even = with_even_batches(features)
+        if (request := self._request_by_windows(ctx, even)) is not None:
+            ctx.inverse_indices = None if even is features else even.inverse_indices_or_none()
+            return request
         awaitable = super().input_dist(ctx, even)
         if even is features:
             ctx.inverse_indices = None  # TorchRec ignores them unless the batch is variable
         return awaitable
 
+    def _request_by_windows(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]] | None:
+        """Return an awaitable of a list of one `WindowInput`; None if TorchRec must send the ids."""
+        # Pipelines want TorchRec's input_dist made by the first batch, which it sends.
+        input_dist = self._window_input_dist
+        if input_dist is None or self.takes_ids or self._has_uninitialized_input_dist or self._has_tracker:
+            return None
+        request = input_dist.request(features, partial(self._send_by_torchrec, features))
+        if request is None:
+            return None
+        if self._has_mean_pooling_callback:
+            if not hasattr(self, "_divided_by"):
+                self._divided_by = self._rows_of_divisor(features.keys()).to(self._device)
+            ctx.divisor = self._divisor(features)
+        awaited: Any = [request]
+        return KJTListSplitsAwaitable(awaited, ctx)
+
+    def _send_by_torchrec(self, features: KeyedJaggedTensor) -> ByTorchRec:
+        context: Any = self.create_context()
+        request: Any = super().input_dist(context, features)
+        return context, first_wait(request, context).wait()
+
+    @property
+    def _has_tracker(self) -> bool:
+        trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
+        return bool(self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers))
+
+    def prefetch(self, dist_input: KJTList, forward_stream: Any = None, ctx: Any = None) -> None:
+        if not isinstance(dist_input[0], WindowInput):  # else no table is cached
+            super().prefetch(dist_input, forward_stream, ctx)
+
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         if self.exchange is None or not self._exchanged:
             return super().compute_and_output_dist(ctx, input)
-        trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
-        if self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers):
+        given: Any = input[0]
+        if (windows := self._window_input_dist) is not None:
+            windows.poll()
+        if windows is not None and isinstance(given, WindowInput):
+            if given.by_torchrec is None:
+                return _of_samples(self._output(windows.start(given), {}, ctx.divisor), ctx.inverse_indices)
+            inverse = ctx.inverse_indices
+            ctx, input = given.by_torchrec
+            ctx.inverse_indices = inverse
+        if self._has_tracker:
             self._tell_once("steps stay with TorchRec: a tracker is registered")
             look_up = partial(super().compute_and_output_dist, ctx, input)
             return _of_samples(self._look_up_by_torchrec(look_up), ctx.inverse_indices)
@@ -145,6 +213,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             batch_sizes = [input[self._exchanged[0]].stride() // ranks] * ranks
         shardings = [(self._embedding_shardings[i], with_float_weights(input[i])) for i in self._exchanged]
         ids = [in_rank_order(each, sharding, tuple(batch_sizes)) for sharding, each in shardings]
+        if windows is not None:  # then the exchange has one input
+            ids = [_joined(ids, sum(batch_sizes))]
         exchanged = self.exchange.start(ids, batch_sizes)
         others = {
             i: output_dist(lookup(input[i]), ctx.sharding_contexts[i])
@@ -191,6 +261,21 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             self.exchange = None
         super().update_shards(*args, **kwargs)
         self._set_up()
+
+
+def _joined(inputs: Sequence[KeyedJaggedTensor], samples: int) -> KeyedJaggedTensor:
+    """Return the ids of several inputs as those of one."""
+    if len(inputs) == 1:
+        return inputs[0]
+    keys = [key for each in inputs for key in each.keys()]  # noqa: SIM118
+    weights = [found for each in inputs if (found := each.weights_or_none()) is not None]
+    return KeyedJaggedTensor(
+        keys,
+        torch.cat([each.values() for each in inputs]),
+        torch.cat(weights) if weights else None,
+        lengths=torch.cat([each.lengths() for each in inputs]),
+        stride=samples,
+    )
 
 
 def _of_samples(pooled: LazyAwaitable[KeyedTensor], inverse: InverseIndices | None) -> LazyAwaitable[KeyedTensor]:

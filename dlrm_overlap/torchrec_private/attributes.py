@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import Awaitable, ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
@@ -23,10 +23,13 @@ from dlrm_overlap.torchrec_private import (
     EmbeddingBagCollectionContext,
     EmbeddingFusedOptimizer,
     EmbeddingShardingContext,
+    FusedKJTListSplitsAwaitable,
     GridPooledEmbeddingSharding,
     GroupedEmbeddingConfig,
     GroupedPooledEmbeddingsLookup,
+    KJTList,
     KJTListSplitsAwaitable,
+    KJTSplitsAllToAllMeta,
     QuantizedCommCodec,
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
@@ -90,6 +93,18 @@ def look_up(
         for i, number in enumerate(numbers)
     ]
     return [each.wait() for each in pooled]
+
+
+def first_wait(request: KJTListSplitsAwaitable[Any], context: EmbeddingBagCollectionContext) -> Awaitable[KJTList]:
+    """Return `request.wait()`, also in pipelines that combine the collectives of several requests; a collective."""
+    every: Any = request.awaitables
+    group = next((_group_of(each) for each in every if isinstance(each, KJTSplitsAllToAllMeta)), None)
+    (arriving,) = FusedKJTListSplitsAwaitable([request], [context], group).wait()
+    return arriving
+
+
+def _group_of(splits: KJTSplitsAllToAllMeta) -> Any:
+    return splits.pg
 
 
 # Shardings and lookups.

@@ -74,16 +74,18 @@ class DeviceIdPull(IdPull):
         self._device, self._known = exchange.device, exchange.known
         self._record = DeviceErrorRecord(self._device)
         self.status = self._record.status
-        self._looks = bool(shards) and exchange.bad_ids_of(shards[0]).looks
+        self._looks = exchange.checks and bool(shards) and exchange.bad_ids_of(shards[0]).looks
         numbers = self._tensor(self._features), self._tensor(self._rows), self._tensor(self._ids.published_capacity)
         addresses = [torch.tensor([each.data_ptr() for each in one], device=self._device) for one in self._windows]
         at = self._ids.offsets_at, self._ids.weights_at
         self._published = [Published(each, *at, *numbers, self._ids.high_at) for each in addresses]
         capacity = self._ids.arriving(self._features, len(sources))
-        self._values = [torch.zeros(capacity, dtype=torch.int32, device=self._device) for _ in range(2)]
+        # Without memory, they only say what each step allocates.
+        self._where = torch.device("meta") if exchange.in_new_memory else self._device
+        self._values = [torch.zeros(capacity, dtype=torch.int32, device=self._where) for _ in range(2)]
         self._weights: Sequence[torch.Tensor | None] = [None, None]
         if self._ids.weighted:
-            self._weights = [torch.zeros(capacity, device=self._device) for _ in range(2)]
+            self._weights = [torch.zeros(capacity, device=self._where) for _ in range(2)]
         self._high: Sequence[torch.Tensor | None] = [None, None]
         if self._ids.wide:
             self._high = [torch.zeros_like(values) for values in self._values]
@@ -105,7 +107,8 @@ class DeviceIdPull(IdPull):
         else:
             pairs = features * sources
             arrivals = Arrivals(*(self._tensor([0] * n) for n in (pairs, pairs, pairs + 1)))
-            offsets = [self._tensor([0] * ((features + 1) * sources * samples + 1)) for _ in range(2)]
+            bags = (features + 1) * sources * samples
+            offsets = [torch.zeros(bags + 1, dtype=torch.int32, device=self._where) for _ in range(2)]
         capacities = [self._ids.published_capacity[feature] for feature in self._features]
         padded = 0 if self._known else self._values[0].numel()
         tasks = pull_tasks(capacities, sources, samples, padded, BLOCK_IDS)
@@ -116,12 +119,18 @@ class DeviceIdPull(IdPull):
         found = self._prepared.get(samples, self._prepare, samples)
         published, status = self._published[buffer_index], self._record.status
         locate_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
-        bags, lengths = found.arrived[buffer_index], not self._known
+        bags, lengths = self._allocated(found.arrived[buffer_index]), not self._known
         pull_ids(
             published, found.arrivals, found.tasks, bags.values, bags.offsets, bags.weights, status, samples,
             lengths=lengths, check=self._looks, high=bags.high,
         )  # fmt: skip
         return bags
+
+    def _allocated(self, arrived: Bags) -> Bags:
+        """Return `arrived` with new memory in the place of tensors without memory."""
+        if not self._exchange.in_new_memory:
+            return arrived
+        return Bags(*(torch.empty_like(each, device=self._device) if _is_meta(each) else each for each in arrived))
 
     def check(self) -> None:
         if self._record.empty:
@@ -134,6 +143,10 @@ class DeviceIdPull(IdPull):
         if bad := self._record.bad_arrival():
             shard, source, *rest = bad
             self._exchange.report(self._shards[shard], first_rank + source, *rest)
+
+
+def _is_meta(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta
 
 
 _GREATEST_INT32 = 2**31 - 1
@@ -202,7 +215,11 @@ class IdExchange:
     pull_type: type[IdPull] = DeviceIdPull
     signals_type: type[Signals] = DeviceSignals
 
-    def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
+    def __init__(
+        self, context: ExchangeContext, ids: IdLayout, windows: WindowPair, in_new_memory: bool = False
+    ) -> None:
+        """With `in_new_memory` ids arrive in new memory in every step, and the lookup checks them, not this object."""
+        self.in_new_memory, self.checks = in_new_memory, not in_new_memory
         self.ids, self.windows, self.options, self.device = ids, windows, context.options, context.device
         self.layout, self.tables, self.order = context.layout, context.tables, context.order
         self.group, self.rank, self.world_size = context.group, context.group.rank(), context.group.size()
@@ -233,7 +250,7 @@ class IdExchange:
     def send(self, features: KeyedJaggedTensor, samples: int, count: torch.Tensor | None = None) -> ArrivedIds:
         """Publish the ids of this rank's samples, and return the ids of this rank's shards; a collective.
 
-        The result is valid until the call after the next.
+        The result is valid until the call after the next, or for ever if it is in new memory.
 
         Args:
             features: the same keys in every step, with up to `samples` bags a feature.
@@ -439,6 +456,8 @@ class CpuIdPull(IdPull):
                 high[here] = 0
 
     def _check_rows(self, values: torch.Tensor, bounds: Sequence[int]) -> None:
+        if not self._exchange.checks:
+            return
         shards = zip(self._shards, self._rows, strict=True)
         arrived = [(*each, source) for each in shards for source in self._sources]
         for (shard, rows, source), (begin, end) in zip(arrived, pairwise(bounds), strict=True):

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.embedding.capacity import CapacityTracker, RankConsensus, ended
 from dlrm_overlap.embedding.id_layout import BatchCapacity
-from dlrm_overlap.train.graphs.capacity import CapacityTracker, RankConsensus, ended
 from dlrm_overlap.train.graphs.static_batch import BatchTensors
 
 

@@ -1,13 +1,13 @@
-"""Sizes of batches over all ranks, and the capacity of captured steps that is learned from the sizes.
+"""Sizes of batches over all ranks, and the capacity of windows and captured steps that is learned from the sizes.
 
-From the greatest sizes over all ranks, each rank knows whether the step is captured, whether the batch exceeds the
-capacity, and whether some rank has no batch left, which ends the training.
+From the greatest sizes over all ranks, each rank knows whether the batch exceeds the capacity, whether its step is
+captured, and whether some rank has no batch left, which ends the training.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from dlrm_overlap.comm.max_reduce import AsyncMaxReduce, Work
 from dlrm_overlap.comm.order import CurrentStream
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.train.graphs.static_batch import BatchTensors
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -26,6 +25,13 @@ _ENDED, _MISMATCH, _SAMPLES, _HEADER = 0, 1, 2, 3
 _ANY = np.iinfo(np.int64).max
 _CPU = torch.device("cpu")
 _CHECK_INTERVAL = timedelta(seconds=1)  # between checks for errors of kernels, while a result is late
+
+
+class BatchOfIds(Protocol):
+    """A batch of `BatchTensors`, or another one."""
+
+    @property
+    def ids(self) -> Sequence[KeyedJaggedTensor]: ...
 
 
 class PendingResult:
@@ -39,6 +45,11 @@ class PendingResult:
         """Take `numbers`, [n] int64 on the CPU. If kernels write them, `written` is the event that follows."""
         self._consensus, self._numbers, self._written = consensus, numbers, written
         self._work: Work | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the numbers are written, so that `begin` does not wait."""
+        return self._written is None or self._written.query()
 
     def begin(self) -> None:
         if self._written is not None:
@@ -95,6 +106,11 @@ class RankConsensus:
             last, self.last = self.last, None
             last.begin()
 
+    def poll(self) -> None:
+        """Start the last reduction if its numbers are ready; never waits. An early start lets `wait` return sooner."""
+        if self.last is not None and self.last.is_ready:
+            self.ask_last()
+
     def any_is(self, here: bool) -> bool:
         """Return whether `here` is true on any rank; waits for all of them."""
         return bool(self.ask(torch.tensor([here], dtype=torch.int64, device="cpu")).wait())
@@ -108,7 +124,9 @@ class Description(NamedTuple):
 
 
 class CapacityTracker:
-    """The capacity of captured steps, learned from the first batch and grown by later ones; the same on all ranks.
+    """The capacity of windows and captured steps, learned from the first batch and grown by later ones.
+
+    It is the same on all ranks.
 
     The sizes of a batch are [3 + 3 * T + tables] int64: 1 if there is no batch, 1 if it does not match the first one,
     and its number of samples; then T numbers of ids, one per feature, T numbers of ids in the largest bag, and T
@@ -140,7 +158,7 @@ class CapacityTracker:
         assert self._capacity is not None, "the capacity is learned from the first batch"
         return self._capacity
 
-    def learn(self, example: BatchTensors | None) -> bool:
+    def learn(self, example: BatchOfIds | None) -> bool:
         """Grow the capacity to the first batch, and return whether every rank has a batch; waits for all ranks."""
         if self.consensus.any_is(example is None) or example is None:
             return False
@@ -151,7 +169,7 @@ class CapacityTracker:
             self.grow(sizes)
         return True
 
-    def describe(self, batch: BatchTensors) -> Description:
+    def describe(self, batch: BatchOfIds) -> Description:
         """Return a batch's sizes, without distinct ids; for ids on a GPU, kernels on the current stream write sizes."""
         on_gpu = any(ids.values().is_cuda for ids in batch.ids)
         count = self._distinct_from + len(self._tables)
@@ -207,13 +225,17 @@ class CapacityTracker:
         none = torch.zeros((), dtype=torch.int64, device=self._device)
         return torch.stack([counts.get(table, none) for table in self._tables])
 
-    def describes(self, batch: BatchTensors) -> bool:
+    def describes(self, batch: BatchOfIds) -> bool:
         return bool(self._features) and _features(batch) == self._features
 
     def is_within(self, described: Description) -> bool:
         """Return whether a batch is within the capacity, without checking distinct ids; False if sizes are pending."""
         known = slice(_SAMPLES, self._distinct_from)
         return not described.are_pending and not (described.numbers.numpy()[known] > self._limits[known]).any()
+
+    def samples_of(self, sizes: np.ndarray) -> int:
+        """Return the greatest number of samples of a rank, at least 1."""
+        return max(1, int(sizes[_SAMPLES]))
 
     def are_captured(self, sizes: np.ndarray) -> bool:
         return not (sizes > self._limits).any()
@@ -243,7 +265,7 @@ class CapacityTracker:
                 distinct[table] = max(1, _grown(capacity, count))
         grown = BatchCapacity(max(int(numbers[_SAMPLES]), old.samples), sizes, ids, distinct)
         if self._capacity is not None and self.consensus.is_first:
-            log.info("train pipeline: a batch exceeds the capacity: steps are captured again, for %s", grown)
+            log.info("ids: a batch exceeds the capacity of windows and captured steps, which grows to %s", grown)
         self._capacity = grown
         self._limit()
 
@@ -266,5 +288,5 @@ def ended(sizes: np.ndarray) -> bool:
     return bool(sizes[_ENDED])
 
 
-def _features(batch: BatchTensors) -> list[str]:
+def _features(batch: BatchOfIds) -> list[str]:
     return [key for ids in batch.ids for key in ids.keys()]  # noqa: SIM118
