@@ -56,7 +56,7 @@ class WindowInput(Multistreamable):
     """number of this rank's samples"""
     by_torchrec: ByTorchRec | None = None
 
-    def record_stream(self, stream: torch.Stream) -> None:
+    def record_stream(self, stream: Any) -> None:
         for given in self.by_torchrec or (() if self.arrived is None else (self.arrived.ids,)):
             given.record_stream(stream)
 
@@ -178,8 +178,9 @@ class WindowInputDist:
         if self._current is None:
             return
         current = self._current()
-        for stream in {counted.stream, self._stream} - {None, current}:
-            current.wait_stream(stream)
+        for stream in (counted.stream, self._stream):
+            if stream is not None and stream != current:
+                current.wait_stream(stream)
         if current != counted.stream:
             counted.features.record_stream(current)
         self._stream = current

@@ -130,7 +130,11 @@ class DeviceIdPull(IdPull):
         """Return `arrived` with new memory in the place of tensors without memory."""
         if not self._exchange.in_new_memory:
             return arrived
-        return Bags(*(torch.empty_like(each, device=self._device) if _is_meta(each) else each for each in arrived))
+        (values, offsets), others = map(self._with_memory, arrived[:2]), arrived[2:]
+        return Bags(values, offsets, *(None if each is None else self._with_memory(each) for each in others))
+
+    def _with_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor
 
     def check(self) -> None:
         if self._record.empty:
@@ -143,10 +147,6 @@ class DeviceIdPull(IdPull):
         if bad := self._record.bad_arrival():
             shard, source, *rest = bad
             self._exchange.report(self._shards[shard], first_rank + source, *rest)
-
-
-def _is_meta(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.is_meta
 
 
 _GREATEST_INT32 = 2**31 - 1
