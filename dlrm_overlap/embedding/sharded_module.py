@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -28,7 +29,7 @@ from dlrm_overlap.torchrec_private import (
     ShardedEmbeddingBagCollection,
     maybe_td_to_kjt,
 )
-from dlrm_overlap.torchrec_private.attributes import first_wait, shardings_by_type
+from dlrm_overlap.torchrec_private.attributes import first_wait, send_ids, shardings_by_type
 
 
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
@@ -67,7 +68,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return (
             (by_default if self._input_dist_by == "auto" else self._input_dist_by) == "windows"
             and BACKENDS[self._resolved.backend].stores_to_peers
-            and len(self._exchanged) == len(self._shardings)
             and not self.cached
             and not self._is_weighted
             and self._module_fqn is not None
@@ -162,7 +162,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return awaitable
 
     def _request_by_windows(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]] | None:
-        """Return an awaitable of a list of one `WindowInput`; None if TorchRec must send the ids."""
+        """Return an awaitable of the ids of other shardings, then a `WindowInput`; None if TorchRec must send all."""
         # Pipelines want TorchRec's input_dist made by the first batch, which it sends.
         input_dist = self._window_input_dist
         if input_dist is None or self.takes_ids or self._has_uninitialized_input_dist or self._has_tracker:
@@ -174,8 +174,10 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             if not hasattr(self, "_divided_by"):
                 self._divided_by = self._rows_of_divisor(features.keys()).to(self._device)
             ctx.divisor = self._divisor(features)
-        awaited: Any = [request]
-        return KJTListSplitsAwaitable(awaited, ctx)
+        awaitables: list[Any] = []
+        if others := self._other_numbers:
+            awaitables, ctx.sharding_contexts = send_ids(self, others, features)
+        return KJTListSplitsAwaitable([*awaitables, request], ctx)
 
     def _send_by_torchrec(self, features: KeyedJaggedTensor) -> ByTorchRec:
         context: Any = self.create_context()
@@ -188,18 +190,24 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return bool(self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers))
 
     def prefetch(self, dist_input: KJTList, forward_stream: Any = None, ctx: Any = None) -> None:
-        if not isinstance(dist_input[0], WindowInput):  # else no table is cached
+        if not isinstance(dist_input[len(dist_input) - 1], WindowInput):
             super().prefetch(dist_input, forward_stream, ctx)
+            return
+        for ids, number in zip(dist_input, self._other_numbers, strict=False):
+            lookup: Any = self._lookups[number]
+            inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+            inner.prefetch(sparse_features=ids, forward_stream=forward_stream)
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         if self.exchange is None or not self._exchanged:
             return super().compute_and_output_dist(ctx, input)
-        given: Any = input[0]
+        given: Any = input[len(input) - 1]
         if (windows := self._window_input_dist) is not None:
             windows.poll()
         if windows is not None and isinstance(given, WindowInput):
             if given.by_torchrec is None:
-                return _of_samples(self._output(windows.start(given), {}, ctx.divisor), ctx.inverse_indices)
+                exchanged, others = windows.start(given), self._look_up_others(input, ctx.sharding_contexts)
+                return _of_samples(self._output(exchanged, others, ctx.divisor), ctx.inverse_indices)
             inverse = ctx.inverse_indices
             ctx, input = given.by_torchrec
             ctx.inverse_indices = inverse
@@ -216,12 +224,21 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         if windows is not None:  # then the exchange has one input
             ids = [_joined(ids, sum(batch_sizes))]
         exchanged = self.exchange.start(ids, batch_sizes)
-        others = {
-            i: output_dist(lookup(input[i]), ctx.sharding_contexts[i])
-            for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True))
-            if i not in self._exchanged
-        }
+        numbers = self._other_numbers
+        others = self._look_up_others([input[i] for i in numbers], [ctx.sharding_contexts[i] for i in numbers])
         return _of_samples(self._output(exchanged, others, ctx.divisor), ctx.inverse_indices)
+
+    @property
+    def _other_numbers(self) -> list[int]:
+        """The shardings that TorchRec looks up."""
+        return [i for i in range(len(self._lookups)) if i not in self._exchanged]
+
+    def _look_up_others(self, inputs: Any, contexts: Sequence[Any]) -> dict[int, Awaitable[torch.Tensor]]:
+        """Return the pooled embeddings of the shardings that TorchRec looks up, by number."""
+        return {
+            number: self._output_dists[number](self._lookups[number](inputs[i]), contexts[i])
+            for i, number in enumerate(self._other_numbers)
+        }
 
     def output_dist(self, ctx: Any, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
         return _of_samples(super().output_dist(ctx, output), ctx.inverse_indices if self._exchanged else None)

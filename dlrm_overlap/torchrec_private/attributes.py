@@ -66,17 +66,17 @@ def names_in_output(module: ShardedEmbeddingBagCollection) -> list[str]:
     return module._embedding_names
 
 
-def look_up(
+def send_ids(
     module: ShardedEmbeddingBagCollection, numbers: Sequence[int], features: KeyedJaggedTensor
-) -> list[torch.Tensor]:
-    """Return the pooled embeddings [b, D] of the shardings `numbers` of a module; a collective.
+) -> tuple[list[Any], list[EmbeddingShardingContext]]:
+    """Do what the module's `input_dist` does, for the shardings `numbers` only; a collective.
 
-    Does what the module's `input_dist` and `compute_and_output_dist` do, for these shardings only.
+    Returns an awaitable for each of these shardings, as `KJTListSplitsAwaitable` takes it, and a context.
     """
     if module._has_uninitialized_input_dist:
         module._create_input_dist(features.keys())
         module._has_uninitialized_input_dist = False
-    contexts, awaitables = list[Any](), list[Any]()
+    contexts, awaitables = list[EmbeddingShardingContext](), list[Any]()
     with torch.no_grad():
         if module._has_features_permute:
             order: Any = module._features_order_tensor
@@ -86,6 +86,18 @@ def look_up(
             ids = by_sharding[number]
             awaitables.append(module._input_dists[number](ids))
             contexts.append(EmbeddingShardingContext(batch_size_per_feature_pre_a2a=ids.stride_per_key()))
+    return awaitables, contexts
+
+
+def look_up(
+    module: ShardedEmbeddingBagCollection, numbers: Sequence[int], features: KeyedJaggedTensor
+) -> list[torch.Tensor]:
+    """Return the pooled embeddings [b, D] of the shardings `numbers` of a module; a collective.
+
+    Does what the module's `input_dist` and `compute_and_output_dist` do, for these shardings only.
+    """
+    awaitables, contexts = send_ids(module, numbers, features)
+    with torch.no_grad():
         context = EmbeddingBagCollectionContext(sharding_contexts=contexts)
         arrived = KJTListSplitsAwaitable(awaitables, context).wait().wait()
     pooled = [
