@@ -177,7 +177,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         awaitables: list[Any] = []
         if others := self._other_numbers:
             awaitables, ctx.sharding_contexts = send_ids(self, others, features)
-        return KJTListSplitsAwaitable([*awaitables, request], ctx)
+        awaitables.append(request)
+        return KJTListSplitsAwaitable(awaitables, ctx)
 
     def _send_by_torchrec(self, features: KeyedJaggedTensor) -> ByTorchRec:
         context: Any = self.create_context()

@@ -68,15 +68,16 @@ def names_in_output(module: ShardedEmbeddingBagCollection) -> list[str]:
 
 def send_ids(
     module: ShardedEmbeddingBagCollection, numbers: Sequence[int], features: KeyedJaggedTensor
-) -> tuple[list[Any], list[EmbeddingShardingContext]]:
+) -> tuple[list[Any], list[Any]]:
     """Do what the module's `input_dist` does, for the shardings `numbers` only; a collective.
 
-    Returns an awaitable for each of these shardings, as `KJTListSplitsAwaitable` takes it, and a context.
+    Returns an awaitable for each of these shardings, as `KJTListSplitsAwaitable` takes it, and an
+    `EmbeddingShardingContext`.
     """
     if module._has_uninitialized_input_dist:
         module._create_input_dist(features.keys())
         module._has_uninitialized_input_dist = False
-    contexts, awaitables = list[EmbeddingShardingContext](), list[Any]()
+    contexts, awaitables = list[Any](), list[Any]()
     with torch.no_grad():
         if module._has_features_permute:
             order: Any = module._features_order_tensor
