@@ -88,14 +88,16 @@ class RankConsensus:
         self.last: PendingResult | None = None
         """the result whose reduction has not started"""
 
-    def ask(self, numbers: torch.Tensor, are_pending: bool = False) -> PendingResult:
+    def ask(
+        self, numbers: torch.Tensor, are_pending: bool = False, event: torch.cuda.Event | None = None
+    ) -> PendingResult:
         """Return the pending elementwise maximum of `numbers`, [n] int64 on the CPU, over the ranks.
 
         If `are_pending`, kernels on the current stream have yet to write some of the numbers. Does not wait for them,
-        but for the kernels of the previous call.
+        but for the kernels of the previous call. `event` is recorded then, by default a new one.
         """
         self.ask_last()
-        written = self._current().record_event() if self._current is not None and are_pending else None
+        written = self._current().record_event(event) if self._current is not None and are_pending else None
         self.last = result = PendingResult(self, numbers, written)
         if written is None:
             self.ask_last()
@@ -121,6 +123,18 @@ class Description(NamedTuple):
     """[3 + 3 * T + tables] int64 on the CPU, see `CapacityTracker`"""
     are_pending: bool
     """True if kernels on the current stream have yet to write some of the numbers"""
+
+
+class SizesBuffer:
+    """Memory for the sizes of a batch, which takes longer to make than to fill."""
+
+    def __init__(self, count: int, features: int, pinned: bool) -> None:
+        self.numbers = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        """see `Description.numbers`"""
+        self.array = self.numbers.numpy()
+        self.of_features = self.numbers[_HEADER : _HEADER + 3 * features].view(3, features)
+        self.event = torch.cuda.Event() if pinned else None
+        """see `RankConsensus.ask`"""
 
 
 class CapacityTracker:
@@ -169,17 +183,20 @@ class CapacityTracker:
             self.grow(sizes)
         return True
 
-    def describe(self, batch: BatchOfIds) -> Description:
-        """Return a batch's sizes, without distinct ids; for ids on a GPU, kernels on the current stream write sizes."""
+    def describe(self, batch: BatchOfIds, into: SizesBuffer | None = None) -> Description:
+        """Return a batch's sizes, without distinct ids; for ids on a GPU, kernels on the current stream write sizes.
+
+        `into` is the memory, by default new.
+        """
         on_gpu = any(ids.values().is_cuda for ids in batch.ids)
-        count = self._distinct_from + len(self._tables)
-        pinned = on_gpu or (bool(self._tables) and self._device.type == "cuda")
-        numbers = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        numbers.numpy()[:_HEADER] = 0, 0, max((ids.stride() for ids in batch.ids), default=0)
-        rows, first = numbers[_HEADER : self._distinct_from].view(3, len(self._features)), 0
+        sizes = into or self.sizes_buffer(on_gpu or (bool(self._tables) and self._device.type == "cuda"))
+        sizes.array[:_HEADER] = 0, 0, max((ids.stride() for ids in batch.ids), default=0)
+        first = 0
         for ids in batch.ids:
             features = len(ids.keys())
-            lengths, part = ids.lengths().view(features, ids.stride()), rows[:, first : first + features]
+            lengths, part = ids.lengths().view(features, ids.stride()), sizes.of_features
+            if len(batch.ids) > 1:
+                part = part[:, first : first + features]
             first += features
             if lengths.is_cuda:
                 from dlrm_overlap.kernels.count_bags import count_bags  # needs Triton
@@ -187,19 +204,26 @@ class CapacityTracker:
                 count_bags(lengths.contiguous(), part)
             else:
                 part.copy_(reference.count_bags(lengths))
-        return Description(numbers, on_gpu)
+        return Description(sizes.numbers, on_gpu)
+
+    def sizes_buffer(self, pinned: bool) -> SizesBuffer:
+        return SizesBuffer(self._distinct_from + len(self._tables), len(self._features), pinned)
 
     @property
     def _distinct_from(self) -> int:
         return _HEADER + 3 * len(self._features)
 
     def ask(
-        self, described: Description | None, ids: Sequence[KeyedJaggedTensor] = (), is_mismatch: bool = False
+        self,
+        described: Description | None,
+        ids: Sequence[KeyedJaggedTensor] = (),
+        is_mismatch: bool = False,
+        event: torch.cuda.Event | None = None,
     ) -> PendingResult:
         """Return the pending maximum of the sizes over all ranks; every rank calls this for every batch.
 
         `described` is None if this rank has no batch. `ids` are all ids of the batch, or copies of them on the device;
-        the distinct ids of unpooled tables are counted in them.
+        the distinct ids of unpooled tables are counted in them. For `event` see `RankConsensus.ask`.
         """
         if described is None:
             numbers, are_pending = torch.zeros(len(self._limits), dtype=torch.int64, device="cpu"), False
@@ -210,7 +234,7 @@ class CapacityTracker:
             if self._tables:
                 numbers[self._distinct_from :].copy_(self._count_distinct(ids), non_blocking=True)
                 are_pending |= self._device.type == "cuda"
-        return self.consensus.ask(numbers, are_pending)
+        return self.consensus.ask(numbers, are_pending, event)
 
     def _count_distinct(self, all_ids: Sequence[KeyedJaggedTensor]) -> torch.Tensor:
         counts = dict[str, torch.Tensor]()

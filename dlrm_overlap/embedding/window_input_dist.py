@@ -26,7 +26,7 @@ from torchrec.streamable import Multistreamable
 from dlrm_overlap.comm.arena import Arena, open_arena
 from dlrm_overlap.comm.order import CurrentStream, uncompiled
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, CpuIdExchange, IdExchange
-from dlrm_overlap.embedding.capacity import CapacityTracker, PendingResult, RankConsensus
+from dlrm_overlap.embedding.capacity import CapacityTracker, PendingResult, RankConsensus, SizesBuffer
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable, poison_on_error
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.options import ExchangeContext
@@ -66,6 +66,8 @@ class Counted(NamedTuple):
 
     features: KeyedJaggedTensor
     sizes: PendingResult
+    buffer: SizesBuffer | None
+    """the memory of the sizes, if they were counted"""
     by_torchrec: SendByTorchRec
     stream: torch.cuda.Stream | None
     """on which the features are ready; None on a CPU"""
@@ -99,6 +101,8 @@ class WindowInputDist:
         """stream of the last `send`"""
         self._tracker: CapacityTracker | None = None
         self._keys: list[str] = []
+        self._buffers: list[SizesBuffer] = []
+        """those in which no sizes are"""
         self._arena: Arena | None = None
         self._ids: IdExchange | None = None
         self._is_off = False
@@ -140,10 +144,13 @@ class WindowInputDist:
             return None
         tracker = self._tracker
         assert tracker is not None
-        known = batch is not None and features.keys() == self._keys
-        sizes = tracker.ask(tracker.describe(batch) if known and batch is not None else None)
+        buffer, described = None, None
+        if batch is not None and features.keys() == self._keys:
+            buffer = self._buffers.pop() if self._buffers else tracker.sizes_buffer(pinned=self._current is not None)
+            described = tracker.describe(batch, buffer)
+        sizes = tracker.ask(described, event=buffer and buffer.event)
         stream = self._current() if self._current is not None else None
-        return _Request(self, Counted(features, sizes, by_torchrec, stream))
+        return _Request(self, Counted(features, sizes, buffer, by_torchrec, stream))
 
     def _learn(self, first: _Batch | None) -> bool:
         """Learn the capacity from the first batch; return False, on all ranks, if its ids cannot be sent."""
@@ -166,12 +173,15 @@ class WindowInputDist:
         self._join_streams(counted)
         if is_beyond := tracker.are_beyond(greatest):
             tracker.grow(greatest)
-        if not tracker.are_captured(greatest):  # a rank has other features
+        most, has_other_features = tracker.samples_of(greatest), not tracker.are_captured(greatest)
+        if counted.buffer is not None:
+            self._buffers.append(counted.buffer)
+        if has_other_features:  # on some rank
             return WindowInput(None, samples, counted.by_torchrec())
         if self._ids is None or is_beyond:
             self._open(tracker)
         assert self._ids is not None
-        return WindowInput(self._ids.send(counted.features, tracker.samples_of(greatest)), samples)
+        return WindowInput(self._ids.send(counted.features, most), samples)
 
     def _join_streams(self, counted: Counted) -> None:
         """Let the current stream follow what made the features, and the last `send`, whose epoch comes before."""
@@ -189,7 +199,7 @@ class WindowInputDist:
     def start(self, given: WindowInput) -> PooledAwaitable:
         """Start the step of ids that have arrived; see `Exchange.start`."""
         assert given.arrived is not None, "ids that TorchRec has not sent"
-        awaitable = self._exchange.start_step(Step([given.arrived.ids], given.arrived.batch))
+        awaitable = self._exchange.start_step(Step([given.arrived.ids], given.arrived.batch, repeats=True))
         awaitable.samples = given.samples
         return awaitable
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -24,8 +25,17 @@ from dlrm_overlap.embedding.windows import DeviceSignals, Signals, WindowPair, o
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
 from dlrm_overlap.kernels.ids.id_map import Claims
-from dlrm_overlap.kernels.launches import StepCache
-from dlrm_overlap.kernels.pull_ids import ANY_ID, BLOCK_IDS, Arrivals, Published, locate_ids, pull_ids, pull_tasks
+from dlrm_overlap.kernels.launches import Launch, StepCache, prepared
+from dlrm_overlap.kernels.pull_ids import (
+    ANY_ID,
+    BLOCK_IDS,
+    Arrivals,
+    Published,
+    arguments_of,
+    prepare_locate,
+    prepare_pull,
+    pull_tasks,
+)
 from dlrm_overlap.kernels.store_words import store_words
 
 
@@ -40,7 +50,8 @@ class Bags(NamedTuple):
     """[n] int32: the ids' high words, see `ArrivedIds.high`"""
 
 
-class _Prepared(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Prepared:
     arrivals: Arrivals
     tasks: torch.Tensor
     arrived: list[Bags]
@@ -117,14 +128,26 @@ class DeviceIdPull(IdPull):
 
     def __call__(self, samples: int, buffer_index: int) -> Bags:
         found = self._prepared.get(samples, self._prepare, samples)
-        published, status = self._published[buffer_index], self._record.status
-        locate_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
-        bags, lengths = self._allocated(found.arrived[buffer_index]), not self._known
-        pull_ids(
-            published, found.arrivals, found.tasks, bags.values, bags.offsets, bags.weights, status, samples,
-            lengths=lengths, check=self._looks, high=bags.high,
-        )  # fmt: skip
+        bags = self._allocated(found.arrived[buffer_index])
+        arrived = arguments_of(bags)
+        locate, pull = self._launches(arrived, bags.weights is not None, found, samples, buffer_index)
+        locate()
+        pull(*arrived)
         return bags
+
+    @prepared
+    def _launches(
+        self, arrived: Sequence[torch.Tensor], weighted: bool, found: _Prepared, samples: int, buffer_index: int
+    ) -> tuple[Launch, Launch]:
+        """Return the launches that locate ids and that pull them to tensors like `arrived`; see `arguments_of`."""
+        values, offsets, weights, high = arrived
+        published, status, lengths = self._published[buffer_index], self._record.status, not self._known
+        where = published, found.arrivals
+        bags = values, offsets, weights if weighted else None, high if self._ids.wide else None
+        return (
+            prepare_locate(*where, status, samples, lengths, self._ids.known_total(samples)),
+            prepare_pull(*where, found.tasks, bags, status, samples, lengths, self._looks),
+        )
 
     def _allocated(self, arrived: Bags) -> Bags:
         """Return `arrived` with new memory in the place of tensors without memory."""
@@ -134,7 +157,9 @@ class DeviceIdPull(IdPull):
         return Bags(values, offsets, *(None if each is None else self._with_memory(each) for each in others))
 
     def _with_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor
+        if not tensor.is_meta:
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)  # empty_like takes ten times as long
 
     def check(self) -> None:
         if self._record.empty:
@@ -310,6 +335,8 @@ class IdExchange:
         elif values.dtype != torch.int32:
             # Ids beyond int32 stay outside every table: a table has at most 2^31 - 1 rows.
             values = values.clamp(-1, _GREATEST_INT32)
+            window[:here].copy_(values[:here])
+        elif self.in_new_memory:  # in eager steps, where a copy has the priority of its stream
             window[:here].copy_(values[:here])
         else:
             _store(window[:here], values[:here])

@@ -98,7 +98,7 @@ def test_an_answer_waits_for_no_later_question(world_of_one: dist.ProcessGroup) 
         def synchronize(self) -> None:
             self.waits += 1
 
-        def record_event(self) -> "Written":
+        def record_event(self, _: Any) -> "Written":
             return self
 
     agreement, first, second = RankConsensus(world_of_one, lambda: None), Written(), Written()
