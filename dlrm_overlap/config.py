@@ -330,8 +330,12 @@ class IdTablesConfig:
     """rows of each table of any id, one value or one per such table; rounded up to a multiple of 128 times the number
     of ranks. 1 of 128 rows is kept for ids without a row"""
     admit_after: PositiveInt = 1
-    """number of times that an id must be seen before it gets a row; 1 gives it one at once. Ids are counted in a sketch
-    that may count an id too often, never too seldom"""
+    """number of times that an id must be seen before it gets a row; 1 gives it one at once. Ids are counted in a
+    sketch, which may count too many, and which forgets (admit_memory)"""
+    admit_memory: PositiveFloat | None = 1.0
+    """admit_after: how many sightings the sketch remembers. A bucket of 128 rows has 128 counters. Once their mean is
+    admit_memory * (admit_after - 1), all are halved, so that only recent sightings count. null: never, so in the end
+    every new id seems to have been seen and gets a row at once"""
     admit_share: Share = 1.0
     """share of the ids that may get a row, chosen by a hash of the id"""
     eviction: Literal["none", "lru", "lfu", "distance_lfu", "ttl"] = "lru"
@@ -466,16 +470,21 @@ class TrainConfig:
     """capture the dense part's forward and backward as CUDA graphs (GPU), if the whole step is not captured"""
     compile_dense: bool = False
     """compile the dense part by torch.compile, which takes a minute the first time and seconds later; on CPUs it needs
-    a C++ compiler"""
+    a C++ compiler. With pipeline graph, small MLPs in fp32 (up to 4 layers of 128) are one kernel each way instead"""
+    cross_kernel: Literal["auto", "triton", "cutlass"] = "auto"
+    """pipeline graph, bf16, compile_dense: how a cross layer computes its output. triton: cuBLAS's product, then an
+    elementwise kernel. cutlass: a product whose epilogue does the elementwise work; needs the extra cutlass and GPUs of
+    compute capability 9.0. auto: cutlass where possible"""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
     """pipeline graph: data type in which dense gradients are sent"""
     dense_reduce: Literal["auto", "collective", "stores"] = "auto"
     """pipeline graph: how dense gradients are averaged over the ranks. collective: by NCCL (gloo on CPU). stores:
     kernels load and store in the peers' memory. auto: stores if all ranks are GPUs of one node"""
-    dense_update: Literal["auto", "all", "owner"] = "auto"
+    dense_update: Literal["auto", "all", "owner", "owner_deferred"] = "auto"
     """pipeline graph: which ranks update a dense weight. all: every rank. owner: the rank that averages its gradient,
     which then stores it as bf16 at all ranks; needs precision bf16, flat_dense and dense_reduce stores, else all do,
-    with a warning. auto: owner where possible"""
+    with a warning. owner_deferred: owner, but the last bucket is updated while the next step looks up rows. auto: owner
+    where possible"""
     pipeline: Literal["auto", "torchrec", "graph"] = "auto"
     """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
     whole steps are CUDA graphs (pgas and fused only). auto: graph on GPUs where possible"""

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from dlrm_overlap.kernels.bags import EVERY_BAG, Partials
-from dlrm_overlap.kernels.dense.arguments import GROUP, LINE, CrossGradient, FlatUpdate
+from dlrm_overlap.kernels.dense.arguments import GROUP, LINE, CrossGradient, FlatUpdate, MLPShape
 from dlrm_overlap.kernels.ids.id_map import unsigned_remainder
 from dlrm_overlap.kernels.optimizer_params import OptimizerParams
 from dlrm_overlap.kernels.row_cache import MOST_USES, CacheState, Swaps
@@ -433,6 +434,53 @@ def gradient_of_interaction(gradient: torch.Tensor, embeddings: torch.Tensor, fe
     result = torch.bmm(pairs + pairs.transpose(1, 2), each)
     result[:, 0] += gradient[:, :dim]
     out.copy_(result.flatten(1))
+
+
+def mlp(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    shape: MLPShape,
+    z: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    activate = nn.functional.gelu if shape.gelu else torch.relu
+    written = []
+    for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True), 1):
+        x = nn.functional.linear(x, weight, bias)
+        if layer < shape.layers or not shape.ends_linear:
+            written.append(x)
+            x = activate(x)
+    if written:
+        z.copy_(torch.cat(written, dim=1))
+    out.copy_(x)
+
+
+def gradient_of_mlp(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    shape: MLPShape,
+    z: torch.Tensor,
+    partial_sums: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Write the gradient of x, and in the first row of `partial_sums` those of the parameters; its others are 0."""
+    sums = z.split(list(shape.widths[1 : len(shape.widths) - shape.ends_linear]), dim=1)
+    activated = [x, *((nn.functional.gelu(each) if shape.gelu else each.relu()) for each in sums)]
+    found: list[torch.Tensor] = []
+    for layer in reversed(range(shape.layers)):
+        if layer < len(sums):
+            gradient = _gradient_before(gradient, sums[layer], shape.gelu)
+        found = [(gradient.t() @ activated[layer]).flatten(), gradient.sum(0), *found]
+        gradient = gradient @ weights[layer]
+    partial_sums.zero_()
+    partial_sums[0] = torch.cat(found)
+    out.copy_(gradient)
+
+
+def _gradient_before(gradient: torch.Tensor, z: torch.Tensor, gelu: bool) -> torch.Tensor:
+    return torch.ops.aten.gelu_backward(gradient, z) if gelu else gradient.where(z > 0, 0)
 
 
 def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import gc
 import json
+import logging
 import os
 import resource
 import socket
@@ -64,6 +65,18 @@ def world_of_one() -> Iterator[dist.ProcessGroup]:
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Leave out what torch logs: it gives some warnings once in a process, so in whichever test comes first."""
+
+    def is_not_of_torch(record: logging.LogRecord) -> bool:
+        return record.name.partition(".")[0] != "torch"
+
+    caplog.handler.addFilter(is_not_of_torch)
+    yield caplog
+    caplog.handler.removeFilter(is_not_of_torch)
 
 
 # Each makes something that is not a file: to read it fails, blocks for ever or does not end.

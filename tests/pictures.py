@@ -5,6 +5,7 @@ Text stays text in the SVG, so `test_pages.py` compares its numbers with the row
 
 import re
 from pathlib import Path
+from statistics import fmean
 
 from dlrm_overlap.bench.step_contenders import expand
 from tests.calibration import read_rows
@@ -65,8 +66,7 @@ LEARNING = FOLDER / "learning/movielens.svg"
 _LEARNING_ROWS = {"DLRM": "learning/movielens.csv", "DLRM with attention": "learning/movielens_attention.csv"}
 _LEARNING_STYLES = {"torchrec": ("-", "#e45756"), "pgas": ("--", "#4c78a8"), "pgas_bf16": (":", "#54a24b")}
 
-DRIFT = FOLDER / "drift.svg"
-DRIFT_ROWS = "drift.csv"
+DRIFTS = ("drift", "drift_gpus")  # names of files of rows, and of their pictures
 # Contenders of `bench drift`, and the colors and styles of their lines.
 _DESIGNS = {
     "modulus": ("#9d9da1", "-"),
@@ -74,7 +74,9 @@ _DESIGNS = {
     "any_lfu": ("#e45756", "-"),
     "any_distance_lfu": ("#54a24b", "-"),
     "any": ("#4c78a8", "-"),
-    "any_admit_2": ("#4c78a8", ":"),
+    "any_admit_2": ("#b279a2", "-"),
+    "any_admit_2_forever": ("#b279a2", ":"),
+    "mpzch": ("#f58518", "-"),
     "unlimited": ("black", "--"),
 }
 
@@ -209,29 +211,31 @@ def draw_learning() -> None:
     _write(figure, LEARNING)
 
 
-def drift_curves() -> dict[str, list[float]]:
-    """Return for the label of each contender of `bench drift` its NE day by day, means over the seeds.
+def drift_curves(name: str) -> dict[str, tuple[str, list[float]]]:
+    """Return for each contender in the rows of `bench drift` its label, and its NE day by day, means over the seeds.
 
     A label ends in the NE of the last day.
     """
-    rows = read(DRIFT_ROWS)
+    rows = read(f"{name}.csv")
     found = {}
-    for name in _DESIGNS:
-        own = [row for row in rows if row["contender"] == name]
-        by_day = [[float(row["ne"]) for row in own if int(row["day"]) == day + 1] for day in range(int(own[0]["days"]))]
-        means = [sum(each) / len(each) for each in by_day]
-        found[f"{name}: {means[-1]:.3f}"] = means
+    for contender in _DESIGNS:
+        own = [row for row in rows if row["contender"] == contender]
+        if own:
+            days = range(1, int(own[0]["days"]) + 1)
+            means = [fmean(float(row["ne"]) for row in own if int(row["day"]) == day) for day in days]
+            found[contender] = (f"{contender}: {means[-1]:.3f}", means)
     return found
 
 
-def draw_drift() -> None:
-    """Write `DRIFT`: NE of each day while new ids replace old ones, for each way to give ids their rows."""
+def draw_drift(name: str) -> None:
+    """Write a picture of `DRIFTS`: NE of each day while new ids replace old ones, for each way to give ids rows."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(8, 3.2))
-    curves = drift_curves()
-    for (label, means), (color, style) in zip(curves.items(), _DESIGNS.values(), strict=True):
+    curves = drift_curves(name)
+    for contender, (label, means) in curves.items():
+        color, style = _DESIGNS[contender]
         axes.plot(range(1, len(means) + 1), means, style, color=color, label=label)
-    later = [value for means in curves.values() for value in means[2:]]
+    later = [value for _, means in curves.values() for value in means[2:]]
     axes.set_ylim(min(later) - 0.005, max(later) + 0.015)  # the first days are above
     axes.set_xlabel("simulated day")
     axes.set_ylabel("NE before training (less is better)")
@@ -239,7 +243,7 @@ def draw_drift() -> None:
     axes.legend(
         frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), title="contender: NE of day 30"
     )
-    _write(figure, DRIFT)
+    _write(figure, FOLDER / f"{name}.svg")
 
 
 def _pyplot():
@@ -272,4 +276,5 @@ if __name__ == "__main__":
     draw_timelines()
     draw_curves()
     draw_learning()
-    draw_drift()
+    for name in DRIFTS:
+        draw_drift(name)

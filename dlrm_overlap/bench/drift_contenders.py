@@ -19,6 +19,7 @@ class Design:
 
 _OURS = {"embedding.backend": "pgas"}
 _EVICTION = "embedding.id_tables.eviction"
+_ADMIT_2 = _OURS | {_EVICTION: "lru", "embedding.id_tables.admit_after": 2}
 
 DRIFT_CONTENDERS: Mapping[str, Design] = {
     "modulus": Design(_OURS, hashed=True),
@@ -27,7 +28,8 @@ DRIFT_CONTENDERS: Mapping[str, Design] = {
     "any": Design(_OURS | {_EVICTION: "lru"}),
     "any_lfu": Design(_OURS | {_EVICTION: "lfu"}),
     "any_distance_lfu": Design(_OURS | {_EVICTION: "distance_lfu"}),
-    "any_admit_2": Design(_OURS | {_EVICTION: "lru", "embedding.id_tables.admit_after": 2}),
+    "any_admit_2": Design(_ADMIT_2),
+    "any_admit_2_forever": Design(_ADMIT_2 | {"embedding.id_tables.admit_memory": None}),
     "unlimited": Design(_OURS | {_EVICTION: "none"}, rows="unlimited"),
 }
 DRIFT_USUAL = tuple(name for name in DRIFT_CONTENDERS if name != "mpzch")

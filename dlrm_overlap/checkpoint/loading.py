@@ -9,7 +9,8 @@ With another number of buckets an id has another bucket, so what is stored of a 
 
 Bucket b of B has the initial row of stored bucket b modulo S. If B is a multiple of S, the ids of b were in that
 bucket, so no id's initial row changes. If B or S is a multiple of the other, the sketch of b becomes the greatest
-counters of the stored buckets that had ids of b, so it counts no id too seldom. Else it begins empty.
+counters of the stored buckets that had ids of b, which `IdMap.rebuild` halves if they add up to too much. Else it
+begins empty.
 """
 
 import logging

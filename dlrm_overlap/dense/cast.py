@@ -32,6 +32,7 @@ class CastWeights:
         self.in_float32 = {*self._others, *(self._name_of[parameter] for parameter in in_float32)}
         """names of parameters that the model reads in float32"""
         self._complete: Callable[[str], None] = lambda _: None
+        self._before_reading: Callable[[], None] = lambda: None
         self._taken: dict[str, torch.Tensor] = {}
         self._later: list[tuple[list[str], Write]] = []
         self._written: set[str] = set()
@@ -50,6 +51,10 @@ class CastWeights:
         """
         self._complete = complete
 
+    def on_read(self, before_reading: Callable[[], None]) -> None:
+        """Call `before_reading` before a forward reads a low-precision copy, possibly several times a step."""
+        self._before_reading = before_reading
+
     def begin(self) -> None:
         """Begin a step: gradients are views of the flat tensor, zero for parameters that are not cast."""
         self._taken, self._later, self._written = {}, [], set()
@@ -66,6 +71,7 @@ class CastWeights:
 
     def shadow(self, parameter: nn.Parameter) -> torch.Tensor:
         assert self.flat.shadow is not None, "the parameters were made flat without shadow_dtype"
+        self._before_reading()
         return self.flat.shadow.views[self._name_of[parameter]]
 
     def later(self, parameters: Iterable[nn.Parameter], write: Write) -> None:

@@ -1,15 +1,17 @@
-"""The low-rank cross network as one autograd function: cuBLAS products, and one elementwise kernel per layer.
+"""The low-rank cross network as one autograd function: matrix products, and one elementwise kernel per layer.
 
 Notation is that of `kernels.dense.cross`. Tensors are stacked from the last layer to the first, as in the flat
 gradient, so that the weight gradients of all layers are one batched product.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from importlib import import_module, metadata
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.functions import Write, kernels_on, product_into
 from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, stack
 
@@ -25,11 +27,74 @@ class CrossLayer(NamedTuple):
     """[N] float32"""
 
 
+QUACK = "0.6."
+"""beginning of the version of quack-kernels, whose interface changes; as in pyproject.toml"""
+
 Later = Callable[[str, Write], None]
 """takes a field name of `CrossLayer`, and a `Write` for this parameter of all layers"""
 
 
-def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later) -> torch.Tensor:
+class ComputeLayer(Protocol):
+    """Writes w = narrow @ layer.w^T and out = x0 * (w + layer.bias) + x; `x` is `x0` for the first layer."""
+
+    def __call__(
+        self,
+        narrow: torch.Tensor,
+        layer: CrossLayer,
+        x0: torch.Tensor,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None: ...
+
+
+def _by_two_kernels(
+    narrow: torch.Tensor, layer: CrossLayer, x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor
+) -> None:
+    torch.mm(narrow, layer.w.t(), out=w)  # autocast ignores products with `out`
+    kernels_on(x0.device, "cross").add_layer(x0, x, w, layer.bias, out)
+
+
+def _by_one_kernel(
+    narrow: torch.Tensor, layer: CrossLayer, x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor
+) -> None:
+    kernels = import_module("dlrm_overlap.kernels.dense.cross_product")
+    is_aligned = all(each % kernels.ALIGNED == 0 for each in layer.w.shape) and x0.data_ptr() % 16 == 0
+    if x0.dtype == torch.bfloat16 and is_aligned and len(layer.w) >= kernels.NARROWEST:
+        kernels.add_layer(narrow, layer.w, x0, x, layer.bias, w, out)
+    else:
+        _by_two_kernels(narrow, layer, x0, x, w, out)
+
+
+def compute_layer(kind: str, device: torch.device) -> ComputeLayer:
+    """Return how layers are computed on a device; `kind` is `train.cross_kernel`.
+
+    Raises:
+        InputError: if the kind is cutlass, and the device or the installed packages do not support it.
+    """
+    reason = "" if kind == "triton" else why_not_one_kernel(device)
+    if kind == "cutlass" and reason:
+        raise InputError(f"train.cross_kernel: cutlass, but {reason}; or take auto or triton")
+    return _by_two_kernels if kind == "triton" or reason else _by_one_kernel
+
+
+def why_not_one_kernel(device: torch.device) -> str:
+    """Return why a layer's product cannot do the elementwise work as its epilogue; empty if it can."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if not is_nvidia or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"{device} is no GPU of compute capability 9.0, such as an H100; take one"
+    try:
+        version = metadata.version("quack-kernels")
+    except metadata.PackageNotFoundError:
+        return 'quack-kernels is not installed; run pip install "dlrm-overlap[cutlass]"'
+    if not version.startswith(QUACK):
+        return f'quack-kernels is {version}, and must be {QUACK}*; run pip install "dlrm-overlap[cutlass]"'
+    return ""
+
+
+def cross(
+    x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later, compute: ComputeLayer = _by_two_kernels
+) -> torch.Tensor:
     """Return the cross network's output [b, N], in the dtype of x0; differentiable once.
 
     Layer l computes x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, sections 3.2
@@ -42,16 +107,18 @@ def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later) -> torch
         later: called in the backward for bias, v and w, in this order, with a function that writes the gradients. Call
             this function once, on the backward's stream. During the products for v, multiprocessors are free to send
             the gradient of x0, so v precedes w.
+        compute: see `compute_layer`.
     """
     assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
-    return _Cross.apply(x0, later, *(tensor.detach() for layer in layers for tensor in layer))  # type: ignore[no-any-return]
+    return _Cross.apply(x0, later, compute, *(tensor.detach() for layer in layers for tensor in layer))  # type: ignore[no-any-return]
 
 
 class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x0: torch.Tensor, later: Later, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x0: torch.Tensor, later: Later, compute: ComputeLayer, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         layers = _layers(parameters)
-        kernels = kernels_on(x0.device, "cross")
         inputs, products = stack(len(layers) - 1, x0), stack(len(layers), x0)  # x_{L-1} .. x_1; w_0 ..
         narrow = x0.new_empty(len(layers), len(x0), len(layers[0].v))
         output = torch.empty_like(x0)
@@ -59,10 +126,9 @@ class _Cross(torch.autograd.Function):
         # x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l
         for index, layer in enumerate(layers):
             left = len(layers) - 1 - index
-            torch.mm(x, layer.v.t(), out=narrow[left])  # [b, R]; autocast ignores products with `out`
-            torch.mm(narrow[left], layer.w.t(), out=products[index])  # [b, N]
+            torch.mm(x, layer.v.t(), out=narrow[left])  # [b, R]
             after = inputs[left - 1] if left > 0 else output
-            kernels.add_layer(x0, x, products[index], layer.bias, after)
+            compute(narrow[left], layer, x0, x, products[index], after)
             x = after
         ctx.later = later
         ctx.save_for_backward(x0, inputs, products, narrow, *parameters)
@@ -106,7 +172,7 @@ class _Cross(torch.autograd.Function):
         ctx.later("bias", write_bias)
         ctx.later("v", write_v)
         ctx.later("w", write_w)
-        return dx, None, *(None for _ in parameters)
+        return dx, None, None, *(None for _ in parameters)
 
 
 def _layers(tensors: Sequence[torch.Tensor]) -> list[CrossLayer]:

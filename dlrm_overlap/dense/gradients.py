@@ -1,6 +1,6 @@
 """The mean of the flat gradient over the ranks, in buckets that are reduced during the backward."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
@@ -16,15 +16,18 @@ from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.kernels.dense.arguments import BLOCK
 
 if TYPE_CHECKING:
-    from dlrm_overlap.dense.owner_updates import OwnerUpdates
+    from dlrm_overlap.dense.owner_updates import DeferredRange, OwnerUpdates
 
 
 class OwnedSteps(NamedTuple):
     """The optimizer's steps that the owners of the gradients' shares take."""
 
     steps: FlatSteps
-    in_float32: Collection[str]
+    in_float32: Set[str]
     """names of parameters that the model reads in float32"""
+    defers_last: bool = False
+    """True updates the last bucket in the next step (`owner_updates.DeferredRange`), if there are several buckets and
+    the model reads none of its parameters in float32"""
 
 
 class CollectiveReduction:
@@ -125,7 +128,8 @@ class GradientBuckets:
         elif owned is not None:
             from dlrm_overlap.dense import owner_updates  # imports Triton, which CPUs may not have
 
-            self._reduction = self.owners = owner_updates.OwnerUpdates(flat, group, dtype, self.ranges, stores, *owned)
+            about = flat, group, dtype, self.ranges, stores, owned.steps, owned.in_float32
+            self._reduction = self.owners = owner_updates.OwnerUpdates(*about)
         else:
             from dlrm_overlap.dense.stores import StoreReduction  # imports Triton, which CPUs may not have
 
@@ -135,6 +139,12 @@ class GradientBuckets:
         on_gpu = flat.device.type == "cuda" and self._ranks > 1
         # Same priority as the exchange's stores (embedding/backends/push.py), as the step waits for both.
         self._stream = torch.cuda.Stream(flat.device, priority=-2) if on_gpu else None
+        self.deferred: DeferredRange | None = None
+        """the last bucket, if its owners update it in the next step"""
+        if owned is not None and owned.defers_last and len(self._buckets) > 1:
+            assert self.owners is not None
+            if not owned.in_float32 & set(self._buckets[-1].names):
+                self.deferred = owner_updates.DeferredRange(self.owners, self.ranges, self._stream, self._order)
         self._filled_on: set[torch.cuda.Stream] = set()
         self._adopted: list[torch.Tensor] = []
         """gradients that `_stream` copies, kept until the current stream has waited for `_stream`"""
@@ -171,9 +181,11 @@ class GradientBuckets:
         """Do what `finish` does, but make the current stream wait for one range of the flat gradient at a time.
 
         A range is [first, end) in elements, multiples of `BLOCK`; its gradients may be read once it is yielded, or its
-        weights if owners have updated them. Exhaust the iterator: its ranges cover all elements, first the shards, then
-        the other parameters in order.
+        weights if owners have updated them, except for a deferred bucket. Exhaust the iterator: its ranges cover all
+        elements, first the shards, then the other parameters in order.
         """
+        if self.deferred is not None:
+            self.deferred.wait()
         self._note_stream()
         waiting = self._waiting()
         if self._without is None:
@@ -181,7 +193,7 @@ class GradientBuckets:
             self._without = waiting - self._flat.idle
         elif waiting != self._without:
             self._refuse(waiting - self._without, self._without - waiting)
-        for number in range(self._next, len(self._buckets)):
+        for number in range(self._next, self._reduced_here):
             self._reduce(number)
         self._adopted += self._flat.adopt_gradients()  # with one rank all gradients, else those of shards
         self._begin()
@@ -231,9 +243,14 @@ class GradientBuckets:
             )
         self._note_stream()
         bucket.waiting.remove(name)
-        while self._without is not None and self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+        while self._without is not None and self._next < self._reduced_here and not self._buckets[self._next].waiting:
             self._reduce(self._next)
             self._next += 1
+
+    @property
+    def _reduced_here(self) -> int:
+        """Number of buckets that the step reduces itself."""
+        return len(self._buckets) - (self.deferred is not None and self.deferred.is_begun)
 
     def _note_stream(self) -> None:
         if self._stream is not None:

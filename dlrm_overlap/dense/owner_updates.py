@@ -15,6 +15,11 @@ own flag of the range afterwards.
   MLP, which reads the parameters; the deferred products that follow read none. So r's reads of step e have ended.
 - *After:* r's next forward follows its wait for the flags e of all owners and ranges. So it reads new weights only.
 
+The last range may be deferred (`DeferredRange`): its ready e and its update come at the beginning of step e + 1, while
+rows are looked up. The proof holds, since r waits for the flags before its forward reads weights of the range, so also
+before its backward writes gradients there. If the range is updated between two steps instead, the second step signals e
+again, and changes nothing, because the lines are masked.
+
 The same holds for the float32 weights that a model reads, such as biases that it does not cast. For gradients the proof
 in `dense.stores` applies: an owner signals after it has read them.
 
@@ -23,6 +28,7 @@ in `dense.stores` applies: an owner signals after it has read them.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -76,12 +82,17 @@ class OwnerUpdates(StoreReduction):
         self._shared = SharedWeights(gradients, weights, shadows, float32_lines)
         self.is_stale = False
         """True if the other ranks' shares of float32 weights and states are out of date; the caller sets it"""
+        self._reduced = 0
+        """ranges that `reduce` was called for since `arrivals`"""
+        self._masked: tuple[torch.Tensor, torch.Tensor] | None = None
+        """lines of `FlatUpdate.rows`, and their values"""
 
     @torch.no_grad()
     def reduce(self, number: int) -> None:
         if number == 0:
             self._steps.begin()
         super().reduce(number)
+        self._reduced = number + 1
 
     def _average(self, piece: GradientPiece) -> None:
         update_share(
@@ -100,11 +111,29 @@ class OwnerUpdates(StoreReduction):
 
     @torch.no_grad()
     def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
-        """Make the current stream wait for all new weights, then yield the number of elements once."""
+        """Make the current stream wait for the new weights of all reduced ranges, then yield `shared_end` once."""
+        self.wait_last(stream)
+        yield self._flat.shared_end
+
+    def wait_last(self, stream: torch.cuda.Stream | None) -> None:
+        """Make the current stream wait for the range that was reduced last, and with it for all before."""
         if stream is not None:
             torch.cuda.current_stream(self._flat.device).wait_stream(stream)
-        self._wait(self._cut[-1].pieces[-1].slot)
-        yield self._flat.shared_end
+        self._wait(self._cut[self._reduced - 1].pieces[-1].slot)
+
+    def mask(self, elements: tuple[int, int]) -> None:
+        """Let updates leave the elements [first, end) unchanged until `unmask`, after earlier work of the stream."""
+        first, end = elements
+        lines = self._steps.update.rows[first // LINE : end // LINE]
+        self._masked = lines, lines.clone()
+        lines.fill_(-1)
+
+    def unmask(self) -> None:
+        """Undo `mask`, after earlier work of the current stream."""
+        if self._masked is not None:
+            lines, values = self._masked
+            lines.copy_(values)
+            self._masked = None
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -132,3 +161,61 @@ class OwnerUpdates(StoreReduction):
         self._flat.keep_weights_in(
             torch.empty_like(self._flat.weights.tensor), torch.empty_like(self._flat.shadow.tensor)
         )
+
+
+class DeferredRange:
+    """The last range of the gradient, which every step except the first updates for the step before.
+
+    A step calls `reduce`, then `wait` before it reads weights of the range or writes its gradients. All steps issue the
+    same kernels, so that they can be captured.
+    """
+
+    def __init__(
+        self,
+        owners: OwnerUpdates,
+        ranges: Sequence[tuple[int, int]],
+        stream: torch.cuda.Stream | None,
+        order: AbstractContextManager[object],
+    ) -> None:
+        """Defer the last of the ranges that `owners` reduces, on `stream`."""
+        self._owners, self._range, self._stream, self._order = owners, ranges[-1], stream, order
+        self._number = len(ranges) - 1
+        self.is_begun = False
+        """True once steps begin with `reduce`; the first step reduces the range itself"""
+        self._is_awaited = False
+        """True between `reduce` and `wait`"""
+        self._is_due = False
+        """True if the last step has left the range to the next one"""
+
+    def reduce(self) -> None:
+        """Begin a step: update the range by the gradients of the step before, after the current stream's work."""
+        if not self.is_begun:
+            return
+        self._is_awaited = True
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream), self._order:
+            self._owners.reduce(self._number)
+
+    def wait(self) -> None:
+        """Make the current stream wait for the update, unless it has done so in this step."""
+        if self._is_awaited:
+            self._is_awaited = False
+            self._owners.wait_last(self._stream)
+
+    def step_is_issued(self) -> None:
+        """Note that a step was issued, perhaps as the replay of a graph. Call it after each step, not in a capture."""
+        if self.is_begun:
+            self._owners.unmask()
+            self._is_due = True
+        else:
+            self.is_begun = True
+            self._owners.mask(self._range)
+
+    def flush(self) -> None:
+        """Update the range now if the last step has left it to the next one; a collective between two steps."""
+        if self._is_due:
+            self.reduce()
+            self.wait()
+            self._owners.mask(self._range)
+            self._is_due = False

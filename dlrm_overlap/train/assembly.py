@@ -154,7 +154,7 @@ def assemble(
     if config.train.compile_dense:
         compile_loss(task)
         if not casts_once:
-            compile_dense(task, samples, device)
+            compile_dense(task, samples, device, small=graph)
     if not graph:
         join_dense(model, task, device, samples if config.train.graph_dense else None)
     # The tables have their final storage now: give them values.
@@ -166,7 +166,8 @@ def assemble(
         if casts_once:
             parameters = in_flat_order(task, dense_parameters(model), weight_gradients)
             flat = FlatParameters(parameters, shards_of(model), torch.bfloat16)
-            casts = cast_once(task, flat, config.train.compile_dense, weight_gradients)
+            cross_kernel = config.train.cross_kernel
+            casts = cast_once(task, flat, config.train.compile_dense, weight_gradients, cross_kernel)
         # With histories, the first batch shows how many ids, and how many distinct ids, there are.
         bags = dict(zip(dlrm.keys, train.bag_sizes, strict=True))
         capacity = BatchCapacity(samples, bags) if dlrm.history_key is None else None

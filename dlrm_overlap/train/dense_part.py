@@ -15,11 +15,12 @@ from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP, Perceptron
 
 from dlrm_overlap.dense.cast import CastWeights
-from dlrm_overlap.dense.cross import CrossLayer, cross
+from dlrm_overlap.dense.cross import ComputeLayer, CrossLayer, compute_layer, cross
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.functions import DEFERRED, WeightGradients, Write
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.layers import Layer, fits, interact, relu_layers
+from dlrm_overlap.dense.mlp import small_mlp, suits
 from dlrm_overlap.dense.tensor_parallel import divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
 from dlrm_overlap.torchrec_private.attributes import activation_of, layers_of, linear_of
@@ -37,20 +38,48 @@ def divide_head(head: Head, products: ParallelProducts) -> None:
         log.info("layers of the top MLP that are divided over %d ranks: %s", products.world_size, layers)
 
 
-def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
+def compile_dense(task: TrainTask, samples: int, device: torch.device, small: bool = False) -> None:
     """Compile the bottom MLP and the head for batches of `samples`, by calling each once.
 
     Call this before DDP wraps the model: inside DDP, torch.compile would split its graphs at DDP's buckets. A divided
     head is not compiled, since torch.compile cannot trace its communication.
+
+    With `small`, an MLP in float32 that is small enough is one kernel each way instead (`dense.mlp`).
     """
     parts = _without_divided(task)
     for part in parts:
-        part.in_training = _compiled(part.compute)
+        computed = small_form(task, part) if small and suits(samples) else None
+        part.in_training = computed or _compiled(part.compute)
     with task.autocast():
         for part, inputs in zip(parts, _example_inputs(task, samples, device), strict=False):
             output = part(*inputs)
             wanted = [tensor for tensor in (*inputs, *part.parameters()) if tensor.requires_grad]
             torch.autograd.grad(output, wanted, torch.ones_like(output))  # does not set the parameters' gradients
+
+
+def small_form(task: TrainTask, part: nn.Module) -> Callable[..., torch.Tensor] | None:
+    """Return a form of the bottom MLP or the head of few kernels; None if it is not small, or not in float32."""
+    head = task.dlrm.head
+    if task.computes_in_bf16:
+        return None
+    if part is not head:
+        return _small_mlp(part)
+    top, interaction = _small_mlp(head.top, head.logit), head.interaction
+    if top is None or not isinstance(interaction, DotInteraction) or not fits(interaction.features, interaction.dim):
+        return None
+    pairs = partial(interact, features=interaction.features, width=interaction.out_features)
+    join = _compiled(concatenated)
+    return lambda *inputs: top(pairs(inputs[0] if len(inputs) == 1 else join(*inputs))).squeeze(1)
+
+
+def _small_mlp(mlp: nn.Module, last: nn.Linear | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return `small_mlp` of an MLP's layers and of `last`, which has no activation."""
+    layers = layers_of(mlp) if isinstance(mlp, MLP) else []
+    activations = {activation_of(layer) for layer in layers if isinstance(layer, Perceptron)}
+    if len(activations) != 1 or not all(isinstance(layer, Perceptron) for layer in layers):
+        return None
+    linear = [linear_of(layer) for layer in layers] + ([] if last is None else [last])
+    return small_mlp(linear, activations.pop(), ends_linear=last is not None)
 
 
 def compile_loss(task: TrainTask) -> None:
@@ -131,13 +160,23 @@ def in_flat_order(
     return {names[parameter]: parameter for parameter in reversed(order) if parameter in names}
 
 
-def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool, how: WeightGradients = DEFERRED) -> CastWeights:
+def cast_once(
+    task: TrainTask,
+    flat: FlatParameters,
+    compiled: bool,
+    how: WeightGradients = DEFERRED,
+    cross_kernel: str = "auto",
+) -> CastWeights:
     """Let the dense part train with bfloat16 copies of its parameters, which are cast once per step.
 
     Biases of the cross network are not cast, because autocast also computes its sums in float32.
 
     Args:
         flat: made of the parameters of `in_flat_order`.
+        cross_kernel: as `train.cross_kernel`.
+
+    Raises:
+        InputError: if the cross network's layers cannot be computed by `cross_kernel`.
     """
     bottom, head = task.dlrm.bottom, task.dlrm.head
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
@@ -155,7 +194,7 @@ def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool, how: Weight
         head.in_training = _with_casts(head, casts, compiled and not divided_layers(head))
         return casts
     if crossed is not None:
-        interaction = _cross_with_casts(crossed, casts)
+        interaction = _cross_with_casts(crossed, casts, compute_layer(cross_kernel, flat.device))
     else:
         assert dotted is not None
         interaction = partial(interact, features=dotted.features, width=_aligned(dotted.out_features))
@@ -240,7 +279,9 @@ def _layers_with_casts(
     return compute
 
 
-def _cross_with_casts(network: LowRankCrossNet, casts: CastWeights) -> Callable[..., torch.Tensor]:
+def _cross_with_casts(
+    network: LowRankCrossNet, casts: CastWeights, compute_layer: ComputeLayer
+) -> Callable[..., torch.Tensor]:
     own = {"w": list(network.W_kernels), "v": list(network.V_kernels), "bias": list(network.bias)}
     each = list(zip(*own.values(), strict=True))
 
@@ -248,6 +289,6 @@ def _cross_with_casts(network: LowRankCrossNet, casts: CastWeights) -> Callable[
         casts.later(own[name], write)
 
     def compute(x0: torch.Tensor) -> torch.Tensor:
-        return cross(x0, [CrossLayer(casts.shadow(w), casts.shadow(v), b) for w, v, b in each], later)
+        return cross(x0, [CrossLayer(casts.shadow(w), casts.shadow(v), b) for w, v, b in each], later, compute_layer)
 
     return compute

@@ -217,7 +217,7 @@ class JoinInPlace(torch.autograd.Function):
 class TrainTask(nn.Module):
     def __init__(self, dlrm: DLRM, device_type: str, bf16: bool, label_weights: Sequence[float] = (1.0,)) -> None:
         super().__init__()
-        self.dlrm = dlrm
+        self.dlrm, self.computes_in_bf16 = dlrm, bf16
         # Each weight is cast once a step, so a cache would save nothing, and CUDA graphs cannot capture it.
         self.autocast = partial(torch.autocast, device_type, torch.bfloat16, enabled=bf16, cache_enabled=False)
         self.loss = Loss(label_weights)

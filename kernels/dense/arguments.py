@@ -99,6 +99,40 @@ class CrossGradient(NamedTuple):
     """[ceil(b / GROUP), N] float32, written: sums of du, before it is rounded"""
 
 
+MLP_LAYERS, MLP_WIDTH = 4, 128
+"""the largest MLP that its kernel takes: layers, and columns of a layer"""
+
+MLP_SAMPLES = 16
+"""samples of a program of the MLP's kernel"""
+
+
+class MLPShape(NamedTuple):
+    """The layers of a small MLP in float32."""
+
+    widths: tuple[int, ...]
+    """columns of the input, then of each layer's output"""
+    gelu: bool
+    """the activation is GELU (exact, by the error function), else ReLU"""
+    ends_linear: bool
+    """the last layer has no activation"""
+
+    @property
+    def layers(self) -> int:
+        return len(self.widths) - 1
+
+    @property
+    def activated(self) -> int:
+        """Number of columns of all layers with an activation."""
+        return sum(self.widths[1 : len(self.widths) - self.ends_linear])
+
+    @property
+    def parameters(self) -> int:
+        return sum(wide * (before + 1) for before, wide in zip(self.widths, self.widths[1:], strict=False))
+
+    def fits(self) -> bool:
+        return 1 <= self.layers <= MLP_LAYERS and max(self.widths) <= MLP_WIDTH
+
+
 def product_block(size: int) -> int:
     return max(16, power_of_2(size))
 

@@ -1,14 +1,12 @@
-"""The kernels of `map_ids` for ids without a slot: which are admitted, and which slots they take."""
+"""The kernels of `map_ids` by which ids without a slot take slots, if they are admitted."""
 
 import triton
 import triton.language as tl
 
+from dlrm_overlap.kernels.ids.admission import is_admitted
 from dlrm_overlap.kernels.ids.probing import (
     ACTIVE,
-    ADMIT_AFTER,
-    ADMIT_BELOW,
     ALL_BITS,
-    CELLS,
     COLUMNS,
     DISTANCE_LFU,
     EMPTY,
@@ -31,7 +29,6 @@ from dlrm_overlap.kernels.ids.probing import (
     TABLE,
     TOP_BIT,
     TTL,
-    WRITES,
     add_total,
     bucket_of,
     distance_of,
@@ -40,68 +37,11 @@ from dlrm_overlap.kernels.ids.probing import (
     lowest_bit,
     mix,
     murmur,
+    segment_of,
     unmix,
     zero_bytes,
 )
 from dlrm_overlap.kernels.wide_ids import remainder
-
-
-@triton.jit
-def _segment_of(hash, feature, bucket, mask):
-    """Return [N], three: the number of segments of a bucket, the segment within the bucket, and the segment."""
-    segments = tl.load(feature + SEGMENTS, mask=mask, other=1)
-    home = remainder(hash, tl.load(feature + OPEN, mask=mask, other=1))
-    within = tl.where(segments > 1, home // SEGMENT, 0)
-    return segments, within, tl.load(feature + FIRST_SEGMENT, mask=mask, other=0) + bucket * segments + within
-
-
-@triton.jit
-def _cells(segment, mixed):
-    """Return [N], two: the counters of ids in the sketch, which are their segment's."""
-    first = segment * CELLS + (mixed >> 32).to(tl.int64) % CELLS
-    return first, segment * CELLS + (mixed & 0xFFFFFFFF).to(tl.int64) % CELLS
-
-
-@triton.jit(do_not_specialize_on_alignment=["low", "high"])
-def _sight(
-    low,
-    high,
-    infos,
-    sketch,
-    taken,
-    counters,
-    missing,
-    missing_feature,
-    STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Count the sightings of the listed ids, as program p of P the blocks p, p + P, .. of BLOCK."""
-    total = tl.load(counters + MISSING)
-    for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
-        _, mask, i, feature = listed(missing, missing_feature, infos, begin, total, BLOCK)
-        sights = mask & (tl.load(feature + WRITES, mask=mask, other=0) > 0) & (tl.load(taken) > 0)
-        sights = sights & (tl.load(feature + ADMIT_AFTER, mask=mask, other=0) > 1)
-        id = id_at(low, high, i, sights, STRIDE)
-        _, bucket = bucket_of(id, feature, sights)
-        _, _, segment = _segment_of(murmur(id), feature, bucket, sights)
-        first, second = _cells(segment, mix(id))
-        tl.atomic_add(sketch + first, 1, mask=sights, sem="relaxed")
-        tl.atomic_add(sketch + second, 1, mask=sights & (second != first), sem="relaxed")
-
-
-@triton.jit
-def _is_admitted(id, mixed, feature, taken, sketch, segment, mask, SKETCH: tl.constexpr):
-    """Return [N]: which of the listed ids may get a slot."""
-    wanted = mask & (id != EMPTY) & (tl.load(feature + WRITES, mask=mask, other=0) > 0) & (tl.load(taken) > 0)
-    wanted = wanted & ((mixed >> 32).to(tl.int64) < tl.load(feature + ADMIT_BELOW, mask=mask, other=0))
-    if SKETCH:
-        first, second = _cells(segment, mixed)
-        after = tl.load(feature + ADMIT_AFTER, mask=mask, other=1)
-        counted = wanted & (after > 1)
-        seen = tl.load(sketch + first, mask=counted, other=0)
-        seen = tl.minimum(seen, tl.load(sketch + second, mask=counted, other=0))
-        wanted = wanted & ((after <= 1) | (seen >= after))
-    return wanted
 
 
 @triton.jit
@@ -180,8 +120,8 @@ def _insert(
         hash = murmur(id)
         mixed = mix(id)
         _, bucket = bucket_of(id, feature, mask)
-        _, _, segment = _segment_of(hash, feature, bucket, mask)
-        wanted = _is_admitted(id, mixed, feature, taken, sketch, segment, mask, SKETCH)
+        _, _, segment = segment_of(hash, feature, bucket, mask)
+        wanted = is_admitted(id, mixed, feature, taken, sketch, segment, mask, SKETCH)
         tl.store(twin + k, tl.where(wanted, k, -1), mask=mask)
         open = tl.load(feature + OPEN, mask=mask, other=1).to(tl.int32)
         probes = tl.load(feature + PROBES, mask=mask, other=0).to(tl.int32)
@@ -324,7 +264,7 @@ def _claim(
         reserved = bucket * size + open + remainder(hash, size - open)
         tl.store(origins + k, tl.where(initials > 0, remainder(mix(id), initials), reserved), mask=new)
         # Its segment's chain.
-        segments, within, segment = _segment_of(hash, feature, bucket, mask)
+        segments, within, segment = segment_of(hash, feature, bucket, mask)
         waits = tl.atomic_add(waiting + segment, 1, mask=chosen, sem="relaxed")
         head = tl.atomic_xchg(heads + segment, k + 1, mask=chosen, sem="relaxed")
         tl.store(following + k, head, mask=chosen)

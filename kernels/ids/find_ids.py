@@ -49,7 +49,7 @@ def _find(
     high,  # [count * STRIDE] int32: upper words
     out,  # [count] int32 or int64; may be `low`
     offsets,  # [features * samples + 1], of the bags
-    infos,  # [features + 2, 16] int64
+    infos,  # [features + 2, 17] int64
     ids,  # these seven as in `MapState`, digests as int32
     digests,
     used_at,
@@ -57,7 +57,7 @@ def _find(
     counts,
     clock,
     taken,
-    counters,  # [4] int32
+    counters,  # [5] int32
     missing,  # [count] int32
     missing_feature,  # [count] int32
     slot_of,  # [count] int32: the first empty slot that a listed id probes, or -1

@@ -67,6 +67,8 @@ class MapFeature(NamedTuple):
     """added to the time at which an id is seen"""
     admit_after: int
     """sightings after which an id gets a slot; 1 is at once"""
+    halve_at: int
+    """sum of a segment's counters of sightings at which all of them are halved; 0: never"""
     admit_below: int
     """an id gets a slot if the upper 32 bits of `mix(id)` are less than this"""
     policy: int
@@ -114,6 +116,9 @@ class MapState(NamedTuple):
     """[S] int32: sightings since the id has the slot; [0] unless a policy needs them"""
     sketch: torch.Tensor
     """[G * CELLS] int32: sightings of ids without a slot; [0] unless ids are admitted after several"""
+    sketch_sums: torch.Tensor
+    """[G] int32: sum of each segment's counters, which is below `halve_at` between steps; 0 if counters are not halved.
+    [0] without a sketch"""
     waiting: torch.Tensor
     """[G] int32: new ids of each segment that found no empty slot, 0 between steps"""
     heads: torch.Tensor
@@ -139,6 +144,7 @@ class MapState(NamedTuple):
             full(slots * times, BLANK["times"]),
             full(slots * counts, BLANK["counts"]),
             full(segments * CELLS * sketch, BLANK["sketch"]),
+            full(segments * sketch, 0),
             full(segments, 0),
             full(segments, 0),
             full(2, 0, torch.int64),
@@ -149,6 +155,17 @@ class MapState(NamedTuple):
     def total(self, which: Totals) -> int:
         """Return a total; waits for the device."""
         return int(self.totals[which].sum())
+
+
+def halve(sketch: torch.Tensor, halve_at: int) -> torch.Tensor:
+    """Halve the counters [g * CELLS] of segments until the sum of each segment is below `halve_at`.
+
+    Returns the sums, [g] int32. Waits for the device.
+    """
+    counters = sketch.view(-1, CELLS)
+    while (full := counters.sum(1) >= halve_at).any():
+        counters[full] >>= 1
+    return counters.sum(1).int()
 
 
 class Claims(NamedTuple):

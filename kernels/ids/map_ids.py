@@ -3,6 +3,7 @@
     _find      ids that have a slot become rows of their table; the positions of the others are listed
     _sight     the listed ids are counted, if ids are admitted after several sightings
     _insert    of the listed ids, those that are admitted are stored to empty slots
+    _halve     of segments whose counters add up to a limit, these are halved: old sightings count for less
     _claim     these slots are claimed, once each; admitted ids that found none are chained by segment, once each
     _evict     each segment's chained ids take the slots of other ids, which the policy chooses
     _replace   the listed ids become rows, too: their new slots, or the row for ids without a slot
@@ -23,7 +24,8 @@ import torch
 
 from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 from dlrm_overlap.kernels.ids import reference
-from dlrm_overlap.kernels.ids.assign_slots import _claim, _evict, _insert, _sight
+from dlrm_overlap.kernels.ids.admission import _halve, _sight
+from dlrm_overlap.kernels.ids.assign_slots import _claim, _evict, _insert
 from dlrm_overlap.kernels.ids.find_ids import _find, _replace
 from dlrm_overlap.kernels.ids.id_map import NO_FEATURE, SEGMENT, WHOLE, Claims, MapFeature, MapState, Policy, Totals
 from dlrm_overlap.kernels.tuning import power_of_2
@@ -32,14 +34,14 @@ _NUM_WARPS = 1
 _BLOCK = 32  # ids that a program takes at a time
 _PROGRAMS = 2 if INTERPRETED else 4224
 _PHASES = 3
-_COUNTERS = 4
+_COUNTERS = 5
 
 
 class Features(NamedTuple):
     """The features that a map looks up together, and which constants their kernels have."""
 
     infos: torch.Tensor
-    """[features + 2, 16] int64, rows of `MapFeature`; ids after all bags belong to the last two"""
+    """[features + 2, 17] int64, rows of `MapFeature`; ids after all bags belong to the last two"""
     mapped: int
     """number of features; padding follows them"""
     clocked: bool
@@ -112,7 +114,7 @@ def map_ids(
     """
     if not (low.is_cuda or INTERPRETED):
         return reference.map_ids(state, features, low, high, out, offsets, samples, train)
-    ids, digests, used_at, times, counts, sketch, waiting, heads, clock, taken, totals = state
+    ids, digests, used_at, times, counts, sketch, sums, waiting, heads, clock, taken, totals = state
     infos, mapped, clocked, with_times, with_counts, with_sketch, lanes, phases, aligned = features
     count, number, device = out.numel(), (offsets.numel() - 1) // samples, low.device
     segments, stride = waiting.numel(), low.stride(0)
@@ -122,8 +124,8 @@ def map_ids(
         totals[Totals.SEEN, :1].add_(offsets[mapped * samples :][:1] * taken)
     counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
     room = max(4, -(-count // 4) * 4)  # tensors begin at multiples of 16 bytes
-    lists = torch.empty(7 * room, dtype=torch.int32, device=device).split(room)
-    missing, missing_feature, following, homes, twin, slot_of, member_of = lists
+    lists = torch.empty(9 * room, dtype=torch.int32, device=device).split(room)
+    missing, missing_feature, following, homes, twin, slot_of, member_of, *full = lists
     none = missing[:0]
     times, counts, sketch = (
         each if used else none for each, used in ((times, with_times), (counts, with_counts), (sketch, with_sketch))
@@ -142,7 +144,7 @@ def map_ids(
         members = id_set.for_ids(count, device)
         if with_sketch:
             sight = make(_sight, STRIDE=stride, BLOCK=_BLOCK)
-            sight(_PROGRAMS, (), *words, infos, sketch, taken, counters, *listed)
+            sight(_PROGRAMS, (), *words, infos, sketch, sums, taken, counters, *listed, *full)
         active = torch.empty(_PHASES * segments, dtype=torch.int32, device=device)
         new_ids, claimed, origins, evicted = torch.empty(4 * room, dtype=torch.int64, device=device).split(room)
         claimed_tables = torch.empty(room, dtype=torch.int32, device=device)
@@ -151,6 +153,8 @@ def map_ids(
             _PROGRAMS, (),
             *words, infos, ids, digests.view(torch.int32), sketch, taken, counters, *listed, slot_of, twin,
         )  # fmt: skip
+        if with_sketch:
+            make(_halve)(_PROGRAMS, (), sketch, sums, counters, *full)
         slots, set_bits = (claimed, claimed_tables, new_ids, origins, evicted), members.numel().bit_length() - 1
         claim = make(_claim, STRIDE=stride, BLOCK=_BLOCK)
         claim(

@@ -16,7 +16,7 @@ FAR = tl.constexpr(2**31 - 1)
 ALL_BITS = tl.constexpr(2**64 - 1)
 TOP_BIT = tl.constexpr(2**63)
 
-# Columns of the table of features [features + 2, 16] int64.
+# Columns of the table of features [features + 2, 17] int64.
 _column = MapFeature._fields.index
 FIRST_SLOT = tl.constexpr(_column("first_slot"))
 FIRST_BUCKET = tl.constexpr(_column("first_bucket"))
@@ -30,6 +30,7 @@ SEGMENTS = tl.constexpr(_column("segments"))
 WRITES = tl.constexpr(_column("writes"))
 LIFETIME = tl.constexpr(_column("lifetime"))
 ADMIT_AFTER = tl.constexpr(_column("admit_after"))
+HALVE_AT = tl.constexpr(_column("halve_at"))
 ADMIT_BELOW = tl.constexpr(_column("admit_below"))
 POLICY = tl.constexpr(_column("policy"))
 INITIALS = tl.constexpr(_column("initials"))
@@ -42,6 +43,7 @@ SPREAD_STEP = tl.constexpr(id_map.SPREAD_STEP)
 # Words of the counters of a step, which begin at 0.
 MISSING = tl.constexpr(0)
 ACTIVE = tl.constexpr(1)  # one for each phase
+FULL = tl.constexpr(4)
 
 LFU = tl.constexpr(int(id_map.Policy.LFU))
 DISTANCE_LFU = tl.constexpr(int(id_map.Policy.DISTANCE_LFU))
@@ -137,6 +139,15 @@ def bucket_of(id, feature, mask):
     bucket -= tl.load(feature + FIRST_BUCKET, mask=mask, other=0)
     here = mask & (bucket >= 0) & (bucket < tl.load(feature + LOCAL_BUCKETS, mask=mask, other=0))
     return here, tl.where(here, bucket, 0)
+
+
+@triton.jit
+def segment_of(hash, feature, bucket, mask):
+    """Return [N], three: the number of segments of a bucket, the segment within the bucket, and the segment."""
+    segments = tl.load(feature + SEGMENTS, mask=mask, other=1)
+    home = remainder(hash, tl.load(feature + OPEN, mask=mask, other=1))
+    within = tl.where(segments > 1, home // SEGMENT, 0)
+    return segments, within, tl.load(feature + FIRST_SEGMENT, mask=mask, other=0) + bucket * segments + within
 
 
 @triton.jit

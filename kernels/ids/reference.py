@@ -139,11 +139,21 @@ class _Step:
         if sketch:
             after, counters = self.of["admit_after"][of], self._state.sketch
             first, second = (self._segment[of] * CELLS + cell[of] for cell in self._cells)
-            sights = writes & (after > 1)
+            sights = admitted & (after > 1)
             np.add.at(counters, first[sights], 1)
             np.add.at(counters, second[sights & (first != second)], 1)
             admitted &= (after <= 1) | (np.minimum(counters[first], counters[second]) >= after)
+            self._halve(of[sights])
         return admitted
+
+    def _halve(self, of: np.ndarray) -> None:
+        """Halve the counters of segments where ids were counted, until their sum is below the limit."""
+        of = of[self.of["halve_at"][of] > 0]
+        segments, one = np.unique(self._segment[of], return_index=True)
+        counters, halve_at = self._state.sketch.reshape(-1, CELLS), self.of["halve_at"][of[one]]
+        while (full := counters[segments].sum(1) >= halve_at).any():
+            counters[segments[full]] >>= 1
+        self._state.sketch_sums[segments] = counters[segments].sum(1)
 
     def assign(self, of: np.ndarray, features: "Features") -> Claims:
         """Give ids empty slots, then the others slots of other ids, segment by segment, in the order of phases."""

@@ -187,7 +187,7 @@ def _check_runs() -> None:
             trainer.close()
 
 
-LFU = partial(own_module, eviction="lfu", admit_after=2)
+LFU = partial(own_module, eviction="lfu", admit_after=2, admit_memory=4.0)
 CASES: dict[str, Callable[[], None]] = {
     "lru": partial(_check, own_module),
     "lfu, ids that are not admitted": partial(_check, LFU),

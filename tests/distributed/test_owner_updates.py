@@ -29,6 +29,7 @@ from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.gradients import GradientBuckets, OwnedSteps
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.torchrec_private.check import check_private_api
+from dlrm_overlap.train.graphs import dense_step
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import assert_all_near, assert_same
@@ -54,7 +55,7 @@ from tests.distributed.workers import cases_on_ranks
 STORES = StoreOptions(programs=2, piece_elements=1 << 20, wait_timeout_s=60.0)
 # In the order of the model; the backward completes them from the last to the first.
 SHAPES = {"first": (3, 7), "shard": (5,), "bias": (130,), "idle": (9,), "wide": (40, 41), "last": (11, 70)}
-SHARD, IDLE, IN_FLOAT32 = "shard", "idle", "bias"
+SHARD, IDLE = "shard", "idle"
 _ADAM = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
 _ADAGRAD, _SGD = partial(torch.optim.Adagrad, lr=0.1), partial(torch.optim.SGD, lr=0.1)
 
@@ -73,18 +74,27 @@ def _gradients(step: int, rank: int) -> dict[str, torch.Tensor]:
 
 
 class _Model:
-    """Parameters, and steps that read their shadow in a forward and in a backward, under random delays."""
+    """Parameters, and steps that read their shadow in a forward and in a backward, under random delays.
 
-    def __init__(self, make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, by_owners: bool) -> None:
+    One parameter, which is not in the last bucket if it is deferred, is also read in float32.
+    """
+
+    def __init__(
+        self, make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, by_owners: bool, defers: bool
+    ) -> None:
         generator = torch.Generator().manual_seed(7)
         parameters = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
         self.flat = FlatParameters(parameters, [SHARD], torch.bfloat16)
         self.steps = FlatSteps(self.flat, make(parameters.values()))
-        owned = OwnedSteps(self.steps, [IN_FLOAT32]) if by_owners else None
+        self.in_float32 = "wide" if defers else "bias"
+        owned = OwnedSteps(self.steps, {self.in_float32}, defers) if by_owners else None
         self.buckets = GradientBuckets(self.flat, world(), dtype, bucket_bytes=2000, stores=STORES, owned=owned)
+        self.deferred = self.buckets.deferred
+        assert (self.deferred is not None) == (by_owners and defers)
         self._late, self._rank = random.Random(dist.get_rank()), dist.get_rank()
         self.forward: dict[str, torch.Tensor] = {}
-        """copies of what the next forward reads, taken as soon as it may read"""
+        """copies of what a forward reads, taken as soon as it may read: the next one, or if a bucket is deferred the
+        last one"""
         reduction: Any = self.buckets._reduction
         average = reduction._average
 
@@ -102,7 +112,12 @@ class _Model:
         assert shadow is not None
         if (owners := self.buckets.owners) is not None:
             owners.is_stale = True
-        bias = weights.views[IN_FLOAT32].clone()
+        if self.deferred is not None:
+            self.deferred.reduce()
+            self.late()
+            self.deferred.wait()
+            self._read()
+        bias = weights.views[self.in_float32].clone()
         self.forward = self.forward or {name: view.clone() for name, view in shadow.views.items()}
         gradients = _gradients(number, self._rank)
         self.flat.show_gradients()
@@ -110,7 +125,7 @@ class _Model:
             self.late()
             # Peers that are ahead must not overwrite what this backward still reads.
             assert_same(shadow.views[name], self.forward[name], f"{name} in the backward of step {number}")
-            if name == IN_FLOAT32:
+            if name == self.in_float32:
                 assert_same(weights.views[name], bias, f"float32 {name} in the backward of step {number}")
             if name == IDLE:
                 continue
@@ -122,30 +137,44 @@ class _Model:
             for first, end in list(self.buckets.finish_in_ranges()):
                 if first >= self.flat.shared_end:
                     self.steps.update_range(first, end)
-        self.forward = {name: view.clone() for name, view in shadow.views.items()}
-        self.forward[f"float32 {IN_FLOAT32}"] = weights.views[IN_FLOAT32].clone()
+        if self.deferred is not None:
+            self.deferred.step_is_issued()
+        else:
+            self._read()
         self.late()
-        for view in self.flat.gradients.views.values():  # peers have read them
+
+    def _read(self) -> None:
+        """Copy what the forward reads, and overwrite the gradients, which peers have read."""
+        assert self.flat.shadow is not None
+        self.forward = {name: view.clone() for name, view in self.flat.shadow.views.items()}
+        self.forward[f"float32 {self.in_float32}"] = self.flat.weights.views[self.in_float32].clone()
+        for view in self.flat.gradients.views.values():
             view.fill_(torch.nan)
 
     def used(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([position.of(tensor).flatten() for position in self.flat.positions.values()])
 
 
-def _check_steps(make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, steps: int) -> None:
-    ours, theirs = _Model(make, dtype, by_owners=True), _Model(make, dtype, by_owners=False)
+def _check_steps(
+    make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, steps: int, defers: bool = False
+) -> None:
+    ours, theirs = (_Model(make, dtype, by_owners, defers) for by_owners in (True, False))
     owners = ours.buckets.owners
     assert owners is not None
     for step in range(steps):
+        before = dict(theirs.forward)
         ours.step(step)
         theirs.step(step)
+        expected = before or ours.forward if defers else theirs.forward
         for name, found in ours.forward.items():
-            assert_same(found, theirs.forward[name], f"{name} after step {step}")
+            assert_same(found, expected[name], f"{name} after step {step}")
         found, expected = (model.flat.weights.views[SHARD] for model in (ours, theirs))
         assert_same(found, expected, f"float32 {SHARD} after step {step}")
-        if step in (0, steps - 1):
+        if step in (0, steps // 2, steps - 1):
             own, whole = ours.flat.weights.tensor, theirs.flat.weights.tensor
             assert not torch.equal(ours.used(own), theirs.used(whole)), "the other shares are out of date"
+            if ours.deferred is not None:
+                ours.deferred.flush()
             owners.gather()
             assert_same(ours.used(own), theirs.used(whole), f"weights after step {step}")
             for found, expected in zip(ours.steps.update.states, theirs.steps.update.states, strict=True):
@@ -160,9 +189,9 @@ def _check_steps(make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype,
             assert parameter.data_ptr() == model.flat.weights.views[name].data_ptr(), name
 
 
-def _trainers(*options: str) -> tuple[Trainer, Trainer]:
+def _trainers(*options: str, update: str = "owner") -> tuple[Trainer, Trainer]:
     """Return trainers of captured steps whose owners update weights, and on whose ranks all are updated."""
-    each = (_trainer("graph", *DCN, *BF16, "--train.dense_update", update, *options) for update in ("owner", "all"))
+    each = (_trainer("graph", *DCN, *BF16, "--train.dense_update", update, *options) for update in (update, "all"))
     return next(each), next(each)
 
 
@@ -171,14 +200,16 @@ def _owners(trainer: Trainer) -> Any:
     return trainer.pipeline._dense.buckets.owners
 
 
-def _check_captured(*options: str) -> None:
+def _check_captured(*options: str, update: str = "owner") -> None:
     """Segments that are captured or not, with evaluations between them and within one, have the bits of the old way."""
-    with captures() as taken:
-        ours, theirs = _trainers(*options)
+    with captures() as taken, patch.object(dense_step, "_BUCKET_BYTES", 1 << 10):
+        ours, theirs = _trainers(*options, update=update)
         for what, (found, expected) in enumerate(zip(_run_all(ours), _run_all(theirs), strict=True)):
             assert_same(found, expected, f"result {what}")
         assert _owners(ours) is not None
         assert _owners(theirs) is None
+        pipeline: Any = ours.pipeline
+        assert (pipeline._dense.buckets.deferred is not None) == (update == "owner_deferred")
         assert taken["captured"] >= 4
         assert taken["replayed"] >= 8
         ours.gather_dense()
@@ -236,9 +267,9 @@ def _check_stale_weights() -> None:
     _close(ours, theirs)
 
 
-def _check_resumed() -> None:
+def _check_resumed(update: str = "owner") -> None:
     """A checkpoint that is loaded in the middle of a run is trained on from."""
-    ours, theirs = _trainers(*ADAM)
+    ours, theirs = _trainers(*ADAM, update=update)
     folder, checkpointer = _checkpointer()
     saved = list[torch.Tensor]()
     for trainer in (ours, theirs):
@@ -322,6 +353,7 @@ def _run(case: str) -> None:
 if INTERPRETED:
     CASES |= {
         "adagrad": partial(_check_steps, _ADAGRAD, torch.float32, 3),
+        "deferred": partial(_check_steps, _ADAM, torch.float32, 4, defers=True),
         "stale weights": _check_stale_weights,
         "clipped": _check_clipped,
         "in float32": partial(_check_not_by_owners, "the dense part does not use bfloat16 copies of its weights"),
@@ -330,14 +362,19 @@ if INTERPRETED:
         "sgd": partial(_check_steps, _SGD, torch.float32, 3),
         "bfloat16 gradients": partial(_check_steps, _ADAM, torch.bfloat16, 3),
         "captured": partial(_check_captured, *ADAM),
+        "captured, deferred": partial(_check_captured, *ADAM, update="owner_deferred"),
+        "deferred, bfloat16 gradients": partial(_check_steps, _ADAGRAD, torch.bfloat16, 3, defers=True),
         "captured, bfloat16 gradients": partial(_check_captured, "--train.gradient_dtype", "bf16"),
         "resumed": _check_resumed,
+        "resumed, deferred": partial(_check_resumed, "owner_deferred"),
         "whole run": _check_whole_run,
         "longer": partial(_check_steps, _ADAGRAD, torch.float32, 40),
     }
-QUICK = list(CASES)[:5]
-SLOW = list(CASES)[5:-1]
-OF_FOUR = [case for case in CASES if case in ("adagrad", "bfloat16 gradients", "captured", "longer")]
+QUICK = list(CASES)[:6]
+SLOW = list(CASES)[6:-1]
+OF_FOUR = [
+    case for case in CASES if case in ("adagrad", "bfloat16 gradients", "captured", "captured, deferred", "longer")
+]
 
 two_ranks = cases_on_ranks(2, _run, QUICK)
 two_ranks_more = cases_on_ranks(2, _run, SLOW)

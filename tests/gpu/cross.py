@@ -1,8 +1,9 @@
 """The command: `python -m tests.gpu.cross`, on one GPU, in about a minute.
 
 Times the head of MLPerf's DLRM-DCNv2, forward and backward, in CUDA graphs that alternate: TorchRec's module under
-torch.compile, and this project's in two ways (`WeightGradients`). Their gradients must agree. Needs no pytest; the
-command `tests.gpu.kernels_alone tests/kernels/test_cross.py` compares the kernels with their twins.
+torch.compile, and this project's in several ways (`WeightGradients`, `train.cross_kernel`). Their gradients must agree.
+If the extra `cutlass` is installed, its kernel is compared with the other ones first. Needs no pytest; the command
+`tests.gpu.kernels_alone tests/kernels/test_cross.py` compares the other kernels with their twins.
 """
 
 import math
@@ -13,10 +14,12 @@ import torch
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig
 from dlrm_overlap.dense.cast import CastWeights
+from dlrm_overlap.dense.cross import CrossLayer, compute_layer, why_not_one_kernel
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.functions import DEFERRED, WeightGradients
 from dlrm_overlap.train.dense_part import _with_casts, cast_once, in_flat_order
 from dlrm_overlap.train.model import TrainTask, build_model
+from tests.agreement import assert_near
 from tests.gpu.one_gpu import capture, run_parts, times_us
 
 RANK, LAYERS, SAMPLES = 512, 3, 8192  # MLPerf's DLRM-DCNv2
@@ -30,7 +33,7 @@ def bf16(*shape: int, seed: int = 0) -> torch.Tensor:
 class HeadStep:
     """The head of MLPerf's DLRM-DCNv2 with its loss, forward and backward, with cast weights and compiled."""
 
-    def __init__(self, samples: int, how: WeightGradients | None) -> None:
+    def __init__(self, samples: int, how: WeightGradients | None, cross_kernel: str = "triton") -> None:
         """`how` is None for TorchRec's module."""
         config = ModelConfig(
             arch="dcn", dim=128, bottom_mlp=[512, 256, 128], top_mlp=[1024, 1024, 512, 256, 1],
@@ -42,7 +45,7 @@ class HeadStep:
         parameters = {n: p for n, p in self.task.named_parameters() if "embedding" not in n}
         flat = FlatParameters(in_flat_order(self.task, parameters, how or DEFERRED), shadow_dtype=torch.bfloat16)
         if how is not None:
-            self.casts = cast_once(self.task, flat, compiled=True, how=how)
+            self.casts = cast_once(self.task, flat, compiled=True, how=how, cross_kernel=cross_kernel)
         else:
             self.casts = CastWeights(flat, [p for name, p in parameters.items() if "interaction.bias" not in name])
             self.head.in_training = _with_casts(self.head, self.casts, compiled=True)
@@ -64,6 +67,25 @@ class HeadStep:
         return loss.detach()
 
 
+def check_one_kernel() -> None:
+    """Compare layers that one kernel computes with those of two kernels, and print which share has the same bits."""
+    for samples, width, rank in ((SAMPLES, 27 * 128, RANK), (1000, 392, 16), (1, 384, 8)):
+        layer = CrossLayer(bf16(width, rank), bf16(rank, width), bf16(width).float())
+        narrow, x0, other = (
+            bf16(samples, rank, seed=1) / rank**0.5,
+            bf16(samples, width, seed=2),
+            bf16(samples, width, seed=3),
+        )
+        for x in (x0, other):
+            tensors = torch.full((2, 2, samples, width), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+            for kind, (w, out) in zip(("triton", "cutlass"), tensors, strict=True):
+                compute_layer(kind, DEVICE)(narrow, layer, x0, x, w, out)
+            for name, expected, found in zip(("product", "output"), *tensors, strict=True):
+                assert_near(found, expected, 2**-6, f"{name} of {samples} samples")  # the product may round differently
+            share = float((tensors[0] == tensors[1]).float().mean())
+            print(f"one kernel, {samples} x {width}, rank {rank}: {share:.4%} of the elements have the same bits")
+
+
 def time_head(samples: int) -> None:
     """Print the times of the head with torch.compile and with `cross`, and the difference of their gradients."""
     ways = {
@@ -72,6 +94,8 @@ def time_head(samples: int) -> None:
         "inline top": WeightGradients(top_inline=True),
     }
     steps = {name: HeadStep(samples, how) for name, how in ways.items()}
+    if not why_not_one_kernel(DEVICE):
+        steps["one kernel"] = HeadStep(samples, DEFERRED, "cutlass")
     losses = {name: step().item() for name, step in steps.items()}
     expected = steps["compiled"].flat.gradients.views
     for name, step in steps.items():
@@ -80,7 +104,7 @@ def time_head(samples: int) -> None:
         apart = math.hypot(*of_each) / float(steps["compiled"].flat.gradients.tensor.norm())
         print(f"head, {name}, loss {losses[name]}, dense gradients apart from compiled by {apart:.1e} of their norm")
         assert apart < 0.2, "gradients differ by more than bfloat16's rounding and the ReLUs that it switches"
-    timed = {name: steps[name].forward for name in ("compiled", "ours")}
+    timed = {name: step.forward for name, step in steps.items() if name != "inline top"}
     graphs = {f"{name}, forward": capture(forward) for name, forward in timed.items()}
     graphs |= {f"{name}, both": capture(step) for name, step in steps.items()}
     for name, us in zip(graphs, times_us(list(graphs.values())), strict=True):
@@ -93,7 +117,12 @@ def main() -> int:
         print("tests.gpu.cross: no GPU is there, and one must be; run it where nvidia-smi shows one", file=sys.stderr)
         return 2
     torch.cuda.set_device(DEVICE)
-    return int(run_parts({f"head, on {torch.cuda.get_device_name(DEVICE)}": partial(time_head, SAMPLES)}) > 0)
+    parts = {f"head, on {torch.cuda.get_device_name(DEVICE)}": partial(time_head, SAMPLES)}
+    if reason := why_not_one_kernel(DEVICE):
+        print(f"the cross layers of one kernel are left out: {reason}")
+    else:
+        parts = {"cross layers of one kernel": check_one_kernel, **parts}
+    return int(run_parts(parts) > 0)
 
 
 if __name__ == "__main__":

@@ -32,11 +32,11 @@ from dlrm_overlap.backends import Implementation
 from dlrm_overlap.bench.harness.workload import with_keys
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
-from dlrm_overlap.config import Config, DataConfig, TablesConfig
+from dlrm_overlap.config import Config, DataConfig, EmbeddingConfig, TablesConfig
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.data.records import RecordLayout, Unpacker
 from dlrm_overlap.data.synthetic_device import DeviceSynthetic
-from dlrm_overlap.dense import cross, flat_steps, layers
+from dlrm_overlap.dense import cross, flat_steps, layers, mlp
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from dlrm_overlap.dense.gemm.products import ParallelProducts
@@ -55,7 +55,9 @@ from dlrm_overlap.kernels.network import Network
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.torchrec_private.check import check_private_api
+from dlrm_overlap.train.dense_part import small_form
 from dlrm_overlap.train.graphs import train_pipeline
+from dlrm_overlap.train.model import TrainTask, build_model
 from dlrm_overlap.train.trainer import Trainer
 from tests.distributed import interpreted
 from tests.distributed.captured import captures
@@ -126,7 +128,7 @@ def _as_on_gpus() -> Iterator[None]:
         replace(launches, INTERPRETED=True)  # prepares nothing for the driver
         for module in (find_slots, swap_rows, map_ids, fill_rows, store_words):
             replace(module, INTERPRETED=True)
-        for module in (cross, layers, flat_steps):
+        for module in (cross, layers, flat_steps, mlp):
             replace(module, kernels_on=lambda _, name: import_module(f"dlrm_overlap.kernels.dense.{name}"))
         replace(Implementation, load=lambda implementation, _: load(implementation, "cuda"))
         replace(opening, ON_CPU=opening.ON_GPU, CpuLocalLookup=opening.DeviceLocalLookup)
@@ -177,6 +179,20 @@ def _multiply() -> None:
         z.backward(torch.zeros_like(z))
 
 
+def _small_mlps() -> None:
+    """The dense part of a small model in float32: that of the quickstart."""
+    config, _ = parse_config(Config, "launched", "", ["--config", "configs/quickstart.yaml"])
+    model, tables = config.model, 8
+    dlrm = build_model(model, EmbeddingConfig(), [1] * tables, 13, seed=0)
+    task = TrainTask(dlrm, "cpu", bf16=False)
+    for part in (dlrm.bottom, dlrm.head):
+        small = small_form(task, part)
+        assert small is not None
+        x = torch.zeros(4, 13) if part is dlrm.bottom else torch.zeros(4, (tables + 1) * model.dim, requires_grad=True)
+        output = small(x)
+        output.backward(torch.zeros_like(output))
+
+
 def _read() -> None:
     """Samples made, unpacked or counted on the GPU, the copies of `bench collectives`, and an empty message."""
     with patch.object(torch, "empty", torch.zeros):  # numbers of ids, which a kernel would have written
@@ -217,7 +233,7 @@ def _send_ids() -> None:
         sender.send(KeyedJaggedTensor([name], torch.zeros(samples).long(), weights, lengths=lengths), samples)
 
 
-OTHERS: dict[str, Callable[[], None]] = {"products": _multiply, "data": _read, "ids": _send_ids}
+OTHERS: dict[str, Callable[[], None]] = {"products": _multiply, "mlp": _small_mlps, "data": _read, "ids": _send_ids}
 NAMES = (*STEPS, *OTHERS)
 
 

@@ -59,6 +59,9 @@ def tasks_of(found: dict[str, Launched], quick: bool = False) -> list[tuple[str,
     ]
 
 
+_END_OF_PARAMETERS = re.compile(r"\):.*\n")
+
+
 def unlaunched(names: Iterable[str]) -> list[str]:
     """Return the kernels that are not in `names`: jitted functions that no other one calls."""
     found: dict[str, set[str]] = {}  # name -> words of the body
@@ -66,7 +69,9 @@ def unlaunched(names: Iterable[str]) -> list[str]:
         name = module.name.removeprefix(f"{kernels.__name__}.")
         for value in vars(import_module(module.name)).values():
             if isinstance(value, triton.JITFunction) and value.fn.__module__ == module.name and name != _RULES:
-                found[f"{name}.{value.fn.__name__}"] = set(re.findall(r"\w+", value.src.partition("):\n")[2]))
+                found[f"{name}.{value.fn.__name__}"] = set(
+                    re.findall(r"\w+", _END_OF_PARAMETERS.split(value.src, 1)[1])
+                )
     called = {
         name for name in found for other, words in found.items() if other != name and name.split(".")[-1] in words
     }

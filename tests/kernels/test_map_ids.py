@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -7,6 +7,7 @@ import torch
 from dlrm_overlap.kernels.ids import reference
 from dlrm_overlap.kernels.ids.fill_rows import FilledTable, fill_rows, row_tables
 from dlrm_overlap.kernels.ids.id_map import (
+    CELLS,
     EMPTY,
     Claims,
     MapFeature,
@@ -34,6 +35,7 @@ class Table(NamedTuple):
     policy: Policy = Policy.LRU
     lifetime: int = 0
     admit_after: int = 1
+    halve_at: int = 0
     admit_below: int = 1 << 32
     writes: int = 1
     initials: int = 0
@@ -45,8 +47,8 @@ def state_of(*tables: Table, clocked: bool = True) -> tuple[MapState, Features]:
         open_slots = table.size - table.reserved
         each, probes = segments_of(open_slots), min(table.probes, open_slots)
         where = slots, 0, table.buckets, table.buckets, table.size, open_slots, probes, segments, each
-        rules = table.writes, table.lifetime, table.admit_after, table.admit_below, int(table.policy), table.initials
-        rows.append(MapFeature(*where, *rules, number))
+        admission = table.writes, table.lifetime, table.admit_after, table.halve_at, table.admit_below
+        rows.append(MapFeature(*where, *admission, int(table.policy), table.initials, number))
         slots, segments = slots + table.buckets * table.size, segments + table.buckets * each
     features = Features.of(rows, clocked, CPU)
     switches = features.times, features.counts, features.sketch
@@ -90,7 +92,7 @@ CASES = {
     "lfu of few probes": ((Table(policy=Policy.LFU, probes=5),), 200, 40),
     "distance lfu": ((Table(policy=Policy.DISTANCE_LFU, reserved=2),), 200, 40),
     "ttl, nothing reserved": ((Table(policy=Policy.TTL, reserved=0, lifetime=1),), 200, 40),
-    "no eviction, admission": ((Table(policy=Policy.NONE, admit_after=2, admit_below=3 << 30),), 60, 40),
+    "no eviction, admission": ((Table(policy=Policy.NONE, admit_after=2, halve_at=16, admit_below=3 << 30),), 60, 40),
     "a feature that only reads": ((Table(), Table(writes=0)), 60, 24),
 }
 
@@ -114,12 +116,22 @@ def test_kernels_agree_with_the_reference(case: str) -> None:
             if name == "totals":
                 mine, its = mine.sum(1), its.sum(1)
             assert torch.equal(mine, its), f"step {step}: {name}"
+        assert_sums_hold(state, tables)
         if train:
             assert claims is not None
             assert claimed is not None
             assert claims_of(claims) == claims_of(claimed)
     assert state.total(Totals.INSERTED) > 0
     assert low[-3:].tolist() == words_of(drawn)[0][-3:].tolist(), "padding stays"
+
+
+def assert_sums_hold(state: MapState, tables: Sequence[Table]) -> None:
+    """Assert that the sums of the sketch are those of its counters, and below the limits."""
+    limits = [each.halve_at for each in tables for _ in range(each.buckets)]
+    if state.sketch.numel() and all(limits):
+        sums = state.sketch.view(-1, CELLS).sum(1)
+        assert torch.equal(state.sketch_sums, sums.int())
+        assert (sums < torch.tensor(limits)).all()
 
 
 def claims_of(claims: Claims) -> list[tuple[int, ...]]:
@@ -191,16 +203,21 @@ def test_stock_fbgemm_finds_every_id() -> None:
 def test_the_number_of_ranks_does_not_change_the_slots() -> None:
     """Each rank has whole buckets, and sees their ids alone."""
     ids = random_ids(60, 16)
-    whole, features = state_of(Table(buckets=4))
+    ids = torch.cat([ids, ids[::2]])
+    table = Table(buckets=4, admit_after=2, halve_at=24)
+    whole, features = state_of(table)
     one_bag(whole, features, *ids.tolist())
     parts = []
     for rank in range(2):
-        part, features = state_of(Table(buckets=2))
+        part, features = state_of(table._replace(buckets=2))
         features.infos[:1, MapFeature._fields.index("first_bucket")] = 2 * rank
         features.infos[:1, MapFeature._fields.index("buckets")] = 4
         one_bag(part, features, *ids[unsigned_remainder(ids, 4) // 2 == rank].tolist())
-        parts.append(part.ids)
-    assert torch.equal(torch.cat(parts), whole.ids)
+        parts.append(part)
+    for name in ("ids", "sketch", "sketch_sums"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+    assert whole.total(Totals.INSERTED) > 0
+    assert (whole.sketch.view(-1, CELLS).sum(1) < 24).all(), "halved"
 
 
 def test_no_id_of_this_step_or_the_last_one_is_evicted() -> None:
@@ -240,8 +257,9 @@ def test_a_row_that_the_last_step_read_stays_though_its_id_was_not_seen() -> Non
 
 
 def test_evaluation_changes_nothing() -> None:
-    state, features = state_of(Table(policy=Policy.LFU))
+    state, features = state_of(Table(policy=Policy.LFU, admit_after=2, halve_at=24))
     known = random_ids(20, 9).tolist()
+    one_bag(state, features, *known)
     rows = one_bag(state, features, *known)
     before = [each.clone() for each in state]
     assert one_bag(state, features, *known, train=False) == rows
@@ -299,6 +317,35 @@ def test_ids_are_admitted_after_sightings() -> None:
     assert rows[0] % 16 == 15 != rows[1] % 16
     assert rows[1] == rows[2]
     assert [state.total(which) for which in Totals] == [1, 0, 3, 0, 5]
+
+
+def test_old_sightings_are_forgotten() -> None:
+    """The counters of a bucket are halved once their mean is 1; if they never are, new ids seem to have been seen."""
+    rare, common, *others = random_ids(402, 17).tolist()
+    admitted = list[int]()
+    for halve_at in (CELLS, 0):
+        state, features = state_of(Table(1, 512, 257, admit_after=2, halve_at=halve_at))
+        one_bag(state, features, rare)
+        one_bag(state, features, common)
+        one_bag(state, features, common)
+        assert common in state.ids.tolist()
+        for first in range(0, len(others), 10):
+            one_bag(state, features, *others[first : first + 10])
+            assert_sums_hold(state, [Table(1, halve_at=halve_at)])
+        before = state.total(Totals.INSERTED)
+        assert (0.15 < before / len(others) < 0.35) == (halve_at > 0), "share of the ids seen once that are admitted"
+        one_bag(state, features, rare, *random_ids(9, 18).tolist())
+        admitted.append(state.total(Totals.INSERTED) - before)
+        assert (rare in state.ids.tolist()) == (halve_at == 0)
+    assert admitted[0] < 4, "few look as if they had been seen"
+    assert admitted[1] == 10
+
+
+def test_ids_that_are_never_admitted_do_not_fill_the_sketch() -> None:
+    state, features = state_of(Table(admit_after=2, halve_at=CELLS, admit_below=0))
+    one_bag(state, features, *random_ids(100, 19).tolist())
+    assert state.total(Totals.NOT_ADMITTED) == 100
+    assert not state.sketch.any()
 
 
 def test_a_share_of_ids_is_admitted() -> None:

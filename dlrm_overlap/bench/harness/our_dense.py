@@ -38,11 +38,12 @@ class OurDensePipeline(TrainPipelineSparseDist[Any, Any]):
             task.dlrm.bottom.in_training = task.dlrm.head.in_training = None  # compiled for weights in float32
             parameters = in_flat_order(task, dense_parameters(model))
             flat = FlatParameters(parameters, shards_of(model), torch.bfloat16)
-            casts = cast_once(task, flat, config.train.compile_dense)
+            casts = cast_once(task, flat, config.train.compile_dense, cross_kernel=config.train.cross_kernel)
         wire, stores = WIRE_DTYPES[config.train.gradient_dtype], _stores(config, group, trainer.device)
-        by_owners = config.train.dense_update != "all"
+        update = config.train.dense_update
+        how = {"by_owners": update != "all", "defers_last": update == "owner_deferred"}
         order = CommunicationOrder()
-        self._dense = DenseStep(model, trainer.optimizer, casts, group, order, wire, stores, by_owners=by_owners)
+        self._dense = DenseStep(model, trainer.optimizer, casts, group, order, wire, stores, **how)
         super().__init__(model, _DenseOptimizer(self._dense), trainer.device, execute_all_batches=True)  # type: ignore[arg-type]
 
     def check(self) -> None:

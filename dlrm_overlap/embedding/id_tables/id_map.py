@@ -14,6 +14,7 @@ from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.tables import CachedRows, ReservedRows
 from dlrm_overlap.kernels.ids.fill_rows import FilledTable, RowTables, fill_rows, row_tables
 from dlrm_overlap.kernels.ids.id_map import (
+    CELLS,
     EMPTY,
     NO_FEATURE,
     SEGMENT,
@@ -23,6 +24,7 @@ from dlrm_overlap.kernels.ids.id_map import (
     Policy,
     Totals,
     digests_of,
+    halve,
     murmur,
     segments_of,
 )
@@ -135,6 +137,7 @@ class IdMap:
             int(name not in rules.reading),
             rules.lifetimes.get(name, rules.lifetime),
             rules.admit_after,
+            rules.halve_at,
             rules.admit_below,
             int(rules.policy),
             self._pools[table].shape[0] if table in self._pools else 0,
@@ -206,10 +209,16 @@ class IdMap:
         return with_values(ids, out, ids.offsets())
 
     def rebuild(self) -> None:
-        """Compute again what `state` derives from the ids, after they were loaded."""
-        ids = self.state.ids
+        """Compute again what `state` derives from the ids and the sketch, after they were loaded."""
+        ids, sketch = self.state.ids, self.state.sketch
         self.state.digests.zero_()
         self.state.digests[: ids.numel()] = digests_of(murmur(ids)).masked_fill_(ids == EMPTY, 0)
+        for rules, (begin, end) in self._by_table() if sketch.numel() else ():
+            if rules.halve_at:
+                first = self._first[rules.name][1]
+                last = first + (end - begin) // rules.size * segments_of(rules.open_slots)
+                # A checkpoint may have counters that were never halved, or those of other rows.
+                self.state.sketch_sums[first:last] = halve(sketch[first * CELLS : last * CELLS], rules.halve_at)
 
 
 class MappedIds:

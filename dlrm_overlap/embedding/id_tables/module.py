@@ -15,7 +15,7 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection
 
 from dlrm_overlap.config import IdTablesConfig, InputError
 from dlrm_overlap.embedding.id_tables.rules import EVERY_ID, IdRules
-from dlrm_overlap.kernels.ids.id_map import SEGMENT, Policy
+from dlrm_overlap.kernels.ids.id_map import CELLS, SEGMENT, Policy
 from dlrm_overlap.torchrec_private.attributes import zch_settings_of
 from dlrm_overlap.torchrec_private.mpzch import HashZchEvictionPolicyName, HashZchManagedCollisionModule
 
@@ -119,6 +119,7 @@ def rules_of(module: torch.nn.Module, name: str, rows: int, features: Sequence[s
             policy=_POLICIES[config.eviction],
             lifetime=config.ttl_steps or 0,
             admit_after=config.admit_after,
+            halve_at=_halve_at(config),
             admit_below=round(config.admit_share * EVERY_ID),
             frozen=True,
             mixes=True,
@@ -157,6 +158,13 @@ def rules_of(module: torch.nn.Module, name: str, rows: int, features: Sequence[s
         admit_below=EVERY_ID if given.opt_in_prob == -1 else given.opt_in_prob * EVERY_ID // 100,
         reading=frozenset(reading),
     )
+
+
+def _halve_at(config: IdTablesConfig) -> int:
+    """Return `IdRules.halve_at`."""
+    if config.admit_memory is None or config.admit_after == 1:
+        return 0
+    return min(max(1, round(config.admit_memory * (config.admit_after - 1) * CELLS)), 2**31 - 1)
 
 
 def check_rows(rules: IdRules, ranks: int) -> None:

@@ -31,6 +31,8 @@ class IdRules:
     """whether times are hours; else training steps"""
     admit_after: int = 1
     """sightings after which an id gets a slot; 1 is at once"""
+    halve_at: int = 0
+    """sum of the counters of sightings in 128 slots at which they are halved; 0: never"""
     admit_below: int = EVERY_ID
     """an id gets a slot if a hash of 32 bits is less than this"""
     reading: frozenset[str] = frozenset()

@@ -53,6 +53,7 @@ class DenseStep:
         stores: StoreOptions | None,
         *,
         by_owners: bool = False,
+        defers_last: bool = False,
     ) -> None:
         """Copy rank 0's dense parameters to all ranks, except those that differ between ranks; a collective.
 
@@ -62,6 +63,7 @@ class DenseStep:
             gradient_dtype: type in which gradients are sent, float32 or bfloat16.
             stores: options of the reduction by stores; None reduces by a collective.
             by_owners: let the owners of gradients' shares update the weights, if `why_not_by_owners` is empty.
+            defers_last: let them update the last bucket at the beginning of the next step.
         """
         trained, divided = dense_parameters(model), {*shards_of(model), *unsynchronized_weights(model)}
         self._flat = flat = casts.flat if casts is not None else FlatParameters(trained, divided)
@@ -93,10 +95,12 @@ class DenseStep:
         """why every rank updates all dense weights; empty if owners can update their shares"""
         owned = None
         if casts is not None and by_owners and not self.why_not_by_owners:
-            owned = OwnedSteps(self._steps[0], casts.in_float32)
+            owned = OwnedSteps(self._steps[0], casts.in_float32, defers_last)
         self.buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores, owned)
         if casts is not None:
             casts.on_complete(self.buckets.complete)
+            if self.buckets.deferred is not None:
+                casts.on_read(self.buckets.deferred.wait)
         self._stale_weights: StaleWeights | None = None
         if (owners := self.buckets.owners) is not None:
             mine = [parameter for name, parameter in flat.parameters.items() if name not in flat.shards]
@@ -138,7 +142,12 @@ class DenseStep:
         self._flat.zero(every.keys() - kept if kept else None)
 
     def begin(self) -> None:
-        """Drop the dense gradients of earlier steps before a forward, except for gradients that `clear` has kept."""
+        """Drop the dense gradients of earlier steps before a forward, except for gradients that `clear` has kept.
+
+        Those of a deferred bucket are not dropped, but read from here on.
+        """
+        if self.buckets.deferred is not None:
+            self.buckets.deferred.reduce()
         if self._casts is not None:
             self._casts.begin()
         elif not self._after:
@@ -171,10 +180,14 @@ class DenseStep:
         A collective.
         """
         if self.buckets.owners is not None:
+            if self.buckets.deferred is not None:
+                self.buckets.deferred.flush()
             self.buckets.owners.gather()
 
     def update_after(self) -> None:
         """Step optimizers that cannot be captured, and set the next learning rate of a warm-up."""
+        if self.buckets.deferred is not None:
+            self.buckets.deferred.step_is_issued()
         if self._after:
             # A replay runs no Python, so gradients are still None after `zero_grad`.
             self._flat.show_gradients()
@@ -196,6 +209,8 @@ class DenseStep:
         guard = self._stale_weights
         if guard is not None and not guard.are_stale():  # they are after a failed step
             guard.close()
+        if self._casts is not None:
+            self._casts.on_read(lambda: None)
         self.buckets.close()
 
 

@@ -40,7 +40,7 @@ from dlrm_overlap.train.graphs.static_batch import BatchTensors, on_device, why_
 log = logging.getLogger("dlrm_overlap")
 
 _DENSE_REDUCE = ("auto", "collective", "stores")
-_DENSE_UPDATE = ("auto", "all", "owner")
+_DENSE_UPDATE = ("auto", "all", "owner", "owner_deferred")
 # Eager steps before a capture, which compile kernels, fill caches and find out which parameters get a gradient.
 _WARMUP_STEPS = 3
 # Uncapturable batches in a row, after which steps are captured for batches like the next one.
@@ -93,7 +93,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             dense_update: which ranks update a dense weight: all, or its owner, which then stores it at all ranks as
                 bfloat16. With owner, a rank's float32 weights and optimizer states are out of date after a step, until
                 `gather_dense`, and gradients are the rank's own. It needs `casts`, stores, no clipping, and a single
-                optimizer, which is captured; else all do, with a warning. With auto it is owner where possible.
+                optimizer, which is captured; else all do, with a warning. owner_deferred is owner, but a step updates
+                the last bucket of the step before, while it looks up rows. With auto it is owner where possible.
             capture: True to capture steps; None captures on GPUs.
             bound: deprecated name of `capacity`.
 
@@ -105,7 +106,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 f"dense_reduce: {dense_reduce!r} on {device} must be auto, collective or, on GPUs, stores; leave it out"
             )
         if dense_update not in _DENSE_UPDATE:
-            raise InputError(f"dense_update: {dense_update!r} must be auto, all or owner; leave it out")
+            raise InputError(f"dense_update: {dense_update!r} must be auto, all, owner or owner_deferred; leave it out")
         if bound is not None:
             warnings.warn("GraphTrainPipeline: bound is deprecated; use capacity", FutureWarning, stacklevel=2)
             capacity = capacity or bound
@@ -177,10 +178,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         exchanges, group = exchanges_of(self._modules), self._group
         stores = self._store_options(exchanges)
         self._opened, about = self._optimizer, (self._casts, group, self._order, self._gradient_dtype, stores)
-        self._dense = DenseStep(self._model, self._opened, *about, by_owners=self._dense_update != "all")
+        by_owners, defers_last = self._dense_update != "all", self._dense_update == "owner_deferred"
+        self._dense = DenseStep(self._model, self._opened, *about, by_owners=by_owners, defers_last=defers_last)
         reason = self._dense.why_not_by_owners
-        if self._dense_update == "owner" and reason and group.size() > 1 and self._is_first:
-            log.warning("dense_update: all instead of owner, since %s", reason)
+        if self._dense_update.startswith("owner") and reason and group.size() > 1 and self._is_first:
+            log.warning("dense_update: all instead of %s, since %s", self._dense_update, reason)
         if self._captures and self._dense.why_after and self._is_first:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
         self._graphs = GraphPair(self._modules, self._dense.buckets.counters, self._order, self._device)

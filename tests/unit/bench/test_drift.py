@@ -120,7 +120,7 @@ def test_designs_give_the_same_tables_their_rows() -> None:
     assert found["modulus_twice"] == ({**hashed, "data.tables.hashed_rows": [512, 1]}, 512)
     assert found["unlimited"][0]["embedding.id_tables.rows"] == [1536], "twice as many as ids, rounded up"
     assert found["mpzch"][0]["embedding.backend"] == "torchrec"
-    for name in ("mpzch", "any", "any_lfu", "any_distance_lfu", "any_admit_2"):
+    for name in ("mpzch", "any", "any_lfu", "any_distance_lfu", "any_admit_2", "any_admit_2_forever"):
         assert (found[name][0]["embedding.id_tables.rows"], found[name][1]) == ([256], 256)
     for keys, _ in found.values():
         assert with_keys(stream.config, keys).data.tables.drift == 128

@@ -1,13 +1,27 @@
 """The cross network as one autograd function, against TorchRec's module in float64 and the error of autocast."""
 
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torchrec.modules.crossnet import LowRankCrossNet
 
-from dlrm_overlap.dense.cross import CrossLayer, cross
+from dlrm_overlap.dense.cross import (
+    QUACK,
+    CrossLayer,
+    _by_one_kernel,
+    _by_two_kernels,
+    compute_layer,
+    cross,
+)
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.functions import Write, product_into
-from tests.agreement import assert_near
+from tests.agreement import assert_near, assert_same
+from tests.conftest import refuses
 
 SAMPLES, WIDTH, RANK = 67, 20, 7  # neither a block of samples nor a power of two
 every_depth = pytest.mark.parametrize("depth", [1, 2, 3, 5])
@@ -135,3 +149,79 @@ def test_the_writes_of_gradients_are_given_out_and_take_place_when_called() -> N
         assert all(tensor.isnan().all() for tensor in written)
         write(written)
         assert not any(tensor.isnan().any() for tensor in written)
+
+
+def test_layers_are_computed_by_the_function_that_is_given() -> None:
+    network, x, gradient = _network(3)
+    layers, is_first = _layers(network, torch.float32), list[bool]()
+
+    def compute(narrow: Any, layer: CrossLayer, x0: Any, x: Any, w: Any, out: Any) -> None:
+        is_first.append(x is x0)
+        w.copy_(narrow @ layer.w.t())
+        out.copy_(x0 * (w + layer.bias) + x)
+
+    x0 = x.clone().requires_grad_()
+    output = cross(x0, layers, lambda name, write: write([torch.empty_like(getattr(e, name)) for e in layers]), compute)
+    output.backward(gradient)
+    expected = _ours(network, x, gradient, torch.float32)
+    assert is_first == [True, False, False]
+    assert x0.grad is not None
+    assert_near(output.detach(), expected["output"], 1e-6, "output")
+    assert_near(x0.grad, expected["x0"], 1e-6, "gradient of x0")
+
+
+@pytest.mark.parametrize(("width", "rank", "by_one"), [(40, 8, True), (36, 8, False), (40, 7, False), (24, 8, False)])
+def test_one_kernel_computes_a_layer_whose_rows_it_can_read(
+    width: int, rank: int, by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list[Any]()
+    kernels = SimpleNamespace(ALIGNED=8, NARROWEST=32, add_layer=lambda *tensors: given.extend(tensors))
+    monkeypatch.setitem(sys.modules, "dlrm_overlap.kernels.dense.cross_product", kernels)
+    layer = CrossLayer(torch.randn(width, rank).bfloat16(), torch.randn(rank, width).bfloat16(), torch.randn(width))
+    narrow, x0, x = (torch.randn(SAMPLES, columns).bfloat16() for columns in (rank, width, width))
+    found, expected = (torch.full((2, SAMPLES, width), torch.nan).bfloat16() for _ in range(2))
+    _by_one_kernel(narrow, layer, x0, x, *found)
+    if by_one:
+        assert all(a is b for a, b in zip(given[:5], (narrow, layer.w, x0, x, layer.bias), strict=True))
+        assert [each.data_ptr() for each in given[5:]] == [each.data_ptr() for each in found]
+    else:
+        _by_two_kernels(narrow, layer, x0, x, *expected)
+        assert_same(found, expected, "product and output")
+        assert not given
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "version", "reason"),
+    [
+        ("cpu", (9, 0), f"{QUACK}5", "cpu is no GPU of compute capability 9.0"),
+        ("cuda", (8, 0), f"{QUACK}5", "cuda is no GPU of compute capability 9.0"),
+        ("cuda", (9, 0), None, "quack-kernels is not installed; run pip install"),
+        ("cuda", (9, 0), "0.4.1", f"quack-kernels is 0.4.1, and must be {QUACK}"),
+        ("cuda", (9, 0), f"{QUACK}5", None),
+    ],
+)
+def test_one_kernel_needs_hopper_and_a_package(
+    device: str, capability: Any, version: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str) -> str:
+        assert name == "quack-kernels"
+        if version is None:
+            raise metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(metadata, "version", installed)
+    on = torch.device(device)
+    assert compute_layer("triton", on) is _by_two_kernels
+    assert compute_layer("auto", on) is (_by_two_kernels if reason else _by_one_kernel)
+    if reason is None:
+        assert compute_layer("cutlass", on) is _by_one_kernel
+    else:
+        with refuses(f"train.cross_kernel: cutlass, but {reason}"):
+            compute_layer("cutlass", on)
+
+
+def test_the_version_of_quack_is_that_of_the_extra() -> None:
+    extra = next(line for line in Path("pyproject.toml").read_text().splitlines() if line.startswith("cutlass ="))
+    assert f"=={QUACK}*" in extra

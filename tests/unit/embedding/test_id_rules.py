@@ -163,6 +163,39 @@ def test_torchrec_picks_rank_and_bucket_alike_where_it_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
+        ({}, 0),
+        ({"admit_after": 2}, 128),
+        ({"admit_after": 4, "admit_memory": 0.5}, 192),
+        ({"admit_after": 2, "admit_memory": 1e-9}, 1),
+        ({"admit_after": 9, "admit_memory": 1e37}, 2**31 - 1),
+        ({"admit_after": 2, "admit_memory": None}, 0),
+    ],
+)
+def test_counters_of_sightings_are_halved_at(keys: Any, expected: int) -> None:
+    module = IdTableModule("t", 256, torch.device("cpu"), IdTablesConfig(rows=256, **keys))
+    rules = rules_of(module, "t", 256, ["f"])
+    assert isinstance(rules, IdRules)
+    assert rules.halve_at == expected
+
+
+def test_a_sketch_that_was_never_halved_is_halved_when_it_is_loaded() -> None:
+    """A second time changes nothing, so a run that resumes has the same bits."""
+    rules = [IdRules(name, rows, rows // 128, 1, admit_after=2, halve_at=at) for name, rows, at in _SKETCHES]
+    id_map = IdMap(rules, {"a": (0, 256), "b": (0, 128), "c": (0, 128)}, torch.device("cpu"), lambda: True)
+    stored = torch.cat([torch.full((128,), 2**30), torch.arange(128) // 64, torch.full((256,), 7)]).int()
+    id_map.state.sketch.copy_(stored)
+    for _ in range(2):
+        id_map.rebuild()
+        assert id_map.state.sketch.view(4, 128).unique(dim=1).tolist() == [[0, 0], [0, 1], [1, 1], [7, 7]]
+        assert id_map.state.sketch_sums.tolist() == [0, 64, 128, 0]
+
+
+_SKETCHES = (("a", 256, 128), ("b", 128, 200), ("c", 128, 0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
         ({}, 13),
         ({"eviction": "ttl", "ttl_steps": 9}, 17),
         ({"eviction": "lfu", "admit_after": 2}, 21),

@@ -27,7 +27,7 @@ def _trained(ids: torch.Tensor) -> torch.Tensor:
     rules, cpu = _rules(), torch.device("cpu")
     state = MapState.empty(rules.rows, BUCKETS, cpu, times=False, counts=False, sketch=False)
     below = 2**32
-    of_bucket = (rules.size, rules.open_slots, rules.open_slots, 0, 1, 1, 0, 1, below, int(Policy.LRU), 0, 0)
+    of_bucket = (rules.size, rules.open_slots, rules.open_slots, 0, 1, 1, 0, 1, 0, below, int(Policy.LRU), 0, 0)
     features = Features.of([MapFeature(0, 0, BUCKETS, BUCKETS, *of_bucket)], False, cpu)
     out, ends = torch.empty_like(ids), torch.tensor([0, len(ids)])
     map_ids(state, features, *split_words(ids), out, ends, 1, train=True)

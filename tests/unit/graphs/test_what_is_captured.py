@@ -332,5 +332,5 @@ def test_an_unknown_way_to_reduce_is_refused(unknown: str) -> None:
 
 def test_an_unknown_way_to_update_is_refused() -> None:
     nothing: Any = None
-    with refuses("dense_update: 'owners' must be auto, all or owner; leave it out"):
+    with refuses("dense_update: 'owners' must be auto, all, owner or owner_deferred; leave it out"):
         GraphTrainPipeline(nothing, nothing, CPU, dense_update="owners")

@@ -25,7 +25,7 @@ _STEPS = 20
 # Tables, number of known ids, ids of a feature in a step.
 _LARGE: dict[str, tuple[tuple[Table, ...], int, int]] = {
     "many buckets, large ones": ((Table(64, 128), Table(3, 700, 0, policy=Policy.LFU)), 30_000, 12_000),
-    "many sightings": ((Table(64, 128, policy=Policy.DISTANCE_LFU, admit_after=3),), 20_000, 20_000),
+    "many sightings": ((Table(64, 128, policy=Policy.DISTANCE_LFU, admit_after=3, halve_at=256),), 20_000, 20_000),
     "hours": ((Table(2, 1500, 0, probes=60, policy=Policy.TTL),), 9_000, 5_000),
 }
 

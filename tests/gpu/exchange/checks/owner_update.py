@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.gradients import GradientBuckets, OwnedSteps
+from dlrm_overlap.train.graphs import dense_step
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import assert_same
@@ -24,6 +26,7 @@ from tests.gpu.exchange.place import Place, every
 
 _SHARD, _IN_FLOAT32 = "scale", "bias"
 _BUCKETS = {"one": 1 << 30, "several": 1 << 20}  # bytes of a bucket, at least
+_SMALL_BUCKET = 1 << 12  # bytes, so that a small model has several
 _EAGER, _REPLAYED = 30, 600  # steps
 _MOST_CYCLES = 300_000  # of a pause within a step, up to 0.2 ms
 _MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -43,7 +46,7 @@ class _Weights:
         values = {name: torch.randn(s, generator=generator, device=place.device) for name, s in SHAPES.items()}
         self.flat = FlatParameters({name: nn.Parameter(v) for name, v in values.items()}, [_SHARD], torch.bfloat16)
         self.steps = FlatSteps(self.flat, _MAKE[optimizer](self.flat.parameters.values()))
-        owned = OwnedSteps(self.steps, [_IN_FLOAT32]) if owners else None
+        owned = OwnedSteps(self.steps, {_IN_FLOAT32}) if owners else None
         about = place.group, steps.dtype, bucket_bytes, steps.order, stores, owned
         self.buckets = GradientBuckets(self.flat, *about)
         self.flat.show_gradients()
@@ -142,13 +145,16 @@ def _owners(trainer: Trainer) -> Any:
     return trainer.pipeline._dense.buckets.owners
 
 
-def _check_training(place: Place, arch: Literal["dot", "dcn"], optimizer: str) -> None:
+def _check_training(place: Place, arch: Literal["dot", "dcn"], optimizer: str, by_owners: str = "owner") -> None:
     """Losses, evaluations, weights and states of captured steps have the same bits."""
     found = list[tuple[list[float], dict[str, float], dict[str, torch.Tensor]]]()
-    for update in ("owner", "all"):
+    for update in (by_owners, "all"):
         trainer = make_trainer(place, _config(place, arch, optimizer, update))
-        losses = train_steps(place, trainer, 0, 30)
-        assert (_owners(trainer) is not None) == (update == "owner")
+        with patch.object(dense_step, "_BUCKET_BYTES", _SMALL_BUCKET):
+            losses = train_steps(place, trainer, 0, 30)
+        assert (_owners(trainer) is not None) == (update == by_owners)
+        pipeline: Any = trainer.pipeline
+        assert (pipeline._dense.buckets.deferred is not None) == (update == "owner_deferred")
         values = trainer.evaluate()
         losses += train_steps(place, trainer, 30, 50)
         trainer.gather_dense()
@@ -193,6 +199,14 @@ CHECKS |= every(
 )  # fmt: skip
 _check_dot, _check_dcn = (partial(_check_training, arch=arch) for arch in ("dot", "dcn"))
 CHECKS |= every("owner_update_training_dot", _check_dot, optimizer=["sgd", "adagrad", "adam"], gpu_only=True)
+CHECKS |= every(
+    "owner_update_training_deferred", partial(_check_dot, by_owners="owner_deferred"), optimizer=["sgd", "adam"],
+    gpu_only=True,
+)  # fmt: skip
+CHECKS |= every(
+    "owner_update_training_dcn_deferred", partial(_check_dcn, by_owners="owner_deferred"), optimizer=["adagrad"],
+    timeout_s=300.0, gpu_only=True,
+)  # fmt: skip
 CHECKS |= every("owner_update_training_dcn", _check_dcn, optimizer=["adagrad"], timeout_s=300.0, gpu_only=True)
 LOST = every(
     "owner_update_peer_stalls", _check_lost_peer, captured={"eager": False, "captured": True}, gpu_only=True, alone=True
