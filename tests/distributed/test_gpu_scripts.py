@@ -223,7 +223,7 @@ def _run_host_time(_: Path) -> None:
     with patch.multiple(host_time, _STEPS=2, _TRACED=1, _SAMPLED=2), redirect_stdout(output := StringIO()):
         assert host_time.work(_ranks(_TINY, contenders=["drop_in"])) == 0
     if dist.get_rank() == 0:
-        step, _, *lines = output.getvalue().splitlines()
+        step, _with_warm_up, *lines = output.getvalue().splitlines()
         assert step.startswith("drop_in: ")
         tables = [line.split() for line in lines]
         assert [cells[:2] for cells in tables if cells[:1] in (["part"], ["ms"])] == [
