@@ -347,11 +347,15 @@ class Exchange:
 
     def close(self) -> None:
         """Wait for the device, free the windows, and raise recorded faults; every rank must have finished its steps."""
-        try:
-            self._close_parts()
-        finally:
-            if self.window_input_dist is not None:
-                self.window_input_dist.close()
+        errors = list[Exception]()
+        for part in (self._close_parts, self.window_input_dist and self.window_input_dist.close):
+            try:
+                if part is not None:
+                    part()
+            except Exception as error:  # the first one says why
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _close_parts(self) -> None:
         self._pending = None

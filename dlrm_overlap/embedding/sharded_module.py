@@ -17,7 +17,14 @@ from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule,
 from dlrm_overlap.embedding.id_layout import BatchCapacity, joined
 from dlrm_overlap.embedding.id_sender import IdSender
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.shardings import exchanging_group, in_rank_order, model_order, names_of, output_types
+from dlrm_overlap.embedding.shardings import (
+    exchanging_group,
+    in_rank_order,
+    joined_inputs,
+    model_order,
+    names_of,
+    output_types,
+)
 from dlrm_overlap.embedding.steps import weights_of, with_float_weights
 from dlrm_overlap.embedding.torchrec_tables import TorchRecTables
 from dlrm_overlap.embedding.variable_batch import InverseIndices, of_samples, with_even_batches
@@ -223,7 +230,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         shardings = [(self._embedding_shardings[i], with_float_weights(input[i])) for i in self._exchanged]
         ids = [in_rank_order(each, sharding, tuple(batch_sizes)) for sharding, each in shardings]
         if windows is not None:  # then the exchange has one input
-            ids = [_joined(ids, sum(batch_sizes))]
+            ids = [joined_inputs(ids, sum(batch_sizes))]
         exchanged = self.exchange.start(ids, batch_sizes)
         numbers = self._other_numbers
         others = self._look_up_others([input[i] for i in numbers], [ctx.sharding_contexts[i] for i in numbers])
@@ -279,21 +286,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             self.exchange = None
         super().update_shards(*args, **kwargs)
         self._set_up()
-
-
-def _joined(inputs: Sequence[KeyedJaggedTensor], samples: int) -> KeyedJaggedTensor:
-    """Return the ids of several inputs as those of one."""
-    if len(inputs) == 1:
-        return inputs[0]
-    keys = [key for each in inputs for key in each.keys()]  # noqa: SIM118
-    weights = [found for each in inputs if (found := each.weights_or_none()) is not None]
-    return KeyedJaggedTensor(
-        keys,
-        torch.cat([each.values() for each in inputs]),
-        torch.cat(weights) if weights else None,
-        lengths=torch.cat([each.lengths() for each in inputs]),
-        stride=samples,
-    )
 
 
 def _of_samples(pooled: LazyAwaitable[KeyedTensor], inverse: InverseIndices | None) -> LazyAwaitable[KeyedTensor]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
@@ -222,7 +223,7 @@ class WindowInputDist:
         kind = CpuIdExchange if self._current is None else IdExchange
         self._ids = kind(context, ids, windows, in_new_memory=True)
         _free(*before)
-        if group.rank() == 0:
+        if dist.get_rank() == 0:
             log.info(
                 "backend %s: ids are sent through windows, of batches up to %s", exchange.options.backend, capacity
             )
@@ -235,11 +236,11 @@ class WindowInputDist:
     def close(self) -> None:
         """Wait for the device, free the windows, and raise recorded errors; the next `send` makes windows again."""
         ids, arena, self._ids, self._arena = self._ids, self._arena, None, None
-        try:
-            if ids is not None and self.failure is None:  # else it has been raised already
-                ids.check()
-        finally:
-            _free(ids, arena)
+        if ids is None:
+            return
+        if self.failure is None:  # else it has been raised already
+            ids.check()
+        _free(ids, arena)
 
 
 def _free(ids: IdExchange | None, arena: Arena | None) -> None:
