@@ -347,11 +347,10 @@ class Exchange:
 
     def close(self) -> None:
         """Wait for the device, free the windows, and raise recorded faults; every rank must have finished its steps."""
-        errors = list[Exception]()
-        for part in (self._close_parts, self.window_input_dist and self.window_input_dist.close):
+        errors, windows = list[Exception](), self.window_input_dist
+        for close in (self._close_parts, *([] if windows is None else [windows.close])):
             try:
-                if part is not None:
-                    part()
+                close()
             except Exception as error:  # the first one says why
                 errors.append(error)
         if errors:
