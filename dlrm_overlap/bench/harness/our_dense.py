@@ -40,10 +40,8 @@ class OurDensePipeline(TrainPipelineSparseDist[Any, Any]):
             flat = FlatParameters(parameters, shards_of(model), torch.bfloat16)
             casts = cast_once(task, flat, config.train.compile_dense, cross_kernel=config.train.cross_kernel)
         wire, stores = WIRE_DTYPES[config.train.gradient_dtype], _stores(config, group, trainer.device)
-        update = config.train.dense_update
-        how = {"by_owners": update != "all", "defers_last": update == "owner_deferred"}
-        order = CommunicationOrder()
-        self._dense = DenseStep(model, trainer.optimizer, casts, group, order, wire, stores, **how)
+        about = casts, group, CommunicationOrder(), wire, stores
+        self._dense = DenseStep(model, trainer.optimizer, *about, dense_update=config.train.dense_update)
         super().__init__(model, _DenseOptimizer(self._dense), trainer.device, execute_all_batches=True)  # type: ignore[arg-type]
 
     def check(self) -> None:

@@ -52,8 +52,7 @@ class DenseStep:
         gradient_dtype: torch.dtype,
         stores: StoreOptions | None,
         *,
-        by_owners: bool = False,
-        defers_last: bool = False,
+        dense_update: str = "all",
     ) -> None:
         """Copy rank 0's dense parameters to all ranks, except those that differ between ranks; a collective.
 
@@ -62,8 +61,7 @@ class DenseStep:
             casts: casts the dense parameters to bfloat16 for the model; None if it uses them in float32.
             gradient_dtype: type in which gradients are sent, float32 or bfloat16.
             stores: options of the reduction by stores; None reduces by a collective.
-            by_owners: let the owners of gradients' shares update the weights, if `why_not_by_owners` is empty.
-            defers_last: let them update the last bucket at the beginning of the next step.
+            dense_update: as `train.dense_update`; all ranks update if `why_not_by_owners` is not empty.
         """
         trained, divided = dense_parameters(model), {*shards_of(model), *unsynchronized_weights(model)}
         self._flat = flat = casts.flat if casts is not None else FlatParameters(trained, divided)
@@ -94,8 +92,8 @@ class DenseStep:
         self.why_not_by_owners = self._why_not_by_owners(model, group, stores)
         """why every rank updates all dense weights; empty if owners can update their shares"""
         owned = None
-        if casts is not None and by_owners and not self.why_not_by_owners:
-            owned = OwnedSteps(self._steps[0], casts.in_float32, defers_last)
+        if casts is not None and dense_update != "all" and not self.why_not_by_owners:
+            owned = OwnedSteps(self._steps[0], casts.in_float32, defers_last=dense_update != "owner")
         self.buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores, owned)
         if casts is not None:
             casts.on_complete(self.buckets.complete)

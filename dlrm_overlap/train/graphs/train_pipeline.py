@@ -94,7 +94,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 bfloat16. With owner, a rank's float32 weights and optimizer states are out of date after a step, until
                 `gather_dense`, and gradients are the rank's own. It needs `casts`, stores, no clipping, and a single
                 optimizer, which is captured; else all do, with a warning. owner_deferred is owner, but a step updates
-                the last bucket of the step before, while it looks up rows. With auto it is owner where possible.
+                the last bucket of the step before, while it looks up rows. With auto it is
+                owner_deferred where possible.
             capture: True to capture steps; None captures on GPUs.
             bound: deprecated name of `capacity`.
 
@@ -178,8 +179,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         exchanges, group = exchanges_of(self._modules), self._group
         stores = self._store_options(exchanges)
         self._opened, about = self._optimizer, (self._casts, group, self._order, self._gradient_dtype, stores)
-        by_owners, defers_last = self._dense_update != "all", self._dense_update == "owner_deferred"
-        self._dense = DenseStep(self._model, self._opened, *about, by_owners=by_owners, defers_last=defers_last)
+        self._dense = DenseStep(self._model, self._opened, *about, dense_update=self._dense_update)
         reason = self._dense.why_not_by_owners
         if self._dense_update.startswith("owner") and reason and group.size() > 1 and self._is_first:
             log.warning("dense_update: all instead of %s, since %s", self._dense_update, reason)
