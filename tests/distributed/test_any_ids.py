@@ -131,15 +131,17 @@ def _check_pipelines_in_turns() -> None:
 
 def _check_segments() -> None:
     """A replay at the end of a segment sends ids that no step looks up: they are not counted, and get no rows."""
-    rank, found = dist.get_rank(), list[list[float]]()
+    rank, found, sketches = dist.get_rank(), list[list[float]](), list[torch.Tensor]()
     rules = partial(own_module, eviction="lfu", admit_after=2)
     batches = [batch_of(draw(rank, step, pool=400)) for step in range(15)]
     for pipeline in ("graph", "captured"):
         sharded = shard(any_ids.Model(128 * dist.get_world_size(), rules))
         step = any_ids.train(sharded, batches, pipeline, segment=5)
         found.append([*step.losses, *(step.id_map.total(which) for which in Totals)])
+        sketches.append(step.id_map.state.sketch)
     assert found[0] == found[1]
-    assert step.id_map.total(Totals.NOT_ADMITTED) > 0
+    assert torch.equal(*sketches)
+    assert 0 < sketches[0].sum() < step.id_map.total(Totals.NOT_ADMITTED), "halved, since a sighting adds 1 or 2"
 
 
 def _check_refusals() -> None:

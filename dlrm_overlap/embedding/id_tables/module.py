@@ -20,6 +20,7 @@ from dlrm_overlap.torchrec_private.attributes import zch_settings_of
 from dlrm_overlap.torchrec_private.mpzch import HashZchEvictionPolicyName, HashZchManagedCollisionModule
 
 _PERCENT_OF_ONE = 1  # of 128 slots, rounded down, is one slot
+_MOST_SIGHTINGS = 1 << 30  # a step adds to sums of 32 bits that are below this
 _POLICIES = {
     "none": Policy.NONE,
     "lru": Policy.LRU,
@@ -164,7 +165,7 @@ def _halve_at(config: IdTablesConfig) -> int:
     """Return `IdRules.halve_at`."""
     if config.admit_memory is None or config.admit_after == 1:
         return 0
-    return min(max(1, round(config.admit_memory * (config.admit_after - 1) * CELLS)), 2**31 - 1)
+    return min(max(1, round(config.admit_memory * (config.admit_after - 1) * CELLS)), _MOST_SIGHTINGS)
 
 
 def check_rows(rules: IdRules, ranks: int) -> None:
