@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.compiled import specialised
+from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import BAD_ARRIVAL, OVERFLOW, record
 from dlrm_overlap.kernels.wide_ids import row_of
 
@@ -231,50 +232,58 @@ def pull_tasks(capacities: Sequence[int], world_size: int, samples: int, padded:
     return tasks
 
 
-def locate_ids(
+def prepare_locate(
     published: Published, arrivals: Arrivals, status: torch.Tensor, samples: int, lengths: bool, total: int
-) -> None:
-    """Find where the ids of each pair are and arrive; see `_locate_ids`.
+) -> Launch:
+    """Return the launch that finds where the ids of each pair are and arrive; see `_locate_ids`.
 
-    `arrivals` is overwritten if the `lengths` of bags vary; if not, each rank's batch must have `total` ids.
+    It overwrites `arrivals` if the `lengths` of bags vary; if not, each rank's batch must have `total` ids.
     """
     kernel = specialised(_locate_ids, num_warps=_NUM_WARPS, LENGTHS=lengths, BLOCK=_PAIRS)
     world_size = published.windows.numel()
-    kernel(
-        1, (),
+    arguments = (
         published.windows, published.requested, published.capacities, *arrivals, status,
         world_size, published.requested.numel(), published.capacities.numel(), samples, published.offsets_at, total,
     )  # fmt: skip
+    return Launch(kernel, 1, (), arguments)
 
 
-def pull_ids(
+def prepare_pull(
     published: Published,
     arrivals: Arrivals,
     tasks: torch.Tensor,
-    values: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
+    arrived: Sequence[torch.Tensor | None],
     status: torch.Tensor,
     samples: int,
     lengths: bool,
     check: bool,
     block: int = BLOCK_IDS,
-    high: torch.Tensor | None = None,
-) -> None:
-    """Copy the ids of this rank's shards out of the ranks' windows; see `_pull_ids`.
+) -> Launch:
+    """Return the launch that copies the ids of this rank's shards out of the ranks' windows; see `_pull_ids`.
 
-    `tasks` are those of `pull_tasks`. If the `lengths` of bags vary, they pad `values` to its whole length, and
-    `offsets` are overwritten, else given. `high` [capacity] int32 is for high words, if the windows have any.
+    Args:
+        tasks: those of `pull_tasks`.
+        arrived: values, offsets, weights and high words, as `arguments_of` takes them, which each call gives again.
+            Weights and high words are None if the windows have none.
+        lengths: if the lengths of bags vary, values are padded to their whole length, and offsets are overwritten, else
+            given.
     """
+    values, _, weights, high = arrived
     kernel = specialised(
         _pull_ids, num_warps=_NUM_WARPS, LENGTHS=lengths, WEIGHTED=weights is not None, WIDE=high is not None,
         CHECK=check, BLOCK=block,
     )  # fmt: skip
-    world_size = published.windows.numel()
-    kernel(
-        tasks.shape[0], (),
-        tasks, published.windows, published.requested, published.rows, *arrivals, values, offsets,
-        values if weights is None else weights, values if high is None else high, status,
-        world_size, published.requested.numel(), samples, published.offsets_at, published.weights_at,
+    assert values is not None, "ids arrive"
+    arguments = (
+        tasks, published.windows, published.requested, published.rows, *arrivals, *arguments_of(arrived), status,
+        published.windows.numel(), published.requested.numel(), samples, published.offsets_at, published.weights_at,
         published.high_at, values.numel(),
     )  # fmt: skip
+    return Launch(kernel, tasks.shape[0], (), arguments, ("values", "offsets", "weights", "high_words"))
+
+
+def arguments_of(arrived: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return values, offsets, weights and high words as the kernel takes them: values in the place of None."""
+    values = arrived[0]
+    assert values is not None, "ids arrive"
+    return [values if each is None else each for each in arrived]

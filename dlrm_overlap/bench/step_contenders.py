@@ -78,6 +78,7 @@ STEP_CONTENDERS: Mapping[str, Keys] = {
         for name, keys in _OUR_DENSE.items()
     },
     "drop_in": {**_keys("pgas", dense=False), **_FP32},
+    "drop_in_torchrec_ids": {**_keys("pgas", dense=False), **_FP32},
     "drop_in_graph": {**_GRAPH, **_EAGER, **_FP32, "train.flat_dense": False},
     "pgas": _keys("pgas"),
     "fused": _keys("fused"),

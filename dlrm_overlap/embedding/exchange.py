@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,14 @@ def poison_on_error(part: Part) -> Part:
     return cast(Part, run)
 
 
+class WindowInputDist(Protocol):
+    """See `dlrm_overlap.embedding.window_input_dist`."""
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Exchange:
     """Looks up ids in this rank's tables, returns pooled embeddings of its samples, and sends back their gradients.
 
@@ -109,9 +117,15 @@ class Exchange:
         self.failure: str | None = None
         self._ids: IdLayout | None = None
         self._sent: deque[Any] = deque()
+        self.window_input_dist: WindowInputDist | None = None
+        """sends the ids in TorchRec's pipelines; None if TorchRec does"""
         # Lowest priority: the small kernels of a bottom MLP should not wait for the many programs of a lookup.
         self._lookup_stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
         self._unfinished: list[RunningStep] = []
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group
 
     @cached_property
     def reach(self) -> Reach:
@@ -133,6 +147,7 @@ class Exchange:
         """
         self.close()
         self.layout, self._replicated, self._ids, self._sent = ids.layout, replicated, ids, sent
+        self.window_input_dist = None
         _ = self.id_exchange
 
     @property
@@ -207,7 +222,7 @@ class Exchange:
     def _require(self, samples: int) -> ExchangeParts:
         """Return the parts; a collective if they must be made for more samples of a rank than before."""
         if self._parts is None or samples > self._capacity:
-            self.close()
+            self._close_parts()
             self._capacity = max(1, samples)
             fixed = self.layout, self.tables, self.options, self._group, self.device
             order = nullcontext() if self.device.type == "cpu" else self.order
@@ -325,13 +340,23 @@ class Exchange:
 
     def check(self) -> None:
         """Raise the faults that kernels have recorded, such as an expired wait; never waits for the device."""
-        if self._parts is not None:
-            for part in (self._parts.ids, self._parts.forward, self._parts.backward):
-                if part is not None:
-                    part.check()
+        parts = self._parts
+        for part in (self.window_input_dist, *((parts.ids, parts.forward, parts.backward) if parts else ())):
+            if part is not None:
+                part.check()
 
     def close(self) -> None:
         """Wait for the device, free the windows, and raise recorded faults; every rank must have finished its steps."""
+        errors, windows = list[Exception](), self.window_input_dist
+        for close in (self._close_parts, *([] if windows is None else [windows.close])):
+            try:
+                close()
+            except Exception as error:  # the first one says why
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _close_parts(self) -> None:
         self._pending = None
         self._sent.clear()
         if self._parts is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -13,20 +14,29 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule, exchanges_of
-from dlrm_overlap.embedding.id_layout import BatchCapacity
+from dlrm_overlap.embedding.id_layout import BatchCapacity, joined
 from dlrm_overlap.embedding.id_sender import IdSender
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.shardings import exchanging_group, in_rank_order, model_order, names_of, output_types
+from dlrm_overlap.embedding.shardings import (
+    exchanging_group,
+    in_rank_order,
+    joined_inputs,
+    model_order,
+    names_of,
+    output_types,
+)
 from dlrm_overlap.embedding.steps import weights_of, with_float_weights
 from dlrm_overlap.embedding.torchrec_tables import TorchRecTables
 from dlrm_overlap.embedding.variable_batch import InverseIndices, of_samples, with_even_batches
+from dlrm_overlap.embedding.window_input_dist import ByTorchRec, WindowInput, WindowInputDist
 from dlrm_overlap.torchrec_private import (
     EmbeddingBagCollectionAwaitable,
     KJTList,
+    KJTListSplitsAwaitable,
     ShardedEmbeddingBagCollection,
     maybe_td_to_kjt,
 )
-from dlrm_overlap.torchrec_private.attributes import shardings_by_type
+from dlrm_overlap.torchrec_private.attributes import first_wait, send_ids, shardings_by_type
 
 
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
@@ -38,13 +48,37 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
 
     _exchange_type = Exchange
 
-    def __init__(self, *args: Any, output_order: str, **kwargs: Any) -> None:
-        self._output_order = output_order
+    def __init__(self, *args: Any, output_order: str, input_dist: str, **kwargs: Any) -> None:
+        self._output_order, self._input_dist_by = output_order, input_dist
         super().__init__(*args, **kwargs)
 
     def _set_up(self) -> None:
+        self._window_input_dist: WindowInputDist | None = None
         super()._set_up()
         self._order_output(Layout([], [], 1) if self.exchange is None else self.exchange.layout)
+
+    def _make_exchange(self) -> Exchange:
+        exchange = super()._make_exchange()
+        if self._can_send_by_windows:
+            exchange.layout = joined(exchange.layout)
+            exchange.window_input_dist = self._window_input_dist = WindowInputDist(exchange)
+        return exchange
+
+    @property
+    def _can_send_by_windows(self) -> bool:
+        """Whether ids may be sent through windows in TorchRec's pipelines; the same on every rank.
+
+        Modules that change the ids that input_dist has sent call it themselves. They have weighted tables, as feature
+        processors have, or they do not give the module inside them its name in the model.
+        """
+        by_default = "windows" if torch.device(self._device).type == "cuda" else "torchrec"
+        return (
+            (by_default if self._input_dist_by == "auto" else self._input_dist_by) == "windows"
+            and BACKENDS[self._resolved.backend].stores_to_peers
+            and not self.cached
+            and not self._is_weighted
+            and self._module_fqn is not None
+        )
 
     def _names_in_output(self, numbers: Sequence[int]) -> dict[str, str]:
         names = names_of([self._embedding_shardings[i] for i in numbers])
@@ -126,16 +160,66 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         if not self._exchanged or not isinstance(features, KeyedJaggedTensor):
             return super().input_dist(ctx, features)
         even = with_even_batches(features)
+        if (request := self._request_by_windows(ctx, even)) is not None:
+            ctx.inverse_indices = None if even is features else even.inverse_indices_or_none()
+            return request
         awaitable = super().input_dist(ctx, even)
         if even is features:
             ctx.inverse_indices = None  # TorchRec ignores them unless the batch is variable
         return awaitable
 
+    def _request_by_windows(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]] | None:
+        """Return an awaitable of the ids of other shardings, then a `WindowInput`; None if TorchRec must send all."""
+        # Pipelines want TorchRec's input_dist made by the first batch, which it sends.
+        input_dist = self._window_input_dist
+        if input_dist is None or self.takes_ids or self._has_uninitialized_input_dist or self._has_tracker:
+            return None
+        request = input_dist.request(features, partial(self._send_by_torchrec, features))
+        if request is None:
+            return None
+        if self._has_mean_pooling_callback:
+            if not hasattr(self, "_divided_by"):
+                self._divided_by = self._rows_of_divisor(features.keys()).to(self._device)
+            ctx.divisor = self._divisor(features)
+        awaitables: list[Any] = []
+        if others := self._other_numbers:
+            awaitables, ctx.sharding_contexts = send_ids(self, others, features)
+        awaitables.append(request)
+        return KJTListSplitsAwaitable(awaitables, ctx)
+
+    def _send_by_torchrec(self, features: KeyedJaggedTensor) -> ByTorchRec:
+        context: Any = self.create_context()
+        request: Any = super().input_dist(context, features)
+        return context, first_wait(request, context).wait()
+
+    @property
+    def _has_tracker(self) -> bool:
+        trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
+        return bool(self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers))
+
+    def prefetch(self, dist_input: KJTList, forward_stream: Any = None, ctx: Any = None) -> None:
+        if not isinstance(dist_input[len(dist_input) - 1], WindowInput):
+            super().prefetch(dist_input, forward_stream, ctx)
+            return
+        for ids, number in zip(dist_input, self._other_numbers, strict=False):
+            lookup: Any = self._lookups[number]
+            inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+            inner.prefetch(sparse_features=ids, forward_stream=forward_stream)
+
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         if self.exchange is None or not self._exchanged:
             return super().compute_and_output_dist(ctx, input)
-        trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
-        if self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers):
+        given: Any = input[len(input) - 1]
+        if (windows := self._window_input_dist) is not None:
+            windows.poll()
+        if windows is not None and isinstance(given, WindowInput):
+            if given.by_torchrec is None:
+                exchanged, others = windows.start(given), self._look_up_others(input, ctx.sharding_contexts)
+                return _of_samples(self._output(exchanged, others, ctx.divisor), ctx.inverse_indices)
+            inverse = ctx.inverse_indices
+            ctx, input = given.by_torchrec
+            ctx.inverse_indices = inverse
+        if self._has_tracker:
             self._tell_once("steps stay with TorchRec: a tracker is registered")
             look_up = partial(super().compute_and_output_dist, ctx, input)
             return _of_samples(self._look_up_by_torchrec(look_up), ctx.inverse_indices)
@@ -145,13 +229,24 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             batch_sizes = [input[self._exchanged[0]].stride() // ranks] * ranks
         shardings = [(self._embedding_shardings[i], with_float_weights(input[i])) for i in self._exchanged]
         ids = [in_rank_order(each, sharding, tuple(batch_sizes)) for sharding, each in shardings]
+        if windows is not None:  # then the exchange has one input
+            ids = [joined_inputs(ids, sum(batch_sizes))]
         exchanged = self.exchange.start(ids, batch_sizes)
-        others = {
-            i: output_dist(lookup(input[i]), ctx.sharding_contexts[i])
-            for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True))
-            if i not in self._exchanged
-        }
+        numbers = self._other_numbers
+        others = self._look_up_others([input[i] for i in numbers], [ctx.sharding_contexts[i] for i in numbers])
         return _of_samples(self._output(exchanged, others, ctx.divisor), ctx.inverse_indices)
+
+    @property
+    def _other_numbers(self) -> list[int]:
+        """The shardings that TorchRec looks up."""
+        return [i for i in range(len(self._lookups)) if i not in self._exchanged]
+
+    def _look_up_others(self, inputs: Any, contexts: Sequence[Any]) -> dict[int, Awaitable[torch.Tensor]]:
+        """Return the pooled embeddings of the shardings that TorchRec looks up, by number."""
+        return {
+            number: self._output_dists[number](self._lookups[number](inputs[i]), contexts[i])
+            for i, number in enumerate(self._other_numbers)
+        }
 
     def output_dist(self, ctx: Any, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
         return _of_samples(super().output_dist(ctx, output), ctx.inverse_indices if self._exchanged else None)

@@ -64,6 +64,9 @@ class PooledArguments(_BothArguments, total=False):
     references to the view before the module's next forward, which raises `BufferInUseError` otherwise"""
     output_order: Annotated[str, _one_of(("plan", "model"))]
     """order of the features in the output: "plan", TorchRec's and the default, or "model", the unsharded module's"""
+    input_dist: Annotated[str, _one_of(("auto", "windows", "torchrec"))]
+    """how TorchRec's pipelines send ids: "windows", by our kernels, "torchrec", by its collectives, or "auto", the
+    default, which is windows on GPUs"""
     leading_columns: NonNegativeInt
     """columns in front of each row of pooled embeddings, with `copy_output` False; see the module's `leading_columns`
     """
@@ -177,7 +180,8 @@ class OverlapEmbeddingBagCollectionSharder(_ExchangingSharder, EmbeddingBagColle
         check_private_api()
         super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
         asked = precisions(qcomm_codecs_registry, POOLED_OPS)
-        self._of_module = self._take({"copy_output": True, **given}, PooledArguments, asked, output_order="plan")
+        defaults = {"output_order": "plan", "input_dist": "auto"}
+        self._of_module = self._take({"copy_output": True, **given}, PooledArguments, asked, **defaults)
         self._of_module["sharded_module_order_overwrite"] = sharded_module_order_overwrite
 
 

@@ -122,6 +122,21 @@ def _rank_order(features: int, batch_sizes: tuple[int, ...], local: int, device:
     return (torch.arange(features)[:, None] * len(bags) + bags).flatten().to(device, torch.int32)
 
 
+def joined_inputs(inputs: Sequence[KeyedJaggedTensor], samples: int) -> KeyedJaggedTensor:
+    """Return the ids of several inputs as those of one."""
+    if len(inputs) == 1:
+        return inputs[0]
+    keys = [key for each in inputs for key in each.keys()]  # noqa: SIM118
+    weights = [found for each in inputs if (found := each.weights_or_none()) is not None]
+    return KeyedJaggedTensor(
+        keys,
+        torch.cat([each.values() for each in inputs]),
+        torch.cat(weights) if weights else None,
+        lengths=torch.cat([each.lengths() for each in inputs]),
+        stride=samples,
+    )
+
+
 def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
     return list(unique_names(name for names in get_embedding_names_by_table(list(tables)) for name in names))
 

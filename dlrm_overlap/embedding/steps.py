@@ -80,6 +80,8 @@ class Step(NamedTuple):
     own_offsets: torch.Tensor | None = None
     """[published * b + 1] int32: offsets of the bags of this rank's samples, in the order of `IdLayout.published`.
     Empty bags of row shards and empty slots do not arrive, and get no gradient. None if all bags arrive"""
+    repeats: bool = False
+    """whether most steps have inputs of the same sizes, as padded ids have"""
 
 
 class PendingBackward(NamedTuple):

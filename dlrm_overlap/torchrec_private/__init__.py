@@ -34,7 +34,9 @@ try:
     from torchrec.distributed.embedding_sharding import (
         EmbeddingShardingContext,
         EmbeddingShardingInfo,
+        FusedKJTListSplitsAwaitable,
         KJTListSplitsAwaitable,
+        KJTSplitsAllToAllMeta,
     )
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, KJTList
     from torchrec.distributed.embeddingbag import (

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import Awaitable, ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
@@ -23,10 +23,13 @@ from dlrm_overlap.torchrec_private import (
     EmbeddingBagCollectionContext,
     EmbeddingFusedOptimizer,
     EmbeddingShardingContext,
+    FusedKJTListSplitsAwaitable,
     GridPooledEmbeddingSharding,
     GroupedEmbeddingConfig,
     GroupedPooledEmbeddingsLookup,
+    KJTList,
     KJTListSplitsAwaitable,
+    KJTSplitsAllToAllMeta,
     QuantizedCommCodec,
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
@@ -63,12 +66,13 @@ def names_in_output(module: ShardedEmbeddingBagCollection) -> list[str]:
     return module._embedding_names
 
 
-def look_up(
+def send_ids(
     module: ShardedEmbeddingBagCollection, numbers: Sequence[int], features: KeyedJaggedTensor
-) -> list[torch.Tensor]:
-    """Return the pooled embeddings [b, D] of the shardings `numbers` of a module; a collective.
+) -> tuple[list[Any], list[Any]]:
+    """Do what the module's `input_dist` does, for the shardings `numbers` only; a collective.
 
-    Does what the module's `input_dist` and `compute_and_output_dist` do, for these shardings only.
+    Returns an awaitable for each of these shardings, as `KJTListSplitsAwaitable` takes it, and an
+    `EmbeddingShardingContext`.
     """
     if module._has_uninitialized_input_dist:
         module._create_input_dist(features.keys())
@@ -83,6 +87,18 @@ def look_up(
             ids = by_sharding[number]
             awaitables.append(module._input_dists[number](ids))
             contexts.append(EmbeddingShardingContext(batch_size_per_feature_pre_a2a=ids.stride_per_key()))
+    return awaitables, contexts
+
+
+def look_up(
+    module: ShardedEmbeddingBagCollection, numbers: Sequence[int], features: KeyedJaggedTensor
+) -> list[torch.Tensor]:
+    """Return the pooled embeddings [b, D] of the shardings `numbers` of a module; a collective.
+
+    Does what the module's `input_dist` and `compute_and_output_dist` do, for these shardings only.
+    """
+    awaitables, contexts = send_ids(module, numbers, features)
+    with torch.no_grad():
         context = EmbeddingBagCollectionContext(sharding_contexts=contexts)
         arrived = KJTListSplitsAwaitable(awaitables, context).wait().wait()
     pooled = [
@@ -90,6 +106,18 @@ def look_up(
         for i, number in enumerate(numbers)
     ]
     return [each.wait() for each in pooled]
+
+
+def first_wait(request: KJTListSplitsAwaitable[Any], context: EmbeddingBagCollectionContext) -> Awaitable[KJTList]:
+    """Return `request.wait()`, also in pipelines that combine the collectives of several requests; a collective."""
+    every: Any = request.awaitables
+    group = next((_group_of(each) for each in every if isinstance(each, KJTSplitsAllToAllMeta)), None)
+    (arriving,) = FusedKJTListSplitsAwaitable([request], [context], group).wait()
+    return arriving
+
+
+def _group_of(splits: KJTSplitsAllToAllMeta) -> Any:
+    return splits.pg
 
 
 # Shardings and lookups.

@@ -60,12 +60,13 @@ CLASSES = {
             "create_embedding_bag_sharding": "sharding_infos env device",
             "create_grouped_sharding_infos": "module table_name_to_parameter_sharding prefix fused_params",
             "output_dist": "ctx output",
+            "prefetch": "dist_input forward_stream ctx",
             "update_shards": "changed_sharding_params env device",
         },
         f"{_SHARDED} _embedding_bag_configs _embedding_dims _embedding_names _embedding_shardings _feature_splits "
         "_features_order _features_order_tensor _has_features_permute _has_mean_pooling_callback "
-        "_has_uninitialized_input_dist _input_dists _module_fqn _output_dists _pooling_type_to_rs_features "
-        "_sharding_types",
+        "_has_uninitialized_input_dist _input_dists _is_weighted _module_fqn _output_dists "
+        "_pooling_type_to_rs_features _sharding_types",
     ),
     f"{_EMBEDDING}:ShardedEmbeddingCollection": Used(
         {
@@ -154,7 +155,9 @@ CLASSES = {
         {"__init__": "sharding_contexts"}, "divisor inverse_indices sharding_contexts"
     ),
     f"{_DIST}:EmbeddingShardingContext": Used({"__init__": "batch_size_per_feature_pre_a2a"}, "batch_size_per_rank"),
-    f"{_DIST}:KJTListSplitsAwaitable": Used({"__init__": "awaitables ctx", "wait": ""}),
+    f"{_DIST}:FusedKJTListSplitsAwaitable": Used({"__init__": "requests contexts pg", "wait": ""}),
+    f"{_DIST}:KJTListSplitsAwaitable": Used({"__init__": "awaitables ctx", "wait": ""}, "awaitables"),
+    f"{_DIST}:KJTSplitsAllToAllMeta": Used({}, "pg"),
     f"{_TYPES}:KJTList": Used({"__getitem__": "key"}),
     "torchrec.distributed.types:LazyAwaitable": Used({"__init__": "", "_wait_impl": "", "wait": ""}, "callbacks"),
     "torchrec.sparse.jagged_tensor:KeyedJaggedTensor": Used(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.embedding.capacity import CapacityTracker
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from dlrm_overlap.train.graphs.capacity import CapacityTracker
 from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher
 from tests.agreement import assert_same
 from tests.conftest import refuses

@@ -34,6 +34,7 @@ from tests.gpu import (
     dense,
     fabric,
     fused_tables,
+    host_time,
     insert_ids,
     kernels_alone,
     launched,
@@ -218,9 +219,29 @@ def test_fabric(tmp_path: Path) -> None:
     run_ranks(_run_fabric, 2, tmp_path)
 
 
+def _run_host_time(_: Path) -> None:
+    with patch.multiple(host_time, _STEPS=2, _TRACED=1, _SAMPLED=2), redirect_stdout(output := StringIO()):
+        assert host_time.work(_ranks(_TINY, contenders=["drop_in"])) == 0
+    if dist.get_rank() == 0:
+        step, _with_warm_up, *lines = output.getvalue().splitlines()
+        assert step.startswith("drop_in: ")
+        tables = [line.split() for line in lines]
+        assert [cells[:2] for cells in tables if cells[:1] in (["part"], ["ms"])] == [
+            ["part", "calls"],
+            ["part", "ops"],
+            ["ms", "line"],
+        ]
+        for name in ("Exchange.start_backward", "OverlapShardedEmbeddingBagCollection.input_dist"):
+            assert next(cells for cells in tables if cells[0] == name)[1] == "1", f"{name}: calls in a step"
+
+
+def test_host_time(tmp_path: Path) -> None:
+    run_ranks(_run_host_time, 2, tmp_path)
+
+
 def test_every_script_is_rehearsed() -> None:
     folder = Path(kernels_alone.__file__).parent
     scripts = {path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()}
-    rehearsed = (caching, cross, dense, fabric, fused_tables, insert_ids)
+    rehearsed = (caching, cross, dense, fabric, fused_tables, host_time, insert_ids)
     rehearsed += (kernels_alone, launched, stages, step_parts)
     assert scripts == {each.__name__.rpartition(".")[2] for each in rehearsed}

@@ -40,7 +40,7 @@ def _keys(stage: Stage) -> list[str]:
     return [key for key in KEYS if key in owned or key == "unused"]
 
 
-def _open(stage: Stage, sizes: Sizes, kind: type[IdExchange]) -> IdExchange:
+def _open(stage: Stage, sizes: Sizes, kind: type[IdExchange], **given: Any) -> IdExchange:
     """Return an exchange of ids only, for CPUs, or for GPUs by the interpreter."""
     layout = joined(stage.layout)
     ids = IdLayout(layout, _keys(stage), BatchCapacity(SAMPLES, {key: sizes[key] for key in _keys(stage)}))
@@ -48,7 +48,7 @@ def _open(stage: Stage, sizes: Sizes, kind: type[IdExchange]) -> IdExchange:
     counters = StepCounters(CPU)
     context = ExchangeContext(layout, stage.tables, options, world(), CPU, SAMPLES, counters, ids=ids)
     arena = open_arena(ids.windows.regions(world().size()), world(), CPU)
-    return kind(context, ids, WindowPair(ids.windows, arena, counters.ids))
+    return kind(context, ids, WindowPair(ids.windows, arena, counters.ids), **given)
 
 
 def _batch(stage: Stage, sizes: Sizes, step: int, rank: int, samples: int, dtype: torch.dtype) -> KeyedJaggedTensor:
@@ -92,6 +92,21 @@ def _check_what_arrives(kind: type[IdExchange], owners: Any, sizes: Sizes, dtype
             _assert_arrived(before[0], stage, before[1], f"step {step - 1}, when the next has been sent")
         before = arrived, batches
     assert exchange.windows.epoch == 7
+    exchange.close()
+
+
+def _check_new_memory(kind: type[IdExchange], sizes: Sizes) -> None:
+    """Ids in new memory stay, also one outside its table, which the lookup will find."""
+    stage = Stage(BOTH, dist.get_rank(), BoundsCheckMode.FATAL)
+    exchange = _open(stage, sizes, kind, in_new_memory=True)
+    every = []
+    for step, samples in enumerate((SAMPLES, 2, SAMPLES, SAMPLES)):
+        batches = [_batch(stage, sizes, step, rank, samples, torch.int64) for rank in range(2)]
+        batches[1].values()[-1] = 2 * ROWS
+        every.append((exchange.send(_mine(batches), samples), batches))
+        exchange.check()
+    for step, (arrived, batches) in enumerate(every):
+        _assert_arrived(arrived, stage, batches, f"step {step}, after all")
     exchange.close()
 
 
@@ -202,6 +217,7 @@ for _kind in (HOST, DEVICE) if INTERPRETED else (HOST,):
         CASES[f"{_of} ids arrive"] = partial(_check_what_arrives, _kind, BOTH, _sizes, torch.int32)
         CASES[f"{_of} int64"] = partial(_check_what_arrives, _kind, BOTH, _sizes, torch.int64)
         CASES[f"{_of} a rank without tables"] = partial(_check_what_arrives, _kind, ALONE, _sizes, torch.int32)
+        CASES[f"{_of} new memory"] = partial(_check_new_memory, _kind, _sizes)
         CASES[f"{_of} padding"] = partial(_check_padding, _kind, _sizes)
         CASES[f"{_of} too many"] = partial(_check_too_many, _kind, _sizes, TOO_MANY[_lengths])
         if _kind is DEVICE:

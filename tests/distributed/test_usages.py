@@ -19,7 +19,8 @@ def _compare(case: str) -> None:
     usage, optimizer = case.split("-")
     # Tracing takes seven seconds of a core for each backend, and does not see which it is.
     backends = ["fused"] if usage == "compiled" else EXCHANGED
-    compare(usage, optimizer, [{"backend": backend} for backend in backends], world(), CPU)
+    options = [{"backend": backend} for backend in backends]
+    compare(usage, optimizer, [*options, {"backend": "pgas", "input_dist": "windows"}], world(), CPU)
 
 
 ended = cases_on_ranks(2, _compare, CASES)

@@ -3,43 +3,47 @@
     torchrun --nproc-per-node 2 -m tests.gpu.host_time --config configs/bench/step_mlperf.yaml
 
 Parts are the stages of TorchRec's pipeline and, within them, those of the sharded module and of our exchange. For each
-it prints, per step on rank 0: `ms` and, without the parts inside it, `own_ms`, both untraced; and from a trace of other
-steps the number of operators, of launches, of copies and fills, of waits for the GPU, and the ms of these waits. With
-`--functions N` it then lists the N Python functions that take longest by cProfile, which makes Python slower.
+it prints, per step on rank 0: calls, `ms`, `own_ms` without the parts inside it, and `cpu_ms`, the share of `own_ms` in
+which the thread ran. Then follow, from a trace of other steps, operators, launches, copies and fills, waits for the GPU
+and their ms; and the lines of Python at which samples of the main thread found it most often.
 """
 
-import cProfile
-import pstats
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
+import traceback
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
+from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimizer
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionAwaitable, ShardedEmbeddingBagCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dlrm_overlap.bench.figures.step import build, contender_configs
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
-from dlrm_overlap.config import PositiveInt
+from dlrm_overlap.embedding.backends.ids import IdExchange
+from dlrm_overlap.embedding.capacity import PendingResult
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.embedding.window_input_dist import WindowInputDist
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.observe.trace_summary import read_events
 from dlrm_overlap.train.model import BottomMLP, Head, Loss
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
 
-_STEPS, _TRACED, _PREFIX = 20, 10, "part "
+_STEPS, _TRACED, _SAMPLED, _PREFIX = 20, 5, 60, "part "
+_LINES = 24  # of samples
 # Methods whose time is a part's.
 _PARTS: Mapping[Any, tuple[str, ...]] = {
     TrainPipelineSparseDist: (
@@ -54,6 +58,12 @@ _PARTS: Mapping[Any, tuple[str, ...]] = {
     BottomMLP: ("forward",),
     Head: ("forward",),
     Loss: ("forward",),
+    DistributedDataParallel: ("forward",),
+    WindowInputDist: ("request", "send"),
+    PendingResult: ("wait",),
+    IdExchange: ("send",),
+    KeyedOptimizerWrapper: ("step",),
+    EmbeddingFusedOptimizer: ("step", "zero_grad"),
 }  # fmt: skip
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 _COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync", "cudaMemcpy", "cudaMemset")
@@ -66,6 +76,7 @@ class Parts:
     def __init__(self) -> None:
         self.ms = defaultdict[str, float](float)
         self.own_ms = defaultdict[str, float](float)
+        self.cpu_ms = defaultdict[str, float](float)
         self.calls = defaultdict[str, int](int)
         self._inside = threading.local()
         self.traces = False
@@ -75,18 +86,20 @@ class Parts:
             if self.traces:
                 with record_function(_PREFIX + name):
                     return function(*args, **kwargs)
-            inside: list[float] = vars(self._inside).setdefault("stack", [])
-            inside.append(0.0)
-            began = time.perf_counter()
+            inside: list[tuple[float, float]] = vars(self._inside).setdefault("stack", [])
+            inside.append((0.0, 0.0))
+            began, cpu_began = time.perf_counter(), time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                ms = (time.perf_counter() - began) * 1e3
+                ms, cpu_ms = (time.perf_counter() - began) * 1e3, (time.thread_time() - cpu_began) * 1e3
+                others, others_cpu = inside.pop()
                 self.ms[name] += ms
-                self.own_ms[name] += ms - inside.pop()
+                self.own_ms[name] += ms - others
+                self.cpu_ms[name] += cpu_ms - others_cpu
                 self.calls[name] += 1
                 if inside:
-                    inside[-1] += ms
+                    inside[-1] = inside[-1][0] + ms, inside[-1][1] + cpu_ms
 
         return run
 
@@ -136,28 +149,68 @@ def count_calls(events: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def measure(ranks: Ranks, run: TrainingRun, functions: int) -> str:
-    trainer, parts = run.trainer, Parts()
-    plain = run.time(4 * _STEPS)
-    with parts.of(trainer):
+def measure(run: TrainingRun) -> Iterator[str]:
+    """Yield the tables of a contender, one after the other."""
+    step_ms, host_ms = map(statistics.median, run.time(4 * _STEPS))
+    yield f"{run.name}: {step_ms:.2f} ms a step, {host_ms:.2f} ms of it in progress()"
+    parts = Parts()
+    with parts.of(run.trainer):
+        began, cpu_began = time.perf_counter(), time.process_time()
         steps = _counted(lambda: run.time(_STEPS))
+        wall_ms, cpu_ms = (time.perf_counter() - began) * 1e3, (time.process_time() - cpu_began) * 1e3
+        yield f"{wall_ms / steps:.2f} ms a step with its warm-up, {cpu_ms / steps:.2f} ms of CPU time of all threads"
+        yield _table(parts, steps)
         parts.traces = True
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            traced_steps = _counted(lambda: run.time(_TRACED))
+            steps = _counted(lambda: run.time(_TRACED))
     with tempfile.TemporaryDirectory() as folder:
         profiler.export_chrome_trace(path := f"{folder}/trace.json")
-        counts = count_calls(read_events(Path(path)))
-    numbers = ("ops", "launches", "copies", "waits", "waits_ms")
-    names = sorted({*parts.ms, *counts}, key=lambda name: -parts.own_ms[name])
-    lines = [["part", "calls", "ms", "own_ms", *numbers]]
-    for name in names:
-        times = [parts.calls[name] / steps, parts.ms[name] / steps, parts.own_ms[name] / steps]
-        lines.append([name, *(f"{each:.3g}" for each in (*times, *(counts[name][n] / traced_steps for n in numbers)))])
-    total = [sum(each[n] for each in counts.values()) / traced_steps for n in numbers]
-    lines.append(["(all)", "", "", f"{sum(parts.own_ms.values()) / steps:.3g}", *(f"{each:.3g}" for each in total)])
-    step_ms, host_ms = map(statistics.median, plain)
-    text = f"{run.name}: {step_ms:.2f} ms a step, {host_ms:.2f} ms of it in progress()\n{format_table(lines)}"
-    return text + (f"\n{_functions(run, functions)}" if functions else "")
+        yield _counts(read_events(Path(path)), steps)
+    yield _sampled(run)
+
+
+def _table(parts: Parts, steps: int) -> str:
+    lines = [["part", "calls", "ms", "own_ms", "cpu_ms"]]
+    for name in sorted(parts.ms, key=lambda name: -parts.own_ms[name]):
+        numbers = parts.calls[name], parts.ms[name], parts.own_ms[name], parts.cpu_ms[name]
+        lines.append([name, *(f"{each / steps:.3g}" for each in numbers)])
+    return format_table(lines)
+
+
+def _counts(events: list[dict[str, Any]], steps: int) -> str:
+    counts, columns = count_calls(events), ("ops", "launches", "copies", "waits", "waits_ms")
+    counts["(all)"] = {name: sum(each[name] for each in counts.values()) for name in columns}
+    lines = [["part", *columns]]
+    for name, found in sorted(counts.items(), key=lambda item: -item[1]["launches"]):
+        lines.append([name, *(f"{found[each] / steps:.3g}" for each in columns)])
+    return format_table(lines)
+
+
+def _sampled(run: TrainingRun) -> str:
+    """Return where the main thread is, as another thread sees it while it holds the GIL."""
+    main, found, ends = threading.get_ident(), Counter[str](), threading.Event()
+
+    def sample() -> None:
+        while not ends.wait(2e-4):
+            frame = sys._current_frames().get(main)
+            names = list[str]()
+            while frame is not None and len(names) < 2:
+                code = frame.f_code
+                names.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
+                frame = frame.f_back
+            found[" < ".join(names)] += 1
+
+    thread, interval = threading.Thread(target=sample, daemon=True), sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    began = time.perf_counter()
+    thread.start()
+    steps = _counted(lambda: run.time(_SAMPLED))
+    ends.set()
+    thread.join()
+    sys.setswitchinterval(interval)
+    ms = (time.perf_counter() - began) * 1e3 / steps / max(1, found.total())
+    lines = [["ms", "line < its caller"], *([f"{count * ms:.3f}", where] for where, count in found.most_common(_LINES))]
+    return format_table(lines)
 
 
 def _counted(time_steps: Callable[[], Any]) -> int:
@@ -176,35 +229,18 @@ def _counted(time_steps: Callable[[], Any]) -> int:
     return steps[0]
 
 
-def _functions(run: TrainingRun, most: int) -> str:
-    """Return the functions that take longest; the backward runs in the same thread, so that it is included."""
-    profiler = cProfile.Profile()
-    with torch.autograd.set_multithreading_enabled(False):
-        run.time(1)
-        profiler.enable()
-        run.time(_STEPS)
-        profiler.disable()
-    stats: Any = pstats.Stats(profiler)
-    pipeline = "train_pipelines.py", "progress"
-    steps = next(each[0] for where, each in stats.stats.items() if (Path(where[0]).name, where[2]) == pipeline)
-    lines, calls = [["function", "calls", "own_ms", "ms"]], 0.0
-    for where, (_, count, own, whole, _) in sorted(stats.stats.items(), key=lambda each: -each[1][2]):
-        calls += count / steps
-        if len(lines) <= most:
-            name = f"{'/'.join(Path(where[0]).parts[-2:])}:{where[1]} {where[2]}"[-70:]
-            lines.append([name, f"{count / steps:.3g}", f"{own / steps * 1e3:.3f}", f"{whole / steps * 1e3:.3f}"])
-    return f"{calls:.0f} calls of Python functions a step\n{format_table(lines)}"
-
-
 def work(ranks: Ranks) -> int:
     names = ranks.values.contenders
     for name, config in contender_configs(ranks, names).items():
         trainer = build(ranks, name, config)
         run = TrainingRun(name, trainer, read_batches(trainer, 8))
         run.losses(5)
-        text = measure(ranks, run, ranks.values.functions)
-        if ranks.world.rank == 0:
-            print(text, flush=True)
+        try:
+            for text in measure(run):
+                if ranks.world.rank == 0:
+                    print(text, flush=True)
+        except Exception:  # the other tables and contenders are worth having
+            traceback.print_exc()
         trainer.close()
         del trainer, run
         collect_garbage(ranks.device)
@@ -213,7 +249,6 @@ def work(ranks: Ranks) -> int:
 
 def add_options(parser: Parser) -> None:
     parser.add_argument("--contenders", nargs="+", default=["torchrec", "drop_in"], help="contenders of `bench step`")
-    parser.add_argument("--functions", type=PositiveInt, help="list this many Python functions")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from dlrm_overlap.dense import cross, flat_steps, layers, mlp
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from dlrm_overlap.dense.gemm.products import ParallelProducts
-from dlrm_overlap.embedding import exchange, opening, unpooled
+from dlrm_overlap.embedding import capacity, exchange, opening, unpooled
 from dlrm_overlap.embedding.backends import base
 from dlrm_overlap.embedding.backends.fused import SlicedForward
 from dlrm_overlap.embedding.backends.ids import IdExchange
@@ -56,7 +56,7 @@ from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.torchrec_private.check import check_private_api
 from dlrm_overlap.train.dense_part import small_form
-from dlrm_overlap.train.graphs import capacity, train_pipeline
+from dlrm_overlap.train.graphs import train_pipeline
 from dlrm_overlap.train.model import TrainTask, build_model
 from dlrm_overlap.train.trainer import Trainer
 from tests.distributed import interpreted

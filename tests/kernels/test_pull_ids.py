@@ -5,7 +5,15 @@ import torch
 
 from dlrm_overlap.comm.device_errors import DeviceErrorRecord
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.pull_ids import ANY_ID, Arrivals, Published, locate_ids, pull_ids, pull_tasks
+from dlrm_overlap.kernels.pull_ids import (
+    ANY_ID,
+    Arrivals,
+    Published,
+    arguments_of,
+    prepare_locate,
+    prepare_pull,
+    pull_tasks,
+)
 from tests.agreement import assert_same
 from tests.kernels.emulation import CPU, interpreted
 from tests.kernels.test_divide_ids import wide_ids
@@ -77,13 +85,14 @@ class Ranks:
         for shard in any_id:
             published.rows[shard] = ANY_ID.value
         total = self.published[0][0].numel()
-        locate_ids(published, arrivals, self.record.status, self.samples, lengths, total)
+        prepare_locate(published, arrivals, self.record.status, self.samples, lengths, total)()
         here = [self.capacities[feature] for feature in requested]
         tasks = pull_tasks(here, self.world_size, self.samples, capacity * lengths, _BLOCK)
-        pull_ids(
-            published, arrivals, torch.tensor(tasks).int().view(-1, 3), values[:-1], offsets, weights,
-            self.record.status, self.samples, lengths=lengths, check=check, block=_BLOCK, high=high,
-        )  # fmt: skip
+        arrived = values[:-1], offsets, weights, high
+        prepare_pull(
+            published, arrivals, torch.tensor(tasks).int().view(-1, 3), arrived, self.record.status, self.samples,
+            lengths=lengths, check=check, block=_BLOCK,
+        )(*arguments_of(arrived))  # fmt: skip
         assert values[-1] == GUARD
         assert offsets[-1] == GUARD
         return values[:-1], offsets[:-1]
@@ -191,7 +200,7 @@ def test_a_batch_beyond_its_capacity_is_recorded(requested: list[int]) -> None:
         window, (_, offsets) = ranks.windows[rank], ranks.published[rank]
         window[ranks.offsets_at + 10 : ranks.offsets_at + offsets.numel()] -= 1  # 14 ids of feature 1, the last 9 bags
     arrivals = Arrivals(*(torch.zeros(20, dtype=torch.int32) for _ in range(3)))
-    locate_ids(ranks.ask(requested), arrivals, ranks.record.status, ranks.samples, lengths=True, total=0)
+    prepare_locate(ranks.ask(requested), arrivals, ranks.record.status, ranks.samples, lengths=True, total=0)()
     assert ranks.record.overflow() == [2, 1, 15, 14]
 
 

@@ -53,6 +53,8 @@ _TRACED_STEPS = 5
 _CLOCK_S = 1.5  # for which clock and power are sampled
 # Compared with `pgas_graph`.
 _WEIGHT_GRADIENTS = {"pgas_graph_inline_top": WeightGradients(top_inline=True)}
+# Arguments of the sharder of pooled tables.
+_DROP_IN = {"drop_in_torchrec_ids": {"input_dist": "torchrec"}}
 _ASYNC_COPY = "async_inplace_copy"  # argument of TorchRec's pipeline
 _LEAST_BUSY = ("busy_ms", "exposed_ms", "exposed_most_ms")
 _TRACED = ("work_ms", *_LEAST_BUSY)
@@ -144,14 +146,15 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
     `torchrec_strongest` looks up int32 ids. Variants of it use TrainPipelineFusedSparseDist, whose lookup overlaps with
     the optimizer; a thread of TrainPipelineSparseDist that issues the copies of batches; DDP's hook that averages dense
     gradients in bf16; index dedup for unpooled tables; or what `harness.torchrec_variants` has. `torchrec_our_dense`
-    has our dense part (`harness.our_dense`). `drop_in` uses our sharders with their defaults.
+    has our dense part (`harness.our_dense`). `drop_in` uses our sharders with their defaults; of its variants
+    `drop_in_torchrec_ids` leaves the ids to TorchRec.
     """
     on_gpu = ranks.device.type == "cuda"
     is_strongest = name.startswith(("torchrec_strongest", OUR_DENSE))
     lookups: dict[str, Any] = {"embedding_table_index_type": torch.int32} if is_strongest else {}
     make_sharders = partial(build_sharders, fused_params=lookups)
     if name.startswith("drop_in"):
-        make_sharders = _sharders_at_defaults
+        make_sharders = partial(_sharders_at_defaults, **_DROP_IN.get(name, {}))
     elif name.endswith("index_dedup") and on_gpu:  # FBGEMM finds distinct ids only on GPUs
         make_sharders = partial(_sharders_with_index_dedup, fused_params=lookups)
     gradients = _WEIGHT_GRADIENTS.get(name, DEFERRED)
@@ -185,9 +188,9 @@ def _pipeline_with_copy_thread(model: Any, optimizer: Any, device: torch.device)
     return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True, **options)
 
 
-def _sharders_at_defaults(config: EmbeddingConfig, *_: Any) -> list[ModuleSharder[Any]]:
+def _sharders_at_defaults(config: EmbeddingConfig, *_: Any, **given: Any) -> list[ModuleSharder[Any]]:
     own = fused_params_of(config)
-    return [OverlapEmbeddingBagCollectionSharder(own), OverlapEmbeddingCollectionSharder(own)]
+    return [OverlapEmbeddingBagCollectionSharder(own, **given), OverlapEmbeddingCollectionSharder(own)]
 
 
 def _sharders_with_index_dedup(*args: Any, **kwargs: Any) -> list[ModuleSharder[Any]]:

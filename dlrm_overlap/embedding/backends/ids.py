@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -24,8 +25,17 @@ from dlrm_overlap.embedding.windows import DeviceSignals, Signals, WindowPair, o
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
 from dlrm_overlap.kernels.ids.id_map import Claims
-from dlrm_overlap.kernels.launches import StepCache
-from dlrm_overlap.kernels.pull_ids import ANY_ID, BLOCK_IDS, Arrivals, Published, locate_ids, pull_ids, pull_tasks
+from dlrm_overlap.kernels.launches import Launch, StepCache, prepared
+from dlrm_overlap.kernels.pull_ids import (
+    ANY_ID,
+    BLOCK_IDS,
+    Arrivals,
+    Published,
+    arguments_of,
+    prepare_locate,
+    prepare_pull,
+    pull_tasks,
+)
 from dlrm_overlap.kernels.store_words import store_words
 
 
@@ -40,7 +50,8 @@ class Bags(NamedTuple):
     """[n] int32: the ids' high words, see `ArrivedIds.high`"""
 
 
-class _Prepared(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Prepared:
     arrivals: Arrivals
     tasks: torch.Tensor
     arrived: list[Bags]
@@ -74,16 +85,18 @@ class DeviceIdPull(IdPull):
         self._device, self._known = exchange.device, exchange.known
         self._record = DeviceErrorRecord(self._device)
         self.status = self._record.status
-        self._looks = bool(shards) and exchange.bad_ids_of(shards[0]).looks
+        self._looks = exchange.checks and bool(shards) and exchange.bad_ids_of(shards[0]).looks
         numbers = self._tensor(self._features), self._tensor(self._rows), self._tensor(self._ids.published_capacity)
         addresses = [torch.tensor([each.data_ptr() for each in one], device=self._device) for one in self._windows]
         at = self._ids.offsets_at, self._ids.weights_at
         self._published = [Published(each, *at, *numbers, self._ids.high_at) for each in addresses]
         capacity = self._ids.arriving(self._features, len(sources))
-        self._values = [torch.zeros(capacity, dtype=torch.int32, device=self._device) for _ in range(2)]
+        # Without memory, they only say what each step allocates.
+        self._where = torch.device("meta") if exchange.in_new_memory else self._device
+        self._values = [torch.zeros(capacity, dtype=torch.int32, device=self._where) for _ in range(2)]
         self._weights: Sequence[torch.Tensor | None] = [None, None]
         if self._ids.weighted:
-            self._weights = [torch.zeros(capacity, device=self._device) for _ in range(2)]
+            self._weights = [torch.zeros(capacity, device=self._where) for _ in range(2)]
         self._high: Sequence[torch.Tensor | None] = [None, None]
         if self._ids.wide:
             self._high = [torch.zeros_like(values) for values in self._values]
@@ -105,7 +118,8 @@ class DeviceIdPull(IdPull):
         else:
             pairs = features * sources
             arrivals = Arrivals(*(self._tensor([0] * n) for n in (pairs, pairs, pairs + 1)))
-            offsets = [self._tensor([0] * ((features + 1) * sources * samples + 1)) for _ in range(2)]
+            bags = (features + 1) * sources * samples
+            offsets = [torch.zeros(bags + 1, dtype=torch.int32, device=self._where) for _ in range(2)]
         capacities = [self._ids.published_capacity[feature] for feature in self._features]
         padded = 0 if self._known else self._values[0].numel()
         tasks = pull_tasks(capacities, sources, samples, padded, BLOCK_IDS)
@@ -114,14 +128,38 @@ class DeviceIdPull(IdPull):
 
     def __call__(self, samples: int, buffer_index: int) -> Bags:
         found = self._prepared.get(samples, self._prepare, samples)
-        published, status = self._published[buffer_index], self._record.status
-        locate_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
-        bags, lengths = found.arrived[buffer_index], not self._known
-        pull_ids(
-            published, found.arrivals, found.tasks, bags.values, bags.offsets, bags.weights, status, samples,
-            lengths=lengths, check=self._looks, high=bags.high,
-        )  # fmt: skip
+        bags = self._allocated(found.arrived[buffer_index])
+        arrived = arguments_of(bags)
+        locate, pull = self._launches(arrived, bags.weights is not None, found, samples, buffer_index)
+        locate()
+        pull(*arrived)
         return bags
+
+    @prepared
+    def _launches(
+        self, arrived: Sequence[torch.Tensor], weighted: bool, found: _Prepared, samples: int, buffer_index: int
+    ) -> tuple[Launch, Launch]:
+        """Return the launches that locate ids and that pull them to tensors like `arrived`; see `arguments_of`."""
+        values, offsets, weights, high = arrived
+        published, status, lengths = self._published[buffer_index], self._record.status, not self._known
+        where = published, found.arrivals
+        bags = values, offsets, weights if weighted else None, high if self._ids.wide else None
+        return (
+            prepare_locate(*where, status, samples, lengths, self._ids.known_total(samples)),
+            prepare_pull(*where, found.tasks, bags, status, samples, lengths, self._looks),
+        )
+
+    def _allocated(self, arrived: Bags) -> Bags:
+        """Return `arrived` with new memory in the place of tensors without memory."""
+        if not self._exchange.in_new_memory:
+            return arrived
+        (values, offsets), others = map(self._with_memory, arrived[:2]), arrived[2:]
+        return Bags(values, offsets, *(None if each is None else self._with_memory(each) for each in others))
+
+    def _with_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)  # empty_like takes ten times as long
 
     def check(self) -> None:
         if self._record.empty:
@@ -202,7 +240,11 @@ class IdExchange:
     pull_type: type[IdPull] = DeviceIdPull
     signals_type: type[Signals] = DeviceSignals
 
-    def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
+    def __init__(
+        self, context: ExchangeContext, ids: IdLayout, windows: WindowPair, in_new_memory: bool = False
+    ) -> None:
+        """With `in_new_memory` ids arrive in new memory in every step, and the lookup checks them, not this object."""
+        self.in_new_memory, self.checks = in_new_memory, not in_new_memory
         self.ids, self.windows, self.options, self.device = ids, windows, context.options, context.device
         self.layout, self.tables, self.order = context.layout, context.tables, context.order
         self.group, self.rank, self.world_size = context.group, context.group.rank(), context.group.size()
@@ -233,7 +275,7 @@ class IdExchange:
     def send(self, features: KeyedJaggedTensor, samples: int, count: torch.Tensor | None = None) -> ArrivedIds:
         """Publish the ids of this rank's samples, and return the ids of this rank's shards; a collective.
 
-        The result is valid until the call after the next.
+        The result is valid until the call after the next, or for ever if it is in new memory.
 
         Args:
             features: the same keys in every step, with up to `samples` bags a feature.
@@ -293,6 +335,8 @@ class IdExchange:
         elif values.dtype != torch.int32:
             # Ids beyond int32 stay outside every table: a table has at most 2^31 - 1 rows.
             values = values.clamp(-1, _GREATEST_INT32)
+            window[:here].copy_(values[:here])
+        elif self.in_new_memory:  # in eager steps, where a copy has the priority of its stream
             window[:here].copy_(values[:here])
         else:
             _store(window[:here], values[:here])
@@ -439,6 +483,8 @@ class CpuIdPull(IdPull):
                 high[here] = 0
 
     def _check_rows(self, values: torch.Tensor, bounds: Sequence[int]) -> None:
+        if not self._exchange.checks:
+            return
         shards = zip(self._shards, self._rows, strict=True)
         arrived = [(*each, source) for each in shards for source in self._sources]
         for (shard, rows, source), (begin, end) in zip(arrived, pairwise(bounds), strict=True):

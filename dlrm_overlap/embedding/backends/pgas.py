@@ -103,9 +103,11 @@ class ZeroCopyForward(Forward[ZeroCopyState], Generic[Rows]):
         samples = state.step.batch.per_rank[self.rank]
         if self._partials:
             self.add_partials(state.step, self.windows.local[:samples])
-        pooled = self.windows.acquire(samples, self.leading, self.layout.total_dim)
-        if copy:
-            pooled = pooled.clone(memory_format=torch.contiguous_format)
+        if copy:  # without a view that counts as in use, which takes longer than the copy's launch
+            columns = self.windows.local[:samples, self.leading : self.leading + self.layout.total_dim]
+            pooled = columns.clone(memory_format=torch.contiguous_format)
+        else:
+            pooled = self.windows.acquire(samples, self.leading, self.layout.total_dim)
         if self.transport is not None:
             self.transport.finish()
         return pooled

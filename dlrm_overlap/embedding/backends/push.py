@@ -17,6 +17,7 @@ from dlrm_overlap.embedding.backends.base import WindowBackward, WindowState
 from dlrm_overlap.embedding.backends.cpu import train_weights, zero_weights_gradients
 from dlrm_overlap.embedding.backends.lookup import ColumnOf
 from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows, UpdateRange, in_readable_rows
+from dlrm_overlap.embedding.backends.sort_graph import SortGraph
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
@@ -110,6 +111,8 @@ class Push(WindowBackward):
         self._make_stores(context)
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[InputRows] = []
+        self._sorts: list[SortGraph] = []
+        """the sorts of `_inputs` in eager steps"""
         self._seed = torch.initial_seed() % 2**31
         self._steps = context.counters.steps
         self._rules = DeviceRules(self.device)
@@ -147,7 +150,10 @@ class Push(WindowBackward):
         if (storage := self.tables.storage()) != self._storage:
             starts, parts = self.gradients.starts, self.gradients.part_of
             by_input = groupby(self.layout.by_owner[self.rank], key=lambda shard: shard.input)
+            for sort in self._sorts:
+                sort.forget()
             self._inputs = [InputRows(list(shards), self.tables, starts, parts) for _, shards in by_input]
+            self._sorts = [SortGraph(rows) for rows in self._inputs]
             self._storage = storage
         return self._inputs
 
@@ -177,6 +183,18 @@ class Push(WindowBackward):
         with OnStream(self._update_stream):
             return [rows.sort(inputs[rows.input], samples) for rows in self._input_rows()]
 
+    def _sorted(self, pending: PendingBackward) -> list[PreparedRuns | None]:
+        """Sort the ids of an eager step, by a graph if possible: the result is valid until the next step's sort."""
+        if self.order.is_captured or not pending.step.repeats:
+            return self.sort(pending)
+        inputs, samples = pending.step.inputs, pending.step.batch.total
+        assert pending.ids_ready is not None
+        self._update_stream.wait_event(pending.ids_ready)
+        with OnStream(self._update_stream):
+            return [
+                graph(inputs[rows.input], samples) for rows, graph in zip(self._input_rows(), self._sorts, strict=True)
+            ]
+
     def start(self, pending: PendingBackward, gradient: torch.Tensor) -> WindowState:
         self.check()
         step, gradient = pending.step, in_readable_rows(gradient)
@@ -198,7 +216,7 @@ class Push(WindowBackward):
                 self.push(step, gradient, 0, self.gradients.parts)
 
         # Update the rows of each part.
-        runs = self.sort(pending) if pending.runs is None else pending.runs
+        runs = self._sorted(pending) if pending.runs is None else pending.runs
         inputs, window = self._input_rows(), self.windows.local
         self._update_stream.wait_event(self._issued)
         with OnStream(self._update_stream):

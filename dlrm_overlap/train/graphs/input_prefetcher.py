@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dlrm_overlap.comm.order import Streams
-from dlrm_overlap.train.graphs.capacity import CapacityTracker, PendingResult, ended
+from dlrm_overlap.embedding.capacity import CapacityTracker, PendingResult, ended
 from dlrm_overlap.train.graphs.model_ids import ModelIds
 from dlrm_overlap.train.graphs.static_batch import BatchTensors, StaticBatch, on_device, with_even_batches_of
 

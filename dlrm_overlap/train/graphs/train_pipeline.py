@@ -21,13 +21,13 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import divided_layers
+from dlrm_overlap.embedding.capacity import CapacityTracker, RankConsensus
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges_of
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.torchrec_private.attributes import leave_ddp, set_optimizer
 from dlrm_overlap.train.explain import capture_blockers, explain, note_why_eager
-from dlrm_overlap.train.graphs.capacity import CapacityTracker, RankConsensus
 from dlrm_overlap.train.graphs.captured import GraphPair
 from dlrm_overlap.train.graphs.dense_step import DenseStep
 from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher, PlannedStep, StepKind

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.order import CommunicationOrder, Streams
-from dlrm_overlap.train.graphs.capacity import CapacityTracker, RankConsensus
+from dlrm_overlap.embedding.capacity import CapacityTracker, RankConsensus
 from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher, StepKind
 from dlrm_overlap.train.graphs.model_ids import ModelIds
 from tests.agreement import assert_same

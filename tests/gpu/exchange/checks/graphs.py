@@ -16,9 +16,9 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding import distinct
+from dlrm_overlap.embedding.capacity import CapacityTracker
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.train.graphs.capacity import CapacityTracker
 from dlrm_overlap.train.graphs.captured import CapturedStep
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.model import DLRM

@@ -23,6 +23,7 @@ from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_same
 from tests.distributed.models import MEAN, SUM, Model, Tables, make_plan, train
+from tests.distributed.window_inputs import CASES, compare
 from tests.gpu.exchange.place import Check, Place, every
 
 _BACKENDS = ("nccl", "pgas", "fused")
@@ -234,6 +235,11 @@ def _collections(
     return every(name, _check_collections, case=cases, gpu_only=gpu_only)
 
 
+def _check_window_input_dist(place: Place, case: str) -> None:
+    """Many steps, slow on one rank after the other, have the same bits as with TorchRec's input_dist."""
+    compare(case, place.device, repeats=6 if place.on_gpu else 1)
+
+
 CHECKS = (
     every("losses", partial(_check_losses, plan="auto"), optimizer=list(_LEARNING_RATE))
     | every("losses", partial(_check_losses, plan="auto"), optimizer=COUNTING, gpu_only=True)
@@ -247,4 +253,5 @@ CHECKS = (
     | _collections("collections_bf16", _BACKENDS[1:], gpu_only=True, output=SparseType.BF16)
     | _collections("collections_fp16", _BACKENDS[1:], output=SparseType.FP16)
     | _collections("collections_weighted", weighted=True)
+    | every("window_input_dist", _check_window_input_dist, case={name.replace(" ", "_"): name for name in CASES})
 )

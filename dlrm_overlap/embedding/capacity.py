@@ -1,13 +1,13 @@
-"""Sizes of batches over all ranks, and the capacity of captured steps that is learned from the sizes.
+"""Sizes of batches over all ranks, and the capacity of windows and captured steps that is learned from the sizes.
 
-From the greatest sizes over all ranks, each rank knows whether the step is captured, whether the batch exceeds the
-capacity, and whether some rank has no batch left, which ends the training.
+From the greatest sizes over all ranks, each rank knows whether the batch exceeds the capacity, whether its step is
+captured, and whether some rank has no batch left, which ends the training.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from dlrm_overlap.comm.max_reduce import AsyncMaxReduce, Work
 from dlrm_overlap.comm.order import CurrentStream
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.train.graphs.static_batch import BatchTensors
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -26,6 +25,13 @@ _ENDED, _MISMATCH, _SAMPLES, _HEADER = 0, 1, 2, 3
 _ANY = np.iinfo(np.int64).max
 _CPU = torch.device("cpu")
 _CHECK_INTERVAL = timedelta(seconds=1)  # between checks for errors of kernels, while a result is late
+
+
+class BatchOfIds(Protocol):
+    """A batch of `BatchTensors`, or another one."""
+
+    @property
+    def ids(self) -> Sequence[KeyedJaggedTensor]: ...
 
 
 class PendingResult:
@@ -39,6 +45,11 @@ class PendingResult:
         """Take `numbers`, [n] int64 on the CPU. If kernels write them, `written` is the event that follows."""
         self._consensus, self._numbers, self._written = consensus, numbers, written
         self._work: Work | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the numbers are written, so that `begin` does not wait."""
+        return self._written is None or self._written.query()
 
     def begin(self) -> None:
         if self._written is not None:
@@ -77,14 +88,16 @@ class RankConsensus:
         self.last: PendingResult | None = None
         """the result whose reduction has not started"""
 
-    def ask(self, numbers: torch.Tensor, are_pending: bool = False) -> PendingResult:
+    def ask(
+        self, numbers: torch.Tensor, are_pending: bool = False, event: torch.cuda.Event | None = None
+    ) -> PendingResult:
         """Return the pending elementwise maximum of `numbers`, [n] int64 on the CPU, over the ranks.
 
         If `are_pending`, kernels on the current stream have yet to write some of the numbers. Does not wait for them,
-        but for the kernels of the previous call.
+        but for the kernels of the previous call. `event` is recorded then, by default a new one.
         """
         self.ask_last()
-        written = self._current().record_event() if self._current is not None and are_pending else None
+        written = self._current().record_event(event) if self._current is not None and are_pending else None
         self.last = result = PendingResult(self, numbers, written)
         if written is None:
             self.ask_last()
@@ -94,6 +107,11 @@ class RankConsensus:
         if self.last is not None:
             last, self.last = self.last, None
             last.begin()
+
+    def poll(self) -> None:
+        """Start the last reduction if its numbers are ready; never waits. An early start lets `wait` return sooner."""
+        if self.last is not None and self.last.is_ready:
+            self.ask_last()
 
     def any_is(self, here: bool) -> bool:
         """Return whether `here` is true on any rank; waits for all of them."""
@@ -107,8 +125,22 @@ class Description(NamedTuple):
     """True if kernels on the current stream have yet to write some of the numbers"""
 
 
+class SizesBuffer:
+    """Memory for the sizes of a batch, which takes longer to make than to fill."""
+
+    def __init__(self, count: int, features: int, pinned: bool) -> None:
+        self.numbers = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        """see `Description.numbers`"""
+        self.array = self.numbers.numpy()
+        self.of_features = self.numbers[_HEADER : _HEADER + 3 * features].view(3, features)
+        self.event = torch.cuda.Event() if pinned else None
+        """see `RankConsensus.ask`"""
+
+
 class CapacityTracker:
-    """The capacity of captured steps, learned from the first batch and grown by later ones; the same on all ranks.
+    """The capacity of windows and captured steps, learned from the first batch and grown by later ones.
+
+    It is the same on all ranks.
 
     The sizes of a batch are [3 + 3 * T + tables] int64: 1 if there is no batch, 1 if it does not match the first one,
     and its number of samples; then T numbers of ids, one per feature, T numbers of ids in the largest bag, and T
@@ -140,7 +172,7 @@ class CapacityTracker:
         assert self._capacity is not None, "the capacity is learned from the first batch"
         return self._capacity
 
-    def learn(self, example: BatchTensors | None) -> bool:
+    def learn(self, example: BatchOfIds | None) -> bool:
         """Grow the capacity to the first batch, and return whether every rank has a batch; waits for all ranks."""
         if self.consensus.any_is(example is None) or example is None:
             return False
@@ -151,17 +183,20 @@ class CapacityTracker:
             self.grow(sizes)
         return True
 
-    def describe(self, batch: BatchTensors) -> Description:
-        """Return a batch's sizes, without distinct ids; for ids on a GPU, kernels on the current stream write sizes."""
+    def describe(self, batch: BatchOfIds, into: SizesBuffer | None = None) -> Description:
+        """Return a batch's sizes, without distinct ids; for ids on a GPU, kernels on the current stream write sizes.
+
+        `into` is the memory, by default new.
+        """
         on_gpu = any(ids.values().is_cuda for ids in batch.ids)
-        count = self._distinct_from + len(self._tables)
-        pinned = on_gpu or (bool(self._tables) and self._device.type == "cuda")
-        numbers = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        numbers.numpy()[:_HEADER] = 0, 0, max((ids.stride() for ids in batch.ids), default=0)
-        rows, first = numbers[_HEADER : self._distinct_from].view(3, len(self._features)), 0
+        sizes = into or self.sizes_buffer(on_gpu or (bool(self._tables) and self._device.type == "cuda"))
+        sizes.array[:_HEADER] = 0, 0, max((ids.stride() for ids in batch.ids), default=0)
+        first = 0
         for ids in batch.ids:
             features = len(ids.keys())
-            lengths, part = ids.lengths().view(features, ids.stride()), rows[:, first : first + features]
+            lengths, part = ids.lengths().view(features, ids.stride()), sizes.of_features
+            if len(batch.ids) > 1:
+                part = part[:, first : first + features]
             first += features
             if lengths.is_cuda:
                 from dlrm_overlap.kernels.count_bags import count_bags  # needs Triton
@@ -169,19 +204,26 @@ class CapacityTracker:
                 count_bags(lengths.contiguous(), part)
             else:
                 part.copy_(reference.count_bags(lengths))
-        return Description(numbers, on_gpu)
+        return Description(sizes.numbers, on_gpu)
+
+    def sizes_buffer(self, pinned: bool) -> SizesBuffer:
+        return SizesBuffer(self._distinct_from + len(self._tables), len(self._features), pinned)
 
     @property
     def _distinct_from(self) -> int:
         return _HEADER + 3 * len(self._features)
 
     def ask(
-        self, described: Description | None, ids: Sequence[KeyedJaggedTensor] = (), is_mismatch: bool = False
+        self,
+        described: Description | None,
+        ids: Sequence[KeyedJaggedTensor] = (),
+        is_mismatch: bool = False,
+        event: torch.cuda.Event | None = None,
     ) -> PendingResult:
         """Return the pending maximum of the sizes over all ranks; every rank calls this for every batch.
 
         `described` is None if this rank has no batch. `ids` are all ids of the batch, or copies of them on the device;
-        the distinct ids of unpooled tables are counted in them.
+        the distinct ids of unpooled tables are counted in them. For `event` see `RankConsensus.ask`.
         """
         if described is None:
             numbers, are_pending = torch.zeros(len(self._limits), dtype=torch.int64, device="cpu"), False
@@ -192,7 +234,7 @@ class CapacityTracker:
             if self._tables:
                 numbers[self._distinct_from :].copy_(self._count_distinct(ids), non_blocking=True)
                 are_pending |= self._device.type == "cuda"
-        return self.consensus.ask(numbers, are_pending)
+        return self.consensus.ask(numbers, are_pending, event)
 
     def _count_distinct(self, all_ids: Sequence[KeyedJaggedTensor]) -> torch.Tensor:
         counts = dict[str, torch.Tensor]()
@@ -207,13 +249,17 @@ class CapacityTracker:
         none = torch.zeros((), dtype=torch.int64, device=self._device)
         return torch.stack([counts.get(table, none) for table in self._tables])
 
-    def describes(self, batch: BatchTensors) -> bool:
+    def describes(self, batch: BatchOfIds) -> bool:
         return bool(self._features) and _features(batch) == self._features
 
     def is_within(self, described: Description) -> bool:
         """Return whether a batch is within the capacity, without checking distinct ids; False if sizes are pending."""
         known = slice(_SAMPLES, self._distinct_from)
         return not described.are_pending and not (described.numbers.numpy()[known] > self._limits[known]).any()
+
+    def samples_of(self, sizes: np.ndarray) -> int:
+        """Return the greatest number of samples of a rank, at least 1."""
+        return max(1, int(sizes[_SAMPLES]))
 
     def are_captured(self, sizes: np.ndarray) -> bool:
         return not (sizes > self._limits).any()
@@ -243,7 +289,7 @@ class CapacityTracker:
                 distinct[table] = max(1, _grown(capacity, count))
         grown = BatchCapacity(max(int(numbers[_SAMPLES]), old.samples), sizes, ids, distinct)
         if self._capacity is not None and self.consensus.is_first:
-            log.info("train pipeline: a batch exceeds the capacity: steps are captured again, for %s", grown)
+            log.info("ids: a batch exceeds the capacity of windows and captured steps, which grows to %s", grown)
         self._capacity = grown
         self._limit()
 
@@ -266,5 +312,5 @@ def ended(sizes: np.ndarray) -> bool:
     return bool(sizes[_ENDED])
 
 
-def _features(batch: BatchTensors) -> list[str]:
+def _features(batch: BatchOfIds) -> list[str]:
     return [key for ids in batch.ids for key in ids.keys()]  # noqa: SIM118

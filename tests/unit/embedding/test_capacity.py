@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.embedding.capacity import CapacityTracker, RankConsensus, ended
 from dlrm_overlap.embedding.id_layout import BatchCapacity
-from dlrm_overlap.train.graphs.capacity import CapacityTracker, RankConsensus, ended
 from dlrm_overlap.train.graphs.static_batch import BatchTensors
 
 
@@ -98,7 +98,7 @@ def test_an_answer_waits_for_no_later_question(world_of_one: dist.ProcessGroup) 
         def synchronize(self) -> None:
             self.waits += 1
 
-        def record_event(self) -> "Written":
+        def record_event(self, _: Any) -> "Written":
             return self
 
     agreement, first, second = RankConsensus(world_of_one, lambda: None), Written(), Written()
