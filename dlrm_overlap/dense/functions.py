@@ -13,16 +13,6 @@ Write = Callable[[list[torch.Tensor]], None]
 """writes the gradients of some parameters to contiguous tensors, one per parameter, possibly float32"""
 
 
-class WeightGradients(NamedTuple):
-    """When the products of the dense part's weight gradients run."""
-
-    top_inline: bool = False
-    """True computes the top MLP's in its backward, instead of after the gradient of the pooled embeddings"""
-
-
-DEFERRED = WeightGradients()
-
-
 class StoreOptions(NamedTuple):
     programs: int = 16
     """number of programs of the reduction kernel, of 32 warps each"""

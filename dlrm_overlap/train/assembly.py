@@ -17,7 +17,6 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, TrainConfig
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.functions import DEFERRED, WeightGradients
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.id_layout import BatchCapacity
@@ -94,7 +93,6 @@ def assemble(
     device: torch.device,
     train: Dataset,
     make_sharders: MakeSharders,
-    weight_gradients: WeightGradients = DEFERRED,
     change_model: ChangeModel | None = None,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, TrainPipeline[Any, Any], ShardingPlan, EmbeddingConfig]:
     """Build the sharded model, its optimizer, pipeline and plan; return them and `config.embedding`; a collective.
@@ -164,10 +162,10 @@ def assemble(
     if graph:
         casts = None
         if casts_once:
-            parameters = in_flat_order(task, dense_parameters(model), weight_gradients)
+            parameters = in_flat_order(task, dense_parameters(model))
             flat = FlatParameters(parameters, shards_of(model), torch.bfloat16)
             cross_kernel = config.train.cross_kernel
-            casts = cast_once(task, flat, config.train.compile_dense, weight_gradients, cross_kernel)
+            casts = cast_once(task, flat, config.train.compile_dense, cross_kernel)
         # With histories, the first batch shows how many ids, and how many distinct ids, there are.
         bags = dict(zip(dlrm.keys, train.bag_sizes, strict=True))
         capacity = BatchCapacity(samples, bags) if dlrm.history_key is None else None

@@ -17,7 +17,7 @@ from torchrec.modules.mlp import MLP, Perceptron
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import ComputeLayer, CrossLayer, compute_layer, cross
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.functions import DEFERRED, WeightGradients, Write
+from dlrm_overlap.dense.functions import Write
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.layers import Layer, fits, interact, relu_layers
 from dlrm_overlap.dense.mlp import small_mlp, suits
@@ -143,16 +143,12 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
     return nodes
 
 
-def in_flat_order(
-    task: TrainTask, parameters: Mapping[str, nn.Parameter], how: WeightGradients = DEFERRED
-) -> dict[str, nn.Parameter]:
+def in_flat_order(task: TrainTask, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """Return `parameters` in the order in which `FlatParameters` takes them for `cast_once`.
 
     The gradients are written in the order cross network, top MLP from its first layer, others, bottom MLP. A bucket is
     reduced in about the time of its products, so a small last bucket leaves the least to send after them.
     """
-    if how.top_inline:
-        return dict(parameters)
     head = task.dlrm.head
     first = [*reversed(list(head.interaction.parameters())), *head.top.parameters(), *head.logit.parameters()]
     names = {parameter: name for name, parameter in parameters.items()}
@@ -160,13 +156,7 @@ def in_flat_order(
     return {names[parameter]: parameter for parameter in reversed(order) if parameter in names}
 
 
-def cast_once(
-    task: TrainTask,
-    flat: FlatParameters,
-    compiled: bool,
-    how: WeightGradients = DEFERRED,
-    cross_kernel: str = "auto",
-) -> CastWeights:
+def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool, cross_kernel: str = "auto") -> CastWeights:
     """Let the dense part train with bfloat16 copies of its parameters, which are cast once per step.
 
     Biases of the cross network are not cast, because autocast also computes its sums in float32.
@@ -198,7 +188,7 @@ def cast_once(
     else:
         assert dotted is not None
         interaction = partial(interact, features=dotted.features, width=_aligned(dotted.out_features))
-    score = _top_with_casts(head, casts, compiled, how.top_inline)
+    score = _top_with_casts(head, casts, compiled)
     join = _compiled(concatenated)
     head.in_training = lambda *inputs: score(interaction(inputs[0] if len(inputs) == 1 else join(*inputs)))
     return casts
@@ -241,14 +231,12 @@ def _mlp_with_casts(
     return lambda x: compute(x if x.shape[1] == columns else x[:, :columns])
 
 
-def _top_with_casts(
-    head: Head, casts: CastWeights, compiled: bool, inline: bool
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def _top_with_casts(head: Head, casts: CastWeights, compiled: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     compiles_top = compiled and not divided_layers(head)  # torch.compile cannot look into products that communicate
     squeezes = head.logit.out_features == 1
     if compiles_top and squeezes and (layers := _relu_layers(head.top)) is not None:
-        return _layers_with_casts([*layers, head.logit], casts, inline)
-    top = _mlp_with_casts(head.top, casts, compiles_top, inline)
+        return _layers_with_casts([*layers, head.logit], casts, inline=False)
+    top = _mlp_with_casts(head.top, casts, compiles_top, inline=False)
     squeeze = nn.Flatten(0) if squeezes else nn.Identity()
     logit = _with_casts(nn.Sequential(OrderedDict(logit=head.logit, squeeze=squeeze)), casts, compiled)
     return lambda x: logit(top(x))

@@ -16,7 +16,6 @@ from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.data.schema import table_keys
 from dlrm_overlap.data.times import text_of, windows
-from dlrm_overlap.dense.functions import DEFERRED, WeightGradients
 from dlrm_overlap.dense.tensor_parallel import products_of
 from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.id_tables.rules import rows_of_tables
@@ -70,13 +69,11 @@ class StepRunner:
         make_sharders: MakeSharders = build_sharders,
         progress: Progress | None = None,
         id_rows: list[int] | None = None,
-        weight_gradients: WeightGradients = DEFERRED,
         change_model: ChangeModel | None = None,
     ) -> None:
         """Build the model and its pipeline; a collective.
 
-        `id_rows` has the rows of each table of any id, if they are not those of `config`. `weight_gradients` is for
-        measurements; only captured steps with bfloat16 weights use it.
+        `id_rows` has the rows of each table of any id, if they are not those of `config`.
         """
         self.progress = progress or Progress()
         self.config, self.world, self.device = config, world, device
@@ -85,7 +82,7 @@ class StepRunner:
         self.global_batch = self.samples_per_rank * world.world_size
         self.steps = total_steps(config, train, world.world_size)
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
-        self._make_sharders, self._options = make_sharders, (weight_gradients, change_model)
+        self._make_sharders, self._change_model = make_sharders, change_model
         self._build(id_rows)
         self.predictions: list[torch.Tensor] = []
         """logits and labels of this rank's last step, valid until the next"""
@@ -94,7 +91,7 @@ class StepRunner:
 
     def _build(self, id_rows: list[int] | None) -> None:
         config = self.config if id_rows is None else with_id_rows(self.config, id_rows)
-        about = self._make_sharders, *self._options
+        about = self._make_sharders, self._change_model
         assembled = assemble(config, self.world, self.device, self.train_data, *about)
         self.model, self.optimizer, self.pipeline, self.plan, self.embedding = assembled
         self.learning_rate = LearningRate(self.optimizer, config.train)

@@ -1,7 +1,7 @@
 """The command: `python -m tests.gpu.cross`, on one GPU, in about a minute.
 
 Times the head of MLPerf's DLRM-DCNv2, forward and backward, in CUDA graphs that alternate: TorchRec's module under
-torch.compile, and this project's in several ways (`WeightGradients`, `train.cross_kernel`). Their gradients must agree.
+torch.compile, and this project's with each `train.cross_kernel`. Their gradients must agree.
 If the extra `cutlass` is installed, its kernel is compared with the other ones first. Needs no pytest; the command
 `tests.gpu.kernels_alone tests/kernels/test_cross.py` compares the other kernels with their twins.
 """
@@ -16,7 +16,6 @@ from dlrm_overlap.config import EmbeddingConfig, ModelConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, compute_layer, why_not_one_kernel
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.functions import DEFERRED, WeightGradients
 from dlrm_overlap.train.dense_part import _with_casts, cast_once, in_flat_order
 from dlrm_overlap.train.model import TrainTask, build_model
 from tests.agreement import assert_near
@@ -33,8 +32,8 @@ def bf16(*shape: int, seed: int = 0) -> torch.Tensor:
 class HeadStep:
     """The head of MLPerf's DLRM-DCNv2 with its loss, forward and backward, with cast weights and compiled."""
 
-    def __init__(self, samples: int, how: WeightGradients | None, cross_kernel: str = "triton") -> None:
-        """`how` is None for TorchRec's module."""
+    def __init__(self, samples: int, cross_kernel: str | None) -> None:
+        """`cross_kernel` is None for TorchRec's module."""
         config = ModelConfig(
             arch="dcn", dim=128, bottom_mlp=[512, 256, 128], top_mlp=[1024, 1024, 512, 256, 1],
             cross_layers=LAYERS, cross_rank=RANK,
@@ -43,9 +42,9 @@ class HeadStep:
         self.task, self.head = TrainTask(dlrm, DEVICE.type, bf16=True), dlrm.head.to(DEVICE)
         dlrm.bottom.to(DEVICE)
         parameters = {n: p for n, p in self.task.named_parameters() if "embedding" not in n}
-        flat = FlatParameters(in_flat_order(self.task, parameters, how or DEFERRED), shadow_dtype=torch.bfloat16)
-        if how is not None:
-            self.casts = cast_once(self.task, flat, compiled=True, how=how, cross_kernel=cross_kernel)
+        flat = FlatParameters(in_flat_order(self.task, parameters), shadow_dtype=torch.bfloat16)
+        if cross_kernel is not None:
+            self.casts = cast_once(self.task, flat, compiled=True, cross_kernel=cross_kernel)
         else:
             self.casts = CastWeights(flat, [p for name, p in parameters.items() if "interaction.bias" not in name])
             self.head.in_training = _with_casts(self.head, self.casts, compiled=True)
@@ -88,14 +87,9 @@ def check_one_kernel() -> None:
 
 def time_head(samples: int) -> None:
     """Print the times of the head with torch.compile and with `cross`, and the difference of their gradients."""
-    ways = {
-        "compiled": None,
-        "ours": DEFERRED,
-        "inline top": WeightGradients(top_inline=True),
-    }
-    steps = {name: HeadStep(samples, how) for name, how in ways.items()}
+    steps = {"compiled": HeadStep(samples, None), "ours": HeadStep(samples, "triton")}
     if not why_not_one_kernel(DEVICE):
-        steps["one kernel"] = HeadStep(samples, DEFERRED, "cutlass")
+        steps["one kernel"] = HeadStep(samples, "cutlass")
     losses = {name: step().item() for name, step in steps.items()}
     expected = steps["compiled"].flat.gradients.views
     for name, step in steps.items():
@@ -104,8 +98,7 @@ def time_head(samples: int) -> None:
         apart = math.hypot(*of_each) / float(steps["compiled"].flat.gradients.tensor.norm())
         print(f"head, {name}, loss {losses[name]}, dense gradients apart from compiled by {apart:.1e} of their norm")
         assert apart < 0.2, "gradients differ by more than bfloat16's rounding and the ReLUs that it switches"
-    timed = {name: step.forward for name, step in steps.items() if name != "inline top"}
-    graphs = {f"{name}, forward": capture(forward) for name, forward in timed.items()}
+    graphs = {f"{name}, forward": capture(step.forward) for name, step in steps.items()}
     graphs |= {f"{name}, both": capture(step) for name, step in steps.items()}
     for name, us in zip(graphs, times_us(list(graphs.values())), strict=True):
         print(f"head, {samples} samples, {name:24} {us:7.1f} us")

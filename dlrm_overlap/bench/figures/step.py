@@ -38,7 +38,6 @@ from dlrm_overlap.bench.rows import append_csv, report
 from dlrm_overlap.bench.step_contenders import OUR_DENSE, STEP_CONTENDERS, Keys, expand, is_torchrec, split_into_groups
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.dense.functions import DEFERRED, WeightGradients
 from dlrm_overlap.embedding.configured_sharders import build_sharders, fused_params_of
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
 from dlrm_overlap.observe.trace_summary import without_waits
@@ -51,8 +50,6 @@ CHECKED_STEPS = 20
 _LR_SCALE = 0.03  # relative to the configuration's
 _TRACED_STEPS = 5
 _CLOCK_S = 1.5  # for which clock and power are sampled
-# Compared with `pgas_graph`.
-_WEIGHT_GRADIENTS = {"pgas_graph_inline_top": WeightGradients(top_inline=True)}
 # Arguments of the sharder of pooled tables.
 _DROP_IN = {"drop_in_torchrec_ids": {"input_dist": "torchrec"}}
 _ASYNC_COPY = "async_inplace_copy"  # argument of TorchRec's pipeline
@@ -157,9 +154,8 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
         make_sharders = partial(_sharders_at_defaults, **_DROP_IN.get(name, {}))
     elif name.endswith("index_dedup") and on_gpu:  # FBGEMM finds distinct ids only on GPUs
         make_sharders = partial(_sharders_with_index_dedup, fused_params=lookups)
-    gradients = _WEIGHT_GRADIENTS.get(name, DEFERRED)
     change_model = cast_cross_biases if name.endswith("bf16_biases") else None
-    trainer = ranks.trainer(config, make_sharders, weight_gradients=gradients, change_model=change_model)
+    trainer = ranks.trainer(config, make_sharders, change_model=change_model)
     if name.endswith("fused_pipeline") and on_gpu:  # it needs CUDA streams
         trainer.pipeline = TrainPipelineFusedSparseDist(trainer.model, trainer.optimizer, trainer.device)
     if name.endswith("async_copy") and on_gpu:  # on a CPU nothing is copied

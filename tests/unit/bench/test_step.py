@@ -3,7 +3,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from dlrm_overlap.bench.harness.agreement import judge_losses
 from dlrm_overlap.bench.harness.limits import products_of
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, Keys, expand, split_into_groups
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig, SequenceConfig
-from dlrm_overlap.dense.functions import DEFERRED
 from dlrm_overlap.embedding.traffic import count_dense, dense_layers
 from dlrm_overlap.train.model import build_model
 from tests.conftest import read_rows, refuses
@@ -65,16 +63,6 @@ def test_the_copy_thread_is_given_to_torchrec(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(step, "TrainPipelineSparseDist", lambda *_, **options: given.update(options))
     step._pipeline_with_copy_thread(None, None, CPU)
     assert given == {"execute_all_batches": True, "enable_inplace_copy_batch": True, "async_inplace_copy": True}
-
-
-def test_contenders_that_no_key_expresses_give_the_trainer_their_options(tmp_path: Path) -> None:
-    given: dict[str, Any] = {}
-    ranks: Any = Mock(device=CPU, trainer=lambda _, __, **options: given.update(options))
-    for name, expected in step._WEIGHT_GRADIENTS.items():
-        step.build(ranks, name, step.contender_config(quickstart(tmp_path, "run"), STEP_CONTENDERS[name], "cpu"))
-        assert given["weight_gradients"] == expected != DEFERRED
-    step.build(ranks, "pgas_graph", quickstart(tmp_path, "run"))
-    assert given["weight_gradients"] == DEFERRED
 
 
 def test_the_last_contender_takes_turns_with_all_others() -> None:

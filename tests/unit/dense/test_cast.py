@@ -10,7 +10,6 @@ from dlrm_overlap.config import EmbeddingConfig, ModelConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
-from dlrm_overlap.dense.functions import DEFERRED, WeightGradients
 from dlrm_overlap.train.dense_part import cast_once, in_flat_order
 from dlrm_overlap.train.model import TrainTask, build_model
 from tests.agreement import assert_near, assert_same
@@ -21,22 +20,15 @@ LR, FEATURES, TABLES, SAMPLES = 0.1, 5, 3, 9
 class Dense:
     """A DLRM's dense part under bfloat16, with flat parameters."""
 
-    def __init__(
-        self,
-        arch: str,
-        casts: bool,
-        compiled: bool = False,
-        top: tuple[int, ...] = (16, 1),
-        how: WeightGradients = DEFERRED,
-    ) -> None:
+    def __init__(self, arch: str, casts: bool, compiled: bool = False, top: tuple[int, ...] = (16, 1)) -> None:
         config = ModelConfig(arch=arch, dim=8, bottom_mlp=[12, 8], top_mlp=[*top], cross_layers=2, cross_rank=4)  # type: ignore[arg-type]
         dlrm = build_model(config, EmbeddingConfig(), [7] * TABLES, FEATURES, seed=0)
         self.task = TrainTask(dlrm, "cpu", bf16=True)
         named = {n: p for n, p in self.task.named_parameters() if "embedding" not in n}
-        parameters = in_flat_order(self.task, named, how)
+        parameters = in_flat_order(self.task, named)
         self.flat = FlatParameters(parameters, shadow_dtype=torch.bfloat16)
         self.steps = FlatSteps(self.flat, torch.optim.SGD(parameters.values(), lr=LR))
-        self.casts = cast_once(self.task, self.flat, compiled, how) if casts else None
+        self.casts = cast_once(self.task, self.flat, compiled) if casts else None
 
     def logits(self, number: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(number)
@@ -124,31 +116,21 @@ def test_a_compiled_interaction_is_as_near_as_autocast(arch: str) -> None:
 
 @pytest.mark.usefixtures("_not_compiled")
 @pytest.mark.parametrize("arch", ["dot", "dcn"])
-def test_the_top_mlps_gradients_are_the_same_inline_and_after_the_pooled_embeddings(arch: str) -> None:
-    ways = (DEFERRED, WeightGradients(top_inline=True))
-    deferred, inline = (Dense(arch, casts=True, compiled=True, top=(16, 12, 1), how=how) for how in ways)
-    for number in range(2):
-        found, expected = deferred.step(number), inline.step(number)
-        assert_same(found[0], expected[0], f"logits in step {number}")
-        assert_same(found[1], expected[1], f"pooled embeddings' gradient in step {number}")
-        for name, view in deferred.flat.gradients.views.items():
-            assert view.any(), f"{name}: gradients of zero agree with anything"
-            assert_same(view, inline.flat.gradients.views[name], f"gradient of {name} in step {number}")
-
-    # Whether the top MLP's are written when the gradient of the pooled embeddings is complete.
-    for dense, is_inline in ((deferred, False), (inline, True)):
-        assert dense.casts is not None
-        views, written = dense.flat.gradients.views, list[bool]()
-        names = [name for name in views if "head.top" in name and "weight" in name]
-        dense.casts.begin()
-        logits = dense.logits(0)
-        for name in names:
-            views[name].fill_(torch.nan)
-        dense.pooled.register_hook(lambda _, v=views, n=names, w=written: w.extend(not v[e].isnan().any() for e in n))
-        logits.float().sum().backward()
-        assert written == [is_inline] * 2
-        dense.casts.finish()
-        assert not any(views[name].isnan().any() for name in names)
+def test_the_top_mlps_gradients_are_written_after_that_of_the_pooled_embeddings(arch: str) -> None:
+    dense = Dense(arch, casts=True, compiled=True, top=(16, 12, 1))
+    dense.step(0)
+    assert dense.casts is not None
+    views, written = dense.flat.gradients.views, list[bool]()
+    names = [name for name in views if "head.top" in name and "weight" in name]
+    dense.casts.begin()
+    logits = dense.logits(0)
+    for name in names:
+        views[name].fill_(torch.nan)
+    dense.pooled.register_hook(lambda _: written.extend(not views[name].isnan().any() for name in names))
+    logits.float().sum().backward()
+    assert written == [False] * 2
+    dense.casts.finish()
+    assert not any(views[name].isnan().any() for name in names)
 
 
 @pytest.mark.usefixtures("_not_compiled")
