@@ -121,7 +121,7 @@ def test_cross(capsys: pytest.CaptureFixture[str]) -> None:
         patch.object(torch, "compile", lambda function, **_: function),
     ):
         cross.time_head(8)
-    assert capsys.readouterr().out.count("head, 8 samples") == 5
+    assert capsys.readouterr().out.count("head, 8 samples") == 4
 
 
 def _ones(call: Any, batches: Any) -> list[float]:
