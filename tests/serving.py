@@ -6,6 +6,7 @@
 The model is that of examples/own_data.py, whose table has 40 columns. The clients run on the same machine.
 """
 
+import argparse
 import http.client
 import json
 import os
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,10 @@ TABLE_ROWS, REQUEST_ROWS, REQUESTS = 400_000, (1, 32, 1024), 500
 
 
 def main() -> None:
+    style = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=style).parse_args()
+    if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
+        sys.exit(f"tests.serving: {' and '.join(missing)} must be installed; run pip install fastapi uvicorn")
     with tempfile.TemporaryDirectory() as folder:
         measured = [*measure(Path(folder))]
     OUTPUT.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ The model has a table of any id with 2^20 rows of 64 float32, 256 MB. The deltas
 random ids. While they are applied, another thread scores requests of 32 rows, one at a time.
 """
 
+import argparse
 import gc
 import statistics
 import tempfile
@@ -45,6 +46,8 @@ SCHEMA = "labels: {click: {}}\ncategorical: {user: {type: int, any: true}}\n"
 
 
 def main() -> None:
+    style = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=style).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         measured = [*lookups(), *updates(Path(folder))]
