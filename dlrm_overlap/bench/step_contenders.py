@@ -60,7 +60,6 @@ _OTHERS: Mapping[str, Keys] = {
     "cross_triton": {"train.cross_kernel": "triton"},
     "cross_cutlass": {"train.cross_kernel": "cutlass"},
     "tensor": {"model.top_parallel": "tensor"},
-    # How weight gradients are computed, which no key expresses: see `figures.step`.
     "2_emulated_nodes": {"embedding.nodes": 2, "embedding.internode": "messages"},
     "2_emulated_nodes_puts": {"embedding.nodes": 2, "embedding.internode": "puts"},
 }

@@ -1,5 +1,6 @@
 """The order of a captured step's communication, and the streams of a step."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -141,6 +142,21 @@ class Streams:
     def join_ids(self) -> None:
         if self._on_gpu:
             self.main_stream.wait_stream(self._ids)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Disable garbage collection in the context.
+
+    An unreachable exchange frees memory that peers read, which waits for the GPU: in a capture, torch would abort.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def uncompiled(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:

@@ -1,6 +1,7 @@
 """A small MLP in float32 as one autograd function, whose forward and backward are one kernel each."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class _SmallMLP(torch.autograd.Function):
         shape: MLPShape = ctx.shape
         shares, output = x.new_empty(-(-len(x) // MLP_SAMPLES), shape.parameters), torch.empty_like(x)
         kernels_on(x.device, "mlp").gradient_of_mlp(gradients[0].contiguous(), x, weights, shape, z, shares, output)
-        pairs = list(zip(shape.widths, shape.widths[1:], strict=False))
+        pairs = list(pairwise(shape.widths))
         found = shares.sum(0).split([size for before, wide in pairs for size in (wide * before, wide)])
         weighted = [each.view(wide, before) for each, (before, wide) in zip(found[::2], pairs, strict=True)]
         return output, None, *(each for pair in zip(weighted, found[1::2], strict=True) for each in pair)

@@ -74,12 +74,10 @@ def small_form(task: TrainTask, part: nn.Module) -> Callable[..., torch.Tensor] 
 
 def _small_mlp(mlp: nn.Module, last: nn.Linear | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return `small_mlp` of an MLP's layers and of `last`, which has no activation."""
-    layers = layers_of(mlp) if isinstance(mlp, MLP) else []
-    activations = {activation_of(layer) for layer in layers if isinstance(layer, Perceptron)}
-    if len(activations) != 1 or not all(isinstance(layer, Perceptron) for layer in layers):
+    activation, layers = _layers_alike(mlp)
+    if activation is None:
         return None
-    linear = [linear_of(layer) for layer in layers] + ([] if last is None else [last])
-    return small_mlp(linear, activations.pop(), ends_linear=last is not None)
+    return small_mlp([*layers, *([] if last is None else [last])], activation, ends_linear=last is not None)
 
 
 def compile_loss(task: TrainTask) -> None:
@@ -205,11 +203,18 @@ def _with_casts(part: nn.Module, casts: CastWeights, compiled: bool) -> Callable
     return lambda *inputs: compute(casts.of(own), *inputs)
 
 
+def _layers_alike(mlp: nn.Module) -> tuple[Callable[..., torch.Tensor] | None, list[nn.Linear]]:
+    """Return the activation of an MLP's layers, and the layers; None if they do not all have the same one."""
+    layers = layers_of(mlp) if isinstance(mlp, MLP) else []
+    activations = {activation_of(layer) if isinstance(layer, Perceptron) else None for layer in layers}
+    if len(activations) != 1 or None in activations:
+        return None, []
+    return activations.pop(), [linear_of(layer) for layer in layers]
+
+
 def _relu_layers(mlp: nn.Module) -> list[nn.Linear] | None:
-    each = layers_of(mlp) if isinstance(mlp, MLP) else []
-    if not each or not all(isinstance(layer, Perceptron) and activation_of(layer) is torch.relu for layer in each):
-        return None
-    return [linear_of(layer) for layer in each]
+    activation, layers = _layers_alike(mlp)
+    return layers if activation is torch.relu else None
 
 
 def _aligned(columns: int) -> int:

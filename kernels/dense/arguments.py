@@ -1,5 +1,6 @@
 """The arguments of the dense kernels and of their reference implementations."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -127,7 +128,7 @@ class MLPShape(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        return sum(wide * (before + 1) for before, wide in zip(self.widths, self.widths[1:], strict=False))
+        return sum(wide * (before + 1) for before, wide in pairwise(self.widths))
 
     def fits(self) -> bool:
         return 1 <= self.layers <= MLP_LAYERS and max(self.widths) <= MLP_WIDTH

@@ -158,30 +158,34 @@ def _gradient_of_mlp(
     p2 = p1 + N1 * (N0 + 1)
     p3 = p2 + N2 * (N1 + 1)
     if LAYERS > 3:
-        g = _samples(gradient, sample, N4, samples, N4, B4)
-        if not ENDS_LINEAR:
-            g *= _slope(_samples(z3 + N3, sample, Z, samples, N4, B4), GELU)
+        g = _before_last(gradient, z3 + N3, sample, samples, N4, B4, Z, ENDS_LINEAR, GELU)
         g = _back(g, w4, z3, p3 + N3 * (N2 + 1), sample, samples, N3, N4, B3, B4, Z, GELU, INTERPRETED)
     if LAYERS == 3:
-        g = _samples(gradient, sample, N3, samples, N3, B3)
-        if not ENDS_LINEAR:
-            g *= _slope(_samples(z3, sample, Z, samples, N3, B3), GELU)
+        g = _before_last(gradient, z3, sample, samples, N3, B3, Z, ENDS_LINEAR, GELU)
     if LAYERS > 2:
         g = _back(g, w3, z2, p3, sample, samples, N2, N3, B2, B3, Z, GELU, INTERPRETED)
     if LAYERS == 2:
-        g = _samples(gradient, sample, N2, samples, N2, B2)
-        if not ENDS_LINEAR:
-            g *= _slope(_samples(z2, sample, Z, samples, N2, B2), GELU)
+        g = _before_last(gradient, z2, sample, samples, N2, B2, Z, ENDS_LINEAR, GELU)
     if LAYERS > 1:
         g = _back(g, w2, z1, p2, sample, samples, N1, N2, B1, B2, Z, GELU, INTERPRETED)
     if LAYERS == 1:
-        g = _samples(gradient, sample, N1, samples, N1, B1)
-        if not ENDS_LINEAR:
-            g *= _slope(_samples(z1, sample, Z, samples, N1, B1), GELU)
+        g = _before_last(gradient, z1, sample, samples, N1, B1, Z, ENDS_LINEAR, GELU)
     before = _samples(x, sample, N0, samples, N0, B0)
     _store_sums(g, before, p1, N0, N1, B0, B1, INTERPRETED)
     dx = _dot(tl.trans(_matrix(w1, N1, N0, B1, B0)), g, INTERPRETED)
     _store_samples(out, dx, sample, N0, samples, N0, B0)
+
+
+@triton.jit
+def _before_last(
+    gradient, z, sample, samples,
+    N: tl.constexpr, BLOCK: tl.constexpr, Z: tl.constexpr, ENDS_LINEAR: tl.constexpr, GELU: tl.constexpr,
+):  # fmt: skip
+    """Return [BLOCK, BLOCK_B]: the gradient before the last layer's activation, whose sums are at `z`."""
+    g = _samples(gradient, sample, N, samples, N, BLOCK)
+    if not ENDS_LINEAR:
+        g *= _slope(_samples(z, sample, Z, samples, N, BLOCK), GELU)
+    return g
 
 
 @triton.jit

@@ -1,12 +1,9 @@
 """The sort of ids as a CUDA graph, for eager steps: it has some 20 kernels, which the CPU issues in 0.4 ms."""
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.comm.order import no_collection
 from dlrm_overlap.embedding.backends.rows import InputRows
 from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
 
@@ -54,7 +51,7 @@ class SortGraph:
         self._inputs = torch.empty_like(ids.values()), torch.empty_like(ids.offsets())
         fixed = KeyedJaggedTensor(ids.keys(), self._inputs[0], offsets=self._inputs[1], stride=samples)
         graph = torch.cuda.CUDAGraph()
-        with _no_collection():
+        with no_collection():
             # Thread-local, since other threads use the device meanwhile.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -68,15 +65,3 @@ class SortGraph:
         if self._inputs is not None:
             torch.cuda.synchronize(self._inputs[0].device)
         self._graph, self._inputs, self._runs, self._sorts = None, None, None, 0
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable garbage collection, which may free memory in a way that no capture permits."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -2,14 +2,14 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from dlrm_overlap.comm.counters import Counter, Counters
-from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.comm.order import CommunicationOrder, no_collection
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges_of
@@ -37,9 +37,10 @@ class CapturedStep:
         """
         self._graph, self._counters = torch.cuda.CUDAGraph(), counters
         before = self.values
+        gc.collect()  # now, since the capture disables it
         # Thread-local, since a loader thread may pin memory during the capture.
         with (
-            _no_collection(),
+            no_collection(),
             torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):
             for each in counters:
@@ -171,19 +172,3 @@ def _release(graphs: list[CapturedStep | None], device: torch.device) -> None:
         with suppress(RuntimeError):  # of a kernel that has stopped the GPU, whose record says why
             torch.cuda.synchronize(device)
     graphs[:] = None, None
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect garbage now, and disable garbage collection in the context.
-
-    An unreachable exchange frees memory that peers read, which waits for the GPU: in a capture, torch would abort.
-    """
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
