@@ -1,7 +1,8 @@
 """The backward on GPUs: gradients are stored in the owners' windows, and the owners update each row once.
 
-One stream sends gradients, part by part. Another sorts the ids during the forward, then updates the rows of each part
-once its gradients have arrived. Both run concurrently with the rest of the dense backward.
+One stream sends gradients, part by part. Another updates the rows of each part once its gradients have arrived. Both
+run concurrently with the rest of the dense backward. The ids are sorted during the forward: in a captured step on a
+third stream, else on that of the updates.
 """
 
 from collections.abc import Sequence
@@ -89,8 +90,10 @@ class Push(WindowBackward):
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         # The GPU starts programs in the order of priority: first gradients, for which peers wait, then the main
-        # stream's (-1, see `process_group`), then updates, which only the next step needs.
+        # stream's (-1, see `process_group`) and sorts, then updates, which only the next step needs. Sorts precede
+        # lookups (0), so that they end before the first products, and do not take turns with them.
         self._push_stream = torch.cuda.Stream(self.device, priority=-2)
+        self._sort_stream = torch.cuda.Stream(self.device, priority=-1)
         self._update_stream = torch.cuda.Stream(self.device, priority=0)
         self._current = CurrentStream(self.device)
         self._issued, self._pushed_all, self._updated = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
@@ -179,9 +182,13 @@ class Push(WindowBackward):
     def sort(self, pending: PendingBackward) -> list[PreparedRuns | None]:
         inputs, samples = pending.step.inputs, pending.step.batch.total
         assert pending.ids_ready is not None
-        self._update_stream.wait_event(pending.ids_ready)
-        with OnStream(self._update_stream):
-            return [rows.sort(inputs[rows.input], samples) for rows in self._input_rows()]
+        stream = self._sort_stream if self.order.is_captured else self._update_stream
+        stream.wait_event(pending.ids_ready)
+        with OnStream(stream):
+            runs = [rows.sort(inputs[rows.input], samples) for rows in self._input_rows()]
+        if stream is not self._update_stream:
+            self._update_stream.wait_stream(stream)
+        return runs
 
     def _sorted(self, pending: PendingBackward) -> list[PreparedRuns | None]:
         """Sort the ids of an eager step, by a graph if possible: the result is valid until the next step's sort."""

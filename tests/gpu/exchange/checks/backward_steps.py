@@ -28,8 +28,8 @@ _PART_BYTES = 1 << 12  # so small that small windows have the greatest number of
 def _pause(training: Training, chance: random.Random) -> None:
     """Sometimes delay the streams of a step, or the host."""
     backward: Any = training.exchange._parts and training.exchange._parts.backward
-    for stream in (None, getattr(backward, "_push_stream", None), getattr(backward, "_update_stream", None)):
-        dawdle(training.place, chance, stream)
+    for name in ("", "_push_stream", "_sort_stream", "_update_stream"):
+        dawdle(training.place, chance, getattr(backward, name, None))
 
 
 def _assert_same_rows(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
