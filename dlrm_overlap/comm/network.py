@@ -20,6 +20,7 @@ log = logging.getLogger("dlrm_overlap")
 
 _HOST_LIBRARY, _DEVICE_LIBRARY = "libnvshmem_host.so.3", "libnvshmem_device.bc"
 _WITH_UNIQUE_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
+_ZEROED_BLOCKS = 1024
 _UNIQUE_ID_BYTES, _ATTRIBUTE_BYTES, _ARGUMENT_BYTES, _ID_ARGUMENT_BYTES = 128, 144, 128, 24
 
 
@@ -111,6 +112,7 @@ def _started(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # for this thread
                 torch.cuda.synchronize(device)  # creates the CUDA context
+                zero_free_page_locked_memory()
             fault = nvshmem.start(shared[0], group.rank(), group.size())
         except Exception as error:
             fault = f"NVSHMEM does not start ({in_one_line(error):.200})"
@@ -122,6 +124,26 @@ def _started(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device
     thread.join(timeout_s)
     nvshmem.start_fault = faults_found[0] if faults_found else f"NVSHMEM has not started within {timeout_s:g} s"
     return nvshmem.start_fault or nvshmem.rank_mismatch(group.rank(), group.size())
+
+
+def zero_free_page_locked_memory() -> None:
+    """Write zeros to the small page-locked blocks that CUDA would allocate next.
+
+    A thread of NVSHMEM reads two page-locked integers that nobody has written (3.4.5, `src/host/proxy/proxy.cpp`,
+    `global_exit_request_state`). In memory that the process has used before, the first one may be 2 by chance. Then
+    NVSHMEM ends the process: "nvshmem API called before nvshmem_init".
+    """
+    from cuda.bindings import runtime  # pyright: ignore # compiled, and not on every CPU
+
+    blocks: list[int] = []
+    for _ in range(_ZEROED_BLOCKS):
+        error, address = runtime.cudaMallocHost(ctypes.sizeof(ctypes.c_int))
+        if error.value != 0:  # NVSHMEM allocates next, and reports it
+            break
+        ctypes.c_int.from_address(address).value = 0
+        blocks.append(address)
+    for address in blocks:
+        runtime.cudaFreeHost(address)
 
 
 @lru_cache(maxsize=1)

@@ -1,5 +1,7 @@
 """How messages go between nodes: the key, what there is, and errors."""
 
+import ctypes
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -70,10 +72,29 @@ def test_all_ranks_learn_what_keeps_one_from_starting(
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(network, "zero_free_page_locked_memory", lambda: None)
     with ThreadPoolExecutor(2) as threads:
         expected = [f"embedding.internode: puts, but {why}; take messages"] * 2 if why else []
         assert list(threads.map(told, range(2))) == [expected] * 2
     assert time.monotonic() - begin < 5
+
+
+def test_nvshmem_finds_zeros_in_memory_that_was_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many blocks as there are, all of which are freed."""
+    memory = (ctypes.c_int * 100)(*[2] * 100)
+    first, freed = ctypes.addressof(memory), list[int]()
+    addresses = iter(range(first, first + 400, 4))
+
+    def allocate(size: int) -> tuple[SimpleNamespace, int]:
+        address = next(addresses, 0)
+        return SimpleNamespace(value=0 if address else 2), address  # 2: cudaErrorMemoryAllocation
+
+    runtime = SimpleNamespace(cudaMallocHost=allocate, cudaFreeHost=freed.append)
+    for name, module in (("cuda", SimpleNamespace()), ("cuda.bindings", SimpleNamespace(runtime=runtime))):
+        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    network.zero_free_page_locked_memory()
+    assert not any(memory)
+    assert freed == [first + 4 * number for number in range(100)]
 
 
 def test_who_has_no_nvshmem_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
