@@ -5,6 +5,8 @@ import importlib.util
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,7 +22,8 @@ log = logging.getLogger("dlrm_overlap")
 
 _HOST_LIBRARY, _DEVICE_LIBRARY = "libnvshmem_host.so.3", "libnvshmem_device.bc"
 _WITH_UNIQUE_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
-_ZEROED_BLOCKS = 1024
+_ZEROS, _MOST_TAKEN = 1024, 1 << 18
+"""blocks in a row that are zero, after which memory is taken for unused; the most blocks, some seconds of work"""
 _UNIQUE_ID_BYTES, _ATTRIBUTE_BYTES, _ARGUMENT_BYTES, _ID_ARGUMENT_BYTES = 128, 144, 128, 24
 
 
@@ -112,8 +115,8 @@ def _started(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # for this thread
                 torch.cuda.synchronize(device)  # creates the CUDA context
-                zero_free_page_locked_memory()
-            fault = nvshmem.start(shared[0], group.rank(), group.size())
+            with unused_page_locked_memory() if device.type == "cuda" else nullcontext():
+                fault = nvshmem.start(shared[0], group.rank(), group.size())
         except Exception as error:
             fault = f"NVSHMEM does not start ({in_one_line(error):.200})"
         faults_found.append(fault)
@@ -126,24 +129,28 @@ def _started(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device
     return nvshmem.start_fault or nvshmem.rank_mismatch(group.rank(), group.size())
 
 
-def zero_free_page_locked_memory() -> None:
-    """Write zeros to the small page-locked blocks that CUDA would allocate next.
+@contextmanager
+def unused_page_locked_memory() -> Iterator[None]:
+    """Let small page-locked blocks be zero that are allocated within, by taking those that were used before.
 
     A thread of NVSHMEM reads two page-locked integers that nobody has written (3.4.5, `src/host/proxy/proxy.cpp`,
-    `global_exit_request_state`). In memory that the process has used before, the first one may be 2 by chance. Then
-    NVSHMEM ends the process: "nvshmem API called before nvshmem_init".
+    `global_exit_request_state`). In memory that the process has used, the first one may be 2 by chance. Then NVSHMEM
+    ends the process: "nvshmem API called before nvshmem_init".
     """
     from cuda.bindings import runtime  # pyright: ignore # compiled, and not on every CPU
 
-    blocks: list[int] = []
-    for _ in range(_ZEROED_BLOCKS):
+    taken, zeros = list[int](), 0
+    while zeros < _ZEROS and len(taken) < _MOST_TAKEN:
         error, address = runtime.cudaMallocHost(ctypes.sizeof(ctypes.c_int))
         if error.value != 0:  # NVSHMEM allocates next, and reports it
             break
-        ctypes.c_int.from_address(address).value = 0
-        blocks.append(address)
-    for address in blocks:
-        runtime.cudaFreeHost(address)
+        zeros = 0 if ctypes.c_int.from_address(address).value else zeros + 1
+        taken.append(address)
+    try:
+        yield
+    finally:
+        for address in taken:
+            runtime.cudaFreeHost(address)
 
 
 @lru_cache(maxsize=1)

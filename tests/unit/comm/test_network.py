@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -72,29 +73,31 @@ def test_all_ranks_learn_what_keeps_one_from_starting(
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(network, "zero_free_page_locked_memory", lambda: None)
+    monkeypatch.setattr(network, "unused_page_locked_memory", nullcontext)
     with ThreadPoolExecutor(2) as threads:
         expected = [f"embedding.internode: puts, but {why}; take messages"] * 2 if why else []
         assert list(threads.map(told, range(2))) == [expected] * 2
     assert time.monotonic() - begin < 5
 
 
-def test_nvshmem_finds_zeros_in_memory_that_was_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many blocks as there are, all of which are freed."""
-    memory = (ctypes.c_int * 100)(*[2] * 100)
-    first, freed = ctypes.addressof(memory), list[int]()
-    addresses = iter(range(first, first + 400, 4))
+@pytest.mark.parametrize(("blocks", "free"), [(5000, 2976), (100, 0)])
+def test_memory_that_was_used_is_taken_while_nvshmem_starts(
+    monkeypatch: pytest.MonkeyPatch, blocks: int, free: int
+) -> None:
+    """Of `blocks` blocks the 1000th, or last, was used before; `free` are left for NVSHMEM."""
+    memory = (ctypes.c_int * blocks)()
+    memory[min(1000, blocks) - 1] = 2
+    left = [ctypes.addressof(memory) + 4 * number for number in reversed(range(blocks))]
 
     def allocate(size: int) -> tuple[SimpleNamespace, int]:
-        address = next(addresses, 0)
-        return SimpleNamespace(value=0 if address else 2), address  # 2: cudaErrorMemoryAllocation
+        return SimpleNamespace(value=0 if left else 2), left.pop() if left else 0  # 2: cudaErrorMemoryAllocation
 
-    runtime = SimpleNamespace(cudaMallocHost=allocate, cudaFreeHost=freed.append)
+    runtime = SimpleNamespace(cudaMallocHost=allocate, cudaFreeHost=left.append)
     for name, module in (("cuda", SimpleNamespace()), ("cuda.bindings", SimpleNamespace(runtime=runtime))):
         monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
-    network.zero_free_page_locked_memory()
-    assert not any(memory)
-    assert freed == [first + 4 * number for number in range(100)]
+    with network.unused_page_locked_memory():
+        assert len(left) == free
+    assert len(left) == blocks
 
 
 def test_who_has_no_nvshmem_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
