@@ -56,7 +56,7 @@ _ABLATION: Mapping[str, Keys] = {
 _OTHERS: Mapping[str, Keys] = {
     "default_plan": _DEFAULT,
     "update_on_all": {"train.dense_update": "all"},
-    "last_bucket_at_once": {"train.dense_update": "owner"},
+    "last_bucket_deferred": {"train.dense_update": "owner_deferred"},
     "cross_triton": {"train.cross_kernel": "triton"},
     "cross_cutlass": {"train.cross_kernel": "cutlass"},
     "tensor": {"model.top_parallel": "tensor"},

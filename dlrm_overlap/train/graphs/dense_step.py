@@ -93,7 +93,7 @@ class DenseStep:
         """why every rank updates all dense weights; empty if owners can update their shares"""
         owned = None
         if casts is not None and dense_update != "all" and not self.why_not_by_owners:
-            owned = OwnedSteps(self._steps[0], casts.in_float32, defers_last=dense_update != "owner")
+            owned = OwnedSteps(self._steps[0], casts.in_float32, defers_last=dense_update == "owner_deferred")
         self.buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores, owned)
         if casts is not None:
             casts.on_complete(self.buckets.complete)

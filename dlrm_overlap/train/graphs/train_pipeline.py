@@ -94,8 +94,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 bfloat16. With owner, a rank's float32 weights and optimizer states are out of date after a step, until
                 `gather_dense`, and gradients are the rank's own. It needs `casts`, stores, no clipping, and a single
                 optimizer, which is captured; else all do, with a warning. owner_deferred is owner, but a step updates
-                the last bucket of the step before, while it looks up rows. With auto it is owner_deferred where
-                possible.
+                the last bucket of the step before, while it looks up rows. With auto it is owner where possible.
             capture: True to capture steps; None captures on GPUs.
             bound: deprecated name of `capacity`.
 
