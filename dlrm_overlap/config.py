@@ -470,8 +470,8 @@ class TrainConfig:
     precision: Literal["fp32", "tf32", "bf16", "fp8"] = "fp32"
     """precision of the dense part: fp32, tf32 matrix products (GPU), bf16 autocast, or fp8, which is bf16 with the
     largest products of training in 8 bits: those of the cross network and of the top MLP's first layer, but not the
-    gradients of weights. fp8 needs arch dcn, pipeline graph, compile_dense, flat_dense, and GPUs of compute
-    capability 8.9 or more; CPUs compute a slow reference. Its cross_kernel is triton"""
+    gradients of weights. fp8 needs arch dcn, activation relu, pipeline graph, compile_dense, flat_dense, and GPUs of
+    compute capability 8.9 or more; CPUs compute a slow reference. Its cross_kernel is triton"""
     graph_dense: bool = False
     """capture the dense part's forward and backward as CUDA graphs (GPU), if the whole step is not captured"""
     compile_dense: bool = False
@@ -620,6 +620,7 @@ class Config:
             return
         needed = {
             "model.arch": (self.model.arch, ("dcn",)),
+            "model.activation": (self.model.activation, ("relu",)),
             "model.top_parallel": (self.model.top_parallel, ("data",)),
             "embedding.backend": (self.embedding.backend, (AUTO, "pgas", "fused")),
             "train.pipeline": (self.train.pipeline, (AUTO, "graph")),

@@ -158,8 +158,8 @@ class _Cross(torch.autograd.Function):
             else:
                 torch.mm(x, layer.v.t(), out=narrow[left])  # [b, R]
             after = inputs[left - 1] if left > 0 else output
-            if eight is not None:
-                x8 = _in_8_bits(eight, index, narrow[left], layer, x0, x, products[index], after)
+            if isinstance(compute, EightBits):
+                x8 = _in_8_bits(compute, index, narrow[left], layer, x0, x, products[index], after)
             else:
                 compute(narrow[left], layer, x0, x, products[index], after)
             x = after

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.functions import kernels_on
@@ -64,11 +63,11 @@ class Fp8Products:
     transposed one for the backward.
     """
 
-    def __init__(self, flat: FlatParameters, weights: Sequence[nn.Parameter]) -> None:
+    def __init__(self, flat: FlatParameters, weights: Sequence[torch.Tensor]) -> None:
         """Make copies of `weights`, matrices that belong to `flat`, which must have a shadow."""
         assert flat.shadow is not None, "the parameters were made flat without shadow_dtype"
-        self._shadow, names = flat.shadow, {parameter: name for name, parameter in flat.parameters.items()}
-        self._positions = {each: flat.positions[names[each]] for each in weights}
+        self._shadow, names = flat.shadow, {id(each): name for name, each in flat.parameters.items()}
+        self._positions = {id(each): flat.positions[names[id(each)]] for each in weights}
         matrices = [(at.begin, at.shape[0], at.shape[1]) for at in self._positions.values()]
         self._tiles = torch.tensor(fp8_tiles(matrices), dtype=torch.int32, device=flat.device)
         self._weights, self._transposed = (torch.zeros_like(flat.shadow.tensor, dtype=ACTIVATION) for _ in range(2))
@@ -81,8 +80,8 @@ class Fp8Products:
         kernels = kernels_on(self._tiles.device, "fp8")
         kernels.cast_weights(self._shadow.tensor, self._tiles, self._weights, self._transposed, WEIGHT_SCALE)
 
-    def of(self, parameter: nn.Parameter) -> Fp8Weight:
-        at = self._positions[parameter]
+    def of(self, parameter: torch.Tensor) -> Fp8Weight:
+        at = self._positions[id(parameter)]
         turned = at._replace(shape=torch.Size(reversed(at.shape)))
         weight, transposed = at.of(self._weights), turned.of(self._transposed)
         return Fp8Weight(Fp8(weight, WEIGHT_SCALE), Fp8(transposed, WEIGHT_SCALE))
@@ -99,10 +98,10 @@ class Fp8Products:
             out.copy_(product if bias is None else product + bias.float())
             return
         # Fast accumulation keeps sums in the tensor cores: without it, 8 bits are hardly faster than bfloat16.
-        torch._scaled_mm(
-            left.values, right.values.t(), self._inverse(left), self._inverse(right),
-            bias=bias, out_dtype=out.dtype, use_fast_accum=True, out=out,
-        )  # fmt: skip
+        scales = self._inverse(left), self._inverse(right)
+        torch.ops.aten._scaled_mm.out(  # noqa: SLF001
+            left.values, right.values.t(), *scales, bias=bias, out_dtype=out.dtype, use_fast_accum=True, out=out
+        )
 
     def _inverse(self, tensor: Fp8) -> torch.Tensor:
         return self._inverses[int(tensor.scale).bit_length() - 1, 0]

@@ -107,12 +107,13 @@ class _ReluLayers(torch.autograd.Function):
             assert gradient is not None
             # Gradient before the ReLU, and its sums over rows.
             masked = torch.empty_like(outputs[index])  # [b, N]
+            in_8_bits = ctx.first if index == 0 else None
             masked8: torch.Tensor | None = None
             if ctx.ends_in_logits and index == len(outputs) - 1:
                 last = sums[:, -2 * widths[-2] - 1 :]
                 kernels.gradient_of_logits(gradient, outputs[index], weights[-1], masked, last)
             else:
-                if ctx.first is not None and index == 0:
+                if in_8_bits is not None:
                     masked8 = torch.empty_like(masked, dtype=GRADIENT)
                 kernels.mask_and_sum(gradient, outputs[index], masked, parts[index], masked8, gradient_scale(len(x)))
             # Gradients of the weight and of the layer's input.
@@ -121,8 +122,9 @@ class _ReluLayers(torch.autograd.Function):
             needed = index > 0 or ctx.needs_input_grad[0]
             if not needed:
                 gradient = None
-            elif masked8 is not None:
-                (products, transposed), gradient = ctx.first, torch.empty_like(x)
+            elif in_8_bits is not None and masked8 is not None:
+                products, transposed = in_8_bits
+                gradient = torch.empty_like(x)
                 products.write_product(Fp8(masked8, gradient_scale(len(x))), transposed, gradient)
             else:
                 gradient = torch.mm(masked, weights[index])

@@ -208,7 +208,7 @@ def check_fp8(graph: bool, backend: str, device: torch.device) -> None:
     """Raise an InputError unless training in 8 bits works on this device; `graph` is the result of `takes_graph`."""
     if not graph:
         raise InputError(
-            f"train.precision: fp8, but the pipeline of this run, with backend {backend} on a {device.type}, is torchrec; "
+            f"train.precision: fp8, but this run, with backend {backend} on a {device.type}, has pipeline torchrec; "
             f"take backend pgas or fused and train.pipeline graph, or precision bf16"
         )
     if reason := why_not_fp8(device):

@@ -115,8 +115,8 @@ def judge_losses(
 ) -> tuple[dict[str, Agreement], list[str]]:
     """Return each contender's agreement with the losses of the first one, and a line for each contender that disagrees.
 
-    The tolerance is the rounding error of the contender's precision or, if greater, four times the difference between the first
-    contender and `again`, the losses of a second run of it.
+    The tolerance is the rounding error of the contender's precision, of `precisions`, or, if greater, four times the
+    difference between the first contender and `again`, the losses of a second run of it.
     """
     reference, expected = next(iter(losses.items()))
     noise = _relative_difference(again, expected)
