@@ -91,7 +91,13 @@ def test_sections_that_contradict_themselves_are_refused(make: Callable[[], Any]
 )
 def test_8_bits_are_refused_where_they_cannot_be(options: str, message: str) -> None:
     with refuses(message):
-        _quickstart("--train.precision=fp8", "--model.arch=dcn", "--train.compile_dense=true", options)
+        _quickstart(
+            "--train.precision=fp8",
+            "--model.arch=dcn",
+            "--model.activation=relu",
+            "--train.compile_dense=true",
+            options,
+        )
 
 
 @pytest.mark.parametrize(
