@@ -16,6 +16,7 @@ from dlrm_overlap.config import EmbeddingConfig, ModelConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, compute_layer, why_not_one_kernel
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.fp8 import why_not_fp8
 from dlrm_overlap.train.dense_part import _with_casts, cast_once, in_flat_order
 from dlrm_overlap.train.model import TrainTask, build_model
 from tests.agreement import assert_near
@@ -32,7 +33,7 @@ def bf16(*shape: int, seed: int = 0) -> torch.Tensor:
 class HeadStep:
     """The head of MLPerf's DLRM-DCNv2 with its loss, forward and backward, with cast weights and compiled."""
 
-    def __init__(self, samples: int, cross_kernel: str | None) -> None:
+    def __init__(self, samples: int, cross_kernel: str | None, fp8: bool = False) -> None:
         """`cross_kernel` is None for TorchRec's module."""
         config = ModelConfig(
             arch="dcn", dim=128, bottom_mlp=[512, 256, 128], top_mlp=[1024, 1024, 512, 256, 1],
@@ -44,7 +45,9 @@ class HeadStep:
         parameters = {n: p for n, p in self.task.named_parameters() if "embedding" not in n}
         flat = FlatParameters(in_flat_order(self.task, parameters), shadow_dtype=torch.bfloat16)
         if cross_kernel is not None:
-            self.casts = cast_once(self.task, flat, compiled=True, cross_kernel=cross_kernel)
+            self.casts = cast_once(self.task, flat, compiled=True, cross_kernel=cross_kernel, fp8=fp8)
+            if fp8:
+                dlrm.bottom(torch.zeros(16, 13, device=DEVICE))  # before it the weights are rounded, here once
         else:
             self.casts = CastWeights(flat, [p for name, p in parameters.items() if "interaction.bias" not in name])
             self.head.in_training = _with_casts(self.head, self.casts, compiled=True)
@@ -90,6 +93,8 @@ def time_head(samples: int) -> None:
     steps = {"compiled": HeadStep(samples, None), "ours": HeadStep(samples, "triton")}
     if not why_not_one_kernel(DEVICE):
         steps["one kernel"] = HeadStep(samples, "cutlass")
+    if not why_not_fp8(DEVICE):
+        steps["8 bits"] = HeadStep(samples, "triton", fp8=True)
     losses = {name: step().item() for name, step in steps.items()}
     expected = steps["compiled"].flat.gradients.views
     for name, step in steps.items():
