@@ -72,7 +72,7 @@ def _add_layer(
         product = tl.load(w + at, mask=mask, other=0).to(tl.float32)
         after = factor * (product + shift) + given
         tl.store(out + at, after.to(out.dtype.element_ty), mask=mask)
-        if SCALE:
+        if SCALE != 0:
             tl.store(out8 + at, rounded_to_8_bits(after, SCALE, out8.dtype.element_ty), mask=mask)
 
 
@@ -140,7 +140,7 @@ def _gradient_of_layer(
         # Store du and add it up; for layer 0 store dx.
         change = g * factor
         tl.store(du + at, change.to(du.dtype.element_ty), mask=mask)
-        if SCALE:
+        if SCALE != 0:
             tl.store(du8 + at, rounded_to_8_bits(change, SCALE, du8.dtype.element_ty), mask=mask)
         total += change
         if LAYER == 0:

@@ -55,7 +55,7 @@ def _mask_and_sum(
         passes = tl.load(output + at, mask=mask, other=0).to(tl.float32) > 0
         grad = tl.where(passes, grad, tl.zeros_like(grad))
         tl.store(out + at, grad, mask=mask)
-        if SCALE:
+        if SCALE != 0:
             tl.store(out8 + at, rounded_to_8_bits(grad.to(tl.float32), SCALE, out8.dtype.element_ty), mask=mask)
         total += grad.to(tl.float32)
     tl.store(sums + group.to(tl.int64) * stride + column, tl.sum(total, 0), mask=within)
