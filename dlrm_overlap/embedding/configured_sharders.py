@@ -46,7 +46,7 @@ def build_sharders(
     about_tables, backend = fused_params_of(config, fused_params), BACKENDS[config.backend]
     pooled_wire = config.resolved_wire_dtype(precision)
     unpooled_wire = "fp32" if config.wire_dtype == "auto" else config.wire_dtype
-    dense_dtype = "bf16" if precision == "bf16" else "fp32"
+    dense_dtype = "bf16" if precision in ("bf16", "fp8") else "fp32"
     pooled = EmbeddingBagCollectionSharder(dict(about_tables), _codecs(pooled_wire))
     of_any_id: Any = ManagedCollisionEmbeddingBagCollectionSharder(
         EmbeddingBagCollectionSharder(dict(about_tables), _codecs(pooled_wire))
