@@ -26,7 +26,6 @@ from dlrm_overlap.embedding.plan import build_topology, make_plan
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.kernels.ids.id_map import SEGMENT
 from dlrm_overlap.launching.launcher import World
-from dlrm_overlap.launching.text_table import count_of
 from dlrm_overlap.train.auto_backend import Sharders, plan_by_backend
 from dlrm_overlap.train.dense_part import cast_once, compile_dense, compile_loss, divide_head, in_flat_order, join_dense
 from dlrm_overlap.train.explain import capture_blockers
@@ -105,11 +104,6 @@ def assemble(
     group = dist.group.WORLD
     assert group is not None, "the process group is made before the trainer"
     samples = config.train.samples_per_rank(world.world_size)
-    if (labels := len(train.labels)) != config.model.top_mlp[-1]:
-        raise InputError(
-            f"model.top_mlp: {config.model.top_mlp} ends in {config.model.top_mlp[-1]}, but a sample has "
-            f"{count_of(labels, 'label')}; end it in {labels}, a logit each"
-        )
     rows = rows_of_tables(train.rows, config.embedding.id_tables, world.world_size)
     any_id = [number for number, count in enumerate(train.rows) if count is None]
     dlrm = build_model(config.model, config.embedding, rows, train.dense_features, config.train.seed, any_id)
