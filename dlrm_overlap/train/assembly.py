@@ -19,6 +19,7 @@ from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import shards_of
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.id_tables.rules import rows_of_tables
 from dlrm_overlap.embedding.options import WIRE_DTYPES
@@ -139,6 +140,8 @@ def assemble(
         init_data_parallel=False,
         data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True, params_to_ignore=list(shards_of(task))),
     )
+    if world.rank == 0:
+        _log_exchanged(model, embedding.backend)
     task.to(device)
     # Compile the dense part, and capture it or wrap it with DDP unless the whole step is captured.
     graph = takes_graph(config.train.pipeline, embedding.backend, model, device)
@@ -178,6 +181,14 @@ def assemble(
     else:
         pipeline = _torchrec_pipeline(embedding.backend, model, optimizer, plan, device)
     return model, optimizer, pipeline, plan, embedding
+
+
+def _log_exchanged(model: DistributedModelParallel, backend: str) -> None:
+    """Log how many tables of all collections are exchanged; a single collection has logged it already."""
+    counts = [module.table_counts for module in model.modules() if isinstance(module, ExchangingModule)]
+    if len(counts) > 1:
+        exchanged, every = map(sum, zip(*counts, strict=True))
+        log.info("backend %s: %d of %d tables exchanged, in %d collections", backend, exchanged, every, len(counts))
 
 
 def _torchrec_pipeline(
