@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
 from itertools import chain
@@ -22,7 +22,6 @@ from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.functions import StoreOptions, store_options
 from dlrm_overlap.dense.tensor_parallel import divided_layers
 from dlrm_overlap.embedding.capacity import CapacityTracker, RankConsensus
-from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges_of
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharded_module import exchanges
