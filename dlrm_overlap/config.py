@@ -324,6 +324,15 @@ class ModelConfig:
                 f"model.top_mlp: {self.top_mlp} must have a hidden layer and end in a logit for each label"
             )
 
+    def check_samples(self, tables: int, labels: int) -> None:
+        """Raise an `InputError` if the model does not fit samples with `tables` tables and `labels` labels."""
+        self.sequence.check_tables(tables)
+        if self.top_mlp[-1] != labels:
+            raise InputError(
+                f"model.top_mlp: {self.top_mlp} ends in {self.top_mlp[-1]}, but a sample has {labels} "
+                f"label{'s' * (labels > 1)}; end it in {labels}, a logit for each label"
+            )
+
 
 @dataclass(frozen=True)
 class IdTablesConfig:
@@ -602,8 +611,8 @@ class Config:
         self._check_fp8()
         if self.data.kind == "synthetic" and self.train.steps is None:
             raise InputError("train.steps: null, but synthetic data has no end; set train.steps")
-        if self.data.kind != "prepared":  # its files give the number of tables
-            self.model.sequence.check_tables(self.data.tables.number(CRITEO_TABLES))
+        if self.data.kind != "prepared":  # its files give the numbers of tables and labels
+            self.model.check_samples(self.data.tables.number(CRITEO_TABLES), labels=1)
         if self.embedding.id_tables.grow_at is not None and self.checkpoint.delta_every:
             raise InputError(
                 f"embedding.id_tables.grow_at: {self.embedding.id_tables.grow_at} with checkpoint.delta_every "

@@ -491,9 +491,12 @@ def gradient_of_mlp(
     shape: MLPShape,
     z: torch.Tensor,
     partial_sums: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
 ) -> None:
-    """Write the gradient of x, and in the first row of `partial_sums` those of the parameters; its others are 0."""
+    """Write the gradient of x, unless `out` is None, and in row 0 of `partial_sums` those of the parameters.
+
+    Other rows are 0.
+    """
     sums = z.split(list(shape.widths[1 : len(shape.widths) - shape.ends_linear]), dim=1)
     activated = [x, *((nn.functional.gelu(each) if shape.gelu else each.relu()) for each in sums)]
     found: list[torch.Tensor] = []
@@ -504,7 +507,8 @@ def gradient_of_mlp(
         gradient = gradient @ weights[layer]
     partial_sums.zero_()
     partial_sums[0] = torch.cat(found)
-    out.copy_(gradient)
+    if out is not None:
+        out.copy_(gradient)
 
 
 def _gradient_before(gradient: torch.Tensor, z: torch.Tensor, gelu: bool) -> torch.Tensor:

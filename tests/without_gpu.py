@@ -10,6 +10,9 @@ def interpret_kernels() -> None:
     if torch.cuda.is_available():
         return
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
+    # Otherwise each rank that compiles starts processes for it, and g++ reads the headers of vector instructions: in an
+    # empty cache a process' first `torch.compile` takes twice as many seconds of a core.
+    os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
     torch.set_num_threads(1)  # tensors are small: more threads wait longer than they compute
     from tests.interpreter import quicken
 

@@ -123,10 +123,15 @@ class Arena(ABC):
         return BufferView(torch.as_tensor(memory, device=self.device).view(region.dtype).view(region.shape))
 
     def close(self) -> None:
-        """Wait for the GPU and free the memory; no kernel, here or at a peer, may still use it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._memory = []
+        """Wait for the GPU and free the memory, also if a kernel has stopped the GPU, which raises a RuntimeError.
+
+        No kernel, here or at a peer, may still use the memory.
+        """
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        finally:
+            self._memory = []
 
 
 class CudaArena(Arena):

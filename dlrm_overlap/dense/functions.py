@@ -22,6 +22,18 @@ class StoreOptions(NamedTuple):
     wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
 
 
+def store_options(
+    dense_reduce: str, device: torch.device, reaches_all: bool, wait_timeout_s: float
+) -> StoreOptions | None:
+    """Return how dense gradients are averaged by stores, None for a collective.
+
+    `reaches_all` says whether this rank can store into the memory of all ranks; see `train.dense_reduce`.
+    """
+    if device.type == "cpu" or dense_reduce == "collective":
+        return None
+    return StoreOptions(wait_timeout_s=wait_timeout_s) if reaches_all or dense_reduce == "stores" else None
+
+
 def kernels_on(device: torch.device, name: str) -> Any:
     """Return module `name` of `kernels.dense` for a GPU, or the reference functions for a CPU."""
     return import_module(f"dlrm_overlap.kernels.dense.{name}") if device.type == "cuda" else reference

@@ -58,7 +58,8 @@ class _SmallMLP(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, z, *weights = ctx.saved_tensors
         shape: MLPShape = ctx.shape
-        shares, output = x.new_empty(-(-len(x) // MLP_SAMPLES), shape.parameters), torch.empty_like(x)
+        shares = x.new_empty(-(-len(x) // MLP_SAMPLES), shape.parameters)
+        output = torch.empty_like(x) if ctx.needs_input_grad[0] else None  # dense features need none
         kernels_on(x.device, "mlp").gradient_of_mlp(gradients[0].contiguous(), x, weights, shape, z, shares, output)
         pairs = list(pairwise(shape.widths))
         found = shares.sum(0).split([size for before, wide in pairs for size in (wide * before, wide)])

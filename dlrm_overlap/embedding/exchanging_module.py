@@ -120,12 +120,13 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self._ours = self._exchanged
         """shardings whose columns the exchange fills; once it takes ids, also data-parallel ones"""
         exchanged = [every[i] for i in self._exchanged]
+        self.table_counts = len(table_names(exchanged)), len(table_names(every))
+        """numbers of tables: exchanged, and all"""
         self._resolved = self._options_for(exchanged) if exchanged else self._options
         if self._is_first:
             text = "backend %s: %d of %d %s exchanged, update by %s"
             update = self._resolved.resolved_backward if exchanged else "FBGEMM"
-            counts = len(table_names(exchanged)), len(table_names(every))
-            log.info(text, self._options.backend, *counts, self._kind, update)
+            log.info(text, self._options.backend, *self.table_counts, self._kind, update)
         if exchanged:
             self.exchange = self._make_exchange()
 

@@ -212,17 +212,20 @@ class WindowInputDist:
     def _open(self, tracker: CapacityTracker) -> None:
         """Make windows for the capacity, then free the former ones; a collective."""
         exchange, capacity = self._exchange, tracker.capacity
-        ids, before = IdLayout(exchange.layout, self._keys, capacity), (self._ids, self._arena)
+        ids = IdLayout(exchange.layout, self._keys, capacity)
         group, reach = exchange.group, exchange.reach
         # All ranks wait for their devices here, so no kernel reads the former windows afterwards.
-        self._arena = open_arena(ids.windows.regions(group.size()), group, self._device, reach)
+        arena = open_arena(ids.windows.regions(group.size()), group, self._device, reach)
+        try:
+            self.close()
+        finally:  # so that `close` frees it, whatever follows
+            self._arena = arena
         order = nullcontext() if self._current is None else exchange.order
         fixed = exchange.layout, exchange.tables, exchange.options, group, self._device, capacity.samples
         context = ExchangeContext(*fixed, exchange.counters, order, ids, reach=reach)
-        windows = WindowPair(ids.windows, self._arena, exchange.counters.ids)
+        windows = WindowPair(ids.windows, arena, exchange.counters.ids)
         kind = CpuIdExchange if self._current is None else IdExchange
         self._ids = kind(context, ids, windows, in_new_memory=True)
-        _free(*before)
         if dist.get_rank() == 0:
             log.info(
                 "backend %s: ids are sent through windows, of batches up to %s", exchange.options.backend, capacity
@@ -234,17 +237,18 @@ class WindowInputDist:
             self._ids.check()
 
     def close(self) -> None:
-        """Wait for the device, free the windows, and raise recorded errors; the next `send` makes windows again."""
+        """Wait for the device, free the windows, and raise recorded errors; the next `send` makes windows again.
+
+        The windows are freed in every case, and further calls do nothing.
+        """
         ids, arena, self._ids, self._arena = self._ids, self._arena, None, None
-        if ids is None:
-            return
-        if self.failure is None:  # else it has been raised already
-            ids.check()
-        _free(ids, arena)
-
-
-def _free(ids: IdExchange | None, arena: Arena | None) -> None:
-    if ids is not None:
-        ids.close()
-    if arena is not None:
-        arena.close()
+        try:
+            if arena is not None:
+                arena.close()
+        finally:  # of all errors, one that a kernel has recorded says why
+            try:
+                if ids is not None and self.failure is None:  # else it has been raised already
+                    ids.check()
+            finally:
+                if ids is not None:
+                    ids.close()

@@ -20,6 +20,7 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.fp8 import why_not_fp8
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import shards_of
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.id_tables.rules import rows_of_tables
 from dlrm_overlap.embedding.options import WIRE_DTYPES
@@ -27,7 +28,6 @@ from dlrm_overlap.embedding.plan import build_topology, make_plan
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.kernels.ids.id_map import SEGMENT
 from dlrm_overlap.launching.launcher import World
-from dlrm_overlap.launching.text_table import count_of
 from dlrm_overlap.train.auto_backend import Sharders, plan_by_backend
 from dlrm_overlap.train.dense_part import cast_once, compile_dense, compile_loss, divide_head, in_flat_order, join_dense
 from dlrm_overlap.train.explain import capture_blockers
@@ -106,11 +106,6 @@ def assemble(
     group = dist.group.WORLD
     assert group is not None, "the process group is made before the trainer"
     samples = config.train.samples_per_rank(world.world_size)
-    if (labels := len(train.labels)) != config.model.top_mlp[-1]:
-        raise InputError(
-            f"model.top_mlp: {config.model.top_mlp} ends in {config.model.top_mlp[-1]}, but a sample has "
-            f"{count_of(labels, 'label')}; end it in {labels}, a logit each"
-        )
     rows = rows_of_tables(train.rows, config.embedding.id_tables, world.world_size)
     any_id = [number for number, count in enumerate(train.rows) if count is None]
     dlrm = build_model(config.model, config.embedding, rows, train.dense_features, config.train.seed, any_id)
@@ -146,6 +141,8 @@ def assemble(
         init_data_parallel=False,
         data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True, params_to_ignore=list(shards_of(task))),
     )
+    if world.rank == 0:
+        _log_exchanged(model, embedding.backend)
     task.to(device)
     # Compile the dense part, and capture it or wrap it with DDP unless the whole step is captured.
     graph = takes_graph(config.train.pipeline, embedding.backend, model, device)
@@ -187,6 +184,14 @@ def assemble(
     else:
         pipeline = _torchrec_pipeline(embedding.backend, model, optimizer, plan, device)
     return model, optimizer, pipeline, plan, embedding
+
+
+def _log_exchanged(model: DistributedModelParallel, backend: str) -> None:
+    """Log how many tables of all collections are exchanged; a single collection has logged it already."""
+    counts = [module.table_counts for module in model.modules() if isinstance(module, ExchangingModule)]
+    if len(counts) > 1:
+        exchanged, every = map(sum, zip(*counts, strict=True))
+        log.info("backend %s: %d of %d tables exchanged, in %d collections", backend, exchanged, every, len(counts))
 
 
 def _torchrec_pipeline(

@@ -124,6 +124,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
         )
     if differing := differences(stored, model):
         raise InputError(f"{_OPTION}: {path} has {differing}; leave out --config and these keys to use its own")
+    config.model.check_samples(len(held_out.rows), len(held_out.labels))
     config = with_stored_rows(config, stored)
     # Load and evaluate on all ranks.
     ranks.connect(eval_path=held_out.fingerprint())

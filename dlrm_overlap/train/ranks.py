@@ -98,6 +98,7 @@ class Ranks:
         config = config or self.config
         check_start(config, self.device)
         train_data, held_out = open_datasets(config.data, self.device)
+        config.model.check_samples(len(train_data.rows), len(train_data.labels))
         total_steps(config, train_data, self.world.world_size)
         resumed = config
         if resumes:

@@ -107,8 +107,7 @@ class Trainer(StepRunner):
         return {"plan": plan, "id_table_rows": self.id_rows}
 
     def _count_ids(self) -> None:
-        grows = self.config.embedding.id_tables.grow_at is not None
-        self.id_counts = IdCounts(self.model, self.device, by_table=grows)
+        self.id_counts = IdCounts(self.model, self.device)
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step or the target, evaluate, and return the summary; a collective.

@@ -131,19 +131,20 @@ def _gradient_of_mlp(
     w1, w2, w3, w4,
     z,
     partial_sums,  # [programs, P]: of each layer weight [N, K] and bias [N]
-    out,  # [b, N0]
+    out,  # [b, N0]; not written unless OF_INPUT
     samples,
     LAYERS: tl.constexpr,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, N4: tl.constexpr,
     B0: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, B3: tl.constexpr, B4: tl.constexpr,
     Z: tl.constexpr,
     P: tl.constexpr,
+    OF_INPUT: tl.constexpr,
     ENDS_LINEAR: tl.constexpr,
     GELU: tl.constexpr,
     BLOCK_B: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of x, and each program's share of the parameters' gradients.
+    """Compute each program's share of the parameters' gradients and, if OF_INPUT, the gradient of x.
 
     Memory: reads `gradient`, x, z and the weights once per program. Sums over a program's samples are float32.
 
@@ -172,8 +173,9 @@ def _gradient_of_mlp(
         g = _before_last(gradient, z1, sample, samples, N1, B1, Z, ENDS_LINEAR, GELU)
     before = _samples(x, sample, N0, samples, N0, B0)
     _store_sums(g, before, p1, N0, N1, B0, B1, INTERPRETED)
-    dx = _dot(tl.trans(_matrix(w1, N1, N0, B1, B0)), g, INTERPRETED)
-    _store_samples(out, dx, sample, N0, samples, N0, B0)
+    if OF_INPUT:
+        dx = _dot(tl.trans(_matrix(w1, N1, N0, B1, B0)), g, INTERPRETED)
+        _store_samples(out, dx, sample, N0, samples, N0, B0)
 
 
 @triton.jit
@@ -252,12 +254,13 @@ def gradient_of_mlp(
     shape: MLPShape,
     z: torch.Tensor,
     partial_sums: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
 ) -> None:
-    """Write the gradient of x to `out`, and of the parameters to `partial_sums` [ceil(b / MLP_SAMPLES), P].
+    """Write the gradient of x to `out`, unless it is None, and of the parameters to `partial_sums`.
 
-    The gradients are the sums of its rows: of each layer the weight [N, K], then the bias [N]. All tensors are float32
-    and contiguous.
+    `partial_sums` is [ceil(b / MLP_SAMPLES), P]. The gradients are the sums of its rows: of each layer the weight
+    [N, K], then the bias [N]. All tensors are float32 and contiguous.
     """
-    kernel = _compiled(_gradient_of_mlp, shape, P=shape.parameters)
-    kernel(len(partial_sums), (), gradient, x, *_four(weights), z, partial_sums, out, len(x))
+    kernel = _compiled(_gradient_of_mlp, shape, P=shape.parameters, OF_INPUT=out is not None)
+    dx = partial_sums if out is None else out  # a pointer that is not used, if there is no `out`
+    kernel(len(partial_sums), (), gradient, x, *_four(weights), z, partial_sums, dx, len(x))

@@ -158,11 +158,11 @@ def _assert_same(one: Any, two: Any) -> None:
         assert torch.equal(one, two)
 
 
-def _table(folder: Path, name: str, step: int = HALF) -> dict[str, torch.Tensor]:
+def _table(folder: Path, name: str, step: int = HALF, table: str = "t_00") -> dict[str, torch.Tensor]:
     state = read_unsharded(_checkpoint(folder, name, step))
-    prefix = "dlrm.embedding._managed_collision_collection._managed_collision_modules.t_00._"
+    prefix = f"dlrm.embedding._managed_collision_collection._managed_collision_modules.{table}._"
     columns = {key.removeprefix(prefix): each.flatten() for key, each in state["model"].items() if prefix in key}
-    weight = "dlrm.embedding._embedding_module.embedding_bags.t_00.weight"
+    weight = f"dlrm.embedding._embedding_module.embedding_bags.{table}.weight"
     (momentum,) = state["optimizer"]["state"][weight].values()
     return columns | {"weight": state["model"][weight], "momentum": momentum}
 
@@ -192,6 +192,20 @@ def test_everything_is_loaded_by_id(folder: Path, rows: int) -> None:
 def test_a_run_that_grows_has_the_losses_of_one_that_never_does(folder: Path) -> None:
     """Its initial rows are those of the rows that it began with, and nothing is evicted in either run."""
     assert _losses(folder, "grown", after=0) == pytest.approx(_losses(folder, "many", after=0), rel=ROUNDING)
+
+
+def test_the_rows_in_use_are_logged_by_table(folder: Path) -> None:
+    """A table's share is that of the rank where it is greatest; 1 row of 128 is for ids without a row."""
+    for name in ("many", "counted"):
+        together = 0.0
+        for table in ("t_00", "t_01"):
+            ids = _table(folder, name, 2 * HALF, table)["hash_zch_identities"]
+            shares = (ids != EMPTY).view(2, -1).sum(1) / (ROWS // 2 * 127 / 128)
+            logged = read_metrics(folder / name, f"train/ids_rows_used/{table}")[2 * HALF]
+            assert logged == pytest.approx(shares.max().item(), rel=1e-5)
+            assert 0 < logged < 1
+            together += shares.mean().item() / 2
+        assert read_metrics(folder / name, "train/ids_rows_used")[2 * HALF] == pytest.approx(together, rel=1e-5)
 
 
 @pytest.mark.slow

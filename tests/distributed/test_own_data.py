@@ -167,8 +167,19 @@ def test_a_run_does_not_resume_on_samples_of_another_encoding(
     ), line
 
 
-def test_a_model_of_another_number_of_labels_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ([], "model.top_mlp: [64, 32, 1] ends in 1, but a sample has 2 labels; end it in 2, a logit for each label"),
+        (["--model.sequence.history", "99"], "model.sequence.history: 99 is no table; the "),
+    ],
+)
+def test_a_model_that_does_not_fit_the_samples_is_refused_before_the_ranks_meet(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str], rule: str
+) -> None:
+    monkeypatch.setattr("dlrm_overlap.launching.process_group.init_process_group", None)
     source = ["--data.kind", "prepared", "--data.path", str(folder / "days"), "--train.device", "cpu"]
-    done = run_cli("train", *source, "--log.dir", str(folder), "--log.name", "refused", "--train.steps", "1")
-    assert done.returncode == 2
-    assert "model.top_mlp: [64, 32, 1] ends in 1, but a sample has 2 labels; end it in 2, a logit each" in done.stderr
+    argv = ["train", *source, "--log.dir", str(folder), "--log.name", "refused", "--train.steps", "1", *options]
+    assert main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert rule in line

@@ -29,7 +29,7 @@ from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.gradients import GradientBuckets, OwnedSteps
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.torchrec_private.check import check_private_api
-from dlrm_overlap.train.graphs import dense_step
+from dlrm_overlap.train.graphs import dense_step, train_pipeline
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import assert_all_near, assert_same
@@ -353,7 +353,7 @@ CASES: dict[str, Callable[[], None]] = {}
 
 def _run(case: str) -> None:
     check_private_api()  # before FBGEMM's operators are replaced
-    stores = patch.object(GraphTrainPipeline, "_store_options", lambda *_: None if "collective" in case else STORES)
+    stores = patch.object(train_pipeline, "store_options", lambda *_: None if "collective" in case else STORES)
     with _interpreted_updates(), stores:
         CASES[case]()
 

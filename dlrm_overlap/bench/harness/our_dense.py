@@ -8,9 +8,8 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.comm.reach import find_reach
-from dlrm_overlap.config import Config
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.functions import StoreOptions
+from dlrm_overlap.dense.functions import store_options
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.torchrec_private.attributes import leave_ddp
@@ -39,8 +38,11 @@ class OurDensePipeline(TrainPipelineSparseDist[Any, Any]):
             parameters = in_flat_order(task, dense_parameters(model))
             flat = FlatParameters(parameters, shards_of(model), torch.bfloat16)
             casts = cast_once(task, flat, config.train.compile_dense, cross_kernel=config.train.cross_kernel)
-        wire, stores = WIRE_DTYPES[config.train.gradient_dtype], _stores(config, group, trainer.device)
-        about = casts, group, CommunicationOrder(), wire, stores
+        # As a captured step of the same run would average dense gradients.
+        reaches_all = len(find_reach(group, trainer.device, config.embedding.nodes).here) == group.size()
+        wait_timeout_s = config.embedding.wait_timeout_s
+        stores = store_options(config.train.dense_reduce, trainer.device, reaches_all, wait_timeout_s)
+        about = casts, group, CommunicationOrder(), WIRE_DTYPES[config.train.gradient_dtype], stores
         self._dense = DenseStep(model, trainer.optimizer, *about, dense_update=config.train.dense_update)
         super().__init__(model, _DenseOptimizer(self._dense), trainer.device, execute_all_batches=True)  # type: ignore[arg-type]
 
@@ -71,12 +73,3 @@ class _DenseOptimizer:
         self._dense.update_after()
         for fused in self._dense.fused:  # sets the tables' learning rates, which the backward has used
             fused.step()
-
-
-def _stores(config: Config, group: dist.ProcessGroup, device: torch.device) -> StoreOptions | None:
-    """Return how a captured step of the same run would average dense gradients, None for a collective."""
-    if device.type == "cpu" or config.train.dense_reduce == "collective":
-        return None
-    everywhere = len(find_reach(group, device, config.embedding.nodes).here) == group.size()
-    wanted = everywhere or config.train.dense_reduce == "stores"
-    return StoreOptions(wait_timeout_s=config.embedding.wait_timeout_s) if wanted else None

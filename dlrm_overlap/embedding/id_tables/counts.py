@@ -20,11 +20,9 @@ _WARN_ABOVE = 0.01
 class IdCounts:
     """Counts of all ranks since the last call; a model without tables of any id has none."""
 
-    def __init__(self, model: nn.Module, device: torch.device, by_table: bool = False) -> None:
-        """Count in the tables of `model`; `by_table` says whether `fullest` is needed."""
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.fullest: dict[str, float] = {}
         """table -> the greatest share of its rows in use on a rank, as of the last `take`"""
-        self._by_table = by_table
         self._maps, self._device = list(id_maps_of(model)), device
         self._before, self._warned = self._sums() if self._maps else None, False
 
@@ -41,7 +39,8 @@ class IdCounts:
         """Return metrics of the steps since the last call, the same on every rank; a collective.
 
         They are ids that got a row and that lost it, the shares of the ids seen that were not admitted and that found
-        no row, and the share of the rows that are in use.
+        no row, and the shares of the rows that are in use: of all tables together, and of each table on the rank where
+        the share is greatest.
         """
         if self._before is None:
             return {}
@@ -51,10 +50,9 @@ class IdCounts:
         found = torch.cat([since, torch.tensor([used, rows], dtype=torch.float64, device=self._device)])
         dist.all_reduce(found)
         *counts, in_use, all_rows = found.tolist()
-        if self._by_table:
-            shares = torch.cat([each.shares() for each in self._maps])
-            dist.all_reduce(shares, dist.ReduceOp.MAX)
-            self.fullest = dict(zip(self.tables, shares.tolist(), strict=True))
+        shares = torch.cat([each.shares() for each in self._maps])
+        dist.all_reduce(shares, dist.ReduceOp.MAX)
+        self.fullest = dict(zip(self.tables, shares.tolist(), strict=True))
         seen = max(counts[Totals.SEEN], 1.0)
         no_room = counts[Totals.NO_ROOM] / seen
         if no_room > _WARN_ABOVE and not self._warned and dist.get_rank() == 0:
@@ -71,6 +69,7 @@ class IdCounts:
             "ids_not_admitted": counts[Totals.NOT_ADMITTED] / seen,
             "ids_no_room": no_room,
             "ids_rows_used": in_use / all_rows,
+            **{f"ids_rows_used/{table}": share for table, share in self.fullest.items()},
         }
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
 from itertools import chain
@@ -19,10 +19,9 @@ from torchrec.optim.keyed import KeyedOptimizer
 from dlrm_overlap.comm.order import CommunicationOrder, Streams
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
-from dlrm_overlap.dense.functions import StoreOptions
+from dlrm_overlap.dense.functions import StoreOptions, store_options
 from dlrm_overlap.dense.tensor_parallel import divided_layers
 from dlrm_overlap.embedding.capacity import CapacityTracker, RankConsensus
-from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges_of
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharded_module import exchanges
@@ -176,7 +175,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         for layer in divided_layers(self._model):
             layer.products.order = self._order
         exchanges, group = exchanges_of(self._modules), self._group
-        stores = self._store_options(exchanges)
+        reaches_all = all(len(each.reach.here) == group.size() for each in exchanges)
+        timeouts_s = [each.options.wait_timeout_s for each in exchanges]
+        wait_timeout_s = min(timeouts_s, default=StoreOptions().wait_timeout_s)
+        stores = store_options(self._dense_reduce, self._device, reaches_all, wait_timeout_s)
         self._opened, about = self._optimizer, (self._casts, group, self._order, self._gradient_dtype, stores)
         self._dense = DenseStep(self._model, self._opened, *about, dense_update=self._dense_update)
         reason = self._dense.why_not_by_owners
@@ -189,14 +191,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._has_stepped = False
         self._learning_rates: list[Any] = []
         set_owner(self._model, self)
-
-    def _store_options(self, exchanges: Sequence[Exchange]) -> StoreOptions | None:
-        # If the exchanges store to all ranks, dense gradients can be stored there as well.
-        everywhere = all(len(each.reach.here) == self._group.size() for each in exchanges)
-        reached = self._device.type == "cuda" and everywhere
-        if self._dense_reduce == "stores" or (self._dense_reduce == "auto" and reached):
-            return StoreOptions(wait_timeout_s=min(exchange.options.wait_timeout_s for exchange in exchanges))
-        return None
 
     def gather_dense(self) -> None:
         """Make the float32 dense weights and the optimizer's states the same on all ranks; a collective.

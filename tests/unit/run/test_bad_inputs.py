@@ -72,6 +72,8 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
         (f"{TRAIN} --train.graph_dense maybe", ["train.graph_dense: maybe is not true or false"]),
         (f"{TRAIN} --embedding.backend magic", ["embedding.backend: magic is not one of 'auto', 'torchrec', 'nccl'"]),
         (f"{TRAIN} --model.bottom_mlp 5", ["model.bottom_mlp: 5 is not a list"]),
+        (f"{TRAIN_2} --model.top_mlp [8,2]", ["[8, 2] ends in 2, but a sample has 1 label; end it in 1, a logit for"]),
+        (f"{TRAIN_2} --model.sequence.history 8", ["model.sequence.history: 8 is no table; the 8 count from 0"]),
         (f"{TRAIN} --data.tables.rows 1.5", ["data.tables.rows: 1.5 is not a whole number from 1 to 2^31 - 1, a list"]),
         (f"{TRAIN} --data.tables.rows 0", ["data.tables.rows: 0 is not a whole number from 1 to 2^31 - 1, a list"]),
         (f"{TRAIN} --data.tables.rows [5,0]", ["data.tables.rows: [5, 0] is not a whole number from 1 to 2^31 - 1"]),

@@ -534,3 +534,26 @@ def test_an_id_outside_its_table_is_the_same_error_under_every_backend_of_ours(t
             trainer.step(iter([batch]))
         assert type(e.value) is ValueError
         trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], ["8 of 8 tables exchanged, update by push"]),
+        (
+            ["--model.sequence.history", "1"],
+            [
+                "7 of 7 tables exchanged, update by push",
+                "1 of 1 unpooled tables exchanged, update by push",
+                "8 of 8 tables exchanged, in 2 collections",
+            ],
+        ),
+    ],
+)
+def test_the_log_counts_the_exchanged_tables_of_all_collections(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: list[str], told: list[str]
+) -> None:
+    with caplog.at_level("INFO", "dlrm_overlap"):
+        make_trainer(quickstart(tmp_path, "pgas", "--embedding.backend", "pgas", *options)).close()
+    lines = [message for message in caplog.messages if "exchanged" in message]
+    assert lines == [f"backend pgas: {each}" for each in told]
