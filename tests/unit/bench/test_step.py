@@ -26,7 +26,7 @@ EAGER = {"train.graph_dense": False, "train.compile_dense": False}
 
 
 def test_every_contender_is_a_configuration_that_trains(tmp_path: Path) -> None:
-    config = quickstart(tmp_path, "run")
+    config = quickstart(tmp_path, "run", "--model.arch", "dcn", "--model.activation", "relu")
     for keys in STEP_CONTENDERS.values():
         made = step.contender_config(config, keys, "cuda")
         assert made.embedding.backend == keys["embedding.backend"]
