@@ -93,6 +93,8 @@ TableOptimizer = Literal[
 Memory = Literal["gpu", "cached", "auto"]
 IdKind = Literal["rows", "any", "hashed"]
 AUTO = "auto"
+BF16_PRECISIONS = ("bf16", "fp8")
+"""values of `train.precision` with which the dense part computes in bfloat16 where it does not in 8 bits"""
 BACKEND_NAMES = (AUTO, *BACKENDS)
 BackendName = Annotated[str, ValueRule(f"one of {', '.join(map(repr, BACKEND_NAMES))}", BACKEND_NAMES.__contains__)]
 
@@ -442,7 +444,7 @@ class EmbeddingConfig:
         if self.wire_dtype != AUTO:
             return self.wire_dtype
         assert self.backend != AUTO, "the backend is chosen before its wire type"
-        return "bf16" if precision in ("bf16", "fp8") and self.backend != "torchrec" else "fp32"
+        return "bf16" if precision in BF16_PRECISIONS and self.backend != "torchrec" else "fp32"
 
     @property
     def may_cache(self) -> bool:
@@ -524,8 +526,8 @@ class TrainConfig:
 
     @property
     def computes_in_bf16(self) -> bool:
-        """Whether the dense part computes in bfloat16 where it does not in 8 bits."""
-        return self.precision in ("bf16", "fp8")
+        """Whether the dense part computes in bfloat16, see `BF16_PRECISIONS`."""
+        return self.precision in BF16_PRECISIONS
 
     def samples_per_rank(self, world_size: int) -> int:
         """Return the number of samples that one rank has in a step.

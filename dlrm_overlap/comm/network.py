@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -112,10 +112,9 @@ def _started(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device
 
     def start() -> None:
         try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # for this thread
-                torch.cuda.synchronize(device)  # creates the CUDA context
-            with unused_page_locked_memory() if device.type == "cuda" else nullcontext():
+            torch.cuda.set_device(device)  # for this thread
+            torch.cuda.synchronize(device)  # creates the CUDA context
+            with unused_page_locked_memory():
                 fault = nvshmem.start(shared[0], group.rank(), group.size())
         except Exception as error:
             fault = f"NVSHMEM does not start ({in_one_line(error):.200})"
@@ -131,7 +130,7 @@ def _started(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device
 
 @contextmanager
 def unused_page_locked_memory() -> Iterator[None]:
-    """Let small page-locked blocks be zero that are allocated within, by taking those that were used before.
+    """Take the small page-locked blocks that this process has freed, so that blocks allocated in the context are zero.
 
     A thread of NVSHMEM reads two page-locked integers that nobody has written (3.4.5, `src/host/proxy/proxy.cpp`,
     `global_exit_request_state`). In memory that the process has used, the first one may be 2 by chance. Then NVSHMEM

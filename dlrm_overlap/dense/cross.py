@@ -130,8 +130,8 @@ def cross_in_8_bits(
 ) -> tuple[torch.Tensor, Fp8]:
     """Return the output of `cross` in bfloat16 and in 8 bits, from products in 8 bits.
 
-    In bfloat16 remain the gradients of weights, and both products with the first layer's V: x0 is not written by a pass
-    of ours, and the gradient is added to dx, so another pass would take longer than 8 bits save.
+    The gradients of weights stay in bfloat16, and so do both products with the first layer's V: no pass of ours writes
+    x0, and the gradient is added to dx, so another pass would take longer than 8 bits save.
     """
     assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
     parameters = (tensor.detach() for layer in layers for tensor in layer)

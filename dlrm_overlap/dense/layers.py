@@ -94,7 +94,7 @@ class _ReluLayers(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
         x, *saved = ctx.saved_tensors
         outputs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
-        kernels = kernels_on(x.device, "layers")
+        kernels, scale = kernels_on(x.device, "layers"), gradient_scale(len(x))
         gradient: torch.Tensor | None = gradients[0].contiguous()
         # The gradients of all biases, and of the logits' weight, are columns of one tensor, summed by one pass.
         summed, widths = [(index, "bias") for index in range(len(weights))], [len(weight) for weight in weights]
@@ -115,7 +115,7 @@ class _ReluLayers(torch.autograd.Function):
             else:
                 if in_8_bits is not None:
                     masked8 = torch.empty_like(masked, dtype=GRADIENT)
-                kernels.mask_and_sum(gradient, outputs[index], masked, parts[index], masked8, gradient_scale(len(x)))
+                kernels.mask_and_sum(gradient, outputs[index], masked, parts[index], masked8, scale)
             # Gradients of the weight and of the layer's input.
             before = outputs[index - 1] if index > 0 else x
             ctx.later([(index, "weight")], partial(_write_product, masked.t(), before))
@@ -125,7 +125,7 @@ class _ReluLayers(torch.autograd.Function):
             elif in_8_bits is not None and masked8 is not None:
                 products, transposed = in_8_bits
                 gradient = torch.empty_like(x)
-                products.write_product(Fp8(masked8, gradient_scale(len(x))), transposed, gradient)
+                products.write_product(Fp8(masked8, scale), transposed, gradient)
             else:
                 gradient = torch.mm(masked, weights[index])
         ctx.later(summed, partial(_write_sums, sums, widths))
