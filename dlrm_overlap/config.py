@@ -93,8 +93,6 @@ TableOptimizer = Literal[
 Memory = Literal["gpu", "cached", "auto"]
 IdKind = Literal["rows", "any", "hashed"]
 AUTO = "auto"
-BF16_PRECISIONS = ("bf16", "fp8")
-"""values of `train.precision` with which the dense part computes in bfloat16 where it does not in 8 bits"""
 BACKEND_NAMES = (AUTO, *BACKENDS)
 BackendName = Annotated[str, ValueRule(f"one of {', '.join(map(repr, BACKEND_NAMES))}", BACKEND_NAMES.__contains__)]
 
@@ -428,8 +426,8 @@ class EmbeddingConfig:
     """data type of the rows"""
     id_tables: IdTablesConfig = field(default_factory=IdTablesConfig)
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """data type in which pooled embeddings and their gradients are sent; auto is bf16 if train.precision is bf16 or
-    fp8 and the run's backend is not torchrec, else fp32"""
+    """data type in which pooled embeddings and their gradients are sent; auto is bf16 if train.precision is bf16 and
+    the run's backend is not torchrec, else fp32"""
 
     def __post_init__(self) -> None:
         caches = self.backend in (AUTO, "torchrec") or BACKENDS[self.backend].stores_to_peers
@@ -444,7 +442,7 @@ class EmbeddingConfig:
         if self.wire_dtype != AUTO:
             return self.wire_dtype
         assert self.backend != AUTO, "the backend is chosen before its wire type"
-        return "bf16" if precision in BF16_PRECISIONS and self.backend != "torchrec" else "fp32"
+        return "bf16" if precision == "bf16" and self.backend != "torchrec" else "fp32"
 
     @property
     def may_cache(self) -> bool:
@@ -478,11 +476,8 @@ class TrainConfig:
     """step at which the learning rates' decay begins"""
     decay_steps: NonNegativeInt = 0
     """number of steps of the quadratic decay to zero; 0 is no decay"""
-    precision: Literal["fp32", "tf32", "bf16", "fp8"] = "fp32"
-    """precision of the dense part: fp32, tf32 matrix products (GPU), bf16 autocast, or fp8, which is bf16 with the
-    largest products of training in 8 bits: those of the cross network and of the top MLP's first layer, but not the
-    gradients of weights. fp8 needs arch dcn, activation relu, pipeline graph, compile_dense, flat_dense, and GPUs of
-    compute capability 8.9 or more; CPUs compute a slow reference. Its cross_kernel is triton"""
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """precision of the dense part: fp32, tf32 matrix products (GPU) or bf16 autocast"""
     graph_dense: bool = False
     """capture the dense part's forward and backward as CUDA graphs (GPU), if the whole step is not captured"""
     compile_dense: bool = False
@@ -523,11 +518,6 @@ class TrainConfig:
                 f"train.decay_start_step: {self.decay_start_step} must not be before the end of the warm-up, "
                 f"train.warmup_steps {self.warmup_steps}"
             )
-
-    @property
-    def computes_in_bf16(self) -> bool:
-        """Whether the dense part computes in bfloat16, see `BF16_PRECISIONS`."""
-        return self.precision in BF16_PRECISIONS
 
     def samples_per_rank(self, world_size: int) -> int:
         """Return the number of samples that one rank has in a step.
@@ -610,7 +600,6 @@ class Config:
 
     def __post_init__(self) -> None:
         self.data.require_source()
-        self._check_fp8()
         if self.data.kind == "synthetic" and self.train.steps is None:
             raise InputError("train.steps: null, but synthetic data has no end; set train.steps")
         if self.data.kind != "prepared":  # its files give the numbers of tables and labels
@@ -625,24 +614,6 @@ class Config:
                 f"embedding.id_tables.grow_at: {self.embedding.id_tables.grow_at}, but checkpoint.every is 0 and "
                 f"checkpoint.last false; tables grow by a checkpoint, so set one of these"
             )
-
-    def _check_fp8(self) -> None:
-        if self.train.precision != "fp8":
-            return
-        needed = {
-            "model.arch": (self.model.arch, ("dcn",)),
-            "model.activation": (self.model.activation, ("relu",)),
-            "model.top_parallel": (self.model.top_parallel, ("data",)),
-            "embedding.backend": (self.embedding.backend, (AUTO, "pgas", "fused")),
-            "train.pipeline": (self.train.pipeline, (AUTO, "graph")),
-            "train.compile_dense": (self.train.compile_dense, (True,)),
-            "train.flat_dense": (self.train.flat_dense, (True,)),
-            "train.cross_kernel": (self.train.cross_kernel, (AUTO, "triton")),
-        }
-        for key, (value, taken) in needed.items():
-            if value not in taken:
-                given, right = str(value).lower(), " or ".join(str(each).lower() for each in taken)
-                raise InputError(f"{key}: {given}, but train.precision is fp8; set it to {right}, or take bf16")
 
     @property
     def folder(self) -> Path:

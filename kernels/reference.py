@@ -396,34 +396,8 @@ def _update_row(update: FlatUpdate, row: int, part: slice) -> None:
         weights.addcdiv_(states[0], root, value=-lr / (1 - first**steps))
 
 
-def cast(x: torch.Tensor, out: torch.Tensor, scale: float) -> None:
-    largest = torch.finfo(out.dtype).max
-    out.copy_((x.float() * scale).clamp(-largest, largest))
-
-
-def cast_weights(
-    weights: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, transposed: torch.Tensor, scale: float
-) -> None:
-    for first, rows, columns, tile in tiles.tolist():
-        if tile == 0:
-            part = slice(first, first + rows * columns)
-            cast(weights[part], out[part], scale)
-            transposed[part] = out[part].view(rows, columns).t().flatten()
-
-
-def add_layer(
-    x0: torch.Tensor,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor,
-    out: torch.Tensor,
-    out8: torch.Tensor | None = None,
-    scale: float = 1.0,
-) -> None:
-    after = x0.float() * (w.float() + bias) + x.float()
-    out.copy_(after)
-    if out8 is not None:
-        cast(after, out8, scale)
+def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x0.float() * (w.float() + bias) + x.float())
 
 
 def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
@@ -435,8 +409,6 @@ def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
             dx0 += gradient * (tensors.w[k].float() + tensors.bias[k])
     du = gradient * tensors.x0.float()
     tensors.du.copy_(du)
-    if tensors.du8 is not None:
-        cast(du, tensors.du8, tensors.scale)
     for group, part in enumerate(du.split(GROUP)):
         tensors.sums[group] = part.sum(0)
     if layer == 0:
@@ -515,18 +487,9 @@ def _gradient_before(gradient: torch.Tensor, z: torch.Tensor, gelu: bool) -> tor
     return torch.ops.aten.gelu_backward(gradient, z) if gelu else gradient.where(z > 0, 0)
 
 
-def mask_and_sum(
-    gradient: torch.Tensor,
-    output: torch.Tensor,
-    out: torch.Tensor,
-    sums: torch.Tensor,
-    out8: torch.Tensor | None = None,
-    scale: float = 1.0,
-) -> None:
+def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:
     """Write the gradient where `output` is positive, and its sums in float32."""
     out.copy_(gradient.where(output > 0, 0))
-    if out8 is not None:
-        cast(out, out8, scale)
     for group, part in enumerate(out.float().split(GROUP)):
         sums[group] = part.sum(0)
 

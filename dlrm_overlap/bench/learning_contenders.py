@@ -15,7 +15,6 @@ LEARNING_CONTENDERS: Mapping[str, Mapping[str, Any]] = {
     "pgas_bf16": _PGAS | _BF16,
     "fused_bf16": _FUSED | _BF16,
     "pgas_bf16_fp32_wire": _PGAS | _BF16 | {"embedding.wire_dtype": "fp32"},
-    "pgas_fp8": _PGAS | {"train.precision": "fp8", "train.compile_dense": True, "train.pipeline": "graph"},
     "pgas_cached": _PGAS | {"embedding.memory": "cached"},
     "pgas_any_id": _PGAS | {"data.tables.ids": "any"},
 }

@@ -59,7 +59,6 @@ _OTHERS: Mapping[str, Keys] = {
     "last_bucket_deferred": {"train.dense_update": "owner_deferred"},
     "cross_triton": {"train.cross_kernel": "triton"},
     "cross_cutlass": {"train.cross_kernel": "cutlass"},
-    "fp8": {"train.precision": "fp8"},
     "tensor": {"model.top_parallel": "tensor"},
     "2_emulated_nodes": {"embedding.nodes": 2, "embedding.internode": "messages"},
     "2_emulated_nodes_puts": {"embedding.nodes": 2, "embedding.internode": "puts"},

@@ -12,7 +12,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.dense.fp8 import ACTIVATION, ACTIVATION_SCALE, GRADIENT, Fp8, Fp8Products, Fp8Weight, gradient_scale
 from dlrm_overlap.dense.functions import Write, kernels_on, product_into
 from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, stack
 
@@ -26,16 +25,6 @@ class CrossLayer(NamedTuple):
     """[R, N]"""
     bias: torch.Tensor
     """[N] float32"""
-
-
-class EightBits(NamedTuple):
-    """What products in 8 bits need."""
-
-    products: Fp8Products
-    w: Sequence[Fp8Weight]
-    """of each layer"""
-    v: Sequence[Fp8Weight]
-    """of each layer but the first"""
 
 
 QUACK = "0.6."
@@ -121,81 +110,47 @@ def cross(
         compute: see `compute_layer`.
     """
     assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
-    output, _ = _Cross.apply(x0, later, compute, *(tensor.detach() for layer in layers for tensor in layer))
-    return output
-
-
-def cross_in_8_bits(
-    x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later, eight: EightBits
-) -> tuple[torch.Tensor, Fp8]:
-    """Return the output of `cross` in bfloat16 and in 8 bits, from products in 8 bits.
-
-    The gradients of weights stay in bfloat16, and so do both products with the first layer's V: no pass of ours writes
-    x0, and the gradient is added to dx, so another pass would take longer than 8 bits save.
-    """
-    assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
-    parameters = (tensor.detach() for layer in layers for tensor in layer)
-    output, output8 = _Cross.apply(x0, later, eight, *parameters)
-    return output, Fp8(output8, ACTIVATION_SCALE)
+    return _Cross.apply(x0, later, compute, *(tensor.detach() for layer in layers for tensor in layer))  # type: ignore[no-any-return]
 
 
 class _Cross(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x0: torch.Tensor, later: Later, compute: ComputeLayer | EightBits, *parameters: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx: Any, x0: torch.Tensor, later: Later, compute: ComputeLayer, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         layers = _layers(parameters)
         inputs, products = stack(len(layers) - 1, x0), stack(len(layers), x0)  # x_{L-1} .. x_1; w_0 ..
         narrow = x0.new_empty(len(layers), len(x0), len(layers[0].v))
         output = torch.empty_like(x0)
-        x, eight = x0, compute if isinstance(compute, EightBits) else None
-        x8: Fp8 | None = None  # x in 8 bits, from the second layer on
+        x = x0
         # x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l
         for index, layer in enumerate(layers):
             left = len(layers) - 1 - index
-            if eight is not None and x8 is not None:
-                eight.products.write_product(x8, eight.v[index - 1].weight, narrow[left])
-            else:
-                torch.mm(x, layer.v.t(), out=narrow[left])  # [b, R]
+            torch.mm(x, layer.v.t(), out=narrow[left])  # [b, R]
             after = inputs[left - 1] if left > 0 else output
-            if isinstance(compute, EightBits):
-                x8 = _in_8_bits(compute, index, narrow[left], layer, x0, x, products[index], after)
-            else:
-                compute(narrow[left], layer, x0, x, products[index], after)
+            compute(narrow[left], layer, x0, x, products[index], after)
             x = after
-        ctx.later, ctx.eight = later, eight
-        ctx.set_materialize_grads(False)  # the 8-bit output has none
+        ctx.later = later
         ctx.save_for_backward(x0, inputs, products, narrow, *parameters)
-        if x8 is None:
-            return output, None
-        ctx.mark_non_differentiable(x8.values)
-        return output, x8.values
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x0, inputs, products, narrow, *parameters = ctx.saved_tensors
-        layers, eight = _layers(parameters), ctx.eight
+        layers = _layers(parameters)
         kernels = kernels_on(x0.device, "cross")
         through, du = stack(len(layers) - 1, x0), stack(len(layers), x0)  # p_1 ..; du_{L-1} .. du_0
         dx, dv = torch.empty_like(x0), torch.empty_like(narrow)
         bias = torch.stack([layer.bias for layer in layers])
         sums = bias.new_empty(len(layers), -(-len(x0) // GROUP), x0.shape[1])
         gradient = gradients[0].contiguous()
-        scale = gradient_scale(len(x0))
-        du8 = None if eight is None else torch.empty_like(x0, dtype=GRADIENT)  # each layer's in turn
         # From the last layer to the first: gradients of the products, and dx at the first layer.
         for turn, index in enumerate(reversed(range(len(layers)))):
-            tensors = CrossGradient(gradient, through, x0, products, bias, du[turn], dx, sums[index], du8, scale)
+            tensors = CrossGradient(gradient, through, x0, products, bias, du[turn], dx, sums[index])
             kernels.gradient_of_layer(tensors, index, len(layers))
-            if eight is not None and du8 is not None:
-                eight.products.write_product(Fp8(du8, scale), eight.w[index].transposed, dv[turn])
-            else:
-                torch.mm(du[turn], layers[index].w, out=dv[turn])  # [b, R]
-            if eight is not None and index > 0:
-                dv8 = eight.products.cast(dv[turn], GRADIENT, scale)
-                eight.products.write_product(dv8, eight.v[index - 1].transposed, through[index - 1])
-            elif index > 0:
+            torch.mm(du[turn], layers[index].w, out=dv[turn])  # [b, R]
+            if index > 0:
                 torch.mm(dv[turn], layers[index].v, out=through[index - 1])
             else:
                 dx.addmm_(dv[turn], layers[0].v)
@@ -218,23 +173,6 @@ class _Cross(torch.autograd.Function):
         ctx.later("v", write_v)
         ctx.later("w", write_w)
         return dx, None, None, *(None for _ in parameters)
-
-
-def _in_8_bits(
-    eight: EightBits,
-    index: int,
-    narrow: torch.Tensor,
-    layer: CrossLayer,
-    x0: torch.Tensor,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    out: torch.Tensor,
-) -> Fp8:
-    """Compute layer `index` as `ComputeLayer` does, and return `out` in 8 bits, too."""
-    eight.products.write_product(eight.products.cast(narrow, ACTIVATION, ACTIVATION_SCALE), eight.w[index].weight, w)
-    out8 = torch.empty_like(out, dtype=ACTIVATION)
-    kernels_on(x0.device, "cross").add_layer(x0, x, w, layer.bias, out, out8, ACTIVATION_SCALE)
-    return Fp8(out8, ACTIVATION_SCALE)
 
 
 def _layers(tensors: Sequence[torch.Tensor]) -> list[CrossLayer]:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from dlrm_overlap.dense.fp8 import GRADIENT, Fp8, Fp8Products, Fp8Weight, gradient_scale
 from dlrm_overlap.dense.functions import Write, kernels_on, product_into
 from dlrm_overlap.kernels.dense.arguments import GROUP, product_block
 
@@ -26,22 +25,11 @@ class Layer(NamedTuple):
     """[N]"""
 
 
-class FirstIn8Bits(NamedTuple):
-    """What the first layer needs, whose products are in 8 bits but for its weight's gradient."""
-
-    products: Fp8Products
-    x: Fp8
-    """[b, K]: the input"""
-    weight: Fp8Weight
-
-
 Later = Callable[[Sequence[tuple[int, str]], Write], None]
 """takes parameters, each as a layer's index and a field name of `Layer`, and a `Write` for them"""
 
 
-def relu_layers(
-    x: torch.Tensor, layers: Sequence[Layer], later: Later, anchor: torch.Tensor, first: FirstIn8Bits | None = None
-) -> torch.Tensor:
+def relu_layers(x: torch.Tensor, layers: Sequence[Layer], later: Later, anchor: torch.Tensor) -> torch.Tensor:
     """Apply relu(x @ weight^T + bias) layer after layer, and return the last layer's output [b, N].
 
     A last layer of one output has no ReLU, and returns [b]. Differentiable once; autograd does not see the parameters.
@@ -54,33 +42,18 @@ def relu_layers(
             function that it gets once, at once or later, on the backward's stream or after it. The tensor for the
             first weight may lack the weight's last columns if these columns are padding.
         anchor: tensor that requires a gradient, so that the backward runs even if `x` needs none; gets no gradient.
-        first: computes the first layer in 8 bits; it must have a ReLU.
     """
-    return _ReluLayers.apply(x, [Layer(*(each.detach() for each in layer)) for layer in layers], later, anchor, first)  # type: ignore[no-any-return]
+    return _ReluLayers.apply(x, [Layer(*(each.detach() for each in layer)) for layer in layers], later, anchor)  # type: ignore[no-any-return]
 
 
 class _ReluLayers(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        layers: list[Layer],
-        later: Later,
-        anchor: torch.Tensor,
-        first: FirstIn8Bits | None,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layers: list[Layer], later: Later, anchor: torch.Tensor) -> torch.Tensor:
         hidden, last = (layers[:-1], layers[-1]) if len(layers[-1].bias) == 1 else (layers, None)
         outputs: list[torch.Tensor] = []
         for layer in hidden:
-            if first is not None and not outputs:
-                outputs.append(x.new_empty(len(x), len(layer.weight)))
-                first.products.write_product(first.x, first.weight.weight, outputs[0], layer.bias)
-                outputs[0].relu_()
-                continue
             before = outputs[-1] if outputs else x
             outputs.append(torch.ops.aten._addmm_activation(layer.bias, before, layer.weight.t()))
-        # Without the input in 8 bits, which the backward does not read.
-        ctx.first = None if first is None else (first.products, first.weight.transposed)
         ctx.later, ctx.ends_in_logits = later, last is not None
         ctx.save_for_backward(x, *outputs, *(layer.weight for layer in layers))
         if last is None:
@@ -91,10 +64,10 @@ class _ReluLayers(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         x, *saved = ctx.saved_tensors
         outputs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
-        kernels, scale = kernels_on(x.device, "layers"), gradient_scale(len(x))
+        kernels = kernels_on(x.device, "layers")
         gradient: torch.Tensor | None = gradients[0].contiguous()
         # The gradients of all biases, and of the logits' weight, are columns of one tensor, summed by one pass.
         summed, widths = [(index, "bias") for index in range(len(weights))], [len(weight) for weight in weights]
@@ -107,29 +80,18 @@ class _ReluLayers(torch.autograd.Function):
             assert gradient is not None
             # Gradient before the ReLU, and its sums over rows.
             masked = torch.empty_like(outputs[index])  # [b, N]
-            in_8_bits = ctx.first if index == 0 else None
-            masked8: torch.Tensor | None = None
             if ctx.ends_in_logits and index == len(outputs) - 1:
                 last = sums[:, -2 * widths[-2] - 1 :]
                 kernels.gradient_of_logits(gradient, outputs[index], weights[-1], masked, last)
             else:
-                if in_8_bits is not None:
-                    masked8 = torch.empty_like(masked, dtype=GRADIENT)
-                kernels.mask_and_sum(gradient, outputs[index], masked, parts[index], masked8, scale)
+                kernels.mask_and_sum(gradient, outputs[index], masked, parts[index])
             # Gradients of the weight and of the layer's input.
             before = outputs[index - 1] if index > 0 else x
             ctx.later([(index, "weight")], partial(_write_product, masked.t(), before))
             needed = index > 0 or ctx.needs_input_grad[0]
-            if not needed:
-                gradient = None
-            elif in_8_bits is not None and masked8 is not None:
-                products, transposed = in_8_bits
-                gradient = torch.empty_like(x)
-                products.write_product(Fp8(masked8, scale), transposed, gradient)
-            else:
-                gradient = torch.mm(masked, weights[index])
+            gradient = torch.mm(masked, weights[index]) if needed else None
         ctx.later(summed, partial(_write_sums, sums, widths))
-        return gradient, None, None, None, None
+        return gradient, None, None, None
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_
 from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.config import BF16_PRECISIONS, EmbeddingConfig
+from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.id_tables.sharder import (
     OverlapManagedCollisionEmbeddingBagCollectionSharder,
     OverlapManagedCollisionEmbeddingCollectionSharder,
@@ -46,7 +46,7 @@ def build_sharders(
     about_tables, backend = fused_params_of(config, fused_params), BACKENDS[config.backend]
     pooled_wire = config.resolved_wire_dtype(precision)
     unpooled_wire = "fp32" if config.wire_dtype == "auto" else config.wire_dtype
-    dense_dtype = "bf16" if precision in BF16_PRECISIONS else "fp32"
+    dense_dtype = "bf16" if precision == "bf16" else "fp32"
     pooled = EmbeddingBagCollectionSharder(dict(about_tables), _codecs(pooled_wire))
     of_any_id: Any = ManagedCollisionEmbeddingBagCollectionSharder(
         EmbeddingBagCollectionSharder(dict(about_tables), _codecs(pooled_wire))

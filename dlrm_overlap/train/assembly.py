@@ -17,7 +17,6 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, TrainConfig
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.fp8 import why_not_fp8
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
@@ -111,7 +110,7 @@ def assemble(
     dlrm = build_model(config.model, config.embedding, rows, train.dense_features, config.train.seed, any_id)
     if change_model is not None:
         change_model(dlrm)
-    task = TrainTask(dlrm, device.type, config.train.computes_in_bf16, list(train.labels.values()))
+    task = TrainTask(dlrm, device.type, config.train.precision == "bf16", list(train.labels.values()))
     # Divide layers before they are sharded, compiled and captured.
     if config.model.top_parallel == "tensor":
         divide_head(dlrm.head, ParallelProducts(group, device, config.embedding.wait_timeout_s))
@@ -146,9 +145,7 @@ def assemble(
     task.to(device)
     # Compile the dense part, and capture it or wrap it with DDP unless the whole step is captured.
     graph = takes_graph(config.train.pipeline, embedding.backend, model, device)
-    if config.train.precision == "fp8":
-        check_fp8(graph, embedding.backend, device)
-    casts_once = graph and config.train.flat_dense and config.train.computes_in_bf16
+    casts_once = graph and config.train.flat_dense and config.train.precision == "bf16"
     if config.train.compile_dense:
         compile_loss(task)
         if not casts_once:
@@ -165,7 +162,7 @@ def assemble(
             parameters = in_flat_order(task, dense_parameters(model))
             flat = FlatParameters(parameters, shards_of(model), torch.bfloat16)
             cross_kernel = config.train.cross_kernel
-            casts = cast_once(task, flat, config.train.compile_dense, cross_kernel, config.train.precision == "fp8")
+            casts = cast_once(task, flat, config.train.compile_dense, cross_kernel)
         # With histories, the first batch shows how many ids, and how many distinct ids, there are.
         bags = dict(zip(dlrm.keys, train.bag_sizes, strict=True))
         capacity = BatchCapacity(samples, bags) if dlrm.history_key is None else None
@@ -207,17 +204,6 @@ def _torchrec_pipeline(
     prefetches = cached and backend == "torchrec" and device.type == "cuda"
     kind = PrefetchTrainPipelineSparseDist if prefetches else TrainPipelineSparseDist
     return kind(model, optimizer, device, execute_all_batches=True)
-
-
-def check_fp8(graph: bool, backend: str, device: torch.device) -> None:
-    """Raise an InputError unless training in 8 bits works on this device; `graph` is the result of `takes_graph`."""
-    if not graph:
-        raise InputError(
-            f"train.precision: fp8, but this run, with backend {backend} on a {device.type}, has pipeline torchrec; "
-            f"take backend pgas or fused and train.pipeline graph, or precision bf16"
-        )
-    if reason := why_not_fp8(device):
-        raise InputError(f"train.precision: fp8, but {reason}, or precision bf16")
 
 
 def takes_graph(kind: str, backend: str, model: DistributedModelParallel, device: torch.device) -> bool:

@@ -5,7 +5,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,14 +14,12 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP, Perceptron
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
-from dlrm_overlap.dense.cross import CrossLayer, EightBits, compute_layer, cross, cross_in_8_bits
+from dlrm_overlap.dense.cross import ComputeLayer, CrossLayer, compute_layer, cross
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.fp8 import MULTIPLE, Fp8Products
 from dlrm_overlap.dense.functions import Write
 from dlrm_overlap.dense.gemm.products import ParallelProducts
-from dlrm_overlap.dense.layers import FirstIn8Bits, Layer, fits, interact, relu_layers
+from dlrm_overlap.dense.layers import Layer, fits, interact, relu_layers
 from dlrm_overlap.dense.mlp import small_mlp, suits
 from dlrm_overlap.dense.tensor_parallel import divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
@@ -157,9 +154,7 @@ def in_flat_order(task: TrainTask, parameters: Mapping[str, nn.Parameter]) -> di
     return {names[parameter]: parameter for parameter in reversed(order) if parameter in names}
 
 
-def cast_once(
-    task: TrainTask, flat: FlatParameters, compiled: bool, cross_kernel: str = "auto", fp8: bool = False
-) -> CastWeights:
+def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool, cross_kernel: str = "auto") -> CastWeights:
     """Let the dense part train with bfloat16 copies of its parameters, which are cast once per step.
 
     Biases of the cross network are not cast, because autocast also computes its sums in float32.
@@ -167,10 +162,9 @@ def cast_once(
     Args:
         flat: made of the parameters of `in_flat_order`.
         cross_kernel: as `train.cross_kernel`.
-        fp8: as `train.precision` fp8; needs a compiled cross network.
 
     Raises:
-        InputError: if the cross network's layers cannot be computed by `cross_kernel`, or the head not in 8 bits.
+        InputError: if the cross network's layers cannot be computed by `cross_kernel`.
     """
     bottom, head = task.dlrm.bottom, task.dlrm.head
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
@@ -187,13 +181,8 @@ def cast_once(
     if crossed is None and dotted is None:
         head.in_training = _with_casts(head, casts, compiled and not divided_layers(head))
         return casts
-    if fp8:
-        _head_in_8_bits(task, casts)
-        return casts
     if crossed is not None:
-        interaction = _cross_with_casts(
-            crossed, casts, partial(cross, compute=compute_layer(cross_kernel, flat.device))
-        )
+        interaction = _cross_with_casts(crossed, casts, compute_layer(cross_kernel, flat.device))
     else:
         assert dotted is not None
         interaction = partial(interact, features=dotted.features, width=_aligned(dotted.out_features))
@@ -201,40 +190,6 @@ def cast_once(
     join = _compiled(concatenated)
     head.in_training = lambda *inputs: score(interaction(inputs[0] if len(inputs) == 1 else join(*inputs)))
     return casts
-
-
-def _head_in_8_bits(task: TrainTask, casts: CastWeights) -> None:
-    """Let cross network and top MLP train with products in 8 bits."""
-    bottom, head = task.dlrm.bottom, task.dlrm.head
-    network, layers = head.interaction, _relu_layers(head.top)
-    if not isinstance(network, LowRankCrossNet) or not layers or head.logit.out_features != 1 or divided_layers(head):
-        raise InputError(
-            "train.precision: fp8, but the head is not a low-rank cross network and a top MLP with ReLU and one logit; "
-            "take precision bf16"
-        )
-    w, v, first = list(network.W_kernels), list(network.V_kernels), layers[0].weight
-    if odd := [size for each in (*w[:1], first) for size in each.shape if size % MULTIPLE]:
-        raise InputError(
-            f"train.precision: fp8, but a product's weight has {odd[0]} rows or columns, and 8 bits need multiples of "
-            f"{MULTIPLE}; change model.cross_rank, model.top_mlp or model.dim, or take precision bf16"
-        )
-    products = Fp8Products(casts.flat, [*w, *v[1:], first])
-    eight = EightBits(products, [products.of(each) for each in w], [products.of(each) for each in v[1:]])
-    interaction = _cross_with_casts(network, casts, partial(cross_in_8_bits, eight=eight))
-    score = _layers_with_casts([*layers, head.logit], casts, inline=False)
-    join, before = _compiled(concatenated), bottom.in_training
-
-    def compute_bottom(dense: torch.Tensor) -> torch.Tensor:
-        assert before is not None
-        output = before(dense)  # reads the weights that the optimizer has written, so waits for them
-        products.write()  # while rows are looked up
-        return output
-
-    def compute_head(*inputs: torch.Tensor) -> torch.Tensor:
-        crossed, crossed8 = interaction(inputs[0] if len(inputs) == 1 else join(*inputs))
-        return score(crossed, FirstIn8Bits(products, crossed8, products.of(first)))
-
-    bottom.in_training, head.in_training = compute_bottom, compute_head
 
 
 def _with_casts(part: nn.Module, casts: CastWeights, compiled: bool) -> Callable[..., torch.Tensor]:
@@ -292,8 +247,9 @@ def _top_with_casts(head: Head, casts: CastWeights, compiled: bool) -> Callable[
     return lambda x: logit(top(x))
 
 
-def _layers_with_casts(layers: Sequence[nn.Linear], casts: CastWeights, inline: bool) -> Callable[..., torch.Tensor]:
-    """Return a function of x, and of `FirstIn8Bits` if the first layer is in 8 bits."""
+def _layers_with_casts(
+    layers: Sequence[nn.Linear], casts: CastWeights, inline: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
     each = [dict(layer.named_parameters()) for layer in layers]
     first = casts.shadow(each[0]["weight"])
     known, width = first.shape[1], _aligned(first.shape[1])
@@ -303,7 +259,7 @@ def _layers_with_casts(layers: Sequence[nn.Linear], casts: CastWeights, inline: 
         parameters = [each[index][name] for index, name in which]
         (casts.now if inline else casts.later)(parameters, write)
 
-    def compute(x: torch.Tensor, in_8_bits: FirstIn8Bits | None = None) -> torch.Tensor:
+    def compute(x: torch.Tensor) -> torch.Tensor:
         weights = [Layer(**{name: casts.shadow(p) for name, p in layer.items()}) for layer in each]
         if width > known:
             wide[:, :known] = weights[0].weight
@@ -311,22 +267,21 @@ def _layers_with_casts(layers: Sequence[nn.Linear], casts: CastWeights, inline: 
         if x.shape[1] < width or x.dtype != first.dtype:
             given, x = x, first.new_zeros(len(x), width)
             x[:, :known] = given
-        return relu_layers(x, weights, later, casts.anchor, in_8_bits)
+        return relu_layers(x, weights, later, casts.anchor)
 
     return compute
 
 
 def _cross_with_casts(
-    network: LowRankCrossNet, casts: CastWeights, form: Callable[..., Any]
-) -> Callable[[torch.Tensor], Any]:
-    """Return `form`, which is `cross` or `cross_in_8_bits`, as a function of x0."""
+    network: LowRankCrossNet, casts: CastWeights, compute_layer: ComputeLayer
+) -> Callable[..., torch.Tensor]:
     own = {"w": list(network.W_kernels), "v": list(network.V_kernels), "bias": list(network.bias)}
     each = list(zip(*own.values(), strict=True))
 
     def later(name: str, write: Write) -> None:
         casts.later(own[name], write)
 
-    def compute(x0: torch.Tensor) -> Any:
-        return form(x0, [CrossLayer(casts.shadow(w), casts.shadow(v), b) for w, v, b in each], later)
+    def compute(x0: torch.Tensor) -> torch.Tensor:
+        return cross(x0, [CrossLayer(casts.shadow(w), casts.shadow(v), b) for w, v, b in each], later, compute_layer)
 
     return compute

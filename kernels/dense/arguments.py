@@ -1,6 +1,5 @@
 """The arguments of the dense kernels and of their reference implementations."""
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -99,23 +98,6 @@ class CrossGradient(NamedTuple):
     """[b, N], written for layer 0: dx_0 - p_0"""
     sums: torch.Tensor
     """[ceil(b / GROUP), N] float32, written: sums of du, before it is rounded"""
-    du8: torch.Tensor | None = None
-    """[b, N] of 8 bits, written unless None: du * scale"""
-    scale: float = 1.0
-
-
-FP8_TILE = 64
-"""rows and columns of a weight that a program rounds to 8 bits"""
-
-
-def fp8_tiles(matrices: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Return the tiles that `cast_weights` takes, of matrices that begin at an element and have rows and columns.
-
-    Example: (128, 64, 65) gives (128, 64, 65, 0) and (128, 64, 65, 1).
-    """
-    return [
-        (*matrix, tile) for matrix in matrices for tile in range(-(-matrix[1] // FP8_TILE) * -(-matrix[2] // FP8_TILE))
-    ]
 
 
 MLP_LAYERS, MLP_WIDTH = 4, 128

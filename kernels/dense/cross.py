@@ -17,7 +17,6 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.compiled import specialised
 from dlrm_overlap.kernels.dense.arguments import STACKED, CrossGradient
-from dlrm_overlap.kernels.dense.fp8 import rounded_to_8_bits
 
 _COLUMNS, _NUM_WARPS = 128, 4
 _FORWARD, _BACKWARD, _BACKWARD_FIRST = (16, 2), (32, 2), (16, 4)
@@ -38,18 +37,14 @@ def _add_layer(
     w,  # [rows, WIDTH]
     bias,  # [WIDTH] float32
     out,  # [rows, WIDTH]
-    out8,  # [rows, WIDTH] of 8 bits, or `out`
     rows,
     FIRST: tl.constexpr,
-    SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     TURNS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Compute x_{l+1} = x_0 * (w_l + b_l) + x_l; FIRST for l = 0, where x_l is x_0.
-
-    If SCALE is not 0, also store x_{l+1} * SCALE in 8 bits.
 
     Memory: a program has ROWS * TURNS rows of COLUMNS columns, 16 bytes a lane if WIDTH allows.
 
@@ -60,7 +55,7 @@ def _add_layer(
     group, column = _program(WIDTH, COLUMNS)  # type: ignore[misc]
     first = group * (ROWS * TURNS)
     begin = first.to(tl.int64) * WIDTH
-    x0, x, w, out, out8 = x0 + begin, x + begin, w + begin, out + begin, out8 + begin
+    x0, x, w, out = x0 + begin, x + begin, w + begin, out + begin
     within = column < WIDTH
     shift = tl.load(bias + column, mask=within, other=0)[None, :]  # [1, COLUMNS]
     for turn in range(TURNS):
@@ -70,10 +65,7 @@ def _add_layer(
         factor = tl.load(x0 + at, mask=mask, other=0).to(tl.float32)  # [ROWS, COLUMNS]
         given = factor if FIRST else tl.load(x + at, mask=mask, other=0).to(tl.float32)
         product = tl.load(w + at, mask=mask, other=0).to(tl.float32)
-        after = factor * (product + shift) + given
-        tl.store(out + at, after.to(out.dtype.element_ty), mask=mask)
-        if SCALE != 0:
-            tl.store(out8 + at, rounded_to_8_bits(after, SCALE, out8.dtype.element_ty), mask=mask)
+        tl.store(out + at, (factor * (product + shift) + given).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["sums"])
@@ -86,9 +78,7 @@ def _gradient_of_layer(
     du,  # [rows, WIDTH]
     dx,  # [rows, WIDTH], for l = 0
     sums,  # [groups, WIDTH] float32
-    du8,  # [rows, WIDTH] of 8 bits, or `du`
     rows,
-    SCALE: tl.constexpr,
     LAYERS: tl.constexpr,
     LAYER: tl.constexpr,
     STACKED: tl.constexpr,  # elements: layers of a stack begin at multiples
@@ -100,7 +90,7 @@ def _gradient_of_layer(
     """Compute du = g_{l+1} * x_0 and its sums over the program's rows; for l = 0 also dx = dx_0 - p_0.
 
     g_{l+1} = g_L + p_{L-1} + .. + p_{l+1} is computed from its terms, which costs less than storing and reading g.
-    Layer 0 computes all g, so it sums dx_0 in the same pass. If SCALE is not 0, also store du * SCALE in 8 bits.
+    Layer 0 computes all g, so it sums dx_0 in the same pass.
 
     Memory: a program has ROWS * TURNS rows of COLUMNS columns; its sums are row `group` of `sums`.
 
@@ -114,7 +104,7 @@ def _gradient_of_layer(
     begin = first.to(tl.int64) * WIDTH
     stride = (rows.to(tl.int64) * WIDTH + STACKED - 1) // STACKED * STACKED
     gradient, later, x0, w = gradient + begin, later + begin, x0 + begin, w + begin
-    du, dx, du8 = du + begin, dx + begin, du8 + begin
+    du, dx = du + begin, dx + begin
     within = column < WIDTH
     # Load the biases once: they reach the layout of the other tensors through shared memory.
     shifts = ()
@@ -140,8 +130,6 @@ def _gradient_of_layer(
         # Store du and add it up; for layer 0 store dx.
         change = g * factor
         tl.store(du + at, change.to(du.dtype.element_ty), mask=mask)
-        if SCALE != 0:
-            tl.store(du8 + at, rounded_to_8_bits(change, SCALE, du8.dtype.element_ty), mask=mask)
         total += change
         if LAYER == 0:
             tl.store(dx + at, (dx0 + g).to(dx.dtype.element_ty), mask=mask)
@@ -152,27 +140,17 @@ def _programs(rows: int, width: int, tile: tuple[int, int]) -> int:
     return -(-rows // (tile[0] * tile[1])) * -(-width // _COLUMNS)
 
 
-def add_layer(
-    x0: torch.Tensor,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor,
-    out: torch.Tensor,
-    out8: torch.Tensor | None = None,
-    scale: float = 1.0,
-) -> None:
+def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
     """Write out = x0 * (w + bias) + x on the current stream: [b, N] contiguous, of one dtype; bias is [N] float32.
 
-    In the first layer `x` is `x0`. If `out8` [b, N] is given, write out * scale to it, rounded to its 8 bits.
+    In the first layer `x` is `x0`.
     """
     rows, width = x0.shape
     at_once, turns = _FORWARD
     kernel = specialised(
-        _add_layer, num_warps=_NUM_WARPS, FIRST=x is x0, SCALE=0.0 if out8 is None else scale, WIDTH=width,
-        ROWS=at_once, TURNS=turns, COLUMNS=_COLUMNS,
-    )  # fmt: skip
-    second = out if out8 is None else out8
-    kernel(_programs(rows, width, _FORWARD), (x0.dtype, second.dtype), x0, x, w, bias, out, second, rows)
+        _add_layer, num_warps=_NUM_WARPS, FIRST=x is x0, WIDTH=width, ROWS=at_once, TURNS=turns, COLUMNS=_COLUMNS
+    )
+    kernel(_programs(rows, width, _FORWARD), (x0.dtype,), x0, x, w, bias, out, rows)
 
 
 def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
@@ -180,9 +158,7 @@ def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
     tile = _BACKWARD if layer > 0 else _BACKWARD_FIRST
     (rows, width), (at_once, turns) = tensors.x0.shape, tile
     kernel = specialised(
-        _gradient_of_layer, num_warps=_NUM_WARPS, SCALE=0.0 if tensors.du8 is None else tensors.scale,
-        LAYERS=layers, LAYER=layer, STACKED=STACKED, WIDTH=width, ROWS=at_once, TURNS=turns, COLUMNS=_COLUMNS,
+        _gradient_of_layer, num_warps=_NUM_WARPS, LAYERS=layers, LAYER=layer, STACKED=STACKED,
+        WIDTH=width, ROWS=at_once, TURNS=turns, COLUMNS=_COLUMNS,
     )  # fmt: skip
-    *others, du8, _ = tensors
-    second = tensors.du if du8 is None else du8
-    kernel(_programs(rows, width, tile), (tensors.x0.dtype, second.dtype), *others, second, rows)
+    kernel(_programs(rows, width, tile), (tensors.x0.dtype,), *tensors, rows)

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.compiled import CompiledKernel, specialised
 from dlrm_overlap.kernels.dense.arguments import GROUP
-from dlrm_overlap.kernels.dense.fp8 import rounded_to_8_bits
 from dlrm_overlap.kernels.tuning import power_of_2
 
 _ROWS, _COLUMNS = 16, 128
@@ -21,18 +20,14 @@ def _mask_and_sum(
     output,  # [rows, WIDTH]
     out,  # [rows, WIDTH]
     sums,  # [groups, WIDTH] float32
-    out8,  # [rows, WIDTH] of 8 bits, or `out`
     rows,
     stride,  # elements between rows of `sums`
-    SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Compute out = gradient where output > 0, else 0, and its sums over the program's rows.
-
-    If SCALE is not 0, also store out * SCALE in 8 bits.
 
     Memory: a program has GROUP rows of COLUMNS columns; its sums are row `group` of `sums`.
 
@@ -44,7 +39,7 @@ def _mask_and_sum(
     group, column = tl.program_id(0) // across, tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     first = group * GROUP
     begin = first.to(tl.int64) * WIDTH
-    gradient, output, out, out8 = gradient + begin, output + begin, out + begin, out8 + begin
+    gradient, output, out = gradient + begin, output + begin, out + begin
     within = column < WIDTH
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for turn in range(GROUP // ROWS):
@@ -55,8 +50,6 @@ def _mask_and_sum(
         passes = tl.load(output + at, mask=mask, other=0).to(tl.float32) > 0
         grad = tl.where(passes, grad, tl.zeros_like(grad))
         tl.store(out + at, grad, mask=mask)
-        if SCALE != 0:
-            tl.store(out8 + at, rounded_to_8_bits(grad.to(tl.float32), SCALE, out8.dtype.element_ty), mask=mask)
         total += grad.to(tl.float32)
     tl.store(sums + group.to(tl.int64) * stride + column, tl.sum(total, 0), mask=within)
 
@@ -137,28 +130,18 @@ def _gradient_of_logits(
         tl.store(sums + 2 * WIDTH, tl.sum(gradients, 0))
 
 
-def _compiled(kernel: Any, width: int, **more: float) -> CompiledKernel:
-    return specialised(kernel, num_warps=4, **more, WIDTH=width, GROUP=GROUP, ROWS=_ROWS, COLUMNS=_COLUMNS)
+def _compiled(kernel: Any, width: int) -> CompiledKernel:
+    return specialised(kernel, num_warps=4, WIDTH=width, GROUP=GROUP, ROWS=_ROWS, COLUMNS=_COLUMNS)
 
 
-def mask_and_sum(
-    gradient: torch.Tensor,
-    output: torch.Tensor,
-    out: torch.Tensor,
-    sums: torch.Tensor,
-    out8: torch.Tensor | None = None,
-    scale: float = 1.0,
-) -> None:
+def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:
     """Write the gradient of ReLU's input to `out`, and its sums, on the current stream.
 
-    All are contiguous and of one dtype, but `sums` [ceil(b / GROUP), N] float32 are columns of a contiguous tensor. If
-    `out8` [b, N] is given, out * scale is written to it, rounded to its 8 bits.
+    All are contiguous and of one dtype, but `sums` [ceil(b / GROUP), N] float32 are columns of a contiguous tensor.
     """
     rows, width = output.shape
     programs = len(sums) * -(-width // _COLUMNS)
-    second, factor = (out, 0.0) if out8 is None else (out8, scale)
-    arguments = gradient, output, out, sums, second, rows, sums.stride(0)
-    _compiled(_mask_and_sum, width, SCALE=factor)(programs, (output.dtype, second.dtype), *arguments)
+    _compiled(_mask_and_sum, width)(programs, (output.dtype,), gradient, output, out, sums, rows, sums.stride(0))
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:

@@ -218,14 +218,6 @@ def _check_captured(*options: str, update: str = "owner") -> None:
     assert_all_near(_state(ours), _state(theirs), 0.0, "weights and states in memory of their own")
 
 
-def _check_in_8_bits(update: str) -> None:
-    """The weights are rounded to 8 bits after all owners have stored them."""
-    eight = ["--train.precision", "fp8", "--train.compile_dense", "true", "--model.activation", "relu"]
-    eight += ["--model.dim", "16", "--model.bottom_mlp", "[16]", "--model.top_mlp", "[32,16,1]"]
-    with patch.object(torch, "compile", lambda compute, **_: compute):
-        _check_captured(*eight, "--model.cross_rank", "16", update=update)
-
-
 def _run_all(trainer: Trainer) -> Losses:
     results, batches = list[torch.Tensor](), _batches(trainer)
     results += _train(trainer, 0, 6, batches)
@@ -373,8 +365,6 @@ if INTERPRETED:
         "captured, deferred": partial(_check_captured, *ADAM, update="owner_deferred"),
         "deferred, bfloat16 gradients": partial(_check_steps, _ADAGRAD, torch.bfloat16, 3, defers=True),
         "captured, bfloat16 gradients": partial(_check_captured, "--train.gradient_dtype", "bf16"),
-        "captured, 8 bits": partial(_check_in_8_bits, "owner"),
-        "captured, deferred, 8 bits": partial(_check_in_8_bits, "owner_deferred"),
         "resumed": _check_resumed,
         "resumed, deferred": partial(_check_resumed, "owner_deferred"),
         "whole run": _check_whole_run,

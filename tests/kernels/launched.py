@@ -36,7 +36,7 @@ from dlrm_overlap.config import Config, DataConfig, EmbeddingConfig, TablesConfi
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.data.records import RecordLayout, Unpacker
 from dlrm_overlap.data.synthetic_device import DeviceSynthetic
-from dlrm_overlap.dense import cross, flat_steps, fp8, layers, mlp
+from dlrm_overlap.dense import cross, flat_steps, layers, mlp
 from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from dlrm_overlap.dense.gemm.products import ParallelProducts
@@ -78,7 +78,6 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlperf": ("mlperf_dcnv2", {}),
     "history": ("bench/step_sequence", {}),
     "cached": ("mlperf_dcnv2", _CACHED),
-    "fp8": ("mlperf_dcnv2", {"train.precision": "fp8"}),
     "update_on_all": ("mlperf_dcnv2", {"train.dense_update": "all"}),
     "fused": ("mlperf_dcnv2", {"embedding.backend": "fused"}),
     "dot": ("bench/step_dot", {}),
@@ -129,7 +128,7 @@ def _as_on_gpus() -> Iterator[None]:
         replace(launches, INTERPRETED=True)  # prepares nothing for the driver
         for module in (find_slots, swap_rows, map_ids, fill_rows, store_words):
             replace(module, INTERPRETED=True)
-        for module in (cross, fp8, layers, flat_steps, mlp):
+        for module in (cross, layers, flat_steps, mlp):
             replace(module, kernels_on=lambda _, name: import_module(f"dlrm_overlap.kernels.dense.{name}"))
         replace(Implementation, load=lambda implementation, _: load(implementation, "cuda"))
         replace(opening, ON_CPU=opening.ON_GPU, CpuLocalLookup=opening.DeviceLocalLookup)

@@ -35,15 +35,12 @@ TRITON = "3.8.0"
 _SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 _RULES = "backward.optimizers"  # device functions that `_update_rows` takes as a constant
 _TARGETS_OF = {"gemm.tiles.tile_product": ("sm_90", "sm_100")}
-_OF_8_BITS = ("sm_90", "sm_100")
 _KEY = ("kernel", "constants", "types")
 _HEADER = (*_KEY, "launched by", *TARGETS)
 Row = dict[str, str]
 
 
 def targets_of(specialisation: Specialisation) -> Sequence[str]:
-    if any("fp8" in kind for kind in specialisation.types):
-        return _OF_8_BITS
     return _TARGETS_OF.get(specialisation.name, tuple(TARGETS))
 
 

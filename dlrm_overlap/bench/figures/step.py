@@ -76,7 +76,6 @@ def run(kind: str, ranks: Ranks) -> int:
         names = tuple(dict.fromkeys([names[0], *left, names[-1]]))
     configs = contender_configs(ranks, names)
     repeated, batches, floor = _train_again(ranks, configs)
-    precisions = {name: config.train.precision for name, config in configs.items()}
     reference: dict[str, list[float]] = {}
     wrong = False
     # Check, time and trace one group of contenders after the other.
@@ -84,7 +83,7 @@ def run(kind: str, ranks: Ranks) -> int:
         runs = [TrainingRun(name, build(ranks, name, configs[name]), batches) for name in group]
         losses = reference | {each.name: each.losses(CHECKED_STEPS) for each in runs}
         reference = {names[0]: losses[names[0]]}
-        agreements, faults = judge_losses(precisions, losses, repeated)
+        agreements, faults = judge_losses(ranks.config.train.precision, losses, repeated)
         timings = take_turns([each.time for each in runs], values.steps, ranks.device)
         clocks = [clock_of(each, timing.median_ms, _CLOCK_S) for each, timing in zip(runs, timings, strict=True)]
         traces = [_trace(each) for each in runs]

@@ -24,7 +24,7 @@ _TINY = 1e-30  # scale of a table that does not change
 # Relative difference of a loss that rounding alone may cause within 20 steps at 3% of MLPerf's learning rates. A
 # compiled dense part keeps more digits between its products: for MLPerf's DLRM-DCNv2 in bf16 on a CPU, its losses
 # differ from eager ones by 1e-4. Tables that learn 10% too fast cause 4.5e-4, tables that do not learn 4e-3.
-_ROUNDING = {"fp32": 1e-4, "tf32": 3e-4, "bf16": 3e-4, "fp8": 2e-3}
+_ROUNDING = {"fp32": 1e-4, "tf32": 3e-4, "bf16": 3e-4}
 _NOISE_FACTOR = 4.0  # times the reference's difference from itself, which is a single sample
 _MAX_NOISE = 5e-4  # above, the tolerance would exceed 2e-3, half the difference of tables that do not learn
 
@@ -111,12 +111,12 @@ def _finite(difference: float) -> float:
 
 
 def judge_losses(
-    precisions: Mapping[str, str], losses: Mapping[str, Sequence[float]], again: Sequence[float]
+    precision: str, losses: Mapping[str, Sequence[float]], again: Sequence[float]
 ) -> tuple[dict[str, Agreement], list[str]]:
     """Return each contender's agreement with the losses of the first one, and a line for each contender that disagrees.
 
-    The tolerance is the rounding error of the contender's precision, of `precisions`, or, if greater, four times the
-    difference between the first contender and `again`, the losses of a second run of it.
+    The tolerance is the rounding error of `precision` or, if greater, four times the difference between the first
+    contender and `again`, the losses of a second run of it.
     """
     reference, expected = next(iter(losses.items()))
     noise = _relative_difference(again, expected)
@@ -126,9 +126,9 @@ def judge_losses(
             f"others (at most {_MAX_NOISE:g}), so no speedup is reported; lower the learning rates"
         )
         return dict.fromkeys(losses, Agreement(noise, _MAX_NOISE)), [fault]
+    tolerance = max(_ROUNDING[precision], _NOISE_FACTOR * noise)
     agreements, faults = dict[str, Agreement](), list[str]()
     for name, found in losses.items():
-        tolerance = max(_ROUNDING[precisions[name]], _NOISE_FACTOR * noise)
         each = agreements[name] = Agreement(_relative_difference(found, expected), tolerance)
         if not each.agrees:
             faults.append(

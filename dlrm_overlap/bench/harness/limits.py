@@ -94,7 +94,7 @@ def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any
     embeddings and gradients are counted too, dense weights and outputs once.
     """
     config, world_size, samples = trainer.config, trainer.world.world_size, trainer.samples_per_rank
-    data, number_bytes = trainer.train_data, 2 if config.train.computes_in_bf16 else 4
+    data, number_bytes = trainer.train_data, 2 if config.train.precision == "bf16" else 4
     gradient_bytes = 2 if config.train.gradient_dtype == "bf16" else 4
     ours = exchange_options(config, "pgas")
     every = data.read(0, trainer.global_batch).sparse
@@ -137,7 +137,7 @@ def measure_products(trainer: Trainer) -> float | None:
     if device.type != "cuda":
         return None
     layers = dense_layers(config.model, len(data.rows), data.dense_features)
-    dtype = torch.bfloat16 if config.train.computes_in_bf16 else torch.float32
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     multiply = products_of(layers, trainer.samples_per_rank, dtype, device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
         (timing,) = time_alone([capture(multiply, device)], _REPEATS, device)

@@ -26,7 +26,7 @@ EAGER = {"train.graph_dense": False, "train.compile_dense": False}
 
 
 def test_every_contender_is_a_configuration_that_trains(tmp_path: Path) -> None:
-    config = quickstart(tmp_path, "run", "--model.arch", "dcn", "--model.activation", "relu")
+    config = quickstart(tmp_path, "run")
     for keys in STEP_CONTENDERS.values():
         made = step.contender_config(config, keys, "cuda")
         assert made.embedding.backend == keys["embedding.backend"]
@@ -123,7 +123,7 @@ def test_a_loss_may_differ_by_rounding_or_by_what_the_reference_differs_from_its
         for other, tolerance in ((expected, same), (again, differing)):
             losses = {"torchrec": expected, "near": [1.0, 1.0, 2.0, 2.0 * (1 + 0.9 * tolerance)]}
             losses["far"] = [1.0, 1.0, 2.0, 2.0 * (1 + 1.1 * tolerance)]
-            agreements, (fault,) = judge_losses(dict.fromkeys(losses, precision), losses, other)
+            agreements, (fault,) = judge_losses(precision, losses, other)
             assert [each.agrees for each in agreements.values()] == [True, True, False]
             assert agreements["far"].tolerance == pytest.approx(tolerance)
             assert fault.startswith("far: its loss differs from torchrec's by")
@@ -131,16 +131,16 @@ def test_a_loss_may_differ_by_rounding_or_by_what_the_reference_differs_from_its
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_losses_that_are_not_finite_do_not_agree(bad: float) -> None:
-    agreements, _ = judge_losses({"a": "fp32", "b": "fp32"}, {"a": [1.0, 2.0], "b": [1.0, bad]}, [1.0, 2.0])
+    agreements, _ = judge_losses("fp32", {"a": [1.0, 2.0], "b": [1.0, bad]}, [1.0, 2.0])
     assert [each.agrees for each in agreements.values()] == [True, False]
     for expected, again in (([1.0, bad], [1.0, 2.0]), ([1.0, 2.0], [1.0, bad]), ([1.0, bad], [1.0, bad])):
-        agreements, _ = judge_losses({"a": "fp32", "b": "fp32"}, {"a": expected, "b": expected}, again)
+        agreements, _ = judge_losses("fp32", {"a": expected, "b": expected}, again)
         assert not any(each.agrees for each in agreements.values())
 
 
 def test_nobody_is_judged_by_a_reference_that_differs_from_itself() -> None:
     losses = {"torchrec": [1.0, 1.0], "pgas": [1.0, 1.0]}
-    agreements, (fault,) = judge_losses(dict.fromkeys(losses, "bf16"), losses, [1.0, 1.02])
+    agreements, (fault,) = judge_losses("bf16", losses, [1.0, 1.02])
     assert not any(agreement.agrees for agreement in agreements.values())
     assert fault.startswith("torchrec: its own losses differ by 2.0e-02, relatively, between two runs")
 

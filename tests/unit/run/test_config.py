@@ -80,29 +80,6 @@ def test_sections_that_contradict_themselves_are_refused(make: Callable[[], Any]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--embedding.backend=torchrec", "embedding.backend: torchrec, but .* fp8; set it to auto or pgas or fused"),
-        ("--train.pipeline=torchrec", "train.pipeline: torchrec, but .* set it to auto or graph, or take bf16"),
-        ("--train.compile_dense=false", "train.compile_dense: false, but .* set it to true"),
-        ("--train.flat_dense=false", "train.flat_dense: false, but .* set it to true"),
-        ("--train.cross_kernel=cutlass", "train.cross_kernel: cutlass, but .* set it to auto or triton"),
-        ("--model.arch=dot", "model.arch: dot, but .* set it to dcn"),
-        ("--model.activation=gelu", "model.activation: gelu, but .* set it to relu"),
-    ],
-)
-def test_8_bits_are_refused_where_they_cannot_be(options: str, message: str) -> None:
-    with refuses(message):
-        _quickstart(
-            "--train.precision=fp8",
-            "--model.arch=dcn",
-            "--model.activation=relu",
-            "--train.compile_dense=true",
-            options,
-        )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
         ("--embedding.slice_bags=6", "slice_bags: 6 is not a power of two from 4 on"),
         ("--model.dim=18", "dim: 18 is not a multiple of 4 above 0"),
         ("--embedding.cache_fraction=1.5", "cache_fraction: 1.5 is not a number above 0, up to 1"),
@@ -183,13 +160,13 @@ def test_a_runs_name_is_one_folder(name: str) -> None:
 def test_the_wire_has_the_dense_parts_type_unless_it_is_told_another() -> None:
     def resolved(backend: Any, wire_dtype: Any) -> list[str]:
         config = EmbeddingConfig(backend=backend, wire_dtype=wire_dtype)
-        return [config.resolved_wire_dtype(precision) for precision in ("fp32", "tf32", "bf16", "fp8")]
+        return [config.resolved_wire_dtype(precision) for precision in ("fp32", "tf32", "bf16")]
 
     for backend in ("nccl", "pgas", "fused"):
-        assert resolved(backend, "auto") == ["fp32", "fp32", "bf16", "bf16"]
-    assert resolved("torchrec", "auto") == ["fp32"] * 4, "as users run it"
-    assert resolved("pgas", "fp32") == ["fp32"] * 4
-    assert resolved("torchrec", "fp16") == ["fp16"] * 4
+        assert resolved(backend, "auto") == ["fp32", "fp32", "bf16"]
+    assert resolved("torchrec", "auto") == ["fp32"] * 3, "as users run it"
+    assert resolved("pgas", "fp32") == ["fp32"] * 3
+    assert resolved("torchrec", "fp16") == ["fp16"] * 3
 
 
 def test_names_of_earlier_versions_are_accepted_with_a_warning(
