@@ -6,8 +6,13 @@ not include evaluations. A seed decides the initial weights and, of samples from
 The table at the end has, for each contender, means over the seeds and standard deviations. Differences are to the first
 contender with the same seed. Samples and seconds to the target are those at the first evaluation whose AUROC reaches
 it, as in MLPerf's rules; their spread is the coefficient of variation.
+
+A run ends early if a loss is not finite, with a row of that step, which is NaN if it was a training loss. The other
+runs go on, and the command returns 1.
 """
 
+import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +31,7 @@ from dlrm_overlap.bench.harness.seeded_runs import (
 )
 from dlrm_overlap.bench.learning_contenders import LEARNING_CONTENDERS
 from dlrm_overlap.bench.rows import append_rows
+from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.train.ranks import Ranks, check_start
 from dlrm_overlap.train.trainer import Trainer
@@ -52,18 +58,21 @@ def run(kind: str, ranks: Ranks) -> int:
     }
     for config in configs.values():
         check_start(config, ranks.device)
-    done = runs_in(output)
+    done, diverged = runs_in(output), False
     for (name, seed), config in configs.items():
         if (name, seed) in done:
             continue
-        described, points = train_once(ranks, config, train_and_evaluate)
+        described, (points, fault) = train_once(ranks, config, train_and_evaluate)
+        diverged |= bool(fault)
         if ranks.world.rank == 0:
             keys = text_of_keys(LEARNING_CONTENDERS[name])
             about = {"kind": kind, "contender": name, "keys": keys, "seed": seed} | described
             append_rows(output, [about | point for point in points])
             print(f"{name}, seed {seed}: AUROC {points[-1]['auroc']}, NE {points[-1]['ne']}", flush=True)
+            if fault:
+                print(f"dlrm-overlap: {name}, seed {seed}: {fault}", file=sys.stderr)
     show(ranks, lambda: summarise(read_rows(output), values.contenders, values.target_auroc), _SHOWN, output)
-    return 0
+    return int(diverged)
 
 
 def learning_config(config: Config, name: str, seed: int, folder: Path) -> Config:
@@ -74,23 +83,35 @@ def learning_config(config: Config, name: str, seed: int, folder: Path) -> Confi
     return seeded_config(config, keys, name, seed, folder)
 
 
-def train_and_evaluate(trainer: Trainer) -> list[Row]:
-    """Train to the end, and return a point for each evaluation, see the module; a collective."""
+def train_and_evaluate(trainer: Trainer) -> tuple[list[Row], str]:
+    """Train to the end, and return a point for each evaluation, see the module; a collective.
+
+    Also returns why training ended early; empty if it did not.
+    """
     evaluate, points, evaluations_s = trainer.evaluate, list[Row](), 0.0
     began = time.perf_counter()
+
+    def note(values: Mapping[str, float], now: float) -> None:
+        step = trainer.progress.step
+        at = {"step": step, "samples": step * trainer.global_batch, "seconds": now - began - evaluations_s}
+        points.append(at | {name: f"{values[name]:.6f}" for name in _METRICS})
 
     def noted() -> dict[str, float]:
         nonlocal evaluations_s
         before = time.perf_counter()
-        values, step = evaluate(), trainer.progress.step
-        at = {"step": step, "samples": step * trainer.global_batch, "seconds": before - began - evaluations_s}
-        points.append(at | {name: f"{values[name]:.6f}" for name in _METRICS})
+        values = evaluate()
+        note(values, before)
         evaluations_s += time.perf_counter() - before
         return values
 
     trainer.evaluate = noted  # type: ignore[method-assign]
-    trainer.fit()
-    return points
+    try:
+        trainer.fit()
+    except NotFiniteError as error:  # on all ranks at the same step
+        if not points or points[-1]["step"] != trainer.progress.step:  # else this evaluation found it
+            note(dict.fromkeys(_METRICS, math.nan), time.perf_counter())
+        return points, str(error)
+    return points, ""
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str], target: float | None) -> list[Row]:

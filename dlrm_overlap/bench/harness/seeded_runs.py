@@ -1,6 +1,7 @@
 """Runs of several contenders and seeds, whose rows are in one file."""
 
 import csv
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -69,7 +70,9 @@ def show(ranks: Ranks, lines: Callable[[], Sequence[Row]], columns: Sequence[str
 
 
 def spread(name: str, numbers: Sequence[float]) -> Row:
-    """Return the mean and the standard deviation of a sample; None of too few numbers."""
+    """Return mean and standard deviation of a sample: None of too few numbers, NaN if one is not finite."""
+    if not all(map(math.isfinite, numbers)):
+        return {name: math.nan, f"{name}_std": math.nan}
     mean = statistics.mean(numbers) if numbers else None
     return {name: mean, f"{name}_std": statistics.stdev(numbers) if len(numbers) > 1 else None}
 

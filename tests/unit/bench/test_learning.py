@@ -1,12 +1,16 @@
 """`bench learning`: its runs differ in what their contenders' keys say, and the table of their results."""
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from dlrm_overlap.bench.figures.learning import learning_config, summarise
+from dlrm_overlap.bench.figures.learning import learning_config, summarise, train_and_evaluate
 from dlrm_overlap.bench.learning_contenders import LEARNING_CONTENDERS
+from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, DataConfig
 from tests.conftest import configuration
 
@@ -62,3 +66,30 @@ def test_runs_of_a_seed_take_the_same_samples_and_save_nothing(name: str, tmp_pa
 def test_a_seed_shuffles_samples_of_files(tmp_path: Path) -> None:
     files = Config(data=DataConfig(kind="prepared", path=str(tmp_path)))
     assert learning_config(files, "pgas", 3, tmp_path).data.seed == 3
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+@pytest.mark.parametrize("found_by", ["training", "evaluation"])
+def test_a_run_whose_loss_is_not_finite_has_a_row_of_that_step(found_by: str, loss: float) -> None:
+    losses = iter([0.6, 0.5, loss])
+    trainer: Any = SimpleNamespace(progress=SimpleNamespace(step=0), global_batch=4)
+    trainer.evaluate = lambda: {"auroc": 0.7, "ne": 0.8, "loss": next(losses)}
+
+    def fit() -> None:
+        for trainer.progress.step in (10, 20, 30):
+            last = trainer.progress.step == 30
+            if last and found_by == "training":
+                raise NotFiniteError("step 30: the training loss is nan")
+            trainer.evaluate()
+            if last:
+                raise NotFiniteError("step 30: the held-out loss is nan")
+
+    trainer.fit = fit
+    points, fault = train_and_evaluate(trainer)
+    assert "step 30" in fault
+    assert [(point["step"], point["samples"]) for point in points] == [(10, 40), (20, 80), (30, 120)]
+    assert [math.isfinite(float(point["loss"])) for point in points] == [True, True, False]
+    rows = [point | {"contender": "pgas", "seed": "0"} for point in points]
+    (line,) = summarise(rows + [row | {"seed": "1"} for row in rows[:2]], ["pgas"], 0.65)
+    assert line["reached"] == "2 of 2", "the target was reached before"
+    assert math.isnan(line["auroc"]) == (found_by == "training")
