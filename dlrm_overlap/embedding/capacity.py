@@ -145,7 +145,8 @@ class CapacityTracker:
     The sizes of a batch are [3 + 3 * T + tables] int64: 1 if there is no batch, 1 if it does not match the first one,
     and its number of samples; then T numbers of ids, one per feature, T numbers of ids in the largest bag, and T
     negated numbers of ids in the smallest bag; then the number of distinct ids of each unpooled table, computed on the
-    device. A rank without samples does not change the greatest sizes of bags: see `reference.count_bags`.
+    device. A rank without samples does not change the greatest sizes of bags (see `reference.count_bags`), but its
+    smallest bag is empty, because empty bags are its padding.
 
     Example: bags f: [5] [], g: [7, 7] [1] give 0 0 2, then 1 3, 1 2, 0 -1. The capacity for 2 samples is 2 ids of f,
     since its largest bag has 1, and 4 ids of g, a quarter more than 3. A batch with 5 ids of g grows the capacity of g
@@ -198,7 +199,10 @@ class CapacityTracker:
             if len(batch.ids) > 1:
                 part = part[:, first : first + features]
             first += features
-            if lengths.is_cuda:
+            if not ids.stride():
+                part.copy_(reference.count_bags(lengths))
+                part[2] = 0
+            elif lengths.is_cuda:
                 from dlrm_overlap.kernels.count_bags import count_bags  # needs Triton
 
                 count_bags(lengths.contiguous(), part)
@@ -277,7 +281,7 @@ class CapacityTracker:
         columns = numbers[_HEADER : self._distinct_from].reshape(3, len(self._features)).tolist()
         for key, count, most, least in zip(self._features, *columns, strict=True):
             capacity = old.capacity([key])[0] if key in old.bag_sizes else 0
-            seen = (-least, most) if most >= 0 else sizes.get(key, (0, 0))  # no rank has a sample
+            seen = -least, max(most, 0)  # if no rank has a sample, `most` is negative
             before = sizes.get(key, seen)
             sizes[key] = min(before[0], seen[0]), max(before[1], seen[1])
             is_new = count > capacity or sizes[key] != old.bag_sizes.get(key)

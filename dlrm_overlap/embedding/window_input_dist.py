@@ -27,7 +27,7 @@ from torchrec.streamable import Multistreamable
 from dlrm_overlap.comm.arena import Arena, open_arena
 from dlrm_overlap.comm.order import CurrentStream, uncompiled
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, CpuIdExchange, IdExchange
-from dlrm_overlap.embedding.capacity import CapacityTracker, PendingResult, RankConsensus, SizesBuffer
+from dlrm_overlap.embedding.capacity import CapacityTracker, PendingResult, RankConsensus, SizesBuffer, ended
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable, poison_on_error
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.options import ExchangeContext
@@ -172,14 +172,14 @@ class WindowInputDist:
         assert tracker is not None
         greatest = counted.sizes.wait()
         self._join_streams(counted)
-        if is_beyond := tracker.are_beyond(greatest):
+        if tracker.are_beyond(greatest) and not ended(greatest):
             tracker.grow(greatest)
         most, has_other_features = tracker.samples_of(greatest), not tracker.are_captured(greatest)
         if counted.buffer is not None:
             self._buffers.append(counted.buffer)
         if has_other_features:  # on some rank
             return WindowInput(None, samples, counted.by_torchrec())
-        if self._ids is None or is_beyond:
+        if self._ids is None or self._ids.ids.batch_capacity != tracker.capacity:  # grown, perhaps by a batch before
             self._open(tracker)
         assert self._ids is not None
         return WindowInput(self._ids.send(counted.features, most), samples)

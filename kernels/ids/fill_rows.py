@@ -108,7 +108,7 @@ class RowTables(NamedTuple):
     entries: torch.Tensor
     """[tables, 12] int64, see `FilledTable.entry`"""
     words: int
-    """most words of a row"""
+    """most words of a row, or of a state of a row"""
     states: int
     """most states of a table"""
     cached: bool
@@ -120,7 +120,7 @@ class RowTables(NamedTuple):
 def row_tables(tables: list[FilledTable], device: torch.device) -> RowTables:
     entries = torch.tensor([table.entry() for table in tables], dtype=torch.int64, device=device)
     alignment = gcd(16, *(part for t in tables for part in (t.weights, t.source, 4 * t.words)))
-    most = max(t.words for t in tables), max(len(t.states) // 2 for t in tables)
+    most = max(words for t in tables for words in (t.words, *t.states[1::2])), max(len(t.states) // 2 for t in tables)
     return RowTables(entries, *most, any(t.slots for t in tables), alignment)
 
 

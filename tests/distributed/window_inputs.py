@@ -15,6 +15,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap.torchrec_private import WeightDecayMode
 from tests.agreement import assert_same
 from tests.distributed.models import MEAN, SUM, Model, Shards, Tables, draw_ids, make_plan, train
 
@@ -77,12 +78,17 @@ CASES = {
         pipeline=_Reset, samples=((5, 5),) * 6, bags=((0, 3),) * 6, weighted=(False,) * 6, sent=9
     ),
     "known lengths": Case(bags=((2, 2),) * 4),
+    "known lengths and fewer samples": Case(WHOLE, bags=((2, 2),) * 4, samples=((5, 5), (5, 5), (2, 5), (5, 3))),
+    "known lengths and no samples": Case(WHOLE, bags=((2, 2),) * 4, samples=((5, 5), (5, 5), (0, 5), (5, 3))),
     "longer bags": Case(bags=((0, 3), (1, 2), (0, 9), (3, 20))),
     "lengths are known no more": Case(bags=((2, 2), (2, 2), (1, 3), (2, 2))),
     # FBGEMM cannot divide a batch without samples by rows, on GPUs.
     "other samples": Case(WHOLE, samples=((5, 5), (2, 9), (4, 0), (12, 3))),
     "no samples": Case(WHOLE, samples=((5, 5), (0, 0), (0, 0), (5, 5))),
     "some weights": Case(weighted=(False, False, True, False), sent=2),
+    "known lengths, weights and shorter bags": Case(
+        bags=((2, 2), (2, 2), (2, 2), (0, 2)), weighted=(False, False, True, False), sent=2
+    ),
     "weights from the second batch on": Case(weighted=(False, True, True, True), sent=0),
 }
 
@@ -125,6 +131,7 @@ def _train(case: Case, sharder: Any, device: torch.device, repeats: int) -> tupl
 def compare(name: str, device: torch.device, repeats: int = 1) -> None:
     """Check that outputs, rows and states have the same bits as if TorchRec had sent the ids; a collective."""
     case, params = CASES[name], {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.5, "eps": 1e-3}
+    params |= {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2}  # so a gradient of zero changes a row
     sharders = (OverlapEmbeddingBagCollectionSharder(dict(params), input_dist=by) for by in ("torchrec", "windows"))
     (expected, never), (ours, sent) = (_train(case, sharder, device, repeats) for sharder in sharders)
     assert never == [0, 0]

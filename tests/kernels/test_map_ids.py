@@ -366,12 +366,19 @@ def test_rows_of_new_ids_begin_alike_wherever_they_are() -> None:
         offsets = torch.tensor([0, 20, 20, 20, 20, 40, 40, 40, 40], dtype=torch.int32)
         claims = map_ids(state, features, IdSet(), low, high, low, offsets, _SAMPLES, True)
         assert claims is not None
-        before = [torch.randn(64, 8), torch.randn(32, 4), torch.ones(64), torch.ones(32)]
+        before = [
+            torch.randn(64, 8),
+            torch.randn(32, 4),
+            torch.ones(64, 20),
+            torch.ones(32, 1),
+        ]  # states of more words than a row, and fewer
         given = torch.randn(5, 8), torch.randn(5, 4)
         for fill in (fill_rows, lambda tables, claims: reference.fill_rows(tables.entries, claims)):
             after = [each.clone() for each in before]
             tables = [
-                FilledTable(first, w.data_ptr(), w.shape[1], (g if initials else w).data_ptr(), 0, 0, (s.data_ptr(), 1))
+                FilledTable(
+                    first, w.data_ptr(), w.shape[1], (g if initials else w).data_ptr(), 0, 0, (s.data_ptr(), s.shape[1])
+                )
                 for first, w, g, s in zip((0, 64), after[:2], given, after[2:], strict=True)
             ]
             fill(row_tables(tables, CPU), claims)
@@ -386,7 +393,7 @@ def test_rows_of_new_ids_begin_alike_wherever_they_are() -> None:
                 assert torch.equal(after[number][here], expected)
                 others = torch.ones(len(old), dtype=torch.bool).index_fill(0, here, False)
                 assert torch.equal(after[number][others], old[others])
-                assert torch.equal(after[2 + number], others.float())
+                assert torch.equal(after[2 + number], others[:, None].float().expand_as(after[2 + number]))
 
 
 def test_rows_of_new_ids_begin_in_the_slots_of_a_cache() -> None:

@@ -313,7 +313,11 @@ class IdExchange:
             )
 
     def _padded(self, features: KeyedJaggedTensor, samples: int) -> KeyedJaggedTensor:
-        """Return ids with more bags, which nobody reads: empty ones, or ones of id 0 if all lengths are known."""
+        """Return ids with more bags: empty ones, or if all lengths are known the same ones again.
+
+        Nobody reads embeddings of the added bags, so their gradients are zero. They have ids of this batch, whose rows
+        are updated anyway, because an optimizer such as Adam changes a row in a step even by a gradient of zero.
+        """
         keys, bags = features.keys(), features.stride()
         more, values, weights = samples - bags, features.values(), weights_of(features)
         if self.known:
@@ -321,7 +325,8 @@ class IdExchange:
 
             def padded(of_ids: torch.Tensor) -> torch.Tensor:
                 parts = of_ids.split([size * bags for size in sizes])
-                return torch.cat([pad(part, (0, size * more)) for part, size in zip(parts, sizes, strict=True)])
+                repeated = [part.repeat(-(-samples // max(bags, 1))) for part in parts]
+                return torch.cat([part[: size * samples] for part, size in zip(repeated, sizes, strict=True)])
 
             values, weights = padded(values), weights if weights is None else padded(weights)
         lengths = pad(features.lengths().view(len(keys), bags), (0, more)).flatten()

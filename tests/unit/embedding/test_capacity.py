@@ -84,9 +84,14 @@ def test_a_batch_unlike_the_first_and_the_end_are_not_captured(world_of_one: dis
     assert not learnt.learn(None)
 
 
-def test_a_batch_of_no_sample_says_nothing_about_bags(world_of_one: dist.ProcessGroup) -> None:
+def test_after_a_batch_of_no_sample_lengths_are_not_known(world_of_one: dist.ProcessGroup) -> None:
+    """It is padded by empty bags, since it has no ids to repeat; its largest bag says nothing."""
     empty, fixed = _batch([], []), _learnt(world_of_one, _batch([1, 1], [2, 2]))
-    assert fixed.describe(empty).numbers.tolist() == [0, 0, 0, *(0, 0), *[-(2**31)] * 4]
+    assert fixed.describe(empty).numbers.tolist() == [0, 0, 0, *(0, 0), *[-(2**31)] * 2, *(0, 0)]
+    numbers = fixed.ask(fixed.describe(empty)).wait()
+    assert fixed.are_beyond(numbers)
+    fixed.grow(numbers)
+    assert fixed.capacity.bag_sizes == {"f": (0, 1), "g": (0, 2)}
     assert fixed.are_captured(fixed.ask(fixed.describe(empty)).wait())
     assert _learnt(world_of_one, empty).capacity == BatchCapacity(1, {"f": (0, 0), "g": (0, 0)})
 
