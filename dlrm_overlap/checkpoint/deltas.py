@@ -9,6 +9,7 @@ Of a table of any id also those rows count whose id has changed, see `RowChanges
 
 import logging
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable
@@ -40,7 +41,7 @@ from dlrm_overlap.checkpoint.delta_files import (
     write_changes,
 )
 from dlrm_overlap.checkpoint.extents import Extent, local_extents
-from dlrm_overlap.checkpoint.manifest import MANIFEST, digest_of, write_manifest
+from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, digest_of, read_manifest, write_manifest
 from dlrm_overlap.checkpoint.row_changes import RowChanges, marked_shards, to_cpu
 from dlrm_overlap.checkpoint.saving import require_finite
 from dlrm_overlap.checkpoint.storage import save_extents
@@ -52,6 +53,8 @@ from dlrm_overlap.launching.process_group import LAST_RESORT
 log = logging.getLogger("dlrm_overlap")
 
 _PARTIAL = ".partial_"  # prefix of a folder that is being written or removed
+_WRITER = "writer"
+"""in `Manifest.about`: random text of the process that wrote a checkpoint or delta, if it writes deltas"""
 
 
 def dense_extents(model: DistributedModelParallel) -> list[Extent]:
@@ -101,7 +104,8 @@ class Deltas(BackgroundWrites[None]):
         """
         check_pyarrow()
         on_every_rank(lambda: marked_shards(self._model), world())
-        on_every_rank(lambda: self._open(start) if dist.get_rank() == 0 else None, world())
+        self._checkpointer.about[_WRITER] = secrets.token_hex(16)  # rank 0 writes it
+        on_every_rank(lambda: self._open(start, checkpoint.result()) if dist.get_rank() == 0 else None, world())
         timeout = timedelta(seconds=LAST_RESORT * self._config.embedding.wait_timeout_s)
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup), "every rank is in it"
@@ -109,20 +113,27 @@ class Deltas(BackgroundWrites[None]):
         self._forget(start)
         self.follow(start, checkpoint)
 
-    def _open(self, start: int) -> None:
-        """Make the folder, and remove deltas of steps after `start`, which a run that goes back takes again."""
+    def _open(self, start: int, checkpoint: Path) -> None:
+        """Make the folder, and remove deltas of steps after `start`, which a run that goes back takes again.
+
+        The delta of `start` has the checkpoint's weights if one process wrote both. Otherwise it is removed: it may be
+        of a run that went back to an earlier checkpoint, and ended before it saved.
+        """
+        writer, path = read_manifest(checkpoint).about.get(_WRITER), self.folder / delta_name(start)
+        self._delta = None
+        with suppress(InputError):
+            delta = read_delta(path)
+            if writer is not None and delta.about.get(_WRITER) == writer:
+                self._delta = start, state_of_delta(path, delta)["digest"]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob(f"{_PARTIAL}*"):
                 discard(left)
             for step, path in deltas_in(self.folder).items():
-                if step > start:
+                if step > start or (step == start and self._delta is None):
                     _remove(path)
         except OSError as error:
             raise _unwritable(self.folder, error) from None
-        with suppress(InputError):
-            path = self.folder / delta_name(start)
-            self._delta = start, state_of_delta(path, read_delta(path))["digest"]
 
     def follow(self, step: int, checkpoint: Future[Path]) -> None:
         """Let the next delta also follow the checkpoint of `step`, which a thread may still write."""
@@ -200,7 +211,7 @@ class Deltas(BackgroundWrites[None]):
                 step,
                 self._checkpointer.shape,
                 self._checkpointer.settings,
-                about={"world_size": group.size()},
+                about={"world_size": group.size(), _WRITER: self._checkpointer.about[_WRITER]},
                 files=dict(sorted(files.items())),
                 base=self._base(base, saved) if group.rank() == 0 else {},
             )
