@@ -333,7 +333,7 @@ class Trainer(StepRunner):
         self._load(checkpoint, manifest.step)
         self.start = self.saves.step = manifest.step
         self.saves.written = Future()
-        self.saves.written.set_result(checkpoint)
+        self.saves.written.set_result(manifest)
         try:
             self.running.load(manifest.about.get("trained_metrics", []))
         except ValueError as error:

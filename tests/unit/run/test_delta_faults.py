@@ -1,15 +1,19 @@
 """A delta is complete or not there, and none has weights that are not finite."""
 
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dlrm_overlap.checkpoint.apply_deltas import apply_deltas
-from dlrm_overlap.checkpoint.delta_files import deltas_in, read_delta
-from dlrm_overlap.checkpoint.manifest import digest_of
+from dlrm_overlap.checkpoint.delta_files import deltas_in, read_delta, write_changes
+from dlrm_overlap.checkpoint.manifest import Manifest, read_manifest
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.checkpoint.storage import read_weights
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.train.trainer import Trainer
 from tests.conftest import file_limit, refuses
@@ -41,12 +45,11 @@ def test_one_that_finds_no_room_ends_the_run_by_name_and_the_next_run_writes_it(
 def _followed(delta: Path) -> list[str]:
     """Return the checkpoint and the delta of the run that `delta` follows."""
     run, base = delta.parents[1], read_delta(delta).base
-    files = [
-        run / f"checkpoints/step_{base['step']}/checkpoint.json",
-        run / f"deltas/delta_{base['step']}/manifest.json",
-    ]
-    followed = {base["digest"], *base["same"]}
-    return [file.parent.name for file in files if file.exists() and digest_of(file) in followed]
+    followed, manifests = {base["digest"], *base["same"]}, dict[str, Manifest]()
+    with suppress(InputError):
+        manifests[f"step_{base['step']}"] = read_manifest(run / f"checkpoints/step_{base['step']}")
+        manifests[f"delta_{base['step']}"] = read_delta(run / f"deltas/delta_{base['step']}")
+    return [name for name, manifest in manifests.items() if manifest.digest in followed]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +74,24 @@ def test_a_delta_of_another_branch_is_not_taken_for_the_checkpoint_of_its_step(
     apply_deltas(run / "checkpoints/step_4", [run / f"deltas/delta_{step}" for step in (5, 6)], tmp_path / "applied")
     found, expected = read_weights(tmp_path / "applied"), read_weights(run / "checkpoints/step_6")
     assert {name for name in expected if not torch.equal(found[name], expected[name])} == set()
+
+
+def test_one_is_written_though_its_checkpoint_is_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(file: Path, changes: Any, step: int, *others: Any) -> Any:
+        if step == 4:
+            deadline = time.monotonic() + 60
+            while (tmp_path / "run/checkpoints/step_2").exists():
+                assert time.monotonic() < deadline, "the save of step 4 removes it"
+                time.sleep(0.01)
+        return write_changes(file, changes, step, *others)
+
+    monkeypatch.setattr("dlrm_overlap.checkpoint.deltas.write_changes", write)
+    saves = ["--checkpoint.asynchronous", "true", "--checkpoint.every", "2", "--checkpoint.keep", "1"]
+    _trainer(tmp_path, *saves, "--checkpoint.delta_every", "2", "--train.steps", "6").fit()
+    found = [read_delta(path).base for path in deltas_in(tmp_path / "run/deltas").values()]
+    assert [(base["step"], len(base["same"])) for base in found] == [(0, 0), (2, 1), (4, 1)]
 
 
 def test_a_weight_that_is_not_finite_is_in_no_delta(tmp_path: Path) -> None:
