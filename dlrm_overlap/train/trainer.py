@@ -197,7 +197,7 @@ class Trainer(StepRunner):
     def _prepare_deltas(self) -> None:
         if self.deltas is None:
             return
-        if self.start == 0:
+        if self.saves.written is None:  # the run has not resumed
             self.saves.save_initial()  # what the first delta follows
         assert self.saves.written is not None, "resumed or saved"
         self.deltas.prepare(self.start, self.saves.written)

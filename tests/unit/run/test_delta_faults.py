@@ -76,6 +76,18 @@ def test_a_delta_of_another_branch_is_not_taken_for_the_checkpoint_of_its_step(
     assert {name for name in expected if not torch.equal(found[name], expected[name])} == set()
 
 
+def test_a_run_that_resumes_before_its_first_save_keeps_its_first_weights(tmp_path: Path) -> None:
+    """A server that has loaded them can take the deltas of the run that resumed."""
+    run, saves = tmp_path / "run", ["--checkpoint.last", "false"]
+    _trainer(tmp_path, *saves, "--train.steps", "2").fit()
+    before = (run / "checkpoints/step_0/checkpoint.json").read_bytes()
+    trainer = _trainer(tmp_path, *saves, "--train.steps", "3")
+    trainer.fit()
+    assert (trainer.start, list(deltas_in(run / "deltas"))) == (0, [1, 2, 3])
+    assert (run / "checkpoints/step_0/checkpoint.json").read_bytes() == before
+    assert _followed(run / "deltas/delta_1") == ["step_0"]
+
+
 def test_one_is_written_though_its_checkpoint_is_removed_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
