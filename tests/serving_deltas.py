@@ -162,7 +162,7 @@ def write_delta(checkpoint: Path, delta: Path, changed: int) -> None:
     of_table = ChangedRows(table, "t_00", UPDATE, 0, keys, places, values)
     name, step = "tables_rank0.parquet", manifest.step + 1
     files[name] = write_changes(delta / name, [of_table], step, 0, 1, "float32")
-    base = state_of_checkpoint(checkpoint, manifest)
+    base = state_of_checkpoint(manifest)
     write_manifest(delta, DeltaManifest(step, manifest.shape, files=files, base=base), DELTA_MANIFEST)
 
 

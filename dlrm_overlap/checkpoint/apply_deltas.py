@@ -55,22 +55,21 @@ def apply_deltas(base: Path, deltas: Sequence[Path], output: Path) -> Manifest:
         raise InputError(f"--output: {output} exists; name a new folder")
     manifest = read_complete(base)
     # Check the whole chain before anything large is read.
-    state, chain = state_of_checkpoint(base, manifest), list[tuple[Path, DeltaManifest]]()
+    state, chain = state_of_checkpoint(manifest), list[tuple[Path, DeltaManifest]]()
     for path in deltas:
         found = read_delta(path)
         check_follows(path, found, manifest, state)
-        state = state_of_delta(path, found)
+        state = state_of_delta(found)
         chain.append((path, found))
-    weights = read_weights(base)
+    weights = read_weights(base, manifest)
     for path, found in chain:
         apply(path, found, weights)
     about = manifest.about | {APPLIED: state}
     result = replace(manifest, step=state["step"], metrics={}, saved=0, about=about)
     try:
-        _write(base, manifest, result, weights, output)
+        return _write(base, manifest, result, weights, output)
     except OSError as error:
         raise InputError(f"--output: {output} cannot be written ({error.strerror}); name another folder") from None
-    return result
 
 
 def check_follows(path: Path, delta: DeltaManifest, model: Manifest, state: dict) -> None:
@@ -96,7 +95,7 @@ def apply(path: Path, manifest: DeltaManifest, weights: Mapping[str, torch.Tenso
     """Change `weights`, a checkpoint's by name, in place; they are partly changed after a DamagedError."""
     for changes in read_changes(path, manifest):
         _apply_rows(path, changes, weights)
-    for name, tensor in read_dense(path).items():
+    for name, tensor in read_dense(path, manifest).items():
         if name not in weights or weights[name].shape != tensor.shape:
             raise DamagedError(f"{path} is damaged: it has a parameter {name}, which the model has not")
         weights[name].copy_(tensor)
@@ -126,7 +125,7 @@ def ids_of(table: str, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | No
     return next((weights[name] for name in weights if name.endswith(end)), None)
 
 
-def _write(base: Path, stored: Manifest, result: Manifest, weights: dict[str, torch.Tensor], output: Path) -> None:
+def _write(base: Path, stored: Manifest, result: Manifest, weights: dict[str, torch.Tensor], output: Path) -> Manifest:
     temporary = output.with_name(f".partial_{output.name}_step_{result.step}")
     shutil.rmtree(temporary, ignore_errors=True)
     extents = [
@@ -137,10 +136,11 @@ def _write(base: Path, stored: Manifest, result: Manifest, weights: dict[str, to
         files = save_extents(temporary, extents)
         if stored.encoding is not None:
             files |= _copy_encoding(base, stored, temporary)
-        write_manifest(temporary, replace(result, files=files))
+        written = write_manifest(temporary, replace(result, files=files))
         sync_folder(temporary)
         os.replace(temporary, output)
         sync_folder(output.parent)
+        return written
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -153,6 +153,8 @@ class Checkpointer:
         self.about: dict[str, Any] = {}  # facts about this run, for readers of manifests
         self.tick: Callable[[], None] = lambda: None
         """called for each piece read or written, as a sign of progress"""
+        self.written: Manifest | None = None
+        """on rank 0, the manifest of the checkpoint that `write` has written last"""
 
     def resume(self, resume: str, changed: bool, load: Callable[[Path, Manifest], Loaded]) -> Loaded | None:
         """Call `load` for the checkpoint to resume from and return its result; None if there is none. A collective.
@@ -233,16 +235,16 @@ class Checkpointer:
             encoding=self._encoded.digest if self._encoded else None,
         )
 
-        def on_rank_0(act: Callable[[], None]) -> None:
+        def on_rank_0(act: Callable[[], Loaded]) -> Loaded | None:
             guarded = _writing(final)(act)
-            on_every_rank(lambda: guarded() if dist.get_rank() == 0 else None, ranks)
+            return on_every_rank(lambda: guarded() if dist.get_rank() == 0 else None, ranks)
 
         try:
             on_rank_0(lambda: self._remove_partial(temporary))
             with _writing(final):
                 files = save_extents(temporary, extents, group, self.tick)
             on_rank_0(lambda: files.update(self._copy_encoding(temporary)))
-            on_rank_0(lambda: self._commit(temporary, final, replace(manifest, files=files)))
+            self.written = on_rank_0(lambda: self._commit(temporary, final, replace(manifest, files=files)))
         except Exception:
             if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -270,10 +272,10 @@ class Checkpointer:
         sync_folder(checkpoint / FOLDER)
         return copies
 
-    def _commit(self, temporary: Path, final: Path, manifest: Manifest) -> None:
+    def _commit(self, temporary: Path, final: Path, manifest: Manifest) -> Manifest:
         manifests, unreadable = newest_first(self.folder)
         saved = 1 + max((each.saved for each in manifests.values()), default=0)
-        write_manifest(temporary, replace(manifest, saved=saved))
+        written = write_manifest(temporary, replace(manifest, saved=saved))
         sync_folder(temporary)
         if os.path.lexists(final):  # an abandoned or damaged checkpoint of the same step
             _remove(final)
@@ -284,6 +286,7 @@ class Checkpointer:
         others.sort(key=lambda path: path in self._damaged)  # remove damaged ones first
         for surplus in others[self.keep - 1 :]:
             _remove(surplus)
+        return written
 
     def load(self, path: Path, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> int:
         """Load the checkpoint `path` into `model` and `optimizer` and return its step; a collective.

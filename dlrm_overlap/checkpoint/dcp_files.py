@@ -9,7 +9,7 @@ import pickle
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
@@ -99,14 +99,14 @@ class Reader(FileSystemReader):
     `set_up_storage_reader` raises errors of the metadata: if `read_metadata` raised them, DCP would log a traceback.
     """
 
-    def __init__(self, path: Path, read: Callable[[Path], Manifest] = read_manifest) -> None:
-        """`read` returns the manifest of the folder `path`."""
+    def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
+        """Read the folder's manifest if `manifest` is None."""
         super().__init__(path)
         self._folder = path
         self._begins: dict[str, list[int]] = {}  # file -> first byte of each piece, and its end
         self._fault: InputError | None = None
         try:
-            self._manifest = read(path)
+            self._manifest = manifest or read_manifest(path)
             self._metadata = read_metadata(path, self._manifest)
             for name, pieces in self._manifest.files.items():
                 self._begins[name] = list(accumulate((piece.size for piece in pieces), initial=0))

@@ -22,10 +22,8 @@ import torch
 
 from dlrm_overlap.checkpoint.manifest import (
     APPLIED,
-    MANIFEST,
     Manifest,
     check_sizes,
-    digest_of,
     is_state,
     read_manifest_file,
 )
@@ -46,9 +44,9 @@ _LEVELS = 255  # of a byte, above the least
 @dataclass(frozen=True)
 class DeltaManifest(Manifest):
     base: dict[str, Any] = field(default_factory=dict)
-    """what the delta follows: `step`; `digest` of the manifest of the checkpoint or delta of that step, see
-    `manifest.digest_of`; `same`, the digests of other manifests of the same weights: if a checkpoint and a delta were
-    written after one step, the checkpoint's is `digest`"""
+    """what the delta follows: `step`; `digest` of the manifest of the checkpoint or delta of that step; `same`, the
+    digests of other manifests of the same weights: if a checkpoint and a delta were written after one step, the
+    checkpoint's is `digest`"""
 
     def follows(self, state: dict[str, Any]) -> bool:
         """Return whether the delta can be applied to `state`, which has the fields of `base`."""
@@ -131,22 +129,22 @@ def read_delta(path: Path) -> DeltaManifest:
     return manifest
 
 
-def state_of_delta(path: Path, manifest: DeltaManifest) -> dict[str, Any]:
+def state_of_delta(manifest: DeltaManifest) -> dict[str, Any]:
     """Return what the next delta may follow: see `DeltaManifest.base`."""
-    return {"step": manifest.step, "digest": digest_of(path / DELTA_MANIFEST), "same": []}
+    return {"step": manifest.step, "digest": manifest.digest, "same": []}
 
 
-def state_of_checkpoint(path: Path, manifest: Manifest) -> dict[str, Any]:
+def state_of_checkpoint(manifest: Manifest) -> dict[str, Any]:
     """Return what the next delta may follow: the checkpoint or, if `delta apply` wrote it, its last delta."""
     same = []
     if (applied := manifest.about.get(APPLIED)) is not None:
         same = [applied["digest"], *applied["same"]]
-    return {"step": manifest.step, "digest": digest_of(path / MANIFEST), "same": same}
+    return {"step": manifest.step, "digest": manifest.digest, "same": same}
 
 
-def read_dense(path: Path) -> dict[str, torch.Tensor]:
+def read_dense(path: Path, manifest: DeltaManifest) -> dict[str, torch.Tensor]:
     """Return the dense parameters of a delta by their names in the model's state dict."""
-    return read_weights(path, read_delta_manifest)
+    return read_weights(path, manifest)
 
 
 def read_changes(path: Path, manifest: DeltaManifest) -> Iterator[ChangedRows]:

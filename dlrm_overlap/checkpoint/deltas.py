@@ -9,6 +9,7 @@ Of a table of any id also those rows count whose id has changed, see `RowChanges
 
 import logging
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable
@@ -36,11 +37,10 @@ from dlrm_overlap.checkpoint.delta_files import (
     delta_name,
     deltas_in,
     read_delta,
-    state_of_delta,
     write_changes,
 )
 from dlrm_overlap.checkpoint.extents import Extent, local_extents
-from dlrm_overlap.checkpoint.manifest import MANIFEST, digest_of, write_manifest
+from dlrm_overlap.checkpoint.manifest import Manifest, write_manifest
 from dlrm_overlap.checkpoint.row_changes import RowChanges, marked_shards, to_cpu
 from dlrm_overlap.checkpoint.saving import require_finite
 from dlrm_overlap.checkpoint.storage import save_extents
@@ -52,6 +52,8 @@ from dlrm_overlap.launching.process_group import LAST_RESORT
 log = logging.getLogger("dlrm_overlap")
 
 _PARTIAL = ".partial_"  # prefix of a folder that is being written or removed
+_WRITER = "writer"
+"""in `Manifest.about`: random text of the process that wrote a checkpoint or delta, if it writes deltas"""
 
 
 def dense_extents(model: DistributedModelParallel) -> list[Extent]:
@@ -82,8 +84,8 @@ class Deltas(BackgroundWrites[None]):
         self._config, self._checkpointer, self._model, self._device = config, checkpointer, model, device
         self._check = check
         self._changes = RowChanges(model)
-        self._checkpoint: Future[Path] | None = None
-        """the checkpoint of `step`, if there is one"""
+        self._checkpoint: Future[Manifest | None] | None = None
+        """on rank 0, the manifest of the checkpoint of `step`, if there is one"""
         self._delta: tuple[int, str] | None = None
         """step of the last delta, and on rank 0 the digest of its manifest"""
         self._group: dist.ProcessGroup | None = None
@@ -93,7 +95,7 @@ class Deltas(BackgroundWrites[None]):
     def every(self) -> int:
         return self._config.checkpoint.delta_every
 
-    def prepare(self, start: int, checkpoint: Future[Path]) -> None:
+    def prepare(self, start: int, checkpoint: Future[Manifest | None]) -> None:
         """Begin the chain at the checkpoint of step `start`, and remove deltas of later steps; a collective.
 
         Raises:
@@ -101,7 +103,8 @@ class Deltas(BackgroundWrites[None]):
         """
         check_pyarrow()
         on_every_rank(lambda: marked_shards(self._model), world())
-        on_every_rank(lambda: self._open(start) if dist.get_rank() == 0 else None, world())
+        self._checkpointer.about[_WRITER] = secrets.token_hex(16)  # rank 0 writes it
+        on_every_rank(lambda: self._open(start, checkpoint.result()) if dist.get_rank() == 0 else None, world())
         timeout = timedelta(seconds=LAST_RESORT * self._config.embedding.wait_timeout_s)
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup), "every rank is in it"
@@ -109,22 +112,29 @@ class Deltas(BackgroundWrites[None]):
         self._forget(start)
         self.follow(start, checkpoint)
 
-    def _open(self, start: int) -> None:
-        """Make the folder, and remove deltas of steps after `start`, which a run that goes back takes again."""
+    def _open(self, start: int, checkpoint: Manifest | None) -> None:
+        """Make the folder, and remove deltas of steps after `start`, which a run that goes back takes again.
+
+        The delta of `start` has the checkpoint's weights if one process wrote both. Otherwise it is removed: it may be
+        of a run that went back to an earlier checkpoint, and ended before it saved.
+        """
+        assert checkpoint is not None, "rank 0 has its manifest"
+        writer, self._delta = checkpoint.about.get(_WRITER), None
+        with suppress(InputError):
+            delta = read_delta(self.folder / delta_name(start))
+            if writer is not None and delta.about.get(_WRITER) == writer:
+                self._delta = start, delta.digest
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob(f"{_PARTIAL}*"):
                 discard(left)
             for step, path in deltas_in(self.folder).items():
-                if step > start:
+                if step > start or (step == start and self._delta is None):
                     _remove(path)
         except OSError as error:
             raise _unwritable(self.folder, error) from None
-        with suppress(InputError):
-            path = self.folder / delta_name(start)
-            self._delta = start, state_of_delta(path, read_delta(path))["digest"]
 
-    def follow(self, step: int, checkpoint: Future[Path]) -> None:
+    def follow(self, step: int, checkpoint: Future[Manifest | None]) -> None:
         """Let the next delta also follow the checkpoint of `step`, which a thread may still write."""
         assert step == self.step, "a checkpoint is saved after the delta of its step"
         self._checkpoint = checkpoint
@@ -173,7 +183,7 @@ class Deltas(BackgroundWrites[None]):
         self,
         step: int,
         base: int,
-        checkpoint: Future[Path] | None,
+        checkpoint: Future[Manifest | None] | None,
         changes: list[ChangedRows],
         dense: list[Extent],
         waited_s: float,
@@ -183,7 +193,7 @@ class Deltas(BackgroundWrites[None]):
             torch.cuda.set_device(self._device)  # per thread
         group, begin = self._group, time.perf_counter()
         assert group is not None
-        saved = checkpoint.result() if checkpoint is not None else None
+        saved = checkpoint.result() if checkpoint is not None else None  # it may be removed from now on
         final = self.folder / delta_name(step)
         temporary = final.with_name(f"{_PARTIAL}{final.name}")
 
@@ -200,7 +210,7 @@ class Deltas(BackgroundWrites[None]):
                 step,
                 self._checkpointer.shape,
                 self._checkpointer.settings,
-                about={"world_size": group.size()},
+                about={"world_size": group.size(), _WRITER: self._checkpointer.about[_WRITER]},
                 files=dict(sorted(files.items())),
                 base=self._base(base, saved) if group.rank() == 0 else {},
             )
@@ -217,20 +227,20 @@ class Deltas(BackgroundWrites[None]):
             final, rows, f" and {gone} tombstones" if gone else "", time.perf_counter() - begin, waited_s,
         )  # fmt: skip
 
-    def _base(self, base: int, saved: Path | None) -> dict[str, Any]:
-        digests = [] if saved is None else [digest_of(saved / MANIFEST)]
+    def _base(self, base: int, saved: Manifest | None) -> dict[str, Any]:
+        digests = [] if saved is None else [saved.digest]
         if self._delta is not None and self._delta[0] == base:
             digests.append(self._delta[1])
         return {"step": base, "digest": digests[0], "same": digests[1:]}
 
     def _commit(self, temporary: Path, final: Path, manifest: DeltaManifest) -> None:
-        write_manifest(temporary, manifest, DELTA_MANIFEST)
+        written = write_manifest(temporary, manifest, DELTA_MANIFEST)
         sync_folder(temporary)
         if os.path.lexists(final):
             _remove(final)
         os.replace(temporary, final)
         sync_folder(self.folder)
-        self._delta = manifest.step, digest_of(final / DELTA_MANIFEST)
+        self._delta = written.step, written.digest
         if (keep := self._config.checkpoint.delta_keep) is not None:
             for surplus in list(deltas_in(self.folder).values())[:-keep]:
                 _remove(surplus)

@@ -50,6 +50,8 @@ class Manifest:
     files: dict[str, list[Piece]] = field(default_factory=dict)
     """the pieces of each file except the manifest; in a format without checksums, one piece per file"""
     format: int = FORMAT
+    digest: str = field(default="", compare=False)
+    """xxh3_128 of the manifest's file in hexadecimal, by which deltas name what they follow; not stored"""
 
     @property
     def has_checksums(self) -> bool:
@@ -62,11 +64,16 @@ class Manifest:
 Kind = TypeVar("Kind", bound=Manifest)
 
 
-def write_manifest(checkpoint: Path, manifest: Manifest, name: str = MANIFEST) -> None:
+def write_manifest(checkpoint: Path, manifest: Kind, name: str = MANIFEST) -> Kind:
+    """Write the manifest, and return it with its digest."""
+    content = dataclasses.asdict(manifest)
+    del content["digest"]
+    data = _sealed(json.dumps(content, indent=1).removesuffix("\n}").encode())
     with (checkpoint / name).open("wb") as file:
-        file.write(_sealed(json.dumps(dataclasses.asdict(manifest), indent=1).removesuffix("\n}").encode()))
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    return dataclasses.replace(manifest, digest=_digest_of(data))
 
 
 def _sealed(head: bytes) -> bytes:
@@ -100,7 +107,7 @@ def read_manifest_file(path: Path, kind: type[Kind]) -> Kind:
         else:
             content["files"] = {name: [[size, ""]] for name, size in content["files"].items()}
         files = {name: [Piece(*piece) for piece in pieces] for name, pieces in content["files"].items()}
-        manifest = kind(**content | {"files": files})
+        manifest = kind(**content | {"files": files, "digest": _digest_of(data)})
         _check_types(manifest)
     except InputError:
         raise
@@ -147,10 +154,8 @@ def is_state(value: Any) -> bool:
     return _is_count(value["step"], below=1 << 31) and all(_PIECE_CHECKSUM.fullmatch(digest) for digest in digests)
 
 
-def digest_of(path: Path) -> str:
-    """Return the xxh3_128 of a manifest's file in hexadecimal; deltas name what they follow by it."""
-    with open_file(path) as file:
-        return xxh3_128(file.read()).hexdigest()
+def _digest_of(data: bytes) -> str:
+    return xxh3_128(data).hexdigest()
 
 
 def _is_count(value: Any, below: int = 1 << 63) -> bool:

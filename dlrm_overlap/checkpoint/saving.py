@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import psutil
 import torch
@@ -24,6 +23,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from dlrm_overlap.checkpoint.background import BackgroundWrites
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store, world
 from dlrm_overlap.checkpoint.extents import Extent, is_finite
+from dlrm_overlap.checkpoint.manifest import Manifest
 from dlrm_overlap.comm.every_rank import faults, on_every_rank
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.process_group import LAST_RESORT
@@ -45,7 +45,7 @@ def require_finite(fault: str, step: int, config: Config) -> None:
         )
 
 
-class Saves(BackgroundWrites[Path]):
+class Saves(BackgroundWrites[Manifest | None]):
     """Saves checkpoints. All ranks call the same methods after the same steps, with no step in flight."""
 
     def __init__(
@@ -61,8 +61,8 @@ class Saves(BackgroundWrites[Path]):
         """`check` raises errors that kernels have recorded. `held_out_loss` evaluates one batch, as a collective."""
         self.step = 0
         """last step whose state was saved or loaded"""
-        self.written: Future[Path] | None = None
-        """the checkpoint that `save` has written last, or that a thread is writing"""
+        self.written: Future[Manifest | None] | None = None
+        """on rank 0, the manifest of the checkpoint that `save` has written last, or that a thread is writing"""
         self._config, self._checkpointer = config, checkpointer
         self._model, self._optimizer, self._device = model, optimizer, device
         self._check, self._held_out_loss = check, held_out_loss
@@ -128,14 +128,14 @@ class Saves(BackgroundWrites[Path]):
         require_finite(next(iter(faults(_fault_of(extents) or fault, world())), ""), step, self._config)
         about = dict(self._checkpointer.about)
 
-        def write(extents: list[Extent], group: dist.ProcessGroup | None) -> Path:
+        def write(extents: list[Extent], group: dist.ProcessGroup | None) -> Manifest | None:
             waited_s = time.perf_counter() - begin
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # per thread; else DCP would use another rank's GPU
             path = self._checkpointer.write(step, extents, metrics, group, about)
             text = f", in the background except for {waited_s:.3f} s" if group else ""
             log.info("checkpoint: %s, %.1f s%s", path, time.perf_counter() - begin, text)
-            return path
+            return self._checkpointer.written
 
         if background and self._group is not None:
             self.written = self._write_in_background(write, self._copy(extents), self._group)

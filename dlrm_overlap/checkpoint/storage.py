@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlrm_overlap.checkpoint.dcp_files import Reader, Writer
 from dlrm_overlap.checkpoint.extents import Extent, is_finite, sources
-from dlrm_overlap.checkpoint.manifest import Manifest, read_manifest
+from dlrm_overlap.checkpoint.manifest import Manifest
 from dlrm_overlap.checkpoint.pieces import DamagedError, Piece
 from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.config import InputError, PeerError, in_one_line
@@ -135,13 +135,13 @@ def read_unsharded(path: Path) -> dict[str, Any]:
     return planner.original_state_dict
 
 
-def read_weights(path: Path, read: Callable[[Path], Manifest] = read_manifest) -> dict[str, torch.Tensor]:
+def read_weights(path: Path, manifest: Manifest | None = None) -> dict[str, torch.Tensor]:
     """Return the unsharded model's weights by name, without optimizer states; an InputError if unreadable.
 
-    `read` returns the manifest of the folder `path`.
+    The files in the folder `path` must be those of `manifest`, if it is given.
     """
     planner = _EmptyStateDictLoadPlanner(keys={"model"})
-    _read(path, planner, read)
+    _read(path, planner, manifest)
     return planner.original_state_dict["model"]
 
 
@@ -158,10 +158,10 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _read(path: Path, planner: DefaultLoadPlanner, read: Callable[[Path], Manifest] = read_manifest) -> None:
+def _read(path: Path, planner: DefaultLoadPlanner, manifest: Manifest | None = None) -> None:
     try:
         with _alone():
-            load({}, storage_reader=Reader(path, read), planner=planner)
+            load({}, storage_reader=Reader(path, manifest), planner=planner)
     except CheckpointException as error:
         rank, cause = _first_failure(error)
         if isinstance(cause, DamagedError):

@@ -63,7 +63,7 @@ class Scorer:
         self.schema, self.encoder = encoding.schema, Encoder(encoding.schema, encoding.keys)
         config = section_of(manifest.about.get("config", {}).get("model", {}), ModelConfig, self.path)
         self._manifest, self._config, self._updating = manifest, config, Lock()
-        self._loaded = self._load(read_weights(self.path), state_of_checkpoint(self.path, manifest))
+        self._loaded = self._load(read_weights(self.path, manifest), state_of_checkpoint(manifest))
 
     def _load(self, weights: Mapping[str, torch.Tensor], state: dict[str, Any]) -> "_Loaded":
         ids = _ids_of(weights, self.schema, self.path)
@@ -89,7 +89,7 @@ class Scorer:
             check_follows(path, found, self._manifest, loaded.state)
             changed = _Copies(loaded.weights)
             apply(path, found, changed)
-            self._loaded = self._load({**loaded.weights, **changed.copies}, state_of_delta(path, found))
+            self._loaded = self._load({**loaded.weights, **changed.copies}, state_of_delta(found))
 
     def __call__(self, rows: "pa.Table | pa.RecordBatch | Mapping[str, Any]") -> dict[str, np.ndarray]:
         """Return the probability of each label, [n] float32, for n rows.

@@ -64,6 +64,8 @@ class Trainer(StepRunner):
         super().__init__(*args, **options)
         config, train = self.config, self.train_data
         self._end, self.folder, self.start = end or EndRequest(), config.folder, 0
+        self._ended_unevaluated = False
+        """whether the run was asked to end after step `start`, where an evaluation was due"""
         self.checkpointer = Checkpointer(
             self.folder / "checkpoints",
             config.checkpoint.keep,
@@ -144,7 +146,7 @@ class Trainer(StepRunner):
         if (summary := self._resume()) is not None:
             return summary
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
-        save_last, target = self.config.checkpoint.last, self.config.train.target_auroc
+        save_last, is_over = self.config.checkpoint.last, False
         self.saves.prepare(self.world.local_world_size)
         self._prepare_deltas()
         every_delta = self.config.checkpoint.delta_every
@@ -163,7 +165,10 @@ class Trainer(StepRunner):
             self.loader(self.train_data, self.start, self.steps) as loader,
         ):
             batches = iter(loader)
-            while step < self.steps:
+            if self._ended_unevaluated:
+                values, evaluated = self._evaluate(step, run_log), step
+                is_over = self._reaches_target(step, values)
+            while step < self.steps and not is_over:
                 # The next step after which the run evaluates, saves, writes a delta or ends.
                 borders = ((step // n + 1) * n for n in (every_eval, every_save, every_delta) if n)
                 step = self._train(step, min([self.steps, *borders]), batches, loader, run_log)
@@ -175,17 +180,23 @@ class Trainer(StepRunner):
                     values, evaluated = self._evaluate(step, run_log), step
                 if (every_save and step % every_save == 0) or (save_last and step == self.steps):
                     self.save(step, values if evaluated == step else None, background=step < self.steps)
-                if evaluated == step and target and values["auroc"] >= target:
-                    log.info("early stop at step %d: AUROC %.4f reached %.4f", step, values["auroc"], target)
-                    if save_last:
-                        self.save(step, values)
-                    break
-                if step < self.steps and (rows := self.growth.due(self.id_counts.fullest)):
+                is_over = evaluated == step and self._reaches_target(step, values)
+                if step < self.steps and not is_over and (rows := self.growth.due(self.id_counts.fullest)):
                     self.grow(step, rows, values if evaluated == step else None)
             if evaluated != step:
                 values = self._evaluate(step, run_log)
             self._finish_writing()
             return run_log.summary(step, values, self.running.lifetime(), self.window_metrics)
+
+    def _reaches_target(self, step: int, values: dict[str, float]) -> bool:
+        """Return whether the evaluation after `step` ends the run, whose state is then saved."""
+        target = self.config.train.target_auroc
+        if not target or values["auroc"] < target:
+            return False
+        log.info("early stop at step %d: AUROC %.4f reached %.4f", step, values["auroc"], target)
+        if self.config.checkpoint.last:
+            self.save(step, values)
+        return True
 
     def _set_aside(self) -> None:
         """Move away the files of a run that ended before its first checkpoint or, with `log.overwrite`, of any run."""
@@ -197,7 +208,7 @@ class Trainer(StepRunner):
     def _prepare_deltas(self) -> None:
         if self.deltas is None:
             return
-        if self.start == 0:
+        if self.saves.written is None:  # the run has not resumed
             self.saves.save_initial()  # what the first delta follows
         assert self.saves.written is not None, "resumed or saved"
         self.deltas.prepare(self.start, self.saves.written)
@@ -332,8 +343,10 @@ class Trainer(StepRunner):
             )
         self._load(checkpoint, manifest.step)
         self.start = self.saves.step = manifest.step
+        every = config.train.eval_every
+        self._ended_unevaluated = bool(every and self.start and self.start % every == 0 and not manifest.metrics)
         self.saves.written = Future()
-        self.saves.written.set_result(checkpoint)
+        self.saves.written.set_result(manifest)
         try:
             self.running.load(manifest.about.get("trained_metrics", []))
         except ValueError as error:

@@ -205,9 +205,9 @@ def test_a_request_reads_the_weights_of_one_step(folder: Path, monkeypatch: pyte
     table, scorer, read_dense = make_table(), _at(folder, 6), apply_deltas.read_dense
     old, within, during = scorer(table), [], list[dict[str, np.ndarray]]()
 
-    def reading(path: Path) -> dict[str, torch.Tensor]:
+    def reading(*arguments: Any) -> dict[str, torch.Tensor]:
         within.append(scorer(table))
-        return read_dense(path)
+        return read_dense(*arguments)
 
     monkeypatch.setattr(apply_deltas, "read_dense", reading)
     features = scorer.encoder.features
@@ -223,6 +223,40 @@ def test_a_request_reads_the_weights_of_one_step(folder: Path, monkeypatch: pyte
         _assert_same(each, old)
     assert (len(within), scorer.step) == (1, 9)
     assert not np.array_equal(scorer(table)["click"], old["click"])
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_delta_that_is_removed_or_replaced_meanwhile_is_applied_in_full_or_not_at_all(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    delta, read_dense, scorer = tmp_path / "delta_9", apply_deltas.read_dense, _at(folder, 6)
+
+    def change() -> None:
+        shutil.rmtree(delta)
+        if is_replaced:
+            shutil.copytree(_delta(folder, 6), delta)
+
+    def after_the_rows(*arguments: Any) -> dict[str, torch.Tensor]:
+        change()
+        return read_dense(*arguments)
+
+    def after_all(*arguments: Any) -> dict[str, torch.Tensor]:
+        found = read_dense(*arguments)
+        change()
+        return found
+
+    monkeypatch.setattr(apply_deltas, "read_dense", after_the_rows)
+    shutil.copytree(_delta(folder, 9), delta)
+    with refuses(rf"{delta}/\S+ (is damaged|cannot be read)"):
+        scorer.apply(delta)
+    assert scorer.step == 6
+    monkeypatch.setattr(apply_deltas, "read_dense", after_all)
+    shutil.rmtree(delta, ignore_errors=True)
+    shutil.copytree(_delta(folder, 9), delta)
+    scorer.apply(delta)
+    monkeypatch.undo()
+    scorer.apply(_delta(folder, 12))
+    assert scorer.step == 12
 
 
 def test_threads_score_while_deltas_are_applied(folder: Path) -> None:

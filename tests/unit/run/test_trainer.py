@@ -129,6 +129,25 @@ def test_a_run_that_was_asked_to_end_says_how_it_goes_on(tmp_path: Path, options
     assert checkpoints(tmp_path) == ["step_3"]
 
 
+@pytest.mark.parametrize(("target", "last"), [("0", 6), ("0.01", 3)])
+def test_an_evaluation_that_was_due_when_the_run_was_asked_to_end_comes_first_when_it_resumes(
+    tmp_path: Path, target: str, last: int
+) -> None:
+    found, options = [], [*SAVES, "--train.steps", "6", "--train.eval_every", "3", "--train.target_auroc", target]
+    for name in ("whole", "ended"):
+        named = [*options, "--log.name", name, "--log.every", "1"]
+        if name == "ended":
+            trainer = _trainer(tmp_path, *named)
+            trainer._end.asked = True
+            with pytest.raises(PreemptedError, match="step 3 is saved"):
+                trainer.fit()
+            assert read_metrics(tmp_path / name, "eval/loss") == {}
+        assert _fit(tmp_path, *named)["steps"] == last
+        found.append([read_metrics(tmp_path / name, key) for key in ("train/loss", "eval/loss")])
+    assert list(found[0][1]) == [3, 6][: last // 3]
+    assert found[0] == found[1]
+
+
 def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
