@@ -92,14 +92,14 @@ class Ranks:
         from dlrm_overlap.data.days import Days
         from dlrm_overlap.data.loader import open_datasets, warnings_of_time
         from dlrm_overlap.embedding.configured_sharders import build_sharders
-        from dlrm_overlap.train.stepping import total_steps
+        from dlrm_overlap.train.stepping import check_batch_size
         from dlrm_overlap.train.trainer import Trainer
 
         config = config or self.config
         check_start(config, self.device)
         train_data, held_out = open_datasets(config.data, self.device)
         config.model.check_samples(len(train_data.rows), len(train_data.labels))
-        total_steps(config, train_data, self.world.world_size)
+        check_batch_size(config, train_data, self.world.world_size)
         resumed = config
         if resumes:
             batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size

@@ -47,6 +47,14 @@ def test_evaluating_a_checkpoint_gives_what_its_run_logged(run: Path, stored: Co
     assert contents(run) == before
 
 
+def test_fewer_samples_than_a_global_batch_are_evaluated_as_in_the_run(tmp_path: Path) -> None:
+    options = ["--train.batch_size", "128", "--train.steps", "1", "--data.eval_samples", "50"]
+    run = train(config := quickstart(tmp_path, "small", *options, "--checkpoint.last", "true"))
+    found = evaluate(ranks_here(config), run / "checkpoints" / "step_1")
+    assert {key: found[key] for key in KEYS} == {key: read_metrics(run, f"eval/{key}")[1] for key in KEYS}
+    assert found["samples"] == 50
+
+
 CUTS = {  # plan of two ranks -> its keys
     "whole tables": ["--embedding.plan", "table_wise"],
     "columns": ["--embedding.plan", "column_wise"],
