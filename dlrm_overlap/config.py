@@ -177,6 +177,13 @@ class TablesConfig:
         """Whether the ids of some synthetic table are 64-bit integers, any or hashed."""
         return bool(self._kinds - {"rows"})
 
+    @property
+    def synthetic_rows(self) -> list[int]:
+        """The rows of each synthetic table; if its ids are any or hashed, the number of ids in use at a time."""
+        assert self.rows is not None, "DataConfig checks that synthetic tables have rows"
+        given = self.rows if isinstance(self.rows, list) else [self.rows] * self.number()
+        return [min(rows, self.max_rows or rows) for rows in given]
+
     def number(self, default: int | None = None) -> int:
         """Return the number of tables, or `default` if no key gives it.
 

@@ -77,6 +77,8 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
         "train.seed": config.train.seed,
         **{f"data.{key}": value for key, value in data.items() if key not in _FREE},
         **{f"data.tables.{key}": tables[key] for key in _OF_TABLES},
+        # Files say how many rows their tables have, and the shape of a checkpoint has them.
+        **({"data.tables.rows": config.data.tables.synthetic_rows} if config.data.kind == "synthetic" else {}),
     }
 
 
