@@ -211,7 +211,7 @@ class DataConfig:
     path: FullPath | None = None
     """file or folder of the samples; required by every kind except synthetic"""
     eval_path: FullPath | None = None
-    """file or folder of the evaluation samples; null holds out the last eval_fraction of path"""
+    """files: file or folder of the evaluation samples; null holds out the last eval_fraction of path"""
     eval_fraction: BelowOne = 0.25
     """fraction of path's samples, at its end, that is held out for evaluation"""
     eval_from: Time | None = None
@@ -254,6 +254,17 @@ class DataConfig:
                     f"data.path: {self.path!r}, but data.kind is synthetic; set data.kind to prepared, if "
                     f"`dlrm-overlap prepare` wrote it, or to its format"
                 )
+            for key, unset in (
+                ("eval_path", "null"),
+                ("eval_from", "null"),
+                ("eval_window", "null"),
+                ("train_from", 0),
+            ):
+                if value := getattr(self, key):
+                    raise InputError(
+                        f"data.{key}: {value}, but data.kind is synthetic, and this key is for samples in files; set "
+                        f"it to {unset}"
+                    )
             self.tables.number()
             if self.tables.rows is None:
                 raise InputError("data.tables.rows: null, but synthetic tables need their rows; set data.tables.rows")

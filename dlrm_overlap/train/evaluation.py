@@ -158,7 +158,7 @@ def stored_config(path: Path) -> dict[str, Any]:
 def for_evaluation(config: Config) -> Config:
     """Return `config` without what changes no prediction: optimizers, compiled or captured parts, training samples."""
     data = replace(config.data, train_from=0)
-    if data.kind != "synthetic" and data.eval_path is not None:
+    if data.eval_path is not None:
         data = replace(data, path=data.eval_path)
     embedding = replace(config.embedding, optimizer="sgd", eps=EmbeddingConfig.eps)
     train = replace(config.train, optimizer="sgd", eps=TrainConfig.eps, steps=1, compile_dense=False, graph_dense=False)

@@ -181,7 +181,7 @@ def run_on_ranks(
 
 def check_data(data: DataConfig) -> None:
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
-        if data.kind != "synthetic" and path is not None and not os.path.exists(path):
+        if path is not None and not os.path.exists(path):
             raise InputError(f"{key}: {path}: no such file or folder on this machine; give one that is there")
 
 

@@ -60,7 +60,6 @@ CHANGES = {
     "--train.seed 1": "train.seed 0, now 1",
     "--data.seed 1": "data.seed 0, now 1",
     "--data.eval_samples 9": "data.eval_samples 20000, now 9",
-    "--data.eval_from 2026-11-20": "data.eval_from null, now 2026-11-20",
     "--data.tables.zipf_alpha 1.5": "data.tables.zipf_alpha 1.05, now 1.5",
     "--data.tables.multi_hot 3": "data.tables.multi_hot [4, '0..6', 1, 1, 2, 1, 1, 1], now 3",
     "--data.tables.rows [9,9,9,9,9,9,9,8]": "tables.rows [2000, 2000, 1000, 1000, 500, 500, 100, 20], now [9, 9, ",
