@@ -97,6 +97,7 @@ BACKEND_NAMES = (AUTO, *BACKENDS)
 BackendName = Annotated[str, ValueRule(f"one of {', '.join(map(repr, BACKEND_NAMES))}", BACKEND_NAMES.__contains__)]
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
+EVAL_FRACTION = 0.25  # of data.eval_fraction: null
 # Batches that loader processes keep in addition to those read ahead, as copies of them to the GPU may be in flight.
 HELD_BATCHES = 3
 _MAX_HOT = 100_000
@@ -212,8 +213,9 @@ class DataConfig:
     """file or folder of the samples; required by every kind except synthetic"""
     eval_path: FullPath | None = None
     """files: file or folder of the evaluation samples; null holds out the last eval_fraction of path"""
-    eval_fraction: BelowOne = 0.25
-    """fraction of path's samples, at its end, that is held out for evaluation"""
+    eval_fraction: BelowOne | None = None
+    """files: fraction of path's samples, at its end, that is held out for evaluation; null is 0.25 or, if `prepare
+    samples` wrote them, what it held out"""
     eval_from: Time | None = None
     """prepared samples with times: hold out the samples from this time on, instead of eval_fraction"""
     eval_window: Literal["hour", "day", "week"] | None = None

@@ -24,6 +24,7 @@ from dlrm_overlap.checkpoint.extents import Cut, Extent, local_extents
 from dlrm_overlap.checkpoint.loading import load_into
 from dlrm_overlap.checkpoint.manifest import (
     ENCODING_FILES,
+    HELD_OUT,
     Manifest,
     check_fits,
     is_checkpoint,
@@ -36,7 +37,7 @@ from dlrm_overlap.checkpoint.manifest import (
 from dlrm_overlap.checkpoint.pieces import ChecksummedFile, DamagedError, Piece
 from dlrm_overlap.checkpoint.storage import save_extents
 from dlrm_overlap.comm.every_rank import gathered, on_every_rank
-from dlrm_overlap.config import Config, InputError, flatten
+from dlrm_overlap.config import EVAL_FRACTION, Config, InputError, flatten
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.data.encoding import FILES, FOLDER, Encoded
 from dlrm_overlap.dense.tensor_parallel import shards_of
@@ -74,6 +75,8 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
     tables = data.pop("tables")
     for key in ("path", "eval_path"):
         data[key] = data[key] and str(Path(data[key]).absolute())
+    if data["eval_fraction"] is None:
+        data["eval_fraction"] = EVAL_FRACTION  # as earlier versions stored it
     return {
         "train.global_batch_size": global_batch,
         "train.seed": config.train.seed,
@@ -89,7 +92,7 @@ def samples_of(train: Dataset, held_out: Dataset) -> dict[str, str]:
 
     Example: {"training samples": "750 of 1000 samples, 5b9d4c0be1f2", "held-out samples": "250 of 1000 samples, ..}
     """
-    named = {"training samples": train, "held-out samples": held_out}
+    named = {"training samples": train, HELD_OUT: held_out}
     return {
         key: f"{dataset.num_samples} of {found}" for key, dataset in named.items() if (found := dataset.fingerprint())
     }

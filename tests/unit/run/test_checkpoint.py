@@ -100,6 +100,7 @@ def test_all_that_differs_is_reported(checkpoint: Path, caplog: pytest.LogCaptur
 def test_settings_that_an_earlier_version_did_not_store_are_not_compared(checkpoint: Path) -> None:
     manifest = read_manifest(checkpoint)
     del manifest.settings["data.tables.rows"]
+    manifest.settings["data.eval_fraction"] = 0.25  # which was the default
     _describe(checkpoint, manifest)
     assert _find(checkpoint, "--data.tables.rows", "900") == checkpoint
 

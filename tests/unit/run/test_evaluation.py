@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, write_manifest
+from dlrm_overlap.checkpoint.manifest import HELD_OUT, MANIFEST, Manifest, write_manifest
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config
 from dlrm_overlap.launching.parsing import parse_config
@@ -97,6 +97,15 @@ def test_exported_weights_predict_in_the_unsharded_model(
     torch.testing.assert_close(found, logits, rtol=0, atol=1e-5)
     exported = list(torch.load("dlrm.pt", weights_only=True)["model"])
     assert exported == sorted(exported), "whatever rank wrote each of them"
+
+
+@pytest.mark.parametrize(("settings", "fraction"), [({}, None), ({HELD_OUT: "25 of 100 samples, 0"}, 0.25)])
+def test_the_default_fraction_of_earlier_versions_is_no_choice(
+    tmp_path: Path, settings: dict[str, str], fraction: float | None
+) -> None:
+    about = {"config": {"data": {"kind": "prepared", "eval_fraction": 0.25}}}
+    write_manifest(tmp_path, Manifest(1, {}, settings, about=about))
+    assert stored_config(tmp_path)["data"] == {"kind": "prepared", "eval_fraction": fraction}
 
 
 def test_another_model_is_refused_with_all_that_differs(run: Path, stored: Config) -> None:
