@@ -7,14 +7,16 @@ Samples fit a model only if their encoding has the digest of the one that the mo
 """
 
 import json
+import os
 import shutil
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import yaml
@@ -22,7 +24,7 @@ import yaml
 from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.data.checksums import digest_of
 from dlrm_overlap.data.schema import Schema, read_schema
-from dlrm_overlap.launching.files import open_file
+from dlrm_overlap.launching.files import open_file, sync_folder
 from dlrm_overlap.launching.text_table import count_of, plain
 
 FOLDER = "encoding"
@@ -76,7 +78,9 @@ class Encoded(NamedTuple):
         """Copy the files to a new folder."""
         folder.mkdir()
         for name in FILES:
-            shutil.copyfile(self.folder / name, folder / name)
+            with open_file(self.folder / name) as source, _synced(folder / name) as copy:
+                shutil.copyfileobj(source, copy)
+        sync_folder(folder)
         return Encoded(folder, self.digest)
 
 
@@ -104,10 +108,22 @@ def unknown_values(values: Counter[str], unknown: Counter[str], schema: Schema) 
 def write_encoding(folder: Path, schema: Schema, vocabularies: Mapping[str, np.ndarray]) -> Encoded:
     """Write a new folder; `vocabularies` are the arrays of vocabulary.npz."""
     folder.mkdir()
-    (folder / SCHEMA).write_text(yaml.safe_dump(asdict(schema), sort_keys=False, allow_unicode=True))
-    np.savez(folder / VOCABULARY, **vocabularies)  # pyright: ignore[reportArgumentType]
+    with _synced(folder / SCHEMA) as file:
+        yaml.safe_dump(asdict(schema), file, sort_keys=False, allow_unicode=True, encoding="utf-8")
+    with _synced(folder / VOCABULARY) as file:
+        np.savez(file, **vocabularies)  # pyright: ignore[reportArgumentType]
+    sync_folder(folder)
     keys = {name: vocabularies[name + _KEYS] for name in _with_vocabulary(schema)}
     return Encoded(folder, Encoding(schema, keys).digest)
+
+
+@contextmanager
+def _synced(file: Path) -> Iterator[BinaryIO]:
+    """Yield the new file, whose content is on disk once the block ends."""
+    with file.open("xb") as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _with_vocabulary(schema: Schema) -> list[str]:
