@@ -1,6 +1,6 @@
 """The encoding of a table: what turned its columns into samples. It lies beside the samples and in checkpoints.
 
-    schema.yaml      the schema, with all keys
+    schema.yaml      the schema, with all keys; the first line is a comment with a checksum of the others
     vocabulary.npz   for each column NAME with a vocabulary: NAME.keys, ascending, and NAME.counts, both [k] int64
 
 Samples fit a model only if their encoding has the digest of the one that the model was trained with.
@@ -8,6 +8,7 @@ Samples fit a model only if their encoding has the digest of the one that the mo
 
 import json
 import os
+import re
 import shutil
 import zipfile
 from collections import Counter
@@ -30,6 +31,7 @@ from dlrm_overlap.launching.text_table import count_of, plain
 FOLDER = "encoding"
 SCHEMA, VOCABULARY = FILES = "schema.yaml", "vocabulary.npz"
 _KEYS = ".keys"
+_CHECKSUM = re.compile(rb"# checksum of the lines below: ([0-9a-f]{16})")
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,9 @@ def unknown_values(values: Counter[str], unknown: Counter[str], schema: Schema) 
 def write_encoding(folder: Path, schema: Schema, vocabularies: Mapping[str, np.ndarray]) -> Encoded:
     """Write a new folder; `vocabularies` are the arrays of vocabulary.npz."""
     folder.mkdir()
+    text = yaml.safe_dump(asdict(schema), sort_keys=False, allow_unicode=True, encoding="utf-8")
     with _synced(folder / SCHEMA) as file:
-        yaml.safe_dump(asdict(schema), file, sort_keys=False, allow_unicode=True, encoding="utf-8")
+        file.write(f"# checksum of the lines below: {digest_of(text)}\n".encode() + text)
     with _synced(folder / VOCABULARY) as file:
         np.savez(file, **vocabularies)  # pyright: ignore[reportArgumentType]
     sync_folder(folder)
@@ -131,8 +134,12 @@ def _with_vocabulary(schema: Schema) -> list[str]:
 
 
 def read_encoding(folder: Path) -> Encoding:
-    """Return the encoding in a folder; an InputError if a file is missing or unreadable."""
+    """Return the encoding in a folder; an InputError if a file is missing or unreadable, or the schema has changed."""
     schema, file = read_schema(folder / SCHEMA), folder / VOCABULARY
+    # The digest does not cover keys that decide no row, such as time_unit; earlier versions wrote no checksum.
+    first, _, text = (folder / SCHEMA).read_bytes().partition(b"\n")
+    if (found := _CHECKSUM.fullmatch(first)) and found[1].decode() != digest_of(text):
+        raise InputError(f"{folder / SCHEMA}: has changed since it was written; copy the folder again")
     try:
         with open_file(file) as stream, np.load(stream) as archive:
             keys = {name: archive[name + _KEYS] for name in _with_vocabulary(schema)}

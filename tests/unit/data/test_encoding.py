@@ -183,6 +183,16 @@ def test_the_files_are_on_disk_before_meta_json_names_their_digest(
         assert names[:3] == ["encoding/schema.yaml", "encoding/vocabulary.npz", "encoding"]
 
 
+def test_a_changed_schema_is_found(tmp_path: Path, days: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = days / "encoding" / "schema.yaml"
+    changed = file.read_text().replace("time_unit: s", "time_unit: ms")
+    file.write_text(changed)
+    assert main(["prepare", "table", str(tmp_path / "days.parquet"), str(tmp_path / "x"), "--like", str(days)]) == 2
+    assert f"{file}: has changed since it was written; copy the folder again" in capsys.readouterr().err
+    file.write_text(changed.partition("\n")[2])  # earlier versions wrote no checksum
+    assert read_encoding(days / "encoding").schema.time_unit == "ms"
+
+
 @pytest.mark.parametrize("options", [["--schema", "schema.yaml"], ["--rows", "9"], ["--min_count", "2"]])
 def test_an_encoding_takes_no_other_options(tmp_path: Path, days: Path, options: list[str], capsys: Any) -> None:
     like = ["prepare", "table", str(tmp_path / "days.parquet"), str(tmp_path / "x"), "--like", str(days)]
