@@ -23,7 +23,7 @@ class Days(Dataset):
     unordered: int | None = None
     """how many samples are older than one before them; None if samples have no times"""
     held_out: int | None = None
-    """number of last samples to evaluate on; None: data.eval_fraction decides"""
+    """number of last samples to evaluate on, unless data.eval_fraction is given; None: it decides"""
     cure = "correct the file"
     id_cure = cure
 

@@ -1,20 +1,23 @@
 """The encoding of a table: what turned its columns into samples. It lies beside the samples and in checkpoints.
 
-    schema.yaml      the schema, with all keys
+    schema.yaml      the schema, with all keys; the first line is a comment with a checksum of the others
     vocabulary.npz   for each column NAME with a vocabulary: NAME.keys, ascending, and NAME.counts, both [k] int64
 
 Samples fit a model only if their encoding has the digest of the one that the model was trained with.
 """
 
 import json
+import os
+import re
 import shutil
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import yaml
@@ -22,12 +25,13 @@ import yaml
 from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.data.checksums import digest_of
 from dlrm_overlap.data.schema import Schema, read_schema
-from dlrm_overlap.launching.files import open_file
+from dlrm_overlap.launching.files import open_file, sync_folder
 from dlrm_overlap.launching.text_table import count_of, plain
 
 FOLDER = "encoding"
 SCHEMA, VOCABULARY = FILES = "schema.yaml", "vocabulary.npz"
 _KEYS = ".keys"
+_CHECKSUM = re.compile(rb"# checksum of the lines below: ([0-9a-f]{16})")
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,9 @@ class Encoded(NamedTuple):
         """Copy the files to a new folder."""
         folder.mkdir()
         for name in FILES:
-            shutil.copyfile(self.folder / name, folder / name)
+            with open_file(self.folder / name) as source, _synced(folder / name) as copy:
+                shutil.copyfileobj(source, copy)
+        sync_folder(folder)
         return Encoded(folder, self.digest)
 
 
@@ -104,10 +110,23 @@ def unknown_values(values: Counter[str], unknown: Counter[str], schema: Schema) 
 def write_encoding(folder: Path, schema: Schema, vocabularies: Mapping[str, np.ndarray]) -> Encoded:
     """Write a new folder; `vocabularies` are the arrays of vocabulary.npz."""
     folder.mkdir()
-    (folder / SCHEMA).write_text(yaml.safe_dump(asdict(schema), sort_keys=False, allow_unicode=True))
-    np.savez(folder / VOCABULARY, **vocabularies)  # pyright: ignore[reportArgumentType]
+    text = yaml.safe_dump(asdict(schema), sort_keys=False, allow_unicode=True, encoding="utf-8")
+    with _synced(folder / SCHEMA) as file:
+        file.write(f"# checksum of the lines below: {digest_of(text)}\n".encode() + text)
+    with _synced(folder / VOCABULARY) as file:
+        np.savez(file, **vocabularies)  # pyright: ignore[reportArgumentType]
+    sync_folder(folder)
     keys = {name: vocabularies[name + _KEYS] for name in _with_vocabulary(schema)}
     return Encoded(folder, Encoding(schema, keys).digest)
+
+
+@contextmanager
+def _synced(file: Path) -> Iterator[BinaryIO]:
+    """Yield the new file, whose content is on disk once the block ends."""
+    with file.open("xb") as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _with_vocabulary(schema: Schema) -> list[str]:
@@ -115,8 +134,12 @@ def _with_vocabulary(schema: Schema) -> list[str]:
 
 
 def read_encoding(folder: Path) -> Encoding:
-    """Return the encoding in a folder; an InputError if a file is missing or unreadable."""
+    """Return the encoding in a folder; an InputError if a file is missing or unreadable, or the schema has changed."""
     schema, file = read_schema(folder / SCHEMA), folder / VOCABULARY
+    # The digest does not cover keys that decide no row, such as time_unit; earlier versions wrote no checksum.
+    first, _, text = (folder / SCHEMA).read_bytes().partition(b"\n")
+    if (found := _CHECKSUM.fullmatch(first)) and found[1].decode() != digest_of(text):
+        raise InputError(f"{folder / SCHEMA}: has changed since it was written; copy the folder again")
     try:
         with open_file(file) as stream, np.load(stream) as archive:
             keys = {name: archive[name + _KEYS] for name in _with_vocabulary(schema)}

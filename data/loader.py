@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from dlrm_overlap.config import HELD_BATCHES, DataConfig, InputError
+from dlrm_overlap.config import EVAL_FRACTION, HELD_BATCHES, DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset, id_type
 from dlrm_overlap.data.criteo import Criteo
 from dlrm_overlap.data.days import Days
@@ -83,13 +83,13 @@ def _held_out_of(config: DataConfig, dataset: Days) -> int:
             f"data.eval_from: {config.eval_from} holds out none of {samples} samples, which end at "
             f"{text_of(dataset.time_of(samples - 1))}; take an earlier time"
         )
-    if config.eval_path is not None or dataset.held_out is not None:
+    if config.eval_path is not None or (dataset.held_out is not None and config.eval_fraction is None):
         return dataset.held_out or 0
-    if held := int(samples * config.eval_fraction):
+    fraction = EVAL_FRACTION if config.eval_fraction is None else config.eval_fraction
+    if held := int(samples * fraction):
         return held
     raise InputError(
-        f"data.eval_fraction: {config.eval_fraction} holds out none of {samples} samples; "
-        f"raise it or set data.eval_path"
+        f"data.eval_fraction: {fraction} holds out none of {samples} samples; raise it or set data.eval_path"
     )
 
 

@@ -56,7 +56,7 @@ class RecordLayout:
     """ids per bag of each table; None if a table's bags differ in size: its ids are then not in records"""
     samples: int = 0
     held_out: int | None = None
-    """number of last samples to evaluate on; None: data.eval_fraction decides"""
+    """number of last samples to evaluate on, unless data.eval_fraction is given; None: it decides"""
     encoding: str | None = None
     """digest of the `encoding`; None if the samples were not made of a table"""
     unordered: int | None = None

@@ -107,7 +107,7 @@ class Schema:
 def read_schema(path: Path) -> Schema:
     """Return the schema in a YAML file; an InputError names the file, the key and the rule that it breaks."""
     try:
-        with path.open() as file:
+        with path.open("rb") as file:  # UTF-8 under every locale
             tree = yaml.load(file, UniqueKeyLoader)
     except InputError:
         raise

@@ -40,9 +40,7 @@ class Synthetic(Dataset):
 
     def __init__(self, config: DataConfig, split: Literal["train", "eval"]):
         tables, number = config.tables, config.tables.number()
-        assert tables.rows is not None, "DataConfig checks that synthetic tables have rows"
-        cap = tables.max_rows or math.inf
-        sizes = [int(min(rows, cap)) for rows in _per_table(tables.rows, number)]
+        cap, sizes = tables.max_rows or math.inf, tables.synthetic_rows
         kinds, hashed = _per_table(tables.ids, number), _per_table(tables.hashed_rows or 0, number)
         self._wide = [kind != "rows" for kind in kinds]
         """whether the ids of a table are 64-bit integers"""

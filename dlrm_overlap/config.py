@@ -97,6 +97,7 @@ BACKEND_NAMES = (AUTO, *BACKENDS)
 BackendName = Annotated[str, ValueRule(f"one of {', '.join(map(repr, BACKEND_NAMES))}", BACKEND_NAMES.__contains__)]
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
+EVAL_FRACTION = 0.25  # of data.eval_fraction: null
 # Batches that loader processes keep in addition to those read ahead, as copies of them to the GPU may be in flight.
 HELD_BATCHES = 3
 _MAX_HOT = 100_000
@@ -177,6 +178,13 @@ class TablesConfig:
         """Whether the ids of some synthetic table are 64-bit integers, any or hashed."""
         return bool(self._kinds - {"rows"})
 
+    @property
+    def synthetic_rows(self) -> list[int]:
+        """The rows of each synthetic table; if its ids are any or hashed, the number of ids in use at a time."""
+        assert self.rows is not None, "DataConfig checks that synthetic tables have rows"
+        given = self.rows if isinstance(self.rows, list) else [self.rows] * self.number()
+        return [min(rows, self.max_rows or rows) for rows in given]
+
     def number(self, default: int | None = None) -> int:
         """Return the number of tables, or `default` if no key gives it.
 
@@ -204,9 +212,10 @@ class DataConfig:
     path: FullPath | None = None
     """file or folder of the samples; required by every kind except synthetic"""
     eval_path: FullPath | None = None
-    """file or folder of the evaluation samples; null holds out the last eval_fraction of path"""
-    eval_fraction: BelowOne = 0.25
-    """fraction of path's samples, at its end, that is held out for evaluation"""
+    """files: file or folder of the evaluation samples; null holds out the last eval_fraction of path"""
+    eval_fraction: BelowOne | None = None
+    """files: fraction of path's samples, at its end, that is held out for evaluation; null is 0.25 or, if `prepare
+    samples` wrote them, what it held out"""
     eval_from: Time | None = None
     """prepared samples with times: hold out the samples from this time on, instead of eval_fraction"""
     eval_window: Literal["hour", "day", "week"] | None = None
@@ -247,6 +256,17 @@ class DataConfig:
                     f"data.path: {self.path!r}, but data.kind is synthetic; set data.kind to prepared, if "
                     f"`dlrm-overlap prepare` wrote it, or to its format"
                 )
+            for key, unset in (
+                ("eval_path", "null"),
+                ("eval_from", "null"),
+                ("eval_window", "null"),
+                ("train_from", 0),
+            ):
+                if value := getattr(self, key):
+                    raise InputError(
+                        f"data.{key}: {value}, but data.kind is synthetic, and this key is for samples in files; set "
+                        f"it to {unset}"
+                    )
             self.tables.number()
             if self.tables.rows is None:
                 raise InputError("data.tables.rows: null, but synthetic tables need their rows; set data.tables.rows")

@@ -8,10 +8,11 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from dlrm_overlap.checkpoint.extents import Cut, Extent, local_extents
 from dlrm_overlap.checkpoint.loading import load_into
 from dlrm_overlap.checkpoint.manifest import (
     ENCODING_FILES,
+    HELD_OUT,
     Manifest,
     check_fits,
     is_checkpoint,
@@ -35,7 +37,8 @@ from dlrm_overlap.checkpoint.manifest import (
 from dlrm_overlap.checkpoint.pieces import ChecksummedFile, DamagedError, Piece
 from dlrm_overlap.checkpoint.storage import save_extents
 from dlrm_overlap.comm.every_rank import gathered, on_every_rank
-from dlrm_overlap.config import Config, InputError, flatten
+from dlrm_overlap.config import EVAL_FRACTION, Config, InputError, flatten
+from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.data.encoding import FILES, FOLDER, Encoded
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.launching.files import discard, make_folder, open_file, sync_folder
@@ -72,11 +75,26 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
     tables = data.pop("tables")
     for key in ("path", "eval_path"):
         data[key] = data[key] and str(Path(data[key]).absolute())
+    if data["eval_fraction"] is None:
+        data["eval_fraction"] = EVAL_FRACTION  # as earlier versions stored it
     return {
         "train.global_batch_size": global_batch,
         "train.seed": config.train.seed,
         **{f"data.{key}": value for key, value in data.items() if key not in _FREE},
         **{f"data.tables.{key}": tables[key] for key in _OF_TABLES},
+        # Files say how many rows their tables have, and the shape of a checkpoint has them.
+        **({"data.tables.rows": config.data.tables.synthetic_rows} if config.data.kind == "synthetic" else {}),
+    }
+
+
+def samples_of(train: Dataset, held_out: Dataset) -> dict[str, str]:
+    """Return what identifies the samples in files, as further settings; nothing if the configuration does.
+
+    Example: {"training samples": "750 of 1000 samples, 5b9d4c0be1f2", "held-out samples": "250 of 1000 samples, ..}
+    """
+    named = {"training samples": train, HELD_OUT: held_out}
+    return {
+        key: f"{dataset.num_samples} of {found}" for key, dataset in named.items() if (found := dataset.fingerprint())
     }
 
 
@@ -334,9 +352,16 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
 
 
 def check_resume_fits(
-    config: Config, rows: Sequence[int | None], dense_features: int, global_batch: int, encoded: Encoded | None = None
+    config: Config,
+    rows: Sequence[int | None],
+    dense_features: int,
+    global_batch: int,
+    encoded: Encoded | None = None,
+    samples: Mapping[str, str] = MappingProxyType({}),
 ) -> Config:
     """Check by the manifests that a run of `config` can resume, see `check_fits`; needs no process group.
+
+    `samples` is the result of `samples_of`.
 
     Returns:
         `with_stored_rows` of the checkpoint to resume from; `config` if there is none.
@@ -352,7 +377,7 @@ def check_resume_fits(
         )
     if path is not None:
         shape = checkpoint_shape(config, rows, dense_features)
-        settings = trained_with(config, global_batch)
+        settings = {**trained_with(config, global_batch), **samples}
         manifest = read_manifest(path)
         check_fits(path, manifest, shape, settings, config.checkpoint.allow_config_mismatch, encoded)
         return with_stored_rows(config, manifest)

@@ -25,6 +25,8 @@ _FORMATS = FORMAT, _WITHOUT_ENCODING, _WITHOUT_CHECKSUMS
 MANIFEST = "checkpoint.json"
 APPLIED = "applied"
 """in `Manifest.about` of a checkpoint that `delta apply` wrote: the last delta, as in `DeltaManifest.base`"""
+HELD_OUT = "held-out samples"
+"""in `Manifest.settings` of checkpoints trained on files, which earlier versions lack"""
 _STEP = re.compile(r"step_(\d+)")
 _CHECKSUM = b',\n "checksum": "'
 _PIECE_CHECKSUM, _DIGEST = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{16}")

@@ -125,7 +125,7 @@ def find_config(given: str) -> Path:
 
 def _read_file(path: Path, config: type) -> dict[str, Any]:
     try:
-        with path.open() as file:
+        with path.open("rb") as file:  # UTF-8 under every locale
             tree = yaml.load(file, UniqueKeyLoader)
     except OSError as error:
         names = sorted(str(own.relative_to(_CONFIGS).with_suffix("")) for own in _CONFIGS.rglob("*.yaml"))

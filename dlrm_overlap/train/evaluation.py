@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlrm_overlap.checkpoint.manifest import differences, locate_checkpoint, read_manifest
+from dlrm_overlap.checkpoint.manifest import HELD_OUT, differences, locate_checkpoint, read_manifest
 from dlrm_overlap.checkpoint.pieces import DamagedError
-from dlrm_overlap.config import Config, EmbeddingConfig, FullPath, InputError, TrainConfig
+from dlrm_overlap.config import EVAL_FRACTION, Config, EmbeddingConfig, FullPath, InputError, TrainConfig
 from dlrm_overlap.launching.files import write_json
 from dlrm_overlap.launching.parsing import Parser, read_tree
 from dlrm_overlap.launching.text_table import count_of, format_table, plain
@@ -150,16 +150,21 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
 
 def stored_config(path: Path) -> dict[str, Any]:
     """Return the configuration in a checkpoint, nested as in a file."""
-    config = read_manifest(path).about.get("config", {})
+    manifest = read_manifest(path)
+    config = manifest.about.get("config", {})
     read_tree(config, Config, path)
+    data = config.get("data", {})
+    if HELD_OUT not in manifest.settings and data.get("eval_fraction") == EVAL_FRACTION:
+        # The default of earlier versions, which did not replace what `prepare samples` held out.
+        config = {**config, "data": {**data, "eval_fraction": None}}
     return config
 
 
 def for_evaluation(config: Config) -> Config:
     """Return `config` without what changes no prediction: optimizers, compiled or captured parts, training samples."""
-    data = config.data
-    if data.kind != "synthetic" and data.eval_path is not None:
-        data = replace(data, path=data.eval_path, train_from=0)
+    data = replace(config.data, train_from=0)
+    if data.eval_path is not None:
+        data = replace(data, path=data.eval_path)
     embedding = replace(config.embedding, optimizer="sgd", eps=EmbeddingConfig.eps)
     train = replace(config.train, optimizer="sgd", eps=TrainConfig.eps, steps=1, compile_dense=False, graph_dense=False)
     return replace(config, data=data, embedding=embedding, train=train)

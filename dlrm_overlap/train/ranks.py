@@ -87,31 +87,30 @@ class Ranks:
         Raises:
             InputError: before the group is made, if the device, the data or the checkpoint does not fit.
         """
-        from dlrm_overlap.checkpoint.checkpoint import check_resume_fits
+        from dlrm_overlap.checkpoint.checkpoint import check_resume_fits, samples_of
         from dlrm_overlap.comm.every_rank import gathered
         from dlrm_overlap.data.days import Days
         from dlrm_overlap.data.loader import open_datasets, warnings_of_time
         from dlrm_overlap.embedding.configured_sharders import build_sharders
-        from dlrm_overlap.train.stepping import total_steps
+        from dlrm_overlap.train.stepping import check_batch_size
         from dlrm_overlap.train.trainer import Trainer
 
         config = config or self.config
         check_start(config, self.device)
         train_data, held_out = open_datasets(config.data, self.device)
         config.model.check_samples(len(train_data.rows), len(train_data.labels))
-        total_steps(config, train_data, self.world.world_size)
-        resumed = config
+        check_batch_size(config, train_data, self.world.world_size)
+        resumed, samples = config, samples_of(train_data, held_out)
         if resumes:
             batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size
-            resumed = check_resume_fits(
-                config, list(train_data.rows), train_data.dense_features, batch, train_data.encoded
-            )
+            about = list(train_data.rows), train_data.dense_features, batch, train_data.encoded
+            resumed = check_resume_fits(config, *about, samples)
         group = self.connect(path=train_data.fingerprint(), eval_path=held_out.fingerprint())
         if self.world.rank == 0 and isinstance(train_data, Days) and isinstance(held_out, Days):
             for warning in warnings_of_time(train_data, held_out):
                 log.warning("data: %s", warning)
         id_rows = gathered(resumed.embedding.id_tables.rows if resumed is not config else None, group)[0]
-        return Trainer(
+        trainer = Trainer(
             config,
             self.world,
             self.device,
@@ -123,6 +122,8 @@ class Ranks:
             end=self.end,
             **options,
         )
+        trainer.checkpointer.settings |= samples
+        return trainer
 
 
 def run_on_ranks(
@@ -180,7 +181,7 @@ def run_on_ranks(
 
 def check_data(data: DataConfig) -> None:
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
-        if data.kind != "synthetic" and path is not None and not os.path.exists(path):
+        if path is not None and not os.path.exists(path):
             raise InputError(f"{key}: {path}: no such file or folder on this machine; give one that is there")
 
 

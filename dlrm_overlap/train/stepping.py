@@ -32,18 +32,19 @@ from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 
 
 def total_steps(config: Config, train: Dataset, world_size: int) -> int:
-    """Return `train.steps` or, without it, the number of complete global batches in the configured epochs.
+    """Return `train.steps` or, without it, the number of complete global batches in the configured epochs."""
+    batch = config.train.samples_per_rank(world_size) * world_size
+    return config.train.steps or config.train.epochs * (train.num_samples or 0) // batch
 
-    Raises:
-        InputError: if the data set is smaller than one global batch.
-    """
+
+def check_batch_size(config: Config, train: Dataset, world_size: int) -> None:
+    """Raise an `InputError` if the data set to train on is smaller than one global batch."""
     batch = config.train.samples_per_rank(world_size) * world_size
     if train.num_samples is not None and train.num_samples < batch:
         raise InputError(
             f"train.batch_size: a global batch of {batch} samples is more than the {train.num_samples} there are to "
             f"train on; take a smaller one"
         )
-    return config.train.steps or config.train.epochs * (train.num_samples or 0) // batch
 
 
 @runtime_checkable

@@ -1,6 +1,8 @@
 """The encoding of a table is kept beside its samples, and encodes later tables alike."""
 
+import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from dlrm_overlap.data.encoding import Encoded, read_encoding
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.data.prepared import Prepared, encoded_of
 from dlrm_overlap.data.schema import read_schema
-from tests.conftest import refuses
+from tests.conftest import PYTHON_PATH, refuses
 
 SCHEMA = """
 labels: {click: {}}
@@ -141,6 +143,54 @@ def test_a_changed_file_is_found(tmp_path: Path, days: Path) -> None:
     file.write_bytes(file.read_bytes()[:-30])
     with pytest.raises(InputError, match=re.escape(f"{file}: no vocabularies can be read")):
         encoded.read()
+
+
+_NAMES = """
+import sys
+from pathlib import Path
+from dlrm_overlap.data.encoding import read_encoding, write_encoding
+from dlrm_overlap.data.schema import read_schema
+schema = read_schema(Path(sys.argv[1]))
+write_encoding(Path(sys.argv[2]), schema, {})
+assert read_encoding(Path(sys.argv[2])).schema == schema
+print(ascii(list(schema.labels)))
+"""
+
+
+def test_names_do_not_depend_on_the_locale(tmp_path: Path) -> None:
+    (tmp_path / "schema.yaml").write_text("labels: {gekauft_für: {}}\ncategorical: {id: {rows: 9}}", encoding="utf-8")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": PYTHON_PATH}
+    command = [sys.executable, "-c", _NAMES, str(tmp_path / "schema.yaml"), str(tmp_path / "encoding")]
+    done = subprocess.run(command, env=os.environ | ascii_only, capture_output=True, text=True, check=False)
+    assert done.stdout == "['gekauft_f\\xfcr']\n", done.stderr
+
+
+def test_the_files_are_on_disk_before_meta_json_names_their_digest(
+    tmp_path: Path, days: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, sync = list[Path](), os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    write_table(tmp_path / "new.parquet", CITIES, GENRES)
+    write_table(tmp_path / "later.parquet", CITIES, GENRES)
+    for name, *options in (("new", "--schema", str(tmp_path / "schema.yaml")), ("later", "--like", str(days))):
+        made = prepare(tmp_path, name, *options)
+        names = [path.relative_to(made).as_posix() for path in synced if made in path.parents]
+        assert names[:3] == ["encoding/schema.yaml", "encoding/vocabulary.npz", "encoding"]
+
+
+def test_a_changed_schema_is_found(tmp_path: Path, days: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = days / "encoding" / "schema.yaml"
+    changed = file.read_text().replace("time_unit: s", "time_unit: ms")
+    file.write_text(changed)
+    assert main(["prepare", "table", str(tmp_path / "days.parquet"), str(tmp_path / "x"), "--like", str(days)]) == 2
+    assert f"{file}: has changed since it was written; copy the folder again" in capsys.readouterr().err
+    file.write_text(changed.partition("\n")[2])  # earlier versions wrote no checksum
+    assert read_encoding(days / "encoding").schema.time_unit == "ms"
 
 
 @pytest.mark.parametrize("options", [["--schema", "schema.yaml"], ["--rows", "9"], ["--min_count", "2"]])

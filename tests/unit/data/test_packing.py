@@ -1,5 +1,6 @@
 """Packed samples are the samples of the data set, in the order that a run asks for."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ def test_packed_samples_are_those_of_the_data_set(tmp_path: Path, tables: Tables
         for first, count in ((0, 37), (15, 2), (3, 30)):
             assert_same_samples(one.read(first, count), other.read(first, count))
     assert_same_samples(found[0].read(90, 20), Batch.join([found[0].read(90, 10), found[0].read(0, 10)]))
+
+
+def test_a_fraction_replaces_the_samples_that_were_held_out(tmp_path: Path) -> None:
+    train, held_out = open_datasets(replace(packed(tmp_path), eval_fraction=0.25))
+    assert (train.num_samples, held_out.num_samples) == (SAMPLES + 3, 34)
 
 
 def test_a_record_has_no_byte_that_its_table_does_not_need(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from dlrm_overlap.data.loader import open_datasets, warnings_of_time
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.times import Window, text_of, time_of, windows
 from dlrm_overlap.launching.parsing import parse_config
-from tests.conftest import refuses
+from dlrm_overlap.train.evaluation import for_evaluation
+from tests.conftest import configuration, refuses
 
 FIRST = datetime(2026, 11, 18, 6, tzinfo=UTC)
 SCHEMA = "time: at\nlabels: {click: {}}\ncategorical: {user: {type: int, rows: 50}}\n"
@@ -130,6 +131,13 @@ def test_a_split_by_time(tmp_path: Path) -> None:
 def test_a_split_that_leaves_nothing_is_refused(tmp_path: Path, options: dict[str, Any], rule: str) -> None:
     with refuses(re.escape(f"data.{rule}")):
         opened(prepare(tmp_path, HOURS), **options)
+
+
+@pytest.mark.parametrize(("option", "samples"), [("eval_from=2026-11-19", 42), ("eval_fraction=0.9", 54)])
+def test_evaluation_may_begin_before_training_did(tmp_path: Path, option: str, samples: int) -> None:
+    options = ["--data.kind", "prepared", "--data.path", str(prepare(tmp_path, HOURS)), f"--data.{option}"]
+    config = for_evaluation(configuration(*options, "--data.train_from", "2026-11-20"))
+    assert open_datasets(config.data)[1].num_samples == samples
 
 
 @pytest.mark.parametrize("options", [{"eval_from": "2026-11-20"}, {"train_from": "2026-11-20"}, {"eval_window": "day"}])

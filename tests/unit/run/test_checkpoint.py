@@ -60,9 +60,9 @@ CHANGES = {
     "--train.seed 1": "train.seed 0, now 1",
     "--data.seed 1": "data.seed 0, now 1",
     "--data.eval_samples 9": "data.eval_samples 20000, now 9",
-    "--data.eval_from 2026-11-20": "data.eval_from null, now 2026-11-20",
     "--data.tables.zipf_alpha 1.5": "data.tables.zipf_alpha 1.05, now 1.5",
     "--data.tables.multi_hot 3": "data.tables.multi_hot [4, '0..6', 1, 1, 2, 1, 1, 1], now 3",
+    "--data.tables.rows [9,9,9,9,9,9,9,8]": "tables.rows [2000, 2000, 1000, 1000, 500, 500, 100, 20], now [9, 9, ",
     "--data.tables.ids any --data.tables.drift 9 --embedding.id_tables.rows 9": "tables.ids rows, now any",
 }
 
@@ -95,6 +95,14 @@ def test_all_that_differs_is_reported(checkpoint: Path, caplog: pytest.LogCaptur
         assert _find(checkpoint, *options, changed=True) == checkpoint
     (line,) = caplog.messages
     assert all(change in line for change in CHANGES.values())
+
+
+def test_settings_that_an_earlier_version_did_not_store_are_not_compared(checkpoint: Path) -> None:
+    manifest = read_manifest(checkpoint)
+    del manifest.settings["data.tables.rows"]
+    manifest.settings["data.eval_fraction"] = 0.25  # which was the default
+    _describe(checkpoint, manifest)
+    assert _find(checkpoint, "--data.tables.rows", "900") == checkpoint
 
 
 def test_a_resumed_run_may_change_what_does_not_decide_its_samples_or_model(checkpoint: Path) -> None:

@@ -87,6 +87,13 @@ def test_sections_that_contradict_themselves_are_refused(make: Callable[[], Any]
         ("--data.workers=2147483647", "workers: 2147483647 is not a whole number from 0 to 256"),
         ("--embedding.memory=[]", r"memory: \[\] is not one of 'gpu', 'cached', 'auto'"),
         ("--data.path=days", "data.path: 'days', but data.kind is synthetic; set data.kind"),
+        (
+            "--data.eval_path=later",
+            "eval_path: later, but data.kind is synthetic, and this key is for .* set it to null",
+        ),
+        ("--data.eval_from=2026-11-20", "eval_from: 2026-11-20, but data.kind is synthetic"),
+        ("--data.eval_window=day", "eval_window: day, but data.kind is synthetic"),
+        ("--data.train_from=9", "train_from: 9, but data.kind is synthetic, .* set it to 0"),
         ("--embedding.memory cached --embedding.backend nccl", "memory: cached, but backend nccl .* take backend pgas"),
         ("--embedding.memory [gpu,auto] --embedding.backend nccl", "memory: .*'auto'"),
     ],

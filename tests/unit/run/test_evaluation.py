@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, write_manifest
+from dlrm_overlap.checkpoint.manifest import HELD_OUT, MANIFEST, Manifest, write_manifest
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config
 from dlrm_overlap.launching.parsing import parse_config
@@ -45,6 +45,14 @@ def test_evaluating_a_checkpoint_gives_what_its_run_logged(run: Path, stored: Co
     assert {key: found[key] for key in KEYS} == {key: read_metrics(run, f"eval/{key}")[step] for key in KEYS}
     assert (found["step"], found["samples"]) == (step, 250)
     assert contents(run) == before
+
+
+def test_fewer_samples_than_a_global_batch_are_evaluated_as_in_the_run(tmp_path: Path) -> None:
+    options = ["--train.batch_size", "128", "--train.steps", "1", "--data.eval_samples", "50"]
+    run = train(config := quickstart(tmp_path, "small", *options, "--checkpoint.last", "true"))
+    found = evaluate(ranks_here(config), run / "checkpoints" / "step_1")
+    assert {key: found[key] for key in KEYS} == {key: read_metrics(run, f"eval/{key}")[1] for key in KEYS}
+    assert found["samples"] == 50
 
 
 CUTS = {  # plan of two ranks -> its keys
@@ -89,6 +97,15 @@ def test_exported_weights_predict_in_the_unsharded_model(
     torch.testing.assert_close(found, logits, rtol=0, atol=1e-5)
     exported = list(torch.load("dlrm.pt", weights_only=True)["model"])
     assert exported == sorted(exported), "whatever rank wrote each of them"
+
+
+@pytest.mark.parametrize(("settings", "fraction"), [({}, None), ({HELD_OUT: "25 of 100 samples, 0"}, 0.25)])
+def test_the_default_fraction_of_earlier_versions_is_no_choice(
+    tmp_path: Path, settings: dict[str, str], fraction: float | None
+) -> None:
+    about = {"config": {"data": {"kind": "prepared", "eval_fraction": 0.25}}}
+    write_manifest(tmp_path, Manifest(1, {}, settings, about=about))
+    assert stored_config(tmp_path)["data"] == {"kind": "prepared", "eval_fraction": fraction}
 
 
 def test_another_model_is_refused_with_all_that_differs(run: Path, stored: Config) -> None:

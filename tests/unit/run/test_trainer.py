@@ -33,7 +33,7 @@ from dlrm_overlap.train.trainer import PreemptedError, Trainer
 from tests.agreement import assert_all_near
 from tests.conftest import file_limit, read_metrics, refuses
 from tests.distributed.models import CPU, local_tensors
-from tests.distributed.workers import make_trainer, quickstart, world_here
+from tests.distributed.workers import make_trainer, quickstart, ranks_here, world_here
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 SMALL = ["--train.batch_size", "64", "--train.steps", "4", "--train.eval_every", "0", "--data.eval_samples", "256"]
@@ -489,6 +489,30 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> _Exchange:
     exchange = _Exchange()
     monkeypatch.setattr(Trainer, "_peer_memory_owners", lambda self: [exchange])
     return exchange
+
+
+def test_a_run_resumes_on_replaced_files_only_if_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def pack(samples: int, seed: int) -> None:
+        shutil.rmtree(packed, ignore_errors=True)
+        made = ["--data.seed", str(seed), "--data.eval_samples", "100", "--data.workers", "0"]
+        assert main(["prepare", "samples", packed, "--config", "quickstart", "--samples", str(samples), *made]) == 0
+
+    def resumed(*options: str) -> Trainer:
+        small = ["--train.batch_size", "64", "--train.steps", "1", *SAVES, *options]
+        config = quickstart(tmp_path, "run", "--data.kind", "prepared", "--data.path", packed, *small)
+        return ranks_here(config).trainer(resumes=True)
+
+    packed = str(tmp_path / "packed")
+    pack(300, seed=0)
+    resumed().fit()
+    resumed()
+    for samples, seed, border in ((300, 1, "300 of 400"), (500, 0, "500 of 600")):
+        pack(samples, seed)
+        one = r"300 of 400 samples, [0-9a-f]{12}"
+        with refuses(rf"training samples {one}, now {border} samples, .*held-out samples 100{one[3:]}, now 100 of "):
+            resumed()
+    resumed("--checkpoint.allow_config_mismatch", "true")
+    assert "was trained with training samples 300 of 400 samples" in caplog.text
 
 
 def test_an_id_outside_its_table_ends_the_run_at_the_next_log_line(
