@@ -22,12 +22,12 @@ from dlrm_overlap.config import BelowOne, Config, FullPath, InputError, NonNegat
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.launcher import announced_rank
 from dlrm_overlap.launching.library_warnings import hide_library_warnings
-from dlrm_overlap.launching.lifetime import SAVED, report_missing, say, unblock_signals
+from dlrm_overlap.launching.lifetime import DISAGREEMENT, SAVED, report_missing, say, unblock_signals
 from dlrm_overlap.launching.parsing import Parser, parse_config, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_start, check_writable, run_on_ranks
 
-DISAGREEMENT = DAMAGED = 1
+DAMAGED = 1
 USER_ERROR = 2
 
 
@@ -166,7 +166,8 @@ def bench(argv: list[str]) -> int:
             raise InputError(f"bench {kind}: one rank has no peer to communicate with; add --nproc 2, or more")
         if on_cpu and figure.measures_time and ranks.world.rank == 0:
             print(f"bench {kind}: a rehearsal, since times on CPUs say nothing about GPUs", file=sys.stderr)
-        return import_module(f"dlrm_overlap.bench.figures.{figure.module}").run(kind, ranks)
+        code = import_module(f"dlrm_overlap.bench.figures.{figure.module}").run(kind, ranks)
+        return 0 if ranks.world.rank else code  # a launcher would kill rank 0, which still writes rows
 
     meaning = f"Measure {figure.summary}. `dlrm-overlap bench --help` lists the other benchmarks."
     return run_on_ranks(["bench", kind], meaning, argv[1:], work, add_options, check)

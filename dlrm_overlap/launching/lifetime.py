@@ -12,6 +12,8 @@ from types import FrameType
 
 SAVED = 75
 """exit code of a run that was asked to end and has saved: EX_TEMPFAIL of sysexits.h"""
+DISAGREEMENT = 3
+"""exit code of a comparison that has ended, but whose results disagree or are not finite; a traceback has 1"""
 HOLD_BACK_S = 3.0
 """time in which a launcher ends the other ranks before they report consequential errors"""
 ENDS_SOON = "SIGINT: the run saves and ends after its next log line; a second one ends it at once"

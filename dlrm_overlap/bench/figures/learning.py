@@ -8,7 +8,7 @@ contender with the same seed. Samples and seconds to the target are those at the
 it, as in MLPerf's rules; their spread is the coefficient of variation.
 
 A run ends early if a loss is not finite, with a row of that step, which is NaN if it was a training loss. The other
-runs go on, and the command returns 1.
+runs go on, and the command returns `DISAGREEMENT`.
 """
 
 import math
@@ -33,6 +33,7 @@ from dlrm_overlap.bench.learning_contenders import LEARNING_CONTENDERS
 from dlrm_overlap.bench.rows import append_rows
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.train.ranks import Ranks, check_start
 from dlrm_overlap.train.trainer import Trainer
 
@@ -72,7 +73,7 @@ def run(kind: str, ranks: Ranks) -> int:
             if fault:
                 print(f"dlrm-overlap: {name}, seed {seed}: {fault}", file=sys.stderr)
     show(ranks, lambda: summarise(read_rows(output), values.contenders, values.target_auroc), _SHOWN, output)
-    return int(diverged)
+    return DISAGREEMENT if diverged else 0
 
 
 def learning_config(config: Config, name: str, seed: int, folder: Path) -> Config:
