@@ -4,6 +4,7 @@ A user's mistake is reported in one line with exit code 2, if possible before a 
 """
 
 import contextlib
+import dataclasses
 import errno
 import os
 import shutil
@@ -35,10 +36,15 @@ def train(argv: list[str]) -> int:
     """Train a DLRM, on several processes with --nproc or under torchrun, Slurm or mpirun."""
 
     def work(ranks: Ranks) -> int:
+        from dlrm_overlap.observe.restarts import continued
         from dlrm_overlap.observe.run_log import check_folder
         from dlrm_overlap.train.evaluation import label_table, means_of
         from dlrm_overlap.train.trainer import PreemptedError
 
+        if (config := continued(ranks.config)) is not ranks.config:
+            if ranks.world.rank == 0:
+                say("dlrm-overlap: the job has restarted, and resumes without log.overwrite and checkpoint.resume")
+            ranks = dataclasses.replace(ranks, config=config)
         check_folder(ranks.config)  # before a process group is created
         ranks.end.listen(answers=ranks.world.rank == 0)
         trainer = ranks.trainer(resumes=not ranks.config.log.overwrite)
