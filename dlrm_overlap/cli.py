@@ -26,7 +26,15 @@ from dlrm_overlap.launching.library_warnings import hide_library_warnings
 from dlrm_overlap.launching.lifetime import DISAGREEMENT, SAVED, report_missing, say, unblock_signals
 from dlrm_overlap.launching.parsing import Parser, parse_config, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
-from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_start, check_writable, run_on_ranks
+from dlrm_overlap.train.ranks import (
+    Ranks,
+    check_data,
+    check_needs_no_checkpoint,
+    check_output,
+    check_start,
+    check_writable,
+    run_on_ranks,
+)
 
 DAMAGED = 1
 USER_ERROR = 2
@@ -131,6 +139,7 @@ def _check_comparison(config: Config, values: Any) -> None:
         raise InputError(
             f"checkpoint.resume: {config.checkpoint.resume}, but compare trains from the first step; leave it out"
         )
+    check_needs_no_checkpoint(config, "compare")
     check_data(config.data)
     check_writable(Path(config.log.dir), "log.dir")
 

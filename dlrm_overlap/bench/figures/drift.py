@@ -26,7 +26,7 @@ import torch
 from dlrm_overlap.bench.drift_contenders import DRIFT_CONTENDERS, Design
 from dlrm_overlap.bench.harness.seeded_runs import (
     Row,
-    check_new,
+    check_runs,
     read_rows,
     runs_in,
     seeded_config,
@@ -143,7 +143,7 @@ class Stream:
 
 def run(kind: str, ranks: Ranks) -> int:
     values, output = ranks.values, Path(ranks.values.output)
-    check_new(output, values.resume)
+    check_runs(kind, ranks.config, output, values.resume)
     designs = {name: DRIFT_CONTENDERS[name] for name in values.contenders}
     streams = {
         seed: Stream.of(with_keys(ranks.config, {"data.seed": seed}), ranks.world.world_size, values.days)

@@ -20,7 +20,7 @@ from typing import Any
 
 from dlrm_overlap.bench.harness.seeded_runs import (
     Row,
-    check_new,
+    check_runs,
     read_rows,
     runs_in,
     seeded_config,
@@ -51,7 +51,7 @@ def run(kind: str, ranks: Ranks) -> int:
         raise InputError(
             "train.eval_every: 0, but a curve is made of evaluations; set the number of steps between them"
         )
-    check_new(output, values.resume)
+    check_runs(kind, ranks.config, output, values.resume)
     configs = {
         (name, seed): learning_config(ranks.config, name, seed, output.with_suffix(""))
         for seed in values.seeds

@@ -134,6 +134,7 @@ def test_designs_give_the_same_tables_their_rows() -> None:
         ({"data.tables.drift": 0}, "any", r"data\.tables\.drift 0; it needs synthetic tables with ids any that drift"),
         ({"train.steps": 5}, "any", r"train\.steps: 5, which is not a multiple of --days 3; set one that is"),
         ({"embedding.id_tables.rows": None}, "any", r"id_tables\.rows: null, but 2 tables take any id"),
+        ({"embedding.id_tables.grow_at": 0.8}, "any", r"grow_at: 0\.8, but bench drift saves no .*; leave out grow_at"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_a_run(
