@@ -84,7 +84,10 @@ def report_missing(error: ModuleNotFoundError) -> bool:
 
 
 class EndRequest:
-    """Whether SIGTERM, SIGUSR1 or SIGINT has asked this process to end; a second SIGINT ends it at once."""
+    """Whether SIGTERM, SIGUSR1 or SIGINT has asked this process to end; a second SIGINT ends it at once.
+
+    Further SIGTERM and SIGUSR1 change nothing, since Slurm and torchrun may both send one while the run saves.
+    """
 
     def __init__(self) -> None:
         self.asked = self._listens = False
