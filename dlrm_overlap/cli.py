@@ -4,6 +4,7 @@ A user's mistake is reported in one line with exit code 2, if possible before a 
 """
 
 import contextlib
+import dataclasses
 import errno
 import os
 import shutil
@@ -22,12 +23,20 @@ from dlrm_overlap.config import BelowOne, Config, FullPath, InputError, NonNegat
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.launcher import announced_rank
 from dlrm_overlap.launching.library_warnings import hide_library_warnings
-from dlrm_overlap.launching.lifetime import SAVED, report_missing, say, unblock_signals
+from dlrm_overlap.launching.lifetime import DISAGREEMENT, SAVED, report_missing, say, unblock_signals
 from dlrm_overlap.launching.parsing import Parser, parse_config, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
-from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_start, check_writable, run_on_ranks
+from dlrm_overlap.train.ranks import (
+    Ranks,
+    check_data,
+    check_needs_no_checkpoint,
+    check_output,
+    check_start,
+    check_writable,
+    run_on_ranks,
+)
 
-DISAGREEMENT = DAMAGED = 1
+DAMAGED = 1
 USER_ERROR = 2
 
 
@@ -35,10 +44,15 @@ def train(argv: list[str]) -> int:
     """Train a DLRM, on several processes with --nproc or under torchrun, Slurm or mpirun."""
 
     def work(ranks: Ranks) -> int:
+        from dlrm_overlap.observe.restarts import continued
         from dlrm_overlap.observe.run_log import check_folder
         from dlrm_overlap.train.evaluation import label_table, means_of
         from dlrm_overlap.train.trainer import PreemptedError
 
+        if (config := continued(ranks.config)) is not ranks.config:
+            if ranks.world.rank == 0:
+                say("dlrm-overlap: the job has restarted, and resumes without log.overwrite and checkpoint.resume")
+            ranks = dataclasses.replace(ranks, config=config)
         check_folder(ranks.config)  # before a process group is created
         ranks.end.listen(answers=ranks.world.rank == 0)
         trainer = ranks.trainer(resumes=not ranks.config.log.overwrite)
@@ -125,6 +139,7 @@ def _check_comparison(config: Config, values: Any) -> None:
         raise InputError(
             f"checkpoint.resume: {config.checkpoint.resume}, but compare trains from the first step; leave it out"
         )
+    check_needs_no_checkpoint(config, "compare")
     check_data(config.data)
     check_writable(Path(config.log.dir), "log.dir")
 
@@ -166,7 +181,8 @@ def bench(argv: list[str]) -> int:
             raise InputError(f"bench {kind}: one rank has no peer to communicate with; add --nproc 2, or more")
         if on_cpu and figure.measures_time and ranks.world.rank == 0:
             print(f"bench {kind}: a rehearsal, since times on CPUs say nothing about GPUs", file=sys.stderr)
-        return import_module(f"dlrm_overlap.bench.figures.{figure.module}").run(kind, ranks)
+        code = import_module(f"dlrm_overlap.bench.figures.{figure.module}").run(kind, ranks)
+        return 0 if ranks.world.rank else code  # a launcher would kill rank 0, which still writes rows
 
     meaning = f"Measure {figure.summary}. `dlrm-overlap bench --help` lists the other benchmarks."
     return run_on_ranks(["bench", kind], meaning, argv[1:], work, add_options, check)

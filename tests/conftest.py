@@ -162,7 +162,7 @@ def file_limit(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def run_cli(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def run_cli(*argv: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
     import torch
 
     from tests import warm

@@ -167,7 +167,8 @@ def _go_on(argv: Sequence[str], environ: Mapping[str, str], main: Callable[[], o
                 module.INTERPRETED = False  # type: ignore[attr-defined]
     # After a fork, PyTorch replaces its thread pool at its first use, and two first uses at once abort the process with
     # "Invalid thread pool!". So the first use is here, before other threads begin.
-    torch.set_num_threads(torch.get_num_threads())
+    # The fork server read OMP_NUM_THREADS for itself; with more threads than free cores a step takes many times longer.
+    torch.set_num_threads(int(environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     sys.argv = ["dlrm-overlap", *argv]
     for number in (number for number in signal.valid_signals() if callable(signal.getsignal(number))):
         signal.signal(number, signal.SIG_DFL)

@@ -12,6 +12,7 @@ from dlrm_overlap.bench.options import FIGURES
 from dlrm_overlap.config import FullPath, InputError, PositiveFloat, PositiveInt
 from dlrm_overlap.launching.environment import commit
 from dlrm_overlap.launching.files import make_folder
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.launching.process_group import visible_gpus
 
@@ -88,7 +89,7 @@ def run(argv: Sequence[str]) -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 command = [sys.executable, "-m", "dlrm_overlap", *words]
                 code = subprocess.run(command, timeout=left_s, check=False).returncode
-                if code in (0, 1) and part.exists():  # 1: contenders disagree, as their rows show
+                if code in (0, DISAGREEMENT) and part.exists():  # rows show which contenders disagree
                     part.rename(complete)
                     continue
             failed = True

@@ -12,6 +12,8 @@ from types import FrameType
 
 SAVED = 75
 """exit code of a run that was asked to end and has saved: EX_TEMPFAIL of sysexits.h"""
+DISAGREEMENT = 3
+"""exit code of a comparison that has ended, but whose results disagree or are not finite; a traceback has 1"""
 HOLD_BACK_S = 3.0
 """time in which a launcher ends the other ranks before they report consequential errors"""
 ENDS_SOON = "SIGINT: the run saves and ends after its next log line; a second one ends it at once"
@@ -82,7 +84,10 @@ def report_missing(error: ModuleNotFoundError) -> bool:
 
 
 class EndRequest:
-    """Whether SIGTERM, SIGUSR1 or SIGINT has asked this process to end; a second SIGINT ends it at once."""
+    """Whether SIGTERM, SIGUSR1 or SIGINT has asked this process to end; a second SIGINT ends it at once.
+
+    Further SIGTERM and SIGUSR1 change nothing, since Slurm and torchrun may both send one while the run saves.
+    """
 
     def __init__(self) -> None:
         self.asked = self._listens = False

@@ -23,6 +23,7 @@ from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import duration
 from dlrm_overlap.observe.metrics import WARMUP_STEPS, make_tracer, memory_bytes, quantile
+from dlrm_overlap.observe.restarts import note_job
 from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, remove, write_atomically
 
 log = logging.getLogger("dlrm_overlap")
@@ -107,6 +108,7 @@ class RunLog:
         shown["log"]["overwrite"] = False  # so that a run of this file resumes this run
         resolved = yaml.safe_dump(shown, sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)
+        note_job(folder)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start)
         if traced and not self._tracer:
             log.warning("log.trace_first: %d, but the run resumes later: no step is traced", config.log.trace_first)

@@ -18,11 +18,11 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) -> dict[str, Config]:
-    """Return run -> its configuration, trained from the first step and without checkpoints.
+    """Return run -> its configuration, trained from the first step and without checkpoints and deltas.
 
     Runs have the names of their backends; repeats of the first one are torchrec_again, torchrec_again_2, ..
     """
-    checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0, last=False)
+    checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0, last=False, delta_every=0)
     configs = {}
     again = [f"{backends[0]}_again" + (f"_{i}" if i > 1 else "") for i in range(1, noise_runs + 1)]
     for name in [backends[0], *again, *backends[1:]]:

@@ -197,6 +197,15 @@ def check_writable(folder: Path, key: str) -> None:
         ) from None
 
 
+def check_needs_no_checkpoint(config: Config, command: str) -> None:
+    """Raise an InputError if training by `config` needs checkpoints, which the runs of `command` do not save."""
+    if (at := config.embedding.id_tables.grow_at) is not None:
+        raise InputError(
+            f"embedding.id_tables.grow_at: {at}, but {command} saves no checkpoints, by which tables grow; leave out "
+            f"grow_at and max_rows"
+        )
+
+
 def check_output(path: Path) -> None:
     if path.is_dir():
         raise InputError(f"--output: {path} is a folder; name a file in it")

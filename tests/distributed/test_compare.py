@@ -12,6 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from tests.conftest import ROOT, read_metrics, run_cli, train_quickstart, wait_until
 
 BACKENDS = ["torchrec", "pgas", "fused"]
@@ -132,7 +133,7 @@ raise SystemExit(cli.main({[*COMPARE, "--backends", "torchrec", "pgas", "--log.d
 """
     command, environ = [sys.executable, "-c", script], os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-    assert result.returncode == 1, result.stderr
+    assert result.returncode == DISAGREEMENT, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("dlrm-overlap:")]
     assert line.startswith("dlrm-overlap: pgas against torchrec: step 1: loss ")
     assert line.endswith("tolerance 0.0001")

@@ -151,7 +151,7 @@ def test_an_exception_of_one_rank_of_mpirun_ends_the_others(tmp_path: Path) -> N
 
 
 def test_torchrun_starts_the_ranks_again_which_go_on(tmp_path: Path) -> None:
-    options = ["--train.steps", "40", "--embedding.backend", "pgas"]
+    options = ["--train.steps", "40", "--embedding.backend", "pgas", "--log.overwrite", "true"]
     run = train(tmp_path, *options, fault=fail_at(1, 12, "kill"), launcher="torchrun")
     run.wait_for("step 10 of ")
     run.wait_for("resume: ", 60)

@@ -65,7 +65,7 @@ def test_ranks_of_a_step_find_each_other_and_train(cluster: SlurmCluster, tmp_pa
 def test_a_job_that_is_asked_before_its_limit_saves_is_requeued_and_goes_on(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    job = _submit(cluster, tmp_path, "--train.steps", "200")
+    job = _submit(cluster, tmp_path, "--train.steps", "200", "--log.overwrite", "true")
     _await_first_step(cluster, job, tmp_path)
     cluster.run("scancel", "--batch", "--signal=USR1", job, check=True)  # what --signal=B:USR1@120 sends
     requeued = {"Restarts": "1", "JobState": "PENDING"}.items()

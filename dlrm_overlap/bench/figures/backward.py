@@ -35,6 +35,7 @@ from dlrm_overlap.embedding.backends.base import WindowState
 from dlrm_overlap.embedding.opening import build_exchange
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.steps import BatchSizes, PendingBackward, Step
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.train.ranks import Ranks
 
 _SHOWN = (
@@ -90,7 +91,7 @@ class Update(Contender):
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Return 1 if table rows or states disagree for some optimizer, which then has no rows in the CSV file."""
+    """Return `DISAGREEMENT` if table rows or states disagree for some optimizer, which then has no rows in the file."""
     world, device, values = ranks.world, ranks.device, ranks.values
     config = shape_of(ranks.config, world.world_size, values.tables_per_rank)
     config = with_keys(config, {"train.precision": "fp32"})  # the gradient's dtype
@@ -106,7 +107,7 @@ def run(kind: str, ranks: Ranks) -> int:
         wrong |= bool(faults)
         del workload
         collect_garbage(device)
-    return int(wrong)
+    return DISAGREEMENT if wrong else 0
 
 
 def make_contenders(config: Config, workload: Workload, batches: Sequence[GradientBatch]) -> list[Update]:

@@ -16,6 +16,7 @@ import torch
 from dlrm_overlap.bench.harness.communications import Communication, Payload, by_collective, wrong
 from dlrm_overlap.bench.harness.timing import capture, time_alone
 from dlrm_overlap.bench.rows import report
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.train.ranks import Ranks
 
 _SIZES_MB = {"cuda": (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512), "cpu": (1, 4)}
@@ -28,7 +29,7 @@ _SHOWN = (
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Return 1 if the output of a contender was wrong; such a contender has no row."""
+    """Return `DISAGREEMENT` if the output of a contender was wrong; such a contender has no row."""
     group, device, values = ranks.connect(), ranks.device, ranks.values
     on_gpu = device.type == "cuda"
     sizes_mb = values.sizes_mb or _SIZES_MB[device.type]
@@ -66,7 +67,7 @@ def run(kind: str, ranks: Ranks) -> int:
         memory.close()
     if ranks.world.rank == 0:
         report(rows, faults, Path(values.output), _SHOWN)
-    return 1 if faults else 0
+    return DISAGREEMENT if faults else 0
 
 
 @torch.no_grad()

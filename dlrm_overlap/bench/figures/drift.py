@@ -11,9 +11,13 @@ label (He et al., 2014); a model that knows the mean label alone has 1. `mean_ne
 The metrics are those of the log lines, which are accumulated on the device (`observe.metrics.RunningMetrics`).
 
 `distinct_ids` are counted in the stream itself, day by day.
+
+A run ends early if a loss is not finite; its last row, of that day, is then NaN. The other runs go on, and the command
+returns `DISAGREEMENT`.
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +30,7 @@ import torch
 from dlrm_overlap.bench.drift_contenders import DRIFT_CONTENDERS, Design
 from dlrm_overlap.bench.harness.seeded_runs import (
     Row,
-    check_new,
+    check_runs,
     read_rows,
     runs_in,
     seeded_config,
@@ -37,10 +41,12 @@ from dlrm_overlap.bench.harness.seeded_runs import (
 )
 from dlrm_overlap.bench.harness.workload import with_keys
 from dlrm_overlap.bench.rows import append_rows
+from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, IdTablesConfig, InputError
 from dlrm_overlap.data.hashed import hashed_rows
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.id_tables.rules import rows_of_tables
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.observe.result_files import read_records
 from dlrm_overlap.train.assembly import check_torchrec_maps
 from dlrm_overlap.train.ranks import Ranks, check_start
@@ -143,7 +149,7 @@ class Stream:
 
 def run(kind: str, ranks: Ranks) -> int:
     values, output = ranks.values, Path(ranks.values.output)
-    check_new(output, values.resume)
+    check_runs(kind, ranks.config, output, values.resume)
     designs = {name: DRIFT_CONTENDERS[name] for name in values.contenders}
     streams = {
         seed: Stream.of(with_keys(ranks.config, {"data.seed": seed}), ranks.world.world_size, values.days)
@@ -151,7 +157,7 @@ def run(kind: str, ranks: Ranks) -> int:
     }
     if "mpzch" in designs:
         check_torchrec_maps(streams[values.seeds[0]].rows, False, ranks.device)
-    done = runs_in(output)
+    done, diverged = runs_in(output), False
     for seed, stream in streams.items():
         missing = {name: design for name, design in designs.items() if (name, seed) not in done}
         factors = {design.rows for design in missing.values() if design.hashed and design.rows != "unlimited"}
@@ -162,7 +168,8 @@ def run(kind: str, ranks: Ranks) -> int:
             config = seeded_config(stream.config, keys | windows, name, seed, output.with_suffix(""))
             about = {"kind": kind, "contender": name, "keys": text_of_keys(design.keys), "seed": seed}
             check_start(config, ranks.device)
-            described, metrics = train_once(ranks, config, _fit)
+            described, (metrics, fault) = train_once(ranks, config, _fit)
+            diverged |= bool(fault)
             if ranks.world.rank:
                 continue
             records = [each for each in read_records(metrics) if "train/ne" in each]
@@ -170,10 +177,12 @@ def run(kind: str, ranks: Ranks) -> int:
             about |= described | stream.about() | {"table_rows": table_rows}
             append_rows(output, [about | row for row in rows])
             print(f"{name}, seed {seed}: mean NE {rows[-1]['mean_ne']}, last day {rows[-1]['ne']}", flush=True)
+            if fault:
+                print(f"dlrm-overlap: {name}, seed {seed}: {fault}", file=sys.stderr)
             if design.rows == "unlimited" and any(row["no_row"] for row in rows):
                 print(f"dlrm-overlap: {name}, seed {seed}: some ids found no row", file=sys.stderr)
     show(ranks, lambda: summarise(read_rows(output), values.contenders), _SHOWN, output)
-    return 0
+    return DISAGREEMENT if diverged else 0
 
 
 def _per_table(value: Any, number: int) -> list[Any]:
@@ -184,27 +193,35 @@ def _rounded(config: IdTablesConfig, tables: int, world_size: int) -> list[int]:
     return rows_of_tables([None] * tables, config, world_size)
 
 
-def _fit(trainer: Trainer) -> Path:
-    """Train to the end, and return the file of metrics, which is complete once the trainer is closed."""
-    trainer.fit()
-    return trainer.folder / "metrics.jsonl"
+def _fit(trainer: Trainer) -> tuple[Path, str]:
+    """Train to the end, and return the file of metrics, which is complete once the trainer is closed.
+
+    Also returns why training ended early; empty if it did not.
+    """
+    fault = ""
+    try:
+        trainer.fit()
+    except NotFiniteError as error:  # on all ranks at the same step
+        fault = str(error)
+    return trainer.folder / "metrics.jsonl", fault
 
 
 def rows_of_days(
     records: Sequence[Mapping[str, Any]], days: Sequence[Day], design: Design, table_rows: int, samples: int
 ) -> list[Row]:
-    """Return a row for each day, of `samples` samples, see the module.
+    """Return a row for each day that was trained, of `samples` samples, see the module.
 
     `records` are the training lines of a run's metrics.
     """
     rows: list[Row] = []
     sums = {"ne": 0.0, "auroc": 0.0}
-    for number, (record, day) in enumerate(zip(records, days, strict=True), 1):
+    for number, (record, day) in enumerate(zip(records, days[: len(records)], strict=True), 1):
         row: Row = {"day": number, "samples": number * samples, "distinct_ids": sum(day.distinct)}
-        row["loss"] = f"{record['train/loss']:.5f}"
+        found = {metric: _number(record[f"train/{metric}"]) for metric in ("loss", *sums)}
+        row["loss"] = f"{found['loss']:.5f}"
         for metric in sums:
-            sums[metric] += record[f"train/{metric}"]
-            row |= {metric: f"{record[f'train/{metric}']:.5f}", f"mean_{metric}": f"{sums[metric] / number:.5f}"}
+            sums[metric] += found[metric]
+            row |= {metric: f"{found[metric]:.5f}", f"mean_{metric}": f"{sums[metric] / number:.5f}"}
         has_map = "train/ids_inserted" in record
         no_row = record["train/ids_not_admitted"] + record["train/ids_no_room"] if has_map else None
         used = record["train/ids_rows_used"] if has_map else None
@@ -215,6 +232,10 @@ def rows_of_days(
             row[name] = int(record[f"train/{name}"]) if has_map else None
         rows.append(row)
     return rows
+
+
+def _number(logged: float | None) -> float:
+    return math.nan if logged is None else logged
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str]) -> list[Row]:

@@ -30,6 +30,7 @@ from dlrm_overlap.dense.gemm import serial
 from dlrm_overlap.dense.gemm.layer import ProductLayer
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.launching.environment import one_queue
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.train.ranks import Ranks
 
 Call = Callable[[], torch.Tensor]
@@ -106,7 +107,7 @@ class Case:
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Return 1 if the output of a contender was wrong; such a contender has no row."""
+    """Return `DISAGREEMENT` if the output of a contender was wrong; such a contender has no row."""
     device, values = ranks.device, ranks.values
     shapes = [_shape(text, ranks.world.world_size) for text in values.shapes or _SHAPES[device.type]]
     group = ranks.connect()
@@ -131,7 +132,7 @@ def run(kind: str, ranks: Ranks) -> int:
     products.close()
     if ranks.world.rank == 0:
         report(rows, faults, Path(values.output), _SHOWN)
-    return 1 if faults else 0
+    return DISAGREEMENT if faults else 0
 
 
 def _shape(text: str, world_size: int) -> tuple[int, ...]:

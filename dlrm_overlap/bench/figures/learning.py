@@ -8,7 +8,7 @@ contender with the same seed. Samples and seconds to the target are those at the
 it, as in MLPerf's rules; their spread is the coefficient of variation.
 
 A run ends early if a loss is not finite, with a row of that step, which is NaN if it was a training loss. The other
-runs go on, and the command returns 1.
+runs go on, and the command returns `DISAGREEMENT`.
 """
 
 import math
@@ -20,7 +20,7 @@ from typing import Any
 
 from dlrm_overlap.bench.harness.seeded_runs import (
     Row,
-    check_new,
+    check_runs,
     read_rows,
     runs_in,
     seeded_config,
@@ -33,6 +33,7 @@ from dlrm_overlap.bench.learning_contenders import LEARNING_CONTENDERS
 from dlrm_overlap.bench.rows import append_rows
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.train.ranks import Ranks, check_start
 from dlrm_overlap.train.trainer import Trainer
 
@@ -50,7 +51,7 @@ def run(kind: str, ranks: Ranks) -> int:
         raise InputError(
             "train.eval_every: 0, but a curve is made of evaluations; set the number of steps between them"
         )
-    check_new(output, values.resume)
+    check_runs(kind, ranks.config, output, values.resume)
     configs = {
         (name, seed): learning_config(ranks.config, name, seed, output.with_suffix(""))
         for seed in values.seeds
@@ -72,7 +73,7 @@ def run(kind: str, ranks: Ranks) -> int:
             if fault:
                 print(f"dlrm-overlap: {name}, seed {seed}: {fault}", file=sys.stderr)
     show(ranks, lambda: summarise(read_rows(output), values.contenders, values.target_auroc), _SHOWN, output)
-    return int(diverged)
+    return DISAGREEMENT if diverged else 0
 
 
 def learning_config(config: Config, name: str, seed: int, folder: Path) -> Config:

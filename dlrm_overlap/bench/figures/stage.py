@@ -27,6 +27,7 @@ from dlrm_overlap.bench.harness.workload import (
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.config import Config, InputError, parse_multi_hot
 from dlrm_overlap.embedding.options import PUTS
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.train.ranks import Ranks
 
 _GPU_REPETITIONS = 10
@@ -39,7 +40,7 @@ _SHOWN = (
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Return 1 if outputs disagree on some shape, which then has no rows."""
+    """Return `DISAGREEMENT` if outputs disagree on some shape, which then has no rows."""
     world, device = ranks.world, ranks.device
     shapes = shapes_of(ranks.values, ranks.config, world.world_size)
     group = ranks.connect()
@@ -53,7 +54,7 @@ def run(kind: str, ranks: Ranks) -> int:
         wrong |= bool(faults)
         del workload
         collect_garbage(device)
-    return int(wrong)
+    return DISAGREEMENT if wrong else 0
 
 
 def shapes_of(values: Any, config: Config, world_size: int) -> list[Config]:

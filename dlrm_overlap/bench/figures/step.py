@@ -1,7 +1,7 @@
 """`bench step`: times the whole training step under TorchRec and under our backends.
 
 Before timing, each contender (`bench.step_contenders`) trains 20 steps from the same weights on the same batches; if
-its losses disagree with the losses of the first contender, it gets no speedup, and the exit code is 1. Learning rates
+its losses disagree with the losses of the first contender, it gets no speedup, and the exit code is 3. Learning rates
 are 3% of the configured ones: at MLPerf's, rounding errors grow within 20 steps until they would hide a wrong gradient.
 
 `busy_ms` and `exposed_ms` are the time in which the GPU is not idle, and exposed communication, in a traced step on the
@@ -40,6 +40,7 @@ from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.configured_sharders import build_sharders, fused_params_of
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.observe.trace_summary import without_waits
 from dlrm_overlap.train.ranks import Ranks, check_start
 from dlrm_overlap.train.trainer import Trainer
@@ -62,7 +63,7 @@ _SHOWN = ("contender", "median_ms", *_TRACED, "host_ms", *_SPEEDUPS, *_ON_GPUS, 
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Return 1 if losses disagree."""
+    """Return `DISAGREEMENT` if losses disagree."""
     values, output = ranks.values, Path(ranks.values.output)
     names, missing = split_by_installed(expand(values.contenders))
     if missing and ranks.world.rank == 0:
@@ -103,7 +104,7 @@ def run(kind: str, ranks: Ranks) -> int:
             if values.timeline is not None:
                 _append_timelines(Path(values.timeline), group, traces)
         wrong |= bool(faults)
-    return int(wrong)
+    return DISAGREEMENT if wrong else 0
 
 
 def split_by_installed(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -36,6 +36,7 @@ from dlrm_overlap.embedding.fused_tables import CheckedIds, FusedTables
 from dlrm_overlap.embedding.steps import UpdateRule
 from dlrm_overlap.embedding.tables import rule_of
 from dlrm_overlap.embedding.traffic import update_bytes
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.torchrec_private import (
     ComputeDevice,
     EmbeddingLocation,
@@ -253,7 +254,7 @@ def measure(
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Return 1 if rows or states disagree for some shape, which then has no row in the CSV file."""
+    """Return `DISAGREEMENT` if rows or states disagree for some shape, which then has no row in the CSV file."""
     device, values = ranks.device, ranks.values
     if device.type != "cuda":
         rule = "it times kernels of a GPU; run it where nvidia-smi shows one"
@@ -276,4 +277,4 @@ def run(kind: str, ranks: Ranks) -> int:
     if rows:
         print_table(rows, _SHOWN)
         print(f"rows in {values.output}")
-    return int(bool(faults))
+    return DISAGREEMENT if faults else 0

@@ -4,8 +4,8 @@ import math
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,15 +21,13 @@ _EVERY_MS = 20
 def sampled(device: torch.device, columns: dict[str, Any]) -> Iterator[None]:
     """Fill `columns` with a GPU's median clock and power during the block, and how often power limited the clock.
 
-    They are None on a CPU, and if nvidia-smi does not answer.
+    They are None on a CPU, and if nvidia-smi is not there, does not answer or does not know them.
     """
     columns |= dict.fromkeys(COLUMNS)
-    if device.type != "cuda":
+    process = _start(device) if device.type == "cuda" else None
+    if process is None:
         yield
         return
-    gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
-    query = ["nvidia-smi", gpu, f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits"]
-    process = subprocess.Popen([*query, "-lms", str(_EVERY_MS)], stdout=subprocess.PIPE, text=True)
     try:
         yield
     finally:
@@ -38,9 +36,28 @@ def sampled(device: torch.device, columns: dict[str, Any]) -> Iterator[None]:
     lines = lines[len(lines) // 4 :]  # nvidia-smi starts before the first step
     if not lines:
         return
-    columns["sm_mhz"] = statistics.median(float(line[0]) for line in lines)
-    columns["power_w"] = statistics.median(float(line[1]) for line in lines)
-    columns["capped_fraction"] = sum(line[2] == "Active" for line in lines) / len(lines)
+    mhz, watts, capped = zip(*lines, strict=True)
+    columns |= {"sm_mhz": _median(mhz), "power_w": _median(watts)}
+    if known := [each for each in capped if each.endswith("Active")]:  # else [N/A]
+        columns["capped_fraction"] = known.count("Active") / len(known)
+
+
+def _start(device: torch.device) -> subprocess.Popen[str] | None:
+    gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    query = ["nvidia-smi", gpu, f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.Popen([*query, "-lms", str(_EVERY_MS)], stdout=subprocess.PIPE, text=True)
+    except OSError:
+        return None
+
+
+def _median(values: Sequence[str]) -> float | None:
+    """Return the median of the numbers in `values`; None if there is none, but texts such as [N/A]."""
+    numbers = list[float]()
+    for value in values:
+        with suppress(ValueError):
+            numbers.append(float(value))
+    return statistics.median(numbers) if numbers else None
 
 
 def clock_of(run: TrainingRun, step_ms: float, seconds: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
 from dlrm_overlap.bench.rows import print_table
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.train.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks, check_needs_no_checkpoint
 from dlrm_overlap.train.trainer import Trainer
 
 T = TypeVar("T")
@@ -23,14 +23,16 @@ def seeded_config(config: Config, keys: Mapping[str, Any], name: str, seed: int,
         "checkpoint.resume": "never",
         "checkpoint.every": 0,
         "checkpoint.last": False,
+        "checkpoint.delta_every": 0,
         "train.target_auroc": 0.0,
     }
     log = {"log.dir": str(folder), "log.name": f"{name}_{seed}", "log.overwrite": True}
     return with_keys(config, {**keys, "train.seed": seed, **once, **log})
 
 
-def check_new(output: Path, resume: bool) -> None:
-    """Raise an InputError if `output` has rows of other runs, which only a resumed command may add to."""
+def check_runs(kind: str, config: Config, output: Path, resume: bool) -> None:
+    """Raise an InputError if the runs of `config` need checkpoints, or `output` has rows and `resume` is false."""
+    check_needs_no_checkpoint(config, f"bench {kind}")
     if not resume and output.exists():
         raise InputError(f"--output: {output} exists; give another file, or add --resume true to continue there")
 

@@ -1,15 +1,18 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dlrm_overlap import cli
 from dlrm_overlap.bench.figures import stage
 from dlrm_overlap.bench.harness.agreement import TOLERANCE, check_outputs
 from dlrm_overlap.bench.harness.contenders import Baseline
 from dlrm_overlap.bench.harness.workload import Ids, Workload
 from dlrm_overlap.config import Config
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from tests.distributed.workers import ranks_here
 from tests.unit.bench.conftest import values_of
 
@@ -44,8 +47,18 @@ def test_no_time_is_reported_where_outputs_disagree(
     monkeypatch.setattr(stage, "make_contenders", lambda *_: [Baseline(workload), Wrong(workload, 0.1)])
     output = tmp_path / "rows.csv"
     values = values_of("stage", "--iterations", "1", "--output", str(output))
-    assert stage.run("stage", replace(ranks_here(config), values=values)) == 1
+    assert stage.run("stage", replace(ranks_here(config), values=values)) == DISAGREEMENT
     out, err = capsys.readouterr()
     assert "wrong: outputs differ from the baseline's by 1.0e-01" in err
     assert out == ""
     assert not output.exists()
+
+
+@pytest.mark.parametrize(("rank", "code"), [(0, DISAGREEMENT), (1, 0)])
+def test_other_ranks_succeed_so_that_no_launcher_kills_rank_0(
+    rank: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = SimpleNamespace(device=torch.device("cpu"), world=SimpleNamespace(rank=rank, world_size=2))
+    monkeypatch.setattr(cli, "run_on_ranks", lambda words, meaning, argv, work, *_: work(ranks))
+    monkeypatch.setattr(stage, "run", lambda *_: DISAGREEMENT)
+    assert cli.main(["bench", "stage"]) == code

@@ -7,6 +7,7 @@ import pytest
 from dlrm_overlap import cli
 from dlrm_overlap.bench import all
 from dlrm_overlap.bench.all import MEASUREMENTS
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.train import ranks
 
 
@@ -30,7 +31,7 @@ def bench_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         def start(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
             if code is None:
                 raise subprocess.TimeoutExpired(words, 0)
-            if code in (0, 1):
+            if code in (0, 1, DISAGREEMENT):
                 Path(words[words.index("--output") + 1]).touch()
             return subprocess.CompletedProcess(words, code)
 
@@ -50,5 +51,6 @@ def test_a_call_goes_on_where_the_last_one_stopped(bench_all: Any, tmp_path: Pat
     (tmp_path / "all" / f"{second}.csv").touch()
     assert bench_all(7) == (1, [first, third], 2)
     assert bench_all(None) == (1, [first, third], 2), "cut off"
-    assert bench_all(1) == (0, [first, third], 0), "rows that disagree are rows"
+    assert bench_all(1) == (1, [first, third], 2), "ended by a traceback after its first rows"
+    assert bench_all(DISAGREEMENT) == (0, [first, third], 0), "rows that disagree are rows"
     assert bench_all(0) == (0, [], 0)

@@ -1,5 +1,6 @@
 """`bench drift`: its metrics against numpy, the ids of its streams, and what its designs give the tables."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from dlrm_overlap.bench.figures.drift import Day, Stream, rows_of_days, run, sum
 from dlrm_overlap.bench.harness.workload import with_keys
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.observe.metrics import RunningMetrics
 from tests.conftest import configuration, read_rows, refuses
 from tests.distributed.models import CPU
@@ -35,10 +37,12 @@ def drifting(**keys: Any) -> Config:
     return with_keys(configuration("--config", "configs/bench/drift.yaml"), _SMALL | keys)
 
 
-def bench(folder: Path, *contenders: str, resume: bool = False, days: int = 3, config: Config | None = None) -> Any:
-    """Run the benchmark in this process with seed 1, and return its rows."""
+def bench(
+    folder: Path, *contenders: str, resume: bool = False, days: int = 3, config: Config | None = None, code: int = 0
+) -> Any:
+    """Run the benchmark in this process with seed 1, check its exit code, and return its rows."""
     values = {"contenders": contenders, "days": days, "seeds": [1], "output": folder / "drift.csv", "resume": resume}
-    assert run("drift", replace(ranks_here(config or drifting()), values=SimpleNamespace(**values))) == 0
+    assert run("drift", replace(ranks_here(config or drifting()), values=SimpleNamespace(**values))) == code
     return read_rows(folder / "drift.csv")
 
 
@@ -83,6 +87,20 @@ def test_predictions_are_made_before_the_step_trains_on_their_samples(tmp_path: 
     )
     assert one["ne"] == other["ne"], "no step has trained yet"
     assert two["ne"] != last["ne"]
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_run_that_diverges_keeps_its_days_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    diverging = drifting(**{"train.lr": 1e38, "embedding.lr": 1e38})
+    rows = bench(tmp_path, "modulus", "any", days=6, config=diverging, code=DISAGREEMENT)
+    assert [row["contender"] for row in rows] == ["modulus"] * 2 + ["any"] * 2, "the second step is the last one"
+    assert [math.isfinite(float(row["mean_ne"])) for row in rows] == [True, False] * 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dlrm-overlap: ")]
+    assert ["modulus, seed 1: step 2" in told[0], "any, seed 1: step 2" in told[1], len(told)] == [True, True, 2], told
+    (line,) = summarise(rows, ["any"])
+    assert math.isnan(line["mean_ne"])
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -134,6 +152,7 @@ def test_designs_give_the_same_tables_their_rows() -> None:
         ({"data.tables.drift": 0}, "any", r"data\.tables\.drift 0; it needs synthetic tables with ids any that drift"),
         ({"train.steps": 5}, "any", r"train\.steps: 5, which is not a multiple of --days 3; set one that is"),
         ({"embedding.id_tables.rows": None}, "any", r"id_tables\.rows: null, but 2 tables take any id"),
+        ({"embedding.id_tables.grow_at": 0.8}, "any", r"grow_at: 0\.8, but bench drift saves no .*; leave out grow_at"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_a_run(

@@ -56,10 +56,11 @@ def test_without_a_target_nothing_is_said_about_it() -> None:
 
 @pytest.mark.parametrize("name", LEARNING_CONTENDERS)
 def test_runs_of_a_seed_take_the_same_samples_and_save_nothing(name: str, tmp_path: Path) -> None:
-    config = configuration("--config", "configs/quickstart.yaml")
+    config = configuration("--config", "configs/quickstart.yaml", "--checkpoint.delta_every", "5")
     found = learning_config(config, name, 3, tmp_path)
     assert (found.train.seed, found.data.seed) == (3, config.data.seed), "labels stay the same"
     assert (found.checkpoint.resume, found.checkpoint.every, found.checkpoint.last) == ("never", 0, False)
+    assert found.checkpoint.delta_every == 0
     assert found.folder == tmp_path / f"{name}_3"
 
 

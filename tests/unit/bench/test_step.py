@@ -15,6 +15,7 @@ from dlrm_overlap.bench.harness.limits import products_of
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, Keys, expand, split_into_groups
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig, SequenceConfig
 from dlrm_overlap.embedding.traffic import count_dense, dense_layers
+from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.train.model import build_model
 from tests.conftest import read_rows, refuses
 from tests.distributed.workers import quickstart, ranks_here
@@ -164,7 +165,7 @@ def test_tables_that_learn_a_tenth_faster_are_found_out_and_get_no_speedup(
 ) -> None:
     other = {"other": {"embedding.backend": "pgas", "embedding.lr": 0.0033, **EAGER}}
     code, (torchrec, wrong) = _run(tmp_path, monkeypatch, _TORCHREC | other)
-    assert code == 1
+    assert code == DISAGREEMENT
     assert (torchrec["agrees"], wrong["agrees"]) == ("True", "False")
     assert float(torchrec["speedup"]) == 1
     assert wrong["speedup"] == ""

@@ -9,7 +9,7 @@ import pytest
 from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, ENDS_SOON, SAVED
 from tests.conftest import ROOT
 
-# Presses Ctrl-C so often as argv[1] says, as the first rank after a SIGTERM, and ends well half a second later.
+# Presses Ctrl-C so often as argv[1] says, as the first rank after several SIGTERM, and ends well half a second later.
 PRESSES = """
 import signal, sys, time
 from dlrm_overlap.launching import lifetime
@@ -17,7 +17,8 @@ signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == "ignored" else sig
 end = lifetime.EndRequest()
 end.listen(answers=sys.argv[2] == "first")
 if sys.argv[2] == "first":
-    signal.raise_signal(signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
+        signal.raise_signal(number)
 for _ in range(int(sys.argv[1])):
     signal.raise_signal(signal.SIGINT)
     time.sleep(0.5)

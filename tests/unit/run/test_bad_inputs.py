@@ -176,6 +176,7 @@ def test_a_path_that_no_file_can_have_is_refused(command: str, path: str, tmp_pa
         ("--noise_runs some", ["noise_runs", "some"]),
         ("--log.name mine", ["log.name: mine", "set log.dir"]),
         ("--checkpoint.resume runs/x/step_5", ["checkpoint.resume: runs/x/step_5", "leave it out"]),
+        ("--embedding.id_tables.grow_at 0.8", ["grow_at: 0.8, but compare saves no", "leave out grow_at and max_rows"]),
         ("--train.global_batch_size 9", ["9 samples do not divide by 2 ranks"]),
     ],
 )

@@ -95,11 +95,12 @@ def test_nothing_is_faster_than_a_broken_reference(tmp_path: Path) -> None:
 
 
 def test_runs_differ_in_the_backend_alone_and_resume_nothing(tmp_path: Path) -> None:
-    config = _config(tmp_path, "--checkpoint.every", "50")
+    config = _config(tmp_path, "--checkpoint.every", "50", "--checkpoint.delta_every", "5")
     first, second = (config.as_dict() for config in run_configs(config, ["pgas", "torchrec"]).values())
     assert (first["embedding"].pop("backend"), second["embedding"].pop("backend")) == ("pgas", "torchrec")
     assert first == second
-    assert first["checkpoint"] == config.as_dict()["checkpoint"] | {"resume": "never", "every": 0, "last": False}
+    saves_nothing = {"resume": "never", "every": 0, "last": False, "delta_every": 0}
+    assert first["checkpoint"] == config.as_dict()["checkpoint"] | saves_nothing
     assert first["train"] == config.as_dict()["train"]
 
 
