@@ -1,6 +1,7 @@
 """Files of samples: Criteo's text against plain Python, every way a line or a file is wrong, the hash."""
 
 import gzip
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,36 @@ def test_the_first_row_tells_whether_text_lacks_labels(fields: int, expected: in
         read_all(file, schema, list(schema.categorical))
     file.write_bytes(b"\n\n")
     assert read_all(file, schema, list(schema.categorical)).num_rows == 0
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz"])
+@pytest.mark.parametrize("block_bytes", [4, 6, 64, 1 << 21])
+def test_a_last_line_needs_no_end(suffix: str, block_bytes: int, tmp_path: Path) -> None:
+    file = tmp_path / f"in{suffix}"
+    schema = Schema(labels={"y": Label()}, categorical={"s": Categorical("string", 9)})
+
+    def found(content: bytes, schema: Schema, names: list[str]) -> pa.Table:
+        members = [gzip.compress(content[:3]), gzip.compress(content[3:])]  # as parallel programs write them
+        file.write_bytes(b"".join(members) if file.suffix == ".gz" else content)
+        return read_all(file, schema, names, block_bytes)
+
+    for end in (b"", b"\n", b"\r\n"):
+        assert found(b"y,s" + end, schema, ["y", "s"]).num_rows == 0
+        with refuses(f"in{suffix}: column t: missing among the file's 2 columns"):
+            found(b"y,s" + end, schema, ["t"])
+        assert found(b"y,s\n1,a\n0,b" + end, schema, ["y", "s"])["s"].to_pylist() == [b"a", b"b"]
+        assert found(b"a,b" + end, replace(schema, columns=["s", "y", "t"]), ["t"])["t"].to_pylist() == [b"b"]
+
+
+@pytest.mark.parametrize("block_bytes", [32, 100, 1 << 21])
+def test_quoted_fields_may_contain_line_breaks(block_bytes: int, tmp_path: Path) -> None:
+    rng, values = np.random.default_rng(0), ["a", "b\n1,c", "d\n", "\n0,z\n1,q", 'say ""x""\n']
+    chosen = rng.choice(values, 200).tolist()
+    (tmp_path / "in.csv").write_bytes("".join(["s,y\n", *(f'"{value}",1\n' for value in chosen)]).encode())
+    schema = Schema(labels={"y": Label()}, categorical={"s": Categorical("string", 9)})
+    found = read_all(tmp_path / "in.csv", schema, ["s", "y"], block_bytes)
+    assert found["s"].to_pylist() == [value.replace('""', '"').encode() for value in chosen]
+    assert found["y"].to_pylist() == [b"1"] * 200
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
