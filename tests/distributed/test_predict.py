@@ -196,6 +196,11 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
             scorer(rows)
     with pytest.raises(InputError, match="rows: a list, not columns; give a dict that maps names to lists of values"):
         scorer([dict.fromkeys(scorer.columns)])  # type: ignore[arg-type]
+    twice = make_table(3).append_column("age", pa.array([1, 2, 3]))
+    for rows in (twice, twice.to_batches()[0]):
+        with pytest.raises(InputError, match="column age: twice; leave one out"):
+            scorer(rows)
+    assert len(scorer(make_table(3).append_column("id", pa.array([1, 2, 3])))["click"]) == 3, "one that is not read"
     bad = make_table(3).set_column(4, "age", pa.array(["1", "2", "x"]))
     parquet.write_table(bad, tmp_path / "bad.parquet")
     command = ["predict", "--checkpoint", str(trained), "--output", str(tmp_path / "out.parquet")]
