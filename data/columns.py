@@ -132,8 +132,12 @@ class Column:
         else:
             is_float = types.is_floating(self._cells.type)
             numbers, missing = self._read("float" if is_float else "int")
+            if types.is_uint64(self._cells.type):
+                missing = missing | (numbers < 0)  # from 2^63 on, which is no time in any unit
             times = in_microseconds(np.where(missing, 0, numbers), unit)
         rule = f"a time in the years 1 to 9999; numbers are Unix times in time_unit, which is {unit}"
+        if unit == "s":
+            rule += ", and not dates such as 20261120: write 2026-11-20"
         self._require(are_times(times) & ~missing, rule)
         return times
 
@@ -232,6 +236,8 @@ class Column:
 def _time(text: str, unit: str) -> int:
     """Return the time that a text names, or one that `are_times` refuses."""
     if _FLOAT.fullmatch(text):
+        if float(text) >= 1 << 63:  # `_whole` would make it negative
+            return NO_TIME
         whole = _whole(text)
         return int(in_microseconds(np.array([float(text) if whole is None else whole]), unit)[0])
     try:

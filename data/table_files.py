@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,7 +72,7 @@ def read_files(
 ) -> Iterator[_T]:
     """Yield `use` of each file, the number of a block's first row in it, and the block.
 
-    A header counts as a row, blank lines do not.
+    A header counts as a row, blank lines do not. If `names` has no label, text without a header may lack all labels.
 
     Args:
         block_bytes: size of a block of text.
@@ -102,17 +103,18 @@ def _read_blocks(
         return
     if (fragment := _fragment(file)) is not None:
         _require_columns(names, fragment.physical_schema.names, schema)
-        blocks, raw = fragment.to_batches(columns=names, batch_size=_BLOCK_ROWS), None
-    elif not _text(file)[1].read(1):  # compressed, and empty
+        blocks, read = fragment.to_batches(columns=names, batch_size=_BLOCK_ROWS), lambda: size
+    elif (text := _text(file, block_bytes)[0]) is None:
         return
     else:
         if schema.columns is None:
-            _require_columns(names, _open_csv(_text(file)[1], schema, block_bytes).schema.names, schema)
+            _require_columns(names, _open_csv(text, schema, block_bytes).schema.names, schema)
             row += 1
-        raw, text = _text(file)
-        blocks = _open_csv(text, schema, block_bytes, names)
+        columns = _columns_without_header(file, schema, block_bytes, names)
+        text, read = _text(file, block_bytes)
+        blocks = _open_csv(text, schema, block_bytes, names, column_names=columns)
     for block in blocks:
-        yield row, block, size if raw is None else raw.tell()
+        yield row, block, read()
         row += block.num_rows
 
 
@@ -122,17 +124,59 @@ def _fragment(file: Path) -> Any:
     return kind and kind().make_fragment(str(file), fs.LocalFileSystem())
 
 
-def _text(file: Path) -> tuple[pa.NativeFile, pa.NativeFile]:
-    """Open a file as it is stored, and its text, which is read from there."""
-    raw, packed = pa.OSFile(str(file)), _PACKED.get(file.suffix.lower())
-    return raw, pa.CompressedInputStream(raw, packed) if packed else raw
+def _text(file: Path, block_bytes: int) -> tuple[pa.NativeFile | None, Callable[[], int]]:
+    """Open the text of a file, None if it is empty, and how many bytes of the file were read so far."""
+    packed = _PACKED.get(file.suffix.lower())
+
+    def opened() -> tuple[pa.NativeFile, Callable[[], int]]:
+        raw = pa.OSFile(str(file))
+        return (pa.CompressedInputStream(raw, packed) if packed else raw), raw.tell
+
+    text, _ = opened()
+    start = text.read(block_bytes)
+    if len(start) == block_bytes:
+        return opened()
+    # Arrow finds no columns in a line without an end.
+    return pa.BufferReader(start + b"\n") if start else None, lambda: file.stat().st_size
 
 
-def _open_csv(text: pa.NativeFile, schema: Schema, block_bytes: int, columns: Sequence[str] = ()) -> Any:
+def _columns_without_header(file: Path, schema: Schema, block_bytes: int, names: Sequence[str]) -> Sequence[str] | None:
+    """Return the names of all columns of a text, None if a header has them."""
+    if schema.columns is None or not schema.labels.keys().isdisjoint(names):
+        return schema.columns
+    unlabelled = [name for name in schema.columns if name not in schema.labels]
+    with suppress(pa.ArrowInvalid):  # only blank lines
+        first = _open_csv(
+            _text(file, block_bytes)[0],
+            schema,
+            block_bytes,
+            on_invalid=lambda _: "skip",
+            autogenerate_column_names=True,
+        )
+        if len(first.schema) == len(unlabelled):
+            return unlabelled
+    return schema.columns
+
+
+def _open_csv(
+    text: pa.NativeFile | None,
+    schema: Schema,
+    block_bytes: int,
+    columns: Sequence[str] = (),
+    on_invalid: Callable[[Any], str] | None = None,
+    **names: Any,
+) -> Any:
+    """Open a text for its `columns` as bytes; `on_invalid` decides about rows with another number of fields."""
+    quoted = schema.delimiter != "\t"
     return csv.open_csv(
         text,
-        csv.ReadOptions(column_names=schema.columns, block_size=block_bytes, use_threads=False),  # errors name rows
-        csv.ParseOptions(delimiter=schema.delimiter, quote_char='"' if schema.delimiter != "\t" else False),
+        csv.ReadOptions(block_size=block_bytes, use_threads=False, **names),  # without threads, errors name rows
+        csv.ParseOptions(
+            delimiter=schema.delimiter,
+            quote_char='"' if quoted else False,
+            newlines_in_values=quoted,
+            invalid_row_handler=on_invalid,
+        ),
         csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.binary()), include_columns=columns),
     )
 

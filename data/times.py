@@ -32,15 +32,27 @@ def text_of(time_us: int, window: Window | None = None) -> str:
 
 
 def in_microseconds(numbers: np.ndarray, unit: str) -> np.ndarray:
-    """Return Unix times [n], int64 or float64, in microseconds [n] int64; `NO_TIME` outside the years 1 to 9999."""
+    """Return Unix times [n], int64 or float64, in microseconds [n] int64.
+
+    They are `NO_TIME` outside the years 1 to 9999, and for seconds that are dates of the years 1900 to 2099, written
+    like 20261120.
+    """
     scale = PER_SECOND / _PER_SECOND[unit]
     within = (numbers >= _FIRST_US / scale) & (numbers <= _LAST_US / scale)
+    if unit == "s":
+        within &= ~_are_dates(numbers)
     numbers = np.where(within, numbers, 0)
     if numbers.dtype == np.float64:
         times = np.rint(numbers * scale).astype(np.int64)
     else:
         times = numbers * int(scale) if scale >= 1 else numbers // int(1 / scale)
     return np.where(within, times, NO_TIME)
+
+
+def _are_dates(numbers: np.ndarray) -> np.ndarray:
+    years, months, days = numbers // 10**4, numbers // 100 % 100, numbers % 100
+    in_years = (years >= 1900) & (years < 2100)
+    return in_years & (months >= 1) & (months <= 12) & (days >= 1) & (days <= 31) & (days % 1 == 0)
 
 
 def are_times(times_us: np.ndarray) -> np.ndarray:

@@ -49,6 +49,25 @@ def end_on_signals() -> None:
     unblock_signals()
 
 
+@contextmanager
+def unwinding_on_sigterm() -> Iterator[None]:
+    """Raise a SystemExit on SIGTERM, so that blocks around remove their files; a second one ends this process at once.
+
+    Use it in the main thread.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        say("dlrm-overlap: interrupted by SIGTERM")
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def interrupt_imports() -> None:
     """Let SIGINT, unless ignored, end this process at once during imports: libraries may catch KeyboardInterrupt."""
 

@@ -1,12 +1,15 @@
 """`dlrm-overlap predict`: a probability for each row and label of a table, with or without labels. Needs pyarrow."""
 
 import os
+import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pyarrow as pa
@@ -16,11 +19,13 @@ from dlrm_overlap.checkpoint.manifest import locate_checkpoint
 from dlrm_overlap.config import FullPath, InputError, PositiveInt, in_one_line
 from dlrm_overlap.data.encoding import Unknown, unknown_values
 from dlrm_overlap.launching.files import replacing
+from dlrm_overlap.launching.lifetime import end_with_parent, unwinding_on_sigterm
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.launching.progress_bar import ProgressBar
 from dlrm_overlap.launching.text_table import count_of
 
 _BLOCK_BYTES = 1 << 21  # of text
+_CLOSING_S = 2.0
 _OPTION = "--checkpoint"
 _FORMATS = ".parquet", ".csv"
 
@@ -66,7 +71,10 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
         raise InputError(f"--output: {output} is a file of {table}, or in its folder; name a file elsewhere")
 
     try:
-        with replacing(output) as stream, _scoring(scorer, checkpoint, processes) as score, ExitStack() as stack:
+        with ExitStack() as stack:
+            stack.enter_context(unwinding_on_sigterm())
+            stream = stack.enter_context(replacing(output))
+            score = stack.enter_context(_scoring(scorer, checkpoint, processes))
             bar = stack.enter_context(ProgressBar("predicting", count_rows(files)))
             blocks = read_files(files, scorer.schema, _BLOCK_BYTES, bar, _as_block, "correct the file", names)
             writer: Any = None
@@ -109,22 +117,42 @@ def _scoring(
         yield lambda blocks, keys: (_score(scorer, *block, keys) for block in blocks)
         return
     threads = max(1, (os.cpu_count() or 1) // processes)
-    with ProcessPoolExecutor(processes, get_context("spawn"), _begin_worker, (checkpoint, threads)) as pool:
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin_worker, (checkpoint, threads))
+    timeout_s = None
 
-        def score(blocks: Iterator[Block], keys: list[str]) -> Iterator[Any]:
-            running = deque[Future[Any]]()
-            for block in blocks:
-                running.append(pool.submit(_score_in_worker, *block, keys))
-                if len(running) > 2 * processes:  # so that few blocks are in memory
-                    yield running.popleft().result()
-            while running:
+    def score(blocks: Iterator[Block], keys: list[str]) -> Iterator[Any]:
+        running = deque[Future[Any]]()
+        for block in blocks:
+            running.append(pool.submit(_score_in_worker, *block, keys))
+            if len(running) > 2 * processes:  # so that few blocks are in memory
                 yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
 
+    try:
         yield score
+    except BrokenProcessPool:
+        raise InputError(
+            f"--nproc: {processes}, but one of these processes was killed, most often by the kernel's out-of-memory "
+            f"killer: each needs memory for all tables; lower --nproc"
+        ) from None
+    except (KeyboardInterrupt, SystemExit):
+        for process in active_children():
+            process.kill()
+        timeout_s = _CLOSING_S  # it never ends if a process was killed while it sent a result
+        raise
+    finally:
+        closing = Thread(target=pool.shutdown, kwargs={"cancel_futures": True}, daemon=True)
+        closing.start()
+        closing.join(timeout_s)
 
 
 def _begin_worker(checkpoint: Path, threads: int) -> None:
     global _scorer
+    end_with_parent(os.getppid())
+    if (parent := parent_process()) and not parent.is_alive():  # it had ended before
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which kills its processes
     import torch
 
     from dlrm_overlap.predict.scorer import Scorer

@@ -2,6 +2,9 @@
 
 import json
 import multiprocessing
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +19,10 @@ from pyarrow import csv, parquet
 from dlrm_overlap import Scorer
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
+from dlrm_overlap.launching.lifetime import unwinding_on_sigterm
 from dlrm_overlap.observe.metrics import evaluation_metrics
 from dlrm_overlap.predict import command
-from tests.conftest import ROOT, run_cli
+from tests.conftest import ROOT, is_alive, run_cli, wait_until
 from tests.warm import START_METHOD
 
 SCHEMA = """
@@ -71,6 +75,11 @@ def trained(folder: Path, request: pytest.FixtureRequest) -> Path:
     done = run_cli("train", *run, *MODELS[request.param])
     assert done.returncode == 0, done.stderr
     return folder / request.param
+
+
+def predict_command(folder: Path, trained: Path, target: Path) -> list[str]:
+    table, output = folder / "unlabelled.parquet", target / "scores.parquet"
+    return ["predict", str(table), "--checkpoint", str(trained), "--output", str(output)]
 
 
 _OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "dot"]
@@ -187,6 +196,11 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
             scorer(rows)
     with pytest.raises(InputError, match="rows: a list, not columns; give a dict that maps names to lists of values"):
         scorer([dict.fromkeys(scorer.columns)])  # type: ignore[arg-type]
+    twice = make_table(3).append_column("age", pa.array([1, 2, 3]))
+    for rows in (twice, twice.to_batches()[0]):
+        with pytest.raises(InputError, match="column age: twice; leave one out"):
+            scorer(rows)
+    assert len(scorer(make_table(3).append_column("id", pa.array([1, 2, 3])))["click"]) == 3, "one that is not read"
     bad = make_table(3).set_column(4, "age", pa.array(["1", "2", "x"]))
     parquet.write_table(bad, tmp_path / "bad.parquet")
     command = ["predict", "--checkpoint", str(trained), "--output", str(tmp_path / "out.parquet")]
@@ -215,6 +229,75 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
         assert main([*command[:3], str(table), "--output", str(output)]) == 2
         assert f"--output: {output} is a file of {table}, or in its folder" in capsys.readouterr().err
     assert parquet.read_table(good).equals(make_table(3))
+
+
+@pytest.mark.parametrize("trained", ["dot"], indirect=True)
+def test_sigterm_leaves_no_file(
+    folder: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def score(*arguments: Any) -> Any:
+        assert len(list(tmp_path.iterdir())) == 1, "the incomplete output"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(command, "_score", score)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        main(predict_command(folder, trained, tmp_path))
+    assert ended.value.code == 143
+    assert "dlrm-overlap: interrupted by SIGTERM\n" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_sigterm_ends_a_process_at_once() -> None:
+    with unwinding_on_sigterm():
+        with pytest.raises(SystemExit):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("trained", ["dot"], indirect=True)
+def test_a_killed_process_is_said_in_one_line(
+    folder: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kill(*block: Any) -> Any:
+        for process in multiprocessing.active_children():
+            process.kill()
+        return block
+
+    monkeypatch.setattr(command, "get_context", lambda _: multiprocessing.get_context(START_METHOD))
+    monkeypatch.setattr(command, "_as_block", kill)
+    assert main([*predict_command(folder, trained, tmp_path), "--nproc", "2"]) == 2
+    rule = "dlrm-overlap: --nproc: 2, but one of these processes was killed, most often by .* lower --nproc\n"
+    assert re.fullmatch(rule, capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("trained", ["dot"], indirect=True)
+def test_no_process_is_left(folder: Path, trained: Path, tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "out").mkdir()
+    for part in range(3000):
+        os.link(folder / "unlabelled.parquet", tmp_path / "parts" / f"{part}.parquet")
+    argv = ["predict", str(tmp_path / "parts"), "--checkpoint", str(trained), "--nproc", "2"]
+    argv += ["--output", str(tmp_path / "out" / "scores.parquet")]
+    with (tmp_path / "stderr").open("w") as errors:
+        process = subprocess.Popen([sys.executable, "-m", "dlrm_overlap", *argv], cwd=ROOT, stderr=errors)
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: len(children.read_text().split()) == 3, 60, "two, and multiprocessing's resource tracker")
+        pids = [int(pid) for pid in children.read_text().split()]
+        process.send_signal(number)
+        assert process.wait(20) == {signal.SIGKILL: -9, signal.SIGTERM: 143}[number]
+        wait_until(lambda: not any(map(is_alive, pids)), 60, "a process is left")
+    finally:
+        process.kill()
+        process.wait()
+    if number == signal.SIGTERM:
+        assert list((tmp_path / "out").iterdir()) == []
+        assert "dlrm-overlap: interrupted by SIGTERM\n" in (tmp_path / "stderr").read_text()
 
 
 def test_a_run_on_other_samples_is_refused(tmp_path: Path) -> None:

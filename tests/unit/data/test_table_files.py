@@ -1,6 +1,7 @@
 """Files of samples: Criteo's text against plain Python, every way a line or a file is wrong, the hash."""
 
 import gzip
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from dlrm_overlap.data.hashed import hashed_rows
 from dlrm_overlap.data.prepare import prepare_files
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.schema import Categorical, Label, Schema, criteo_schema
-from dlrm_overlap.data.table_files import table_files
+from dlrm_overlap.data.table_files import read_files, table_files
 from dlrm_overlap.launching import progress_bar
 from tests.conftest import refuses
 from tests.unit.data.criteo_lines import hash_all, hash_plainly, parse_plainly, prepare_criteo, random_lines, with_field
@@ -75,6 +76,70 @@ def test_a_wrong_number_of_fields_is_named(change: str, found: int, tmp_path: Pa
     (tmp_path / "day_0").write_bytes(b"\n".join(lines))
     with refuses(rf"day_0: .*Row #4: Expected 40 columns, got {found}"):
         prepare_criteo(tmp_path / "day_0", tmp_path / "days", 9)
+
+
+def read_all(file: Path, schema: Schema, names: list[str], block_bytes: int = 1 << 21) -> pa.Table:
+    with progress_bar.ProgressBar("reading", None) as bar:
+        blocks = list(read_files([file], schema, block_bytes, bar, lambda _, row, block: block, "correct it", names))
+    return pa.Table.from_batches(blocks) if blocks else pa.table({})
+
+
+@pytest.mark.parametrize(("suffix", "block_bytes"), [("", 1 << 21), (".gz", 1001)])
+def test_text_without_a_header_may_lack_labels_that_are_not_read(suffix: str, block_bytes: int, tmp_path: Path) -> None:
+    schema, lines = criteo_schema(9), random_lines(40)
+    names = [*schema.dense, *schema.categorical]
+    found = []
+    for name, text in (("train", lines), ("test", [line.partition(b"\t")[2] for line in lines])):
+        file = tmp_path / f"{name}{suffix}"
+        content = b"\n\n" + b"\n".join(text)  # blank lines are no rows
+        file.write_bytes(gzip.compress(content) if suffix else content)
+        found.append(read_all(file, schema, names, block_bytes))
+    assert found[0].column_names == names
+    assert found[0].num_rows == 40
+    assert found[0].equals(found[1])
+    with refuses("test.*Expected 40 columns, got 39"):
+        read_all(file, schema, [*names, "label"], block_bytes)
+
+
+@pytest.mark.parametrize(("fields", "expected"), [(40, 40), (39, 39), (38, 40), (41, 40)])
+def test_the_first_row_tells_whether_text_lacks_labels(fields: int, expected: int, tmp_path: Path) -> None:
+    schema, file, bad = criteo_schema(9), tmp_path / "rows.tsv", 79 - fields
+    file.write_bytes(b"\n".join([b"\t".join([b"1"] * fields)] * 3 + [b"\t".join([b"1"] * bad)]))
+    row, got = (4, bad) if fields == expected else (1, fields)
+    with refuses(f"Row #{row}: Expected {expected} columns, got {got}"):
+        read_all(file, schema, list(schema.categorical))
+    file.write_bytes(b"\n\n")
+    assert read_all(file, schema, list(schema.categorical)).num_rows == 0
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz"])
+@pytest.mark.parametrize("block_bytes", [4, 6, 64, 1 << 21])
+def test_a_last_line_needs_no_end(suffix: str, block_bytes: int, tmp_path: Path) -> None:
+    file = tmp_path / f"in{suffix}"
+    schema = Schema(labels={"y": Label()}, categorical={"s": Categorical("string", 9)})
+
+    def found(content: bytes, schema: Schema, names: list[str]) -> pa.Table:
+        members = [gzip.compress(content[:3]), gzip.compress(content[3:])]  # as parallel programs write them
+        file.write_bytes(b"".join(members) if file.suffix == ".gz" else content)
+        return read_all(file, schema, names, block_bytes)
+
+    for end in (b"", b"\n", b"\r\n"):
+        assert found(b"y,s" + end, schema, ["y", "s"]).num_rows == 0
+        with refuses(f"in{suffix}: column t: missing among the file's 2 columns"):
+            found(b"y,s" + end, schema, ["t"])
+        assert found(b"y,s\n1,a\n0,b" + end, schema, ["y", "s"])["s"].to_pylist() == [b"a", b"b"]
+        assert found(b"a,b" + end, replace(schema, columns=["s", "y", "t"]), ["t"])["t"].to_pylist() == [b"b"]
+
+
+@pytest.mark.parametrize("block_bytes", [32, 100, 1 << 21])
+def test_quoted_fields_may_contain_line_breaks(block_bytes: int, tmp_path: Path) -> None:
+    rng, values = np.random.default_rng(0), ["a", "b\n1,c", "d\n", "\n0,z\n1,q", 'say ""x""\n']
+    chosen = rng.choice(values, 200).tolist()
+    (tmp_path / "in.csv").write_bytes("".join(["s,y\n", *(f'"{value}",1\n' for value in chosen)]).encode())
+    schema = Schema(labels={"y": Label()}, categorical={"s": Categorical("string", 9)})
+    found = read_all(tmp_path / "in.csv", schema, ["s", "y"], block_bytes)
+    assert found["s"].to_pylist() == [value.replace('""', '"').encode() for value in chosen]
+    assert found["y"].to_pylist() == [b"1"] * 200
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pyarrow import parquet
 
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig
+from dlrm_overlap.data.columns import Column, Missing
 from dlrm_overlap.data.days import Days
 from dlrm_overlap.data.loader import open_datasets, warnings_of_time
 from dlrm_overlap.data.prepared import Prepared
@@ -89,6 +90,37 @@ def test_a_cell_that_is_no_time_is_named(tmp_path: Path, cell: str | None, capsy
     assert main(["prepare", "table", *options]) == 2
     rule = r"row 2, column at: .* is not a time in the years 1 to 9999; numbers are Unix times in time_unit, which is s"
     assert re.search(rule, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("unit", "cell"),
+    [
+        *[("s", cell) for cell in (20261120, 20261120.0, "20261120", "20991231", np.uint64(2**64 - 1))],
+        ("ns", np.uint64(2**64 - 1)),
+        ("ns", str(2**64 - 1)),
+        ("us", np.uint64(2**63)),
+    ],
+)
+def test_dates_and_sentinels_are_no_unix_times(unit: Any, cell: Any) -> None:
+    block = pa.record_batch({"at": pa.array([cell])})
+    rule = ", and not dates such as 20261120: write 2026-11-20" * (unit == "s")
+    with refuses(f"row 1, column at: .* is not a time in the years 1 to 9999; .* which is {unit}{rule}$"):
+        Column(block, "at", 1, Missing([])).times(unit)
+
+
+@pytest.mark.parametrize(
+    ("unit", "cells"),
+    [
+        ("s", [20261320, 20261232, 20260020, 20261100, 18991231, 21000101, 202611200, 1763618400]),
+        ("s", [20261120.5, 0.5]),
+        ("ms", [20261120]),
+    ],
+)
+def test_other_numbers_are_unix_times(unit: Any, cells: Any) -> None:
+    expected = [round(cell * {"s": 10**6, "ms": 10**3}[unit]) for cell in cells]
+    for each in (cells, [str(cell) for cell in cells]):
+        block = pa.record_batch({"at": pa.array(each)})
+        assert Column(block, "at", 1, Missing([])).times(unit).tolist() == expected
 
 
 def test_a_split_by_time(tmp_path: Path) -> None:
