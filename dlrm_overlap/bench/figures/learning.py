@@ -92,25 +92,25 @@ def train_and_evaluate(trainer: Trainer) -> tuple[list[Row], str]:
     evaluate, points, evaluations_s = trainer.evaluate, list[Row](), 0.0
     began = time.perf_counter()
 
-    def note(values: Mapping[str, float], now: float) -> None:
+    def add_point(values: Mapping[str, float], now: float) -> None:
         step = trainer.progress.step
         at = {"step": step, "samples": step * trainer.global_batch, "seconds": now - began - evaluations_s}
         points.append(at | {name: f"{values[name]:.6f}" for name in _METRICS})
 
-    def noted() -> dict[str, float]:
+    def evaluate_and_add() -> dict[str, float]:
         nonlocal evaluations_s
         before = time.perf_counter()
         values = evaluate()
-        note(values, before)
+        add_point(values, before)
         evaluations_s += time.perf_counter() - before
         return values
 
-    trainer.evaluate = noted  # type: ignore[method-assign]
+    trainer.evaluate = evaluate_and_add  # type: ignore[method-assign]
     try:
         trainer.fit()
     except NotFiniteError as error:  # on all ranks at the same step
         if not points or points[-1]["step"] != trainer.progress.step:  # else this evaluation found it
-            note(dict.fromkeys(_METRICS, math.nan), time.perf_counter())
+            add_point(dict.fromkeys(_METRICS, math.nan), time.perf_counter())
         return points, str(error)
     return points, ""
 
