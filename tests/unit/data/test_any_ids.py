@@ -274,9 +274,9 @@ def test_predictions_by_ids_of_another_map_are_refused(tmp_path: Path, monkeypat
     stored = "dlrm.embedding._managed_collision_collection._managed_collision_modules.t_00._hash_zch_identities"
     monkeypatch.setattr(scorer, "locate_checkpoint", lambda path, option: path)
     monkeypatch.setattr(scorer, "read_manifest", lambda path: Manifest(2, {}, {}))
-    monkeypatch.setattr(scorer, "state_of_checkpoint", lambda path, manifest: {})
+    monkeypatch.setattr(scorer, "state_of_checkpoint", lambda manifest: {})
     monkeypatch.setattr(scorer, "encoded_of", lambda path: write_encoding(tmp_path / "encoding", SCHEMA, {}))
-    monkeypatch.setattr(scorer, "read_weights", lambda path: {stored: torch.zeros(128, 1, dtype=torch.int64)})
+    monkeypatch.setattr(scorer, "read_weights", lambda path, manifest: {stored: torch.zeros(128, 1, dtype=torch.int64)})
     with refuses(r"checkpoint: .* by backend torchrec, .* the column user in another way; train with .* pgas or fused"):
         scorer.Scorer(tmp_path)
 

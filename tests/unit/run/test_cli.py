@@ -85,7 +85,7 @@ for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a script ignores it
 sys.meta_path.insert(0, Signals())
-names = ("Ranks", "check_data", "check_output", "check_start", "check_writable")
+names = ("Ranks", "check_data", "check_needs_no_checkpoint", "check_output", "check_start", "check_writable")
 sys.modules["dlrm_overlap.train.ranks"] = SimpleNamespace(**dict.fromkeys(names), run_on_ranks=train)
 from dlrm_overlap.__main__ import run
 run()
