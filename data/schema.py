@@ -44,7 +44,7 @@ class Dense:
     """A column of numbers. A missing number becomes 0 after the transform."""
 
     transform: Literal["none", "log1p"] = "none"
-    """log1p: log(1 + max(x, 0)), as for Criteo"""
+    """log1p: log(1 + max(x, 0)), as for Criteo's counts, of which a negative one counts as 0"""
 
 
 @dataclass(frozen=True)

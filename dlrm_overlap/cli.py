@@ -179,6 +179,8 @@ def bench(argv: list[str]) -> int:
         on_cpu, world_size = ranks.device.type == "cpu", ranks.world.world_size
         if world_size == 1 and figure.needs_peers:
             raise InputError(f"bench {kind}: one rank has no peer to communicate with; add --nproc 2, or more")
+        if on_cpu and figure.needs_gpu:
+            raise InputError(f"bench {kind}: it times a GPU's kernels, and this run is on a CPU; run it on a GPU")
         if on_cpu and figure.measures_time and ranks.world.rank == 0:
             print(f"bench {kind}: a rehearsal, since times on CPUs say nothing about GPUs", file=sys.stderr)
         code = import_module(f"dlrm_overlap.bench.figures.{figure.module}").run(kind, ranks)
@@ -201,7 +203,7 @@ def prepare(argv: list[str]) -> int:
         return _prepare_samples(argv[1:])
     parser = Parser("dlrm-overlap prepare", prepare.__doc__ or "")
     text = "format of IN; samples: those of a configuration, see `prepare samples --help`"
-    parser.add_argument("format", choices=["table", "criteo"], metavar="table|criteo|samples", help=text)
+    parser.add_argument("format", choices=["table", "criteo", "samples"], metavar="table|criteo|samples", help=text)
     parser.add_argument(
         "source", type=FullPath, metavar="IN", help="file or folder of files; text may be compressed by gzip"
     )
@@ -218,6 +220,8 @@ def prepare(argv: list[str]) -> int:
         "--rows", type=PositiveInt, help="criteo, instead: hash each table's values into this number of rows"
     )
     values = parser.read(argv)
+    if values.format == "samples":
+        raise InputError(f"prepare {argv[0]}: other options than those of samples; write `prepare samples` first")
     if values.rows and values.min_count:
         raise InputError(f"--rows {values.rows} --min_count {values.min_count}: these exclude each other; give one")
     if values.like and (values.schema or values.rows or values.min_count):
@@ -417,7 +421,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             unblock_signals()
         return COMMANDS[argv[0]](argv[1:])
     except InputError as error:
-        return _refuse(str(error))
+        return _refuse("; ".join(filter(None, (str(error), error.cure))))
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise

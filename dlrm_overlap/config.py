@@ -107,6 +107,9 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?")
 class InputError(ValueError):
     """A user's mistake, in one line: value, rule, cure. The command line prints it and exits with code 2."""
 
+    cure = ""
+    """what the command line adds, if the line has no cure"""
+
 
 class PeerError(RuntimeError):
     """Another rank has failed. The one-line message names the rank and its error."""

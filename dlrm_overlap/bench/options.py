@@ -32,13 +32,14 @@ class Figure(NamedTuple):
     options: Mapping[str, Settings]
     module: str
     needs_peers: bool = False
+    needs_gpu: bool = False
     measures_time: bool = True
 
 
 _STEP = {
     "contenders": _words([*STEP_CONTENDERS, *GROUPS], USUAL, "contenders, compared with the first one's losses"),
     "batches": _number(16, "different batches, read once and trained on in turn"),
-    "steps": _number(200, "timed steps of each contender"),
+    "steps": _number(200, "timed steps of each contender, rounded up to a multiple of 4"),
     "at_once": _number(6, "contenders in memory at a time, 2 or more; the last one is in every group"),
     "resume": {"type": bool, "default": False, "help": "skip contenders that have rows in --output"},
     "timeline": {"type": FullPath, "default": None, "help": "CSV file to append a traced step of each contender to"},
@@ -101,7 +102,9 @@ FIGURES = {
     "stage": Figure("the embedding stage's forward on one shape, all contenders", _STAGE, "stage"),
     "sweep": Figure("where the embedding stage gains: many shapes", _SWEEP, "stage"),
     "backward": Figure("the stage's backward: push against the collective with FBGEMM's update", _BACKWARD, "backward"),
-    "update": Figure("the update of table rows on one GPU, nothing exchanged, against FBGEMM's", _UPDATE, "update"),
+    "update": Figure(
+        "the update of table rows on one GPU, nothing exchanged, against FBGEMM's", _UPDATE, "update", needs_gpu=True
+    ),
     "collectives": Figure("copies and stores to peers against NCCL's All-to-All", _COLLECTIVES, "collectives", True),
     "gemm": Figure("products with their all-gather or reduce-scatter inside, by each way", _GEMM, "gemm", True),
     "input": Figure("the step fed by the loader, against the step on one cached batch", _INPUT, "input"),

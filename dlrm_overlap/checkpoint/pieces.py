@@ -24,6 +24,8 @@ _CHUNK = 1 << 22  # bytes; small enough to be hashed while still in the CPU's ca
 class DamagedError(InputError):
     """The files of a checkpoint were changed after they were written."""
 
+    cure = "copy it again, or give another"
+
 
 class Piece(NamedTuple):
     size: int

@@ -136,8 +136,12 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, content: Any, key: str) -> None:
-    """Write `content` as JSON to `path`, completely or not at all; an `InputError` on failure names option `key`."""
+    """Write `content` as JSON to `path`, completely or not at all, in a folder that is made if it is missing.
+
+    An `InputError` on failure names option `key`.
+    """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as stream:
             stream.write((json.dumps(content, indent=1) + "\n").encode())
     except OSError as error:

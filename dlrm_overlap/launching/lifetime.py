@@ -16,7 +16,7 @@ DISAGREEMENT = 3
 """exit code of a comparison that has ended, but whose results disagree or are not finite; a traceback has 1"""
 HOLD_BACK_S = 3.0
 """time in which a launcher ends the other ranks before they report consequential errors"""
-ENDS_SOON = "SIGINT: the run saves and ends after its next log line; a second one ends it at once"
+ENDS_SOON = "SIGINT: the run saves and ends within log.every steps; a second one ends it at once"
 ENDED_AT_ONCE = "interrupted: what was trained after the newest checkpoint is lost"
 _END_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _BLOCKED = (*_END_SIGNALS, signal.SIGHUP)  # the launcher of `--nproc` handles SIGHUP

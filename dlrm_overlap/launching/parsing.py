@@ -88,6 +88,13 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}.."
 
 
+def _is_quoted(value: Any) -> bool:
+    """Return whether `value` of a YAML file is text that without its quotes would be something else."""
+    with contextlib.suppress(*NOT_YAML):
+        return isinstance(value, str) and not isinstance(yaml.safe_load(value), str)
+    return False
+
+
 def _option_of(kind: Any) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         value: Any = text
@@ -196,7 +203,7 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
         try:
             found[key] = convert(kinds[name], new_value(key, value))
         except ValueError:
-            shown = "null" if value is None else in_one_line(str(value))
+            shown = "null" if value is None else in_one_line(repr(value) if _is_quoted(value) else str(value))
             raise InputError(f"{path}: {key}: {_cut(shown)} is not {words_of(kinds[name])}; see --help") from None
     return found
 

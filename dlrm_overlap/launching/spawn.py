@@ -27,8 +27,8 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this machine; return the first failing exit code, or 0.
 
     If a rank fails, the others are killed, and standard error names it. SIGUSR1 is forwarded to the ranks, and SIGTERM,
-    SIGHUP and SIGINT as SIGTERM, so that ranks may save; a second signal ends all ranks at once. The exit code after a
-    signal is `lifetime.SAVED` if all ranks have saved, else 128 + signal.
+    SIGHUP and SIGINT as SIGTERM, so that ranks may save. A second signal, unless it is another SIGHUP, ends all ranks
+    at once. The exit code after a signal is `lifetime.SAVED` if all ranks have saved, else 128 + signal.
 
     Ranks lead process groups, so their loader processes end with them, and Linux kills ranks whose launcher is killed.
     Call it in the main thread. Raises `InputError` inside another launcher of several processes.
@@ -72,7 +72,8 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> 
             return code if code > 0 else 128 - code
         if None not in codes:
             return SAVED if SAVED in codes else 0
-        if len(caught) > 1:
+        # A terminal that is closed may send SIGHUP twice, by its shell and by the kernel.
+        if len(caught) - max(0, caught.count(signal.SIGHUP) - 1) > 1:
             if signal.SIGINT in caught:  # same message as without --nproc
                 say(f"dlrm-overlap: {ENDED_AT_ONCE}")
             return 128 + caught[0]

@@ -36,7 +36,7 @@ def run(argv: list[str], description: str) -> int:
         parser.add_argument("--output", type=FullPath, help="file to write the results to, as JSON")
 
     def check(config: Config, values: Any) -> None:
-        check_data(for_evaluation(config).data)
+        check_data(config.data, "path" if config.data.eval_path is None else "eval_path")
         if values.output is not None:
             check_output(Path(values.output))
 

@@ -100,17 +100,17 @@ class Ranks:
         train_data, held_out = open_datasets(config.data, self.device)
         config.model.check_samples(len(train_data.rows), len(train_data.labels))
         check_batch_size(config, train_data, self.world.world_size)
-        resumed, samples = config, samples_of(train_data, held_out)
+        resumed = config
         if resumes:
             batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size
             about = list(train_data.rows), train_data.dense_features, batch, train_data.encoded
-            resumed = check_resume_fits(config, *about, samples)
+            resumed = check_resume_fits(config, *about, samples_of(train_data, held_out))
         group = self.connect(path=train_data.fingerprint(), eval_path=held_out.fingerprint())
         if self.world.rank == 0 and isinstance(train_data, Days) and isinstance(held_out, Days):
             for warning in warnings_of_time(train_data, held_out):
                 log.warning("data: %s", warning)
         id_rows = gathered(resumed.embedding.id_tables.rows if resumed is not config else None, group)[0]
-        trainer = Trainer(
+        return Trainer(
             config,
             self.world,
             self.device,
@@ -122,8 +122,6 @@ class Ranks:
             end=self.end,
             **options,
         )
-        trainer.checkpointer.settings |= samples
-        return trainer
 
 
 def run_on_ranks(
@@ -179,10 +177,12 @@ def run_on_ranks(
     return code
 
 
-def check_data(data: DataConfig) -> None:
-    for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+def check_data(data: DataConfig, *keys: str) -> None:
+    """Raise an InputError unless the files of `keys`, by default "path" and "eval_path", exist."""
+    for key in keys or ("path", "eval_path"):
+        path = getattr(data, key)
         if path is not None and not os.path.exists(path):
-            raise InputError(f"{key}: {path}: no such file or folder on this machine; give one that is there")
+            raise InputError(f"data.{key}: {path}: no such file or folder on this machine; give one that is there")
 
 
 def check_writable(folder: Path, key: str) -> None:

@@ -1,7 +1,7 @@
 """Training steps and evaluation on one rank."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -45,6 +45,10 @@ def check_batch_size(config: Config, train: Dataset, world_size: int) -> None:
             f"train.batch_size: a global batch of {batch} samples is more than the {train.num_samples} there are to "
             f"train on; take a smaller one"
         )
+
+
+class EvaluationEndedError(Exception):
+    """On all ranks: an evaluation was asked to end before it had seen all samples."""
 
 
 @runtime_checkable
@@ -121,11 +125,18 @@ class StepRunner:
         if isinstance(self.pipeline, GraphTrainPipeline):
             self.pipeline.gather_dense()
 
-    def evaluate(self) -> dict[str, float]:
-        """Return the `evaluation_metrics` of all ranks' held-out samples, bit-identical on every rank; a collective."""
+    def evaluate(self, ends: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        """Return the `evaluation_metrics` of all ranks' held-out samples, bit-identical on every rank; a collective.
+
+        Args:
+            ends: called after every `log.every` batches; True, on all ranks, ends the evaluation.
+
+        Raises:
+            EvaluationEndedError: if it was ended before its last batch.
+        """
         samples = self.held_out_data.num_samples
         assert samples is not None, "an endless data set cannot be evaluated"
-        return self._evaluate_on(math.ceil(samples / self.global_batch), by_window=True)
+        return self._evaluate_on(math.ceil(samples / self.global_batch), ends, by_window=True)
 
     def evaluate_checkpoint(self, checkpoint: Path) -> dict[str, float]:
         """Load the weights of a complete checkpoint, then `evaluate`; a collective.
@@ -140,20 +151,28 @@ class StepRunner:
         return values
 
     @torch.no_grad()
-    def _evaluate_on(self, steps: int, by_window: bool = False) -> dict[str, float]:
+    def _evaluate_on(
+        self, steps: int, ends: Callable[[], bool] = lambda: False, by_window: bool = False
+    ) -> dict[str, float]:
         samples = self.held_out_data.num_samples
         logits, labels = [], []
+        taken, is_ended = 0, False
         self.model.eval()
         self.pipeline.reset()
         with self.loader(self.held_out_data, 0, steps, workers=0 if steps == 1 else None) as loader:
             batches = iter(loader)
-            for _ in range(steps):
+            while taken < steps and not is_ended:
                 self.progress.tick()
                 _, batch_logits, batch_labels = self.pipeline.progress(batches)
                 logits.append(batch_logits)
                 labels.append(batch_labels)
+                taken += 1
+                is_ended = taken % self.config.log.every == 0 and ends()
         self.model.train()
-        self._subtract_forwards(steps)
+        self._subtract_forwards(taken)
+        if taken < steps:
+            self.pipeline.reset()
+            raise EvaluationEndedError
         gathered = gather_predictions(torch.cat(logits), torch.cat(labels), self.samples_per_rank)
         # The last global batch is filled up with repeated samples.
         logits, labels = (each[:samples] for each in gathered)

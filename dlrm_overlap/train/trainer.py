@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
-from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, trained_with
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, samples_of, trained_with
 from dlrm_overlap.checkpoint.deltas import Deltas
 from dlrm_overlap.checkpoint.manifest import Manifest, newest_checkpoint
 from dlrm_overlap.checkpoint.row_changes import mark_updates
@@ -31,7 +32,7 @@ from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.growth import Growth
-from dlrm_overlap.train.stepping import StepRunner
+from dlrm_overlap.train.stepping import EvaluationEndedError, StepRunner
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -70,7 +71,7 @@ class Trainer(StepRunner):
             self.folder / "checkpoints",
             config.checkpoint.keep,
             checkpoint_shape(config, list(train.rows), train.dense_features),
-            trained_with(config, self.global_batch),
+            {**trained_with(config, self.global_batch), **samples_of(train, self.held_out_data)},
             train.encoded,
         )
         self.checkpointer.tick = self.progress.tick
@@ -175,7 +176,7 @@ class Trainer(StepRunner):
                 if self.deltas is not None and step % every_delta == 0:
                     self.deltas.write(step)
                 if run_log.asked_to_end and step < self.steps:
-                    self._end_early(step, saves=bool(every_save or save_last))
+                    self._end_early(step)
                 if every_eval and step % every_eval == 0:
                     values, evaluated = self._evaluate(step, run_log), step
                 if (every_save and step % every_save == 0) or (save_last and step == self.steps):
@@ -218,8 +219,9 @@ class Trainer(StepRunner):
         if self.deltas is not None:
             self.deltas.finish()
 
-    def _end_early(self, step: int, saves: bool) -> NoReturn:
+    def _end_early(self, step: int) -> NoReturn:
         self._finish_writing()  # raises if a failed save is what ended the run
+        saves = bool(self.config.checkpoint.every or self.config.checkpoint.last)
         if saves:
             self.save(step)
         self.progress.is_over = True
@@ -257,8 +259,7 @@ class Trainer(StepRunner):
             run_log.advance()
             if step % self.config.log.every == 0 or step == first + segment.steps:
                 factor = self.learning_rate.factor(step - 1)
-                failed = self.saves.failed or (self.deltas is not None and self.deltas.failed)
-                asked = self._end.asked or failed
+                asked = self._end.asked or self._has_failed_to_write
                 times, metrics = timer.take_ms(), self.running.take() | self.id_counts.take()
                 run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, asked)
                 self.check()  # the loss was read, so the kernels' records are complete
@@ -269,8 +270,20 @@ class Trainer(StepRunner):
         self.gather_dense()
         return step
 
+    @property
+    def _has_failed_to_write(self) -> bool:
+        return self.saves.failed or (self.deltas is not None and self.deltas.failed)
+
+    def _is_any_rank_asked_to_end(self) -> bool:
+        asked = torch.tensor(self._end.asked or self._has_failed_to_write, dtype=torch.int32, device=self.device)
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        return bool(asked)
+
     def _evaluate(self, step: int, run_log: RunLog) -> dict[str, float]:
-        values = self.evaluate()
+        try:
+            values = self.evaluate(self._is_any_rank_asked_to_end)
+        except EvaluationEndedError:
+            self._end_early(step)
         self.check()
         run_log.evaluation(step, values, self.window_metrics)
         self._require_finite(values["loss"], "the held-out loss is", step)

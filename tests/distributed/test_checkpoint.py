@@ -61,7 +61,7 @@ def test_goes_on_from_the_newest_that_is_whole(whole: Path, tmp_path: Path) -> N
 def test_evaluated_on_its_own_it_gives_what_the_run_logged(whole: Path, tmp_path: Path) -> None:
     logged = {key: read_metrics(whole, f"eval/{key}")[30] for key in ("loss", "auroc", "ne", "accuracy")}
     for options, tolerance in (([], 0.0), (["--embedding.backend", "fused", "--train.global_batch_size", "200"], 1e-5)):
-        output = tmp_path / "eval.json"
+        output = tmp_path / "new" / "eval.json"
         result = run_cli("eval", "--checkpoint", str(whole), "--nproc", "2", "--output", str(output), *options)
         assert result.returncode == 0, result.stderr
         found = json.loads(output.read_text())

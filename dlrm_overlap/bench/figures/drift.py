@@ -31,6 +31,7 @@ from dlrm_overlap.bench.drift_contenders import DRIFT_CONTENDERS, Design
 from dlrm_overlap.bench.harness.seeded_runs import (
     Row,
     check_runs,
+    fit,
     read_rows,
     runs_in,
     seeded_config,
@@ -41,7 +42,6 @@ from dlrm_overlap.bench.harness.seeded_runs import (
 )
 from dlrm_overlap.bench.harness.workload import with_keys
 from dlrm_overlap.bench.rows import append_rows
-from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, IdTablesConfig, InputError
 from dlrm_overlap.data.hashed import hashed_rows
 from dlrm_overlap.data.loader import open_datasets
@@ -198,11 +198,7 @@ def _fit(trainer: Trainer) -> tuple[Path, str]:
 
     Also returns why training ended early; empty if it did not.
     """
-    fault = ""
-    try:
-        trainer.fit()
-    except NotFiniteError as error:  # on all ranks at the same step
-        fault = str(error)
+    fault = fit(trainer)
     return trainer.folder / "metrics.jsonl", fault
 
 

@@ -14,13 +14,14 @@ runs go on, and the command returns `DISAGREEMENT`.
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.bench.harness.seeded_runs import (
     Row,
     check_runs,
+    fit,
     read_rows,
     runs_in,
     seeded_config,
@@ -31,7 +32,6 @@ from dlrm_overlap.bench.harness.seeded_runs import (
 )
 from dlrm_overlap.bench.learning_contenders import LEARNING_CONTENDERS
 from dlrm_overlap.bench.rows import append_rows
-from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.train.ranks import Ranks, check_start
@@ -97,22 +97,19 @@ def train_and_evaluate(trainer: Trainer) -> tuple[list[Row], str]:
         at = {"step": step, "samples": step * trainer.global_batch, "seconds": now - began - evaluations_s}
         points.append(at | {name: f"{values[name]:.6f}" for name in _METRICS})
 
-    def evaluate_and_add() -> dict[str, float]:
+    def evaluate_and_add(ends: Callable[[], bool]) -> dict[str, float]:
         nonlocal evaluations_s
         before = time.perf_counter()
-        values = evaluate()
+        values = evaluate(ends)
         add_point(values, before)
         evaluations_s += time.perf_counter() - before
         return values
 
     trainer.evaluate = evaluate_and_add  # type: ignore[method-assign]
-    try:
-        trainer.fit()
-    except NotFiniteError as error:  # on all ranks at the same step
-        if not points or points[-1]["step"] != trainer.progress.step:  # else this evaluation found it
-            add_point(dict.fromkeys(_METRICS, math.nan), time.perf_counter())
-        return points, str(error)
-    return points, ""
+    fault = fit(trainer)
+    if fault and (not points or points[-1]["step"] != trainer.progress.step):  # else this evaluation found it
+        add_point(dict.fromkeys(_METRICS, math.nan), time.perf_counter())
+    return points, fault
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str], target: float | None) -> list[Row]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
 from dlrm_overlap.bench.rows import print_table
+from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.train.ranks import Ranks, check_needs_no_checkpoint
 from dlrm_overlap.train.trainer import Trainer
@@ -28,6 +29,15 @@ def seeded_config(config: Config, keys: Mapping[str, Any], name: str, seed: int,
     }
     log = {"log.dir": str(folder), "log.name": f"{name}_{seed}", "log.overwrite": True}
     return with_keys(config, {**keys, "train.seed": seed, **once, **log})
+
+
+def fit(trainer: Trainer) -> str:
+    """Train to the end, and return why training ended early; empty if no loss was NaN or infinite. A collective."""
+    try:
+        trainer.fit()
+    except NotFiniteError as error:  # on all ranks at the same step
+        return str(error)
+    return ""
 
 
 def check_runs(kind: str, config: Config, output: Path, resume: bool) -> None:

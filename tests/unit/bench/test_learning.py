@@ -74,14 +74,14 @@ def test_a_seed_shuffles_samples_of_files(tmp_path: Path) -> None:
 def test_a_run_whose_loss_is_not_finite_has_a_row_of_that_step(found_by: str, loss: float) -> None:
     losses = iter([0.6, 0.5, loss])
     trainer: Any = SimpleNamespace(progress=SimpleNamespace(step=0), global_batch=4)
-    trainer.evaluate = lambda: {"auroc": 0.7, "ne": 0.8, "loss": next(losses)}
+    trainer.evaluate = lambda ends: {"auroc": 0.7, "ne": 0.8, "loss": next(losses)}
 
     def fit() -> None:
         for trainer.progress.step in (10, 20, 30):
             last = trainer.progress.step == 30
             if last and found_by == "training":
                 raise NotFiniteError("step 30: the training loss is nan")
-            trainer.evaluate()
+            trainer.evaluate(lambda: False)
             if last:
                 raise NotFiniteError("step 30: the held-out loss is nan")
 

@@ -77,6 +77,12 @@ def test_a_figure_that_needs_peers_refuses_one_rank(capsys: pytest.CaptureFixtur
     assert "bench collectives: one rank has no peer" in capsys.readouterr().err
 
 
+def test_a_figure_that_needs_a_gpu_refuses_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "update", "--config", "bench/tiny", "--train.device", "cpu"]) == USER_ERROR
+    line = "dlrm-overlap: bench update: it times a GPU's kernels, and this run is on a CPU; run it on a GPU\n"
+    assert capsys.readouterr().err == line
+
+
 def test_scaling_keeps_the_tables_of_a_rank_or_those_of_all() -> None:
     for shape, own, tables in (("weak", 64, [64, 256]), ("strong", None, [96, 96])):
         assert [shape_of(_config(shape), size, own).data.tables.count for size in (1, 4)] == tables

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ for argument in sys.argv[4:]:
         launcher.end_with_launcher()
     if command == "saves":
         for number in asks:
-            signal.signal(number, lambda *_: sys.exit(75))
+            signal.signal(number, lambda *_, wait_s=float(*rest): [time.sleep(wait_s), sys.exit(75)])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, asks)
     if command == "load":
         time.sleep(0.5)
@@ -172,6 +173,21 @@ class TestSpawn:
         started = wait_for_pids(pids, 2)
         assert all(map(is_alive, started))
         parent.send_signal(number)
+        assert parent.wait(20) == code
+        assert_gone(started)
+
+    @pytest.mark.parametrize(
+        ("second", "code"), [(signal.SIGHUP, SAVED), (signal.SIGTERM, 128 + signal.SIGHUP)], ids=["SIGHUP", "SIGTERM"]
+    )
+    def test_a_terminal_that_sends_sighup_twice_lets_the_ranks_save(
+        self, worker: Path, tmp_path: Path, second: signal.Signals, code: int
+    ) -> None:
+        pids = tmp_path / "pids"
+        parent = launcher_of(worker, signal.SIGHUP, "all:saves:1", f"all:pids:{pids}", "all:hang")
+        started = wait_for_pids(pids, 2)
+        parent.send_signal(signal.SIGHUP)
+        time.sleep(0.3)  # else the second one may be merged with the first
+        parent.send_signal(second)
         assert parent.wait(20) == code
         assert_gone(started)
 

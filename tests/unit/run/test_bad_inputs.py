@@ -59,6 +59,8 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
         ("bench", ["bench: no benchmark is named; known: step"]),
         ("train", ["data.tables.count: null", "--config quickstart"]),
         ("prepare", ["missing on the command line: table|criteo|samples, IN, OUT; see --help"]),
+        ("prepare tabel in out", ["invalid choice: 'tabel' (choose from 'table', 'criteo', 'samples')"]),
+        ("prepare --rows 3 samples in out", ["prepare --rows: other options than those of samples; write `prepare s"]),
         ("prepare criteo in", ["missing on the command line: OUT; see --help"]),
         ("checkpoint", ["missing on the command line: show|verify|export, PATH; see --help"]),
         ("trace", ["missing on the command line: TRACE; see --help"]),
@@ -90,6 +92,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
         # files
         ("train --config no/such.yaml", ["no/such.yaml", "give an existing YAML file", "mlperf_dcnv2, quickstart"]),
         ("train --config configs/quikstart.yaml", ["quikstart.yaml: No such file", "did you mean quickstart?"]),
+        ("train --config {tmp}/quoted.yaml", ["quoted.yaml: train.steps: '5' is not a whole number from 1 to"]),
         ("train --config {tmp}", ["Is a directory", "give an existing YAML file"]),
         (f"{TRAIN_2} --log.dir {{tmp}}/empty.yaml", ["log.dir: nothing can be written to", "Not a directory"]),
         (f"{TRAIN_2} --log.dir=~/runs", ["log.dir: ~/runs is not a path written in full"]),
@@ -116,6 +119,7 @@ def test_a_wrong_command_is_refused_in_one_line(
     trace = gzip.compress(json.dumps({"traceEvents": [{"ph": "X", "cat": "kernel"}] * 99}).encode())
     contents = {
         "empty.yaml": b"",
+        "quoted.yaml": b"train: {steps: '5'}\n",
         "latin.yaml": "train: {steps: 5} # für\n".encode("latin-1"),
         "cut.json.gz": trace[:-20],
         "empty.gz": b"",

@@ -148,6 +148,35 @@ def test_an_evaluation_that_was_due_when_the_run_was_asked_to_end_comes_first_wh
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(("eval_every", "step"), [(3, 3), (0, 6)])
+def test_a_run_that_is_asked_to_end_while_it_evaluates_saves_and_evaluates_anew_when_it_resumes(
+    tmp_path: Path, eval_every: int, step: int
+) -> None:
+    found, options = [], [*SAVES, "--train.steps", "6", "--train.eval_every", str(eval_every), "--log.every", "1"]
+    for name in ("whole", "ended"):
+        named = [*options, "--log.name", name]
+        if name == "ended":
+            trainer = _trainer(tmp_path, *named)
+            taken, evaluate = [], trainer._is_any_rank_asked_to_end
+
+            def ask(trainer: Any = trainer, evaluate: Any = evaluate, taken: list[int] = taken) -> bool:
+                taken.append(len(taken) + 1)
+                trainer._end.asked = len(taken) == 2
+                return evaluate()
+
+            trainer._is_any_rank_asked_to_end = ask
+            with pytest.raises(PreemptedError, match=f"step {step} is saved"):
+                trainer.fit()
+            trainer.close()
+            assert taken == [1, 2], "it evaluated two batches"
+            assert trainer.model.training
+            assert read_metrics(tmp_path / name, "eval/loss") == {}
+        assert _fit(tmp_path, *named)["steps"] == 6
+        found.append([read_metrics(tmp_path / name, key) for key in ("train/loss", "eval/loss")])
+    assert list(found[0][1]) == [3, 6][step // 6 :]
+    assert found[0] == found[1]
+
+
 def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
