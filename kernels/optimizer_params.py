@@ -1,8 +1,7 @@
 """The numbers and states of the rows' optimizers."""
 
+import math
 from typing import NamedTuple
-
-import torch
 
 
 class OptimizerParams(NamedTuple):
@@ -14,7 +13,8 @@ class OptimizerParams(NamedTuple):
     """added to the gradient; weight_decay under WeightDecayMode.L2"""
     decoupled: float = 0.0
     """subtracted from the row; weight_decay under WeightDecayMode.DECOUPLE, and of Adam and LAMB"""
-    max_norm: float = torch.finfo(torch.float32).max
+    max_norm: float = math.inf
+    """limit of an updated row's norm"""
     beta1: float = 0.0
     """share of the old mean of gradients"""
     beta2: float = 0.0

@@ -221,8 +221,8 @@ def _rowwise_adagrad(row: Rows, states: States, gradient: Rows, numbers: Optimiz
     step = gradient * (numbers.lr / (squares.sqrt() + numbers.eps))[:, None] + numbers.lr * numbers.decoupled * row
     # Limit the norm of the updated row.
     after = row - step
-    clipped = after * (numbers.max_norm / after.norm(dim=1, keepdim=True)).clamp(max=1)
-    return torch.where(clipped == after, step, row - clipped), [squares]
+    norm = after.norm(dim=1, keepdim=True)
+    return torch.where(norm > numbers.max_norm, row - after * (numbers.max_norm / norm), step), [squares]
 
 
 def _rowwise_adagrad_with_counter(

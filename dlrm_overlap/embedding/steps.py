@@ -1,5 +1,6 @@
 """What a step through the embedding stage is given."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -60,7 +61,7 @@ class UpdateRule(NamedTuple):
             eps=given.eps,
             l2=given.weight_decay * (mode == WeightDecayMode.L2.value and not self.always_decays),
             decoupled=given.weight_decay * (mode in (WeightDecayMode.DECOUPLE.value, _LAZY) or self.always_decays),
-            max_norm=given.max_norm or OptimizerParams(0.0).max_norm,
+            max_norm=given.max_norm or math.inf,
             beta1=given.beta1,
             beta2=given.beta2,
             count=self.count,

@@ -203,7 +203,8 @@ def _decaying_rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, 
     # Scale the updated row down to the limit.
     norm = tl.sqrt_rn(_sum_of_squares(weight - step, ROW))
     limit = tl.load(rule.numbers + MAX_NORM)
-    return step + (weight - step) * (1 - limit / tl.maximum(norm, limit))[:, None]
+    # Without a limit (inf), a row whose norm overflows keeps what its step makes of it, so that divergence is seen.
+    return step + (weight - step) * tl.where(norm > limit, 1 - limit / norm, 0)[:, None]
 
 
 @triton.jit

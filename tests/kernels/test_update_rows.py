@@ -6,6 +6,8 @@ import torch
 
 from dlrm_overlap.kernels.backward.optimizers import OPTIMIZERS
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
+from dlrm_overlap.kernels.optimizer_params import OptimizerParams
+from dlrm_overlap.kernels.reference import update_rows
 from tests.agreement import assert_same
 from tests.kernels.emulation import interpreted, to_wire
 from tests.kernels.gradients import MIXED, RULE, RULES, Case, Model, Rows, assert_near
@@ -62,6 +64,21 @@ def test_rows_decay_by_their_counter(numbers: dict[str, float]) -> None:
     optimizer = "rowwise_adagrad_with_counter"
     model, rule = Model(Case((replace(MIXED, optimizer=optimizer),))), RULES[optimizer]
     model.check_update(model.prepare(), rule=rule._replace(numbers=rule.numbers._replace(**numbers)))
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "decaying_rowwise_adagrad"])
+def test_rows_that_diverge_are_not_hidden_without_a_limit_of_their_norm(optimizer: str) -> None:
+    """The square of 1e30 is infinite in float32, in which the rows' norms are computed."""
+    model, rule = Model(Case((replace(MIXED, optimizer=optimizer),))), RULES[optimizer]
+    rule = rule._replace(numbers=rule.numbers._replace(max_norm=OptimizerParams(0).max_norm, l2=0, decoupled=0))
+    touched = model.touched(0)
+    model.rows(0).fill_(1e30)
+    rows, gradient = model.rows(0)[touched].clone(), model.totals(0)[touched].float()
+    states = [state[1:-1][touched] for state in model.states[0]]
+    update_rows(rows, states, torch.arange(len(rows)), gradient, "rowwise_adagrad", rule.numbers)
+    assert (rows == 1e30).all(), "the reference"
+    model.update(model.prepare(), rule=rule)
+    assert (model.rows(0) == 1e30).all(), "the kernel"
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
