@@ -23,7 +23,7 @@ from dlrm_overlap.config import BelowOne, Config, FullPath, InputError, NonNegat
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.launcher import announced_rank
 from dlrm_overlap.launching.library_warnings import hide_library_warnings
-from dlrm_overlap.launching.lifetime import DISAGREEMENT, SAVED, report_missing, say, unblock_signals
+from dlrm_overlap.launching.lifetime import DISAGREEMENT, SAVED, UNSAVED, report_missing, say, unblock_signals
 from dlrm_overlap.launching.parsing import Parser, parse_config, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.ranks import (
@@ -61,7 +61,7 @@ def train(argv: list[str]) -> int:
         except PreemptedError as error:
             if ranks.world.rank == 0:
                 say(f"dlrm-overlap: {error}")
-            return SAVED
+            return SAVED if error.has_saved else UNSAVED
         trainer.close()
         if ranks.world.rank == 0:
             print(

@@ -12,6 +12,8 @@ from types import FrameType
 
 SAVED = 75
 """exit code of a run that was asked to end and has saved: EX_TEMPFAIL of sysexits.h"""
+UNSAVED = 4
+"""exit code of a run that was asked to end and may not save: repeating its command would train the same steps again"""
 DISAGREEMENT = 3
 """exit code of a comparison that has ended, but whose results disagree or are not finite; a traceback has 1"""
 HOLD_BACK_S = 3.0

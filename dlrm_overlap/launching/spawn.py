@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LAUNCHER_PID, LOOPBACK, NPROC_MARKER, free_port
-from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, SAVED, block_signals, say, unblock_signals
+from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, SAVED, UNSAVED, block_signals, say, unblock_signals
 
 # Forwarded to the ranks, which may save before they end.
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
@@ -28,7 +28,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
 
     If a rank fails, the others are killed, and standard error names it. SIGUSR1 is forwarded to the ranks, and SIGTERM,
     SIGHUP and SIGINT as SIGTERM, so that ranks may save. A second signal, unless it is another SIGHUP, ends all ranks
-    at once. The exit code after a signal is `lifetime.SAVED` if all ranks have saved, else 128 + signal.
+    at once. The exit code after a signal is the ranks' if it is `lifetime.SAVED` or `UNSAVED`, else 128 + signal.
 
     Ranks lead process groups, so their loader processes end with them, and Linux kills ranks whose launcher is killed.
     Call it in the main thread. Raises `InputError` inside another launcher of several processes.
@@ -63,7 +63,7 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> 
     is_forwarded = False
     while True:
         codes = [worker.poll() for worker in workers]
-        failed = [(code, rank) for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
+        failed = [(code, rank) for rank, code in enumerate(codes) if code not in (None, 0, SAVED, UNSAVED)]
         if failed and caught:
             return 128 + caught[0]
         if failed:
@@ -71,7 +71,7 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> 
             _report(rank, workers[rank].pid, code)
             return code if code > 0 else 128 - code
         if None not in codes:
-            return SAVED if SAVED in codes else 0
+            return next((code for code in (UNSAVED, SAVED) if code in codes), 0)
         # A terminal that is closed may send SIGHUP twice, by its shell and by the kernel.
         if len(caught) - max(0, caught.count(signal.SIGHUP) - 1) > 1:
             if signal.SIGINT in caught:  # same message as without --nproc

@@ -40,6 +40,10 @@ log = logging.getLogger("dlrm_overlap")
 class PreemptedError(Exception):
     """A run was asked to end before its last step; every rank raises this after the same step."""
 
+    def __init__(self, message: str, has_saved: bool) -> None:
+        super().__init__(message)
+        self.has_saved = has_saved
+
 
 class _Segment(Iterator[Batch]):
     """Yields up to `steps` batches; `cut` ends it after the batches already yielded."""
@@ -232,9 +236,10 @@ class Trainer(StepRunner):
             }
             without = " and ".join(key for key, is_set in restarts.items() if is_set)
             same = "the same command" + f" without {without}" * bool(without)
-            raise PreemptedError(f"asked to end: step {step} is saved, and {same} resumes from there")
+            raise PreemptedError(f"asked to end: step {step} is saved, and {same} resumes from there", True)
         raise PreemptedError(
-            f"asked to end after step {step}: nothing is saved, since checkpoint.every and checkpoint.last are off"
+            f"asked to end after step {step}: nothing is saved, since checkpoint.every and checkpoint.last are off",
+            False,
         )
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.launching.launcher import free_port
-from dlrm_overlap.launching.lifetime import SAVED
+from dlrm_overlap.launching.lifetime import SAVED, UNSAVED
 from tests.conftest import listening_on, read_metrics, wait_until
 from tests.distributed.faults import Run, assert_same_bits, children_of, fail_at, train
 from tests.distributed.launchers import NO_MPI, mpi_is_here
@@ -58,6 +58,14 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_ended(tmp_p
     asked, whole = (read_metrics(tmp_path / folder / "run", "train/loss") for folder in ("asked", "whole"))
     assert list(asked) == list(range(1, 61))
     assert asked == whole
+
+
+def test_a_run_that_may_not_save_ends_with_a_code_that_asks_for_no_repetition(tmp_path: Path) -> None:
+    options = ["--checkpoint.every", "0", "--checkpoint.last", "false"]
+    run = train(tmp_path, *FOREVER, *options, "--log.every", "1", fault=fail_at(1, 3, "term"), launcher="forked")
+    code, errors = run.end(120)
+    assert code == UNSAVED, errors
+    assert "nothing is saved, since checkpoint.every and checkpoint.last are off" in errors
 
 
 @pytest.mark.parametrize("backend", ["torchrec", "pgas", "fused"])

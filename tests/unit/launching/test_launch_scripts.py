@@ -46,6 +46,7 @@ STARTS = "touch up; while true; do sleep 0.05; done"  # and would be ended by a 
     [
         (signal.SIGUSR1, SAVES.format(75), 75, True),
         (signal.SIGUSR1, SAVES.format(1), 1, False),
+        (signal.SIGUSR1, SAVES.format(4), 4, False),  # asked, but nothing may be saved
         (signal.SIGTERM, SAVES.format(75), 75, False),
         (signal.SIGUSR1, STARTS, 138, True),
         (signal.SIGTERM, STARTS, 143, False),

@@ -16,7 +16,7 @@ import pytest
 import dlrm_overlap
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.launcher import World
-from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, SAVED
+from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, SAVED, UNSAVED
 from dlrm_overlap.launching.spawn import import_path, spawn
 from tests.conftest import is_alive, refuses, wait_until
 from tests.unit.launching.launchers import HERE, bare, openmpi, srun, torchrun
@@ -29,7 +29,7 @@ ROOT = Path(dlrm_overlap.__file__).parents[1]
 WORKER = """\
 import json, os, signal, subprocess, sys, time
 rank, asks = os.environ["RANK"], (signal.SIGTERM, signal.SIGUSR1)
-if not any(argument.endswith(":saves") for argument in sys.argv):  # as commands do that do not save
+if not any(":saves" in argument for argument in sys.argv):  # as commands do that do not save
     signal.pthread_sigmask(signal.SIG_UNBLOCK, asks)
 assert sys.argv[1:4] == ["-m", "dlrm_overlap", "train"]
 for argument in sys.argv[4:]:
@@ -54,7 +54,8 @@ for argument in sys.argv[4:]:
         launcher.end_with_launcher()
     if command == "saves":
         for number in asks:
-            signal.signal(number, lambda *_, wait_s=float(*rest): [time.sleep(wait_s), sys.exit(75)])
+            wait_s, code = float(*rest[:1]), int(*rest[1:] or [75])
+            signal.signal(number, lambda *_, wait_s=wait_s, code=code: [time.sleep(wait_s), sys.exit(code)])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, asks)
     if command == "load":
         time.sleep(0.5)
@@ -160,6 +161,7 @@ class TestSpawn:
         [
             *((number, [], [], 128 + number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
             *((number, ["all:saves"], [], SAVED) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)),
+            *((number, ["all:saves:0:4"], [], UNSAVED) for number in (signal.SIGTERM, signal.SIGUSR1)),
             *((number, [], STARTING, SAVED) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)),
             (signal.SIGKILL, ["all:lifeline"], [], -signal.SIGKILL),
         ],
