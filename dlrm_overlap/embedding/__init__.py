@@ -25,9 +25,9 @@ its values     layout, shardings      the shards of all ranks
 
 from importlib.util import find_spec
 
-from dlrm_overlap.launching.supported_versions import check_releases, check_stack
+from dlrm_overlap.launching.supported_versions import TORCHREC_IMPORTS, check_releases, check_stack
 
-if all(map(find_spec, ("torch", "fbgemm_gpu", "torchrec"))):
+if all(map(find_spec, ("torch", "fbgemm_gpu", "torchrec", *TORCHREC_IMPORTS.values()))):
     check_releases()
 else:
     check_stack()  # raises, with the command that installs the missing one

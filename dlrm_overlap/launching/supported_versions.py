@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import importlib.util
 import logging
 import re
 from typing import NamedTuple
@@ -34,10 +35,12 @@ STACKS = (
 )
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 FBGEMM_NAMES = {"cuda": "fbgemm-gpu", "cpu": "fbgemm-gpu-cpu"}
+TORCHREC_IMPORTS = {"pyre-extensions": "pyre_extensions", "tensordict": "tensordict"}
+"""packages, by their modules, that TorchRec imports and that this package does not depend on itself"""
 
 
 def check_stack() -> None:
-    """Check that torch, FBGEMM and TorchRec are installed and match, and that FBGEMM's operators load.
+    """Check that torch, FBGEMM, TorchRec and what it imports are installed and match, and that FBGEMM's operators load.
 
     Takes about a second.
 
@@ -52,9 +55,11 @@ def check_stack() -> None:
         if version is None:
             raise InputError(f"{name}: not installed; {install_command(build(), row())}")
     check_releases()
+    for name, module in TORCHREC_IMPORTS.items():
+        if importlib.util.find_spec(module) is None:
+            raise InputError(f"{name}: not installed, but TorchRec imports it; {install_command(build(), row())}")
     if error := _load_fbgemm():
-        cure = install_command(build(), row())
-        raise InputError(f"FBGEMM {error}; pip uninstall -y {' '.join(FBGEMM_NAMES.values())}; {cure}")
+        raise InputError(f"FBGEMM {error}; {install_command(build(), row(), replaces_fbgemm=True)}")
 
 
 def check_releases() -> None:
@@ -123,12 +128,19 @@ def build() -> str:
     return "cuda" if torch.version.cuda and not cpu_fbgemm else "cpu"
 
 
-def install_command(build: str, stack: Stack | None = None) -> str:
-    """Return the command that installs a row of `STACKS`, by default the newest."""
+def install_command(build: str, stack: Stack | None = None, replaces_fbgemm: bool = False) -> str:
+    """Return the command that installs a row of `STACKS`, by default the newest.
+
+    It first removes FBGEMM if `replaces_fbgemm` or if another build of it is installed: both have the same files, which
+    pip does not write again if the wanted build has the right version.
+    """
     stack = stack or STACKS[-1]
+    replaces_fbgemm |= bool(fbgemm_versions().keys() - {FBGEMM_NAMES[build]})
+    remove = f"pip uninstall -y {' '.join(FBGEMM_NAMES.values())} && " if replaces_fbgemm else ""
     libraries = f"torch=={stack.torch} {FBGEMM_NAMES[build]}=={stack.fbgemm} triton=={stack.triton}"
     # --no-deps: TorchRec depends on the CUDA fbgemm-gpu, which would overwrite fbgemm-gpu-cpu.
-    return f"pip install {libraries} && pip install --no-deps torchrec=={stack.torchrec}"
+    needs = " ".join(TORCHREC_IMPORTS)
+    return f"{remove}pip install {libraries} {needs} && pip install --no-deps torchrec=={stack.torchrec}"
 
 
 @functools.cache

@@ -37,16 +37,16 @@ ON_GPUS = {"torch": "2.11.0", "fbgemm_gpu_cpu": "1.6.0", "torchrec": "1.6.1", "t
             0,
             "wrong  libraries: torch 2.11.0, fbgemm 1.6.0, torchrec 1.6.1, triton missing: triton not tested with this "
             "torch\n"
-            "         optional: pip install torch==2.11.0 fbgemm-gpu-cpu==1.6.0 triton==3.6.0 && pip install --no-deps "
-            "torchrec==1.6.1\n",
+            "         optional: pip install torch==2.11.0 fbgemm-gpu-cpu==1.6.0 triton==3.6.0 pyre-extensions "
+            "tensordict && pip install --no-deps torchrec==1.6.1\n",
         ),
         (
             {"torch": "2.15.0"},
             0,
             "wrong  libraries: torch 2.15.0, fbgemm 1.9.0, torchrec 1.9.2, triton 3.8.0: torch is newer than 2.14.1, "
             "the newest tested one\n"
-            "         optional: pip install torch==2.14.1 fbgemm-gpu-cpu==1.9.0 triton==3.8.0 && pip install --no-deps "
-            "torchrec==1.9.2\n",
+            "         optional: pip install torch==2.14.1 fbgemm-gpu-cpu==1.9.0 triton==3.8.0 pyre-extensions "
+            "tensordict && pip install --no-deps torchrec==1.9.2\n",
         ),
         ({"torchrec": None}, 1, "wrong  libraries: torchrec: not installed\n         cure: pip install torch==2.14.1"),
     ],

@@ -1,4 +1,5 @@
 import importlib
+import importlib.util
 import logging
 import re
 import subprocess
@@ -13,10 +14,18 @@ import torch
 from dlrm_overlap.launching import supported_versions
 from tests.conftest import read_table, refuses
 
-CPU = "pip install torch==2.14.1 fbgemm-gpu-cpu==1.9.0 triton==3.8.0 && pip install --no-deps torchrec==1.9.2"
-CPU_2_13 = "pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0 triton==3.7.1 && pip install --no-deps torchrec==1.8.0"
-CUDA = "pip install torch==2.14.1 fbgemm-gpu==1.9.0 triton==3.8.0 && pip install --no-deps torchrec==1.9.2"
-CUDA_2_11 = "pip install torch==2.11.0 fbgemm-gpu==1.6.0 triton==3.6.0 && pip install --no-deps torchrec==1.6.1"
+UNINSTALL = "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && "
+
+
+def _command(torch: str, fbgemm: str, triton: str, torchrec: str) -> str:
+    libraries = f"torch=={torch} {fbgemm} triton=={triton} pyre-extensions tensordict"
+    return f"pip install {libraries} && pip install --no-deps torchrec=={torchrec}"
+
+
+CPU = _command("2.14.1", "fbgemm-gpu-cpu==1.9.0", "3.8.0", "1.9.2")
+CPU_2_13 = _command("2.13.0", "fbgemm-gpu-cpu==1.8.0", "3.7.1", "1.8.0")
+CUDA = _command("2.14.1", "fbgemm-gpu==1.9.0", "3.8.0", "1.9.2")
+CUDA_2_11 = _command("2.11.0", "fbgemm-gpu==1.6.0", "3.6.0", "1.6.1")
 OLD = {"torch": "2.9.1", "fbgemm_gpu_cpu": "1.4.0", "torchrec": "1.4.0"}
 OTHER_FBGEMM = {"torch": "2.13.0+cpu", "fbgemm_gpu_cpu": "1.6.0", "torchrec": "1.8.0"}
 OTHER_TORCHREC = {"torch": "2.13.1", "fbgemm_gpu_cpu": "1.8.0", "torchrec": "1.9.2"}
@@ -27,12 +36,13 @@ BOTH = {"torch": "2.11.0+cu130", "fbgemm_gpu": "1.6.0", "fbgemm_gpu_cpu": "1.8.0
 @pytest.mark.parametrize(
     ("cuda", "versions", "message"),
     [
-        (None, {"torch": None}, f"torch: not installed; for GPUs {CUDA}, for a CPU {CPU}"),
+        (None, {"torch": None, "fbgemm_gpu_cpu": None}, f"torch: not installed; for GPUs {CUDA}, for a CPU {CPU}"),
+        (None, {"torch": None}, f"torch: not installed; for GPUs {UNINSTALL}{CUDA}, for a CPU {CPU}"),
         (None, OTHER_FBGEMM | {"torchrec": None}, f"torchrec: not installed; {CPU_2_13}"),
         ("13.0", BOTH | {"fbgemm_gpu": None, "fbgemm_gpu_cpu": None}, f"FBGEMM: not installed; {CUDA_2_11}"),
         (None, OLD, f"torch: 2.9.1 is too old; {CPU}"),
         (None, OTHER_FBGEMM, f"fbgemm-gpu-cpu: 1.6.0 does not match torch 2.13.0+cpu; {CPU_2_13}"),
-        ("13.0", BOTH, f"fbgemm-gpu-cpu: 1.8.0 does not match torch 2.11.0+cu130; {CUDA_2_11}"),
+        ("13.0", BOTH, f"fbgemm-gpu-cpu: 1.8.0 does not match torch 2.11.0+cu130; {UNINSTALL}{CUDA_2_11}"),
         ("13.0", OTHER_TORCHREC, f"torchrec: 1.9.2 does not match torch 2.13.1; {CPU_2_13}"),
     ],
 )
@@ -41,6 +51,17 @@ def test_check_stack_names_what_is_missing_or_does_not_match(
 ) -> None:
     installed(cuda, **{"fbgemm_gpu": None} | versions)
     with refuses(f"^{re.escape(message)}$"):
+        supported_versions.check_stack()
+
+
+@pytest.mark.parametrize(("name", "module"), [("tensordict", "tensordict"), ("pyre-extensions", "pyre_extensions")])
+def test_check_stack_names_what_torchrec_imports(
+    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch, name: str, module: str
+) -> None:
+    installed(torch="2.14.1", fbgemm_gpu=None, fbgemm_gpu_cpu="1.9.0", torchrec="1.9.2")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
+    with refuses(f"^{re.escape(f'{name}: not installed, but TorchRec imports it; {CPU}')}$"):
         supported_versions.check_stack()
 
 
@@ -85,6 +106,7 @@ def test_the_extras_and_the_pages_have_the_rows_of_the_table() -> None:
                 assert extras[build] == [f"dlrm-overlap[{build}-{release}]"]
         tested = "CPUs, GPUs" if stack.ran_on_gpus else "CPUs"
         assert cells == [*stack[:4], tested, f"`[cuda-{release}]`", f"`[cpu-{release}]`"]
+    assert supported_versions.TORCHREC_IMPORTS.keys() <= set(extras["torchrec-needs"])
     pages = ("Makefile", "README.md", "docs/torchrec.md", "CONTRIBUTING.md", "launch/README.md", "Dockerfile")
     for page in pages:
         named = re.findall(r"\b(?:torch|torchrec|fbgemm-gpu|fbgemm-gpu-cpu|triton)==[\d.]*\d", Path(page).read_text())
@@ -103,15 +125,19 @@ def test_the_pythons_are_the_ones_of_pyproject_the_makefile_and_the_pages() -> N
         assert f"{first_major}.{first} to {last_major}.{last}" in Path(page).read_text(), page
 
 
-def test_an_import_without_torchrec_names_the_command() -> None:
+@pytest.mark.parametrize(
+    ("absent", "fault"),
+    [("torchrec", "not installed"), ("tensordict", "not installed, but TorchRec imports it")],
+)
+def test_an_import_without_torchrec_or_what_it_needs_names_the_command(absent: str, fault: str) -> None:
     program = (
         "import importlib.util as u, importlib.metadata as m; "
-        "u.find_spec = lambda name, real=u.find_spec: None if name == 'torchrec' else real(name); "
-        "m.version = lambda name, real=m.version: real('torchrec-is-absent' if name == 'torchrec' else name); "
+        f"u.find_spec = lambda name, real=u.find_spec: None if name == {absent!r} else real(name); "
+        f"m.version = lambda name, real=m.version: real('is-absent' if name == {absent!r} else name); "
         "from dlrm_overlap import BatchCapacity"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert "InputError: torchrec: not installed; pip install torch==" in result.stderr
+    assert f"InputError: {absent}: {fault}; pip install torch==" in result.stderr
 
 
 def test_check_stack_where_fbgemm_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +146,8 @@ def test_check_stack_where_fbgemm_does_not_load(monkeypatch: pytest.MonkeyPatch)
         raise OSError("Could not load this library: fbgemm_gpu_py.so") from cause
 
     monkeypatch.setattr(importlib, "import_module", fail)
-    with refuses(r"^FBGEMM does not load \(OSError: libcudart.so.13: cannot open shared object file\); pip uninstall"):
+    fault = r"^FBGEMM does not load \(OSError: libcudart.so.13: cannot open shared object file\); "
+    with refuses(f"{fault}{UNINSTALL}pip install torch"):
         supported_versions.check_stack()
     assert logging.getLogger().isEnabledFor(logging.ERROR)
 
