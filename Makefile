@@ -13,7 +13,8 @@
 # Targets that need .venv create it. PYTHON=python3.12 selects the interpreter (3.11 to 3.13). The libraries are the
 # newest that are supported: the CUDA builds if there is a GPU, else the CPU builds, for which pip also searches PyTorch's
 # index of CPU wheels, unless pip is configured for another index (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, its configuration)
-# or it does not answer.
+# or it does not answer. A .venv with the other builds is made anew, as pip would keep torch; machines with and without
+# GPUs that share a checkout take VENV=.. on one of them, or STACK=cuda on both.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -26,6 +27,7 @@ PROBE := import urllib.request as u; u.urlopen("$(CPU_WHEELS)/torch/", timeout=5
 INDEX_cpu = $$($(BIN)/python -m pip config list | grep -E "(index-url|no-index|find-links)=" > /dev/null || \
 	! $(BIN)/python -c '$(PROBE)' 2>/dev/null || echo --extra-index-url $(CPU_WHEELS))
 READY := $(VENV)/.ready-$(STACK)
+OTHER_BUILDS := $(filter-out $(READY),$(wildcard $(VENV)/.ready-*))
 # Two processes, one test file at a time each, as the tests of a file share ranks and runs; those that start ranks first.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -68,7 +70,7 @@ clean:
 
 $(READY): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 to 3.13 found; install one, or name it: make PYTHON=..." >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(if $(OTHER_BUILDS),--clear) $(VENV)
 	$(BIN)/python -m pip install -q --no-warn-conflicts $(INDEX_$(STACK)) -e ".[$(STACK),dev]"
 	$(TORCHREC_$(STACK))
 	touch $@

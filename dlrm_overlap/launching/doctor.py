@@ -81,8 +81,7 @@ def _gpus() -> Iterator[Finding]:
     from dlrm_overlap.comm.reach import location_of, nodes_of
 
     if not torch.cuda.is_available():
-        cure = "check nvidia-smi, the driver, CUDA_VISIBLE_DEVICES, docker run --gpus all"
-        yield Finding("GPUs", "none, training runs on the CPU", cure if supported_versions.build() == "cuda" else "")
+        yield _no_gpus(torch.version.cuda is not None)
         return
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     for device in devices:
@@ -101,6 +100,17 @@ def _gpus() -> Iterator[Finding]:
     yield from _domains(locations)
     yield Finding("reach", detail, cure)
     yield _compiler()
+
+
+def _no_gpus(torch_has_cuda: bool) -> Finding:
+    is_listed = "GPU " in output_of("nvidia-smi", "-L")
+    if is_listed and not torch_has_cuda:
+        # pip keeps torch 2.14.1+cpu if it is asked for 2.14.1.
+        cure = f"pip uninstall -y torch && {supported_versions.install_command('cuda', supported_versions.row())}"
+        return Finding("GPUs", "nvidia-smi lists some, but this torch has no CUDA, training runs on the CPU", cure)
+    cure = "check nvidia-smi, the driver, CUDA_VISIBLE_DEVICES, docker run --gpus all"
+    detail = f"none{' that torch sees, but nvidia-smi lists some' * is_listed}, training runs on the CPU"
+    return Finding("GPUs", detail, cure if is_listed or supported_versions.build() == "cuda" else "")
 
 
 def _domains(locations: "Sequence[Location]") -> Iterator[Finding]:

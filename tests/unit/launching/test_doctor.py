@@ -66,6 +66,43 @@ def test_doctor(
     assert out.endswith("\ntraining cannot run here yet: libraries\n" if code else "\ntraining can run here\n")
 
 
+@pytest.mark.parametrize(
+    ("listed", "cuda", "detail", "cure"),
+    [
+        ("", None, "none, training runs on the CPU", ""),
+        ("", "13.0", "none, training runs on the CPU", "check nvidia-smi"),
+        (
+            "GPU 0: NVIDIA X",
+            None,
+            "nvidia-smi lists some, but this torch has no CUDA, training runs on the CPU",
+            "pip uninstall -y torch && pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && "
+            "pip install torch==2.14.1 fbgemm-gpu==1.9.0",
+        ),
+        (
+            "GPU 0: NVIDIA X",
+            "13.0",
+            "none that torch sees, but nvidia-smi lists some, training runs on the CPU",
+            "check nvidia-smi",
+        ),
+    ],
+)
+def test_doctor_names_gpus_that_torch_does_not_use(
+    installed: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    listed: str,
+    cuda: str | None,
+    detail: str,
+    cure: str,
+) -> None:
+    fbgemm = {"fbgemm_gpu": "1.9.0", "fbgemm_gpu_cpu": None} if cuda else {}
+    installed(cuda, **NEWEST | fbgemm)
+    monkeypatch.setattr(doctor, "output_of", lambda *command: listed * (command == ("nvidia-smi", "-L")))
+    (found,) = doctor._gpus()
+    assert found.detail == detail
+    assert found.cure.startswith(cure)
+    assert bool(found.cure) == bool(cure)
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_doctor_shows_gpus_and_which_reach_each_other(monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
     known = {"name": "NVIDIA X", "total_memory": 80 << 30, "major": 9, "minor": 0}

@@ -1,0 +1,24 @@
+"""The environment that the Makefile sets up."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+@pytest.mark.parametrize(("before", "clears"), [(None, False), ("cuda", False), ("cpu", True)])
+def test_an_environment_with_the_other_builds_is_made_anew(tmp_path: Path, before: str | None, clears: bool) -> None:
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(name, tmp_path)
+    if before:
+        (tmp_path / ".venv").mkdir()
+        ready = tmp_path / ".venv" / f".ready-{before}"
+        ready.touch()
+        os.utime(ready, (0, 0))  # before pyproject.toml changed
+    command = ["make", "-n", "train", "STACK=cuda", "PYTHON=python3"]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True).stdout
+    (line,) = [line for line in told.splitlines() if " -m venv " in line]
+    assert line.split() == ["python3", "-m", "venv", *["--clear"] * clears, ".venv"]
