@@ -14,6 +14,12 @@ from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.step import simulate
 from dlrm_overlap.train.ranks import check_output
 
+_IN_ROWS = {
+    "what": "what",
+    **{f"embedding.{name}": name for name in ("backend", "slice_bags", "aggregate_bytes", "plan")},
+    **{f"network.{name}": name for name in ("nodes", "gpus_per_node", "gpus_per_machine", "nic_gbit_per_s")},
+}
+"""the columns of rows that show the values of keys; another key that is varied is a column of its own"""
 _SHOWN = ("what", "backend", "world_size", "nodes", "samples", "ms", "samples_per_s")
 
 
@@ -28,7 +34,11 @@ def run(argv: Sequence[str], description: str) -> int:
     if own.output:
         check_output(Path(own.output))
     chosen = list(itertools.product(*varied.values()))
-    rows = [describe(parse([*argv, *itertools.chain(*zip(varied, values, strict=True))])[0]) for values in chosen]
+    columns = [_IN_ROWS.get(key, key) for key in (option.removeprefix("--") for option in varied)]
+    rows = []
+    for values in chosen:
+        row = describe(parse([*argv, *itertools.chain(*zip(varied, values, strict=True))])[0])
+        rows.append(row | {name: value for name, value in zip(columns, values, strict=True) if name not in row})
     if own.output:
         Path(own.output).parent.mkdir(parents=True, exist_ok=True)
         made_by = {"commit": commit() or ""}
@@ -37,11 +47,9 @@ def run(argv: Sequence[str], description: str) -> int:
             writer = csv.DictWriter(file, list(names), lineterminator="\n")
             writer.writeheader()
             writer.writerows(row | made_by for row in rows)
-    columns = [key.removeprefix("--").rpartition(".")[2] for key in varied]
     names = [*(name for name in columns if name not in _SHOWN), *_SHOWN]
-    lines = [dict(zip(columns, values, strict=True)) | row for values, row in zip(chosen, rows, strict=True)]
     print("simulated, not measured")
-    print(format_table([names, *([str(line[name]) for name in names] for line in lines)]))
+    print(format_table([names, *([str(row[name]) for name in names] for row in rows)]))
     return 0
 
 

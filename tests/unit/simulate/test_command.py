@@ -41,13 +41,30 @@ def test_rows_are_printed_written_and_marked_as_simulated(tmp_path: Path, capsys
     title, *lines = capsys.readouterr().out.splitlines()
     assert title == "simulated, not measured"
     assert [line.split()[:3] for line in lines] == [
-        ["max_rows", "what", "backend"],
+        ["data.tables.max_rows", "what", "backend"],
         *map(list, product(("100", "200"), ("stage", "backward"), ("torchrec", "fused"))),
     ]
     with rows.open(newline="") as file:
         found = list(csv.DictReader(file))
     assert [row["backend"] for row in found] == ["torchrec", "fused"] * 4
+    assert [row["data.tables.max_rows"] for row in found] == ["100"] * 4 + ["200"] * 4
     assert {(row["kind"], row["world_size"], row["tables"]) for row in found} == {("simulated", "8", "208")}
+
+
+def test_varied_keys_that_end_alike_have_columns_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vary = ["--vary", "gpu.pgas.us=1,2", "--vary", "gpu.update.us=3", "--vary", "network.gpus_per_machine=null,4"]
+    slices = ["--config", "simulate/slices", "--network.nodes", "1"]
+    assert main(["simulate", *slices, *vary, "--vary", "data.kind=synthetic", "--output", str(tmp_path / "rows")]) == 0
+    _, names, *lines = capsys.readouterr().out.splitlines()
+    assert names.split()[:4] == ["gpu.pgas.us", "gpu.update.us", "gpus_per_machine", "data.kind"]
+    wanted = [[us, "3", machine, "synthetic"] for us in ("1", "2") for machine in ("null", "4")]
+    assert [line.split()[:4] for line in lines] == wanted
+    with (tmp_path / "rows").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [[row[name] for name in names.split()[:4]] for row in rows] == wanted
+    assert {row["kind"] for row in rows} == {"simulated"}
 
 
 def test_keys_of_earlier_versions_are_accepted_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
