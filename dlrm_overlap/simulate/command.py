@@ -37,7 +37,9 @@ def run(argv: Sequence[str], description: str) -> int:
     columns = [_IN_ROWS.get(key, key) for key in (option.removeprefix("--") for option in varied)]
     rows = []
     for values in chosen:
-        row = describe(parse([*argv, *itertools.chain(*zip(varied, values, strict=True))])[0])
+        config, _ = parse([*argv, *itertools.chain(*zip(varied, values, strict=True))])
+        config.check_modelled()
+        row = describe(config)
         rows.append(row | {name: value for name, value in zip(columns, values, strict=True) if name not in row})
     if own.output:
         Path(own.output).parent.mkdir(parents=True, exist_ok=True)

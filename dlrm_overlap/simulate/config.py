@@ -121,10 +121,36 @@ class SimulateConfig(Config):
             raise InputError("embedding.backend: auto depends on a run's machines; simulate torchrec, pgas or fused")
         if self.model.sequence.history is not None:
             raise InputError("model.sequence.history: the simulator has no model of tables that are not pooled")
+        if self.data.tables.has_wide_ids:
+            raise InputError(
+                f"data.tables.ids: {self.data.tables.ids}, but the simulator has no model of tables of any id or of "
+                f"hashed ids; take rows"
+            )
         if self.network.gpus_per_node % self.network.machine_size:
             raise InputError(
                 f"network.gpus_per_machine: {self.network.gpus_per_machine} does not divide network.gpus_per_node, "
                 f"{self.network.gpus_per_node}; take a divisor, or null"
+            )
+
+    def check_modelled(self) -> None:
+        """Raise an `InputError` for values of a run's keys that change its time, but not the simulated one."""
+        memory = self.embedding.memory
+        if set(memory if isinstance(memory, list) else [memory]) != {"gpu"}:
+            raise InputError(
+                f"embedding.memory: {memory}, but the simulator has all tables in GPU memory; take gpu and, if they do "
+                f"not fit, data.tables.max_rows or more ranks"
+            )
+        if self.what != "step":
+            return
+        if self.train.precision != "bf16":
+            raise InputError(
+                f"train.precision: {self.train.precision}, but the simulated rate of matrix products is bf16's; "
+                f"take bf16, or simulate what stage or backward"
+            )
+        if self.model.top_parallel != "data":
+            raise InputError(
+                f"model.top_parallel: {self.model.top_parallel}, but the simulator has no model of layers that are "
+                f"split over the ranks; take data"
             )
 
     @property

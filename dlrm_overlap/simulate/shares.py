@@ -86,6 +86,8 @@ def plan_tables(
     if plan != "auto":
         return _torchrecs(loads, plan, optimizer, network, samples)
     if len(set(loads)) == 1 and len(loads) % world_size == 0:  # an equal number for each rank
+        if len(loads) // world_size * loads[0].bytes > _CAPACITY_BYTES:
+            raise _no_room(loads, world_size, "they have no room")
         return [[SimulatedShard(number % world_size, load.dim, 1.0)] for number, load in enumerate(loads)]
     cut_columns, machine_size = not looks_at_rows(optimizer), network.machine_size if network.nodes > 1 else None
     placed = balance(loads, world_size, _CAPACITY_BYTES, cut_columns, machine_size)

@@ -83,12 +83,26 @@ def test_keys_of_earlier_versions_are_accepted_with_a_warning(tmp_path: Path, ca
     assert caplog.messages == ["network.hosts is deprecated; use network.nodes"]
 
 
+def test_equal_tables_must_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    # Each of 8 ranks has 26 tables of 128 columns in fp32, with 4 bytes of optimizer state a row.
+    rows = 112 * 10**9 // 26 // (128 * 4 + 4)
+    for number, code in ((rows, 0), (rows + 1, 2)):
+        slices = ["--config", "simulate/slices", "--network.nodes", "1", "--embedding.optimizer", "rowwise_adagrad"]
+        assert main(["simulate", *slices, "--data.tables.rows", str(number)]) == code
+    assert "data.tables: 896 GB on 8 ranks: they have no room; set data.tables.max_rows" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--network.node", "2"], "network.nodes"),
         (["--data.tables.rows", "null"], "data.tables.rows: null"),
         (["--model.sequence.history", "25"], "model.sequence.history: the simulator has no model"),
+        (["--data.tables.ids", "any"], "data.tables.ids: any, but the simulator has no model"),
+        (["--train.precision", "tf32"], "train.precision: tf32, but the simulated rate of matrix products is bf16's"),
+        (["--model.top_parallel", "tensor"], "model.top_parallel: tensor, but the simulator has no model"),
+        (["--vary", "embedding.memory=gpu,cached"], "embedding.memory: cached, but the simulator has all tables in"),
+        (["--what", "stage", "--embedding.memory", "auto"], "embedding.memory: auto, but the simulator has all tables"),
         (["--train.global_batch_size", "7"], "do not divide by 4 ranks"),
         (["--vary", "network.nodes"], "network.nodes"),
         (["--vary", "network.nodes=1,2", "--vary", "network.nodes=4"], "--vary: network.nodes is given twice"),
