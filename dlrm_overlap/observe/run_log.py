@@ -80,7 +80,7 @@ class RunLog:
         backend: str,
     ) -> None:
         """Open the files of a run that takes the steps `start` + 1 to `end`."""
-        self.end = end
+        self.end, self._taken = end, 0
         self.config, self.world, self.device, self.folder, self.start = config, world, device, folder, start
         self.backend = backend
         self.global_batch = config.train.samples_per_rank(world.world_size) * world.world_size
@@ -90,7 +90,8 @@ class RunLog:
         self.asked_to_end = False
         self.versions = environment()
         self._tracer = self._metrics = self._board = None
-        traced = config.log.traced
+        asked = config.log.traced
+        traced = range(asked.start, min(asked.stop, end + 1))
         if traced and start < traced.start:
             file = f"steps_{traced[0]}_{traced[-1]}_rank_{world.rank}.json.gz"
             self._tracer = make_tracer(folder / "traces" / file, traced.start - 1 - start, len(traced))
@@ -110,8 +111,8 @@ class RunLog:
         write_atomically(folder / "config.yaml", resolved)
         note_job(folder)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start)
-        if traced and not self._tracer:
-            log.warning("log.trace_first: %d, but the run resumes later: no step is traced", config.log.trace_first)
+        if asked and not self._tracer:
+            self._warn_of_no_trace("resumes later" if start >= asked.start else f"ends after step {end}")
         if config.log.tensorboard:
             # TensorBoard hides the events of steps that a resumed run takes again.
             self._board = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
@@ -127,13 +128,19 @@ class RunLog:
     def __exit__(self, error: object, *_: object) -> None:
         if self._tracer and error is None:  # it waits for the GPU, so not after an error
             self._tracer.stop()
+            if (last := self.start + self._taken) < self.config.log.trace_first and not self.world.rank:
+                self._warn_of_no_trace(f"has ended after step {last}")
         if self._metrics:
             self._metrics.close()
         if self._board:
             with contextlib.suppress(OSError):  # full disk, as in `_write`
                 self._board.close()
 
+    def _warn_of_no_trace(self, why: str) -> None:
+        log.warning("log.trace_first: %d, but the run %s: no step is traced", self.config.log.trace_first, why)
+
     def advance(self) -> None:
+        self._taken += 1
         if self._tracer:
             self._tracer.step()
 

@@ -302,6 +302,25 @@ def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCapt
     assert list(read_metrics(tmp_path / "run", "train/loss")) == list(range(1, 7))
 
 
+@pytest.mark.parametrize(
+    ("options", "ends"),
+    [
+        ("--log.trace_first 5", "ends after step 4"),
+        ("--log.trace_first 4 --train.eval_every 2 --train.target_auroc 0.01", "has ended after step 2"),
+        ("--log.trace_first 4", ""),
+    ],
+)
+def test_a_run_that_ends_before_the_steps_to_trace_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: str, ends: str
+) -> None:
+    _fit(tmp_path, "--log.trace_steps", "3", *options.split())
+    first = options.split()[1]
+    told = [line for line in caplog.messages if line.startswith("log.trace_first")]
+    assert told == [f"log.trace_first: {first}, but the run {ends}: no step is traced"] * bool(ends)
+    if not ends:
+        assert [path.name for path in tmp_path.glob("run/traces/*")] == ["steps_4_4_rank_0.json.gz"]
+
+
 def test_epochs_are_passes_over_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     packed, size = str(tmp_path / "packed"), ["--data.eval_samples", "64", "--data.workers", "0"]
     assert main(["prepare", "samples", packed, "--config", "quickstart", "--samples", "200", *size]) == 0
