@@ -127,7 +127,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
 def find_config(given: str) -> Path:
     """Return the path of the YAML file `given`, or of the packaged file of that name."""
     own = _CONFIGS / f"{given.removeprefix('configs/').removesuffix('.yaml')}.yaml"
-    return own if os.path.isfile(own) and not os.path.exists(given) else Path(given)
+    return own if os.path.isfile(own) and not os.path.isfile(given) else Path(given)
 
 
 def _read_file(path: Path, config: type) -> dict[str, Any]:

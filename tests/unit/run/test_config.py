@@ -28,6 +28,9 @@ def test_a_name_is_a_file_of_the_package_unless_such_a_file_is_there(
     named = _quickstart()
     monkeypatch.chdir(tmp_path)
     assert configuration("--config", "quickstart") == configuration("--config=configs/quickstart.yaml") == named
+    (tmp_path / "quickstart").mkdir()
+    assert configuration("--config", "quickstart") == named, "a folder of that name is not meant"
+    (tmp_path / "quickstart").rmdir()
     (tmp_path / "quickstart").write_text("{data: {tables: {rows: [10, 20, 30]}}, train: {steps: 1}}\n")
     assert configuration("--config", "quickstart").data.tables.rows == [10, 20, 30]
 
