@@ -22,24 +22,25 @@ from dlrm_overlap.observe.result_files import is_number
 # Patterns for the names of FBGEMM's, NCCL's, cuBLAS's, PyTorch's and our kernels. The first match counts; a name
 # without a match is dense.
 _KINDS = {
-    "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices|_expand_rows",
-    "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_(signal|raise)_flags|_(wait_for|await)_flags|_store_to_peers"
-    r"|PtoP|_begin_call",
-    "update": r"split_embedding\w*_backward|_update_rows",
+    "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices|_put_pooled|_add_partials|_expand_rows",
+    "exchange": r"^nccl(?!\w*AllReduce)|PtoP|_push_gradients|_put_columns|_store_rows|_signal_flags|_wait_for_flags"
+    r"|_send_signal|_wait_message|_begin_call",
+    "update": r"split_embedding\w*_backward|_update_rows|_mark_rows",
     "all-reduce": r"AllReduce|_average_share|_update_share",
-    "ids": r"_pull_ids|_locate_ids|permute_\dD|bucketize|bounds_check|cumsum",
+    "ids": r"_pull_ids|_locate_ids|_divide_ids|_store_words|_count_bags|permute_\dD|bucketize|bounds_check|cumsum"
+    r"|_fill_rows|^_(look_up|count|list|take|find|replace|claim|evict|insert|sight|halve)$",
     "sort": r"[Rr]adix|RunLength|ReduceByKey|DeviceScan|DeviceCompact|linearize"
     r"|_place_gradients|_cut_runs",
-    "samples": r"_draw_\w+",
+    "samples": r"_draw_\w+|_unpack_records",
     # In CUDA graphs, the first two are kernels with names such as memcpy128. The third copies lists of tensors.
-    "copies": r"^[Mm]emcpy|^[Mm]emset|CopyFunctor",
+    "copies": r"^[Mm]emcpy|^[Mm]emset|CopyFunctor|_swap_rows",
     "optimizer": r"multi_tensor_apply|_begin_update|_update_parameters",
-    "products": r"gemm|gemv|nvjet|cutlass|cublas|splitKreduce|tile_product",
+    "products": r"gemm|gemv|nvjet|cutlass|cublas|splitKreduce|tile_product|_sum_parts",
 }
 KINDS = (*_KINDS, "dense")
-_STORES = r"_store_pooled|_put_slices"
+_STORES = r"_store_pooled|_put_slices|_put_pooled"
 _COMMUNICATES_TOO = r"_pull_ids"
-_WAITS = r"^nccl|_(wait_for|await)_flags"
+_WAITS = r"^nccl|_wait_for_flags|_wait_message"
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _HOST_CALLS = ("cuda_runtime", "cuda_driver")
 

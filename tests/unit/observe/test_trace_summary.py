@@ -1,6 +1,7 @@
 """What a GPU's trace shows, on traces whose times are known."""
 
 import copy
+import csv
 import gzip
 import json
 import math
@@ -77,28 +78,37 @@ APPLY = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<"
 KERNELS = {
     "lookup": [
         "void split_embedding_codegen_forward_unweighted_v2_kernel<float, float, float, long>(...)",
-        *("_put_slices", "_expand_rows"),
+        *("_store_pooled", "_put_slices", "_put_pooled", "_add_partials", "_expand_rows"),
     ],
     "exchange": [
         "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
         "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-        *("_wait_for_flags", "_begin_call"),
+        *("_push_gradients", "_put_columns", "_store_rows", "_signal_flags", "_wait_for_flags", "_begin_call"),
+        *("_send_signal", "_wait_message"),
     ],
     "update": [
         "split_embedding_backward_codegen_rowwise_adagrad_unweighted_kernel_warp_per_row_1<float>",
-        "_update_rows",
+        *("_update_rows", "_mark_rows"),
     ],
     "all-reduce": [
         "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         *("_average_share", "_update_share", "ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)"),
     ],
-    "sort": ["void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>", "_cut_runs"],
-    "ids": ["_pull_ids"],
-    "samples": ["_draw_ids"],
-    "copies": ["Memset (Device)", "memcpy128", f"{APPLY}..., CopyFunctor<...>>"],
-    "optimizer": [f"{APPLY}...>", "_update_parameters"],
-    "products": ["nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN", "tile_product"],
-    "dense": ["triton_poi_fused__to_copy_add_mul_14", "void at::native::vectorized_elementwise_kernel<4, ...>"],
+    "sort": ["void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>", "_cut_runs", "_place_gradients"],
+    "ids": [
+        *("_pull_ids", "_locate_ids", "_divide_ids", "_store_words", "_count_bags"),
+        *("_look_up", "_count", "_list", "_take", "_replace"),  # slots of a cache
+        *("_find", "_claim", "_evict", "_insert", "_sight", "_halve", "_fill_rows"),  # rows of any id
+    ],
+    "samples": ["_draw_ids", "_draw_features", "_draw_labels", "_unpack_records"],
+    "copies": ["Memset (Device)", "memcpy128", f"{APPLY}..., CopyFunctor<...>>", "_swap_rows"],
+    "optimizer": [f"{APPLY}...>", "_begin_update", "_update_parameters"],
+    "products": ["nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN", "tile_product", "_sum_parts"],
+    "dense": [
+        *("triton_poi_fused__to_copy_add_mul_14", "void at::native::vectorized_elementwise_kernel<4, ...>"),
+        *("_add_layer", "_gradient_of_layer", "_interact", "_gradient_of_interaction", "_mlp", "_gradient_of_mlp"),
+        *("_logits", "_gradient_of_logits", "_mask_and_sum"),
+    ],
 }
 
 
@@ -106,6 +116,24 @@ def test_kernels_are_known_by_name() -> None:
     assert {kind: [GpuWork(name, 7, Span(0, 1)).kind for name in names] for kind, names in KERNELS.items()} == {
         kind: [kind] * len(names) for kind, names in KERNELS.items()
     }
+
+
+def test_each_of_our_kernels_has_a_kind() -> None:
+    with Path("tests/kernels/resources.csv").open(newline="") as file:
+        ours = {row["kernel"].split()[0].rpartition(".")[2] for row in csv.DictReader(file)}
+    assert ours - {name for names in KERNELS.values() for name in names} == set(), "add each to KERNELS, as what it is"
+
+
+def test_messages_between_nodes_are_communication() -> None:
+    work = {name: GpuWork(name, 7, Span(0, 1)) for names in KERNELS.values() for name in names}
+    assert {name for name, each in work.items() if each.waits and name.startswith("_")} == {
+        "_wait_for_flags",
+        "_wait_message",
+    }
+    assert {name for name, each in work.items() if each.stores} == {"_store_pooled", "_put_slices", "_put_pooled"}
+    names = ("compute", "exposed", "copying", "idle", "exposed_most")
+    found = shares([work["_put_pooled"], work["_wait_message"]._replace(span=Span(1, 9))])
+    assert found == dict(zip(names, (1, 8, 0, 0, 9), strict=True))
 
 
 def test_a_window_is_shared_among_computing_exposed_communication_copies_and_nothing() -> None:
