@@ -106,7 +106,10 @@ class RunLog:
                     remove(old)
         # Open this run's files.
         shown = config.as_dict()
-        shown["log"]["overwrite"] = False  # so that a run of this file resumes this run
+        # So that a run of this file resumes this run. A path stays, as it counts until this run has a checkpoint.
+        shown["log"]["overwrite"] = False
+        if shown["checkpoint"]["resume"] == "never":
+            shown["checkpoint"]["resume"] = "auto"
         resolved = yaml.safe_dump(shown, sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)
         note_job(folder)

@@ -31,7 +31,7 @@ from dlrm_overlap.train import assembly
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.trainer import PreemptedError, Trainer
 from tests.agreement import assert_all_near
-from tests.conftest import file_limit, read_metrics, refuses
+from tests.conftest import configuration, file_limit, read_metrics, refuses
 from tests.distributed.models import CPU, local_tensors
 from tests.distributed.workers import make_trainer, quickstart, ranks_here, world_here
 
@@ -299,6 +299,14 @@ def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCapt
     more = ["--train.steps", "6", "--log.trace_first", "4", "--log.trace_steps", "1"]
     assert _fit(tmp_path, *SAVES, *more)["steps"] == 6, "more steps were asked for"
     assert "log.trace_first: 4, but the run resumes later: no step is traced" in caplog.messages
+    assert list(read_metrics(tmp_path / "run", "train/loss")) == list(range(1, 7))
+
+
+@pytest.mark.parametrize("starts_over", ["--log.overwrite true", "--checkpoint.resume never"])
+def test_a_run_of_its_own_config_file_resumes(tmp_path: Path, starts_over: str) -> None:
+    _fit(tmp_path, *SAVES, *starts_over.split())
+    more = ["--config", str(tmp_path / "run" / "config.yaml"), "--train.steps", "6"]
+    assert make_trainer(configuration(*more)).fit()["steps"] == 6
     assert list(read_metrics(tmp_path / "run", "train/loss")) == list(range(1, 7))
 
 
