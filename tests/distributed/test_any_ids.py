@@ -8,13 +8,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from dlrm_overlap import explain
+from dlrm_overlap import GraphTrainPipeline, explain
+from dlrm_overlap.embedding.id_tables import id_map
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.ids.id_map import EMPTY, Totals, murmur, unsigned_remainder
 from tests.conftest import PYTHON_PATH, ROOT, refuses
@@ -144,6 +146,26 @@ def _check_segments() -> None:
     assert 0 < sketches[0].sum() < step.id_map.total(Totals.NOT_ADMITTED), "halved, since a sighting adds 1 or 2"
 
 
+def _check_clock() -> None:
+    """Hours pass between the steps, also between replays: ids whose hour has passed lose their rows."""
+    hours, found, progress = [0], list[list[float]](), GraphTrainPipeline.progress
+    batches = [batch_of(draw(dist.get_rank(), step, pool=400)) for step in range(15)]
+
+    def an_hour_later(*given: Any) -> Any:
+        hours[0] += 1
+        return progress(*given)
+
+    for pipeline in ("graph", "captured"):
+        with (
+            patch.object(GraphTrainPipeline, "progress", an_hour_later),
+            patch.object(id_map.time, "time", lambda: 3600.0 * hours[0]),
+        ):
+            step = any_ids.train(shard(any_ids.Model(64, zch_module)), batches, pipeline)
+        found.append([*step.losses, *(step.id_map.total(which) for which in Totals)])
+    assert found[0] == found[1]
+    assert found[0][len(batches) + Totals.EVICTED] > 64
+
+
 def _check_refusals() -> None:
     """FBGEMM's update would train the initial rows; remapped features are not returned by captured steps."""
     with refuses("nccl updates rows by FBGEMM"):
@@ -160,7 +182,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 CASES |= {
     "nccl": partial(_check_losses, "none", zch_module, "nccl"),
-    **({"segments": _check_segments} if INTERPRETED else {}),
+    **({"segments": _check_segments, "clock": _check_clock} if INTERPRETED else {}),
     "pipelines in turns": _check_pipelines_in_turns,
     "refusals": _check_refusals,
     "state dict": _check_state_dict,
