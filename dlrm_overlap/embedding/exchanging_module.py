@@ -85,6 +85,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """table that the exchange caches -> share of its rows with slots"""
         if cached:
             self.register_state_dict_pre_hook(lambda *_: self.note_writes())
+            self.register_load_state_dict_pre_hook(lambda *_: self.note_writes())
         self._reasons_told: set[str] = set()
         self._set_up()
 
