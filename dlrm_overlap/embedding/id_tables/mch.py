@@ -19,6 +19,7 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from dlrm_overlap.embedding.id_tables.mch_tables import MchSender, MchTables, ShareOfRange
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.embedding.shardings import exchanging_group
+from dlrm_overlap.embedding.variable_batch import gathering
 from dlrm_overlap.torchrec_private import (
     KJTList,
     ShardedManagedCollisionCollection,
@@ -94,6 +95,12 @@ class OverlapShardedMchEmbeddingBagCollection(ShardedManagedCollisionEmbeddingBa
         if self._embedding_module.takes_ids:
             return self._embedding_module(*input, **kwargs), NoWait(None)
         return super().forward(*input, **kwargs)
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        awaitable = super().input_dist(ctx, features)
+        if not ctx.variable_batch_per_feature:
+            ctx.inverse_indices = gathering(features)
+        return awaitable
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:
         if self._embedding_module.exchange is None:

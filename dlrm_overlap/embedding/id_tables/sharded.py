@@ -24,7 +24,7 @@ from dlrm_overlap.embedding.id_tables.rules import IdRules
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
 from dlrm_overlap.embedding.shardings import exchanging_group
-from dlrm_overlap.embedding.variable_batch import with_bags_of_samples
+from dlrm_overlap.embedding.variable_batch import gathering, with_bags_of_samples
 from dlrm_overlap.kernels.ids.id_map import mix
 from dlrm_overlap.torchrec_private import (
     KJTList,
@@ -126,7 +126,10 @@ class _MapsIds(nn.Module):
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         features = self._even(maybe_td_to_kjt(features, None))
-        return super().input_dist(ctx, _mixed(features) if self._mixes else features)  # type: ignore[misc]
+        awaitable = super().input_dist(ctx, _mixed(features) if self._mixes else features)  # type: ignore[misc]
+        if not features.variable_stride_per_key():
+            ctx.inverse_indices = gathering(features)
+        return awaitable
 
     def _even(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         return features
