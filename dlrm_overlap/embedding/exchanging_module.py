@@ -217,12 +217,19 @@ class ExchangingModule(nn.Module, Generic[Served]):
         shardings = dict(zip(self.unsupported_reasons, self._shardings, strict=True))
         if (reason := unsupported_by_graphs(shardings, self.unsupported_reasons)) is not None:
             return reason
+        if self._entry is not None and (reason := self.why_not_exchanged) is not None:
+            return f"tables of any id stay with TorchRec: {reason}"
         options = self._resolved
         if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
             return f"backend {options.backend} waits for the host"
         if self.post_lookup_tracker_fn or self.post_odist_tracker_fn:
             return "a tracker is registered"
         return self._uncaptured
+
+    @property
+    def why_not_exchanged(self) -> str | None:
+        """Why some tables stay with TorchRec, if they do; identical on every rank."""
+        return next((reason for reason in self.unsupported_reasons.values() if reason is not None), None)
 
     def note_writes(self) -> None:
         """See `LocalTables.note_writes`."""

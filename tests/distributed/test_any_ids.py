@@ -13,16 +13,19 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 
 from dlrm_overlap import GraphTrainPipeline, explain
 from dlrm_overlap.embedding.id_tables import id_map
+from dlrm_overlap.embedding.id_tables.sharder import OverlapManagedCollisionEmbeddingBagCollectionSharder
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.ids.id_map import EMPTY, Totals, murmur, unsigned_remainder
 from tests.conftest import PYTHON_PATH, ROOT, refuses
 from tests.distributed import any_ids
 from tests.distributed.any_ids import batch_of, draw, expected_losses, own_module, shard, zch_module
-from tests.distributed.workers import cases_on_ranks
+from tests.distributed.workers import cases_on_ranks, logged_messages
 
 STEPS, ROWS = 6, 512
 
@@ -166,6 +169,24 @@ def _check_clock() -> None:
     assert found[0][len(batches) + Totals.EVICTED] > 64
 
 
+def _check_not_exchanged() -> None:
+    """Tables whose rows the exchange does not send stay with TorchRec, and GraphTrainPipeline says why."""
+    rank, ranks, reason = dist.get_rank(), dist.get_world_size(), "quantised communication: bf16 and fp16"
+    precisions = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
+    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": any_ids.LR}
+    sharder = OverlapManagedCollisionEmbeddingBagCollectionSharder(fused, get_qcomm_codecs_registry(precisions))
+    drawn, messages = [[draw(each, step) for each in range(ranks)] for step in range(STEPS)], logged_messages()
+    for pipeline in ("none", "graph"):
+        sharded = any_ids.shard_by(sharder, any_ids.Model(ROWS, zch_module))
+        found = any_ids.train(sharded, [batch_of(of[rank]) for of in drawn], pipeline)
+        assert found.losses == pytest.approx(expected_losses(drawn), rel=5e-3)
+        assert found.id_map.total(Totals.NO_ROOM) == 0 < found.id_map.used()
+    assert {table.why_not for table in explain(sharded).tables} == {reason}
+    assert rank or messages[-1].endswith(f"cannot be captured: tables of any id stay with TorchRec: {reason}")
+    with refuses("FBGEMM would train these rows"):
+        any_ids.shard_by(sharder, any_ids.Model(ROWS, own_module))
+
+
 def _check_refusals() -> None:
     """FBGEMM's update would train the initial rows; remapped features are not returned by captured steps."""
     with refuses("nccl updates rows by FBGEMM"):
@@ -184,6 +205,7 @@ CASES |= {
     "nccl": partial(_check_losses, "none", zch_module, "nccl"),
     **({"segments": _check_segments, "clock": _check_clock} if INTERPRETED else {}),
     "pipelines in turns": _check_pipelines_in_turns,
+    "not exchanged": _check_not_exchanged,
     "refusals": _check_refusals,
     "state dict": _check_state_dict,
     "loading": _check_loading,

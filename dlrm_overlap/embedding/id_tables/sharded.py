@@ -24,6 +24,7 @@ from dlrm_overlap.embedding.id_tables.rules import IdRules
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
 from dlrm_overlap.embedding.shardings import exchanging_group
+from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.variable_batch import gathering, with_bags_of_samples
 from dlrm_overlap.kernels.ids.id_map import mix
 from dlrm_overlap.torchrec_private import (
@@ -35,6 +36,7 @@ from dlrm_overlap.torchrec_private import (
 )
 from dlrm_overlap.torchrec_private.attributes import (
     features_by_sharding,
+    lookups_of,
     sharded_zch_tables,
     table_configs_of,
     use_state,
@@ -100,14 +102,16 @@ class _MapsIds(nn.Module):
             lambda exchange: MappedIds(id_map, exchange, group.rank(), features),
             self._why_uncaptured(features),
         )
-        if (exchange := tables.exchange) is not None:
-            seed, *_ = gathered(torch.initial_seed(), group)
-            pools = {
-                name: pool_of(rules.rows, configs[name], seed + crc32(name.encode())).to(self._device)
-                for name, rules in id_map.rules.items()
-                if not rules.frozen
-            }
-            id_map.bind(exchange.tables.tensors_of, pools)
+        if tables.exchange is None:
+            _check_torchrec_updates(tables, id_map)
+        seed, *_ = gathered(torch.initial_seed(), group)
+        pools = {
+            name: pool_of(rules.rows, configs[name], seed + crc32(name.encode())).to(self._device)
+            for name, rules in id_map.rules.items()
+            if not rules.frozen
+        }
+        rows = LocalTables.of(lookups_of(tables)) if tables.exchange is None else tables.exchange.tables
+        id_map.bind(rows.tensors_of, pools)
 
     def _why_uncaptured(self, features: Mapping[str, Sequence[str]]) -> str | None:
         """Return why steps cannot be captured, if so; `features` has those of each table."""
@@ -187,6 +191,21 @@ class OverlapShardedManagedCollisionEmbeddingCollection(_MapsIds, ShardedManaged
                 f"FBGEMM, which would train the initial rows of tables of any id; set train.pipeline to graph"
             )
         return super().compute_and_output_dist(ctx, input)
+
+
+def _check_torchrec_updates(tables: ExchangingModule[Any], id_map: IdMap) -> None:
+    """Raise an InputError if rows that stay with TorchRec are cached or, in part, not trained."""
+    reason = tables.why_not_exchanged
+    if tables.cached:
+        raise InputError(
+            f"{', '.join(tables.cached)}: tables of any id in host memory must be exchanged, but stay with TorchRec: "
+            f"{reason}; keep their rows in device memory, or take another setting"
+        )
+    if frozen := [each.name for each in id_map.rules.values() if each.frozen]:
+        raise InputError(
+            f"{', '.join(frozen)}: tables with initial rows that are not trained must be exchanged, since FBGEMM would "
+            f"train these rows, but they stay with TorchRec: {reason}; take another setting"
+        )
 
 
 def _mixed(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
