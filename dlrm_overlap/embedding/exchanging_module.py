@@ -73,6 +73,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     """changes the ids of a batch before `sender` sends them"""
     mixes: bool = False
     """whether ids are replaced by a bijective hash before they are sent"""
+    loads: int = 0
+    """how often the ids of tables of any id were loaded; ids that have arrived have rows of the time before"""
     _entry: Callable[[], nn.Module | None] | None = None
     _uncaptured: str | None = None
     _buckets: Mapping[str, int] = MappingProxyType({})
@@ -230,6 +232,10 @@ class ExchangingModule(nn.Module, Generic[Served]):
     def why_not_exchanged(self) -> str | None:
         """Why some tables stay with TorchRec, if they do; identical on every rank."""
         return next((reason for reason in self.unsupported_reasons.values() if reason is not None), None)
+
+    def note_load(self) -> None:
+        """Let `GraphTrainPipeline` send the next step's ids again, if it has sent them; call it on all ranks."""
+        self.loads += 1
 
     def note_writes(self) -> None:
         """See `LocalTables.note_writes`."""

@@ -94,6 +94,11 @@ def _sharded(state: dict[str, Any]) -> list[str]:
     return [name for name, tensor in state.items() if isinstance(tensor, ShardedTensor)]
 
 
+def _check_loads_between_steps() -> None:
+    batches = [batch_of(draw(dist.get_rank(), step, pool=400)) for step in range(13)]
+    any_ids.check_loads_between_steps(lambda: shard(any_ids.Model(64, zch_module)), batches)
+
+
 def _check_full() -> None:
     """Where every slot is in use, ids are served by the reserved row, which is not trained, and counted."""
     rank, rows = dist.get_rank(), 128 * dist.get_world_size()
@@ -210,6 +215,7 @@ CASES |= {
     "state dict": _check_state_dict,
     "loading": _check_loading,
     **{f"{name} after loading": partial(_check_training_after_loading, name) for name in ("none", "graph")},
+    "loads between steps": _check_loads_between_steps,
     "full": _check_full,
     "evaluation": _check_evaluation,
 }

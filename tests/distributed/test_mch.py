@@ -235,6 +235,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 CASES |= {"interruptions": _check_interruptions, "ranges": _check_ranges, "reasons": _check_reasons}
 CASES |= {"state dict": _check_state_dict, "adagrad": _check_adagrad}
+CASES["loads between steps"] = lambda: any_ids.check_loads_between_steps(lambda: _ours(_model("lru")), _batches())
 
 
 def _run_case(case: str) -> None:

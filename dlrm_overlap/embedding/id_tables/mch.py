@@ -63,6 +63,7 @@ class OverlapShardedMchEmbeddingBagCollection(ShardedManagedCollisionEmbeddingBa
         def evict() -> None:
             self._evict(collection.evict())
 
+        collection.register_load_state_dict_post_hook(lambda *_: tables.note_load())
         tables.own_ids(
             self,
             None,

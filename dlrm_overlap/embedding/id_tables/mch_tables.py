@@ -152,7 +152,7 @@ class MchTables:
         at = torch.where(own, at, room)
         found.history.scatter_(0, at, ids)
         if found.times is not None:
-            found.times.scatter_(0, at, (found.steps + 1).expand_as(at))
+            found.times.scatter_(0, at, (found.now + 1).expand_as(at))
         self._appended[number] = (self._recorded[number] + own.sum()).clamp(max=room)
 
     def _map(self, arrived: _Arrived) -> None:

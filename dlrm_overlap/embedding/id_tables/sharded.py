@@ -102,6 +102,7 @@ class _MapsIds(nn.Module):
             lambda exchange: MappedIds(id_map, exchange, group.rank(), features),
             self._why_uncaptured(features),
         )
+        self._managed_collision_collection.register_load_state_dict_post_hook(lambda *_: tables.note_load())
         if tables.exchange is None:
             _check_torchrec_updates(tables, id_map)
         seed, *_ = gathered(torch.initial_seed(), group)

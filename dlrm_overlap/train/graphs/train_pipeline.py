@@ -316,6 +316,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if step.kind is StepKind.END:
             self._dense.gather()
             raise StopIteration
+        self._ids.follow_loads()
         for each in self._ids.id_tables:
             each.expect(is_taken=True)
             each.follow_clock()
