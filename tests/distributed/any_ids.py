@@ -148,6 +148,23 @@ def draw(rank: int, step: int, pool: int = 60, seed: int = 0, features: int = le
     ]
 
 
+def draw_shared(rank: int, step: int) -> tuple[list[list[list[int]]], Batch]:
+    """Return ids as `draw` does, and a variable batch of them, in which samples share bags."""
+    ids, generator = draw(rank, step), torch.Generator().manual_seed(10 * step + rank)
+    sizes = [3 + rank, 5 - step % 3]
+    inverse = torch.stack([torch.randint(size, (SAMPLES,), generator=generator) for size in sizes])
+    bags = [bag for of, size in zip(ids, sizes, strict=True) for bag in of[:size]]
+    sparse = KeyedJaggedTensor(
+        list(FEATURES),
+        torch.tensor([id for bag in bags for id in bag]),
+        lengths=torch.tensor([len(bag) for bag in bags]),
+        stride_per_key_per_rank=[[size] for size in sizes],
+        inverse_indices=(list(FEATURES), inverse),
+    )
+    of_samples = [[of[number] for number in numbers] for of, numbers in zip(ids, inverse.tolist(), strict=True)]
+    return of_samples, Batch(torch.zeros(SAMPLES, 1), sparse, torch.zeros(SAMPLES))
+
+
 def train(
     sharded: DistributedModelParallel,
     batches: Sequence[Batch],

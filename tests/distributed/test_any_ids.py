@@ -16,8 +16,10 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap import GraphTrainPipeline, explain
+from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.id_tables import id_map
 from dlrm_overlap.embedding.id_tables.sharder import OverlapManagedCollisionEmbeddingBagCollectionSharder
 from dlrm_overlap.kernels.compiled import INTERPRETED
@@ -174,6 +176,29 @@ def _check_clock() -> None:
     assert found[0][len(batches) + Totals.EVICTED] > 64
 
 
+def _check_variable_batches(pipeline: str) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    drawn = [[any_ids.draw_shared(each, step) for each in range(ranks)] for step in range(STEPS)]
+    expected = expected_losses([[ids for ids, _ in of] for of in drawn])
+    found = any_ids.train(shard(any_ids.Model(ROWS, zch_module)), [of[rank][1] for of in drawn], pipeline)
+    assert found.losses == pytest.approx(expected, rel=1e-5)
+
+
+def _check_unused_inverse_indices() -> None:
+    """Inverse indices of a batch that is not variable change nothing, as in TorchRec."""
+    rank, ranks, batches = dist.get_rank(), dist.get_world_size(), list[Batch]()
+    drawn = [[draw(each, step) for each in range(ranks)] for step in range(2)]
+    for of in drawn:
+        batch = batch_of(of[rank])
+        ids, inverse = batch.sparse, torch.zeros(2, any_ids.SAMPLES, dtype=torch.int64)
+        given = KeyedJaggedTensor(
+            ids.keys(), ids.values(), lengths=ids.lengths(), stride=ids.stride(), inverse_indices=(ids.keys(), inverse)
+        )
+        batches.append(Batch(batch.dense, given, batch.labels))
+    found = any_ids.train(shard(any_ids.Model(ROWS, zch_module)), batches)
+    assert found.losses == pytest.approx(expected_losses(drawn), rel=1e-5)
+
+
 def _check_not_exchanged() -> None:
     """Tables whose rows the exchange does not send stay with TorchRec, and GraphTrainPipeline says why."""
     rank, ranks, reason = dist.get_rank(), dist.get_world_size(), "quantised communication: bf16 and fp16"
@@ -210,6 +235,8 @@ CASES |= {
     "nccl": partial(_check_losses, "none", zch_module, "nccl"),
     **({"segments": _check_segments, "clock": _check_clock} if INTERPRETED else {}),
     "pipelines in turns": _check_pipelines_in_turns,
+    **{f"variable batches, {name}": partial(_check_variable_batches, name) for name in ("sparse_dist", "graph")},
+    "unused inverse indices": _check_unused_inverse_indices,
     "not exchanged": _check_not_exchanged,
     "refusals": _check_refusals,
     "state dict": _check_state_dict,

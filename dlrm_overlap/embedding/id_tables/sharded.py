@@ -25,7 +25,7 @@ from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagColl
 from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
 from dlrm_overlap.embedding.shardings import exchanging_group
 from dlrm_overlap.embedding.tables import LocalTables
-from dlrm_overlap.embedding.variable_batch import gathering, with_bags_of_samples
+from dlrm_overlap.embedding.variable_batch import gathering, with_bags_of_samples, with_even_batches
 from dlrm_overlap.kernels.ids.id_map import mix
 from dlrm_overlap.torchrec_private import (
     KJTList,
@@ -159,6 +159,11 @@ class OverlapShardedManagedCollisionEmbeddingBagCollection(_MapsIds, ShardedMana
     @property
     def leading_columns(self) -> int:
         return self._embedding_module.leading_columns
+
+    def _even(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        # TorchRec refuses to return remapped features of a variable batch.
+        stays = self._embedding_module.exchange is None or self._return_remapped_features
+        return features if stays else with_even_batches(features)
 
 
 class OverlapShardedManagedCollisionEmbeddingCollection(_MapsIds, ShardedManagedCollisionEmbeddingCollection):
