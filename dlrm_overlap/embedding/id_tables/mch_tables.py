@@ -147,6 +147,7 @@ class MchTables:
         found = self._maps[number]
         if not found.is_open:
             found.open_history(lambda: int(own.sum()))
+            self._recorded[number] = found.recorded  # in steps of TorchRec's pipelines before
         room = found.history.numel() - 1
         at = (self._recorded[number] + own.cumsum(0) - 1).clamp(max=room)
         at = torch.where(own, at, room)
