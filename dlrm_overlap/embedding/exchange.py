@@ -329,8 +329,6 @@ class Exchange:
         """Write the optimizers' parameters where captured steps read them; see `Backward.follow_rules`."""
         if self._parts is not None:
             self._parts.backward.follow_rules(capture)
-        if self.id_tables is not None:
-            self.id_tables.follow_clock()
 
     def skip(self, counter: Counter) -> None:
         """Take an epoch in which nothing is stored, of the windows whose epochs `counter` counts; a collective."""

@@ -73,6 +73,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     """changes the ids of a batch before `sender` sends them"""
     mixes: bool = False
     """whether ids are replaced by a bijective hash before they are sent"""
+    loads: int = 0
+    """how often the ids of tables of any id were loaded; ids that have arrived have rows of the time before"""
     _entry: Callable[[], nn.Module | None] | None = None
     _uncaptured: str | None = None
     _buckets: Mapping[str, int] = MappingProxyType({})
@@ -85,6 +87,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """table that the exchange caches -> share of its rows with slots"""
         if cached:
             self.register_state_dict_pre_hook(lambda *_: self.note_writes())
+            self.register_load_state_dict_pre_hook(lambda *_: self.note_writes())
         self._reasons_told: set[str] = set()
         self._set_up()
 
@@ -216,12 +219,23 @@ class ExchangingModule(nn.Module, Generic[Served]):
         shardings = dict(zip(self.unsupported_reasons, self._shardings, strict=True))
         if (reason := unsupported_by_graphs(shardings, self.unsupported_reasons)) is not None:
             return reason
+        if self._entry is not None and (reason := self.why_not_exchanged) is not None:
+            return f"tables of any id stay with TorchRec: {reason}"
         options = self._resolved
         if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
             return f"backend {options.backend} waits for the host"
         if self.post_lookup_tracker_fn or self.post_odist_tracker_fn:
             return "a tracker is registered"
         return self._uncaptured
+
+    @property
+    def why_not_exchanged(self) -> str | None:
+        """Why some tables stay with TorchRec, if they do; identical on every rank."""
+        return next((reason for reason in self.unsupported_reasons.values() if reason is not None), None)
+
+    def note_load(self) -> None:
+        """Let `GraphTrainPipeline` send the next step's ids again, if it has sent them; call it on all ranks."""
+        self.loads += 1
 
     def note_writes(self) -> None:
         """See `LocalTables.note_writes`."""

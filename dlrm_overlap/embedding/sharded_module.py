@@ -27,7 +27,7 @@ from dlrm_overlap.embedding.shardings import (
 )
 from dlrm_overlap.embedding.steps import weights_of, with_float_weights
 from dlrm_overlap.embedding.torchrec_tables import TorchRecTables
-from dlrm_overlap.embedding.variable_batch import InverseIndices, of_samples, with_even_batches
+from dlrm_overlap.embedding.variable_batch import InverseIndices, gathering, of_samples, with_even_batches
 from dlrm_overlap.embedding.window_input_dist import ByTorchRec, WindowInput, WindowInputDist
 from dlrm_overlap.torchrec_private import (
     EmbeddingBagCollectionAwaitable,
@@ -153,7 +153,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             pooled = zip(self.torchrec_tables.numbers, self.torchrec_tables.pooled(features), strict=True)
             others = {number: NoWait(each) for number, each in pooled}
         divisor = self._divisor(features) if self._has_mean_pooling_callback else None
-        return _of_samples(self._output(exchanged, others, divisor), features.inverse_indices_or_none())
+        return _of_samples(self._output(exchanged, others, divisor), gathering(features))
 
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Awaitable[KJTList]]:
         """Send the ids by TorchRec; a variable batch is first padded to one bag for each sample."""
@@ -161,11 +161,10 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             return super().input_dist(ctx, features)
         even = with_even_batches(features)
         if (request := self._request_by_windows(ctx, even)) is not None:
-            ctx.inverse_indices = None if even is features else even.inverse_indices_or_none()
+            ctx.inverse_indices = gathering(even)
             return request
         awaitable = super().input_dist(ctx, even)
-        if even is features:
-            ctx.inverse_indices = None  # TorchRec ignores them unless the batch is variable
+        ctx.inverse_indices = gathering(even)
         return awaitable
 
     def _request_by_windows(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]] | None:

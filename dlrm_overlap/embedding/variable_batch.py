@@ -16,6 +16,10 @@ InverseIndices = tuple[list[str], torch.Tensor]
 """names of F features, and [F, B] int64: the bag of each sample"""
 
 
+class _PaddedFeatures(list[str]):
+    """The names in the inverse indices of ids that `with_even_batches` has padded; copies of the ids keep this list."""
+
+
 def with_even_batches(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return ids padded to one bag for each sample and feature; unchanged unless the batch is variable."""
     features = _with_one_stride(features)
@@ -27,8 +31,17 @@ def with_even_batches(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     first = torch.arange(len(sizes), device="cpu") * samples - (sizes.cumsum(0) - sizes)
     bags = torch.arange(len(lengths), device="cpu") + first.repeat_interleave(sizes)
     even = lengths.new_zeros(len(sizes) * samples).index_copy_(0, bags.to(lengths.device, non_blocking=True), lengths)
-    tensors = features.values(), features.weights_or_none()
-    return KeyedJaggedTensor(features.keys(), *tensors, lengths=even, stride=samples, inverse_indices=inverse)
+    tensors, padded = (features.values(), features.weights_or_none()), (_PaddedFeatures(inverse[0]), inverse[1])
+    return KeyedJaggedTensor(features.keys(), *tensors, lengths=even, stride=samples, inverse_indices=padded)
+
+
+def gathering(features: KeyedJaggedTensor) -> InverseIndices | None:
+    """Return the inverse indices by which pooled embeddings are gathered, of ids that were padded; else None.
+
+    As in TorchRec, inverse indices of a batch that is not variable are for the model alone.
+    """
+    inverse = features.inverse_indices_or_none()
+    return inverse if inverse is not None and isinstance(inverse[0], _PaddedFeatures) else None
 
 
 def of_samples(pooled: KeyedTensor, inverse: InverseIndices) -> KeyedTensor:

@@ -21,6 +21,8 @@ class MchMap:
     """[H + 1] int64: ids of the interval; the last element is for ids that have no room"""
     times: torch.Tensor | None = None
     """[H + 1] int64: steps of the ids, if the policy needs them"""
+    now: torch.Tensor
+    """[1] int64: training steps taken; unlike `steps`, it goes on if a state is loaded, as in TorchRec"""
 
     def __init__(self, module: MCHManagedCollisionModule, first_row: int) -> None:
         self._module, self.first_row = module, first_row
@@ -58,6 +60,9 @@ class MchMap:
             self.times = _longer(column)
             module._history_metadata[name] = self.times[:-1]
             setattr(module, f"_history_{name}", self.times[:-1])
+        self.now = (
+            torch.full_like(self.steps, module._current_iter) if module._current_iter != -1 else self.steps.clone()
+        )
         self.is_open = True
 
     def begin_step(self) -> bool:
@@ -65,8 +70,10 @@ class MchMap:
         module = self._module
         if module._current_iter == -1:
             module._current_iter = module._last_eviction_iter = int(self.steps)
+            self.now.copy_(self.steps)
         module._current_iter += 1
         self.steps.add_(1)
+        self.now.add_(1)
         return module._current_iter - module._last_eviction_iter == module._eviction_interval
 
     def evict(self, recorded: int) -> None:

@@ -1,6 +1,8 @@
 """A small model with tables of any id, and what it must give: a dictionary of rows in float64."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_tables.module import IdTableModule
 from dlrm_overlap.embedding.id_tables.sharder import CACHED, OverlapManagedCollisionEmbeddingBagCollectionSharder
+from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.ids.id_map import EMPTY
 from tests.conftest import read_metrics, run_cli
 from tests.distributed.captured import captures
@@ -145,8 +148,29 @@ def draw(rank: int, step: int, pool: int = 60, seed: int = 0, features: int = le
     ]
 
 
+def draw_shared(rank: int, step: int) -> tuple[list[list[list[int]]], Batch]:
+    """Return ids as `draw` does, and a variable batch of them, in which samples share bags."""
+    ids, generator = draw(rank, step), torch.Generator().manual_seed(10 * step + rank)
+    sizes = [3 + rank, 5 - step % 3]
+    inverse = torch.stack([torch.randint(size, (SAMPLES,), generator=generator) for size in sizes])
+    bags = [bag for of, size in zip(ids, sizes, strict=True) for bag in of[:size]]
+    sparse = KeyedJaggedTensor(
+        list(FEATURES),
+        torch.tensor([id for bag in bags for id in bag]),
+        lengths=torch.tensor([len(bag) for bag in bags]),
+        stride_per_key_per_rank=[[size] for size in sizes],
+        inverse_indices=(list(FEATURES), inverse),
+    )
+    of_samples = [[of[number] for number in numbers] for of, numbers in zip(ids, inverse.tolist(), strict=True)]
+    return of_samples, Batch(torch.zeros(SAMPLES, 1), sparse, torch.zeros(SAMPLES))
+
+
 def train(
-    sharded: DistributedModelParallel, batches: Sequence[Batch], pipeline: str = "none", segment: int | None = None
+    sharded: DistributedModelParallel,
+    batches: Sequence[Batch],
+    pipeline: str = "none",
+    segment: int | None = None,
+    before_step: Callable[[int], None] = lambda _: None,
 ) -> Step:
     """Take a step on each of `batches`; losses are means over all ranks.
 
@@ -154,7 +178,7 @@ def train(
     """
     if pipeline == "captured":
         with captures() as taken:
-            step = train(sharded, batches, "graph", segment)
+            step = train(sharded, batches, "graph", segment, before_step)
         assert taken["replayed"] > min(len(batches) - 6, 3), "steps are captured after the first ones"
         return step
     dense = {name: each for name, each in sharded.named_parameters() if "over." in name}
@@ -163,10 +187,28 @@ def train(
     steps, outputs = open_pipeline(pipeline, sharded, optimizer), list[torch.Tensor]()
     for part in batched(batches, segment or len(batches)):
         remaining = iter(part)
-        outputs += [steps.progress(remaining).clone() for _ in part]
+        for _ in part:
+            before_step(len(outputs))
+            outputs.append(steps.progress(remaining).clone())
     losses = torch.stack([output.double().square().mean() for output in outputs])
     dist.all_reduce(losses)
     return Step((losses / dist.get_world_size()).tolist(), sharded)
+
+
+def check_loads_between_steps(make: Callable[[], DistributedModelParallel], batches: Sequence[Batch]) -> None:
+    """The next step begins with a state that was loaded before it, although its ids had been sent before."""
+    losses = dict[str, list[float]]()
+    for pipeline in ("none", "graph", *["captured"] * INTERPRETED):
+        sharded = make()
+        saved = deepcopy(dict(sharded.state_dict()))
+
+        def load(step: int, sharded: Any = sharded, saved: Any = saved) -> None:
+            torch.manual_seed(step)
+            if step in (3, len(batches) - 3):
+                sharded.load_state_dict(OrderedDict(deepcopy(saved)))
+
+        losses[pipeline] = train(sharded, batches, pipeline, before_step=load).losses
+        assert losses[pipeline] == pytest.approx(losses["none"], rel=1e-6), pipeline
 
 
 def batched(batches: Sequence[Batch], size: int) -> Iterator[Sequence[Batch]]:

@@ -19,6 +19,7 @@ from dlrm_overlap.dense.flat_steps import FlatSteps
 from dlrm_overlap.embedding import opening
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, IdExchange
 from dlrm_overlap.embedding.id_sender import SentIds
+from dlrm_overlap.embedding.id_tables.id_map import IdMap
 from dlrm_overlap.embedding.options import StepCounters
 from dlrm_overlap.train.graphs import captured
 from dlrm_overlap.train.graphs.captured import CapturedStep, GraphPair
@@ -73,8 +74,9 @@ class StandIn(CapturedStep):
         before = self.values
         for each in self._counters:
             each.advance()
-        # The learning rate is passed on before each replay, not within a graph.
-        with without_streams(), self.ids.steady(), patch.object(FlatSteps, "refresh", lambda _: None):
+        # The learning rate and the clock are passed on before each replay, not within a graph.
+        not_refreshed = patch.object(FlatSteps, "refresh", lambda _: None)
+        with without_streams(), self.ids.steady(), not_refreshed, patch.object(IdMap, "follow_clock", _not_in_a_graph):
             self._order.begin()
             output = self._step()
             self._order.end()
@@ -87,6 +89,10 @@ class StandIn(CapturedStep):
                 same = name in ("steps", "dense gradients") or (counter.value - value) % 2 == 0
                 assert same, f"{name}: another window than captured"
         return output
+
+
+def _not_in_a_graph(_: IdMap) -> None:
+    raise AssertionError("the clock is read in a captured step, which repeats the hour of its capture")
 
 
 def _fresh_ids(arrived: ArrivedIds) -> ArrivedIds:

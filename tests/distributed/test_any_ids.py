@@ -8,19 +8,26 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap import explain
+from dlrm_overlap import GraphTrainPipeline, explain
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.id_tables import id_map
+from dlrm_overlap.embedding.id_tables.sharder import OverlapManagedCollisionEmbeddingBagCollectionSharder
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.ids.id_map import EMPTY, Totals, murmur, unsigned_remainder
 from tests.conftest import PYTHON_PATH, ROOT, refuses
 from tests.distributed import any_ids
 from tests.distributed.any_ids import batch_of, draw, expected_losses, own_module, shard, zch_module
-from tests.distributed.workers import cases_on_ranks
+from tests.distributed.workers import cases_on_ranks, logged_messages
 
 STEPS, ROWS = 6, 512
 
@@ -89,6 +96,11 @@ def _sharded(state: dict[str, Any]) -> list[str]:
     return [name for name, tensor in state.items() if isinstance(tensor, ShardedTensor)]
 
 
+def _check_loads_between_steps() -> None:
+    batches = [batch_of(draw(dist.get_rank(), step, pool=400)) for step in range(13)]
+    any_ids.check_loads_between_steps(lambda: shard(any_ids.Model(64, zch_module)), batches)
+
+
 def _check_full() -> None:
     """Where every slot is in use, ids are served by the reserved row, which is not trained, and counted."""
     rank, rows = dist.get_rank(), 128 * dist.get_world_size()
@@ -144,6 +156,67 @@ def _check_segments() -> None:
     assert 0 < sketches[0].sum() < step.id_map.total(Totals.NOT_ADMITTED), "halved, since a sighting adds 1 or 2"
 
 
+def _check_clock() -> None:
+    """Hours pass between the steps, also between replays: ids whose hour has passed lose their rows."""
+    hours, found, progress = [0], list[list[float]](), GraphTrainPipeline.progress
+    batches = [batch_of(draw(dist.get_rank(), step, pool=400)) for step in range(15)]
+
+    def an_hour_later(*given: Any) -> Any:
+        hours[0] += 1
+        return progress(*given)
+
+    for pipeline in ("graph", "captured"):
+        with (
+            patch.object(GraphTrainPipeline, "progress", an_hour_later),
+            patch.object(id_map.time, "time", lambda: 3600.0 * hours[0]),
+        ):
+            step = any_ids.train(shard(any_ids.Model(64, zch_module)), batches, pipeline)
+        found.append([*step.losses, *(step.id_map.total(which) for which in Totals)])
+    assert found[0] == found[1]
+    assert found[0][len(batches) + Totals.EVICTED] > 64
+
+
+def _check_variable_batches(pipeline: str) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    drawn = [[any_ids.draw_shared(each, step) for each in range(ranks)] for step in range(STEPS)]
+    expected = expected_losses([[ids for ids, _ in of] for of in drawn])
+    found = any_ids.train(shard(any_ids.Model(ROWS, zch_module)), [of[rank][1] for of in drawn], pipeline)
+    assert found.losses == pytest.approx(expected, rel=1e-5)
+
+
+def _check_unused_inverse_indices() -> None:
+    """Inverse indices of a batch that is not variable change nothing, as in TorchRec."""
+    rank, ranks, batches = dist.get_rank(), dist.get_world_size(), list[Batch]()
+    drawn = [[draw(each, step) for each in range(ranks)] for step in range(2)]
+    for of in drawn:
+        batch = batch_of(of[rank])
+        ids, inverse = batch.sparse, torch.zeros(2, any_ids.SAMPLES, dtype=torch.int64)
+        given = KeyedJaggedTensor(
+            ids.keys(), ids.values(), lengths=ids.lengths(), stride=ids.stride(), inverse_indices=(ids.keys(), inverse)
+        )
+        batches.append(Batch(batch.dense, given, batch.labels))
+    found = any_ids.train(shard(any_ids.Model(ROWS, zch_module)), batches)
+    assert found.losses == pytest.approx(expected_losses(drawn), rel=1e-5)
+
+
+def _check_not_exchanged() -> None:
+    """Tables whose rows the exchange does not send stay with TorchRec, and GraphTrainPipeline says why."""
+    rank, ranks, reason = dist.get_rank(), dist.get_world_size(), "quantised communication: bf16 and fp16"
+    precisions = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
+    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": any_ids.LR}
+    sharder = OverlapManagedCollisionEmbeddingBagCollectionSharder(fused, get_qcomm_codecs_registry(precisions))
+    drawn, messages = [[draw(each, step) for each in range(ranks)] for step in range(STEPS)], logged_messages()
+    for pipeline in ("none", "graph"):
+        sharded = any_ids.shard_by(sharder, any_ids.Model(ROWS, zch_module))
+        found = any_ids.train(sharded, [batch_of(of[rank]) for of in drawn], pipeline)
+        assert found.losses == pytest.approx(expected_losses(drawn), rel=5e-3)
+        assert found.id_map.total(Totals.NO_ROOM) == 0 < found.id_map.used()
+    assert {table.why_not for table in explain(sharded).tables} == {reason}
+    assert rank or messages[-1].endswith(f"cannot be captured: tables of any id stay with TorchRec: {reason}")
+    with refuses("FBGEMM would train these rows"):
+        any_ids.shard_by(sharder, any_ids.Model(ROWS, own_module))
+
+
 def _check_refusals() -> None:
     """FBGEMM's update would train the initial rows; remapped features are not returned by captured steps."""
     with refuses("nccl updates rows by FBGEMM"):
@@ -160,12 +233,16 @@ CASES: dict[str, Callable[[], None]] = {
 }
 CASES |= {
     "nccl": partial(_check_losses, "none", zch_module, "nccl"),
-    **({"segments": _check_segments} if INTERPRETED else {}),
+    **({"segments": _check_segments, "clock": _check_clock} if INTERPRETED else {}),
     "pipelines in turns": _check_pipelines_in_turns,
+    **{f"variable batches, {name}": partial(_check_variable_batches, name) for name in ("sparse_dist", "graph")},
+    "unused inverse indices": _check_unused_inverse_indices,
+    "not exchanged": _check_not_exchanged,
     "refusals": _check_refusals,
     "state dict": _check_state_dict,
     "loading": _check_loading,
     **{f"{name} after loading": partial(_check_training_after_loading, name) for name in ("none", "graph")},
+    "loads between steps": _check_loads_between_steps,
     "full": _check_full,
     "evaluation": _check_evaluation,
 }

@@ -4,6 +4,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
@@ -268,6 +269,7 @@ def _check_cached(*options: str) -> None:
     trainers = [_trainer("graph", *options, *memory) for memory in ([], CACHED, all_rows)]
     plain, cached, resumed = trainers
     streams = [_batches(trainer) for trainer in trainers]
+    initial = [deepcopy(trainer.model.state_dict()) for trainer in trainers]
     held = [local_tensors_of(trainer) for trainer in trainers]
     for first, end in ((0, 6), (6, 12)):
         losses = [_train(trainer, first, end, stream) for trainer, stream in zip(trainers, streams, strict=True)]
@@ -288,6 +290,9 @@ def _check_cached(*options: str) -> None:
             for trainer in trainers:
                 for shard in local_tensors_of(trainer).values():
                     shard.mul_(0.5)
+        else:
+            for trainer, state in zip(trainers, initial, strict=True):
+                trainer.model.load_state_dict(state)
     checkpointer.write(12, extents_to_store(cached.model, cached.optimizer))
     _train(resumed, 12, 14, streams[2])  # then overwritten
     resumed.pipeline.reset()

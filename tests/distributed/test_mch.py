@@ -179,6 +179,18 @@ def _check_interruptions() -> None:
     assert all(torch.equal(each, maps[1][name]) for name, each in maps[0].items())
 
 
+def _check_pipelines_in_turns() -> None:
+    """A pipeline goes on with the ids that another one has recorded within the interval."""
+    losses, maps, half = list[list[float]](), list[dict[str, torch.Tensor]](), INTERVAL + 1
+    for make, then in ((_stock, "none"), (_ours, "graph")):
+        sharded = make(_model("lru"))
+        found = _trained(sharded, batches=_batches(0, half))
+        losses.append(found + _trained(sharded, then, _batches(half)))
+        maps.append(_map_of(sharded))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert all(torch.equal(each, maps[1][name]) for name, each in maps[0].items())
+
+
 def _check_ranges() -> None:
     """Tables with other ranges of ids, ids beyond them and negative ids go to the same ranks as under TorchRec."""
     sizes = {"t0": 900, "t1": 0}
@@ -223,6 +235,18 @@ def _check_adagrad() -> None:
     assert weights[rows].abs().max() <= 0.2
 
 
+def _check_variable_batches() -> None:
+    """Each bag is recorded once, and its samples get its embedding."""
+    drawn = [any_ids.draw_shared(dist.get_rank(), step) for step in range(STEPS)]
+    every = {name: _ours(_model("lfu")) for name in ("sparse_dist", "graph")}
+    losses = [_trained(each, name, [batch for _, batch in drawn]) for name, each in every.items()]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    first = _trained(_stock(_model("lfu")), batches=[batch_of(ids) for ids, _ in drawn[: INTERVAL - 1]])
+    assert losses[0][: INTERVAL - 1] == pytest.approx(first, rel=1e-5)
+    maps = [_map_of(each) for each in every.values()]
+    assert all(torch.equal(each, maps[1][name]) for name, each in maps[0].items())
+
+
 _PIPELINES = {
     "lfu": ("graph",),
     "lru": ("graph",),
@@ -234,7 +258,9 @@ CASES: dict[str, Callable[[], None]] = {
     for pipeline in _PIPELINES.get(policy, ("sparse_dist",))
 }
 CASES |= {"interruptions": _check_interruptions, "ranges": _check_ranges, "reasons": _check_reasons}
-CASES |= {"state dict": _check_state_dict, "adagrad": _check_adagrad}
+CASES |= {"pipelines in turns": _check_pipelines_in_turns}
+CASES |= {"variable batches": _check_variable_batches, "state dict": _check_state_dict, "adagrad": _check_adagrad}
+CASES["loads between steps"] = lambda: any_ids.check_loads_between_steps(lambda: _ours(_model("lru")), _batches())
 
 
 def _run_case(case: str) -> None:

@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
-from dlrm_overlap.embedding.variable_batch import of_samples, with_bags_of_samples, with_even_batches
+from dlrm_overlap.embedding.variable_batch import gathering, of_samples, with_bags_of_samples, with_even_batches
 from dlrm_overlap.train.graphs.static_batch import with_even_batches_of
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
 from tests.conftest import refuses
@@ -75,6 +75,14 @@ def _expanded(batch: Batch) -> Batch:
     return Batch(batch.dense, sparse, batch.labels)
 
 
+def _with_inverse_indices(batch: Batch) -> Batch:
+    """Return the batch of one stride with inverse indices, which are not for the lookup then."""
+    ids, samples = batch.sparse, batch.sparse.stride()
+    inverse = ids.keys(), torch.zeros(len(ids.keys()), samples, dtype=torch.int64)
+    sparse = KeyedJaggedTensor(ids.keys(), ids.values(), lengths=ids.lengths(), stride=samples, inverse_indices=inverse)
+    return Batch(batch.dense, sparse, batch.labels)
+
+
 def _train(sharder: Any, pipeline: str, batches: list[Batch], capacity: BatchCapacity | None = None) -> dict[str, Any]:
     model, ranks = Model(TABLES, OTHERS), list(range(dist.get_world_size()))
 
@@ -103,10 +111,12 @@ def _check(_: Path) -> None:
     params = {"learning_rate": 0.5}
     whole = [_expanded(batch) for batch in _batches(4)]
     torchrec, messages = _train(EmbeddingBagCollectionSharder(dict(params)), "none", whole), logged_messages()
-    for pipeline in ("none", "sparse_dist", "graph", "captured"):
+    unused = [_with_inverse_indices(batch) for batch in whole]
+    variable = [(pipeline, _batches(4)) for pipeline in ("none", "sparse_dist", "graph", "captured")]
+    for pipeline, batches in (*variable, ("none", unused), ("graph", unused)):
         sharder, captured = OverlapEmbeddingBagCollectionSharder(dict(params)), pipeline == "captured"
         with captures() if captured else nullcontext() as taken:
-            ours = _train(sharder, "graph" if captured else pipeline, _batches(4), CAPACITY if captured else None)
+            ours = _train(sharder, "graph" if captured else pipeline, batches, CAPACITY if captured else None)
         assert taken in (None, {"captured": 2, "replayed": STEPS - 5}), taken
         for step, pair in enumerate(zip(ours["outputs"], torchrec["outputs"], strict=True)):
             assert_all_near(*pair, WEIGHT_TOLERANCE["fp32"], f"{pipeline}, step {step}, output")
@@ -132,6 +142,14 @@ def test_empty_bags_are_added_and_not_used() -> None:
     pooled = KeyedTensor(["f", "g@t"], [1, 1], torch.tensor([[5, 1], [7, 2], [0, 3]]))
     assert_same(of_samples(pooled, inverse).values(), torch.tensor([[5, 1], [7, 2], [5, 3]]), "pooled")
     assert with_even_batches(even) is even
+    assert gathering(even) is even.inverse_indices_or_none() is not None
+
+
+def test_inverse_indices_of_other_batches_are_for_the_model_alone() -> None:
+    inverse = ["f", "g"], torch.tensor([[0, 0], [1, 0]])
+    ids = KeyedJaggedTensor(["f", "g"], torch.arange(4), lengths=torch.ones(4).int(), inverse_indices=inverse)
+    assert with_even_batches(ids) is ids
+    assert gathering(ids) is None
 
 
 def test_shared_bags_are_repeated() -> None:

@@ -222,7 +222,7 @@ class IdTables(Protocol):
         ...
 
     def follow_clock(self) -> None:
-        """Write the time where captured steps read it."""
+        """Write the time where the next step, captured or not, reads it; call it outside a capture."""
         ...
 
     def expect(self, is_taken: bool) -> None:

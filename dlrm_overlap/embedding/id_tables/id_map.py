@@ -168,7 +168,6 @@ class IdMap:
 
         The rows that it returns must be filled before they are looked up.
         """
-        self.follow_clock()
         return map_ids(self.state, features, self._set, *words, out, offsets, samples, self._is_training())
 
     def fill(self, claims: Claims | None, caches: Caches = lambda _: None) -> None:
@@ -201,6 +200,7 @@ class IdMap:
         values = ids.values().long()
         low, high = split_words(values)
         out = torch.empty_like(values)
+        self.follow_clock()
         if ids.variable_stride_per_key():
             ends = torch.tensor(ids.offset_per_key(), device=values.device)
             self.fill(self.map((low, high), out, ends, 1, self.features_of(names)))
@@ -238,6 +238,8 @@ class MappedIds:
         ids, high = arrived.ids, arrived.high
         assert high is not None, "ids of 64 bits"
         low, features = ids.values(), self._map.features_of(self._features())
+        if not self._exchange.order.is_captured:  # else the pipeline follows it before each step
+            self._map.follow_clock()
         return self._map.map((low, high), low, ids.offsets(), ids.stride(), features)
 
     def fill(self, claims: Claims) -> None:

@@ -19,10 +19,12 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from dlrm_overlap.embedding.id_tables.mch_tables import MchSender, MchTables, ShareOfRange
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.embedding.shardings import exchanging_group
+from dlrm_overlap.embedding.variable_batch import gathering, with_even_batches
 from dlrm_overlap.torchrec_private import (
     KJTList,
     ShardedManagedCollisionCollection,
     ShardedManagedCollisionEmbeddingBagCollection,
+    maybe_td_to_kjt,
 )
 from dlrm_overlap.torchrec_private.attributes import (
     collision_modules_of,
@@ -62,6 +64,7 @@ class OverlapShardedMchEmbeddingBagCollection(ShardedManagedCollisionEmbeddingBa
         def evict() -> None:
             self._evict(collection.evict())
 
+        collection.register_load_state_dict_post_hook(lambda *_: tables.note_load())
         tables.own_ids(
             self,
             None,
@@ -94,6 +97,17 @@ class OverlapShardedMchEmbeddingBagCollection(ShardedManagedCollisionEmbeddingBa
         if self._embedding_module.takes_ids:
             return self._embedding_module(*input, **kwargs), NoWait(None)
         return super().forward(*input, **kwargs)
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Send the ids by TorchRec; a variable batch is first padded to one bag for each sample."""
+        features = maybe_td_to_kjt(features, None)
+        # TorchRec refuses to return remapped features of a variable batch.
+        if self._embedding_module.exchange is not None and not self._return_remapped_features:
+            features = with_even_batches(features)
+        awaitable = super().input_dist(ctx, features)
+        if not features.variable_stride_per_key():
+            ctx.inverse_indices = gathering(features)
+        return awaitable
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:
         if self._embedding_module.exchange is None:

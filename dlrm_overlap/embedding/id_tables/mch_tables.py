@@ -147,12 +147,13 @@ class MchTables:
         found = self._maps[number]
         if not found.is_open:
             found.open_history(lambda: int(own.sum()))
+            self._recorded[number] = found.recorded  # in steps of TorchRec's pipelines before
         room = found.history.numel() - 1
         at = (self._recorded[number] + own.cumsum(0) - 1).clamp(max=room)
         at = torch.where(own, at, room)
         found.history.scatter_(0, at, ids)
         if found.times is not None:
-            found.times.scatter_(0, at, (found.steps + 1).expand_as(at))
+            found.times.scatter_(0, at, (found.now + 1).expand_as(at))
         self._appended[number] = (self._recorded[number] + own.sum()).clamp(max=room)
 
     def _map(self, arrived: _Arrived) -> None:

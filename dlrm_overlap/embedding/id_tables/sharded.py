@@ -24,7 +24,8 @@ from dlrm_overlap.embedding.id_tables.rules import IdRules
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
 from dlrm_overlap.embedding.shardings import exchanging_group
-from dlrm_overlap.embedding.variable_batch import with_bags_of_samples
+from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.embedding.variable_batch import gathering, with_bags_of_samples, with_even_batches
 from dlrm_overlap.kernels.ids.id_map import mix
 from dlrm_overlap.torchrec_private import (
     KJTList,
@@ -35,6 +36,7 @@ from dlrm_overlap.torchrec_private import (
 )
 from dlrm_overlap.torchrec_private.attributes import (
     features_by_sharding,
+    lookups_of,
     sharded_zch_tables,
     table_configs_of,
     use_state,
@@ -100,14 +102,17 @@ class _MapsIds(nn.Module):
             lambda exchange: MappedIds(id_map, exchange, group.rank(), features),
             self._why_uncaptured(features),
         )
-        if (exchange := tables.exchange) is not None:
-            seed, *_ = gathered(torch.initial_seed(), group)
-            pools = {
-                name: pool_of(rules.rows, configs[name], seed + crc32(name.encode())).to(self._device)
-                for name, rules in id_map.rules.items()
-                if not rules.frozen
-            }
-            id_map.bind(exchange.tables.tensors_of, pools)
+        self._managed_collision_collection.register_load_state_dict_post_hook(lambda *_: tables.note_load())
+        if tables.exchange is None:
+            _check_torchrec_updates(tables, id_map)
+        seed, *_ = gathered(torch.initial_seed(), group)
+        pools = {
+            name: pool_of(rules.rows, configs[name], seed + crc32(name.encode())).to(self._device)
+            for name, rules in id_map.rules.items()
+            if not rules.frozen
+        }
+        rows = LocalTables.of(lookups_of(tables)) if tables.exchange is None else tables.exchange.tables
+        id_map.bind(rows.tensors_of, pools)
 
     def _why_uncaptured(self, features: Mapping[str, Sequence[str]]) -> str | None:
         """Return why steps cannot be captured, if so; `features` has those of each table."""
@@ -126,7 +131,10 @@ class _MapsIds(nn.Module):
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         features = self._even(maybe_td_to_kjt(features, None))
-        return super().input_dist(ctx, _mixed(features) if self._mixes else features)  # type: ignore[misc]
+        awaitable = super().input_dist(ctx, _mixed(features) if self._mixes else features)  # type: ignore[misc]
+        if not features.variable_stride_per_key():
+            ctx.inverse_indices = gathering(features)
+        return awaitable
 
     def _even(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         return features
@@ -151,6 +159,11 @@ class OverlapShardedManagedCollisionEmbeddingBagCollection(_MapsIds, ShardedMana
     @property
     def leading_columns(self) -> int:
         return self._embedding_module.leading_columns
+
+    def _even(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        # TorchRec refuses to return remapped features of a variable batch.
+        stays = self._embedding_module.exchange is None or self._return_remapped_features
+        return features if stays else with_even_batches(features)
 
 
 class OverlapShardedManagedCollisionEmbeddingCollection(_MapsIds, ShardedManagedCollisionEmbeddingCollection):
@@ -184,6 +197,21 @@ class OverlapShardedManagedCollisionEmbeddingCollection(_MapsIds, ShardedManaged
                 f"FBGEMM, which would train the initial rows of tables of any id; set train.pipeline to graph"
             )
         return super().compute_and_output_dist(ctx, input)
+
+
+def _check_torchrec_updates(tables: ExchangingModule[Any], id_map: IdMap) -> None:
+    """Raise an InputError if rows that stay with TorchRec are cached or, in part, not trained."""
+    reason = tables.why_not_exchanged
+    if tables.cached:
+        raise InputError(
+            f"{', '.join(tables.cached)}: tables of any id in host memory must be exchanged, but stay with TorchRec: "
+            f"{reason}; keep their rows in device memory, or take another setting"
+        )
+    if frozen := [each.name for each in id_map.rules.values() if each.frozen]:
+        raise InputError(
+            f"{', '.join(frozen)}: tables with initial rows that are not trained must be exchanged, since FBGEMM would "
+            f"train these rows, but they stay with TorchRec: {reason}; take another setting"
+        )
 
 
 def _mixed(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -37,6 +37,7 @@ class ModelIds:
         TorchRec, or whose `IdTables` wait"""
         self.are_sent = False
         """True if the ids of the next step were sent"""
+        self._loads = 0
 
     @property
     def senders(self) -> list[IdSender]:
@@ -77,6 +78,12 @@ class ModelIds:
         for sender in self.senders:
             sender.forget()
         self.are_sent = False
+
+    def follow_loads(self) -> None:
+        """Forget ids that were sent if tables of any id were loaded since, whose rows they had."""
+        if (loads := sum(module.loads for module in self._modules)) != self._loads:
+            self._loads = loads
+            self.forget()
 
     def torchrec_tables(self, batch: StaticBatch) -> list[tuple[TorchRecTables, KeyedJaggedTensor]]:
         return [(tables, batch.ids[path].tensor) for tables, path in self._torchrec]

@@ -367,7 +367,7 @@ _SAMPLES = "another number of samples"
 
 
 def _form(inverse: InverseIndices | None) -> object:
-    return inverse and (list(inverse[0]), inverse[1].shape, inverse[1].dtype)
+    return inverse and (type(inverse[0]), list(inverse[0]), inverse[1].shape, inverse[1].dtype)
 
 
 def _type_of(weights: torch.Tensor | None) -> torch.dtype | None:

@@ -316,8 +316,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if step.kind is StepKind.END:
             self._dense.gather()
             raise StopIteration
+        self._ids.follow_loads()
         for each in self._ids.id_tables:
             each.expect(is_taken=True)
+            each.follow_clock()
         if step.is_first:
             self._dense.gather()
             self._dense.cast_shadow()  # a checkpoint may have been loaded since the last step
