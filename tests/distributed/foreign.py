@@ -382,6 +382,37 @@ class IdsAsNumbers(Plain):
         return super().hidden(batch) * (1 + batch.ids["k"].values().float().mean() / ROWS)
 
 
+@torch.fx.wrap  # TorchRec's pipeline does not trace loops
+def _from_parts(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return the ids of features together again, with padding between features if they are padded."""
+    return KeyedJaggedTensor.from_jt_dict(ids.to_dict())
+
+
+class IdsFromParts(Plain):
+    def pooled(self, batch: Any) -> torch.Tensor:
+        return _in_order(self.embedding(_from_parts(batch.ids)).to_dict())
+
+
+class WeightsFromParts(Plain):
+    """Keeps the ids in their places, but not their weights."""
+
+    weighted = True
+
+    def pooled(self, batch: Any) -> torch.Tensor:
+        ids = batch.ids
+        made = KeyedJaggedTensor(ids.keys(), ids.values(), _from_parts(ids).weights(), lengths=ids.lengths())
+        return _in_order(self.embedding(made).to_dict())
+
+
+class ChangedIds(Plain):
+    weighted = True
+
+    def pooled(self, batch: Any) -> torch.Tensor:
+        ids = batch.ids
+        made = KeyedJaggedTensor(ids.keys(), ids.values() * 3 % ROWS, ids.weights() / 2, lengths=ids.lengths())
+        return _in_order(self.embedding(made).to_dict())
+
+
 class CountedIds(Plain):
     """Reads the number of ids of a batch, which padded ids do not have."""
 
@@ -635,6 +666,9 @@ PROGRAMS: dict[str, Program] = {
     "ids_as_numbers": Program(IdsAsNumbers, captured=(0, 0), why_eager="differs with padded ids"),
     "counted_ids": Program(CountedIds, captured=(0, 0), why_eager="differs with padded ids"),
     "numbers_of_ids": Program(NumbersOfIds, captured=(0, 0), why_eager="it fails (InputError: "),
+    "ids_from_parts": Program(IdsFromParts, captured=(0, 0), why_eager="the ids that it makes"),
+    "weights_from_parts": Program(WeightsFromParts, captured=(0, 0), why_eager="the ids that it makes"),
+    "changed_ids": Program(ChangedIds),
     "weights_of_ids": Program(WeightsOfIds, captured=(0, 0), why_eager="differs with padded ids"),
 }
 if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release
