@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -519,6 +520,21 @@ def _accumulated(pipeline: Any, optimizer: Any, model: nn.Module) -> Any:
     return Wrapper(pipeline, optimizer, model, GradientAccumulationConfig(True, 2))
 
 
+def _with_forwards(pipeline: Any, _: Any, model: nn.Module) -> Any:
+    """Call the model between steps: between both captures, and before replays, by odd and even numbers of calls."""
+    progress, steps, calls = pipeline.progress, count(), {4: 1, 6: 1, 7: 2}
+
+    def call_and_progress(batches: Iterator[Any]) -> Any:
+        for _ in range(calls.get(next(steps), 0)):
+            called = model if isinstance(pipeline, GraphTrainPipeline) else pipeline.detach()
+            with torch.no_grad():
+                called(next(_batches(Program(ChangedIds), 2)))
+        return progress(batches)
+
+    pipeline.progress = call_and_progress
+    return pipeline
+
+
 def _groups(parameters: list[Any], decay: float) -> list[dict[str, Any]]:
     """Return a group of parameters that decays, and another one."""
     biases, weights = ([each for each in parameters if (each.ndim == 1) == flat] for flat in (True, False))
@@ -669,6 +685,7 @@ PROGRAMS: dict[str, Program] = {
     "ids_from_parts": Program(IdsFromParts, captured=(0, 0), why_eager="the ids that it makes"),
     "weights_from_parts": Program(WeightsFromParts, captured=(0, 0), why_eager="the ids that it makes"),
     "changed_ids": Program(ChangedIds),
+    "own_forwards": Program(ChangedIds, wrap=_with_forwards),
     "weights_of_ids": Program(WeightsOfIds, captured=(0, 0), why_eager="differs with padded ids"),
 }
 if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release

@@ -1,12 +1,14 @@
 """Programs as users of TorchRec write them give TorchRec's losses under the captured step's logic."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torchrec.distributed.train_pipeline import EvalPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.capacity import CapacityTracker
@@ -66,6 +68,26 @@ def test_a_part_that_differs_in_every_batch_is_named_once(caplog: pytest.LogCapt
     assert found == [f"train pipeline: the step of such a batch is eager: {told}"]
 
 
+def _evaluated_by_torchrec(pipeline: Any, optimizer: Any, model: Any) -> Any:
+    """Let TorchRec's pipeline evaluate the model before step 6, while ids of that step are under way."""
+    progress, steps = pipeline.progress, count()
+
+    def evaluate_and_progress(batches: Iterator[Any]) -> Any:
+        if next(steps) == 6:
+            with torch.no_grad():
+                EvalPipelineSparseDist(model, optimizer, CPU).progress(batches)
+        return progress(batches)
+
+    pipeline.progress = evaluate_and_progress
+    return pipeline
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_an_evaluation_by_torchrec_is_refused_while_ids_are_under_way() -> None:
+    with captures(), refuses("ids of another batch are under way"):
+        train(Program(wrap=_evaluated_by_torchrec), True, world(), CPU)
+
+
 @pytest.mark.usefixtures("world_of_one")
 def test_a_model_that_was_trained_by_ids_takes_a_tensor_dict() -> None:
     models = list[Any]()
@@ -84,6 +106,7 @@ QUICK += ["collection_in_host_memory", "data_parallel_collection"]
 QUICK += ["longer_sequences", "longer_bags", "longer_bags_than_fixed"]
 QUICK += ["short_last_batch_fixed", "unlike_samples", "own_forward", "longer_bags" + LATE]
 QUICK += ["valid_samples", "other_types", "rows", "rows" + EAGER, "ids_as_numbers", "ids_from_parts"]
+QUICK += ["own_forwards"]
 QUICK += ["no_samples", "tensor_dict", "jagged_batch"]
 MORE = [name for name in PROGRAMS if name not in QUICK]
 ended, more_ended = cases_on_ranks(2, _compare, QUICK), cases_on_ranks(2, _compare, MORE)

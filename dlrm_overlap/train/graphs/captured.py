@@ -149,6 +149,16 @@ class GraphPair:
                 counters.set_arguments(arguments)
             assert not self._in_other_windows(buffer_index), "a replay would use another window than its peers"
 
+    def are_in_step(self, buffer_index: int) -> bool:
+        """Return whether the captured step with this index would compute the next epochs, if there is one.
+
+        It would not after `set_arguments` if a forward, which the program may call itself, has taken epochs since.
+        """
+        captured = self._captured(buffer_index)
+        return captured is None or captured.arguments == [
+            [counter.argument for counter in counters.each] for counters in self._counters
+        ]
+
     def _captured(self, buffer_index: int) -> CapturedStep | None:
         return self.each[buffer_index] or self.each[1 - buffer_index]
 

@@ -331,6 +331,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _captured_step(self, step: PlannedStep) -> Any:
         self._uncapturable_steps = 0
+        if self._ids.are_sent and not self._graphs.are_in_step(step.buffer_index):
+            self._ids.forget()
         if not self._ids.are_sent:
             self._send_late(step)
         if self._ids.are_sent:
