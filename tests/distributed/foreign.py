@@ -535,6 +535,21 @@ def _with_forwards(pipeline: Any, _: Any, model: nn.Module) -> Any:
     return pipeline
 
 
+def _rebound(pipeline: Any, _: Any, model: nn.Module) -> Any:
+    """Give weights other memory between steps, as averages of weights are taken over."""
+    progress, steps = pipeline.progress, count()
+
+    def progress_and_rebind(batches: Iterator[Any]) -> Any:
+        output = progress(batches)
+        if next(steps) in (1, 6):
+            weights = [each for name, each in model.named_parameters() if "over." in name]
+            torch.nn.utils.vector_to_parameters(0.5 * torch.nn.utils.parameters_to_vector(weights), weights)
+        return output
+
+    pipeline.progress = progress_and_rebind
+    return pipeline
+
+
 def _groups(parameters: list[Any], decay: float) -> list[dict[str, Any]]:
     """Return a group of parameters that decays, and another one."""
     biases, weights = ([each for each in parameters if (each.ndim == 1) == flat] for flat in (True, False))
@@ -686,6 +701,7 @@ PROGRAMS: dict[str, Program] = {
     "weights_from_parts": Program(WeightsFromParts, captured=(0, 0), why_eager="the ids that it makes"),
     "changed_ids": Program(ChangedIds),
     "own_forwards": Program(ChangedIds, wrap=_with_forwards),
+    "rebound_weights": Program(optimizer=_momentum, wrap=_rebound),
     "weights_of_ids": Program(WeightsOfIds, captured=(0, 0), why_eager="differs with padded ids"),
 }
 if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release

@@ -88,6 +88,7 @@ class DenseStep:
             for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
                 if not parameter.requires_grad and name not in divided and id(parameter) not in ids:
                     dist.broadcast(parameter.data, group=group, group_src=0)
+            flat.adopt_weights()
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self.why_not_by_owners = self._why_not_by_owners(model, group, stores)
         """why every rank updates all dense weights; empty if owners can update their shares"""
@@ -193,6 +194,11 @@ class DenseStep:
                 optimizer.step()
         for warm_up in self._warm_ups:
             step_alone(warm_up)
+
+    def adopt_weights(self) -> None:
+        """Continue from weights to which the program has given other memory since the last step."""
+        if self._flat.adopt_weights() and self._stale_weights is not None:
+            self._stale_weights.check()
 
     def cast_shadow(self) -> None:
         """Cast the dense weights to bfloat16 again, after a checkpoint may have changed them."""

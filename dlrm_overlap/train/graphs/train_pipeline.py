@@ -318,6 +318,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             raise StopIteration
         for each in self._ids.id_tables:
             each.expect(is_taken=True)
+        self._dense.adopt_weights()
         if step.is_first:
             self._dense.gather()
             self._dense.cast_shadow()  # a checkpoint may have been loaded since the last step
