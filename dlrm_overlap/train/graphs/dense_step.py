@@ -1,11 +1,13 @@
 """The dense part of a step. Optimizers may be inside TorchRec's wrappers, such as `CombinedOptimizer` or a warm-up."""
 
 from collections.abc import Iterator, Mapping
+from inspect import unwrap
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import lr_scheduler
 from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.fused import FusedOptimizer
@@ -14,6 +16,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer
 
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps, unsupported_by_flat_steps
@@ -77,6 +80,9 @@ class DenseStep:
         self.fused = [each for each in fused_optimizers(optimizer) if each not in taken_after]
         """optimizers of tables, whose `step` sets learning rates, unless `update_after` steps them"""
         captured = [each for outer in optimizers if reasons[id(outer)] is None for each in _all_of(outer)]
+        called = {id(each) for outer in self._after for each in _all_of(outer)}
+        self._uncalled = [each for each in _all_of(optimizer) if id(each) not in called]
+        """optimizers whose `step` no step calls"""
         self._steps = [FlatSteps(flat, each) for each in captured if not isinstance(each, (*_WRAPPERS, FusedOptimizer))]
         # The outer clipping comes before the inner one. A warm-up sets the next learning rate, on the CPU.
         self._clippings = [each for each in captured if isinstance(each, GradientClippingOptimizer)]
@@ -127,7 +133,16 @@ class DenseStep:
         """Clear the dense gradients before a step.
 
         The backward adds to gradients that an optimizer of `update_after` keeps, as in TorchRec's pipelines.
+
+        Raises:
+            InputError: if an optimizer whose `step` is not called has got hooks or another `step`.
         """
+        for each in self._uncalled:
+            if (reason := _why_called(each)) is not None:
+                raise InputError(
+                    f"dense optimizer: {reason} since the pipeline began, which does not call its step; change it "
+                    f"before the first progress, or make another pipeline"
+                )
         if self.buckets.owners is not None:
             self.refresh()  # on this stream: the owners' stream must not read memory that the host frees
             self.buckets.owners.is_stale = True
@@ -224,8 +239,8 @@ def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> 
     group_of: dict[int, int] = {}  # id of a parameter, or of a lookup of data-parallel tables -> id of its group
     for each in _all_of(optimizer):
         name = type(each).__name__
-        if getattr(each, "_optimizer_step_pre_hooks", None) or getattr(each, "_optimizer_step_post_hooks", None):
-            return f"{name} has hooks of its steps"
+        if (reason := _why_called(each)) is not None:
+            return reason
         if isinstance(each, GradientClippingOptimizer) and adds_norms_over_ranks(each):
             return f"{name} adds norms up over ranks"
         if isinstance(each, GradientClippingOptimizer) and keeps_norms(each):
@@ -244,12 +259,26 @@ def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> 
     return None
 
 
+def _why_called(optimizer: Any) -> str | None:
+    """Return why `optimizer.step` must be called, whatever the optimizer's type: None if it is as the type has it."""
+    name = type(optimizer).__name__
+    if getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(optimizer, "_optimizer_step_post_hooks", None):
+        return f"{name} has hooks of its steps"
+    if (step := vars(optimizer).get("step")) is None:
+        return None
+    while getattr(step, "__globals__", {}).get("__name__") == lr_scheduler.__name__:  # torch's schedulers wrap it
+        step = step.__wrapped__
+    return None if step is type(optimizer).step else f"{name} has a step of its own"
+
+
 def dense_optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers inside `optimizer` that update dense parameters.
 
-    A wrapper other than `CombinedOptimizer` counts as one, even if it also contains tables' optimizers.
+    A wrapper counts as one, even if it also contains tables' optimizers, unless it is a `CombinedOptimizer` without a
+    step of its own.
     """
-    if isinstance(optimizer, CombinedOptimizer):
+    combines = isinstance(optimizer, CombinedOptimizer) and _why_called(optimizer) is None
+    if combines and unwrap(type(optimizer).step) is unwrap(CombinedOptimizer.step):
         return [dense for _, each in optimizer.optimizers for dense in dense_optimizers(each)]
     return [] if isinstance(optimizer, FusedOptimizer) else [optimizer]
 
