@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -418,14 +418,29 @@ def _check_profiled() -> None:
 
 
 def _check_pipelines_in_turns() -> None:
-    """Two pipelines that take turns give what one gives."""
-    found = []
+    _compare_turns(*(islice(_small_batches(), count) for count in (5, 4, 5)))
+
+
+def _check_a_smaller_batch_after_a_turn() -> None:
+    """A batch that no captured step can take exceeds the windows of the pipeline whose turn has ended."""
+    _compare_turns([_full_batch(5, 4)] * 2, [_full_batch(5, 1)] * 2, [_full_batch(4, 4), _full_batch(5, 4)])
+
+
+def _full_batch(samples: int, bag_size: int) -> Batch:
+    lengths = torch.tensor([0] + [bag_size] * (3 * samples - 1)).int()
+    ids = KeyedJaggedTensor(["g", "h", "f"], torch.arange(int(lengths.sum())) % 9, lengths=lengths)
+    return Batch(torch.ones(samples, 1), ids, torch.empty(0))
+
+
+def _compare_turns(*turns: Iterable[Batch]) -> None:
+    """Check that two pipelines that take turns give what one gives."""
+    parts, found = [list(turn) for turn in turns], []
     for count in (1, 2):
         torch.manual_seed(0)
         first = _small_pipeline(Model({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)}))
         second = GraphTrainPipeline(first._model, first._optimizer, CPU) if count == 2 else first
-        batches, outputs = list(islice(_small_batches(), 14)), []
-        for pipeline, part in ((first, batches[:5]), (second, batches[5:9]), (first, batches[9:])):
+        outputs = []
+        for pipeline, part in zip((first, second, first), parts, strict=True):
             segment = iter(part)
             outputs += [{name: each.clone() for name, each in pipeline.progress(segment).items()} for _ in part]
         found.append(outputs)
@@ -498,6 +513,7 @@ CASES: dict[str, Callable[[], None]] = {
     "frozen layers start equal": _check_frozen_layers_start_equal,
     "profiled": _check_profiled,
     "pipelines in turns": _check_pipelines_in_turns,
+    "a smaller batch after a turn": _check_a_smaller_batch_after_a_turn,
     "an unused layer": partial(_check_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
     "a model's own ids": partial(_check_models, OwnIds, "none"),
     "cached tables": partial(_check_cached, *HISTORY, "--embedding.optimizer", "adagrad"),

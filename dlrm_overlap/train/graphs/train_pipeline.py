@@ -190,6 +190,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._warmup_steps = self._uncapturable_steps = self._replays = 0
         self._has_stepped = False
         self._learning_rates: list[Any] = []
+        if self._capacity.is_learned:
+            self._prefetcher.make_windows()  # another pipeline may have made them for its capacity
         set_owner(self._model, self)
 
     def gather_dense(self) -> None:
