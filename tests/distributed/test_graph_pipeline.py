@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -31,7 +32,7 @@ from dlrm_overlap.train.graphs.dense_step import dense_parameters
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.model import DLRM
 from dlrm_overlap.train.trainer import Trainer
-from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_near
+from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.conftest import refuses
 from tests.distributed.captured import captures
 from tests.distributed.models import CPU, SUM, Model, local_tensors, make_plan, train
@@ -398,6 +399,32 @@ def _small_pipeline(model: Model) -> GraphTrainPipeline:
     return GraphTrainPipeline(sharded, torch.optim.SGD(dense_parameters(sharded).values(), lr=0.1), CPU)
 
 
+def _check_a_loop_after_close() -> None:
+    """The ranks' dense weights stay equal in a loop of the program's own, once no pipeline trains the model."""
+    first = _small_pipeline(Model({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)}))
+    model, optimizer = first._model, first._optimizer
+    model.init_data_parallel()
+    second = GraphTrainPipeline(model, optimizer, CPU)
+    batches, wrapped = _small_batches(), list[bool]()
+    for pipeline in (first, second):
+        pipeline.progress(islice(batches, 1))
+    for pipeline in (first, second, second):
+        pipeline.close()
+        wrapped.append(isinstance(model._dmp_wrapped_module, DistributedDataParallel))
+    assert wrapped == [False, True, True]
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss, _ = model(next(batches))
+        loss.backward()
+        optimizer.step()
+    for name, parameter in dense_parameters(model).items():
+        every = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, parameter.data)
+        assert_same(every[0], every[-1], name)
+    for exchange in exchanges(model):
+        exchange.close()
+
+
 def _check_frozen_layers_start_equal() -> None:
     model = Frozen({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)})
     model.frozen.weight.data.fill_(dist.get_rank() + 7.0)
@@ -511,6 +538,7 @@ CASES: dict[str, Callable[[], None]] = {
     "another optimizer": partial(_check_models, Model, "sparse_dist"),
     "a warm-up of all, a frozen layer": partial(_check_models, Frozen, "none", wrap=_warm_up),
     "frozen layers start equal": _check_frozen_layers_start_equal,
+    "a loop after close": _check_a_loop_after_close,
     "profiled": _check_profiled,
     "pipelines in turns": _check_pipelines_in_turns,
     "a smaller batch after a turn": _check_a_smaller_batch_after_a_turn,

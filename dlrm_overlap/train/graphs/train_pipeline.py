@@ -25,10 +25,10 @@ from dlrm_overlap.embedding.capacity import CapacityTracker, RankConsensus
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges_of
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.torchrec_private.attributes import leave_ddp, set_optimizer
+from dlrm_overlap.torchrec_private.attributes import has_left_ddp, leave_ddp, return_to_ddp, set_optimizer
 from dlrm_overlap.train.explain import capture_blockers, explain, note_why_eager
 from dlrm_overlap.train.graphs.captured import GraphPair
-from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.graphs.dense_step import DenseStep, dense_parameters
 from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher, PlannedStep, StepKind
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.model_ids import ModelIds
@@ -51,10 +51,10 @@ _WORTHWHILE_REPLAYS = 100
 class GraphTrainPipeline(TrainPipeline[Any, Any]):
     """Trains a TorchRec model like `TrainPipelineSparseDist`, with each step as a CUDA graph.
 
-    The model must be sharded by our sharder. It is taken out of DDP: this pipeline averages the dense gradients itself,
-    and starts all ranks from rank 0's dense weights. Every step must give a gradient to the same dense parameters. If
-    pipelines share a model, only the one that is training holds CUDA graphs. A model that cannot be captured is trained
-    by `TrainPipelineSparseDist`.
+    The model must be sharded by our sharder. Until `close` it is out of DDP: this pipeline averages the dense gradients
+    itself, and starts all ranks from rank 0's dense weights. Every step must give a gradient to the same dense
+    parameters. If pipelines share a model, only the one that is training holds CUDA graphs. A model that cannot be
+    captured is trained by `TrainPipelineSparseDist`.
 
     Graphs are valid for batches like the first one, within `capacity`. Other batches are trained eagerly, and the
     capacity grows if a batch exceeds it.
@@ -258,15 +258,21 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def close(self) -> None:
         """Free the graphs and the windows, once all ranks have finished their steps; a collective.
 
-        Call it before the process group is destroyed. Raises a RuntimeError if a kernel has recorded an error.
+        A model that was in DDP before the first step is in DDP again, unless another pipeline trains it. Call this
+        before the process group is destroyed. Raises a RuntimeError if a kernel has recorded an error.
         """
+        has_failed = any(exchange.failure is not None for exchange in exchanges_of(self._modules))
         try:
-            if self._fallback is None and all(exchange.failure is None for exchange in exchanges_of(self._modules)):
+            if self._fallback is None and not has_failed:
                 self._consensus.any_is(False)  # no rank frees its windows while another reads them
             if owner_of(self._model) is self:
                 self.release_model()
             for exchange in exchanges(self._model):
                 exchange.close()
+            is_free = has_left_ddp(self._model) and owner_of(self._model) is None and not has_failed
+            if is_free and self._fallback is None and dense_parameters(self._model):
+                self._consensus.any_is(False)  # notices if a rank has ended meanwhile
+                return_to_ddp(self._model)
         except RuntimeError:
             self.check()
             raise

@@ -33,7 +33,7 @@ from dlrm_overlap.bench.harness.timing import max_over_ranks
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
-from dlrm_overlap.torchrec_private.attributes import leave_ddp
+from dlrm_overlap.torchrec_private.attributes import leave_ddp, return_to_ddp
 from dlrm_overlap.train import assembly
 from dlrm_overlap.train.assembly import takes_graph
 from dlrm_overlap.train.explain import capture_blockers
@@ -277,7 +277,7 @@ def test_the_pipeline_takes_a_model_out_of_ddp(world_of_one: dist.ProcessGroup) 
     assert node().metadata == {}
     leave_ddp(model)
     assert list(model.state_dict()) == names
-    model.init_data_parallel()
+    return_to_ddp(model)
     assert isinstance(model._dmp_wrapped_module, nn.parallel.DistributedDataParallel)
     assert model.module is inner
 
