@@ -500,14 +500,23 @@ def _check_captured(replayed: int, check: Callable[..., None], *arguments: Any, 
 
 
 def _check_moved_after_the_capture() -> None:
-    """Graphs are no longer launched once memory that they use has been moved or freed."""
+    """Graphs are no longer launched once memory that they use has been moved or freed, or tables are frozen."""
 
     def move_rows(exchange: Exchange) -> None:
         lookups: list[Any] = exchange.tables.lookups
         for lookup in lookups:
             lookup.weights_host = torch.nn.Parameter(lookup.weights_host.detach().clone())
 
-    for move in (Exchange.close, move_rows):
+    def freeze(exchange: Exchange) -> None:
+        lookups: list[Any] = exchange.tables.lookups
+        for lookup in lookups:
+            lookup.requires_grad_(False)
+
+    for move, rule in (
+        (Exchange.close, "were moved or freed since"),
+        (move_rows, "were moved or freed since"),
+        (freeze, "tables were frozen, or are trained again, since"),
+    ):
         with captures() as taken:
             trainer = _trainer("graph")
             _train(trainer, 0, 8, batches := _batches(trainer))
@@ -516,9 +525,12 @@ def _check_moved_after_the_capture() -> None:
             dist.barrier()
             for exchange in exchanges(trainer.model):
                 move(exchange)
-            with refuses("were moved or freed since"):
+            with refuses(rule):
                 trainer.step(batches)
             assert taken["replayed"] == replayed
+            if move is freeze and isinstance(trainer.pipeline, GraphTrainPipeline):
+                trainer.pipeline.close()
+                trainer.step(batches)
             _close(trainer)
 
 

@@ -66,6 +66,8 @@ class DenseStep:
             stores: options of the reduction by stores; None reduces by a collective.
             dense_update: as `train.dense_update`; all ranks update if `why_not_by_owners` is not empty.
         """
+        every = dict(in_backward_optimizer_filter(model.named_parameters()))
+        self._every, self._trains = list(every.values()), [parameter.requires_grad for parameter in every.values()]
         trained, divided = dense_parameters(model), {*shards_of(model), *unsynchronized_weights(model)}
         self._flat = flat = casts.flat if casts is not None else FlatParameters(trained, divided)
         self._casts, optimizers = casts, dense_optimizers(optimizer)
@@ -91,7 +93,7 @@ class DenseStep:
             each._opt_called = True  # otherwise torch's schedulers warn that the optimizer takes no steps
         if group.size() > 1:
             ids = _ids_of_tables(model)
-            for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
+            for name, parameter in every.items():
                 if not parameter.requires_grad and name not in divided and id(parameter) not in ids:
                     dist.broadcast(parameter.data, group=group, group_src=0)
             flat.adopt_weights()
@@ -109,8 +111,8 @@ class DenseStep:
         self._stale_weights: StaleWeights | None = None
         if (owners := self.buckets.owners) is not None:
             mine = [parameter for name, parameter in flat.parameters.items() if name not in flat.shards]
-            every = {id(each): each for each in (optimizer, *captured)}
-            self._stale_weights = StaleWeights(model, mine, every.values(), lambda: owners.is_stale)
+            guarded = {id(each): each for each in (optimizer, *captured)}
+            self._stale_weights = StaleWeights(model, mine, guarded.values(), lambda: owners.is_stale)
 
     def _why_not_by_owners(self, model: nn.Module, group: dist.ProcessGroup, stores: StoreOptions | None) -> str:
         if group.size() == 1:
@@ -128,6 +130,20 @@ class DenseStep:
         if isinstance(model, DMPCollection):
             return "TorchRec averages the weights of replicas of the model"
         return ""
+
+    def trains_the_same(self) -> bool:
+        """Return whether the same dense parameters require a gradient as when this object was made.
+
+        Raises:
+            InputError: if others do, but `casts` were made for the same ones.
+        """
+        is_same = [parameter.requires_grad for parameter in self._every] == self._trains
+        if not is_same and self._casts is not None:
+            raise InputError(
+                "dense parameters: requires_grad has changed, but casts were made for those that required a gradient; "
+                "make casts again, and another pipeline"
+            )
+        return is_same
 
     def clear(self) -> None:
         """Clear the dense gradients before a step.

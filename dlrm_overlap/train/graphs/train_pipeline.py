@@ -224,7 +224,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         Raises:
             StopIteration: if a rank has no batch left.
             InputError: if a batch has other features than the first one, if other dense parameters get a gradient than
-                in the first step, or if rows of tables or windows were moved or freed since the capture.
+                in the first step, or if rows of tables or windows were moved or freed, or tables frozen, since the
+                capture.
             RuntimeError: if a kernel has recorded an error, such as an expired wait for a peer.
         """
         if self._fallback is None and not self._has_checked_first:
@@ -238,7 +239,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 # TorchRec's `GradientAccumulationWrapper` replaces the optimizer.
                 owner = owner_of(self._model)
                 is_ready = owner is self and self._optimizer is self._opened
-                if owner is None or (self._model.training and not is_ready):
+                if owner is None or (self._model.training and not (is_ready and self._dense.trains_the_same())):
                     self._open()
                 return self._train(dataloader_iter) if self._model.training else self._evaluate(dataloader_iter)
         except RuntimeError:
@@ -313,7 +314,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 self._grow(self._capacity.ask(self._capacity.describe(batch), batch.ids).wait())
 
     def _train(self, batches: Iterator[Any]) -> Any:
-        self._graphs.check_addresses()
+        self._graphs.check_unchanged()
         output = self._take_step(self._prefetcher.plan(batches))
         self._steps += 1
         # The step and its batch are freed by now: the loader may reuse the batch's memory for the next one.
