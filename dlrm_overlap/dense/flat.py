@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.dense.arguments import BLOCK, LINE
 from dlrm_overlap.torchrec_private import TableBatchedEmbeddingSlice
 from dlrm_overlap.torchrec_private.attributes import first_element, holder_of
@@ -164,9 +165,40 @@ class FlatParameters:
         self._show_weights()
         self._move(self.shadow, shadow)
 
-    def _show_weights(self) -> None:
+    @torch.no_grad()
+    def adopt_weights(self) -> bool:
+        """Copy weights that are not views to the flat tensor and the shadow, and restore the views.
+
+        Such are weights to which the program has given other memory, as `parameter.data = ..` does. Returns whether
+        there were any.
+
+        Raises:
+            InputError: if a weight has another shape, dtype or device than before.
+        """
+        if [parameter.data_ptr() for parameter in self._shown] == self._addresses:
+            return False
+        found = dict[str, torch.Tensor]()
         for name, parameter in (self.parameters | self.named).items():
+            if parameter.data_ptr() != (view := self.weights.views[name]).data_ptr():
+                if _form_of(parameter) != _form_of(view):
+                    raise InputError(
+                        f"dense parameter {name}: its data is now {_form_of(parameter)}, and was {_form_of(view)} when "
+                        f"the pipeline began; keep its shape, dtype and device, or make another pipeline"
+                    )
+                found[name] = parameter.data.clone()  # it may be the view of another parameter
+        for name, value in found.items():
+            self.weights.views[name].copy_(value)
+            if self.shadow is not None:
+                self.shadow.views[name].copy_(value)
+        self._show_weights()
+        return True
+
+    def _show_weights(self) -> None:
+        shown = self.parameters | self.named
+        for name, parameter in shown.items():
             parameter.data = self.weights.views[name]
+        self._shown = list(shown.values())
+        self._addresses = [parameter.data_ptr() for parameter in self._shown]
 
     def _move(self, flat: FlatTensor, memory: torch.Tensor) -> None:
         memory.copy_(flat.tensor)
@@ -175,6 +207,10 @@ class FlatParameters:
             view.data = self.every_position[name].of(memory)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the old memory may be reused on any stream
+
+
+def _form_of(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
 def copy_all(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:

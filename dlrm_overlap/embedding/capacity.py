@@ -253,8 +253,12 @@ class CapacityTracker:
         none = torch.zeros((), dtype=torch.int64, device=self._device)
         return torch.stack([counts.get(table, none) for table in self._tables])
 
+    @property
+    def is_learned(self) -> bool:
+        return bool(self._features)
+
     def describes(self, batch: BatchOfIds) -> bool:
-        return bool(self._features) and _features(batch) == self._features
+        return self.is_learned and _features(batch) == self._features
 
     def is_within(self, described: Description) -> bool:
         """Return whether a batch is within the capacity, without checking distinct ids; False if sizes are pending."""

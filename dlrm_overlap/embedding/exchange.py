@@ -72,6 +72,13 @@ def poison_on_error(part: Part) -> Part:
     return cast(Part, run)
 
 
+def others_are_sent() -> InputError:
+    return InputError(
+        "exchange: a forward, but ids of another batch are under way to the owners of their rows, and must be looked "
+        "up first; evaluate by the pipeline's progress, or call its reset before"
+    )
+
+
 class WindowInputDist(Protocol):
     """See `dlrm_overlap.embedding.window_input_dist`."""
 
@@ -173,7 +180,8 @@ class Exchange:
 
         Raises:
             BufferInUseError: if the previous step's output is a view of the window and in use; nothing has begun.
-            InputError: if an `IdSender` sends the ids and tables are cached; nothing has begun.
+            InputError: if an `IdSender` sends the ids and tables are cached, or if ids that it has sent wait for their
+                step; nothing has begun.
             RuntimeError: in the capture of a graph, or if an earlier step has failed on this rank.
         """
         if self.tables.fractions and self._ids is not None:
@@ -181,6 +189,8 @@ class Exchange:
                 "exchange: TorchRec has sent the ids, but rows of cached tables are cached for the ids that "
                 "GraphTrainPipeline sends; train and evaluate this model with that pipeline only"
             )
+        if self._sent:
+            raise others_are_sent()
         return self.start_step(Step(inputs, BatchSizes.of(tuple(batch_sizes))))
 
     def start_step(self, step: Step) -> "PooledAwaitable":

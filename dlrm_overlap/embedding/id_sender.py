@@ -10,9 +10,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.comm.order import uncompiled
-from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
-from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable, poison_on_error
+from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable, others_are_sent, poison_on_error
 from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.replicated import ReplicatedTables
@@ -103,10 +102,7 @@ class IdSender:
         """
         sent = self._first(features)
         if sent.features is not padded(features):
-            raise InputError(
-                "exchange: a forward, but ids of another batch are under way to the owners of their rows, and must be "
-                "looked up first; evaluate by the pipeline's progress, or call its reset before"
-            )
+            raise others_are_sent()
         self._sent.popleft()
         arrived = sent.arrived
         if self.exchange.id_tables is not None and not self.exchange.order.is_captured:

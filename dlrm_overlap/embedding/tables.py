@@ -246,6 +246,11 @@ class LocalTables:
     def optimizer(self, shard: FeatureShard) -> str:
         return optimizer_of(self.lookups[shard.lookup])
 
+    @property
+    def frozen(self) -> list[bool]:
+        """Whether each lookup's rows and states keep their values, see `UpdateRule.frozen`."""
+        return [_frozen(tbe) for tbe in self.lookups]
+
     def rules(self, step: int) -> list[UpdateRule]:
         """Return each lookup's update rule after the forward of step number `step`; FBGEMM reads it then, too.
 

@@ -303,10 +303,25 @@ def keeps_norms(optimizer: GradientClippingOptimizer) -> bool:
     return getattr(optimizer, "_track_grad_norm", False)  # not in all releases
 
 
+_LEFT_DDP = "_dlrm_overlap_left_ddp"  # attribute of a model
+
+
 def leave_ddp(model: DistributedModelParallel) -> None:
     """Take the model out of DDP, whose autograd nodes run on a stream that is not captured.
 
-    `model.init_data_parallel` wraps it again.
+    `return_to_ddp` wraps it again.
     """
     if isinstance(model._dmp_wrapped_module, DistributedDataParallel):
         model._dmp_wrapped_module, model._ddp_wrapped = model.module, False
+        setattr(model, _LEFT_DDP, True)
+
+
+def has_left_ddp(model: DistributedModelParallel) -> bool:
+    return getattr(model, _LEFT_DDP, False)
+
+
+def return_to_ddp(model: DistributedModelParallel) -> None:
+    """Wrap a model in DDP that `leave_ddp` took out of it; a collective."""
+    if has_left_ddp(model):
+        setattr(model, _LEFT_DDP, False)
+        model.init_data_parallel()

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -382,6 +383,37 @@ class IdsAsNumbers(Plain):
         return super().hidden(batch) * (1 + batch.ids["k"].values().float().mean() / ROWS)
 
 
+@torch.fx.wrap  # TorchRec's pipeline does not trace loops
+def _from_parts(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return the ids of features together again, with padding between features if they are padded."""
+    return KeyedJaggedTensor.from_jt_dict(ids.to_dict())
+
+
+class IdsFromParts(Plain):
+    def pooled(self, batch: Any) -> torch.Tensor:
+        return _in_order(self.embedding(_from_parts(batch.ids)).to_dict())
+
+
+class WeightsFromParts(Plain):
+    """Keeps the ids in their places, but not their weights."""
+
+    weighted = True
+
+    def pooled(self, batch: Any) -> torch.Tensor:
+        ids = batch.ids
+        made = KeyedJaggedTensor(ids.keys(), ids.values(), _from_parts(ids).weights(), lengths=ids.lengths())
+        return _in_order(self.embedding(made).to_dict())
+
+
+class ChangedIds(Plain):
+    weighted = True
+
+    def pooled(self, batch: Any) -> torch.Tensor:
+        ids = batch.ids
+        made = KeyedJaggedTensor(ids.keys(), ids.values() * 3 % ROWS, ids.weights() / 2, lengths=ids.lengths())
+        return _in_order(self.embedding(made).to_dict())
+
+
 class CountedIds(Plain):
     """Reads the number of ids of a batch, which padded ids do not have."""
 
@@ -486,6 +518,36 @@ def _accumulated(pipeline: Any, optimizer: Any, model: nn.Module) -> Any:
             return super().progress(dataloader_iter, not is_ours and self.current_step == STEPS - 1)
 
     return Wrapper(pipeline, optimizer, model, GradientAccumulationConfig(True, 2))
+
+
+def _with_forwards(pipeline: Any, _: Any, model: nn.Module) -> Any:
+    """Call the model between steps: between both captures, and before replays, by odd and even numbers of calls."""
+    progress, steps, calls = pipeline.progress, count(), {4: 1, 6: 1, 7: 2}
+
+    def call_and_progress(batches: Iterator[Any]) -> Any:
+        for _ in range(calls.get(next(steps), 0)):
+            called = model if isinstance(pipeline, GraphTrainPipeline) else pipeline.detach()
+            with torch.no_grad():
+                called(next(_batches(Program(ChangedIds), 2)))
+        return progress(batches)
+
+    pipeline.progress = call_and_progress
+    return pipeline
+
+
+def _rebound(pipeline: Any, _: Any, model: nn.Module) -> Any:
+    """Give weights other memory between steps, as averages of weights are taken over."""
+    progress, steps = pipeline.progress, count()
+
+    def progress_and_rebind(batches: Iterator[Any]) -> Any:
+        output = progress(batches)
+        if next(steps) in (1, 6):
+            weights = [each for name, each in model.named_parameters() if "over." in name]
+            torch.nn.utils.vector_to_parameters(0.5 * torch.nn.utils.parameters_to_vector(weights), weights)
+        return output
+
+    pipeline.progress = progress_and_rebind
+    return pipeline
 
 
 def _groups(parameters: list[Any], decay: float) -> list[dict[str, Any]]:
@@ -635,6 +697,11 @@ PROGRAMS: dict[str, Program] = {
     "ids_as_numbers": Program(IdsAsNumbers, captured=(0, 0), why_eager="differs with padded ids"),
     "counted_ids": Program(CountedIds, captured=(0, 0), why_eager="differs with padded ids"),
     "numbers_of_ids": Program(NumbersOfIds, captured=(0, 0), why_eager="it fails (InputError: "),
+    "ids_from_parts": Program(IdsFromParts, captured=(0, 0), why_eager="the ids that it makes"),
+    "weights_from_parts": Program(WeightsFromParts, captured=(0, 0), why_eager="the ids that it makes"),
+    "changed_ids": Program(ChangedIds),
+    "own_forwards": Program(ChangedIds, wrap=_with_forwards),
+    "rebound_weights": Program(optimizer=_momentum, wrap=_rebound),
     "weights_of_ids": Program(WeightsOfIds, captured=(0, 0), why_eager="differs with padded ids"),
 }
 if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release

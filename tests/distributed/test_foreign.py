@@ -1,21 +1,36 @@
 """Programs as users of TorchRec write them give TorchRec's losses under the captured step's logic."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from itertools import count
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
+from torchrec.distributed.train_pipeline import EvalPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.capacity import CapacityTracker
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher
-from tests.agreement import assert_same
+from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_same
 from tests.conftest import refuses
 from tests.distributed.captured import captures
-from tests.distributed.foreign import KEYS, PROGRAMS, Batch, Plain, Program, Sequences, compare, train, with_tensor_dict
+from tests.distributed.foreign import (
+    DIM,
+    KEYS,
+    PROGRAMS,
+    Batch,
+    Plain,
+    Program,
+    Sequences,
+    _momentum,
+    compare,
+    train,
+    with_tensor_dict,
+)
 from tests.distributed.models import CPU, world
 from tests.distributed.workers import cases_on_ranks
 
@@ -66,6 +81,97 @@ def test_a_part_that_differs_in_every_batch_is_named_once(caplog: pytest.LogCapt
     assert found == [f"train pipeline: the step of such a batch is eager: {told}"]
 
 
+def _evaluated_by_torchrec(pipeline: Any, optimizer: Any, model: Any) -> Any:
+    """Let TorchRec's pipeline evaluate the model before step 6, while ids of that step are under way."""
+    progress, steps = pipeline.progress, count()
+
+    def evaluate_and_progress(batches: Iterator[Any]) -> Any:
+        if next(steps) == 6:
+            with torch.no_grad():
+                EvalPipelineSparseDist(model, optimizer, CPU).progress(batches)
+        return progress(batches)
+
+    pipeline.progress = evaluate_and_progress
+    return pipeline
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_an_evaluation_by_torchrec_is_refused_while_ids_are_under_way() -> None:
+    with captures(), refuses("ids of another batch are under way"):
+        train(Program(wrap=_evaluated_by_torchrec), True, world(), CPU)
+
+
+class TwoBottoms(Plain):
+    """Has a second layer of dense features, which is frozen at first or later."""
+
+    is_frozen = True
+    made: ClassVar[Any] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        TwoBottoms.made = self
+        self.second = nn.Linear(3, 4 * DIM).requires_grad_(not self.is_frozen)
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        return super().hidden(batch) + self.second(batch.dense)
+
+
+class FrozenLater(TwoBottoms):
+    is_frozen = False
+
+
+def _all_momentum(parameters: Mapping[str, Any]) -> Any:
+    """Return an optimizer that also has the parameters that are frozen at first."""
+    return _momentum({**parameters, **dict(TwoBottoms.made.second.named_parameters(prefix="second"))})
+
+
+def _changed_at(step: int, weights: list[torch.Tensor]) -> Callable[..., Any]:
+    """Return a function that lets a pipeline freeze `TwoBottoms.second`, or train it again, before a step.
+
+    The weights of the layer are appended to `weights` before each step.
+    """
+
+    def wrap(pipeline: Any, _: Any, model: Any) -> Any:
+        progress, second = pipeline.progress, model.module.second
+
+        def change_and_progress(batches: Iterator[Any]) -> Any:
+            if len(weights) == step:
+                second.requires_grad_(not second.weight.requires_grad)
+            weights.append(second.weight.detach().clone())
+            return progress(batches)
+
+        pipeline.progress = change_and_progress
+        return pipeline
+
+    return wrap
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_layer_that_is_trained_later_gives_the_losses_of_torchrec() -> None:
+    found = list[dict[str, torch.Tensor]]()
+    with captures() as taken:
+        for captured in (False, True):
+            weights = list[torch.Tensor]()
+            program = Program(TwoBottoms, optimizer=_all_momentum, steps=14, wrap=_changed_at(6, weights))
+            found.append(train(program, captured, world(), CPU))
+            assert torch.equal(weights[0], weights[6])
+            assert not torch.equal(weights[6], weights[7])
+    assert_all_near(found[1], found[0], LOSS_TOLERANCE["sgd"], "a layer that is trained later:")
+    assert tuple(taken.values()) == (4, 4)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_layer_that_is_frozen_later_keeps_its_weights() -> None:
+    """TorchRec's pipeline fails then."""
+    weights = list[torch.Tensor]()
+    with captures() as taken:
+        train(Program(FrozenLater, optimizer=_momentum, steps=14, wrap=_changed_at(6, weights)), True, world(), CPU)
+    assert tuple(taken.values()) == (4, 4)
+    assert not torch.equal(weights[5], weights[6])
+    for later in weights[7:]:
+        assert_same(later, weights[6], "frozen weights")
+
+
 @pytest.mark.usefixtures("world_of_one")
 def test_a_model_that_was_trained_by_ids_takes_a_tensor_dict() -> None:
     models = list[Any]()
@@ -83,7 +189,8 @@ QUICK = ["split", "two_sets_fixed", "one_feature", "slotted_batch", "clipped_ada
 QUICK += ["collection_in_host_memory", "data_parallel_collection"]
 QUICK += ["longer_sequences", "longer_bags", "longer_bags_than_fixed"]
 QUICK += ["short_last_batch_fixed", "unlike_samples", "own_forward", "longer_bags" + LATE]
-QUICK += ["valid_samples", "other_types", "rows", "rows" + EAGER, "ids_as_numbers"]
+QUICK += ["valid_samples", "other_types", "rows", "rows" + EAGER, "ids_as_numbers", "ids_from_parts"]
+QUICK += ["own_forwards", "rebound_weights"]
 QUICK += ["no_samples", "tensor_dict", "jagged_batch"]
 MORE = [name for name in PROGRAMS if name not in QUICK]
 ended, more_ended = cases_on_ranks(2, _compare, QUICK), cases_on_ranks(2, _compare, MORE)

@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -32,7 +33,7 @@ from dlrm_overlap.train.graphs.dense_step import dense_parameters
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.model import DLRM
 from dlrm_overlap.train.trainer import Trainer
-from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_near
+from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.conftest import refuses
 from tests.distributed.captured import captures
 from tests.distributed.models import CPU, SUM, Model, local_tensors, make_plan, train
@@ -403,6 +404,32 @@ def _small_pipeline(model: Model) -> GraphTrainPipeline:
     return GraphTrainPipeline(sharded, torch.optim.SGD(dense_parameters(sharded).values(), lr=0.1), CPU)
 
 
+def _check_a_loop_after_close() -> None:
+    """The ranks' dense weights stay equal in a loop of the program's own, once no pipeline trains the model."""
+    first = _small_pipeline(Model({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)}))
+    model, optimizer = first._model, first._optimizer
+    model.init_data_parallel()
+    second = GraphTrainPipeline(model, optimizer, CPU)
+    batches, wrapped = _small_batches(), list[bool]()
+    for pipeline in (first, second):
+        pipeline.progress(islice(batches, 1))
+    for pipeline in (first, second, second):
+        pipeline.close()
+        wrapped.append(isinstance(model._dmp_wrapped_module, DistributedDataParallel))
+    assert wrapped == [False, True, True]
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss, _ = model(next(batches))
+        loss.backward()
+        optimizer.step()
+    for name, parameter in dense_parameters(model).items():
+        every = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, parameter.data)
+        assert_same(every[0], every[-1], name)
+    for exchange in exchanges(model):
+        exchange.close()
+
+
 def _check_frozen_layers_start_equal() -> None:
     model = Frozen({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)})
     model.frozen.weight.data.fill_(dist.get_rank() + 7.0)
@@ -423,14 +450,29 @@ def _check_profiled() -> None:
 
 
 def _check_pipelines_in_turns() -> None:
-    """Two pipelines that take turns give what one gives."""
-    found = []
+    _compare_turns(*(islice(_small_batches(), count) for count in (5, 4, 5)))
+
+
+def _check_a_smaller_batch_after_a_turn() -> None:
+    """A batch that no captured step can take exceeds the windows of the pipeline whose turn has ended."""
+    _compare_turns([_full_batch(5, 4)] * 2, [_full_batch(5, 1)] * 2, [_full_batch(4, 4), _full_batch(5, 4)])
+
+
+def _full_batch(samples: int, bag_size: int) -> Batch:
+    lengths = torch.tensor([0] + [bag_size] * (3 * samples - 1)).int()
+    ids = KeyedJaggedTensor(["g", "h", "f"], torch.arange(int(lengths.sum())) % 9, lengths=lengths)
+    return Batch(torch.ones(samples, 1), ids, torch.empty(0))
+
+
+def _compare_turns(*turns: Iterable[Batch]) -> None:
+    """Check that two pipelines that take turns give what one gives."""
+    parts, found = [list(turn) for turn in turns], []
     for count in (1, 2):
         torch.manual_seed(0)
         first = _small_pipeline(Model({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)}))
         second = GraphTrainPipeline(first._model, first._optimizer, CPU) if count == 2 else first
-        batches, outputs = list(islice(_small_batches(), 14)), []
-        for pipeline, part in ((first, batches[:5]), (second, batches[5:9]), (first, batches[9:])):
+        outputs = []
+        for pipeline, part in zip((first, second, first), parts, strict=True):
             segment = iter(part)
             outputs += [{name: each.clone() for name, each in pipeline.progress(segment).items()} for _ in part]
         found.append(outputs)
@@ -463,14 +505,23 @@ def _check_captured(replayed: int, check: Callable[..., None], *arguments: Any, 
 
 
 def _check_moved_after_the_capture() -> None:
-    """Graphs are no longer launched once memory that they use has been moved or freed."""
+    """Graphs are no longer launched once memory that they use has been moved or freed, or tables are frozen."""
 
     def move_rows(exchange: Exchange) -> None:
         lookups: list[Any] = exchange.tables.lookups
         for lookup in lookups:
             lookup.weights_host = torch.nn.Parameter(lookup.weights_host.detach().clone())
 
-    for move in (Exchange.close, move_rows):
+    def freeze(exchange: Exchange) -> None:
+        lookups: list[Any] = exchange.tables.lookups
+        for lookup in lookups:
+            lookup.requires_grad_(False)
+
+    for move, rule in (
+        (Exchange.close, "were moved or freed since"),
+        (move_rows, "were moved or freed since"),
+        (freeze, "tables were frozen, or are trained again, since"),
+    ):
         with captures() as taken:
             trainer = _trainer("graph")
             _train(trainer, 0, 8, batches := _batches(trainer))
@@ -479,9 +530,12 @@ def _check_moved_after_the_capture() -> None:
             dist.barrier()
             for exchange in exchanges(trainer.model):
                 move(exchange)
-            with refuses("were moved or freed since"):
+            with refuses(rule):
                 trainer.step(batches)
             assert taken["replayed"] == replayed
+            if move is freeze and isinstance(trainer.pipeline, GraphTrainPipeline):
+                trainer.pipeline.close()
+                trainer.step(batches)
             _close(trainer)
 
 
@@ -501,8 +555,10 @@ CASES: dict[str, Callable[[], None]] = {
     "another optimizer": partial(_check_models, Model, "sparse_dist"),
     "a warm-up of all, a frozen layer": partial(_check_models, Frozen, "none", wrap=_warm_up),
     "frozen layers start equal": _check_frozen_layers_start_equal,
+    "a loop after close": _check_a_loop_after_close,
     "profiled": _check_profiled,
     "pipelines in turns": _check_pipelines_in_turns,
+    "a smaller batch after a turn": _check_a_smaller_batch_after_a_turn,
     "an unused layer": partial(_check_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
     "a model's own ids": partial(_check_models, OwnIds, "none"),
     "cached tables": partial(_check_cached, *HISTORY, "--embedding.optimizer", "adagrad"),

@@ -92,6 +92,7 @@ class GraphPair:
         self.each: list[CapturedStep | None] = [None, None]
         """the steps, indexed by `buffer_index`; None until captured"""
         self._captured_addresses: list[Any] = []
+        self._captured_frozen: list[list[bool]] = []
         weakref.finalize(self, _release, self.each, device)
 
     @property
@@ -105,6 +106,7 @@ class GraphPair:
         pool = other.pool if other is not None else None
         captured = CapturedStep(step, self._order, self._counters, pool, stream)
         self.each[buffer_index], self._captured_addresses = captured, self._addresses
+        self._captured_frozen = self._frozen
         return captured.launch()
 
     def release(self) -> None:
@@ -119,9 +121,20 @@ class GraphPair:
     def _addresses(self) -> list[Any]:
         return [(exchange, exchange.addresses) for exchange in self._exchanges]
 
-    def check_addresses(self) -> None:
-        """Raise an InputError if rows of tables or windows were moved or freed since the capture."""
-        if any(self.each) and self._addresses != self._captured_addresses:
+    @property
+    def _frozen(self) -> list[list[bool]]:
+        return [exchange.tables.frozen for exchange in self._exchanges]
+
+    def check_unchanged(self) -> None:
+        """Raise an InputError if rows of tables or windows were moved or freed, or tables frozen, since the capture."""
+        if not any(self.each):
+            return
+        if self._frozen != self._captured_frozen:
+            raise InputError(
+                "GraphTrainPipeline: tables were frozen, or are trained again, since the capture, which captured steps "
+                "do not follow; call close() of this pipeline on all ranks after requires_grad of tables has changed"
+            )
+        if self._addresses != self._captured_addresses:
             raise InputError(
                 "GraphTrainPipeline: rows or windows that captured steps use were moved or freed since the capture, as "
                 "by Exchange.close or update_shards, and a replay would overwrite other data; close this pipeline and "
@@ -148,6 +161,16 @@ class GraphPair:
             for counters, arguments in zip(self._counters, captured.arguments, strict=True):
                 counters.set_arguments(arguments)
             assert not self._in_other_windows(buffer_index), "a replay would use another window than its peers"
+
+    def are_in_step(self, buffer_index: int) -> bool:
+        """Return whether the captured step with this index would compute the next epochs, if there is one.
+
+        It would not after `set_arguments` if a forward, which the program may call itself, has taken epochs since.
+        """
+        captured = self._captured(buffer_index)
+        return captured is None or captured.arguments == [
+            [counter.argument for counter in counters.each] for counters in self._counters
+        ]
 
     def _captured(self, buffer_index: int) -> CapturedStep | None:
         return self.each[buffer_index] or self.each[1 - buffer_index]

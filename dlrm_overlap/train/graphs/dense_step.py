@@ -1,11 +1,13 @@
 """The dense part of a step. Optimizers may be inside TorchRec's wrappers, such as `CombinedOptimizer` or a warm-up."""
 
 from collections.abc import Iterator, Mapping
+from inspect import unwrap
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import lr_scheduler
 from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.fused import FusedOptimizer
@@ -14,6 +16,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer
 
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps, unsupported_by_flat_steps
@@ -63,6 +66,8 @@ class DenseStep:
             stores: options of the reduction by stores; None reduces by a collective.
             dense_update: as `train.dense_update`; all ranks update if `why_not_by_owners` is not empty.
         """
+        every = dict(in_backward_optimizer_filter(model.named_parameters()))
+        self._every, self._trains = list(every.values()), [parameter.requires_grad for parameter in every.values()]
         trained, divided = dense_parameters(model), {*shards_of(model), *unsynchronized_weights(model)}
         self._flat = flat = casts.flat if casts is not None else FlatParameters(trained, divided)
         self._casts, optimizers = casts, dense_optimizers(optimizer)
@@ -77,6 +82,9 @@ class DenseStep:
         self.fused = [each for each in fused_optimizers(optimizer) if each not in taken_after]
         """optimizers of tables, whose `step` sets learning rates, unless `update_after` steps them"""
         captured = [each for outer in optimizers if reasons[id(outer)] is None for each in _all_of(outer)]
+        called = {id(each) for outer in self._after for each in _all_of(outer)}
+        self._uncalled = [each for each in _all_of(optimizer) if id(each) not in called]
+        """optimizers whose `step` no step calls"""
         self._steps = [FlatSteps(flat, each) for each in captured if not isinstance(each, (*_WRAPPERS, FusedOptimizer))]
         # The outer clipping comes before the inner one. A warm-up sets the next learning rate, on the CPU.
         self._clippings = [each for each in captured if isinstance(each, GradientClippingOptimizer)]
@@ -85,9 +93,10 @@ class DenseStep:
             each._opt_called = True  # otherwise torch's schedulers warn that the optimizer takes no steps
         if group.size() > 1:
             ids = _ids_of_tables(model)
-            for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
+            for name, parameter in every.items():
                 if not parameter.requires_grad and name not in divided and id(parameter) not in ids:
                     dist.broadcast(parameter.data, group=group, group_src=0)
+            flat.adopt_weights()
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self.why_not_by_owners = self._why_not_by_owners(model, group, stores)
         """why every rank updates all dense weights; empty if owners can update their shares"""
@@ -102,8 +111,8 @@ class DenseStep:
         self._stale_weights: StaleWeights | None = None
         if (owners := self.buckets.owners) is not None:
             mine = [parameter for name, parameter in flat.parameters.items() if name not in flat.shards]
-            every = {id(each): each for each in (optimizer, *captured)}
-            self._stale_weights = StaleWeights(model, mine, every.values(), lambda: owners.is_stale)
+            guarded = {id(each): each for each in (optimizer, *captured)}
+            self._stale_weights = StaleWeights(model, mine, guarded.values(), lambda: owners.is_stale)
 
     def _why_not_by_owners(self, model: nn.Module, group: dist.ProcessGroup, stores: StoreOptions | None) -> str:
         if group.size() == 1:
@@ -122,11 +131,34 @@ class DenseStep:
             return "TorchRec averages the weights of replicas of the model"
         return ""
 
+    def trains_the_same(self) -> bool:
+        """Return whether the same dense parameters require a gradient as when this object was made.
+
+        Raises:
+            InputError: if others do, but `casts` were made for the same ones.
+        """
+        is_same = [parameter.requires_grad for parameter in self._every] == self._trains
+        if not is_same and self._casts is not None:
+            raise InputError(
+                "dense parameters: requires_grad has changed, but casts were made for those that required a gradient; "
+                "make casts again, and another pipeline"
+            )
+        return is_same
+
     def clear(self) -> None:
         """Clear the dense gradients before a step.
 
         The backward adds to gradients that an optimizer of `update_after` keeps, as in TorchRec's pipelines.
+
+        Raises:
+            InputError: if an optimizer whose `step` is not called has got hooks or another `step`.
         """
+        for each in self._uncalled:
+            if (reason := _why_called(each)) is not None:
+                raise InputError(
+                    f"dense optimizer: {reason} since the pipeline began, which does not call its step; change it "
+                    f"before the first progress, or make another pipeline"
+                )
         if self.buckets.owners is not None:
             self.refresh()  # on this stream: the owners' stream must not read memory that the host frees
             self.buckets.owners.is_stale = True
@@ -194,6 +226,11 @@ class DenseStep:
         for warm_up in self._warm_ups:
             step_alone(warm_up)
 
+    def adopt_weights(self) -> None:
+        """Continue from weights to which the program has given other memory since the last step."""
+        if self._flat.adopt_weights() and self._stale_weights is not None:
+            self._stale_weights.check()
+
     def cast_shadow(self) -> None:
         """Cast the dense weights to bfloat16 again, after a checkpoint may have changed them."""
         self._flat.cast_shadow()
@@ -218,8 +255,8 @@ def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> 
     group_of: dict[int, int] = {}  # id of a parameter, or of a lookup of data-parallel tables -> id of its group
     for each in _all_of(optimizer):
         name = type(each).__name__
-        if getattr(each, "_optimizer_step_pre_hooks", None) or getattr(each, "_optimizer_step_post_hooks", None):
-            return f"{name} has hooks of its steps"
+        if (reason := _why_called(each)) is not None:
+            return reason
         if isinstance(each, GradientClippingOptimizer) and adds_norms_over_ranks(each):
             return f"{name} adds norms up over ranks"
         if isinstance(each, GradientClippingOptimizer) and keeps_norms(each):
@@ -238,12 +275,26 @@ def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> 
     return None
 
 
+def _why_called(optimizer: Any) -> str | None:
+    """Return why `optimizer.step` must be called, whatever the optimizer's type: None if it is as the type has it."""
+    name = type(optimizer).__name__
+    if getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(optimizer, "_optimizer_step_post_hooks", None):
+        return f"{name} has hooks of its steps"
+    if (step := vars(optimizer).get("step")) is None:
+        return None
+    while getattr(step, "__globals__", {}).get("__name__") == lr_scheduler.__name__:  # torch's schedulers wrap it
+        step = step.__wrapped__
+    return None if step is type(optimizer).step else f"{name} has a step of its own"
+
+
 def dense_optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers inside `optimizer` that update dense parameters.
 
-    A wrapper other than `CombinedOptimizer` counts as one, even if it also contains tables' optimizers.
+    A wrapper counts as one, even if it also contains tables' optimizers, unless it is a `CombinedOptimizer` without a
+    step of its own.
     """
-    if isinstance(optimizer, CombinedOptimizer):
+    combines = isinstance(optimizer, CombinedOptimizer) and _why_called(optimizer) is None
+    if combines and unwrap(type(optimizer).step) is unwrap(CombinedOptimizer.step):
         return [dense for _, each in optimizer.optimizers for dense in dense_optimizers(each)]
     return [] if isinstance(optimizer, FusedOptimizer) else [optimizer]
 

@@ -189,7 +189,7 @@ class InputPrefetcher:
         """Make buffers like `example`, unless a rank has no batch; return whether they were made. A collective."""
         if not self._capacity.learn(example) or example is None:
             return False
-        self._make_windows()
+        self.make_windows()
         static = [StaticBatch(example.batch, self._device, self._capacity.capacity) for _ in range(4)]
         self._staging, self._active = static[:2], static[2:]
         for sender in self._ids.senders:
@@ -212,9 +212,10 @@ class InputPrefetcher:
         """Grow the capacity to `sizes` (`CapacityTracker`), then call `drop_buffers`; a collective."""
         self.drop_buffers()
         self._capacity.grow(sizes)
-        self._make_windows()
+        self.make_windows()
 
-    def _make_windows(self) -> None:
+    def make_windows(self) -> None:
+        """Make the windows for the capacity, unless they are; a collective."""
         capacity = self._capacity.capacity
         if all(sender.capacity == capacity for sender in self._ids.senders):
             return

@@ -1,8 +1,9 @@
 """Finds out whether a model reads the padding of captured steps, such as by a mean over `values()` of ids.
 
-The model is run again on the batch of an eager step: without padding, padded with zeros, and padded with NaN. If loss
-or output differ, the model reads the padding. These runs call no collective and leave no trace: the embedding modules
-return what they returned in the step, and parameters, buffers and random generators are restored.
+The model is run again on the batch of an eager step: without padding, padded with zeros, and padded with NaN. If loss,
+output or the ids that it gives to embedding modules differ, the model reads the padding. These runs call no collective
+and leave no trace: the embedding modules return what they returned in the step, and parameters, buffers and random
+generators are restored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchCapacity
+from dlrm_overlap.embedding.steps import weights_of
+from dlrm_overlap.torchrec_private import maybe_td_to_kjt
 from dlrm_overlap.train.graphs.constants import difference
 from dlrm_overlap.train.graphs.static_batch import BatchTensors, PaddedKeyedJaggedTensor, replace_leaves
 
@@ -33,6 +36,9 @@ class PaddingProbe:
         self._modules, self._capacity = modules, capacity
         self._batch = replace_leaves(batch, partial(self._copy, fill=None))
         self._results: dict[nn.Module, Any] = {}
+        self._ids: dict[nn.Module, list[torch.Tensor]] = {}
+        """what the model gives to each embedding module in the run without padding, see `_ids_of`"""
+        self._differing_ids = ""
         exchanged = {inner for module in modules for inner in module.modules()}
         self._dense = [module for module in model.modules() if module not in exchanged]
 
@@ -61,7 +67,8 @@ class PaddingProbe:
         exact = self._run(forward, None)
         # Zeros come first: kernels that check their input, such as binary cross-entropy's, end the process at NaN.
         for fill in (0.0, torch.nan):
-            reason = _difference(exact, self._run(forward, fill))
+            found = self._run(forward, fill)
+            reason = self._differing_ids or _difference(exact, found)
             if any_is(bool(reason)):
                 return reason or "another rank has found out"
         return ""
@@ -119,7 +126,12 @@ class PaddingProbe:
             with torch.no_grad():
                 return self._result(module, self._results[module], fill)
 
-        def replay(module: nn.Module, *_: Any, **__: Any) -> Any:
+        def replay(module: nn.Module, *inputs: Any, **keywords: Any) -> Any:
+            given = _ids_of(maybe_td_to_kjt(*inputs, *keywords.values()))
+            if fill is None:
+                self._ids[module] = given
+            elif any(map(_why_not_near, self._ids.get(module, given), given)):
+                self._differing_ids = "the ids that it makes for an embedding collection differ with padded ids"
             return Deferred(partial(result_of, module))
 
         for module in self._modules:
@@ -153,6 +165,15 @@ class PaddingProbe:
                 for tensors, name, tensor, before in held:
                     tensors[name] = tensor
                     tensor.copy_(before)
+
+
+@torch.no_grad()
+def _ids_of(ids: KeyedJaggedTensor) -> list[torch.Tensor]:
+    """Return copies of the lengths, of the ids that they count, and of the weights of these ids, if any."""
+    lengths, weights = ids.lengths(), weights_of(ids)
+    count = int(lengths.sum())
+    counted = [ids.values()[:count], *([] if weights is None else [weights[:count]])]
+    return [each.detach().clone() for each in (lengths, *counted)]
 
 
 def _pad(tensor: torch.Tensor, rows: int, fill: float | None) -> torch.Tensor:

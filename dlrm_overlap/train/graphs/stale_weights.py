@@ -67,6 +67,10 @@ class StaleWeights:
 
         return guarded
 
+    def check(self) -> None:
+        """Raise an `InputError` if the weights are stale."""
+        self._refuse.check()
+
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()

@@ -25,10 +25,10 @@ from dlrm_overlap.embedding.capacity import CapacityTracker, RankConsensus
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges_of
 from dlrm_overlap.embedding.id_layout import BatchCapacity
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.torchrec_private.attributes import leave_ddp, set_optimizer
+from dlrm_overlap.torchrec_private.attributes import has_left_ddp, leave_ddp, return_to_ddp, set_optimizer
 from dlrm_overlap.train.explain import capture_blockers, explain, note_why_eager
 from dlrm_overlap.train.graphs.captured import GraphPair
-from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.graphs.dense_step import DenseStep, dense_parameters
 from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher, PlannedStep, StepKind
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.model_ids import ModelIds
@@ -51,10 +51,10 @@ _WORTHWHILE_REPLAYS = 100
 class GraphTrainPipeline(TrainPipeline[Any, Any]):
     """Trains a TorchRec model like `TrainPipelineSparseDist`, with each step as a CUDA graph.
 
-    The model must be sharded by our sharder. It is taken out of DDP: this pipeline averages the dense gradients itself,
-    and starts all ranks from rank 0's dense weights. Every step must give a gradient to the same dense parameters. If
-    pipelines share a model, only the one that is training holds CUDA graphs. A model that cannot be captured is trained
-    by `TrainPipelineSparseDist`.
+    The model must be sharded by our sharder. Until `close` it is out of DDP: this pipeline averages the dense gradients
+    itself, and starts all ranks from rank 0's dense weights. Every step must give a gradient to the same dense
+    parameters. If pipelines share a model, only the one that is training holds CUDA graphs. A model that cannot be
+    captured is trained by `TrainPipelineSparseDist`.
 
     Graphs are valid for batches like the first one, within `capacity`. Other batches are trained eagerly, and the
     capacity grows if a batch exceeds it.
@@ -190,6 +190,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._warmup_steps = self._uncapturable_steps = self._replays = 0
         self._has_stepped = False
         self._learning_rates: list[Any] = []
+        if self._capacity.is_learned:
+            self._prefetcher.make_windows()  # another pipeline may have made them for its capacity
         set_owner(self._model, self)
 
     def gather_dense(self) -> None:
@@ -222,7 +224,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         Raises:
             StopIteration: if a rank has no batch left.
             InputError: if a batch has other features than the first one, if other dense parameters get a gradient than
-                in the first step, or if rows of tables or windows were moved or freed since the capture.
+                in the first step, or if rows of tables or windows were moved or freed, or tables frozen, since the
+                capture.
             RuntimeError: if a kernel has recorded an error, such as an expired wait for a peer.
         """
         if self._fallback is None and not self._has_checked_first:
@@ -236,7 +239,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 # TorchRec's `GradientAccumulationWrapper` replaces the optimizer.
                 owner = owner_of(self._model)
                 is_ready = owner is self and self._optimizer is self._opened
-                if owner is None or (self._model.training and not is_ready):
+                if owner is None or (self._model.training and not (is_ready and self._dense.trains_the_same())):
                     self._open()
                 return self._train(dataloader_iter) if self._model.training else self._evaluate(dataloader_iter)
         except RuntimeError:
@@ -256,15 +259,21 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def close(self) -> None:
         """Free the graphs and the windows, once all ranks have finished their steps; a collective.
 
-        Call it before the process group is destroyed. Raises a RuntimeError if a kernel has recorded an error.
+        A model that was in DDP before the first step is in DDP again, unless another pipeline trains it. Call this
+        before the process group is destroyed. Raises a RuntimeError if a kernel has recorded an error.
         """
+        has_failed = any(exchange.failure is not None for exchange in exchanges_of(self._modules))
         try:
-            if self._fallback is None and all(exchange.failure is None for exchange in exchanges_of(self._modules)):
+            if self._fallback is None and not has_failed:
                 self._consensus.any_is(False)  # no rank frees its windows while another reads them
             if owner_of(self._model) is self:
                 self.release_model()
             for exchange in exchanges(self._model):
                 exchange.close()
+            is_free = has_left_ddp(self._model) and owner_of(self._model) is None and not has_failed
+            if is_free and self._fallback is None and dense_parameters(self._model):
+                self._consensus.any_is(False)  # notices if a rank has ended meanwhile
+                return_to_ddp(self._model)
         except RuntimeError:
             self.check()
             raise
@@ -305,7 +314,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 self._grow(self._capacity.ask(self._capacity.describe(batch), batch.ids).wait())
 
     def _train(self, batches: Iterator[Any]) -> Any:
-        self._graphs.check_addresses()
+        self._graphs.check_unchanged()
         output = self._take_step(self._prefetcher.plan(batches))
         self._steps += 1
         # The step and its batch are freed by now: the loader may reuse the batch's memory for the next one.
@@ -320,6 +329,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         for each in self._ids.id_tables:
             each.expect(is_taken=True)
             each.follow_clock()
+        self._dense.adopt_weights()
         if step.is_first:
             self._dense.gather()
             self._dense.cast_shadow()  # a checkpoint may have been loaded since the last step
@@ -333,6 +343,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _captured_step(self, step: PlannedStep) -> Any:
         self._uncapturable_steps = 0
+        if self._ids.are_sent and not self._graphs.are_in_step(step.buffer_index):
+            self._ids.forget()
         if not self._ids.are_sent:
             self._send_late(step)
         if self._ids.are_sent:

@@ -6,6 +6,7 @@ from dlrm_overlap.dense.flat import FlatParameters, unsupported_by_flat
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.kernels.dense.arguments import BLOCK
 from tests.agreement import assert_near, assert_same
+from tests.conftest import refuses
 
 
 def _model() -> nn.Sequential:
@@ -136,6 +137,26 @@ def test_weights_and_shadow_move_to_other_memory() -> None:
         assert flat.shadow.views[name].data_ptr() == flat.positions[name].of(memory[1]).data_ptr()
         assert_same(parameter.data, before[name], name)
         assert_same(flat.shadow.views[name], before[name].bfloat16(), f"bfloat16 {name}")
+
+
+def test_weights_that_are_given_other_memory_return_to_the_flat_tensor() -> None:
+    parameters = {name: nn.Parameter(torch.randn(2, 3)) for name in ("a", "b", "c")}
+    flat = FlatParameters(parameters, shadow_dtype=torch.bfloat16)
+    assert flat.shadow is not None
+    assert not flat.adopt_weights()
+    a, b, c = (parameter.detach().clone() for parameter in parameters.values())
+    parameters["a"].data, parameters["b"].data = parameters["b"].data, parameters["a"].data
+    assert flat.adopt_weights()
+    torch.nn.utils.vector_to_parameters(2 * torch.nn.utils.parameters_to_vector([parameters["c"]]), [parameters["c"]])
+    assert flat.adopt_weights()
+    for name, expected in zip(parameters, (b, a, 2 * c), strict=True):
+        assert parameters[name].data_ptr() == flat.weights.views[name].data_ptr()
+        assert_same(flat.weights.views[name], expected, name)
+        assert_same(flat.shadow.views[name], expected.bfloat16(), f"bfloat16 {name}")
+    assert not flat.adopt_weights()
+    parameters["a"].data = torch.ones(6)
+    with refuses(r"dense parameter a: its data is now \[6\] torch.float32 on cpu, and was \[2, 3\] "):
+        flat.adopt_weights()
 
 
 class _Owned(nn.Parameter):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, cast
 
 import pytest
@@ -32,7 +33,7 @@ from dlrm_overlap.bench.harness.timing import max_over_ranks
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
-from dlrm_overlap.torchrec_private.attributes import leave_ddp
+from dlrm_overlap.torchrec_private.attributes import leave_ddp, return_to_ddp
 from dlrm_overlap.train import assembly
 from dlrm_overlap.train.assembly import takes_graph
 from dlrm_overlap.train.explain import capture_blockers
@@ -152,7 +153,63 @@ def test_fused_optimizers_are_found_within_wrappers(world_of_one: dist.ProcessGr
     assert (dense_optimizers(of_all), fused_optimizers(of_all)) == ([of_all], leaves)
     of_fused = WarmupOptimizer(fused, stages)
     both = CombinedOptimizer([("t", of_fused), ("d", dense)])
+    torch.optim.lr_scheduler.ExponentialLR(both, 0.9)  # wraps `step`
     assert (dense_optimizers(both), fused_optimizers(both)) == ([of_fused, dense], leaves)
+
+
+class _Skipping(CombinedOptimizer):
+    def step(self, closure: Any = None) -> None:
+        """Skip the step."""
+
+
+class _Named(CombinedOptimizer):
+    name = "both"
+
+
+def _with_hook(optimizer: Any) -> None:
+    optimizer.register_step_post_hook(lambda *_: None)
+
+
+def _with_step(optimizer: Any) -> None:
+    step = optimizer.step
+    optimizer.step = wraps(step)(lambda *arguments: step(*arguments))
+
+
+def test_a_combined_optimizer_with_a_step_of_its_own_is_called(world_of_one: dist.ProcessGroup) -> None:
+    parameters = dict(nn.Linear(2, 2).named_parameters())
+    plain, named, own, hooked, replaced = (
+        kind([("dense", _sgd(parameters))]) for kind in (CombinedOptimizer, _Named, _Skipping, *[CombinedOptimizer] * 2)
+    )
+    _with_hook(hooked)
+    _with_step(replaced)
+    for optimizer in (plain, named):
+        assert dense_optimizers(optimizer) == [optimizer.optimizers[0][1]]
+    for optimizer, reason in (
+        (own, "_Skipping is none of torch.optim's SGD, Adagrad, Adam and AdamW"),
+        (hooked, "CombinedOptimizer has hooks of its steps"),
+        (replaced, "CombinedOptimizer has a step of its own"),
+    ):
+        assert dense_optimizers(optimizer) == [optimizer]
+        assert why_after_the_graph(optimizer, parameters) == reason
+
+
+@pytest.mark.parametrize("change", [_with_hook, _with_step])
+def test_a_captured_optimizer_gets_no_hook_or_step_later(
+    world_of_one: dist.ProcessGroup, change: Callable[[Any], None]
+) -> None:
+    parameters = dict(nn.Linear(2, 2).named_parameters())
+    about = None, world_of_one, CommunicationOrder(), torch.float32, None
+    for number in range(3):
+        inner = _sgd(parameters)
+        both = CombinedOptimizer([("dense", inner)])
+        optimizer: Any = (both, inner, inner._optimizer)[number]
+        step = DenseStep(nn.ParameterDict(parameters), both, *about)
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        step.clear()
+        change(optimizer)
+        with refuses(f"dense optimizer: {type(optimizer).__name__} has .* since .* before the first progress"):
+            step.clear()
+        DenseStep(nn.ParameterDict(parameters), both, *about).clear()  # calls it after the graph
 
 
 def test_optimizers_that_a_graph_cannot_hold_have_a_reason(world_of_one: dist.ProcessGroup) -> None:
@@ -164,6 +221,8 @@ def test_optimizers_that_a_graph_cannot_hold_have_a_reason(world_of_one: dist.Pr
 
     hooked = _sgd(parameters)
     hooked._optimizer.register_step_post_hook(lambda *_: None)
+    replaced = _sgd(parameters)
+    _with_step(replaced._optimizer)
     over_ranks = GradientClippingOptimizer(
         _sgd(parameters),
         GradientClipping.NORM,
@@ -180,6 +239,7 @@ def test_optimizers_that_a_graph_cannot_hold_have_a_reason(world_of_one: dist.Pr
         (Wrapper(_sgd(parameters)), "Wrapper is none of torch.optim's SGD, Adagrad, Adam and AdamW"),
         (CombinedOptimizer([("dense", rmsprop)]), "RMSprop is none of torch.optim's SGD, Adagrad, Adam and AdamW"),
         (hooked, "SGD has hooks of its steps"),
+        (replaced, "SGD has a step of its own"),
         (over_ranks, "GradientClippingOptimizer adds norms up over ranks"),
         (more, "SGD has parameters that the model does not train"),
     ):
@@ -217,7 +277,7 @@ def test_the_pipeline_takes_a_model_out_of_ddp(world_of_one: dist.ProcessGroup) 
     assert node().metadata == {}
     leave_ddp(model)
     assert list(model.state_dict()) == names
-    model.init_data_parallel()
+    return_to_ddp(model)
     assert isinstance(model._dmp_wrapped_module, nn.parallel.DistributedDataParallel)
     assert model.module is inner
 
