@@ -180,14 +180,15 @@ class Exchange:
 
         Raises:
             BufferInUseError: if the previous step's output is a view of the window and in use; nothing has begun.
-            InputError: if an `IdSender` sends the ids and tables are cached, or if ids that it has sent wait for their
-                step; nothing has begun.
+            InputError: if an `IdSender` sends the ids and tables are cached or data-parallel, or if ids that it has
+                sent wait for their step; nothing has begun.
             RuntimeError: in the capture of a graph, or if an earlier step has failed on this rank.
         """
-        if self.tables.fractions and self._ids is not None:
+        if self._ids is not None and (self.tables.fractions or self._replicated is not None):
+            what = "cached" if self.tables.fractions else "data-parallel"
             raise InputError(
-                "exchange: TorchRec has sent the ids, but rows of cached tables are cached for the ids that "
-                "GraphTrainPipeline sends; train and evaluate this model with that pipeline only"
+                f"exchange: TorchRec has sent the ids, but rows of {what} tables are looked up for the ids that "
+                f"GraphTrainPipeline sends; train and evaluate this model with that pipeline only, or shard it again"
             )
         if self._sent:
             raise others_are_sent()
