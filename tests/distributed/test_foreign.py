@@ -108,7 +108,7 @@ class OneDataParallel(Plain):
 
 @pytest.mark.usefixtures("world_of_one")
 def test_torchrecs_pipeline_is_refused_for_data_parallel_tables_that_ours_has_looked_up() -> None:
-    with refuses("rows of data-parallel tables are looked up for the ids that GraphTrainPipeline sends"):
+    with refuses("data-parallel tables are looked up for the ids that GraphTrainPipeline sends"):
         train(Program(OneDataParallel, wrap=then_torchrec), True, world(), CPU)
 
 
