@@ -180,18 +180,27 @@ class Exchange:
 
         Raises:
             BufferInUseError: if the previous step's output is a view of the window and in use; nothing has begun.
-            InputError: if an `IdSender` sends the ids and tables are cached, or if ids that it has sent wait for their
-                step; nothing has begun.
+            InputError: if an `IdSender` sends the ids and tables are cached, data-parallel or row-wise, or if ids that
+                it has sent wait for their step; nothing has begun.
             RuntimeError: in the capture of a graph, or if an earlier step has failed on this rank.
         """
-        if self.tables.fractions and self._ids is not None:
+        if self._ids is not None and (what := self._only_from_senders):
             raise InputError(
-                "exchange: TorchRec has sent the ids, but rows of cached tables are cached for the ids that "
-                "GraphTrainPipeline sends; train and evaluate this model with that pipeline only"
+                f"exchange: TorchRec has sent the ids, but {what} tables are looked up for the ids that "
+                f"GraphTrainPipeline sends; train and evaluate this model with that pipeline only, or shard it again"
             )
         if self._sent:
             raise others_are_sent()
         return self.start_step(Step(inputs, BatchSizes.of(tuple(batch_sizes))))
+
+    @property
+    def _only_from_senders(self) -> str:
+        """Which tables need what only an `IdSender` knows, such as this rank's empty bags; empty if none."""
+        if self.tables.fractions:
+            return "cached"
+        if self._replicated is not None:
+            return "data-parallel"
+        return "row-wise" if self.layout.added_up else ""
 
     def start_step(self, step: Step) -> "PooledAwaitable":
         if self._counts_epochs and not self.order.is_captured and torch.cuda.is_current_stream_capturing():

@@ -228,7 +228,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             batch_sizes = [input[self._exchanged[0]].stride() // ranks] * ranks
         shardings = [(self._embedding_shardings[i], with_float_weights(input[i])) for i in self._exchanged]
         ids = [in_rank_order(each, sharding, tuple(batch_sizes)) for sharding, each in shardings]
-        if windows is not None:  # then the exchange has one input
+        if windows is not None or self.takes_ids:  # then the exchange has one input
             ids = [joined_inputs(ids, sum(batch_sizes))]
         exchanged = self.exchange.start(ids, batch_sizes)
         numbers = self._other_numbers

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -535,6 +535,24 @@ def _with_forwards(pipeline: Any, _: Any, model: nn.Module) -> Any:
     return pipeline
 
 
+def then_torchrec(pipeline: Any, optimizer: Any, model: Any) -> Any:
+    """Let TorchRec's pipeline take the last steps, after 6 by ours."""
+    if isinstance(pipeline, TrainPipelineSparseDist):
+        return pipeline
+    progress, steps, first, second = pipeline.progress, count(), [], []
+
+    def progress_in_turn(batches: Iterator[Any]) -> Any:
+        if (step := next(steps)) == 0:
+            first.append(islice(batches, 6))
+        elif step == 6:
+            pipeline.close()
+            second.append(TrainPipelineSparseDist(model, optimizer, model.device))
+        return second[0].progress(batches) if second else progress(first[0])
+
+    pipeline.progress = progress_in_turn
+    return pipeline
+
+
 def _rebound(pipeline: Any, _: Any, model: nn.Module) -> Any:
     """Give weights other memory between steps, as averages of weights are taken over."""
     progress, steps = pipeline.progress, count()
@@ -606,8 +624,8 @@ class Program(NamedTuple):
     """wraps a pipeline, given its optimizer and its model"""
     captured: tuple[int, int] = (2, STEPS - 3 - 2)
     """numbers of captured steps and of replays"""
-    ends_by_growth: bool = False
-    """whether the last batch needs other windows, so that the graphs go with the old ones"""
+    ends_without_graphs: bool = False
+    """whether the graphs are gone at the end, as with windows that are too small for the last batch"""
     falls_back: bool = False
     """whether the steps fall back to TorchRec's pipeline"""
     ours_alone: Collection[int] = ()
@@ -655,7 +673,9 @@ PROGRAMS: dict[str, Program] = {
     "short_last_batch_fixed": Program(TwoSets, bags=FIXED, samples=_SHORT, captured=(2, 3)),
     "empty_last_batch": Program(Weighted, samples=_EMPTY_LAST, captured=(2, 3)),
     # A rank without samples makes the sizes of bags unknown, see `CapacityTracker`.
-    "empty_last_batch_fixed": Program(TwoSets, bags=FIXED, samples=_EMPTY_LAST, captured=(2, 3), ends_by_growth=True),
+    "empty_last_batch_fixed": Program(
+        TwoSets, bags=FIXED, samples=_EMPTY_LAST, captured=(2, 3), ends_without_graphs=True
+    ),
     "unlike_samples": Program(Offsets, samples=lambda step, rank: SAMPLES - rank),
     "unlike_samples_fixed": Program(Weighted, bags=FIXED, samples=lambda step, rank: SAMPLES - rank),
     "other_samples": Program(steps=14, samples=lambda step, rank: SAMPLES - 2 * (step > 2), captured=(2, 2)),
@@ -702,6 +722,7 @@ PROGRAMS: dict[str, Program] = {
     "changed_ids": Program(ChangedIds),
     "own_forwards": Program(ChangedIds, wrap=_with_forwards),
     "rebound_weights": Program(optimizer=_momentum, wrap=_rebound),
+    "then_torchrec": Program(wrap=then_torchrec, captured=(2, 1), ends_without_graphs=True),
     "weights_of_ids": Program(WeightsOfIds, captured=(0, 0), why_eager="differs with padded ids"),
 }
 if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release
@@ -824,7 +845,7 @@ def train(program: Program, captured: bool, group: dist.ProcessGroup, device: to
         is_eager = isinstance(model, NormalisedOverRanks) and device.type == "cuda"
         if captures and program.captured != (0, 0):
             has_graphs = all(pipeline._graphs.each)
-            assert has_graphs != (is_eager or program.ends_by_growth), (
+            assert has_graphs != (is_eager or program.ends_without_graphs), (
                 f"at the end, that there are graphs is {has_graphs}"
             )
         assert (program.why_eager if captures else "") in str(explain(sharded)), explain(sharded)

@@ -28,6 +28,7 @@ from tests.distributed.foreign import (
     Sequences,
     _momentum,
     compare,
+    then_torchrec,
     train,
     with_tensor_dict,
 )
@@ -99,6 +100,16 @@ def _evaluated_by_torchrec(pipeline: Any, optimizer: Any, model: Any) -> Any:
 def test_an_evaluation_by_torchrec_is_refused_while_ids_are_under_way() -> None:
     with captures(), refuses("ids of another batch are under way"):
         train(Program(wrap=_evaluated_by_torchrec), True, world(), CPU)
+
+
+class OneDataParallel(Plain):
+    kernels: ClassVar = {"h": "dense"}
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_torchrecs_pipeline_is_refused_for_data_parallel_tables_that_ours_has_looked_up() -> None:
+    with refuses("data-parallel tables are looked up for the ids that GraphTrainPipeline sends"):
+        train(Program(OneDataParallel, wrap=then_torchrec), True, world(), CPU)
 
 
 class TwoBottoms(Plain):
@@ -190,7 +201,7 @@ QUICK += ["collection_in_host_memory", "data_parallel_collection"]
 QUICK += ["longer_sequences", "longer_bags", "longer_bags_than_fixed"]
 QUICK += ["short_last_batch_fixed", "unlike_samples", "own_forward", "longer_bags" + LATE]
 QUICK += ["valid_samples", "other_types", "rows", "rows" + EAGER, "ids_as_numbers", "ids_from_parts"]
-QUICK += ["own_forwards", "rebound_weights"]
+QUICK += ["own_forwards", "rebound_weights", "then_torchrec"]
 QUICK += ["no_samples", "tensor_dict", "jagged_batch"]
 MORE = [name for name in PROGRAMS if name not in QUICK]
 ended, more_ended = cases_on_ranks(2, _compare, QUICK), cases_on_ranks(2, _compare, MORE)

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import row_wise
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -397,9 +399,9 @@ def _check_models(kind: type[Model], reference: str, **kwargs: Any) -> None:
         assert_all_near(found["graph"][what], found[reference][what], 0.0, what)
 
 
-def _small_pipeline(model: Model) -> GraphTrainPipeline:
+def _small_pipeline(model: Model, sharding: Any = (0,)) -> GraphTrainPipeline:
     sharder: Any = OverlapEmbeddingBagCollectionSharder()
-    plan = make_plan(model, {"a": [0]}, {"c": [0]}, sharder)
+    plan = make_plan(model, {"a": sharding}, {"c": [0]}, sharder)
     sharded = DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder], init_data_parallel=False)
     return GraphTrainPipeline(sharded, torch.optim.SGD(dense_parameters(sharded).values(), lr=0.1), CPU)
 
@@ -428,6 +430,17 @@ def _check_a_loop_after_close() -> None:
         assert_same(every[0], every[-1], name)
     for exchange in exchanges(model):
         exchange.close()
+
+
+def _check_torchrec_after_row_wise_tables() -> None:
+    """Empty bags of row-wise tables are not sent once the pipeline sends the ids, and TorchRec's step reads them."""
+    by_rows = row_wise(compute_kernel="fused")
+    pipeline = _small_pipeline(Model({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)}), by_rows)
+    pipeline.progress(islice(_small_batches(), 1))
+    pipeline.close()
+    torchrec = TrainPipelineSparseDist(pipeline._model, pipeline._optimizer, CPU)
+    with refuses("row-wise tables are looked up for the ids that GraphTrainPipeline sends"):
+        torchrec.progress(islice(_small_batches(), 1))
 
 
 def _check_frozen_layers_start_equal() -> None:
@@ -556,6 +569,7 @@ CASES: dict[str, Callable[[], None]] = {
     "a warm-up of all, a frozen layer": partial(_check_models, Frozen, "none", wrap=_warm_up),
     "frozen layers start equal": _check_frozen_layers_start_equal,
     "a loop after close": _check_a_loop_after_close,
+    "torchrec after row-wise tables": _check_torchrec_after_row_wise_tables,
     "profiled": _check_profiled,
     "pipelines in turns": _check_pipelines_in_turns,
     "a smaller batch after a turn": _check_a_smaller_batch_after_a_turn,
