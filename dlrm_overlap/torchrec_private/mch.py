@@ -65,14 +65,6 @@ class MchMap:
         )
         self.is_open = True
 
-    def lend(self, recorded: int) -> None:
-        """Let TorchRec record the next step's ids behind the first `recorded` ids of the history."""
-        self._module._current_history_buffer_offset = recorded
-
-    def take_back(self) -> None:
-        """Note that TorchRec has recorded a step."""
-        self.now.fill_(self._module._current_iter)
-
     def begin_step(self) -> bool:
         """Count a training step, and return whether it ends an interval."""
         module = self._module

@@ -24,7 +24,6 @@ from torchrec.modules.mc_modules import (
 
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from dlrm_overlap.train.graphs.model_owner import owner_of
 from tests.distributed import any_ids
 from tests.distributed.any_ids import CPU, batch_of, draw
 from tests.distributed.captured import captures
@@ -182,17 +181,11 @@ def _check_interruptions() -> None:
 
 def _check_pipelines_in_turns() -> None:
     """A pipeline goes on with the ids that another one has recorded within the interval."""
-    losses, maps = list[list[float]](), list[dict[str, torch.Tensor]]()
-    parts = _batches(0, INTERVAL + 1), _batches(INTERVAL + 1, INTERVAL + 1), _batches(2 * INTERVAL + 2)
-    for make, pipelines in ((_stock, ("none",) * 3), (_ours, ("none", "graph", "sparse_dist"))):
-        sharded, found = make(_model("lru")), list[float]()
-        for pipeline, batches in zip(pipelines, parts, strict=True):
-            found += _trained(sharded, pipeline, batches)
-            owner: Any = owner_of(sharded)
-            if owner is not None:
-                owner.close()
-                sharded.init_data_parallel()
-        losses.append(found[: 2 * INTERVAL + 2])
+    losses, maps, half = list[list[float]](), list[dict[str, torch.Tensor]](), INTERVAL + 1
+    for make, then in ((_stock, "none"), (_ours, "graph")):
+        sharded = make(_model("lru"))
+        found = _trained(sharded, batches=_batches(0, half))
+        losses.append(found + _trained(sharded, then, _batches(half)))
         maps.append(_map_of(sharded))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert all(torch.equal(each, maps[1][name]) for name, each in maps[0].items())

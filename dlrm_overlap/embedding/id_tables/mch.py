@@ -9,7 +9,6 @@ The way of the data, in TorchRec's pipelines:
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -111,11 +110,10 @@ class OverlapShardedMchEmbeddingBagCollection(ShardedManagedCollisionEmbeddingBa
         return awaitable
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:
-        if (exchange := self._embedding_module.exchange) is None:
+        if self._embedding_module.exchange is None:
             return super().compute_and_output_dist(ctx, input)
-        collection, records = self._managed_collision_collection, self.training
-        with exchange.id_tables.lent() if records and isinstance(exchange.id_tables, MchTables) else nullcontext():
-            ctx.remapped_kjt = collection.compute(ctx, input)
+        collection = self._managed_collision_collection
+        ctx.remapped_kjt = collection.compute(ctx, input)
         ctx.evictions_per_table = collection.evict()
         self._evict(ctx.evictions_per_table)
         pooled = self._embedding_module.compute_and_output_dist(ctx, ctx.remapped_kjt)

@@ -13,8 +13,7 @@ So a step's ids are recorded, then ids are evicted, then the step's ids are mapp
 rows change after the update of the step before. Ids that are sent but never looked up are overwritten in the history.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -195,18 +194,6 @@ class MchTables:
     @torch.no_grad()
     def fill(self, claims: Claims) -> None:
         raise AssertionError("TorchRec's module gives new ids their first rows")
-
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Return a context in which TorchRec's modules record a step; may wait for the device."""
-        taken = [(number, each) for number, each in enumerate(self._maps) if each.is_open]
-        recorded: Sequence[int] = self._recorded.tolist() if taken else []
-        for number, each in taken:
-            each.lend(recorded[number])
-        yield
-        for number, each in taken:
-            each.take_back()
-            self._recorded[number] = each.recorded
 
     def prepare_step(self) -> None:
         if not self._is_new_step or not self._is_training():
