@@ -295,7 +295,7 @@ def _check_cached(*options: str) -> None:
                     shard.mul_(0.5)
         else:
             for trainer, state in zip(trainers, initial, strict=True):
-                trainer.model.load_state_dict(state)
+                trainer.model.load_state_dict(state)  # pyright: ignore[reportArgumentType]
     checkpointer.write(12, extents_to_store(cached.model, cached.optimizer))
     _train(resumed, 12, 14, streams[2])  # then overwritten
     resumed.pipeline.reset()
