@@ -235,7 +235,7 @@ A, AB = "labels: {a: {}}", "labels: {a: {}}\ncategorical: {b: {rows: 2%s}}"
         (f"{A}\ncategorical: {{a: {{rows: 2}}}}", "a: a column with two uses"),
         (AB % "" + "\ncolumns: [a, b, b]", "columns: b is twice; name every column"),
         (AB % "" + "\ncolumns: [a, c]", "columns: b is missing; name every"),
-        (AB % ", list: ''", "b.list:  is not true or false or the text between"),
+        (AB % ", list: ''", "b.list: '' is not true or false or the text between"),
         (AB % "" + "\ndelimiter: ab", "delimiter: ab is not one ASCII character"),
         ("labels: a", "labels: 'a' must be sections by name"),
         ("- 1", "must be a section of keys"),
