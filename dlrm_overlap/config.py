@@ -480,7 +480,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses GPUs if there are any"""
     batch_size: PositiveInt = 512
-    """samples per rank and step"""
+    """samples per rank and step; as an option, it replaces a file's global_batch_size"""
     global_batch_size: PositiveInt | None = None
     """samples of all ranks per step; overrides batch_size, must be divisible by the number of ranks"""
     steps: PositiveInt | None = None

@@ -28,6 +28,8 @@ _CONFIGS = Path(__file__).parents[1] / "configs"
 _MAX_SHOWN = 200  # characters of a value
 # Raised by PyYAML if a text is not YAML, or a tag's value is wrong, as in `!!int ''`.
 NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
+# Key of a file that an option replaces: the other way to give the samples of a step.
+_REPLACED_BY = {"train.global_batch_size": "train.batch_size"}
 _WORDS = {
     int: "a whole number",
     float: "a number",
@@ -356,5 +358,6 @@ def parse_config(
     values = read_tree(defaults, config, "defaults") if defaults else {}
     for file in options.config:
         values |= _read_file(find_config(file), config)
-    values |= {key.name: vars(options).pop(key.name) for key in keys if key.name in vars(options)}
+    given = {key.name: vars(options).pop(key.name) for key in keys if key.name in vars(options)}
+    values = {key: value for key, value in values.items() if _REPLACED_BY.get(key) not in given} | given
     return config(**_changes(config, values)), options

@@ -117,6 +117,21 @@ def test_options_override_the_file(tmp_path: Path) -> None:
     assert (config.data.tables.multi_hot, config.data.tables.max_rows) == ([1, "0..3"], 3)
 
 
+@pytest.mark.parametrize(
+    ("options", "samples"),
+    [
+        ([], 16),
+        (["--train.batch_size", "8"], 8),
+        (["--train.batch_size", "8", "--train.global_batch_size", "64"], 32),
+        (["--train.global_batch_size", "null"], 512),
+    ],
+)
+def test_the_batch_size_of_an_option_counts(tmp_path: Path, options: list[str], samples: int) -> None:
+    (tmp_path / "config.yaml").write_text("{train: {global_batch_size: 32, steps: 1}, data: {tables: {rows: [5]}}}\n")
+    config = configuration("--config", str(tmp_path / "config.yaml"), *options)
+    assert config.train.samples_per_rank(2) == samples
+
+
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_committed_configurations_are_valid(path: Path) -> None:
     config = configuration("--config", str(path))
