@@ -4,6 +4,7 @@
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ def run(kind: str, ranks: Ranks) -> int:
     trainer = ranks.trainer(config)
     evaluate, evaluations_s = trainer.evaluate, list[float]()
 
-    def timed_evaluate() -> dict[str, float]:
+    def timed_evaluate(ends: Callable[[], bool]) -> dict[str, float]:
         began = time.perf_counter()
-        values = evaluate()
+        values = evaluate(ends)
         evaluations_s.append(time.perf_counter() - began)
         return values
 
