@@ -199,15 +199,14 @@ class CapacityTracker:
             if len(batch.ids) > 1:
                 part = part[:, first : first + features]
             first += features
-            if not ids.stride():
-                part.copy_(reference.count_bags(lengths))
-                part[2] = 0
-            elif lengths.is_cuda:
+            if lengths.is_cuda and ids.stride():
                 from dlrm_overlap.kernels.count_bags import count_bags  # needs Triton
 
                 count_bags(lengths.contiguous(), part)
             else:
                 part.copy_(reference.count_bags(lengths))
+            if not ids.stride():
+                part[2] = 0
         return Description(sizes.numbers, on_gpu)
 
     def sizes_buffer(self, pinned: bool) -> SizesBuffer:

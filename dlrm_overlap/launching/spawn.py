@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LAUNCHER_PID, LOOPBACK, NPROC_MARKER, free_port
@@ -35,10 +36,16 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     """
     _refuse_nesting(os.environ)
     caught: list[int] = []
+
+    def catch(number: int, _: FrameType | None) -> None:
+        # A terminal that is closed may send SIGHUP twice, by its shell and by the kernel.
+        if number != signal.SIGHUP or number not in caught:
+            caught.append(number)
+
     previous = {number: signal.getsignal(number) for number in _FORWARDED}
     for number, handler in previous.items():
         if handler is not signal.SIG_IGN:  # ignored under nohup and in background jobs of scripts
-            signal.signal(number, lambda number, frame: caught.append(number))
+            signal.signal(number, catch)
     port = free_port()
     workers: list[subprocess.Popen[bytes]] = []
     try:
@@ -72,8 +79,7 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> 
             return code if code > 0 else 128 - code
         if None not in codes:
             return next((code for code in (UNSAVED, SAVED) if code in codes), 0)
-        # A terminal that is closed may send SIGHUP twice, by its shell and by the kernel.
-        if len(caught) - max(0, caught.count(signal.SIGHUP) - 1) > 1:
+        if len(caught) > 1:
             if signal.SIGINT in caught:  # same message as without --nproc
                 say(f"dlrm-overlap: {ENDED_AT_ONCE}")
             return 128 + caught[0]

@@ -156,21 +156,20 @@ class StepRunner:
     ) -> dict[str, float]:
         samples = self.held_out_data.num_samples
         logits, labels = [], []
-        taken, is_ended = 0, False
         self.model.eval()
         self.pipeline.reset()
         with self.loader(self.held_out_data, 0, steps, workers=0 if steps == 1 else None) as loader:
             batches = iter(loader)
-            while taken < steps and not is_ended:
+            while len(logits) < steps:
                 self.progress.tick()
                 _, batch_logits, batch_labels = self.pipeline.progress(batches)
                 logits.append(batch_logits)
                 labels.append(batch_labels)
-                taken += 1
-                is_ended = taken % self.config.log.every == 0 and ends()
+                if len(logits) % self.config.log.every == 0 and ends():
+                    break
         self.model.train()
-        self._subtract_forwards(taken)
-        if taken < steps:
+        self._subtract_forwards(len(logits))
+        if len(logits) < steps:
             self.pipeline.reset()
             raise EvaluationEndedError
         gathered = gather_predictions(torch.cat(logits), torch.cat(labels), self.samples_per_rank)
