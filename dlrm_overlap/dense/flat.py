@@ -169,8 +169,10 @@ class FlatParameters:
     def adopt_weights(self) -> bool:
         """Copy weights that are not views to the flat tensor and the shadow, and restore the views.
 
-        Such are weights to which the program has given other memory, as `parameter.data = ..` does. Returns whether
-        there were any.
+        A weight is not a view if the program has given it other memory, as `parameter.data = ..` does.
+
+        Returns:
+            Whether there was such a weight.
 
         Raises:
             InputError: if a weight has another shape, dtype or device than before.

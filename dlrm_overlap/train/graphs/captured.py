@@ -163,9 +163,9 @@ class GraphPair:
             assert not self._in_other_windows(buffer_index), "a replay would use another window than its peers"
 
     def are_in_step(self, buffer_index: int) -> bool:
-        """Return whether the captured step with this index would compute the next epochs, if there is one.
+        """Return whether the captured step with this index, if there is one, goes on from the current epochs.
 
-        It would not after `set_arguments` if a forward, which the program may call itself, has taken epochs since.
+        It does not if the program has called a forward, which takes epochs, since `set_arguments`.
         """
         captured = self._captured(buffer_index)
         return captured is None or captured.arguments == [

@@ -151,7 +151,7 @@ class DenseStep:
         The backward adds to gradients that an optimizer of `update_after` keeps, as in TorchRec's pipelines.
 
         Raises:
-            InputError: if an optimizer whose `step` is not called has got hooks or another `step`.
+            InputError: if an optimizer whose `step` is not called now has hooks, or its `step` was replaced.
         """
         for each in self._uncalled:
             if (reason := _why_called(each)) is not None:
@@ -276,7 +276,7 @@ def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> 
 
 
 def _why_called(optimizer: Any) -> str | None:
-    """Return why `optimizer.step` must be called, whatever the optimizer's type: None if it is as the type has it."""
+    """Return why `optimizer.step` must be called: it has hooks, or was replaced; None if neither holds."""
     name = type(optimizer).__name__
     if getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(optimizer, "_optimizer_step_post_hooks", None):
         return f"{name} has hooks of its steps"
