@@ -78,7 +78,10 @@ def check_follows(path: Path, delta: DeltaManifest, model: Manifest, state: dict
     `state` has the fields of `DeltaManifest.base`.
     """
     if differing := differences(delta, model.shape):
-        raise InputError(f"delta: {path} is of another model: it has {differing.replace('this run', 'the base')}")
+        raise InputError(
+            f"delta: {path} is of another model: it has {differing.replace('this run', 'the base')}; give the deltas of "
+            f"the run that the base is from"
+        )
     if delta.follows(state):
         return
     base = delta.base["step"]
