@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.ranks import Ranks
@@ -102,6 +103,20 @@ def test_checks_of_two_ranks_run_on_pairs_and_the_rest_on_all(tmp_path_factory: 
     report = schedule.report(slowest=2)
     assert report[0].startswith("4 of 4 checks ran in ")
     assert "the 2 slowest:" in report
+
+
+def test_two_ranks_with_gpus_share_them_with_other_sets(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    schedule = Schedule(CHECKS, 2, 1, lambda: tmp_path_factory.mktemp("set"), 0.0)
+    monkeypatch.undo()
+    schedule.close()
+    assert [[lane.name for lane in lanes] for lanes in schedule.phases] == [
+        ["all ranks (set 0)", "all ranks (set 1)"],
+        [],
+        [],
+    ]
 
 
 def test_what_did_not_run_in_time_is_named(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ TRITON = "3.8.0"
 _SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 _RULES = "backward.optimizers"  # device functions that `_update_rows` takes as a constant
 _TARGETS_OF = {"gemm.tiles.tile_product": ("sm_90", "sm_100")}
+_QUICK = ("sm_90", "gfx942")  # one of NVIDIA's, one of AMD's
 _KEY = ("kernel", "constants", "types")
 _HEADER = (*_KEY, "launched by", *TARGETS)
 Row = dict[str, str]
@@ -47,16 +48,18 @@ def targets_of(specialisation: Specialisation) -> Sequence[str]:
 def tasks_of(found: dict[str, Launched], quick: bool = False) -> list[tuple[str, str]]:
     """Return which of `found` to compile, and for which target.
 
-    If `quick`, one specialisation of each kernel for all targets, and all that the steps `REQUIRED` launch for sm_90.
+    If `quick`, one specialisation of each kernel for the targets `_QUICK`, and for the first of these all that the
+    steps `REQUIRED` launch.
     """
     tasks = [(text, target) for text, each in found.items() for target in targets_of(each.specialisation)]
     if not quick:
         return tasks
     required = {text for text, each in found.items() if set(each.steps) & set(REQUIRED)}
     one_of = {found[text].specialisation.name: text for text in sorted(found, key=lambda text: text in required)}
-    return [
-        (text, target) for text, target in tasks if text in one_of.values() or (text in required and target == "sm_90")
-    ]
+    wanted = {(text, target) for text in one_of.values() for target in _QUICK} | {
+        (text, _QUICK[0]) for text in required
+    }
+    return [task for task in tasks if task in wanted]
 
 
 _END_OF_PARAMETERS = re.compile(r"\):.*\n")

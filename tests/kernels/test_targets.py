@@ -20,7 +20,7 @@ from tests.kernels.test_launches import _kernel
 pytestmark = interpreted
 
 
-def test_kernels_compile_for_every_target_and_need_what_the_table_says() -> None:
+def test_kernels_compile_and_need_what_the_table_says() -> None:
     run_without_interpreter("tests.kernels.resources", "--quick")
 
 

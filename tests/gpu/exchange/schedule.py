@@ -17,7 +17,7 @@ from tests.gpu.exchange.ranks import Ranks
 from tests.gpu.exchange.room import why_all, why_exclusive
 
 PAIR = 2
-_SETS_OF_PAIRS, _SETS_OF_ALL = 2, 3  # sets of ranks on each GPU at the same time
+_SETS, _SETS_OF_PAIRS = 5, 2  # sets of ranks on each GPU at the same time, and how many of them are pairs
 
 
 class Result(NamedTuple):
@@ -38,9 +38,9 @@ class Lane:
 class Schedule:
     """Runs checks in the background, as many at the same time as they allow.
 
-    Four or more ranks with a GPU each are divided into pairs. First, several sets of ranks share each GPU: pairs, and
-    sets of all ranks. Then checks that need GPUs for themselves run on pairs, and then on all ranks. With fewer ranks
-    or GPUs, all checks run on all ranks, one after another.
+    If ranks have a GPU each, several sets of ranks share each GPU first: sets of all ranks and, of four or more ranks,
+    pairs. Then checks that need GPUs for themselves run on pairs, and then on all ranks. Ranks that share a GPU, or
+    have none and are fewer than four, run all checks one after another.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Schedule:
         self._left, self._lock, self._make_folder = left, threading.Lock(), make_folder
         self._began, self._stopped = time.monotonic(), False
         self._deadline = self._began + budget_s
-        self._phases = self._plan(world_size, world_size // PAIR if world_size >= 2 * PAIR else 0)
+        self.phases = self._plan(world_size, world_size // PAIR if world_size >= 2 * PAIR else 0)
         self._note_left()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -75,18 +75,20 @@ class Schedule:
     def _plan(self, world_size: int, pairs: int) -> list[list[Lane]]:
         """Return the lanes that run at the same time, for each phase."""
         names = sorted(self.checks, key=lambda name: self.checks[name].alone)
-        if not pairs or self.ranks_per_gpu > 1:
+        on_gpus = torch.cuda.is_available()
+        if self.ranks_per_gpu > 1 or not (pairs or on_gpus):
             return [self._lanes({"all ranks": self._ranks(world_size, (), names)}, names)]
         shared = [name for name in names if not self.checks[name].alone and not why_exclusive(name)]
-        on_pairs, on_all = _divided(shared)
-        later_on_pairs, later_on_all = _divided([name for name in names if name not in shared])
-        sets = (_SETS_OF_PAIRS, _SETS_OF_ALL) if torch.cuda.is_available() else (1, 1)
+        on_pairs, on_all = _divided(shared, pairs)
+        later_on_pairs, later_on_all = _divided([name for name in names if name not in shared], pairs)
+        sets_of_pairs = (_SETS_OF_PAIRS if on_gpus else 1) if pairs else 0
+        sets_of_all = _SETS - sets_of_pairs if on_gpus else 1
         of_pairs, of_all = dict[str, Ranks](), dict[str, Ranks]()
-        for number in range(sets[0]):
+        for number in range(sets_of_pairs):
             for first in range(0, PAIR * pairs, PAIR):
                 name = f"ranks {first}, {first + 1} (set {number})"
                 of_pairs[name] = self._ranks(PAIR, range(first, first + PAIR), () if number else later_on_pairs, pairs)
-        for number in range(sets[1]):
+        for number in range(sets_of_all):
             of_all[f"all ranks (set {number})"] = self._ranks(world_size, (), () if number else later_on_all)
         first_of_pairs, first_of_all = dict(list(of_pairs.items())[:pairs]), dict(list(of_all.items())[:1])
         return [
@@ -113,13 +115,13 @@ class Schedule:
             return self._make_folder()
 
     def _run(self) -> None:
-        for number, phase in enumerate(self._phases):
+        for number, phase in enumerate(self.phases):
             lanes = [threading.Thread(target=self._run_lane, args=[lane], daemon=True) for lane in phase]
             for lane in lanes:
                 lane.start()
             for lane in lanes:
                 lane.join()
-            needed = [lane.ranks for later in self._phases[number + 1 :] for lane in later]
+            needed = [lane.ranks for later in self.phases[number + 1 :] for lane in later]
             for lane in phase:
                 if lane.ranks not in needed:
                     lane.ranks.close()
@@ -166,12 +168,13 @@ class Schedule:
     def close(self) -> None:
         """End all ranks; checks that have not begun do not run."""
         self._stopped = True
-        for phase in self._phases:
+        for phase in self.phases:
             for lane in phase:
                 lane.ranks.close()
         self._thread.join(10.0)
 
 
-def _divided(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the checks for which two ranks are enough, and those that need all."""
-    return [name for name in names if not why_all(name)], [name for name in names if why_all(name)]
+def _divided(names: Sequence[str], pairs: int) -> tuple[list[str], list[str]]:
+    """Return the checks that run on pairs, since two ranks are enough, and those that run on all ranks."""
+    on_pairs = [name for name in names if pairs and not why_all(name)]
+    return on_pairs, [name for name in names if name not in on_pairs]
