@@ -520,7 +520,7 @@ def _accumulated(pipeline: Any, optimizer: Any, model: nn.Module) -> Any:
     return Wrapper(pipeline, optimizer, model, GradientAccumulationConfig(True, 2))
 
 
-def _with_forwards(pipeline: Any, _: Any, model: nn.Module) -> Any:
+def _with_forwards(pipeline: Any, _: Any, model: Any) -> Any:
     """Call the model between steps: between both captures, and before replays, by odd and even numbers of calls."""
     progress, steps, calls = pipeline.progress, count(), {4: 1, 6: 1, 7: 2}
 
@@ -528,7 +528,7 @@ def _with_forwards(pipeline: Any, _: Any, model: nn.Module) -> Any:
         for _ in range(calls.get(next(steps), 0)):
             called = model if isinstance(pipeline, GraphTrainPipeline) else pipeline.detach()
             with torch.no_grad():
-                called(next(_batches(Program(ChangedIds), 2)))
+                called(next(_batches(Program(ChangedIds), 2)).to(model.device))
         return progress(batches)
 
     pipeline.progress = call_and_progress

@@ -188,6 +188,10 @@ class Push(WindowBackward):
             runs = [rows.sort(inputs[rows.input], samples) for rows in self._input_rows()]
         if stream is not self._update_stream:
             self._update_stream.wait_stream(stream)
+            # Streams are of PyTorch's pool of 32 of each priority, so this one may also be the main stream, which would
+            # reuse the memory of the runs before they are read.
+            for tensor in (tensor for prepared in runs if prepared is not None for tensor in prepared[:-1]):
+                tensor.record_stream(self._update_stream)
         return runs
 
     def _sorted(self, pending: PendingBackward) -> list[PreparedRuns | None]:
