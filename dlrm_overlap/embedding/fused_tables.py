@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows
+from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows, in_aligned_memory
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.steps import UpdateRule
 from dlrm_overlap.embedding.tables import LocalTables, rule_of
@@ -123,9 +123,7 @@ class TableUpdate:
             tensor.record_stream(stream)
         if rule.arguments.gradient_clipping:
             gradient = gradient.clamp(-rule.arguments.max_gradient, rule.arguments.max_gradient)
-        gradient = gradient.contiguous()
-        if gradient.data_ptr() % 16:
-            gradient = gradient.clone()
+        gradient = in_aligned_memory(gradient)
         self._rules.follow([rule], step)
         on_device = Rule(self._rules.numbers(0), self._clock, step, self._seed)
         for rows in self._rows().ranges:

@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.order import uncompiled
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
+from dlrm_overlap.embedding.backends.rows import in_aligned_memory
 from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, SlotBlocks
 from dlrm_overlap.embedding.exchange import Exchange, poison_on_error
 from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
@@ -179,5 +180,5 @@ class ExpandRows(torch.autograd.Function):
         if sender.sums is None:
             sums = reference.sum_rows(gradient, distinct.slots, rows)
         else:
-            sums = sender.sums(gradient.contiguous(), distinct.runs, rows)
+            sums = sender.sums(in_aligned_memory(gradient), distinct.runs, rows)
         return sums.view(ctx.shape).to(ctx.dtype), None, None
