@@ -15,12 +15,13 @@ from torch.autograd.function import once_differentiable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows, in_aligned_memory
+from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.steps import UpdateRule
 from dlrm_overlap.embedding.tables import LocalTables, rule_of
 from dlrm_overlap.kernels.backward.optimizers import Rule
 from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
+from dlrm_overlap.kernels.compiled import in_aligned_memory
 from dlrm_overlap.torchrec_private import (
     EmbeddingLocation,
     PoolingMode,

@@ -17,7 +17,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.order import uncompiled
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
-from dlrm_overlap.embedding.backends.rows import in_aligned_memory
 from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, SlotBlocks
 from dlrm_overlap.embedding.exchange import Exchange, poison_on_error
 from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
@@ -28,6 +27,7 @@ from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.backward.sum_rows import RowSums
+from dlrm_overlap.kernels.compiled import in_aligned_memory
 from dlrm_overlap.kernels.forward.expand_rows import expand_rows
 
 

@@ -190,12 +190,6 @@ def in_readable_rows(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.clone(memory_format=torch.contiguous_format)
 
 
-def in_aligned_memory(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient that is contiguous from a multiple of 16 bytes on; a copy only if needed."""
-    gradient = gradient.contiguous()
-    return gradient if gradient.data_ptr() % 16 == 0 else gradient.clone()
-
-
 class DeviceRules:
     """The parameters of each fused lookup's optimizer in device memory, see `Rule`.
 
