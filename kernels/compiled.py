@@ -128,6 +128,12 @@ class CompiledKernel:
         )
 
 
+def in_aligned_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is contiguous from a multiple of 16 bytes on; a copy only if needed."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 def _with_constant_fields(value: Any) -> Any:
     return value._make(map(tl.constexpr, value)) if hasattr(value, "_fields") else value
 

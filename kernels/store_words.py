@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
+from dlrm_overlap.kernels.compiled import INTERPRETED, in_aligned_memory, specialised
 from dlrm_overlap.kernels.ids import id_map
 from dlrm_overlap.kernels.ids.probing import mix
 
@@ -37,6 +37,6 @@ def store_words(ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor, mixes:
         for window, words in zip((low, high), reference.split_words(wide), strict=True):
             window.copy_(words)
         return
-    ids = ids.contiguous()
+    ids = in_aligned_memory(ids)
     kernel = specialised(_store_words, num_warps=_NUM_WARPS, MIX=mixes, BLOCK=_BLOCK)
     kernel(-(-ids.numel() // _BLOCK), (ids.dtype,), ids, low, high, ids.numel())

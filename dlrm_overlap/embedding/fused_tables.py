@@ -21,6 +21,7 @@ from dlrm_overlap.embedding.steps import UpdateRule
 from dlrm_overlap.embedding.tables import LocalTables, rule_of
 from dlrm_overlap.kernels.backward.optimizers import Rule
 from dlrm_overlap.kernels.backward.row_runs import PreparedRuns
+from dlrm_overlap.kernels.compiled import in_aligned_memory
 from dlrm_overlap.torchrec_private import (
     EmbeddingLocation,
     PoolingMode,
@@ -123,9 +124,7 @@ class TableUpdate:
             tensor.record_stream(stream)
         if rule.arguments.gradient_clipping:
             gradient = gradient.clamp(-rule.arguments.max_gradient, rule.arguments.max_gradient)
-        gradient = gradient.contiguous()
-        if gradient.data_ptr() % 16:
-            gradient = gradient.clone()
+        gradient = in_aligned_memory(gradient)
         self._rules.follow([rule], step)
         on_device = Rule(self._rules.numbers(0), self._clock, step, self._seed)
         for rows in self._rows().ranges:

@@ -27,6 +27,7 @@ from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.backward.sum_rows import RowSums
+from dlrm_overlap.kernels.compiled import in_aligned_memory
 from dlrm_overlap.kernels.forward.expand_rows import expand_rows
 
 
@@ -179,5 +180,5 @@ class ExpandRows(torch.autograd.Function):
         if sender.sums is None:
             sums = reference.sum_rows(gradient, distinct.slots, rows)
         else:
-            sums = sender.sums(gradient.contiguous(), distinct.runs, rows)
+            sums = sender.sums(in_aligned_memory(gradient), distinct.runs, rows)
         return sums.view(ctx.shape).to(ctx.dtype), None, None

@@ -43,7 +43,8 @@ class RowSums:
     def __call__(self, gradient: torch.Tensor, runs: Runs, rows: int, chunk_ids: int = CHUNK_IDS) -> torch.Tensor:
         """Return the sums [rows, D] float32, zeros where a row has no gradient.
 
-        `gradient` [n, D] is float32, bfloat16 or float16, contiguous; `runs`, its order, is overwritten.
+        `gradient` [n, D] is float32, bfloat16 or float16, contiguous from a multiple of 16 bytes on; `runs`, its order,
+        is overwritten.
         """
         assert gradient.is_contiguous()
         sums = torch.zeros(rows, self._dim, device=gradient.device)

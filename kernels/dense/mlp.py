@@ -32,7 +32,7 @@ def _dot(left, right, INTERPRETED: tl.constexpr):
 def _activate(z, GELU: tl.constexpr):
     if GELU:
         return 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
-    return tl.maximum(z, 0.0)
+    return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -105,9 +105,10 @@ def shard(
     backend: str = "pgas",
     cached: Mapping[str, float] = MappingProxyType({}),
     optimizer: EmbOptimType = EmbOptimType.EXACT_SGD,
+    **fused: Any,
 ) -> DistributedModelParallel:
     """Shard a model; `cached` has the tables in host memory, and which shares of their rows have slots."""
-    fused = {"optimizer": optimizer, "learning_rate": LR}
+    fused |= {"optimizer": optimizer, "learning_rate": LR}
     return shard_by(OverlapManagedCollisionEmbeddingBagCollectionSharder(fused, backend=backend), model, cached)
 
 

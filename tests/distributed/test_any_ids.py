@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -30,6 +31,11 @@ from tests.distributed.any_ids import batch_of, draw, expected_losses, own_modul
 from tests.distributed.workers import cases_on_ranks, logged_messages
 
 STEPS, ROWS = 6, 512
+DECAY = {
+    "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "weight_decay": 0.1,
+    "weight_decay_mode": WeightDecayMode.DECOUPLE,
+}
 
 
 def _check_losses(pipeline: str, make_module: Any, backend: str = "pgas") -> None:
@@ -101,10 +107,10 @@ def _check_loads_between_steps() -> None:
     any_ids.check_loads_between_steps(lambda: shard(any_ids.Model(64, zch_module)), batches)
 
 
-def _check_full() -> None:
+def _check_full(**fused: Any) -> None:
     """Where every slot is in use, ids are served by the reserved row, which is not trained, and counted."""
     rank, rows = dist.get_rank(), 128 * dist.get_world_size()
-    sharded = shard(any_ids.Model(rows, partial(own_module, eviction="none")))
+    sharded = shard(any_ids.Model(rows, partial(own_module, eviction="none")), **fused)
     before = _reserved(sharded)
     ids = [[[[1000 * step + 100 * sample + k for k in range(50)] for sample in range(6)]] * 2 for step in range(2)]
     found = any_ids.train(sharded, [batch_of(each) for each in ids])
@@ -244,6 +250,7 @@ CASES |= {
     **{f"{name} after loading": partial(_check_training_after_loading, name) for name in ("none", "graph")},
     "loads between steps": _check_loads_between_steps,
     "full": _check_full,
+    "full, with weight decay": partial(_check_full, **DECAY),
     "evaluation": _check_evaluation,
 }
 

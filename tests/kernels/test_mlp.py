@@ -48,6 +48,19 @@ def test_the_kernels_agree_with_their_twins(shape: MLPShape, of_input: bool) -> 
         assert_near(each, wanted, 1e-5, name)
 
 
+@interpreted
+@pytest.mark.parametrize("gelu", [False, True])
+def test_nan_is_not_hidden_by_an_activation(gelu: bool) -> None:
+    """Else the loss would not show that training has diverged."""
+    shape = MLPShape((5, 8, 3), gelu, ends_linear=False)
+    weights, biases = [_random(8, 5), _random(3, 8)], [_random(8), _random(3)]
+    x, z, out = _random(SAMPLES, 5), torch.empty(SAMPLES, shape.activated), torch.empty(SAMPLES, 3)
+    x[1, 2] = torch.nan
+    mlp.mlp(x, weights, biases, shape, z, out)
+    assert out.isnan().all(1).nonzero().flatten().tolist() == [1]
+    assert out.isnan().any(1).sum() == 1
+
+
 @every_shape
 @pytest.mark.parametrize("of_input", [True, False])
 def test_the_function_has_autograds_gradients(shape: MLPShape, of_input: bool) -> None:

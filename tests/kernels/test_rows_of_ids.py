@@ -1,6 +1,10 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from dlrm_overlap.embedding.unpooled import ExpandRows
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.backward.sum_rows import RowSums, Runs
 from dlrm_overlap.kernels.forward.expand_rows import expand_rows
@@ -43,3 +47,16 @@ def test_gradients_are_summed_by_row(counts: list[int], dtype: torch.dtype) -> N
     sums = RowSums(12, gradient.device)(gradient, runs, rows, chunk_ids=16)
     assert_same(sums, reference.sum_rows(gradient, slots, rows), "sums")
     assert not sums.isnan().any()
+
+
+def test_a_gradient_may_begin_anywhere_in_its_memory() -> None:
+    """As that of rows before which a model puts other numbers: their gradients are views of one tensor."""
+    exchange = SimpleNamespace(expanded_dtype=torch.float32, clipped=lambda gradient: gradient)
+    sender: Any = SimpleNamespace(dim=4, exchange=exchange, sums=RowSums(4, torch.device("cpu")))
+    runs = Runs(*(torch.tensor(each).int() for each in ([0, 1, 0], [0, 1, 3, 0], [2], [1, 0, 2])))
+    distinct: Any = SimpleNamespace(slots=torch.tensor([1, 0, 1]).int(), runs=runs)
+    slots = torch.arange(8.0).view(1, 8).requires_grad_()
+    expanded: Any = ExpandRows.apply(slots, sender, distinct)
+    torch.cat([torch.ones(1), expanded.flatten()]).backward(torch.arange(13.0))
+    assert slots.grad is not None
+    assert_same(slots.grad, torch.tensor([[5.0, 6, 7, 8, 1 + 9, 2 + 10, 3 + 11, 4 + 12]]), "gradient")

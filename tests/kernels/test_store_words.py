@@ -23,3 +23,11 @@ def test_words_are_those_of_the_ids(count: int, dtype: torch.dtype, mixes: bool)
     assert torch.equal(joined_words(low, high), mix(ids.long()) if mixes else ids.long())
     rest = torch.cat([window[count:room], window[room + count :]])
     assert torch.equal(rest, torch.full_like(rest, -7))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_may_begin_anywhere_in_their_memory(dtype: torch.dtype) -> None:
+    """As those of some features of a batch: they are views of the ids of all features."""
+    ids, low, high = torch.arange(-3, 6, dtype=dtype)[1:], *torch.empty(2, 8, dtype=torch.int32)
+    store_words(ids, low, high)
+    assert torch.equal(joined_words(low, high), ids.long())

@@ -245,10 +245,19 @@ class CpuPush(WindowBackward):
         gradients: Mapping[FeatureShard, torch.Tensor],
         scale: float,
     ) -> None:
-        """Update rows that decay by FBGEMM, which on a CPU reads the decay only for some tables."""
+        """Update rows that decay by FBGEMM, which on a CPU reads the decay only for some tables; not reserved rows."""
         # Float32 before the concatenation, since autocast cannot concatenate tensors of the other half type.
         gradient = torch.cat([gradients[shard].float() for shard in lookup.shards], dim=1).mul_(scale)
+        reserved = [(shard, rows) for shard in lookup.shards if (rows := self.tables.reserved_rows(shard)) is not None]
+        kept = [
+            (tensor, at, tensor[at])
+            for shard, rows in reserved
+            for tensor in (self.tables.weight(shard), *self.tables.states(shard))
+            for at in [rows.among(len(tensor))]
+        ]
         FbgemmUpdate(self.tables.lookups[lookup.number]).apply(gradient, bags_of(lookup, step.inputs), rule)
+        for tensor, at, before in kept:
+            tensor[at] = before
 
     def skip(self) -> None:
         if self._unfinished is not None:
