@@ -60,7 +60,7 @@ class Saves(BackgroundWrites[Manifest | None]):
     ) -> None:
         """`check` raises errors that kernels have recorded. `held_out_loss` evaluates one batch, as a collective."""
         self.step = 0
-        """last step whose state was saved or loaded"""
+        """last step whose state was saved, or loaded from the checkpoint that a later run would resume from"""
         self.written: Future[Manifest | None] | None = None
         """on rank 0, the manifest of the checkpoint that `save` has written last, or that a thread is writing"""
         self._config, self._checkpointer = config, checkpointer

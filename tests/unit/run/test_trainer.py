@@ -20,6 +20,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from dlrm_overlap.checkpoint.manifest import newest_checkpoint
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.cli import main
 from dlrm_overlap.data.loader import open_datasets
@@ -175,6 +176,23 @@ def test_a_run_that_is_asked_to_end_while_it_evaluates_saves_and_evaluates_anew_
         found.append([read_metrics(tmp_path / name, key) for key in ("train/loss", "eval/loss")])
     assert list(found[0][1]) == [3, 6][step // 6 :]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["run", "other"])
+def test_a_run_that_went_back_and_is_asked_to_end_before_its_first_step_saves_what_it_resumed_from(
+    tmp_path: Path, name: str
+) -> None:
+    """In its own folder a later checkpoint is the newest, and another folder has none yet."""
+    options = ["--checkpoint.every", "3", "--checkpoint.keep", "9", "--train.steps", "9"]
+    _fit(tmp_path, *options)  # no evaluation after step 3
+    back = ["--checkpoint.resume", str(tmp_path / "run/checkpoints/step_3"), "--log.name", name]
+    trainer = _trainer(tmp_path, *options, *back, "--train.eval_every", "3", "--log.every", "1")
+    trainer._end.asked = True
+    with pytest.raises(PreemptedError, match=r"step 3 is saved, and the same command without checkpoint\.resume"):
+        trainer.fit()
+    newest = newest_checkpoint(tmp_path / name / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step_3"
 
 
 def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
