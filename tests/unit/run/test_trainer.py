@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     CounterWeightDecayMode,
     WeightDecayMode,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from dlrm_overlap.checkpoint.manifest import newest_checkpoint
@@ -273,6 +275,32 @@ def test_a_run_resumes_after_the_disk_was_full_while_it_logged(
     with file_limit(size + 50):  # room for the configuration and the summary, and for a few lines
         assert _fit(tmp_path / "full", "--train.steps", "6", "--checkpoint.last", "false")["steps"] == 6
     assert "cannot be logged (" in caplog.text
+
+
+def test_what_is_logged_after_the_disk_was_full_is_in_both_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = _trainer(tmp_path, "--train.steps", "6", "--log.tensorboard", "true")
+    take = trainer.step
+
+    def and_fill(batches: Any) -> torch.Tensor:
+        if trainer.progress.step == 2:
+            full.enter_context(file_limit((tmp_path / "run" / "metrics.jsonl").stat().st_size + 600))
+        elif trainer.progress.step == 4:
+            full.close()
+        return take(batches)
+
+    trainer.step = and_fill
+    with ExitStack() as full:
+        trainer.fit()
+    found = EventAccumulator(str(tmp_path / "run"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 4, 5, 6]
+    assert set(read_metrics(tmp_path / "run", "train/loss")) >= {1, 4, 5, 6}
+    assert [text.partition(" (")[0] for text in caplog.messages if "cannot be logged" in text] == [
+        f"step {step} cannot be logged" for step in (2, 3)
+    ]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
