@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dlrm_overlap.checkpoint.manifest import HELD_OUT, MANIFEST, Manifest, write_manifest
 from dlrm_overlap.cli import main
@@ -62,10 +63,18 @@ CUTS = {  # plan of two ranks -> its keys
 }
 
 
+SAVES = ["--train.steps", "2", "--checkpoint.every", "1"]
+
+
 def _train_two_ranks(folder: Path) -> None:
     for name, keys in CUTS.items():
         options = ["--train.batch_size", "64", "--train.steps", "4", "--data.eval_samples", "64", *keys]
         train(quickstart(folder, name, *options, "--checkpoint.last", "true"))
+
+    # A checkpoint is saved after rank 0 has looked for the newest one, and before rank 1 looks.
+    kept = quickstart(folder, "evaluated", "--train.batch_size", "64", "--data.eval_samples", "64", *SAVES)
+    saved = train(kept) / "checkpoints"
+    assert evaluate(ranks_here(kept), saved / ("step_2" if dist.get_rank() else "step_1"))["step"] == 1
 
 
 two_ranks = ran_on_ranks(2, _train_two_ranks)
