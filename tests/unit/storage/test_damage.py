@@ -432,6 +432,24 @@ def test_checked_pieces_read_as_a_file_does(tmp_path: Path, small_pieces: None) 
                 assert checked.tell() == max(position, plain.tell())
 
 
+def test_a_large_file_is_synced_while_it_is_written(
+    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single sync of all could take longer than embedding.wait_timeout_s, in which a rank must move."""
+    sizes, sync = list[int](), os.fsync
+
+    def record(descriptor: int) -> None:
+        sizes.append(os.fstat(descriptor).st_size)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(pieces, "_SYNCED", 250)
+    with ChecksummedFile(tmp_path / "file") as written:
+        for _ in range(5):
+            written.write(b"1" * 200)  # pieces of 170 and 30
+    assert sizes == [370, 770, 1000]
+
+
 def test_pieces_that_were_not_read_are_checked_at_the_end(tmp_path: Path, small_pieces: None) -> None:
     with ChecksummedFile(tmp_path / "file") as written:
         written.write(bytes(500))
