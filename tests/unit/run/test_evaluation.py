@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,6 +62,12 @@ CUTS = {  # plan of two ranks -> its keys
     "columns": ["--embedding.plan", "column_wise"],
     "a table by rows": ["--data.tables.multi_hot", "[40, 0..6, 1, 1, 2, 1, 1, 1]"],
 }
+
+
+def test_each_piece_that_is_loaded_is_a_sign_of_progress(run: Path, stored: Config) -> None:
+    trainer = make_trainer(stored)
+    trainer.evaluate = Mock(side_effect=lambda: {"batch": trainer.progress.batch})
+    assert trainer.evaluate_checkpoint(run / "checkpoints" / "step_4")["batch"] >= len(trainer.model.state_dict())
 
 
 SAVES = ["--train.steps", "2", "--checkpoint.every", "1"]
