@@ -130,12 +130,13 @@ def agree_on(path: Path) -> Manifest:
 
     Raises:
         DamagedError: on all ranks, if it is incomplete.
-        InputError: on all ranks, if they see different checkpoints.
+        InputError: on all ranks, if its format is unknown, or they see different checkpoints.
     """
+    kind: type[InputError] = DamagedError
     try:
         seen = read_complete(path)
     except InputError as error:
-        seen = str(error)
+        seen, kind = str(error), type(error)
     for rank, other in enumerate(everywhere := gathered(seen, world())):
         if other != everywhere[0]:
             raise InputError(
@@ -143,7 +144,7 @@ def agree_on(path: Path) -> Manifest:
                 f"all machines"
             )
     if isinstance(seen, str):
-        raise DamagedError(seen)
+        raise kind(seen)
     if not seen.has_checksums and dist.get_rank() == 0:
         log.warning("checkpoint: %s", without_checksums(path))
     return seen

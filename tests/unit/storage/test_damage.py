@@ -118,6 +118,22 @@ def test_a_run_goes_on_from_the_checkpoint_before_with_one_warning(
         _resume(tmp_path)
 
 
+def test_a_checkpoint_of_a_later_version_is_refused_and_stays(tmp_path: Path) -> None:
+    """As damaged, it would be the first that the next save removes."""
+    _, newest = _save(tmp_path, 2, 4)
+    write_manifest(newest, replace(read_manifest(newest), format=manifest_module.FORMAT + 1))
+    with refuses(rf"{newest / MANIFEST} has format 6, but this version reads 5; use the version that wrote it"):
+        _resume(tmp_path)
+
+
+def test_a_damaged_format_is_no_later_version(tmp_path: Path) -> None:
+    before, newest = _save(tmp_path, 2, 4)
+    text = (newest / MANIFEST).read_text()
+    for digit in "17":  # a bit of "5" has changed
+        (newest / MANIFEST).write_text(text.replace('"format": 5', f'"format": {digit}'))
+        assert _resume(tmp_path) == before
+
+
 def test_a_damaged_checkpoint_is_removed_before_one_that_is_whole(tmp_path: Path) -> None:
     _, _, damaged = _save(tmp_path, 1, 2, 3)
     _flip(damaged / DATA, 9)
