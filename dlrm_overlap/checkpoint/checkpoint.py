@@ -41,12 +41,12 @@ from dlrm_overlap.config import EVAL_FRACTION, Config, InputError, flatten
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.data.encoding import FILES, FOLDER, Encoded
 from dlrm_overlap.dense.tensor_parallel import shards_of
-from dlrm_overlap.launching.files import discard, make_folder, open_file, sync_folder
+from dlrm_overlap.launching.files import discard, make_folder, open_file, sync_folder, temporary_of
 
 log = logging.getLogger("dlrm_overlap")
 
 _COPIED_BYTES = 1 << 24  # at a time
-_SEEN_WITHIN_S = 60.0  # network file systems may show a new folder late
+_SEEN_WITHIN_S = 60.0  # network file systems may show a new file late
 _PARTIAL = ".partial_"  # prefix of a folder that is being written or removed
 _OF_TABLES = ("max_rows", "multi_hot", "zipf_alpha", "ids", "half_life", "drift")  # keys of `data.tables`
 _FREE = ("workers", "prefetch", "eval_window")  # keys of `data` that change no sample
@@ -130,12 +130,13 @@ def agree_on(path: Path) -> Manifest:
 
     Raises:
         DamagedError: on all ranks, if it is incomplete.
-        InputError: on all ranks, if they see different checkpoints.
+        InputError: on all ranks, if its format is unknown, or they see different checkpoints.
     """
+    kind: type[InputError] = DamagedError
     try:
         seen = read_complete(path)
     except InputError as error:
-        seen = str(error)
+        seen, kind = str(error), type(error)
     for rank, other in enumerate(everywhere := gathered(seen, world())):
         if other != everywhere[0]:
             raise InputError(
@@ -143,7 +144,7 @@ def agree_on(path: Path) -> Manifest:
                 f"all machines"
             )
     if isinstance(seen, str):
-        raise DamagedError(seen)
+        raise kind(seen)
     if not seen.has_checksums and dist.get_rank() == 0:
         log.warning("checkpoint: %s", without_checksums(path))
     return seen
@@ -211,17 +212,32 @@ class Checkpointer:
         )
 
     def make_shared_folder(self) -> None:
-        """Make the folder of checkpoints; an InputError on all ranks if some rank does not see it. A collective."""
-        if dist.get_rank() == 0:
+        """Make the folder of checkpoints, in which all ranks must see what rank 0 writes; a collective.
+
+        Raises:
+            InputError: on all ranks, if a rank does not see it, though it may see a folder of this name.
+        """
+
+        @_writing(self.folder)
+        def make() -> str:
             make_folder(self.folder)
-        dist.barrier()
+            probe = temporary_of(self.folder / "probe")
+            probe.touch()
+            return probe.name
+
+        name = on_every_rank(lambda: make() if dist.get_rank() == 0 else "", world())
+        probe = self.folder / gathered(name, world())[0]
         deadline = time.monotonic() + _SEEN_WITHIN_S
-        while not (found := self.folder.is_dir()) and time.monotonic() < deadline:
+        while not (found := probe.exists()) and time.monotonic() < deadline:
             time.sleep(0.5)
-        if missing := [rank for rank, seen in enumerate(gathered(found, world())) if not seen]:
+        missing = [rank for rank, seen in enumerate(gathered(found, world())) if not seen]
+        if dist.get_rank() == 0:
+            probe.unlink(missing_ok=True)
+        if missing:
             raise InputError(
-                f"log.dir: rank {missing[0]} does not see {self.folder}, to which all ranks write checkpoints; put it "
-                f"on a file system shared by all machines, or save none: --checkpoint.last false --checkpoint.every 0"
+                f"log.dir: rank {missing[0]} does not see what rank 0 writes to {self.folder}, to which all ranks "
+                f"write checkpoints; put it on a file system shared by all machines, or save none: --checkpoint.last "
+                f"false --checkpoint.every 0"
             )
 
     def write(

@@ -39,13 +39,14 @@ _COLUMNS = {"_hash_zch_identities": "ids", **{f"_{name}": name for name in ("use
 """name in a state dict -> column of `MapState`"""
 
 
-def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
+def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut], tick: Callable[[], None]) -> None:
     """Load the weights of a checkpoint into `model`, without optimizer states; a collective.
 
-    `cuts` maps each dense parameter that is divided over ranks to its cut. Raises as `load_into` does.
+    `cuts` maps each dense parameter that is divided over ranks to its cut. `tick` is called for each piece. Raises as
+    `load_into` does.
     """
     state = model.state_dict()
-    load_into(model, path, local_extents(state, {"state": {}}, cuts))
+    load_into(model, path, local_extents(state, {"state": {}}, cuts), tick)
     model.load_state_dict(state)
 
 

@@ -98,13 +98,16 @@ def read_manifest_file(path: Path, kind: type[Kind]) -> Kind:
         with open_file(path) as file:
             data = file.read()
         content = json.loads(data)
+        is_sealed = data == _sealed(data.rpartition(_CHECKSUM)[0])
+        if _CHECKSUM in data and not is_sealed:
+            raise ValueError("its checksum differs")
         if (version := content["format"]) not in _FORMATS:
             raise InputError(
                 f"{path} has format {version!s:.80}, but this version reads {FORMAT}; use the version that wrote it"
             )
         if version != _WITHOUT_CHECKSUMS:
-            if data != _sealed(data.rpartition(_CHECKSUM)[0]):
-                raise ValueError("its checksum differs")
+            if not is_sealed:
+                raise ValueError("its checksum is missing")
             del content["checksum"]
         else:
             content["files"] = {name: [[size, ""]] for name, size in content["files"].items()}

@@ -18,6 +18,7 @@ from dlrm_overlap.launching.files import open_file
 
 _LARGE = 1 << 20  # bytes; a larger write becomes a piece
 _END = 1 << 13
+_SYNCED = 1 << 30  # bytes; one sync of more could take longer than `embedding.wait_timeout_s`
 _CHUNK = 1 << 22  # bytes; small enough to be hashed while still in the CPU's cache
 
 
@@ -34,12 +35,15 @@ class Piece(NamedTuple):
 
 
 class ChecksummedFile:
-    """A new file with checksums of its pieces; a context manager, which syncs it to disk unless the block fails."""
+    """A new file with checksums of its pieces; a context manager, which syncs it to disk unless the block fails.
+
+    A large file is also synced while it is written.
+    """
 
     def __init__(self, path: Path) -> None:
         self.pieces: list[Piece] = []
         self._file, self._thread = path.open("wb"), ThreadPoolExecutor(1, "checksum")
-        self._hash, self._begin = xxh3_128(), 0
+        self._hash, self._begin, self._synced = xxh3_128(), 0, 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Append `data`. Large data becomes one piece, which a second thread hashes while this one writes it.
@@ -63,6 +67,8 @@ class ChecksummedFile:
         if size := self.tell() - self._begin:
             self.pieces.append(Piece(size, self._hash.hexdigest()))
             self._hash, self._begin = xxh3_128(), self._begin + size
+            if self._begin - self._synced >= _SYNCED:
+                self._sync()
 
     def tell(self) -> int:
         return self._file.tell()
@@ -81,8 +87,12 @@ class ChecksummedFile:
             self._thread.shutdown()
             self.end_piece()
             if error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                self._sync()
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._synced = self._begin
 
 
 class CheckedFile(io.RawIOBase):

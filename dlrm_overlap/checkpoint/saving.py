@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 
-import psutil
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -27,6 +26,7 @@ from dlrm_overlap.checkpoint.manifest import Manifest
 from dlrm_overlap.comm.every_rank import faults, on_every_rank
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.process_group import LAST_RESORT
+from dlrm_overlap.launching.resources import available_memory_bytes
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -60,7 +60,7 @@ class Saves(BackgroundWrites[Manifest | None]):
     ) -> None:
         """`check` raises errors that kernels have recorded. `held_out_loss` evaluates one batch, as a collective."""
         self.step = 0
-        """last step whose state was saved or loaded"""
+        """last step whose state was saved, or loaded from the checkpoint that a later run would resume from"""
         self.written: Future[Manifest | None] | None = None
         """on rank 0, the manifest of the checkpoint that `save` has written last, or that a thread is writing"""
         self._config, self._checkpointer = config, checkpointer
@@ -87,7 +87,7 @@ class Saves(BackgroundWrites[Manifest | None]):
         def check_memory() -> None:
             extents = extents_to_store(self._model, self._optimizer)
             held = sum(_bytes_of_copy(extent.tensor) for extent in extents) * local_ranks
-            if held > (free := psutil.virtual_memory().available):
+            if held > (free := available_memory_bytes()):
                 raise InputError(
                     f"checkpoint.asynchronous: copies of the state need {held / 1e9:.3g} GB of this machine's memory, "
                     f"but {free / 1e9:.3g} GB are free; set it to false"

@@ -42,12 +42,21 @@ def available_cores(root: Path = Path("/")) -> int:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Return the free memory of this machine and of the cgroups of this process, including page cache."""
     free = psutil.virtual_memory().available
     for folder in _cgroups("memory", root):
         limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
         if limit.isdigit():
-            free = min(free, int(limit))
-    return free
+            free = min(free, int(limit) - _used_bytes(folder))
+    return max(0, free)
+
+
+def _used_bytes(cgroup: Path) -> int:
+    used = read_text(cgroup / "memory.current") or read_text(cgroup / "memory.usage_in_bytes")
+    parts = dict(line.split() for line in read_text(cgroup / "memory.stat").splitlines())
+    # In version 1 only "total" includes the cgroups below this one, as the usage does.
+    cache = sum(int(parts.get(f"total_{kind}", parts.get(kind, 0))) for kind in ("active_file", "inactive_file"))
+    return max(0, int(used or 0) - cache)
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import sys
+from io import FileIO
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,19 @@ class MetricsFile:
             return False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append `record`; if the disk is full, raise an OSError and leave the file unchanged."""
-        line, end = (json.dumps(nan_as_none(record)) + "\n").encode(), self._file.seek(0, os.SEEK_END)
-        if self._file.write(line) < len(line):
-            self._file.truncate(end)  # remove the incomplete line
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        """Append `record`, see `append`."""
+        append(self._file, (json.dumps(nan_as_none(record)) + "\n").encode())
 
     def close(self) -> None:
         self._file.close()
+
+
+def append(file: FileIO, data: bytes) -> None:
+    """Append `data`; if the disk is full, raise an OSError and leave the file unchanged."""
+    end = file.seek(0, os.SEEK_END)
+    if file.write(data) < len(data):
+        file.truncate(end)  # remove the incomplete end
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """The log of a run: log lines, `metrics.jsonl`, TensorBoard, configuration, summary, and a trace of each rank."""
 
-import contextlib
 import json
 import logging
 import math
@@ -14,7 +13,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 import yaml
-from torch.utils.tensorboard.writer import SummaryWriter
 from torchrec.distributed.types import ShardingPlan
 
 from dlrm_overlap.checkpoint.manifest import newest_checkpoint, same_checkpoint
@@ -22,6 +20,7 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import duration
+from dlrm_overlap.observe.event_file import EventFile
 from dlrm_overlap.observe.metrics import WARMUP_STEPS, make_tracer, memory_bytes, quantile
 from dlrm_overlap.observe.restarts import note_job
 from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, remove, write_atomically
@@ -117,11 +116,15 @@ class RunLog:
         if asked and not self._tracer:
             self._warn_of_no_trace("resumes later" if start >= asked.start else f"ends after step {end}")
         if config.log.tensorboard:
-            # TensorBoard hides the events of steps that a resumed run takes again.
-            self._board = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
-            self._board.add_text("config", f"```yaml\n{resolved}```")
-            self._board.add_text("plan", f"```\n{plan}\n```")
-            self._board.flush()  # its thread opens the file by name, which another run might take over
+            try:
+                self._board = EventFile(folder, start)
+                self._board.add_text("config", f"```yaml\n{resolved}```")
+                self._board.add_text("plan", f"```\n{plan}\n```")
+            except OSError as error:
+                raise InputError(
+                    f"log.dir: {folder} cannot be written to ({error.strerror}); free disk space, or give another "
+                    f"folder"
+                ) from None
 
     def __enter__(self) -> Self:
         if self._tracer:
@@ -136,8 +139,7 @@ class RunLog:
         if self._metrics:
             self._metrics.close()
         if self._board:
-            with contextlib.suppress(OSError):  # full disk, as in `_write`
-                self._board.close()
+            self._board.close()
 
     def _warn_of_no_trace(self, why: str) -> None:
         log.warning("log.trace_first: %d, but the run %s: no step is traced", self.config.log.trace_first, why)
@@ -262,9 +264,6 @@ class RunLog:
             if self._metrics:
                 self._metrics.write({"step": step, **values, **({"eval/windows": windows} if windows else {})})
             if self._board:
-                for tag, value in values.items():
-                    if math.isfinite(value):
-                        self._board.add_scalar(tag, value, step)
-                self._board.flush()
+                self._board.add_scalars(step, {key: value for key, value in values.items() if math.isfinite(value)})
         except OSError as error:
             log.warning("step %d cannot be logged (%s); the run continues", step, error.strerror)

@@ -102,6 +102,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
             process group is made.
     """
     from dlrm_overlap.checkpoint.checkpoint import agree_on, checkpoint_shape, with_stored_rows
+    from dlrm_overlap.comm.every_rank import gathered
     from dlrm_overlap.data.encoding import other_encoding
     from dlrm_overlap.data.loader import PREPARE_TOGETHER, open_datasets, other_ids
     from dlrm_overlap.train.stepping import StepRunner
@@ -125,11 +126,12 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     if differing := differences(stored, model):
         raise InputError(f"{_OPTION}: {path} has {differing}; leave out --config and these keys to use its own")
     config.model.check_samples(len(held_out.rows), len(held_out.labels))
-    config = with_stored_rows(config, stored)
     # Load and evaluate on all ranks.
-    ranks.connect(eval_path=held_out.fingerprint())
+    group = ranks.connect(eval_path=held_out.fingerprint())
+    path = gathered(path, group)[0]  # the run's newest checkpoint, which may be another one on a rank that looked later
     try:
         manifest = agree_on(path)
+        config = with_stored_rows(config, manifest)
         runner = StepRunner(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
         values = runner.evaluate_checkpoint(path)
     except DamagedError as error:

@@ -145,7 +145,7 @@ class StepRunner:
             InputError: if the checkpoint lacks a tensor of this model.
         """
         with self.raising_kernel_errors():
-            load_weights(checkpoint, self.model, cuts_of(self.model))
+            load_weights(checkpoint, self.model, cuts_of(self.model), self.progress.tick)
             values = self.evaluate()
         self.check()
         return values

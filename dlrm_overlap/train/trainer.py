@@ -360,7 +360,9 @@ class Trainer(StepRunner):
                 f"to the next save, and resume from that"
             )
         self._load(checkpoint, manifest.step)
-        self.start = self.saves.step = manifest.step
+        self.start = manifest.step
+        if config.checkpoint.resume == "auto":  # else a later run would not resume from this checkpoint
+            self.saves.step = manifest.step
         every = config.train.eval_every
         self._ended_unevaluated = bool(every and self.start and self.start % every == 0 and not manifest.metrics)
         self.saves.written = Future()

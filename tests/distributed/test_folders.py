@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.checkpoint import checkpoint
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
@@ -78,6 +79,12 @@ def _check_ranks_that_see_other_folders(folder: Path) -> None:
             train(goes_on)
     if dist.get_rank() == 0:
         assert list(read_metrics(Path("runs/run"), "train/loss")) == list(range(1, 7))
+    # The same checkpoint on each node: to save another, the ranks need one folder.
+    before = sorted(Path("runs/run/checkpoints").iterdir())
+    with pytest.MonkeyPatch.context() as patch, refuses("rank 1 does not see what rank 0 writes to"):
+        patch.setattr(checkpoint, "_SEEN_WITHIN_S", 0.0)
+        train(quickstart(Path("runs"), "run", *SMALL, "--train.steps", "8", "--checkpoint.every", "2"))
+    assert sorted(Path("runs/run/checkpoints").iterdir()) == before
     os.chdir(folder)
 
 

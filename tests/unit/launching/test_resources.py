@@ -51,14 +51,18 @@ VERSION_2 = {
     "proc/self/cgroup": "0::/slice/job",
     "sys/fs/cgroup/slice/job/cpu.max": "max 100000",
     "sys/fs/cgroup/slice/cpu.max": "250000 100000",
-    "sys/fs/cgroup/slice/job/memory.max": "3000000000",
+    "sys/fs/cgroup/slice/job/memory.max": "4000000000",
+    "sys/fs/cgroup/slice/job/memory.current": "3500000000",
+    "sys/fs/cgroup/slice/job/memory.stat": "anon 1000000000\nactive_file 2000000000\ninactive_file 500000000",
     "sys/fs/cgroup/slice/memory.max": "max",
 }
 VERSION_1 = {
     "proc/self/cgroup": "4:memory:/docker/1\n2:cpu,cpuacct:/docker/1\n0::/",
     "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "250000",
     "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-    "sys/fs/cgroup/memory/memory.limit_in_bytes": "3000000000",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "4000000000",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": "1500000000",
+    "sys/fs/cgroup/memory/memory.stat": "inactive_file 0\ntotal_active_file 0\ntotal_inactive_file 500000000",
 }
 UNLIMITED = {
     "proc/self/cgroup": "4:memory:/\n2:cpu:/\n0::/",

@@ -4,9 +4,11 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dlrm_overlap.checkpoint.manifest import HELD_OUT, MANIFEST, Manifest, write_manifest
 from dlrm_overlap.cli import main
@@ -62,10 +64,24 @@ CUTS = {  # plan of two ranks -> its keys
 }
 
 
+def test_each_piece_that_is_loaded_is_a_sign_of_progress(run: Path, stored: Config) -> None:
+    trainer = make_trainer(stored)
+    trainer.evaluate = Mock(side_effect=lambda: {"batch": trainer.progress.batch})
+    assert trainer.evaluate_checkpoint(run / "checkpoints" / "step_4")["batch"] >= len(trainer.model.state_dict())
+
+
+SAVES = ["--train.steps", "2", "--checkpoint.every", "1"]
+
+
 def _train_two_ranks(folder: Path) -> None:
     for name, keys in CUTS.items():
         options = ["--train.batch_size", "64", "--train.steps", "4", "--data.eval_samples", "64", *keys]
         train(quickstart(folder, name, *options, "--checkpoint.last", "true"))
+
+    # A checkpoint is saved after rank 0 has looked for the newest one, and before rank 1 looks.
+    kept = quickstart(folder, "evaluated", "--train.batch_size", "64", "--data.eval_samples", "64", *SAVES)
+    saved = train(kept) / "checkpoints"
+    assert evaluate(ranks_here(kept), saved / ("step_2" if dist.get_rank() else "step_1"))["step"] == 1
 
 
 two_ranks = ran_on_ranks(2, _train_two_ranks)

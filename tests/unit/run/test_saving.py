@@ -76,7 +76,7 @@ def test_a_save_that_finds_no_room_ends_the_run_by_name(tmp_path: Path) -> None:
 
 def test_no_room_for_copies_is_reported_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *ASYNC, "--checkpoint.every", "1"))
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr("dlrm_overlap.checkpoint.saving.available_memory_bytes", lambda: 1000)
     with refuses(r"asynchronous: copies of the state need \S+ GB of this machine's memory"):
         trainer.fit()
     on_a_gpu = [SimpleNamespace(tensor=SimpleNamespace(nbytes=600, is_cuda=True))]

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     CounterWeightDecayMode,
     WeightDecayMode,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from dlrm_overlap.checkpoint.manifest import newest_checkpoint
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.cli import main
 from dlrm_overlap.data.loader import open_datasets
@@ -177,6 +180,23 @@ def test_a_run_that_is_asked_to_end_while_it_evaluates_saves_and_evaluates_anew_
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("name", ["run", "other"])
+def test_a_run_that_went_back_and_is_asked_to_end_before_its_first_step_saves_what_it_resumed_from(
+    tmp_path: Path, name: str
+) -> None:
+    """In its own folder a later checkpoint is the newest, and another folder has none yet."""
+    options = ["--checkpoint.every", "3", "--checkpoint.keep", "9", "--train.steps", "9"]
+    _fit(tmp_path, *options)  # no evaluation after step 3
+    back = ["--checkpoint.resume", str(tmp_path / "run/checkpoints/step_3"), "--log.name", name]
+    trainer = _trainer(tmp_path, *options, *back, "--train.eval_every", "3", "--log.every", "1")
+    trainer._end.asked = True
+    with pytest.raises(PreemptedError, match=r"step 3 is saved, and the same command without checkpoint\.resume"):
+        trainer.fit()
+    newest = newest_checkpoint(tmp_path / name / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step_3"
+
+
 def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +205,7 @@ def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
 
     trainer = _trainer(tmp_path, *SAVES)
     monkeypatch.setattr("dlrm_overlap.checkpoint.checkpoint.gathered", with_a_blind_rank)
-    with refuses(r"log\.dir: rank 1 does not see \S+run/checkpoints"):
+    with refuses(r"log\.dir: rank 1 does not see what rank 0 writes to \S+run/checkpoints, "):
         trainer.fit()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -255,6 +275,32 @@ def test_a_run_resumes_after_the_disk_was_full_while_it_logged(
     with file_limit(size + 50):  # room for the configuration and the summary, and for a few lines
         assert _fit(tmp_path / "full", "--train.steps", "6", "--checkpoint.last", "false")["steps"] == 6
     assert "cannot be logged (" in caplog.text
+
+
+def test_what_is_logged_after_the_disk_was_full_is_in_both_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = _trainer(tmp_path, "--train.steps", "6", "--log.tensorboard", "true")
+    take = trainer.step
+
+    def and_fill(batches: Any) -> torch.Tensor:
+        if trainer.progress.step == 2:
+            full.enter_context(file_limit((tmp_path / "run" / "metrics.jsonl").stat().st_size + 600))
+        elif trainer.progress.step == 4:
+            full.close()
+        return take(batches)
+
+    trainer.step = and_fill
+    with ExitStack() as full:
+        trainer.fit()
+    found = EventAccumulator(str(tmp_path / "run"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 4, 5, 6]
+    assert set(read_metrics(tmp_path / "run", "train/loss")) >= {1, 4, 5, 6}
+    assert [text.partition(" (")[0] for text in caplog.messages if "cannot be logged" in text] == [
+        f"step {step} cannot be logged" for step in (2, 3)
+    ]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,22 @@ def test_a_run_goes_on_from_the_checkpoint_before_with_one_warning(
         _resume(tmp_path)
 
 
+def test_a_checkpoint_of_a_later_version_is_refused_and_stays(tmp_path: Path) -> None:
+    """As damaged, it would be the first that the next save removes."""
+    _, newest = _save(tmp_path, 2, 4)
+    write_manifest(newest, replace(read_manifest(newest), format=manifest_module.FORMAT + 1))
+    with refuses(rf"{newest / MANIFEST} has format 6, but this version reads 5; use the version that wrote it"):
+        _resume(tmp_path)
+
+
+def test_a_damaged_format_is_no_later_version(tmp_path: Path) -> None:
+    before, newest = _save(tmp_path, 2, 4)
+    text = (newest / MANIFEST).read_text()
+    for digit in "17":  # a bit of "5" has changed
+        (newest / MANIFEST).write_text(text.replace('"format": 5', f'"format": {digit}'))
+        assert _resume(tmp_path) == before
+
+
 def test_a_damaged_checkpoint_is_removed_before_one_that_is_whole(tmp_path: Path) -> None:
     _, _, damaged = _save(tmp_path, 1, 2, 3)
     _flip(damaged / DATA, 9)
@@ -430,6 +446,24 @@ def test_checked_pieces_read_as_a_file_does(tmp_path: Path, small_pieces: None) 
                 assert checked.seek(position) == plain.seek(position)
                 assert checked.read(count) == plain.read(count)
                 assert checked.tell() == max(position, plain.tell())
+
+
+def test_a_large_file_is_synced_while_it_is_written(
+    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single sync of all could take longer than embedding.wait_timeout_s, in which a rank must move."""
+    sizes, sync = list[int](), os.fsync
+
+    def record(descriptor: int) -> None:
+        sizes.append(os.fstat(descriptor).st_size)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(pieces, "_SYNCED", 250)
+    with ChecksummedFile(tmp_path / "file") as written:
+        for _ in range(5):
+            written.write(b"1" * 200)  # pieces of 170 and 30
+    assert sizes == [370, 770, 1000]
 
 
 def test_pieces_that_were_not_read_are_checked_at_the_end(tmp_path: Path, small_pieces: None) -> None:

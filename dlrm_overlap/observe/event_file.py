@@ -1,0 +1,48 @@
+"""A file that TensorBoard shows.
+
+It is written by the caller: the thread of TensorBoard's own writer ends if the disk is full, for the rest of the run.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue] # generated
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue] # generated
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import text
+
+from dlrm_overlap.observe.result_files import append
+
+
+class EventFile:
+    """If the disk is full, a method raises an OSError, and the file has the events before."""
+
+    def __init__(self, folder: Path, start: int) -> None:
+        """Open a file in `folder`. TensorBoard then hides what earlier files have of steps after `start`."""
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.0"
+        self._file = (folder / name).open("ab", buffering=0)
+        self._records = RecordWriter(self)
+        self._add(file_version="brain.Event:2")
+        if start:
+            self._add(step=start + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def add_text(self, tag: str, content: str) -> None:
+        self._add(summary=text(tag, content))
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        found = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._add(step=step, summary=Summary(value=found))
+
+    def _add(self, **event: Any) -> None:
+        self._records.write(Event(wall_time=time.time(), **event).SerializeToString())
+
+    def write(self, record: bytes) -> None:
+        """Append a record, for the `RecordWriter`."""
+        append(self._file, record)
+
+    def close(self) -> None:
+        self._file.close()
