@@ -350,6 +350,13 @@ def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytes
     assert _fit(tmp_path, *SAVES, *early, "0.99")["steps"] == 4, "more was asked for"
 
 
+def test_an_auroc_that_is_undefined_reaches_no_target(tmp_path: Path) -> None:
+    one_label = ["--data.eval_samples", "1", "--train.eval_every", "2", "--train.target_auroc", "0.01"]
+    summary = _fit(tmp_path, *one_label)
+    assert math.isnan(summary["eval_auroc"])
+    assert summary["steps"] == 4
+
+
 def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path) -> None:
     first = _fit(tmp_path, *SAVES)
     (tmp_path / "run" / "summary.json").unlink()
