@@ -79,8 +79,8 @@ def check_follows(path: Path, delta: DeltaManifest, model: Manifest, state: dict
     """
     if differing := differences(delta, model.shape):
         raise InputError(
-            f"delta: {path} is of another model: it has {differing.replace('this run', 'the base')}; give the deltas of "
-            f"the run that the base is from"
+            f"delta: {path} is of another model: it has {differing.replace('this run', 'the base')}; give the deltas "
+            f"of the run that the base is from"
         )
     if delta.follows(state):
         return
