@@ -166,6 +166,7 @@ class Trainer(StepRunner):
                 self.steps,
                 self.plan,
                 self.embedding.backend,
+                evaluates_first=self._ended_unevaluated or self.start >= self.steps,
             ) as run_log,
             self.loader(self.train_data, self.start, self.steps) as loader,
         ):

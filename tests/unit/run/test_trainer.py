@@ -1,5 +1,6 @@
 """A run in a world of one: how it ends, what it saves, and what it refuses to resume."""
 
+import json
 import math
 import os
 import re
@@ -337,6 +338,17 @@ def test_epochs_are_passes_over_the_files(tmp_path: Path, caplog: pytest.LogCapt
         assert _fit(tmp_path / "runs", *options, "--train.epochs", epochs)["steps"] == steps
     (line,) = [line for line in caplog.messages if line.startswith("finished already, nothing is trained: step 6 ")]
     assert "since train.epochs is 2; " in line
+
+
+@pytest.mark.parametrize("options", ["--train.steps 4", "--train.steps 8 --train.eval_every 4"])
+def test_an_evaluation_that_is_repeated_when_a_run_resumes_is_logged_once(tmp_path: Path, options: str) -> None:
+    _fit(tmp_path, *SAVES)
+    (tmp_path / "run" / "summary.json").unlink()  # as if killed after the last evaluation
+    last = _fit(tmp_path, *SAVES, *options.split())["steps"]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    evaluated = [record["step"] for line in lines if "eval/loss" in (record := json.loads(line))]
+    assert evaluated == list(range(4, last + 1, 4))
+    assert 4 in read_metrics(tmp_path / "run", "train/loss"), "the step itself is not taken again"
 
 
 def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
