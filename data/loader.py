@@ -30,7 +30,7 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
     """Return the data sets to train on and to evaluate on.
 
     Raises:
-        InputError: if files are malformed, no sample is held out, or the two sets' tables have different rows.
+        InputError: if files are malformed, no sample is held out, or the two sets have different tables or columns.
     """
     if config.kind == "synthetic":
         if device.type == "cuda":
@@ -63,6 +63,15 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
             raise InputError(f"data.eval_path: {other}")
         if foreign := other_ids(held_out.made_for, dataset.made_for):
             raise InputError(f"data.eval_path: {config.eval_path} has {foreign} in {config.path}; {PREPARE_TOGETHER}")
+        for columns, found, has in (
+            ("dense features", held_out.dense_features, dataset.dense_features),
+            ("labels", len(held_out.labels), len(dataset.labels)),
+        ):
+            if found != has:
+                raise InputError(
+                    f"data.eval_path: {config.eval_path} has {found} {columns}, not {has} as {config.path}; prepare "
+                    f"both from the same columns"
+                )
     if config.eval_window and held_out.unordered is None:
         raise InputError(f"data.eval_window: {config.eval_window}, but {_NO_TIMES}")
     return dataset.part(begin, kept, config.shuffle, config.seed), held_out

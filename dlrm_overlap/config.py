@@ -440,7 +440,7 @@ class EmbeddingConfig:
     """cached tables: fraction of the rows that the GPU's cache holds; with pgas and fused at least the ids of two
     steps"""
     optimizer: TableOptimizer = "rowwise_adagrad"
-    """optimizer of the tables, fused into the backward; on CPUs torchrec and nccl have no Adam or LAMB"""
+    """optimizer of the tables, fused into the backward; there is no Adam or LAMB on CPUs"""
     lr: PositiveFloat = 0.05
     """learning rate of the tables"""
     eps: PositiveFloat = 1e-8

@@ -23,10 +23,18 @@ _RESULTS = ("train_loss", "eval_loss", "eval_auroc", "eval_ne", "samples_per_s",
 class MetricsFile:
     """`metrics.jsonl`: one JSON object per line, with null for NaN."""
 
-    def __init__(self, path: Path, keep_up_to_step: int) -> None:
-        """Open `path` to append; first drop damaged lines and the lines of steps after `keep_up_to_step`."""
+    def __init__(self, path: Path, keep_up_to_step: int, evaluates: bool = False) -> None:
+        """Open `path` to append; first drop damaged lines and the lines of steps after `keep_up_to_step`.
+
+        If the run `evaluates` the state after this step again, the earlier evaluation's line is dropped, too.
+        """
         lines = _whole_lines(path) if keep_up_to_step else []
-        kept = [line for line, record in lines if record["step"] <= keep_up_to_step]
+        last_evaluation = keep_up_to_step - evaluates
+        kept = [
+            line
+            for line, record in lines
+            if record["step"] <= (last_evaluation if "eval/loss" in record else keep_up_to_step)
+        ]
         write_atomically(path, "".join(f"{line}\n" for line in kept))
         self._path, self._file = path, path.open("ab", buffering=0)
 

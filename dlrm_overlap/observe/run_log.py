@@ -77,8 +77,9 @@ class RunLog:
         end: int,
         plan: ShardingPlan,
         backend: str,
+        evaluates_first: bool = False,
     ) -> None:
-        """Open the files of a run that takes the steps `start` + 1 to `end`."""
+        """Open the files of a run that takes the steps `start` + 1 to `end`; it may evaluate before the first."""
         self.end, self._taken = end, 0
         self.config, self.world, self.device, self.folder, self.start = config, world, device, folder, start
         self.backend = backend
@@ -112,7 +113,7 @@ class RunLog:
         resolved = yaml.safe_dump(shown, sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)
         note_job(folder)
-        self._metrics = MetricsFile(folder / "metrics.jsonl", start)
+        self._metrics = MetricsFile(folder / "metrics.jsonl", start, evaluates_first)
         if asked and not self._tracer:
             self._warn_of_no_trace("resumes later" if start >= asked.start else f"ends after step {end}")
         if config.log.tensorboard:

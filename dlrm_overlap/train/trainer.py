@@ -166,6 +166,7 @@ class Trainer(StepRunner):
                 self.steps,
                 self.plan,
                 self.embedding.backend,
+                evaluates_first=self._ended_unevaluated or self.start >= self.steps,
             ) as run_log,
             self.loader(self.train_data, self.start, self.steps) as loader,
         ):
@@ -196,7 +197,7 @@ class Trainer(StepRunner):
     def _reaches_target(self, step: int, values: dict[str, float]) -> bool:
         """Return whether the evaluation after `step` ends the run, whose state is then saved."""
         target = self.config.train.target_auroc
-        if not target or values["auroc"] < target:
+        if not 0 < target <= values["auroc"]:  # the AUROC is nan if all labels are equal
             return False
         log.info("early stop at step %d: AUROC %.4f reached %.4f", step, values["auroc"], target)
         if self.config.checkpoint.last:

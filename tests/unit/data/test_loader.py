@@ -252,3 +252,21 @@ def test_held_out_samples_of_other_tables_are_refused(file_config: Callable[...,
         r"^data\.eval_path: other has 2000 rows in table 0, not 1000 rows as in 12; no key makes these ids fit; "
     ):
         open_datasets(file_config(path="12", eval_path="other"))
+
+
+@pytest.mark.parametrize(
+    ("dense", "labels", "fault"),
+    [(2, ["label"], "has 2 dense features, not 1 as days"), (1, ["click", "buy"], "has 2 labels, not 1 as days")],
+)
+def test_held_out_samples_of_other_columns_are_refused(
+    monkeypatch: pytest.MonkeyPatch, dense: int, labels: list[str], fault: str
+):
+    def open_named(config: DataConfig, path: str) -> Days:
+        features, names = (dense, labels) if path == "other" else (1, ["label"])
+        opened = Days([Day(path, np.zeros((4, len(names))), np.zeros((4, features)), [np.zeros((4, 1))])], [9], None)
+        opened.labels = dict.fromkeys(names, 1.0)
+        return opened
+
+    monkeypatch.setattr(loader_module, "open_files", open_named)
+    with refuses(rf"^data\.eval_path: other {fault}; prepare both from the same columns$"):
+        open_datasets(DataConfig(kind="prepared", path="days", eval_path="other"))

@@ -1,5 +1,6 @@
 """A run in a world of one: how it ends, what it saves, and what it refuses to resume."""
 
+import json
 import math
 import os
 import re
@@ -385,6 +386,17 @@ def test_epochs_are_passes_over_the_files(tmp_path: Path, caplog: pytest.LogCapt
     assert "since train.epochs is 2; " in line
 
 
+@pytest.mark.parametrize("options", ["--train.steps 4", "--train.steps 8 --train.eval_every 4"])
+def test_an_evaluation_that_is_repeated_when_a_run_resumes_is_logged_once(tmp_path: Path, options: str) -> None:
+    _fit(tmp_path, *SAVES)
+    (tmp_path / "run" / "summary.json").unlink()  # as if killed after the last evaluation
+    last = _fit(tmp_path, *SAVES, *options.split())["steps"]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    evaluated = [record["step"] for line in lines if "eval/loss" in (record := json.loads(line))]
+    assert evaluated == list(range(4, last + 1, 4))
+    assert 4 in read_metrics(tmp_path / "run", "train/loss"), "the step itself is not taken again"
+
+
 def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     early = ["--train.eval_every", "2", "--train.target_auroc"]
     assert _fit(tmp_path, *SAVES, *early, "0.01")["steps"] == 2
@@ -394,6 +406,13 @@ def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytes
     assert contents(tmp_path) == before
     assert "nothing is trained: step 2 was the last, since train.target_auroc 0.02 is reached" in caplog.text
     assert _fit(tmp_path, *SAVES, *early, "0.99")["steps"] == 4, "more was asked for"
+
+
+def test_an_auroc_that_is_undefined_reaches_no_target(tmp_path: Path) -> None:
+    one_label = ["--data.eval_samples", "1", "--train.eval_every", "2", "--train.target_auroc", "0.01"]
+    summary = _fit(tmp_path, *one_label)
+    assert math.isnan(summary["eval_auroc"])
+    assert summary["steps"] == 4
 
 
 def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path) -> None:
