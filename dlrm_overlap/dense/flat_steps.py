@@ -32,6 +32,8 @@ def unsupported_by_flat_steps(optimizer: Any) -> str | None:
 class FlatSteps:
     """Takes a torch.optim optimizer's steps by one kernel over flat tensors, bit for bit equal.
 
+    Only Adam with a beta1 below 0.5 differs by rounding: torch then adds up the mean of gradients in another way.
+
     The optimizer's state becomes views of flat tensors, so state dicts are those of torch.optim. Learning rates etc.
     are read from device memory, so captured steps follow changes. Idle parameters are not updated.
     """

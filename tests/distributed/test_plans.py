@@ -13,7 +13,7 @@ from tests.distributed.workers import RankPool
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
 FEW = 6
-MANY = {2: {"torchrec": 50, "resume": 12, "unpooled": 12}, 4: {"torchrec": 40, "resume": 8, "unpooled": 8}}  # by ranks
+MANY = {2: {"torchrec": 25, "resume": 6, "unpooled": 6}, 4: {"torchrec": 20, "resume": 4, "unpooled": 4}}  # by ranks
 Pools = Callable[[int, int], RankPool]
 
 

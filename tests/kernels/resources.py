@@ -16,7 +16,7 @@ import pkgutil
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,20 +45,18 @@ def targets_of(specialisation: Specialisation) -> Sequence[str]:
     return _TARGETS_OF.get(specialisation.name, tuple(TARGETS))
 
 
-def tasks_of(found: dict[str, Launched], quick: bool = False) -> list[tuple[str, str]]:
-    """Return which of `found` to compile, and for which target.
+def tasks_of(found: dict[str, Launched], targets: Collection[str], quick: bool = False) -> list[tuple[str, str]]:
+    """Return which of `found` to compile, and for which target: all for `targets`, one of each kernel for the others.
 
     If `quick`, one specialisation of each kernel for the targets `_QUICK`, and for the first of these all that the
     steps `REQUIRED` launch.
     """
     tasks = [(text, target) for text, each in found.items() for target in targets_of(each.specialisation)]
-    if not quick:
-        return tasks
     required = {text for text, each in found.items() if set(each.steps) & set(REQUIRED)}
     one_of = {found[text].specialisation.name: text for text in sorted(found, key=lambda text: text in required)}
-    wanted = {(text, target) for text in one_of.values() for target in _QUICK} | {
-        (text, _QUICK[0]) for text in required
-    }
+    wanted = {(text, target) for text in one_of.values() for target in (_QUICK if quick else TARGETS)}
+    every, where = (required, _QUICK[:1]) if quick else (found, targets)
+    wanted |= {(text, target) for text in every for target in where}
     return [task for task in tasks if task in wanted]
 
 
@@ -124,7 +122,7 @@ def measured(
 def differences(rows: Sequence[Row], table: Sequence[Row], is_whole: bool) -> Iterator[str]:
     """Yield how `rows` differ from the table: what grew, by how much, and what the table lacks or has in vain.
 
-    Unless `is_whole`, empty cells are not compared, and rows of the table may be missing.
+    Empty cells of `rows` are not compared. Unless `is_whole`, rows of the table may be missing.
     """
     known = {tuple(row[name] for name in _KEY): row for row in table}
     for row in rows:
@@ -134,15 +132,15 @@ def differences(rows: Sequence[Row], table: Sequence[Row], is_whole: bool) -> It
             yield f"not in the table: {what}"
             continue
         for target in TARGETS:
-            if row[target] != before[target] and (is_whole or row[target]):
+            if row[target] not in ("", before[target]):
                 yield f"{target}, {_change(before[target], row[target])}: {what}"
     if is_whole:
         yield from (f"launched no more: {' | '.join(key)}" for key in known)
 
 
 def _change(before: str, now: str) -> str:
-    if not before or not now:
-        return f"{now or 'nothing'}, in the table {before or 'nothing'}"
+    if not before:
+        return f"{now}, in the table nothing"
     names, pairs = ("registers", "spills", "shared memory"), zip(before.split("/"), now.split("/"), strict=True)
     return ", ".join(
         f"{name} {'grew' if int(new) > int(old) else 'fell'} from {old} to {new}, by {abs(int(new) - int(old))}"
@@ -166,14 +164,16 @@ def _write_table(rows: Sequence[Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile every kernel for every target.")
     parser.add_argument("--write", action="store_true", help=f"rewrite {TABLE.name}; needs triton {TRITON}")
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS), help="see `tasks_of`")
     parser.add_argument("--quick", action="store_true", help="what `make test` compiles, see `tasks_of`")
     parser.add_argument("--processes", type=int, default=2)
     values = parser.parse_args()
     quiet()
-    if values.write and (values.quick or triton.__version__ != TRITON):
-        sys.exit(f"resources: --write needs triton {TRITON}, here is {triton.__version__}, and no --quick")
+    is_whole = not values.quick and {*values.targets} == {*TARGETS}
+    if values.write and not (is_whole and triton.__version__ == TRITON):
+        sys.exit(f"resources: --write needs triton {TRITON}, here is {triton.__version__}, and no --quick or --targets")
     found = launched(NAMES, quick=values.quick)
-    rows, faults = measured(found, tasks_of(found, values.quick), values.processes)
+    rows, faults = measured(found, tasks_of(found, values.targets, values.quick), values.processes)
     faults += [f"no step launches {name}" for name in unlaunched(each.specialisation.name for each in found.values())]
     if values.write and not faults:
         _write_table(rows)
