@@ -18,7 +18,7 @@ OF_ALL = _by_name(
         "a rank has several peers, which it reaches in the schedule's order and which reach it in any": """
             dims_* schedules_* stress_pgas stress_fused stress_fused_stores update_sgd update_rowwise_adagrad
             update_deterministic update_overlaps update_yields update_stress dense_float32_* dense_bfloat16_*
-            owner_update_* collectives_* gemm_auto gemm_copies gemm_tiles gemm_triggered gemm_delays_* losses_sgd
+            *owner_update_* collectives_* gemm_auto *gemm_copies gemm_tiles gemm_triggered gemm_delays_* losses_sgd
             collections_pgas collections_fused graph_losses_sgd_ranges graph_delays_* program_dlrm_main
             peer_stalls_training_* graph_peer_stalls
         """,
@@ -26,11 +26,11 @@ OF_ALL = _by_name(
             sizes_* usage_frozen_tables_* foreign_normalised foreign_short_last_batch* foreign_empty_*
         """,
         "tables are cut over more than two ranks": """
-            losses_columns losses_rows collections_rows_* graph_rows_* foreign_longer_sequences
-            tensor_parallel_captured_fp32
+            losses_columns losses_rows collections_rows_* *graph_rows_* foreign_longer_sequences
+            *tensor_parallel_captured_fp32
         """,
         "nodes of one rank make no sums and forward nothing to their other ranks": """
-            unpooled_* lifetimes_nodes_* nodes_* peer_stalls_nodes_puts
+            *unpooled_* lifetimes_nodes_* nodes_* same_streams_nodes_* peer_stalls_nodes_puts
         """,
     }
 )

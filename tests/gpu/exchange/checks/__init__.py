@@ -17,6 +17,7 @@ from tests.gpu.exchange.checks import (
     nodes,
     overlap,
     owner_update,
+    same_streams,
     streams,
     stress,
     tensor_parallel,
@@ -39,6 +40,7 @@ _MODULES = (
         captured_nccl,
         any_ids,
         deltas,
+        same_streams,
     ),
 )
 CHECKS = {name: check for module in _MODULES for name, check in module.CHECKS.items()}

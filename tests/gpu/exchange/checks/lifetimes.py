@@ -221,34 +221,6 @@ def _check_garbage(place: Place) -> None:
     place.close(trainer)
 
 
-@contextmanager
-def _one_stream_each_priority() -> Iterator[None]:
-    """Let every new stream be the one of its priority, as PyTorch's pool of 32 does for every 32nd one."""
-    new, main = torch.cuda.Stream.__new__, torch.cuda.current_stream()
-    known = {-1: main}
-
-    def find(cls: type, device: Any = None, priority: int = 0, **options: Any) -> torch.cuda.Stream:
-        if options:  # an existing stream
-            return new(cls, device, priority, **options)
-        if priority not in known:
-            known[priority] = new(cls, device, priority)
-        return known[priority]
-
-    with patch.object(torch.cuda.Stream, "__new__", find):
-        yield
-
-
-def _check_same_streams(place: Place, backend: str, precision: str) -> None:
-    """Steps have the same bits if their streams are the same ones, and so is the memory that each allocates from."""
-    config = graph_config(place, backend, "rowwise_adagrad", known=True)
-    config = replace(config, train=replace(config.train, precision=precision))  # type: ignore[arg-type]
-    expected, expected_rows = _run(place, config, _nothing)
-    with _one_stream_each_priority():
-        losses, rows = _run(place, config, _nothing)
-    assert losses == expected, f"losses {losses}, not {expected}"
-    assert_all_near(rows, expected_rows, 0.0, "rows:")
-
-
 _WAYS: dict[str, dict[str, Any]] = {
     "pgas": {"backend": "pgas", "known": False},
     "pgas_known": {"backend": "pgas", "known": True},
@@ -270,11 +242,4 @@ CHECKS = (
     | every("lifetimes_garbage", _check_garbage)
     | every("lifetimes_two_models", _check_two_models)
     | every("lifetimes_device_batches", _check_device_batches)
-    | every(
-        "lifetimes_same_streams",
-        _check_same_streams,
-        backend=("pgas", "fused"),
-        precision=("fp32", "bf16"),
-        gpu_only=True,
-    )
 )
