@@ -259,12 +259,22 @@ def _run_case(case: str) -> None:
     CASES[case]()
 
 
-ended = cases_on_ranks(2, _run_case, list(CASES))
+# These differ little from others.
+MORE = ["none, own_module", "sparse_dist, own_module", "graph, zch_module", "variable batches, sparse_dist"]
+MORE += ["unused inverse indices", "none after loading"]
+QUICK = [case for case in CASES if case not in MORE]
+ended, more_ended = cases_on_ranks(2, _run_case, QUICK), cases_on_ranks(2, _run_case, MORE)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", QUICK)
 def test_two_ranks(ended: Callable[[str], None], case: str) -> None:
     ended(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE)
+def test_two_ranks_more(more_ended: Callable[[str], None], case: str) -> None:
+    more_ended(case)
 
 
 _TRAIN = ("train", "--config", "quickstart", "--data.tables.ids", "any", "--embedding.id_tables.rows", "512")

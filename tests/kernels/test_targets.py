@@ -21,7 +21,7 @@ pytestmark = interpreted
 
 
 def test_kernels_compile_and_need_what_the_table_says() -> None:
-    run_without_interpreter("tests.kernels.resources", "--quick")
+    run_without_interpreter("tests.kernels.resources", "--quick", "--targets", "sm_90")
 
 
 @pytest.mark.slow
