@@ -445,6 +445,14 @@ class RowsAsOutput(Rows):
         return Plain.hidden(self, batch) * (1 + padded.square().mean())
 
 
+class InputAsOutput(Plain):
+    """Returns its input, as models return labels for metrics."""
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, _ = super().forward(batch)
+        return loss, batch.dense
+
+
 class WeightedInHostMemory(InHostMemory):
     weighted = True
 
@@ -678,6 +686,9 @@ PROGRAMS: dict[str, Program] = {
     ),
     "unlike_samples": Program(Offsets, samples=lambda step, rank: SAMPLES - rank),
     "unlike_samples_fixed": Program(Weighted, bags=FIXED, samples=lambda step, rank: SAMPLES - rank),
+    "fewer_samples_once": Program(
+        InputAsOutput, samples=lambda step, rank: SAMPLES - ((step, rank) == (6, 1)), captured=(2, 3)
+    ),
     "other_samples": Program(steps=14, samples=lambda step, rank: SAMPLES - 2 * (step > 2), captured=(2, 2)),
     "no_samples": Program(Summed, samples=_EMPTY, steps=15, evaluated={0: 0, 5: 0, 11: 1}, captured=(2, 7)),
     "no_samples_fixed": Program(SummedSets, bags=FIXED, samples=_EMPTY, steps=22, evaluated={5: 0}, captured=(4, 4)),

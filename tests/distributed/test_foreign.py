@@ -199,7 +199,7 @@ def test_a_model_that_was_trained_by_ids_takes_a_tensor_dict() -> None:
 QUICK = ["split", "two_sets_fixed", "one_feature", "clipped_adamw", "in_host_memory", "collection_in_host_memory"]
 QUICK += ["data_parallel_collection", "longer_sequences", "longer_bags", "longer_bags" + LATE, "short_last_batch_fixed"]
 QUICK += ["own_forward", "rows", "rows" + EAGER, "ids_as_numbers", "ids_from_parts", "own_forwards", "rebound_weights"]
-QUICK += ["then_torchrec", "no_samples", "jagged_batch"]
+QUICK += ["then_torchrec", "no_samples", "jagged_batch", "fewer_samples_once"]
 MORE = [name for name in PROGRAMS if name not in QUICK]
 ended, more_ended = cases_on_ranks(2, _compare, QUICK), cases_on_ranks(2, _compare, MORE)
 

@@ -40,7 +40,7 @@ class PlannedStep(NamedTuple):
     staging: StaticBatch | None = None
     """buffer that the batch is copied to, if captured steps can take it"""
     active_buffer: StaticBatch | None = None
-    """buffer that captured steps read, to which `InputPrefetcher.activate` copies `staging`; None if not captured"""
+    """buffer that the step reads, to which `staging` is copied; unused if `read` is read. None without a batch"""
     sizes: np.ndarray = np.empty(0, np.int64)
     """greatest sizes of the batch over all ranks, see `CapacityTracker`"""
 
@@ -55,13 +55,13 @@ class PlannedStep(NamedTuple):
         If `exact`, ids are unpadded, as eager steps read them, which may wait for the device. Otherwise the ids of a
         captured step are padded, and its tensors have fixed addresses.
         """
-        if self.kind is StepKind.CAPTURED:
-            return self.active.exact() if exact else self.active.batch
-        if self.read is not None:
-            return on_device(self.read.batch, device)
-        assert self.staging is not None
-        self.staging.renew()
-        return self.staging.exact() if exact else self.staging.batch
+        if self.kind is StepKind.EAGER:
+            if self.read is not None:
+                return on_device(self.read.batch, device)
+            assert self.staging is not None
+            # The output may refer to the batch, and a later batch is staged before the caller reads the output.
+            self.active.copy_from(self.staging)
+        return self.active.exact() if exact else self.active.batch
 
 
 _END = PlannedStep(StepKind.END, 0), PlannedStep(StepKind.END, 1)
@@ -82,7 +82,8 @@ class InputPrefetcher:
     Batch i and step i use buffer i mod 2. Each buffer has two parts on the device, with fixed addresses:
 
         staging     batch i + 2 is copied here from the host, once step i has been issued
-        active      batch i + 2 is copied here from staging during step i + 1, which sends its ids; step i + 2 reads it
+        active      batch i + 2 is copied here from staging during step i + 1, which sends its ids, or at the start of
+                    step i + 2 if that is eager; step i + 2 reads it
     """
 
     def __init__(self, device: torch.device, capacity: CapacityTracker, streams: Streams, ids: ModelIds) -> None:
@@ -128,14 +129,13 @@ class InputPrefetcher:
             step = _END[index]
             if held.staging is not None:
                 log.warning("train pipeline: a batch is left out, since another rank has no more")
-        elif self._capacity.are_captured(sizes):
+        else:
             assert held.staging is not None
-            step = PlannedStep(StepKind.CAPTURED, index, False, held.read, held.staging, self._active[index], sizes)
-            if held.read is not None:
+            kind = StepKind.CAPTURED if self._capacity.are_captured(sizes) else StepKind.EAGER
+            step = PlannedStep(kind, index, False, held.read, held.staging, self._active[index], sizes)
+            if kind is StepKind.CAPTURED and held.read is not None:
                 with self._streams.copies(index, later=True):
                     held.staging.fill(held.read)
-        else:
-            step = PlannedStep(StepKind.EAGER, index, False, held.read, held.staging, None, sizes)
         self._steps[index] = step
         return step
 
