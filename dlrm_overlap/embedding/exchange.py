@@ -344,6 +344,11 @@ class Exchange:
         assert self._parts is not None, "a step begins with its forward"
         return self._parts
 
+    def join_stream(self) -> None:
+        """Make the current stream wait for that of the last forward, as a capture on this stream could not."""
+        if self._parts is not None:
+            self._parts.forward.join_stream()
+
     def follow_rules(self, capture: bool = False) -> None:
         """Write the optimizers' parameters where captured steps read them; see `Backward.follow_rules`."""
         if self._parts is not None:

@@ -101,6 +101,7 @@ class GraphPair:
 
     def capture(self, buffer_index: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
         for exchange in self._exchanges:
+            exchange.join_stream()
             exchange.follow_rules(capture=True)
         other = self.each[1 - buffer_index]
         pool = other.pool if other is not None else None

@@ -1,7 +1,9 @@
 """An exchange in a world of one: who holds a window, and ids outside their table."""
 
 import weakref
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import EXCHANGED
+from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.exchange import RunningStep
 from dlrm_overlap.embedding.options import ExchangeOptions
@@ -18,6 +21,8 @@ from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.windows import BufferInUseError
 from dlrm_overlap.kernels import launches, reference
 from dlrm_overlap.kernels.launches import Launch, launches_of
+from dlrm_overlap.train.graphs import captured
+from dlrm_overlap.train.graphs.captured import GraphPair
 from dlrm_overlap.train.model import JoinInPlace, concatenated
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_parts, without_streams
@@ -427,3 +432,43 @@ def _assert_pooled(stage: Stage, forward: Forward, number: int, samples: int, dt
     given = KeyedJaggedTensor(ids.keys(), ids.values().to(dtype), lengths=ids.lengths().to(dtype))
     step = Step([given], BatchSizes.of((samples,)))
     assert_same(forward.finish(forward.start(step), copy=True), factor * expected, f"step {number}")
+
+
+class _Stream:
+    """A stream that is captured or not, as CUDA has it: a capture includes the streams that wait for it."""
+
+    is_captured = False
+
+    def wait_stream(self, other: "_Stream") -> None:
+        assert other.is_captured or not self.is_captured, "a captured stream waits for work outside of the capture"
+        self.is_captured |= other.is_captured
+
+
+def test_a_lookup_is_captured_after_a_forward_on_another_stream(world_of_one: dist.ProcessGroup) -> None:
+    """A program may call the model on the default stream, between steps that are captured on another one."""
+    stage, main, users, lookups = Stage(ALONE, rank=0), _Stream(), _Stream(), _Stream()
+    exchange, order = stage.exchange(world_of_one, "pgas", copy_output=True), CommunicationOrder()
+    inputs, expected = stage.inputs(0, (5,))
+    exchange.start(inputs, (5,)).wait()
+    forward: Any = exchange._open().forward
+    current = [users]
+    forward._on_gpu, forward._current = True, lambda: current[0]
+    exchange.start(inputs, (5,)).wait()
+
+    class Captured:
+        def __init__(self, step: Any, *_: Any) -> None:
+            main.is_captured = True
+            self.launch = step
+
+    def step() -> torch.Tensor:
+        current[0] = lookups
+        awaitable = exchange.start(inputs, (5,))
+        assert lookups.is_captured
+        current[0] = main
+        return awaitable.wait()
+
+    current[0] = main
+    pair = GraphPair([SimpleNamespace(exchange=exchange)], [], order, torch.device("cpu"))  # type: ignore[list-item]
+    with patch.object(captured, "CapturedStep", Captured):
+        assert_same(pair.capture(0, step, main).detach(), expected, "pooled embeddings")  # type: ignore[arg-type]
+    exchange.close()

@@ -289,6 +289,12 @@ def _check_foreign(place: Place, name: str, least_block: int = distinct._LEAST_B
         compare(name, place.group, place.device)
 
 
+def _check_default_stream(place: Place, name: str) -> None:
+    """Run a program on the default stream, as most run, which is not the stream that steps are captured on."""
+    with torch.cuda.stream(torch.cuda.default_stream(place.device)):
+        compare(name, place.group, place.device)
+
+
 _RANGES = {"ranges": False}
 _KNOWN = _RANGES | {"known": True}
 _PIPELINES = (("torchrec", "graph"), ("graph", "torchrec"))
@@ -306,6 +312,7 @@ CHECKS = (
     | {"graph_learning_rates": Check(_check_learning_rates)}
     | every("program", _check_program, name=list(two_lines.PROGRAMS), timeout_s=150.0)
     | every("foreign", _check_foreign, name=list(PROGRAMS))
+    | every("default_stream", _check_default_stream, name=("own_forwards", "longer_bags"), gpu_only=True)
     | {"foreign_sequences_in_blocks": Check(partial(_check_foreign, name="longer_sequences", least_block=1))}
 )
 LOST = (
