@@ -282,6 +282,8 @@ class Push(WindowBackward):
         current.wait_event(self._updated)
         current.wait_event(self._pushed_all)
         self._updating = False
+        for gradient in state.weights_gradients:  # read on this stream, while a later step sorts on the update stream
+            gradient.record_stream(current)
         return state.weights_gradients
 
     def skip(self) -> None:

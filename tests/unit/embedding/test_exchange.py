@@ -434,6 +434,23 @@ def _assert_pooled(stage: Stage, forward: Forward, number: int, samples: int, dt
     assert_same(forward.finish(forward.start(step), copy=True), factor * expected, f"step {number}")
 
 
+@interpreted
+def test_gradients_of_weights_are_kept_until_they_are_read(world_of_one: dist.ProcessGroup) -> None:
+    """They are made on another stream, where the next step's sort could take their memory."""
+    stage = Stage([([4], [])], rank=0)
+    (ids,), pooled = stage.inputs(0, (3,))
+    weights = torch.ones(ids.values().numel(), requires_grad=True)
+    given = KeyedJaggedTensor(ids.keys(), ids.values().int(), weights, lengths=ids.lengths().int())
+    recorded = list[torch.Tensor]()
+    with without_streams(), patch.object(torch.Tensor, "record_stream", lambda tensor, _: recorded.append(tensor)):
+        push = interpreted_parts(stage, world_of_one, ExchangeOptions(), samples=3).backward
+        pending = push.note_forward(Step([given], BatchSizes.of((3,))), trains_weights=True)
+        (gradient,) = push.finish(push.start(pending, torch.ones_like(pooled)))
+    rows = stage.weights[stage.shards[0].name]  # before the update
+    assert_near(gradient, rows[ids.values()].sum(1), WEIGHT_TOLERANCE["fp32"], "gradient of weights")
+    assert any(each is gradient for each in recorded), "the allocator does not know which stream reads it"
+
+
 class _Stream:
     """A stream that is captured or not, as CUDA has it: a capture includes the streams that wait for it."""
 

@@ -1,6 +1,7 @@
 from typing import Any
 
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.embedding.options import ExchangeOptions
@@ -73,6 +74,34 @@ def _check_shared_gradient(place: Place) -> None:
         assert_near(actual, expected, 10 * WEIGHT_TOLERANCE["fp32"], f"rows of table {t}")
 
 
+def _check_weights_gradients(place: Place) -> None:
+    """Gradients of ids' weights stay until they are read, also if a later backward sorts its ids meanwhile."""
+    tables = [Table(100, 64, owner) for owner in range(place.world_size)]
+    batches = [Batch(place, tables, [512] * place.world_size, seed) for seed in range(3)]
+    found: dict[str, list[torch.Tensor]] = {}
+    for backward in ("collective", "push"):
+        stage = Stage(place, tables)
+        stage.fill(integers=False)
+        exchange = stage.exchange(ExchangeOptions(backward=backward, copy_output=True, wait_timeout_s=20.0))
+        weights, losses = list[torch.Tensor](), list[torch.Tensor]()
+        for seed, batch in enumerate(batches):
+            (ids,) = stage.inputs(batch)
+            weight = torch.rand(ids.values().shape, device=place.device, generator=place.generator(seed))
+            weights.append(weight.requires_grad_())
+            factors = weight * 1.0
+            factors.register_hook(lambda _: torch.cuda._sleep(5 * _DELAY_CYCLES))
+            given = KeyedJaggedTensor(ids.keys(), ids.values(), factors, lengths=ids.lengths())
+            losses.append(exchange.start([given], batch.sizes).wait().square().sum())
+        del factors, given
+        for loss in losses:
+            loss.backward()
+        place.synchronize()
+        found[backward] = [weight.grad for weight in weights if weight.grad is not None]
+        place.close(exchange)
+    for number, (actual, expected) in enumerate(zip(found["push"], found["collective"], strict=True)):
+        assert_near(actual, expected, 10 * WEIGHT_TOLERANCE["fp32"], f"gradient of the weights of step {number}")
+
+
 @torch.no_grad()
 def _check_capture(place: Place, backend: str) -> None:
     """A forward within a graph's capture is refused, and the exchange continues."""
@@ -112,6 +141,7 @@ _PIPELINES = ("EvalPipelineFusedSparseDist", "TrainPipelineFusedSparseDist")
 CHECKS = (
     every("two_streams", _check_two_streams, backend=EXCHANGED, copy_output=_COPIES, gpu_only=True)
     | every("shared_gradient_while_pushed", _check_shared_gradient, gpu_only=True)
+    | every("weights_gradients_while_sorted", _check_weights_gradients, gpu_only=True)
     | every("capture", _check_capture, backend=("pgas", "fused"), gpu_only=True)
     # Only an optimizer with a state shows a row that is updated twice or too late; SGD shows a wrong scale.
     | every("usage", _check_usage, usage=list(USAGES), optimizer=["rowwise_adagrad"], timeout_s=150.0)
