@@ -152,13 +152,16 @@ class InputPrefetcher:
         self._streams.step_is_issued(index)
         if self._plan(index).kind is StepKind.EAGER:  # has read its staging buffer
             self._streams.step_is_issued(1 - index)
-        self._steps[index], self._index = _END[index], 1 - index
+        self._index = 1 - index
         if self._is_exhausted:
             self._ids.forget()
         self._stage(batches, index)
 
     def _stage(self, batches: Iterator[Any], index: int) -> None:
         with self._streams.copies(index):
+            # The batch of the step is freed here, where the copies follow the step: it may be in memory of a loader's
+            # stream, which the loader reuses once the current stream, for which it has recorded the batch, is done.
+            self._steps[index] = _END[index]
             given = None if self._is_exhausted else next(batches, None)
             self._is_exhausted = given is None
             batch = None if given is None else with_even_batches_of(given, self._ids.unpooled_features)

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -78,3 +79,29 @@ def test_a_batch_is_freed_before_another_is_read(prefetcher: InputPrefetcher) ->
 
     batches = read()
     assert [_take(prefetcher, batches)[0] for _ in range(6)] == [CAPTURED] * 2 + [EAGER] * 4
+
+
+def test_a_batch_is_kept_until_copies_follow_its_step(
+    prefetcher: InputPrefetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory may be a loader's, who has recorded it for the stream of copies, not for that of the step."""
+    alive, follow = list[weakref.ref[torch.Tensor]](), Streams.copies
+
+    def read() -> Iterator[dict[str, torch.Tensor]]:
+        for size in (2, 2, 3):
+            batch = {"x": torch.zeros(size)}
+            alive.append(weakref.ref(batch["x"]))
+            yield batch
+            del batch
+
+    @contextmanager
+    def copies(streams: Streams, buffer_index: int, later: bool = False) -> Iterator[None]:
+        kept.append(bool(alive) and alive[-1]() is not None)
+        with follow(streams, buffer_index, later):
+            yield
+
+    batches, kept = read(), list[bool]()
+    monkeypatch.setattr(Streams, "copies", copies)
+    assert [_take(prefetcher, batches)[0] for _ in range(3)] == [CAPTURED, CAPTURED, EAGER]
+    assert kept[-1], "the batch of the eager step was freed before copies waited for the step"
+    assert alive[-1]() is None

@@ -19,6 +19,7 @@ from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.capacity import CapacityTracker
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.kernels import launches
@@ -32,6 +33,7 @@ _BORDERS = (0, 5, 9, 10, 17, 20)  # of segments: one that ends with a single gra
 _BETWEEN = (3, 4, 6, 12, 13, 16)  # steps followed by an evaluation: with one graph captured, and with both
 _SIZES = (1, 7, 200, 3, 64, 33, 250, 90, 5, 17)  # samples a rank, at a fixed capacity for ids: short and long bags
 _MOST = 4  # values that are kept of each kind: fewer than sizes, and as many as a step uses
+_LONG_CYCLES = 50_000_000  # longer than the CPU takes to issue an eager step
 _GARBAGE = 2**30 + 1  # two of them are an invalid address
 
 Between = Callable[[Trainer, int], None]
@@ -165,6 +167,41 @@ def _check_device_batches(place: Place) -> None:
     place.close(trainer)
 
 
+def _check_prefetched_batches(place: Place) -> None:
+    """Batches in the memory of a loader's stream, which reuses it, are as they were when slow eager steps read them."""
+    config, streams = graph_config(place, "pgas", "rowwise_adagrad", known=True), [None, torch.cuda.Stream()]
+    losses = []
+    for stream in streams:
+        trainer = make_trainer(place, config)
+        starts = [(step * place.world_size + place.rank) * SAMPLES for step in range(_BORDERS[-1])]
+        known = [trainer.train_data.read(start, SAMPLES).to(place.device) for start in starts]
+        place.synchronize()
+
+        def prefetched(batches: list[Batch] = known, stream: Any = stream) -> Iterator[Batch]:
+            for batch in batches:
+                ids = batch.sparse
+                with torch.cuda.stream(stream):
+                    values, lengths = ids.values().clone(), ids.lengths().clone()
+                    dense, labels = batch.dense.clone(), batch.labels.clone()
+                    copied = [Batch(dense, KeyedJaggedTensor(ids.keys(), values, lengths=lengths), labels)]
+                del values, lengths, dense, labels
+                if stream is not None:
+                    torch.cuda.current_stream().wait_stream(stream)
+                    copied[0].record_stream(torch.cuda.current_stream())
+                yield copied.pop()
+
+        slow = trainer.model.register_forward_pre_hook(lambda *_: torch.cuda._sleep(_LONG_CYCLES))
+        taken, batches = list[torch.Tensor](), prefetched()
+        with patch.object(CapacityTracker, "are_captured", lambda *_, taken=taken: len(taken) < 2):
+            for step in range(_BORDERS[-1]):
+                trainer.learning_rate.set(step)
+                taken.append(trainer.step(batches).detach().clone())
+        slow.remove()
+        losses.append(torch.stack(taken).tolist())
+        place.close(trainer)
+    assert losses[1] == losses[0], f"losses {losses[1]}, not {losses[0]}"
+
+
 def _check_closed(place: Place) -> None:
     """Graphs are not launched after the windows that they use were freed."""
     trainer = make_trainer(place, graph_config(place, "fused", "rowwise_adagrad", known=True))
@@ -242,4 +279,5 @@ CHECKS = (
     | every("lifetimes_garbage", _check_garbage)
     | every("lifetimes_two_models", _check_two_models)
     | every("lifetimes_device_batches", _check_device_batches)
+    | every("lifetimes_prefetched_batches", _check_prefetched_batches, gpu_only=True)
 )
