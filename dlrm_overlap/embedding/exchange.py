@@ -225,6 +225,7 @@ class Exchange:
             if self.device.type == "cuda":
                 before.set_aside_event = torch.cuda.current_stream(self.device).record_event()
         parts = self._require(step.batch.most)
+        running.ids_epoch = self.counters.ids.value
         self.tables.read_again()
         if self._ids is not None and self.device.type == "cuda":  # ids that were checked when they arrived
             running.ids_ready = torch.cuda.current_stream(self.device).record_event()
@@ -326,6 +327,11 @@ class Exchange:
         pending, gradient = running.pending, running.gradient
         assert pending is not None
         assert gradient is not None
+        if self._ids is not None and self.counters.ids.value > running.ids_epoch + 1:
+            raise InputError(
+                f"exchange: a backward after {self.counters.ids.value - running.ids_epoch} later forwards, but the "
+                f"second one has overwritten the ids of its step; call each backward before the second later forward"
+            )
         running.backward = parts.backward.start(pending, self.clipped(gradient) if self._clips else gradient)
 
     def clipped(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -414,6 +420,8 @@ class RunningStep:
     """the event after which `set_aside` may be read, on GPUs"""
     ids_ready: torch.Event | None = None
     """see `PendingBackward`; None if TorchRec has sent the ids"""
+    ids_epoch: int = 0
+    """epoch of the ids when the step began; an `IdSender` overwrites the step's ids two epochs later"""
     pending: PendingBackward | None = None
     gradient: torch.Tensor | None = None
     """[b, D_total], until the rows are updated"""

@@ -26,6 +26,7 @@ from tests.distributed.foreign import (
     Plain,
     Program,
     Sequences,
+    _batches,
     _momentum,
     compare,
     then_torchrec,
@@ -193,6 +194,20 @@ def test_a_model_that_was_trained_by_ids_takes_a_tensor_dict() -> None:
         with torch.no_grad():
             expected, found = (models[-1](batch)[1] for batch in batches)
         assert_same(found, expected, kind.__name__)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_backward_after_two_later_forwards_is_refused() -> None:
+    """It would update the rows of other ids: a model that was trained by captured steps has memory for those of two."""
+    models = list[Any]()
+    with captures():
+        train(Program(wrap=lambda pipeline, _, model: models.append(model) or pipeline), True, world(), CPU)
+        batches = list(_batches(Program(), 0))[:3]
+        losses = [models[0](batch)[0] for batch in batches[:2]]
+        losses[0].backward()
+        losses = [models[0](batch)[0] for batch in batches]
+        with refuses("a backward after 2 later forwards"):
+            losses[0].backward()
 
 
 # What every `make test` runs; the rest differs little from it.
