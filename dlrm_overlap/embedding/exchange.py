@@ -66,10 +66,15 @@ def poison_on_error(part: Part) -> Part:
         except BufferInUseError:  # nothing has begun
             raise
         except Exception as error:
-            self.failure = f"{part.__name__} has failed ({type(error).__name__}: {error})".partition("\n")[0]
+            self.failure = failure_of(part.__name__, error)
             raise
 
     return cast(Part, run)
+
+
+def failure_of(what: str, error: Exception) -> str:
+    """Return the text of `Exchange.failure` after an error."""
+    return f"{what} has failed ({type(error).__name__}: {error})".partition("\n")[0]
 
 
 def others_are_sent() -> InputError:

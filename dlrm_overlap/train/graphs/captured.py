@@ -11,7 +11,7 @@ import torch
 from dlrm_overlap.comm.counters import Counter, Counters
 from dlrm_overlap.comm.order import CommunicationOrder, no_collection
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.exchange import Exchange, failure_of
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule, exchanges_of
 
 
@@ -105,7 +105,12 @@ class GraphPair:
             exchange.follow_rules(capture=True)
         other = self.each[1 - buffer_index]
         pool = other.pool if other is not None else None
-        captured = CapturedStep(step, self._order, self._counters, pool, stream)
+        try:
+            captured = CapturedStep(step, self._order, self._counters, pool, stream)
+        except Exception as error:  # the host has counted epochs that the device has not
+            for exchange in self._exchanges:
+                exchange.failure = exchange.failure or failure_of("the capture of a step", error)
+            raise
         self.each[buffer_index], self._captured_addresses = captured, self._addresses
         self._captured_frozen = self._frozen
         return captured.launch()

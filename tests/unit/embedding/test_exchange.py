@@ -3,7 +3,7 @@
 import weakref
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -488,4 +488,18 @@ def test_a_lookup_is_captured_after_a_forward_on_another_stream(world_of_one: di
     pair = GraphPair([SimpleNamespace(exchange=exchange)], [], order, torch.device("cpu"))  # type: ignore[list-item]
     with patch.object(captured, "CapturedStep", Captured):
         assert_same(pair.capture(0, step, main).detach(), expected, "pooled embeddings")  # type: ignore[arg-type]
+    exchange.close()
+
+
+def test_a_failed_capture_is_final(world_of_one: dist.ProcessGroup) -> None:
+    """The host has counted epochs that the device has not, so a later step would use the window that peers read."""
+    stage, order = Stage(ALONE, rank=0), CommunicationOrder()
+    exchange, (inputs, _) = stage.exchange(world_of_one, "pgas"), stage.inputs(0, (5,))
+    pair = GraphPair([SimpleNamespace(exchange=exchange)], [], order, torch.device("cpu"))  # type: ignore[list-item]
+    failing: Any = Mock(side_effect=ArithmeticError("of the model"))
+    stream: Any = None
+    with patch.object(captured, "CapturedStep", failing), pytest.raises(ArithmeticError):
+        pair.capture(0, lambda: None, stream)
+    with pytest.raises(RuntimeError, match=r"the capture of a step has failed \(ArithmeticError: of the model\)"):
+        exchange.start(inputs, (5,))
     exchange.close()

@@ -248,6 +248,26 @@ def _check_bad_id(place: Place) -> None:
     place.leave()
 
 
+def _check_failed_capture(place: Place) -> None:
+    """A step after a capture that has failed is refused on every rank."""
+    trainer = make_trainer(place, graph_config(place, "pgas", "sgd", known=True))
+
+    def fail(*_: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise ArithmeticError("in a capture")
+
+    failing, messages = trainer.model.register_forward_hook(fail), list[str]()
+    for _ in range(2):
+        try:
+            train_steps(place, trainer, 0, 12)
+        except Exception as error:  # CUDA's, of the capture that ends unfinished, then ours
+            messages.append(str(error))
+        failing.remove()
+    assert len(messages) == 2, messages
+    assert "the capture of a step has failed" in messages[1], messages
+    place.leave()
+
+
 def _check_stalled_peer(place: Place) -> None:
     """All ranks except the culprit name the rank for which they waited, in time."""
     config = graph_config(place, "pgas", "sgd", known=False)
@@ -318,5 +338,6 @@ CHECKS = (
 LOST = (
     every("graph_overflow", _check_overflow, known=_KNOWN, alone=True)
     | every("graph_bad_id", _check_bad_id, alone=True)
+    | every("graph_failed_capture", _check_failed_capture, alone=True, gpu_only=True)
     | every("graph_peer_stalls", _check_stalled_peer, alone=True)
 )
