@@ -173,6 +173,9 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         input_dist = self._window_input_dist
         if input_dist is None or self.takes_ids or self._has_uninitialized_input_dist or self._has_tracker:
             return None
+        # The pipeline frees the batch's ids after this call, and windows are filled later. Not in every release.
+        if getattr(self, "_free_features_storage_early", False):
+            return None
         request = input_dist.request(features, partial(self._send_by_torchrec, features))
         if request is None:
             return None

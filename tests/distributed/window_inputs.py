@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -35,6 +37,7 @@ EVERY_KIND: Shards = {"narrow": [0], "two_features": [1, 0], "cut_by_rows": BY_R
 @dataclass(frozen=True)
 class Case:
     plan: Shards = field(default_factory=lambda: EVERY_KIND)
+    other: Shards = field(default_factory=lambda: {"other": [0]})
     pipeline: Any = "sparse_dist"
     """see `open_pipeline`"""
     samples: Sequence[tuple[int, int]] = ((5, 5),) * 4
@@ -91,6 +94,10 @@ CASES = {
     ),
     "weights from the second batch on": Case(weighted=(False, True, True, True), sent=0),
 }
+if "free_features_storage_early" in signature(TrainPipelineSparseDist).parameters:  # not in every release
+    CASES["ids that the pipeline frees early"] = Case(
+        pipeline=partial(TrainPipelineSparseDist, free_features_storage_early=True), other={"other": []}, sent=0
+    )
 
 
 def _batches(case: Case, repeats: int) -> Iterator[Batch]:
@@ -123,7 +130,7 @@ def _train(case: Case, sharder: Any, device: torch.device, repeats: int) -> tupl
 
     if device.type == "cuda":
         model.dense.register_forward_pre_hook(hesitate)
-    plan = make_plan(model, case.plan, {"other": [0]}, sharder, device_type=device.type)
+    plan = make_plan(model, case.plan, case.other, sharder, device_type=device.type)
     batches = list(_batches(case, repeats))
     return train(model, plan, sharder, batches, case.pipeline, after=count, device=device), sent
 
@@ -134,8 +141,8 @@ def compare(name: str, device: torch.device, repeats: int = 1) -> None:
     params |= {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2}  # so a gradient of zero changes a row
     sharders = (OverlapEmbeddingBagCollectionSharder(dict(params), input_dist=by) for by in ("torchrec", "windows"))
     (expected, never), (ours, sent) = (_train(case, sharder, device, repeats) for sharder in sharders)
-    assert never == [0, 0]
-    assert repeats > 1 or sent == [case.sent] * 2, f"{name}: {sent} batches through windows"
+    assert set(never) == {0}
+    assert repeats > 1 or set(sent) == {case.sent}, f"{name}: {sent} batches through windows"
     for part in ("weights", "states"):
         for key, tensor in expected[part].items():
             assert_same(ours[part][key], tensor, f"{name}: {key}")
