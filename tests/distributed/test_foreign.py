@@ -13,6 +13,7 @@ from torchrec.distributed.train_pipeline import EvalPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.capacity import CapacityTracker
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher
 from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_same
@@ -100,6 +101,26 @@ def _evaluated_by_torchrec(pipeline: Any, optimizer: Any, model: Any) -> Any:
 def test_an_evaluation_by_torchrec_is_refused_while_ids_are_under_way() -> None:
     with captures(), refuses("ids of another batch are under way"):
         train(Program(wrap=_evaluated_by_torchrec), True, world(), CPU)
+
+
+def _tracked(pipeline: Any, _: Any, model: Any) -> Any:
+    """Register a tracker of lookups between two steps."""
+    progress, steps = pipeline.progress, count()
+
+    def track_and_progress(batches: Iterator[Any]) -> Any:
+        if next(steps) == 7:
+            (module,) = (each for each in model.modules() if isinstance(each, ExchangingModule))
+            module._lookups[0].register_optim_state_tracker_fn(lambda *_: None)
+        return progress(batches)
+
+    pipeline.progress = track_and_progress
+    return pipeline
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_tracker_that_no_step_would_call_is_refused() -> None:
+    with captures(), refuses("a tracker was registered since the pipeline was made"):
+        train(Program(wrap=_tracked), True, world(), CPU)
 
 
 class OneDataParallel(Plain):

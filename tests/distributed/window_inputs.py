@@ -15,6 +15,7 @@ from torchrec.distributed.sharding_plan import row_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.torchrec_private import WeightDecayMode
@@ -70,6 +71,27 @@ class _Reset(TrainPipelineSparseDist[Any, Any]):
         return super().progress(self.rest if self.steps >= 3 else dataloader_iter)
 
 
+class _Tracked(TrainPipelineSparseDist[Any, Any]):
+    """Tracks lookups from the third step on, whose ids have been sent by then."""
+
+    steps, seen = 0, 0
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        self.steps += 1
+        model = cast("torch.nn.Module", self._model)
+        modules: list[Any] = [each for each in model.modules() if isinstance(each, ExchangingModule)]
+        if self.steps == 3:
+            for each in modules:
+                each.register_post_lookup_tracker_fn(self._count)
+        output, seen = super().progress(dataloader_iter), self.seen
+        assert bool(seen) == (self.steps >= 3), f"{seen} lookups were tracked by the end of step {self.steps}"
+        self.seen = 0
+        return output
+
+    def _count(self, *_: Any) -> None:
+        self.seen += 1
+
+
 CASES = {
     "every kind of sharding": Case(),
     "whole tables": Case(WHOLE),
@@ -80,6 +102,7 @@ CASES = {
     "evaluations and forgotten batches": Case(
         pipeline=_Reset, samples=((5, 5),) * 6, bags=((0, 3),) * 6, weighted=(False,) * 6, sent=9
     ),
+    "a tracker from the third step on": Case(pipeline=_Tracked, sent=2),
     "known lengths": Case(bags=((2, 2),) * 4),
     "known lengths and fewer samples": Case(WHOLE, bags=((2, 2),) * 4, samples=((5, 5), (5, 5), (2, 5), (5, 3))),
     "known lengths and no samples": Case(WHOLE, bags=((2, 2),) * 4, samples=((5, 5), (5, 5), (0, 5), (5, 3))),
