@@ -65,6 +65,27 @@ def test_a_second_call_is_refused_in_the_first_step() -> None:
         train(Program(Twice), True, world(), CPU)
 
 
+class TrainedWeights(Plain):
+    """Trains one weight for all ids."""
+
+    weighted = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def pooled(self, batch: Any) -> torch.Tensor:
+        ids = batch.ids
+        made = KeyedJaggedTensor(ids.keys(), ids.values(), ids.weights() * self.scale, lengths=ids.lengths())
+        return torch.cat(list(self.embedding(made).to_dict().values()), dim=1)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_trained_weights_of_ids_are_refused() -> None:
+    with refuses("their weights require a gradient"):
+        train(Program(TrainedWeights), True, world(), CPU)
+
+
 @pytest.mark.usefixtures("world_of_one")
 def test_a_part_that_differs_in_every_batch_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     """Buffers are not made for batches again and again if each differs from the one before."""
