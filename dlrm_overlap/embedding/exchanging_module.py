@@ -224,9 +224,15 @@ class ExchangingModule(nn.Module, Generic[Served]):
         options = self._resolved
         if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
             return f"backend {options.backend} waits for the host"
-        if self.post_lookup_tracker_fn or self.post_odist_tracker_fn:
+        if self.has_tracker:
             return "a tracker is registered"
         return self._uncaptured
+
+    @property
+    def has_tracker(self) -> bool:
+        """Whether a tracker of TorchRec's is registered, which only TorchRec's lookups call."""
+        trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
+        return bool(self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers))
 
     @property
     def why_not_exchanged(self) -> str | None:

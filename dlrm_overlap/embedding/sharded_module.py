@@ -171,7 +171,10 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """Return an awaitable of the ids of other shardings, then a `WindowInput`; None if TorchRec must send all."""
         # Pipelines want TorchRec's input_dist made by the first batch, which it sends.
         input_dist = self._window_input_dist
-        if input_dist is None or self.takes_ids or self._has_uninitialized_input_dist or self._has_tracker:
+        if input_dist is None or self.takes_ids or self._has_uninitialized_input_dist or self.has_tracker:
+            return None
+        # The pipeline frees the batch's ids after this call, and windows are filled later. Not in every release.
+        if getattr(self, "_free_features_storage_early", False):
             return None
         request = input_dist.request(features, partial(self._send_by_torchrec, features))
         if request is None:
@@ -191,11 +194,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         request: Any = super().input_dist(context, features)
         return context, first_wait(request, context).wait()
 
-    @property
-    def _has_tracker(self) -> bool:
-        trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
-        return bool(self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers))
-
     def prefetch(self, dist_input: KJTList, forward_stream: Any = None, ctx: Any = None) -> None:
         if not isinstance(dist_input[len(dist_input) - 1], WindowInput):
             super().prefetch(dist_input, forward_stream, ctx)
@@ -212,13 +210,16 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         if (windows := self._window_input_dist) is not None:
             windows.poll()
         if windows is not None and isinstance(given, WindowInput):
-            if given.by_torchrec is None:
+            by_torchrec = given.by_torchrec
+            if given.send_again is not None and self.has_tracker:  # registered since the ids were sent
+                by_torchrec = given.send_again()
+            if by_torchrec is None:
                 exchanged, others = windows.start(given), self._look_up_others(input, ctx.sharding_contexts)
                 return _of_samples(self._output(exchanged, others, ctx.divisor), ctx.inverse_indices)
             inverse = ctx.inverse_indices
-            ctx, input = given.by_torchrec
+            ctx, input = by_torchrec
             ctx.inverse_indices = inverse
-        if self._has_tracker:
+        if self.has_tracker:
             self._tell_once("steps stay with TorchRec: a tracker is registered")
             look_up = partial(super().compute_and_output_dist, ctx, input)
             return _of_samples(self._look_up_by_torchrec(look_up), ctx.inverse_indices)

@@ -56,6 +56,8 @@ class WindowInput(Multistreamable):
     samples: int
     """number of this rank's samples"""
     by_torchrec: ByTorchRec | None = None
+    send_again: SendByTorchRec | None = None
+    """sends the same ids by TorchRec; None if it has sent them"""
 
     def record_stream(self, stream: Any) -> None:
         for given in self.by_torchrec or (() if self.arrived is None else (self.arrived.ids,)):
@@ -182,7 +184,7 @@ class WindowInputDist:
         if self._ids is None or self._ids.ids.batch_capacity != tracker.capacity:  # grown, perhaps by a batch before
             self._open(tracker)
         assert self._ids is not None
-        return WindowInput(self._ids.send(counted.features, most), samples)
+        return WindowInput(self._ids.send(counted.features, most), samples, send_again=counted.by_torchrec)
 
     def _join_streams(self, counted: Counted) -> None:
         """Let the current stream follow what made the features, and the last `send`, whose epoch comes before."""

@@ -122,6 +122,7 @@ CLASSES = {
             "compute": "ctx dist_input",
             "evict": "",
             "output_dist": "ctx output",
+            "register_post_lookup_tracker_fn": "record_fn",
         },
         "_device _feature_to_table _managed_collision_modules _sharding_features _table_to_offset",
     ),

@@ -9,6 +9,7 @@ from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding, ShardedModule, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -210,7 +211,13 @@ def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, An
     world_size = 1 + max(rank for params in modules.values() for each in params.values() for rank in each.ranks or [0])
     env, device = ShardingEnv.from_local(world_size, 0), torch.device("cpu")
     for path, params in modules.items():
-        module, given = model.get_submodule(path), dict(fused_params)
+        module, given, uncaptured = model.get_submodule(path), dict(fused_params), None
+        if isinstance(module, FeatureProcessedEmbeddingBagCollection):  # whose sharder takes ours
+            uncaptured = _left_alone(path, {}, module).uncaptured
+            ((name, module),) = [
+                item for item in module.named_children() if isinstance(item[1], EmbeddingBagCollection)
+            ]
+            path = f"{path}.{name}"
         if (
             isinstance(module, ManagedCollisionEmbeddingBagCollection | ManagedCollisionEmbeddingCollection)
             and why_ids_stay(module) is None
@@ -229,7 +236,8 @@ def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, An
         else:
             yield _left_alone(path, params, module)
             continue
-        yield _as_if_exchanged(path, params, shardings, env)
+        found = _as_if_exchanged(path, params, shardings, env)
+        yield found._replace(uncaptured=uncaptured or found.uncaptured)
 
 
 def _as_if_exchanged(

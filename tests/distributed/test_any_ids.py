@@ -25,6 +25,7 @@ from dlrm_overlap.embedding.id_tables import id_map
 from dlrm_overlap.embedding.id_tables.sharder import OverlapManagedCollisionEmbeddingBagCollectionSharder
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.ids.id_map import EMPTY, Totals, murmur, unsigned_remainder
+from dlrm_overlap.torchrec_private import ShardedManagedCollisionCollection
 from tests.conftest import PYTHON_PATH, ROOT, refuses
 from tests.distributed import any_ids
 from tests.distributed.any_ids import batch_of, draw, expected_losses, own_module, shard, zch_module
@@ -224,9 +225,16 @@ def _check_not_exchanged() -> None:
 
 
 def _check_refusals() -> None:
-    """FBGEMM's update would train the initial rows; remapped features are not returned by captured steps."""
+    """FBGEMM's update would train the initial rows; remapped features are not returned by captured steps.
+
+    A tracker of raw ids would see none.
+    """
     with refuses("nccl updates rows by FBGEMM"):
         shard(any_ids.Model(ROWS, own_module), "nccl")
+    sharded = shard(any_ids.Model(ROWS, zch_module))
+    (collection,) = (each for each in sharded.modules() if isinstance(each, ShardedManagedCollisionCollection))
+    with refuses("call no tracker"):
+        collection.register_post_lookup_tracker_fn(lambda *_: None)
     model = any_ids.Model(ROWS, zch_module)
     model.tables._return_remapped_features = True
     assert {table.why_not for table in explain(shard(model)).tables} == {"a collection returns remapped features"}

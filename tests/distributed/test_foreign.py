@@ -13,6 +13,7 @@ from torchrec.distributed.train_pipeline import EvalPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.capacity import CapacityTracker
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.train.graphs.input_prefetcher import InputPrefetcher
 from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_same
@@ -65,6 +66,27 @@ def test_a_second_call_is_refused_in_the_first_step() -> None:
         train(Program(Twice), True, world(), CPU)
 
 
+class TrainedWeights(Plain):
+    """Trains one weight for all ids."""
+
+    weighted = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def pooled(self, batch: Any) -> torch.Tensor:
+        ids = batch.ids
+        made = KeyedJaggedTensor(ids.keys(), ids.values(), ids.weights() * self.scale, lengths=ids.lengths())
+        return torch.cat(list(self.embedding(made).to_dict().values()), dim=1)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_trained_weights_of_ids_are_refused() -> None:
+    with refuses("their weights require a gradient"):
+        train(Program(TrainedWeights), True, world(), CPU)
+
+
 @pytest.mark.usefixtures("world_of_one")
 def test_a_part_that_differs_in_every_batch_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     """Buffers are not made for batches again and again if each differs from the one before."""
@@ -101,6 +123,26 @@ def _evaluated_by_torchrec(pipeline: Any, optimizer: Any, model: Any) -> Any:
 def test_an_evaluation_by_torchrec_is_refused_while_ids_are_under_way() -> None:
     with captures(), refuses("ids of another batch are under way"):
         train(Program(wrap=_evaluated_by_torchrec), True, world(), CPU)
+
+
+def _tracked(pipeline: Any, _: Any, model: Any) -> Any:
+    """Register a tracker of lookups between two steps."""
+    progress, steps = pipeline.progress, count()
+
+    def track_and_progress(batches: Iterator[Any]) -> Any:
+        if next(steps) == 7:
+            (module,) = (each for each in model.modules() if isinstance(each, ExchangingModule))
+            module._lookups[0].register_optim_state_tracker_fn(lambda *_: None)
+        return progress(batches)
+
+    pipeline.progress = track_and_progress
+    return pipeline
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_tracker_that_no_step_would_call_is_refused() -> None:
+    with captures(), refuses("a tracker was registered since the pipeline was made"):
+        train(Program(wrap=_tracked), True, world(), CPU)
 
 
 class OneDataParallel(Plain):

@@ -249,6 +249,7 @@ def test_steps_that_are_tracked_stay_with_torchrec(
         sharded(_ids(["f5"], [1, 2], [2])).values()
     assert len(seen) == 2
     assert _lines(caplog) == ["backend pgas: steps stay with TorchRec: a tracker is registered"]
+    assert sharded.why_ids_are_not_taken() == "a tracker is registered"
 
 
 @pytest.mark.parametrize("backend", ["pgas", "nccl"])

@@ -74,6 +74,12 @@ class OverlapShardedManagedCollisionCollection(ShardedManagedCollisionCollection
             remapped.append(self.id_map.remap(features, names))
         return KJTList(remapped)
 
+    def register_post_lookup_tracker_fn(self, record_fn: Any) -> None:
+        raise InputError(
+            f"{', '.join(each.name for each in self._rules)}: a tracker of raw ids was registered, but our kernels map "
+            f"them and call no tracker; shard this collection by TorchRec's sharder"
+        )
+
     def evict(self) -> dict[str, torch.Tensor | None]:
         return {}  # rows of new ids were filled when these got their slots
 

@@ -225,7 +225,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             StopIteration: if a rank has no batch left.
             InputError: if a batch has other features than the first one, if other dense parameters get a gradient than
                 in the first step, or if rows of tables or windows were moved or freed, or tables frozen, since the
-                capture.
+                capture, or if a tracker was registered since the pipeline was made.
             RuntimeError: if a kernel has recorded an error, such as an expired wait for a peer.
         """
         if self._fallback is None and not self._has_checked_first:
@@ -314,6 +314,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 self._grow(self._capacity.ask(self._capacity.describe(batch), batch.ids).wait())
 
     def _train(self, batches: Iterator[Any]) -> Any:
+        if any(module.has_tracker for module in self._modules):
+            raise InputError(
+                "GraphTrainPipeline: a tracker was registered since the pipeline was made, whose steps would not call "
+                "it; close this pipeline on all ranks and make another one"
+            )
         self._graphs.check_unchanged()
         output = self._take_step(self._prefetcher.plan(batches))
         self._steps += 1

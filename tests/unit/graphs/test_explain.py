@@ -11,6 +11,7 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.sharding import rw_sharding
@@ -27,6 +28,8 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from dlrm_overlap import (
     GraphTrainPipeline,
@@ -162,6 +165,18 @@ def test_a_model_of_either_sharder_has_the_reasons_of_its_plan(
     found = [(each.exchanged, each.captured, each.why_not) for each in ours.tables]
     kept = "table t1 stays with TorchRec, with compute kernel dense"
     assert found == [(True, False, kept), (False, False, "compute kernel dense")]
+
+
+def test_tables_of_feature_processors_have_the_reasons_of_their_plan(world_of_one: dist.ProcessGroup) -> None:
+    tables = EmbeddingBagCollection(table_configs({"t0": TABLES["t0"]}), is_weighted=True, device=torch.device("meta"))
+    processed = FeatureProcessedEmbeddingBagCollection(tables, PositionWeightedModuleCollection({"f0": 3}))
+    model = nn.ModuleDict({"tables": processed, "dense": nn.Linear(1, 1)})
+    sharder: Any = FeatureProcessedEmbeddingBagCollectionSharder(OverlapEmbeddingBagCollectionSharder())
+    plan = ShardingPlan({"tables": construct_module_sharding_plan(processed, {"t0": FUSED}, sharder, 1, 1, "cpu")})
+    planned, env = explain(model, plan), ShardingEnv.from_process_group(world_of_one)
+    assert planned == explain(DistributedModelParallel(model, env=env, device=CPU, plan=plan, sharders=[sharder]))
+    (table,) = planned.tables
+    assert (table.exchanged, table.captured) == (True, False)
 
 
 @pytest.mark.parametrize(
