@@ -251,8 +251,8 @@ def _as_if_exchanged(
 def _left_alone(path: str, params: Mapping[str, ParameterSharding], module: nn.Module) -> _Collection:
     kind = type(module).__name__.removeprefix("Sharded")
     why_not: dict[str, str | None] = {each.sharding_type: f"{kind} stays with TorchRec" for each in params.values()}
-    tables = f"with tables {', '.join(params)}, " if params else ""
-    return _Collection(path, params, why_not, f"{kind} {path}, {tables}stays with TorchRec, which waits for the host")
+    tables = f", with tables {', '.join(params)}," if params else ""
+    return _Collection(path, params, why_not, f"{kind} {path}{tables} stays with TorchRec, which waits for the host")
 
 
 def _sharding(kind: str, tables: list[EmbeddingShardingInfo], env: ShardingEnv) -> Any:

@@ -249,7 +249,7 @@ def _train_beside(make: Callable[[], nn.Module], ours: bool, kind: Any) -> Found
 def _check_beside(make: Callable[[], nn.Module], kept: str) -> None:
     """A module that stays with TorchRec keeps steps from being captured, but other tables are exchanged."""
     theirs = _train_beside(make, False, TrainPipelineSparseDist)
-    told = f"{kept} other, stays with TorchRec, which waits for the host"
+    told = f"{kept} other stays with TorchRec, which waits for the host"
     reasons = {"t_f": told, "t_g": told, "t_h": f"{kept} stays with TorchRec"}
     lines = [f"train pipeline: TorchRec's, since the step cannot be captured: {told}"]
     for pipeline, expected in ((TrainPipelineSparseDist, []), (GraphTrainPipeline, lines)):

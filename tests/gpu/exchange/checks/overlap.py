@@ -84,7 +84,7 @@ def _check_overlaps(place: Place) -> None:
 def _check_yields(place: Place) -> None:
     """The bottom MLP's backward and its all-reduce are short and issued later, and do not wait for a long update."""
     longest = 2048 // place.world_size  # so that owners update equally long, whatever their number is
-    tables = [Table(200_000, 128, owner, longest) for owner in range(place.world_size)]
+    tables = [Table(200_000, 128, owner, longest=longest) for owner in range(place.world_size)]
     work = _trace(place, tables, (256, 256, 256))
     updates = _spans(work, "_update_rows")
     begin, end = min(updates).begin, max(span.end for span in updates)
