@@ -82,7 +82,7 @@ def _is(row: Row, contender: str) -> bool:
 
 _SHAPE = (
     *("arch", "optimizer", "world_size", "tables", "rows", "dim", "multi_hot", "zipf_alpha", "global_batch"),
-    *("operator", "m", "k", "n"),
+    *("operator", "m", "k", "n", "precision", "seed"),
 )
 
 
@@ -90,16 +90,20 @@ def _problem(row: Row) -> tuple[str | None, ...]:
     return tuple(row.get(name) for name in _SHAPE)
 
 
+def _disagrees(row: Row) -> bool:
+    return row.get("agrees") == "False"
+
+
 def values(rows: Sequence[Row], own: Sequence[Row], expression: str) -> list[float]:
     """Return the values of an expression for the rows `own` of one line, among all `rows` of their file.
 
     A ratio divides by the next row of its denominator with the same shape, which was measured in the same turns. If a
-    group is named, its smallest value counts. A row whose results disagree has no ratio.
+    group is named, its smallest value counts. A row whose results disagree has no ratio, nor has one over it.
     """
     above, below = (each.partition(":") for each in f"{expression}/".split("/")[:2])
     found: dict[tuple[str | None, ...], list[float]] = {}
     for row in own:
-        disagrees = row.get("agrees") == "False" and (any(below) or above[0] in GROUPS)
+        disagrees = _disagrees(row) and (any(below) or above[0] in GROUPS)
         shown = column(row, above[2] or "median_ms") if _is(row, above[0]) and not disagrees else ""
         if shown == "":
             continue
@@ -107,7 +111,9 @@ def values(rows: Sequence[Row], own: Sequence[Row], expression: str) -> list[flo
         if any(below):
             same = [each for each in rows if _is(each, below[0]) and _problem(each) == _problem(row)]
             later = [each for each in same if rows.index(each) >= rows.index(row)] or same[-1:]
-            others = later if below[0] in GROUPS else later[:1]
+            others = [each for each in (later if below[0] in GROUPS else later[:1]) if not _disagrees(each)]
+            if not others:
+                continue
             value /= min(float(column(each, below[2] or "median_ms")) for each in others)
         found.setdefault(_problem(row), []).append(value)
     return [value for each in found.values() for value in ([min(each)] if above[0] in GROUPS else each)]

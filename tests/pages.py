@@ -117,7 +117,7 @@ def origin(name: str) -> str:
 
 
 def _number(found: re.Match[str]) -> str:
-    """Return a number, or the least and the greatest, with as many decimals as the text has."""
+    """Return a number, or the least and the greatest if they differ, with as many decimals as the text has."""
     if found[4].startswith("simulated "):
         expression, _, unit = found[4].removeprefix("simulated ").partition("@")
         result = simulated_pages.NUMBERS[expression]()
@@ -126,8 +126,8 @@ def _number(found: re.Match[str]) -> str:
         expression, _, unit = expression.partition("@")
         result = [value for rows in files for value in values(rows, rows, expression)]
     decimals, factor = len(found[1].partition(".")[2]), UNITS[unit][0] if unit else 1
-    ends = [min(result), max(result)] if found[2] else [min(result)]
-    return " to ".join(f"{factor * value:.{decimals}f}" for value in ends) + found[3]
+    ends = (f"{factor * value:.{decimals}f}" for value in (min(result), max(result)))
+    return " to ".join(dict.fromkeys(ends)) + found[3]
 
 
 def written(page: Path) -> str:

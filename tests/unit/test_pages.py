@@ -38,6 +38,7 @@ ROWS = [
     {"contender": "pgas", "median_ms": "4"},
     {"contender": "torchrec_bf16", "median_ms": "6", "agrees": "True"},
     {"contender": "pgas", "median_ms": "2"},
+    {"contender": "nccl", "median_ms": "1", "agrees": "False"},
 ]
 
 
@@ -53,11 +54,20 @@ ROWS = [
         ("torchrec/ours", [4]),  # over the fastest of a group
         ("torchrec_fp16", [2]),
         ("torchrec_fp16/pgas", []),
+        ("torchrec/nccl", []),
         ("fused", []),
     ],
 )
 def test_the_value_of_an_expression(expression: str, expected: list[float]) -> None:
     assert values(ROWS, ROWS, expression) == expected
+
+
+def test_a_ratio_divides_by_a_row_of_the_same_seed() -> None:
+    rows = [
+        {"contender": name, "seed": seed, "ne": ne}
+        for name, seed, ne in (("any", "0", "3"), ("any", "1", "8"), ("lfu", "1", "4"), ("lfu", "0", "1"))
+    ]
+    assert values(rows, rows, "any:ne/lfu:ne") == [3, 2]
 
 
 def test_a_number_before_a_comment_is_replaced_and_keeps_its_decimals(tmp_path: Path) -> None:
@@ -70,6 +80,13 @@ def test_a_number_before_a_comment_is_replaced_and_keeps_its_decimals(tmp_path: 
     assert (len(ours[0]), len(over[0])) == (len("9.999"), len("21"))
     assert written(page).endswith("not 2.")
     assert written(page) != page.read_text()
+
+
+def test_a_number_of_several_rows_shows_the_least_and_the_greatest(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("It takes 1.00<!-- = four_h200/step_mlperf.csv | pgas_graph:busy_ms --> ms.")
+    rows = values(read("four_h200/step_mlperf.csv"), read("four_h200/step_mlperf.csv"), "pgas_graph:busy_ms")
+    assert f"takes {min(rows):.2f} to {max(rows):.2f}<" in written(page)
 
 
 def test_the_parts_of_the_gain_add_up_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
