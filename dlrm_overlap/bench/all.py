@@ -36,7 +36,7 @@ MEASUREMENTS = {
     "step_dot": f"step --config bench/step_dot {_STRONGEST}",
     "step_sequence": f"step --config bench/step_sequence {_SEQUENCE}",
     "step_mlperf_16384": f"step --config bench/step_mlperf --train.batch_size 16384 {_LARGE}",
-    "quickstart": "step --config quickstart --contenders torchrec pgas_graph --nproc 1",
+    "quickstart": "step --config quickstart --contenders torchrec torchrec_strongest pgas_graph --nproc 1",
     "wide": "step --config wide_mlp --model.top_parallel data --contenders pgas_graph pgas_graph_tensor",
     "ablation": "step --config bench/step_mlperf --contenders torchrec ablation pgas_graph",
     "sweep": f"sweep --config bench/sweep {_SWEPT}",
