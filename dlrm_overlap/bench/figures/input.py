@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.bench.harness.timing import ROUNDS, take_turns, time_steps
+from dlrm_overlap.bench.harness.training_runs import AHEAD
 from dlrm_overlap.bench.harness.workload import describe
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.data.batch import Batch
@@ -31,11 +32,11 @@ def run(kind: str, ranks: Ranks) -> int:
         before_s = loader.wait_s
         warmup = _WARMUP_STEPS + loader.read_ahead  # so that no timed batch was read during cached steps
         turns = [
-            partial(_take_turn, trainer, itertools.repeat(cached), _WARMUP_STEPS),
-            partial(_take_turn, trainer, batches, warmup),
+            partial(take_turn, trainer, itertools.repeat(cached), _WARMUP_STEPS),
+            partial(take_turn, trainer, batches, warmup),
         ]
         of_cached, loaded = take_turns(turns, ranks.values.steps, trainer.device)
-        wait_ms = (loader.wait_s - before_s) * 1e3 / (loaded.steps + ROUNDS * warmup)
+        wait_ms = (loader.wait_s - before_s) * 1e3 / (loaded.steps + ROUNDS * (warmup + AHEAD))
     trainer.close()
     row: dict[str, Any] = {
         "kind": kind,
@@ -55,9 +56,13 @@ def run(kind: str, ranks: Ranks) -> int:
     return 0
 
 
-def _take_turn(trainer: Trainer, batches: Iterator[Batch], warmup: int, steps: int) -> tuple[list[float], list[float]]:
-    segment = itertools.islice(batches, steps + warmup)
+def take_turn(trainer: Trainer, batches: Iterator[Batch], warmup: int, steps: int) -> tuple[list[float], list[float]]:
+    """Return the result of `time_steps`, in which each step prefetches a batch."""
+    segment = itertools.islice(batches, warmup + steps + AHEAD)
     trainer.pipeline.reset()
     for _ in range(warmup):
         trainer.step(segment)
-    return time_steps(partial(trainer.step, segment), steps, trainer.device)
+    found = time_steps(partial(trainer.step, segment), steps, trainer.device)
+    for _ in range(AHEAD):
+        trainer.step(segment)
+    return found

@@ -28,7 +28,7 @@ from dlrm_overlap.train.trainer import Trainer
 
 _MARK = re.compile(r"\bspin_kernel\b")  # the name of a kernel that only marks a position in a trace
 _WARMUP_STEPS = 10
-_AHEAD = 2  # batches that a pipeline prefetches; taken after the timed steps so that the last ones prefetch too
+AHEAD = 2  # batches that a pipeline prefetches; taken after the timed steps so that the last ones prefetch too
 
 
 class TracedSteps(NamedTuple):
@@ -69,13 +69,13 @@ class TrainingRun:
 
     def time(self, steps: int, mark: Callable[[], object] = lambda: None) -> tuple[list[float], list[float]]:
         """Return the result of `time_steps` on this rank; the pipeline prefetches a batch in every timed step."""
-        segment = self._segment(_WARMUP_STEPS + steps + _AHEAD)
+        segment = self._segment(_WARMUP_STEPS + steps + AHEAD)
         step = partial(self._take_step, segment)
         dist.barrier()
         for _ in range(_WARMUP_STEPS):
             step()
         found = time_steps(step, steps, self.trainer.device, mark)
-        for _ in range(_AHEAD):
+        for _ in range(AHEAD):
             step()
         self._finish()
         return found
