@@ -1,6 +1,7 @@
 """Rows of measurements: printed, and appended to a CSV file with their command and the environment."""
 
 import csv
+import itertools
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,30 @@ def _command_line() -> str:
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return shlex.join(["dlrm-overlap", *sys.argv[1:], "--nproc", str(ranks)])
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file; none if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def rows_to_continue(path: Path, work: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the rows of an earlier call, which a resumed one continues.
+
+    Raises:
+        InputError: if a row has another value in a column of `work`.
+    """
+    rows = read_rows(path)
+    for row, (name, value) in itertools.product(rows, work.items()):
+        if (earlier := row.get(name)) != _written(value):
+            raise InputError(
+                f"--output: {path} has rows with {name} {earlier}, and this run has {_written(value)}; give another "
+                f"file, or the same configuration"
+            )
+    return rows
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], command: str | None = None) -> None:

@@ -13,7 +13,7 @@ The metrics are those of the log lines, which are accumulated on the device (`ob
 `distinct_ids` are counted in the stream itself, day by day.
 
 A run ends early if a loss is not finite; its last row, of that day, is then NaN. The other runs go on, and the command
-returns `DISAGREEMENT`.
+returns `DISAGREEMENT`, also when a later call continues the file.
 """
 
 import itertools
@@ -30,10 +30,8 @@ import torch
 from dlrm_overlap.bench.drift_contenders import DRIFT_CONTENDERS, Design
 from dlrm_overlap.bench.harness.seeded_runs import (
     Row,
-    check_runs,
+    finished_runs,
     fit,
-    read_rows,
-    runs_in,
     seeded_config,
     show,
     spread,
@@ -41,7 +39,7 @@ from dlrm_overlap.bench.harness.seeded_runs import (
     train_once,
 )
 from dlrm_overlap.bench.harness.workload import with_keys
-from dlrm_overlap.bench.rows import append_rows
+from dlrm_overlap.bench.rows import append_rows, read_rows
 from dlrm_overlap.config import Config, IdTablesConfig, InputError
 from dlrm_overlap.data.hashed import hashed_rows
 from dlrm_overlap.data.loader import open_datasets
@@ -149,7 +147,7 @@ class Stream:
 
 def run(kind: str, ranks: Ranks) -> int:
     values, output = ranks.values, Path(ranks.values.output)
-    check_runs(kind, ranks.config, output, values.resume)
+    done = finished_runs(kind, ranks, days=values.days)
     designs = {name: DRIFT_CONTENDERS[name] for name in values.contenders}
     streams = {
         seed: Stream.of(with_keys(ranks.config, {"data.seed": seed}), ranks.world.world_size, values.days)
@@ -157,7 +155,7 @@ def run(kind: str, ranks: Ranks) -> int:
     }
     if "mpzch" in designs:
         check_torchrec_maps(streams[values.seeds[0]].rows, False, ranks.device)
-    done, diverged = runs_in(output), False
+    diverged = any(name in designs and seed in streams and not finite for (name, seed), finite in done.items())
     for seed, stream in streams.items():
         missing = {name: design for name, design in designs.items() if (name, seed) not in done}
         factors = {design.rows for design in missing.values() if design.hashed and design.rows != "unlimited"}

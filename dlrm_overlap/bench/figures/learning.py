@@ -8,7 +8,7 @@ contender with the same seed. Samples and seconds to the target are those at the
 it, as in MLPerf's rules; their spread is the coefficient of variation.
 
 A run ends early if a loss is not finite, with a row of that step, which is NaN if it was a training loss. The other
-runs go on, and the command returns `DISAGREEMENT`.
+runs go on, and the command returns `DISAGREEMENT`, also when a later call continues the file.
 """
 
 import math
@@ -20,10 +20,8 @@ from typing import Any
 
 from dlrm_overlap.bench.harness.seeded_runs import (
     Row,
-    check_runs,
+    finished_runs,
     fit,
-    read_rows,
-    runs_in,
     seeded_config,
     show,
     spread,
@@ -31,7 +29,7 @@ from dlrm_overlap.bench.harness.seeded_runs import (
     train_once,
 )
 from dlrm_overlap.bench.learning_contenders import LEARNING_CONTENDERS
-from dlrm_overlap.bench.rows import append_rows
+from dlrm_overlap.bench.rows import append_rows, read_rows
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.train.ranks import Ranks, check_start
@@ -51,7 +49,7 @@ def run(kind: str, ranks: Ranks) -> int:
         raise InputError(
             "train.eval_every: 0, but a curve is made of evaluations; set the number of steps between them"
         )
-    check_runs(kind, ranks.config, output, values.resume)
+    done = finished_runs(kind, ranks)
     configs = {
         (name, seed): learning_config(ranks.config, name, seed, output.with_suffix(""))
         for seed in values.seeds
@@ -59,7 +57,7 @@ def run(kind: str, ranks: Ranks) -> int:
     }
     for config in configs.values():
         check_start(config, ranks.device)
-    done, diverged = runs_in(output), False
+    diverged = any(run in configs and not finite for run, finite in done.items())
     for (name, seed), config in configs.items():
         if (name, seed) in done:
             continue

@@ -9,7 +9,6 @@ least busy rank (`observe.trace_summary`). `work_ms` is the time in which the GP
 rank waits for another to begin a collective. Speedups are over the fastest TorchRec contender in the same group.
 """
 
-import csv
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,8 +32,8 @@ from dlrm_overlap.bench.harness.our_dense import OurDensePipeline
 from dlrm_overlap.bench.harness.timing import take_turns
 from dlrm_overlap.bench.harness.torchrec_variants import CompiledPipeline, RegisteredPipeline, cast_cross_biases
 from dlrm_overlap.bench.harness.training_runs import TracedSteps, TrainingRun, read_batches
-from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
-from dlrm_overlap.bench.rows import append_csv, report
+from dlrm_overlap.bench.harness.workload import collect_garbage, describe, describe_work, with_keys
+from dlrm_overlap.bench.rows import append_csv, report, rows_to_continue
 from dlrm_overlap.bench.step_contenders import OUR_DENSE, STEP_CONTENDERS, Keys, expand, is_torchrec, split_into_groups
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.data.batch import Batch
@@ -63,22 +62,23 @@ _SHOWN = ("contender", "median_ms", *_TRACED, "host_ms", *_SPEEDUPS, *_ON_GPUS, 
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Return `DISAGREEMENT` if losses disagree."""
+    """Return `DISAGREEMENT` if losses disagree, here or in the rows that `--resume` continues."""
     values, output = ranks.values, Path(ranks.values.output)
     names, missing = split_by_installed(expand(values.contenders))
     if missing and ranks.world.rank == 0:
         log.warning("contenders: without %s, since this TorchRec has no %s", ", ".join(missing), _ASYNC_COPY)
-    if values.resume and output.exists():
-        with output.open(newline="") as file:
-            done = {row.get("contender") for row in csv.DictReader(file)}
-        left = [name for name in names if name not in done]
+    wrong = False
+    if values.resume:
+        work = {"precision": ranks.config.train.precision, "batches": values.batches}
+        done = rows_to_continue(output, describe_work(ranks.config, ranks.world.world_size) | work)
+        wrong = any(row["contender"] in names and row["agrees"] == "False" for row in done)
+        left = [name for name in names if name not in {row["contender"] for row in done}]
         if not left:
-            return 0
+            return DISAGREEMENT if wrong else 0
         names = tuple(dict.fromkeys([names[0], *left, names[-1]]))
     configs = contender_configs(ranks, names)
     repeated, batches, floor = _train_again(ranks, configs)
     reference: dict[str, list[float]] = {}
-    wrong = False
     # Check, time and trace one group of contenders after the other.
     for group in split_into_groups(names, values.at_once):
         runs = [TrainingRun(name, build(ranks, name, configs[name]), batches) for name in group]

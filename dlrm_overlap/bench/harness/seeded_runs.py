@@ -1,14 +1,13 @@
 """Runs of several contenders and seeds, whose rows are in one file."""
 
-import csv
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
-from dlrm_overlap.bench.rows import print_table
+from dlrm_overlap.bench.harness.workload import collect_garbage, describe, describe_work, with_keys
+from dlrm_overlap.bench.rows import print_table, rows_to_continue
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.train.ranks import Ranks, check_needs_no_checkpoint
@@ -40,24 +39,25 @@ def fit(trainer: Trainer) -> str:
     return ""
 
 
-def check_runs(kind: str, config: Config, output: Path, resume: bool) -> None:
-    """Raise an InputError if the runs of `config` need checkpoints, or `output` has rows and `resume` is false."""
-    check_needs_no_checkpoint(config, f"bench {kind}")
-    if not resume and output.exists():
+def finished_runs(kind: str, ranks: Ranks, **work: Any) -> dict[tuple[str, int], bool]:
+    """Return the contender and the seed of each run whose rows are in `--output`, and whether its loss stayed finite.
+
+    Raises:
+        InputError: if the runs need checkpoints, or the file exists and is not to be continued, or not by this
+            configuration and the columns `work`.
+    """
+    output = Path(ranks.values.output)
+    check_needs_no_checkpoint(ranks.config, f"bench {kind}")
+    if not ranks.values.resume and output.exists():
         raise InputError(f"--output: {output} exists; give another file, or add --resume true to continue there")
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file; none if there is no such file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def runs_in(path: Path) -> set[tuple[str, int]]:
-    """Return the contender and the seed of each run whose rows are in the file."""
-    return {(row["contender"], int(row["seed"])) for row in read_rows(path)}
+    work |= describe_work(ranks.config, ranks.world.world_size)
+    if ranks.config.train.steps:  # else the samples decide
+        work["steps"] = ranks.config.train.steps
+    found: dict[tuple[str, int], bool] = {}
+    for row in rows_to_continue(output, work):
+        run = row["contender"], int(row["seed"])
+        found[run] = found.get(run, True) and math.isfinite(float(row["loss"]))
+    return found
 
 
 def train_once(ranks: Ranks, config: Config, train: Callable[[Trainer], T]) -> tuple[Row, T]:

@@ -161,7 +161,8 @@ def exchange_options(config: Config, backend: str) -> ExchangeOptions:
     return sharder.options
 
 
-def describe(config: Config, world_size: int) -> dict[str, Any]:
+def describe_work(config: Config, world_size: int) -> dict[str, Any]:
+    """Return the columns of a row that are the same for all contenders of one configuration."""
     tables, train = config.data.tables, config.train
     rows, most = tables.rows, tables.max_rows or math.inf
     return {
@@ -173,8 +174,14 @@ def describe(config: Config, world_size: int) -> dict[str, Any]:
         "zipf_alpha": str(tables.zipf_alpha),
         "global_batch": train.samples_per_rank(world_size) * world_size,
         "arch": config.model.arch,
-        "precision": train.precision,
         "optimizer": config.embedding.optimizer,
         "weight_dtype": config.embedding.weight_dtype,
-        "wire_dtype": config.embedding.resolved_wire_dtype(train.precision),
+    }
+
+
+def describe(config: Config, world_size: int) -> dict[str, Any]:
+    precision = config.train.precision
+    return describe_work(config, world_size) | {
+        "precision": precision,
+        "wire_dtype": config.embedding.resolved_wire_dtype(precision),
     }

@@ -101,6 +101,8 @@ def test_a_run_that_diverges_keeps_its_days_and_the_others_go_on(
     assert ["modulus, seed 1: step 2" in told[0], "any, seed 1: step 2" in told[1], len(told)] == [True, True, 2], told
     (line,) = summarise(rows, ["any"])
     assert math.isnan(line["mean_ne"])
+    again = bench(tmp_path, "modulus", "any", resume=True, days=6, config=diverging, code=DISAGREEMENT)
+    assert again == rows, "nothing is trained twice"
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -111,6 +113,19 @@ def test_a_resumed_command_adds_what_is_missing(tmp_path: Path) -> None:
     rows = bench(tmp_path, "modulus", "modulus_twice", resume=True)
     assert [row["contender"] for row in rows] == ["modulus"] * 3 + ["modulus_twice"] * 3
     assert [row["distinct_ids"] for row in rows[:3]] == [row["distinct_ids"] for row in rows[3:]]
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_rows_of_other_work_are_not_continued(tmp_path: Path) -> None:
+    bench(tmp_path, "modulus")
+    for keys, fault in [
+        ({"train.steps": 12}, "steps 6.* 12"),
+        ({"train.global_batch_size": 32}, "global_batch 64.* 32"),
+    ]:
+        with refuses(rf"--output: .* has rows with {fault}; give another file"):
+            bench(tmp_path, "modulus", "any", resume=True, config=drifting(**keys))
+    with refuses(r"days 3, and this run has 6; give another file"):
+        bench(tmp_path, "modulus", "any", resume=True, days=6)
 
 
 def test_ids_of_a_stream_are_counted_day_by_day() -> None:

@@ -146,12 +146,18 @@ def test_nobody_is_judged_by_a_reference_that_differs_from_itself() -> None:
     assert fault.startswith("torchrec: its own losses differ by 2.0e-02, relatively, between two runs")
 
 
-def _run(folder: Path, monkeypatch: pytest.MonkeyPatch, contenders: Mapping[str, Keys], *options: str) -> Any:
+def _run(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    contenders: Mapping[str, Keys],
+    *options: str,
+    resume: bool = False,
+) -> Any:
     for name, contender in contenders.items():
         monkeypatch.setitem(STEP_CONTENDERS, name, contender)
     ranks = ranks_here(quickstart(folder, "run", *SMALL, *options))
     values = values_of("step", "--steps", "6", "--batches", "3", "--output", str(folder / "step.csv"))
-    values.contenders = list(contenders)
+    values.contenders, values.resume = list(contenders), resume
     code = step.run("step", replace(ranks, values=values))
     return code, read_rows(folder / "step.csv")
 
@@ -171,6 +177,9 @@ def test_tables_that_learn_a_tenth_faster_are_found_out_and_get_no_speedup(
     assert wrong["speedup"] == ""
     assert float(wrong["median_ms"]) > 0
     assert "dlrm-overlap: other: its loss differs from torchrec's by" in capsys.readouterr().err
+    assert _run(tmp_path, monkeypatch, _TORCHREC | other, resume=True) == (DISAGREEMENT, [torchrec, wrong])
+    with refuses(r"--output: .* has rows with global_batch \d+, and this run has 16; give another file"):
+        _run(tmp_path, monkeypatch, _TORCHREC | other, "--train.global_batch_size", "16", resume=True)
 
 
 @pytest.mark.usefixtures("world_of_one")
