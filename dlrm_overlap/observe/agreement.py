@@ -46,10 +46,14 @@ def loss_tolerance(reference: Losses, again: Sequence[Losses], rtol: float) -> d
 def find_fault(losses: Losses, reference: Losses, again: Sequence[Losses], rtol: float) -> str | None:
     """Describe the first step at which `losses` exceed the tolerance, or any run's loss is missing or not finite.
 
+    Without losses nothing can agree.
+
     Returns None if there is no such step.
     """
     tolerance = loss_tolerance(reference, again, rtol)
     runs = [losses, reference, *again]
+    if not any(runs):
+        return "no run has logged a loss"
     for step in sorted({step for run in runs for step in run}):
         rule = f"tolerance {rtol:g}"
         if any(step not in run for run in runs):

@@ -37,6 +37,10 @@ def test_fault(changed: dict[int, float], parts: list[str] | None) -> None:
     assert all(part in (fault or "") for part in parts or []), fault
 
 
+def test_runs_without_losses_do_not_agree() -> None:
+    assert find_fault({}, {}, [{}], RTOL) == "no run has logged a loss"
+
+
 @pytest.mark.parametrize("references", [1, 3])
 def test_a_reference_that_is_not_finite_agrees_with_nothing(references: int) -> None:
     broken = REFERENCE | {40: math.nan}
