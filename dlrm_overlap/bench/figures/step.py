@@ -4,9 +4,10 @@ Before timing, each contender (`bench.step_contenders`) trains 20 steps from the
 its losses disagree with the losses of the first contender, it gets no speedup, and the exit code is 3. Learning rates
 are 3% of the configured ones: at MLPerf's, rounding errors grow within 20 steps until they would hide a wrong gradient.
 
-`busy_ms` and `exposed_ms` are the time in which the GPU is not idle, and exposed communication, in a traced step on the
-least busy rank (`observe.trace_summary`). `work_ms` is the time in which the GPU is not idle on the busiest rank if no
-rank waits for another to begin a collective. Speedups are over the fastest TorchRec contender in the same group.
+`busy_ms` and `exposed_ms` are the time in which the GPU is not idle, and exposed communication, of a step on the least
+busy rank, means of five traced steps (`observe.trace_summary`). `work_ms` is the time in which the GPU is not idle on
+the busiest rank if no rank waits for another to begin a collective. Speedups are over the fastest TorchRec contender in
+the same group.
 """
 
 import logging
