@@ -75,7 +75,8 @@ def balance(
 
     Args:
         capacity_bytes: room for tables on each rank.
-        machine_size: with several nodes, the ranks of a machine, a divisor of `world_size`; None for one node.
+        machine_size: with several nodes, the ranks of a machine, a divisor of `world_size`; None for one node, or if
+            machines have different numbers of ranks.
     """
     # Work is measured relative to the mean of the ranks; the memory's is scaled by its weight against the links'.
     memory = sum(table.pooling * table.dim for table in tables) / world_size or 1.0  # all bags may be empty

@@ -229,8 +229,9 @@ def _balanced(
     # FBGEMM updates each shard separately, with its own row-wise states and row norms. Cuts by columns would make the
     # losses depend on the number of ranks.
     cut_columns = not looks_at_rows(config.optimizer)
-    # TorchRec cuts tables by rows over all ranks, or over those of one machine.
-    machine_size = local if len(nodes) > 1 and world_size % local == 0 else None
+    # TorchRec cuts tables by rows over all ranks or, if all machines have the same number, over those of one machine.
+    are_equal = set(gathered(local, group)) == {local} and world_size % local == 0
+    machine_size = local if len(nodes) > 1 and are_equal else None
     # Tables of any id are cut by rows over all ranks, in whole buckets.
     divided = _tables_of_any_id(collections)
     held = sum(load.bytes for load in loads.values())

@@ -15,15 +15,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.device_errors import ExchangeTimeoutError
+from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.embedding import gradient_layout
+from dlrm_overlap.embedding import gradient_layout, plan
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, IdExchange
 from dlrm_overlap.embedding.backends.lookup import DeviceLookup
 from dlrm_overlap.embedding.backends.messages import ByCollective
+from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchCapacity, IdLayout, joined
 from dlrm_overlap.embedding.internode import Messages, arrival_regions
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
+from dlrm_overlap.embedding.plan import build_topology, make_plan
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.windows import WindowPair
@@ -31,6 +34,7 @@ from dlrm_overlap.kernels import launches
 from dlrm_overlap.kernels.bags import Windows
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.launches import launches_of
+from dlrm_overlap.train.model import build_model
 from tests.agreement import LOSS_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.distributed.captured import captures
 from tests.distributed.interpreted import interpreted_parts, without_streams
@@ -102,6 +106,20 @@ def check_nodes_are_found_and_emulated(rank: int) -> None:
     assert stage.exchange(world(), "pgas").reach.nodes == (range(4),), "one machine"
     assert stage.exchange(world(), "pgas", nodes=2).reach.nodes == NODES["2 of 2"]
     assert stage.exchange(world(), "nccl", nodes=2).reach.is_one_node, "a collective reaches all"
+
+
+def check_machines_of_different_sizes_get_one_plan(rank: int) -> None:
+    config = quickstart(Path("unused"), "run")
+    module = build_model(config.model, config.embedding, [4000, 50, 20, 10], 13, seed=0)
+    sharders, pooling = build_sharders(config.embedding, "fp32", 0), [40.0, 2.0, 3.0, 4.0]
+    for sizes, kind in (((1, 1, 2, 2), "row_wise"), ((2, 2, 2, 2), "table_row_wise")):
+        topology = build_topology(CPU, len(sizes), sizes[rank])
+        with patch.object(plan, "find_nodes", lambda *_: (NODES["2 of 2"], "machines")):
+            made = make_plan(module, sharders, topology, config.embedding, pooling, 8, world())
+        tables: Any = made.plan["embedding"]
+        assert tables["t_00"].sharding_type == kind
+        found = {name: (table.sharding_type, table.ranks) for name, table in tables.items()}
+        assert gathered(found, world()) == [found] * len(sizes)
 
 
 def check_a_rank_that_does_not_step_is_named(rank: int) -> None:
