@@ -356,7 +356,7 @@ class Exchange:
         return self._parts
 
     def join_stream(self) -> None:
-        """Make the current stream wait for that of the last forward, as a capture on this stream could not."""
+        """Make the current stream wait for the stream of the last forward; call it before a capture, not in one."""
         if self._parts is not None:
             self._parts.forward.join_stream()
 

@@ -120,8 +120,7 @@ class TableUpdate:
             return
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(batch.done)
-        for tensor in batch.runs[:-1]:
-            tensor.record_stream(stream)
+        batch.runs.record_stream(stream)
         if rule.arguments.gradient_clipping:
             gradient = gradient.clamp(-rule.arguments.max_gradient, rule.arguments.max_gradient)
         gradient = in_aligned_memory(gradient)

@@ -19,7 +19,7 @@ from dlrm_overlap.observe.result_files import append
 
 
 class EventFile:
-    """If the disk is full, a method raises an OSError, and the file has the events before."""
+    """A new event file. If the disk is full, a method raises an OSError, and the file has the events before."""
 
     def __init__(self, folder: Path, start: int) -> None:
         """Open a file in `folder`. TensorBoard then hides what earlier files have of steps after `start`."""

@@ -205,6 +205,11 @@ class PreparedRuns(NamedTuple):
     """[ranges + 1] int64: first run of each range, and the end"""
     weighted: bool
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Let freed memory be reused only after the work that is on `stream` when it is freed."""
+        for tensor in self[:-1]:
+            tensor.record_stream(stream)
+
 
 class Preparation:
     """The kernels that prepare the update of an input's rows, called once a step, by one thread at a time.

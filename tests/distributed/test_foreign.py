@@ -105,44 +105,43 @@ def test_a_part_that_differs_in_every_batch_is_named_once(caplog: pytest.LogCapt
     assert found == [f"train pipeline: the step of such a batch is eager: {told}"]
 
 
-def _evaluated_by_torchrec(pipeline: Any, optimizer: Any, model: Any) -> Any:
-    """Let TorchRec's pipeline evaluate the model before step 6, while ids of that step are under way."""
-    progress, steps = pipeline.progress, count()
+def _before_step(number: int, act: Callable[[Any, Any, Iterator[Any]], object]) -> Callable[..., Any]:
+    """Return a function that lets a pipeline call `act(optimizer, model, batches)` before a step."""
 
-    def evaluate_and_progress(batches: Iterator[Any]) -> Any:
-        if next(steps) == 6:
-            with torch.no_grad():
-                EvalPipelineSparseDist(model, optimizer, CPU).progress(batches)
-        return progress(batches)
+    def wrap(pipeline: Any, optimizer: Any, model: Any) -> Any:
+        progress, steps = pipeline.progress, count()
 
-    pipeline.progress = evaluate_and_progress
-    return pipeline
+        def act_and_progress(batches: Iterator[Any]) -> Any:
+            if next(steps) == number:
+                act(optimizer, model, batches)
+            return progress(batches)
+
+        pipeline.progress = act_and_progress
+        return pipeline
+
+    return wrap
+
+
+@torch.no_grad()
+def _evaluate_by_torchrec(optimizer: Any, model: Any, batches: Iterator[Any]) -> None:
+    EvalPipelineSparseDist(model, optimizer, CPU).progress(batches)
 
 
 @pytest.mark.usefixtures("world_of_one")
 def test_an_evaluation_by_torchrec_is_refused_while_ids_are_under_way() -> None:
     with captures(), refuses("ids of another batch are under way"):
-        train(Program(wrap=_evaluated_by_torchrec), True, world(), CPU)
+        train(Program(wrap=_before_step(6, _evaluate_by_torchrec)), True, world(), CPU)
 
 
-def _tracked(pipeline: Any, _: Any, model: Any) -> Any:
-    """Register a tracker of lookups between two steps."""
-    progress, steps = pipeline.progress, count()
-
-    def track_and_progress(batches: Iterator[Any]) -> Any:
-        if next(steps) == 7:
-            (module,) = (each for each in model.modules() if isinstance(each, ExchangingModule))
-            module._lookups[0].register_optim_state_tracker_fn(lambda *_: None)
-        return progress(batches)
-
-    pipeline.progress = track_and_progress
-    return pipeline
+def _track(_: Any, model: Any, __: Iterator[Any]) -> None:
+    (module,) = (each for each in model.modules() if isinstance(each, ExchangingModule))
+    module._lookups[0].register_optim_state_tracker_fn(lambda *_: None)
 
 
 @pytest.mark.usefixtures("world_of_one")
 def test_a_tracker_that_no_step_would_call_is_refused() -> None:
     with captures(), refuses("a tracker was registered since the pipeline was made"):
-        train(Program(wrap=_tracked), True, world(), CPU)
+        train(Program(wrap=_before_step(7, _track)), True, world(), CPU)
 
 
 class OneDataParallel(Plain):

@@ -190,8 +190,9 @@ class Push(WindowBackward):
             self._update_stream.wait_stream(stream)
             # Streams are of PyTorch's pool of 32 of each priority, so this one may also be the main stream, which would
             # reuse the memory of the runs before they are read.
-            for tensor in (tensor for prepared in runs if prepared is not None for tensor in prepared[:-1]):
-                tensor.record_stream(self._update_stream)
+            for prepared in runs:
+                if prepared is not None:
+                    prepared.record_stream(self._update_stream)
         return runs
 
     def _sorted(self, pending: PendingBackward) -> list[PreparedRuns | None]:
