@@ -1,7 +1,9 @@
 """Who started this process, and as which rank. Imports no torch."""
 
+import contextlib
 import ipaddress
 import os
+import random
 import re
 import socket
 from collections.abc import Mapping
@@ -15,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 NPROC_MARKER, LAUNCHER_PID = "DLRM_OVERLAP_NPROC", "DLRM_OVERLAP_LAUNCHER_PID"
 _MAX_RANKS = 1 << 20
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # tasks of consecutive nodes: 2, or 4(x2) for 4, 4
-_SLURM_PORTS = range(20000, 32000)  # below Linux's ephemeral ports
+_PORTS = range(20000, 32000)  # below Linux's ephemeral ports, which any connection may take
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def _from_slurm(environ: Mapping[str, str], rank: int, size: int) -> World:
         port = _integer(environ, "MASTER_PORT", "srun")
     else:  # the same on every rank, different for steps of a job and jobs of a day
         job, step = _integer(environ, "SLURM_JOB_ID", "srun"), _integer(environ, "SLURM_STEP_ID", "srun")
-        port = _SLURM_PORTS[(16 * job + step) % len(_SLURM_PORTS)]
+        port = _PORTS[(16 * job + step) % len(_PORTS)]
     return World(rank, _integer(environ, "SLURM_LOCALID", "srun"), size, local_size, address, port, "slurm")
 
 
@@ -243,6 +245,9 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    """Return a TCP port that no process of this machine has; rank 0 binds it seconds later."""
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise InputError(f"all ports from {_PORTS[0]} to {_PORTS[-1]} are taken on this machine; end some processes")

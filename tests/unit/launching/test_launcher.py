@@ -1,8 +1,10 @@
 """Who started this process: every launcher's variables, what contradicts them, and MPI."""
 
 import re
+import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -210,3 +212,13 @@ def test_announced_rank() -> None:
     assert [launcher.announced_rank(environ) for environ in announced] == [1, 3, 0, 2]
     for environ in ({}, {"SLURM_PROCID": "0"}, {"RANK": "zero"}, {"RANK": "\u0661"}, {"RANK": "\u00b2"}):
         assert launcher.announced_rank(environ) is None
+
+
+def test_a_free_port_is_not_one_that_a_connection_may_take_before_it_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert launcher.free_port() < first_ephemeral
+    with socket.socket() as other:
+        other.bind(("", 0))
+        monkeypatch.setattr(launcher, "_PORTS", range(other.getsockname()[1], other.getsockname()[1] + 1))
+        with pytest.raises(InputError, match="are taken"):
+            launcher.free_port()
