@@ -12,8 +12,9 @@ A comment names files of `docs/results`, the columns that rows of one line have 
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dlrm_overlap.bench.figures.learning import summarise
 from tests import simulated_pages
@@ -56,17 +57,32 @@ def _parse(spec: str) -> tuple[list[str], list[list[Row]], list[str]]:
     return names.split(), files, [part for part in parts if not part.startswith("where ")]
 
 
-def learned(name: str) -> Lines:
-    """Yield the lines of a table of rows of `bench learning`: means over seeds and standard deviations."""
+def learned(name: str, target: str = "") -> Lines:
+    """Yield the lines of a table of rows of `bench learning`: means over seeds and standard deviations.
+
+    With a target AUROC also samples and seconds at the first evaluation that reaches it, and how many seeds do.
+    """
     rows = read(name)
-    yield ["contender", "seeds", "AUROC", "NE", "NE minus the first's, by seed"]
-    for line in summarise(rows, list(dict.fromkeys(row["contender"] for row in rows)), None):
+    at_target = [f"samples to {target}", "seconds", "seeds that reach it"] if target else []
+    yield ["contender", "seeds", "AUROC", "NE", "NE minus the first's, by seed", *at_target]
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    for line in summarise(rows, contenders, float(target) if target else None):
         cells = [(line.get(each), line.get(f"{each}_std"), form) for each, form in _LEARNED.items()]
         yield [
             f"`{line['contender']}`",
             str(line["seeds"]),
             *("" if mean is None else f"{mean:{form}} ± {std or 0:{form}}" for mean, std, form in cells),
+            *(_reached(line) if target else []),
         ]
+
+
+def _reached(line: Mapping[str, Any]) -> Iterator[str]:
+    """Yield means over the seeds that reach the target, coefficients of variation, and how many seeds do."""
+    for what, factor, unit in (("samples", 1e-6, "M"), ("seconds", 1, "")):
+        mean, variation = line[f"{what}_to_target"], line[f"{what}_cv"]
+        shown = "" if mean is None else f"{factor * mean:.1f}{unit}"
+        yield shown if variation is None else f"{shown} ({variation:.1%})"
+    yield line["reached"]
 
 
 _LEARNED = {"auroc": ".4f", "ne": ".4f", "ne_difference": ".6f"}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.bench.drift_contenders import DRIFT_USUAL
-from tests import pictures
+from tests import pages, pictures
 from tests.measured import values
 from tests.pages import FOLDER, NUMBER, PAGES, TABLE, milliseconds, origin, written
 from tests.simulated_pages import read
@@ -150,3 +150,18 @@ def test_the_curves_end_in_the_values_of_the_rows() -> None:
     for curve in curves:
         own = [row for row in rows if (row["name"], row["metric"]) == curve]
         assert pictures.curve_label(own) in shown, "run `python -m tests.pictures`"
+
+
+def test_the_table_of_learned_metrics_has_the_way_to_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = {("torchrec", 0): (0.80, 0.90), ("torchrec", 1): (0.91, 0.92), ("pgas", 0): (0.88, 0.89)}
+    rows = [
+        {"contender": name, "seed": str(seed), "samples": str(k * 1_000_000), "seconds": str(10 * k)}
+        | {"auroc": str(auroc), "ne": "0.8"}
+        for (name, seed), curve in runs.items()
+        for k, auroc in enumerate(curve, 1)
+    ]
+    monkeypatch.setattr(pages, "read", lambda _: rows)
+    head, torchrec, pgas = pages.learned("learning.csv", "0.9")
+    assert head[5:] == ["samples to 0.9", "seconds", "seeds that reach it"]
+    assert torchrec[5:] == ["1.5M (47.1%)", "15.0 (47.1%)", "2 of 2"]
+    assert pgas[5:] == ["", "", "0 of 1"]
