@@ -1,7 +1,8 @@
 """What measured rows say: their shapes, the limits of their hardware, and ratios of contenders.
 
-An expression is `CONTENDER[:COLUMN][/CONTENDER[:COLUMN]]`. The column is `median_ms` if none is given; `DERIVED` has
-columns that are computed, `GROUPS` names for several contenders. Without a contender it is of every row.
+An expression is `CONTENDER[:COLUMN]`, or a ratio or difference of two: `CONTENDER[:COLUMN]/CONTENDER[:COLUMN]`, or with
+`-` for `/`. The column is `median_ms` if none is given; `DERIVED` has columns that are computed, `GROUPS` names for
+several contenders. Without a contender it is of every row.
 """
 
 import json
@@ -97,10 +98,11 @@ def _disagrees(row: Row) -> bool:
 def values(rows: Sequence[Row], own: Sequence[Row], expression: str) -> list[float]:
     """Return the values of an expression for the rows `own` of one line, among all `rows` of their file.
 
-    A ratio divides by the next row of its denominator with the same shape, which was measured in the same turns. If a
-    group is named, its smallest value counts. A row whose results disagree has no ratio, nor has one over it.
+    A ratio divides by the next row of its denominator with the same shape, which was measured in the same turns; a
+    difference subtracts that row's. If a group is named, its smallest value counts. A row whose results disagree has no
+    ratio and no difference, nor has one over it.
     """
-    above, below = (each.partition(":") for each in f"{expression}/".split("/")[:2])
+    above, below = (each.partition(":") for each in re.split("[/-]", f"{expression}/")[:2])
     found: dict[tuple[str | None, ...], list[float]] = {}
     for row in own:
         disagrees = _disagrees(row) and (any(below) or above[0] in GROUPS)
@@ -114,6 +116,7 @@ def values(rows: Sequence[Row], own: Sequence[Row], expression: str) -> list[flo
             others = [each for each in (later if below[0] in GROUPS else later[:1]) if not _disagrees(each)]
             if not others:
                 continue
-            value /= min(float(column(each, below[2] or "median_ms")) for each in others)
+            other = min(float(column(each, below[2] or "median_ms")) for each in others)
+            value = value - other if "-" in expression else value / other
         found.setdefault(_problem(row), []).append(value)
     return [value for each in found.values() for value in ([min(each)] if above[0] in GROUPS else each)]

@@ -8,11 +8,13 @@ A page has a table between two comments, and a number before one:
 
 A comment names files of `docs/results`, the columns that rows of one line have in common, and the cells:
 `[TITLE=]EXPRESSION[@UNIT]`, see `tests.measured`. Instead of these it may begin with the name of a table in `_TABLES`.
+A number may be the quotient of two, of other rows each: `FILE | EXPRESSION[@UNIT] / FILE | EXPRESSION`. The unit `more`
+is by how many percent a ratio is above 1, `less` by how many it is below.
 """
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,24 @@ from tests.simulated_pages import FOLDER, Lines, read
 
 PAGES = [Path("README.md"), *sorted(Path("docs").rglob("*.md"))]
 TABLE = re.compile(r"(<!-- rows: ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
-NUMBER = re.compile(r"(\d+(?:\.\d+)?)( to \d+(?:\.\d+)?)?(<!-- = ([^>]*?) -->)")
-UNITS = {
-    "us": (1e3, "{:.0f}"),
-    "%": (100, "{:.0f}%"),
-    "M": (1e-6, "{:.2f}M"),
-    "x": (1, "{:.2f}x"),
-    "raw": (1, "{:g}"),
-    "e": (1, "{:.0e}"),
+NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)( to -?\d+(?:\.\d+)?)?(<!-- = ([^>]*?) -->)")
+
+
+def _same(value: float) -> float:
+    return value
+
+
+UNITS: dict[str, tuple[Callable[[float], float], str]] = {
+    "": (_same, ""),
+    "us": (lambda value: 1e3 * value, "{:.0f}"),
+    "%": (lambda value: 100 * value, "{:.0f}%"),
+    "more": (lambda value: 100 * (value - 1), "{:.0f}%"),
+    "less": (lambda value: 100 * (1 - value), "{:.0f}%"),
+    "M": (lambda value: 1e-6 * value, "{:.2f}M"),
+    "GB": (lambda value: 1e-9 * value, "{:.0f} GB"),
+    "x": (_same, "{:.2f}x"),
+    "raw": (_same, "{:g}"),
+    "e": (_same, "{:.0e}"),
 }
 
 
@@ -41,9 +53,9 @@ def milliseconds(value: float) -> str:
 
 
 def _shown(found: Sequence[float], unit: str) -> str:
-    factor, form = UNITS.get(unit, (1, ""))
-    ends = [min(found), max(found)] if found else []
-    texts = [form.format(factor * value) if form else milliseconds(value) for value in ends] or ["-"]
+    convert, form = UNITS[unit]
+    shown = sorted(map(convert, found))
+    texts = [form.format(value) if form else milliseconds(value) for value in shown[:1] + shown[-1:]] or ["-"]
     return " to ".join(dict.fromkeys(texts))
 
 
@@ -132,18 +144,29 @@ def origin(name: str) -> str:
     return text if name.startswith("simulated") or has_command else f"{text}, no command"
 
 
-def _number(found: re.Match[str]) -> str:
-    """Return a number, or the least and the greatest if they differ, with as many decimals as the text has."""
-    if found[4].startswith("simulated "):
-        expression, _, unit = found[4].removeprefix("simulated ").partition("@")
-        result = simulated_pages.NUMBERS[expression]()
+def _found(spec: str) -> tuple[list[float], str]:
+    """Return the values that a comment before a number asks for, or their quotients, and the unit."""
+    above, *below = spec.split(" / ")
+    if above.startswith("simulated "):
+        name, _, unit = above.removeprefix("simulated ").partition("@")
+        found = simulated_pages.NUMBERS[name]()
     else:
-        _, files, (expression, *_) = _parse(found[4])
-        expression, _, unit = expression.partition("@")
-        result = [value for rows in files for value in values(rows, rows, expression)]
-    decimals, factor = len(found[1].partition(".")[2]), UNITS[unit][0] if unit else 1
-    ends = (f"{factor * value:.{decimals}f}" for value in (min(result), max(result)))
-    return " to ".join(dict.fromkeys(ends)) + found[3]
+        _, files, (cell, *_) = _parse(above)
+        expression, _, unit = cell.partition("@")
+        found = [value for rows in files for value in values(rows, rows, expression)]
+    for other in below:
+        found = [value / divisor for value in found for divisor in _found(other)[0]]
+    return found, unit
+
+
+def _number(match: re.Match[str]) -> str:
+    """Return a number, or the least and the greatest if they differ, with as many decimals as the text has."""
+    found, unit = _found(match[4])
+    if not found:
+        raise ValueError(f"no row has a value for: {match[4]}")
+    decimals, (convert, _) = len(match[1].partition(".")[2]), UNITS[unit]
+    shown = sorted(map(convert, found))
+    return " to ".join(dict.fromkeys(f"{value:.{decimals}f}" for value in (shown[0], shown[-1]))) + match[3]
 
 
 def written(page: Path) -> str:

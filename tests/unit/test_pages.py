@@ -53,6 +53,9 @@ ROWS = [
         ("strongest/pgas", [2]),  # the least of all ratios
         ("torchrec/ours", [4]),  # over the fastest of a group
         ("torchrec_fp16", [2]),
+        ("torchrec-pgas", [4]),
+        ("torchrec:median_ms-ours:median_ms", [6]),
+        ("torchrec_fp16-pgas", []),
         ("torchrec_fp16/pgas", []),
         ("torchrec/nccl", []),
         ("fused", []),
@@ -87,6 +90,24 @@ def test_a_number_of_several_rows_shows_the_least_and_the_greatest(tmp_path: Pat
     page.write_text("It takes 1.00<!-- = four_h200/step_mlperf.csv | pgas_graph:busy_ms --> ms.")
     rows = values(read("four_h200/step_mlperf.csv"), read("four_h200/step_mlperf.csv"), "pgas_graph:busy_ms")
     assert f"takes {min(rows):.2f} to {max(rows):.2f}<" in written(page)
+
+
+def test_units_and_quotients_of_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"a.csv": ROWS, "b.csv": [{"contender": "pgas", "median_ms": "5"}]}
+    monkeypatch.setattr(pages, "read", files.__getitem__)
+    page = tmp_path / "page.md"
+
+    def number(spec: str) -> str:
+        page.write_text(f"It is 1<!-- = {spec} -->.")
+        return written(page).removeprefix("It is ").partition("<")[0]
+
+    assert number("a.csv | torchrec/ours@more") == "300"
+    assert number("a.csv | ours/torchrec@less") == "75"
+    assert number("a.csv | torchrec/torchrec_bf16@less") == "-33"
+    assert number("a.csv | torchrec / b.csv | pgas") == "2"
+    assert number("a.csv | pgas@more / b.csv | pgas") == "-60 to -20"
+    with pytest.raises(ValueError, match="no row has a value for: b"):
+        number("b.csv | torchrec")
 
 
 def test_the_parts_of_the_gain_add_up_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
