@@ -110,6 +110,12 @@ def test_units_and_quotients_of_numbers(tmp_path: Path, monkeypatch: pytest.Monk
         number("b.csv | torchrec")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_a_comment_of_a_number_follows_one(page: Path) -> None:
+    text = page.read_text()
+    assert text.count("<!-- = ") == len(NUMBER.findall(text)), "a comment that follows no number changes nothing"
+
+
 def test_the_parts_of_the_gain_add_up_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {
         "torchrec_strongest": 5.0,
