@@ -12,7 +12,7 @@ from functools import cache
 
 from dlrm_overlap.bench.step_contenders import OUR_DENSE
 from tests.calibration import Row
-from tests.simulated_pages import read
+from tests.simulated_pages import FOLDER, read
 
 GROUPS = {
     "strongest": ("baseline", "torchrec", "nccl_chunked"),  # contenders whose names begin so; the fastest counts
@@ -50,7 +50,8 @@ def job(row: Row) -> str:
 @cache
 def _best_link_gb_per_s(gpu: str) -> float:
     """Return the greatest rate at which links of such GPUs have carried bytes in a figure; 0 for none."""
-    rows = [*read("collectives.csv"), *read("four_h100/collectives.csv")]
+    names = [path.relative_to(FOLDER).as_posix() for path in sorted(FOLDER.rglob("collectives.csv"))]
+    rows = [row for name in names for row in read(name)]
     return max((float(row["gb_per_s"]) for row in rows if row["gpu"].partition(" x ")[2] == gpu), default=0.0)
 
 

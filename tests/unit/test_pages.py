@@ -65,6 +65,15 @@ def test_the_value_of_an_expression(expression: str, expected: list[float]) -> N
     assert values(ROWS, ROWS, expression) == expected
 
 
+def test_the_best_known_rate_of_links_is_the_greatest_of_all_folders() -> None:
+    rows = [row for path in FOLDER.rglob("collectives.csv") for row in read(path.relative_to(FOLDER).as_posix())]
+    for row in rows:
+        work = {"gpu": row["gpu"], "link_gb_per_s": "1", "link_bytes": "1e6", "hbm_bytes": "0", "hbm_gb_per_s": "1"}
+        (limit_ms,) = values([work], [work], ":limit_ms")
+        assert 1 / limit_ms >= float(row["gb_per_s"]) - 1e-6
+    assert rows
+
+
 def test_a_ratio_divides_by_a_row_of_the_same_seed() -> None:
     rows = [
         {"contender": name, "seed": seed, "ne": ne}
