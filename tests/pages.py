@@ -9,7 +9,8 @@ A page has a table between two comments, and a number before one:
 A comment names files of `docs/results`, the columns that rows of one line have in common, and the cells:
 `[TITLE=]EXPRESSION[@UNIT]`, see `tests.measured`. Instead of these it may begin with the name of a table in `_TABLES`.
 A number may be the quotient of two, of other rows each: `FILE | EXPRESSION[@UNIT] / FILE | EXPRESSION`. The unit `more`
-is by how many percent a ratio is above 1, `less` by how many it is below.
+is by how many percent a ratio is above 1, `less` by how many it is below. In a table write `\\|` for `|`, since that
+would end the cell.
 """
 
 import os
@@ -61,7 +62,7 @@ def _shown(found: Sequence[float], unit: str) -> str:
 
 def _parse(spec: str) -> tuple[list[str], list[list[Row]], list[str]]:
     """Return the names of the files of a comment, the rows of each that it asks for, and its other parts."""
-    names, *parts = (part.strip() for part in spec.split("|"))
+    names, *parts = (part.strip() for part in re.split(r"\\?\|", spec))
     where = [each.split("=") for part in parts if part.startswith("where ") for each in part.split()[1:]]
     files: list[list[Row]] = [
         [row for row in read(name) if all(row.get(k) == v for k, v in where)] for name in names.split()

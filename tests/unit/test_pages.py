@@ -125,6 +125,13 @@ def test_a_comment_of_a_number_follows_one(page: Path) -> None:
     assert text.count("<!-- = ") == len(NUMBER.findall(text)), "a comment that follows no number changes nothing"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_a_comment_in_a_table_does_not_end_its_cell(page: Path) -> None:
+    cells = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    shown = [line for line in cells if re.search(r"[^\\]\|", " ".join(comment[3] for comment in NUMBER.findall(line)))]
+    assert not shown, r"a browser shows the comment: write \| for |"
+
+
 def test_the_parts_of_the_gain_add_up_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {
         "torchrec_strongest": 5.0,
