@@ -114,8 +114,9 @@ def values(rows: Sequence[Row], own: Sequence[Row], expression: str) -> list[flo
         value = float(shown)
         if any(below):
             same = [each for each in rows if _is(each, below[0]) and _problem(each) == _problem(row)]
-            later = [each for each in same if rows.index(each) >= rows.index(row)] or same[-1:]
-            others = [each for each in (later if below[0] in GROUPS else later[:1]) if not _disagrees(each)]
+            later = [each for each in same if rows.index(each) >= rows.index(row)]
+            compared = (later or same) if below[0] in GROUPS else (later[:1] or same[-1:])
+            others = [each for each in compared if not _disagrees(each)]
             if not others:
                 continue
             other = min(float(column(each, below[2] or "median_ms")) for each in others)

@@ -74,6 +74,11 @@ def test_the_best_known_rate_of_links_is_the_greatest_of_all_folders() -> None:
     assert rows
 
 
+def test_a_ratio_over_a_group_whose_rows_come_first_is_over_its_fastest() -> None:
+    rows = [{"contender": name, "median_ms": ms} for name, ms in (("baseline", "4"), ("torchrec", "5"), ("pgas", "1"))]
+    assert values(rows, rows, "pgas/strongest") == [0.25]
+
+
 def test_a_ratio_divides_by_a_row_of_the_same_seed() -> None:
     rows = [
         {"contender": name, "seed": seed, "ne": ne}
