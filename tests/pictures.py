@@ -32,7 +32,7 @@ _PART_COLORS = ("#4c78a8", "#9d9da1", "#e45756", "#b3d9a9")
 
 TIMELINES = FOLDER / "timelines.svg"
 TIMELINE_ROWS = "traced_step"
-TIMELINE_CONTENDERS = {"torchrec_strongest_default_plan": "TorchRec's fastest", "pgas_graph": "dlrm-overlap"}
+TIMELINE_CONTENDERS = {"torchrec_strongest_default_plan": "TorchRec, compiled", "pgas_graph": "dlrm-overlap"}
 # Lanes of a timeline by the kinds of work of `observe.trace_summary`, and the kinds' colors.
 _LANES = {
     "dense part": ("products", "dense", "optimizer"),
