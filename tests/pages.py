@@ -136,10 +136,11 @@ def region(page: Path, spec: str) -> str:
 
 
 def origin(name: str) -> str:
-    """Return the commits that rows name, or their source, and what they do not name."""
+    """Return the commits that rows name, or their sources, and what they do not name."""
     rows = read(name)
     commits = sorted({row.get("commit", "") for row in rows} - {""})
-    text = f"commit {', '.join(commits)}" if commits else rows[0].get("source") or "no commit"
+    sources = ", ".join(dict.fromkeys(row.get("source", "") for row in rows))
+    text = f"commit {', '.join(commits)}" if commits else sources or "no commit"
     text = text.replace("-dirty", " with uncommitted changes")
     has_command = all(row.get("command") or row.get("source") for row in rows)
     return text if name.startswith("simulated") or has_command else f"{text}, no command"

@@ -31,6 +31,12 @@ def test_rows_that_lack_their_origin_are_on_a_page_that_says_so() -> None:
         assert name in shown or f"`{name}`" in text, f"{name}: {origin(name)}"
 
 
+def test_the_sources_of_rows_are_named() -> None:
+    sources = {row["source"] for row in read("mlperf_records.csv")}
+    assert len(sources) > 1
+    assert set(origin("mlperf_records.csv").split(", ")) == sources
+
+
 ROWS = [
     {"contender": "torchrec", "median_ms": "8", "agrees": "True"},
     {"contender": "torchrec_fp16", "median_ms": "2", "agrees": "False"},
