@@ -34,7 +34,7 @@ class Scorer:
     Threads may share it. Computes in float32, whatever `train.precision` was.
 
     Example:
-        scorer = Scorer("runs/quickstart/first")
+        scorer = Scorer("runs/mine")  # its schema has price, site, genres and the label click
         scorer({"price": [9.5, 12.0], "site": ["a.org", None], "genres": [["drama"], []]})["click"]  # [2] float32
     """
 
@@ -42,8 +42,8 @@ class Scorer:
         """Load a checkpoint, or a run's newest one.
 
         Raises:
-            InputError: if it is damaged, its training samples were not made by `prepare table`, or it has tables of any
-                id and was trained by backend `torchrec`.
+            InputError: if it is damaged, its training samples were not made by `prepare table` or `prepare criteo`, or
+                it has tables of any id and was trained by backend `torchrec`.
             ModuleNotFoundError: without pyarrow.
         """
         from dlrm_overlap.data.encoder import Encoder  # needs pyarrow
