@@ -120,6 +120,12 @@ def test_readme_names_the_backends_of_the_registry() -> None:
     assert [row[0] for row in read_table("README.md", "| backend |")] == [f"`{name}`" for name in backends.BACKENDS]
 
 
+def test_the_page_of_kernels_names_every_file() -> None:
+    folder = Path("kernels")
+    named = set(re.findall(r"\]\(([\w/]+\.py)\)", (folder / "README.md").read_text()))
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*.py") if path.name != "__init__.py"} <= named
+
+
 def test_the_page_of_figures_has_a_command_of_every_kind() -> None:
     named = set(re.findall(r"\bbench (\w+)", Path("docs/results/figures.md").read_text()))
     assert set(FIGURES) <= named, "a figure without a line"
