@@ -204,7 +204,11 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     if not os.path.isdir(folder):  # glob raises if no folder can have this name, from Python 3.13 on
         return []
     named = (path for path in folder.glob("step_*") if _STEP.fullmatch(path.name))
-    return sorted((path for path in named if path.is_dir()), key=lambda path: int(path.name[5:]))
+    return sorted((path for path in named if path.is_dir()), key=_step_of)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def same_checkpoint(folder: Path, path: Path) -> Path | None:
@@ -224,19 +228,28 @@ def newest_first(folder: Path) -> tuple[dict[Path, Manifest], list[Path]]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint in `folder` that `checkpoint.resume: auto` tries first; None if there is none."""
+    """Return the last save in `folder`; None if there is none.
+
+    A checkpoint whose manifest is unreadable does not tell when it was saved: it counts as the last save if its step is
+    beyond that of the last readable one.
+    """
     manifests, unreadable = newest_first(folder)
-    return next(iter([*unreadable, *manifests]), None)
+    return max([*unreadable[:1], *[*manifests][:1]], key=_step_of, default=None)
 
 
 def locate_checkpoint(path: Path, key: str, others: str = "") -> Path:
-    """Return `path` if it is a checkpoint; for a run's folder, its last save.
+    """Return `path` if it is a checkpoint; for a run's folder, its last save. Warns of others that are unreadable.
 
     An InputError names the option `key`, and the `others` among the folders that it takes, as "one of .., ".
     """
     if is_checkpoint(path):
         return path
     if newest := newest_checkpoint(path / "checkpoints"):
+        for each in newest_first(newest.parent)[1]:
+            if each != newest:
+                log.warning(
+                    "%s: %s cannot be read (see `checkpoint verify`); taking %s as the newest", key, each, newest
+                )
         return newest
     runs = sorted(str(each.parent) for each in path.glob("*/checkpoints") if newest_checkpoint(each))
     cure = (

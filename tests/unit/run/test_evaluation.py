@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.checkpoint.manifest import HELD_OUT, MANIFEST, Manifest, write_manifest
+from dlrm_overlap.checkpoint.manifest import HELD_OUT, MANIFEST, Manifest, locate_checkpoint, write_manifest
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config
 from dlrm_overlap.launching.parsing import parse_config
@@ -145,6 +145,22 @@ def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Pa
     os.truncate(file, size - 1)
     with refuses(rf"__0_0\.distcp has {size - 1} bytes, not {size}"):
         evaluate(ranks_here(stored), path)
+
+
+def test_a_damaged_older_checkpoint_does_not_keep_a_run_from_being_evaluated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoints"
+    for step, saved in ((4, 1), (8, 3), (6, 2)):
+        (folder / f"step_{step}").mkdir(parents=True)
+        write_manifest(folder / f"step_{step}", Manifest(step, {}, saved=saved))
+    (folder / "step_4" / MANIFEST).write_text("{}")
+    with caplog.at_level("WARNING", "dlrm_overlap"):
+        assert locate_checkpoint(tmp_path, "--checkpoint") == folder / "step_8"
+    (text,) = caplog.messages
+    assert text.startswith(f"--checkpoint: {folder / 'step_4'} cannot be read")
+    (folder / "step_8" / MANIFEST).write_text("{}")
+    assert locate_checkpoint(tmp_path, "--checkpoint") == folder / "step_8", "a damaged newest one is refused by name"
 
 
 @pytest.mark.parametrize(
