@@ -80,11 +80,6 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
 def _held_out_of(config: DataConfig, dataset: Days) -> int:
     """Return the number of last samples of data.path to evaluate on."""
     samples = dataset.num_samples
-    if config.eval_from is not None and config.eval_path is not None:
-        raise InputError(
-            f"data.eval_from: {config.eval_from}, but data.eval_path {config.eval_path} has the samples; set one of "
-            f"them to null"
-        )
     if config.eval_from is not None:
         if held := samples - first_from(dataset, config.eval_from, "data.eval_from"):
             return held

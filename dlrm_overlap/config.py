@@ -98,6 +98,8 @@ BackendName = Annotated[str, ValueRule(f"one of {', '.join(map(repr, BACKEND_NAM
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 EVAL_FRACTION = 0.25  # of data.eval_fraction: null
+SELECTION = ("eval_path", "eval_from", "eval_fraction")
+"""keys of data, of which at most one selects the samples to evaluate"""
 # Batches that loader processes keep in addition to those read ahead, as copies of them to the GPU may be in flight.
 HELD_BATCHES = 3
 _MAX_HOT = 100_000
@@ -218,7 +220,7 @@ class DataConfig:
     """files: file or folder of the evaluation samples; null holds out the last eval_fraction of path"""
     eval_fraction: BelowOne | None = None
     """files: fraction of path's samples, at its end, that is held out for evaluation; null is 0.25 or, if `prepare
-    samples` wrote them, what it held out"""
+    samples` wrote them, what it held out. Excludes eval_path and eval_from"""
     eval_from: Time | None = None
     """prepared samples with times: hold out the samples from this time on, instead of eval_fraction"""
     eval_window: Literal["hour", "day", "week"] | None = None
@@ -246,6 +248,11 @@ class DataConfig:
                 f"data.dense_features: {self.dense_features}, but a sample of data.kind {self.kind} has "
                 f"{CRITEO_DENSE}; leave the key out, or set data.kind prepared, for data of your own"
             )
+        given = [f"{key} {value}" for key in SELECTION if (value := getattr(self, key)) is not None]
+        if len(given) > 1:
+            raise InputError(
+                f"data: {' and '.join(given)} each select the samples to evaluate; set all but one of them to null"
+            )
 
     def require_source(self) -> None:
         """Check that the keys say where the samples come from.
@@ -259,12 +266,7 @@ class DataConfig:
                     f"data.path: {self.path!r}, but data.kind is synthetic; set data.kind to prepared, if "
                     f"`dlrm-overlap prepare` wrote it, or to its format"
                 )
-            for key, unset in (
-                ("eval_path", "null"),
-                ("eval_from", "null"),
-                ("eval_window", "null"),
-                ("train_from", 0),
-            ):
+            for key, unset in (*((key, "null") for key in (*SELECTION, "eval_window")), ("train_from", 0)):
                 if value := getattr(self, key):
                     raise InputError(
                         f"data.{key}: {value}, but data.kind is synthetic, and this key is for samples in files; set "

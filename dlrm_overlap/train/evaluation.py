@@ -9,7 +9,7 @@ from typing import Any
 
 from dlrm_overlap.checkpoint.manifest import HELD_OUT, differences, locate_checkpoint, read_manifest
 from dlrm_overlap.checkpoint.pieces import DamagedError
-from dlrm_overlap.config import EVAL_FRACTION, Config, EmbeddingConfig, FullPath, InputError, TrainConfig
+from dlrm_overlap.config import EVAL_FRACTION, SELECTION, Config, EmbeddingConfig, FullPath, InputError, TrainConfig
 from dlrm_overlap.launching.files import write_json
 from dlrm_overlap.launching.parsing import Parser, read_tree
 from dlrm_overlap.launching.text_table import count_of, format_table, plain
@@ -18,16 +18,14 @@ from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_star
 _OPTION = "--checkpoint"
 _COLUMNS = {"auroc": "AUROC", "ne": "NE", "calibration": "calibration"}
 """metric -> its title in tables"""
-_SELECTION = ("eval_path", "eval_from", "eval_fraction")
-"""keys of data, of which one selects the samples to evaluate"""
 
 
 def run(argv: list[str], description: str) -> int:
     named = _named(argv)
     given = {option.partition("=")[0] for option in argv}
     defaults = stored_config(named) if named is not None and "--config" not in given else None
-    if defaults and any(f"--data.{key}" in given for key in _SELECTION):
-        kept = {key: value for key, value in defaults.get("data", {}).items() if key not in _SELECTION}
+    if defaults and any(f"--data.{key}" in given for key in SELECTION):
+        kept = {key: value for key, value in defaults.get("data", {}).items() if key not in SELECTION}
         defaults = {**defaults, "data": kept}  # the run's own selection would contradict the given one
 
     def add_options(parser: Parser) -> None:

@@ -154,10 +154,6 @@ def test_a_split_by_time(tmp_path: Path) -> None:
         ),
         ({"train_from": 45}, "train_from: 45 leaves none of 45 samples to train on; take an earlier one"),
         ({"train_from": "2027-01-01"}, "train_from: 2027-01-01 leaves none of 45 samples"),
-        (
-            {"eval_from": "2026-11-20", "eval_path": "days"},
-            "eval_from: 2026-11-20, but data.eval_path days has the samples",
-        ),
     ],
 )
 def test_a_split_that_leaves_nothing_is_refused(tmp_path: Path, options: dict[str, Any], rule: str) -> None:
