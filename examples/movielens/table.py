@@ -165,4 +165,7 @@ if __name__ == "__main__":
     parser.add_argument("source", type=Path, help="folder of GroupLens' or RecBole's files")
     parser.add_argument("folder", type=Path, help="folder to write the table to")
     values = parser.parse_args()
-    run(values.source, values.folder)
+    try:
+        run(values.source, values.folder)
+    except OSError as error:
+        parser.error(str(error))

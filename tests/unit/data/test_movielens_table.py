@@ -1,5 +1,7 @@
 """The example's table of MovieLens-100k, of ten made-up ratings in both formats."""
 
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 import yaml
 
 from examples.movielens import table
+from tests.conftest import ROOT
 
 RATINGS = """\
 1 10 5 100
@@ -102,3 +105,13 @@ def test_the_configuration_and_the_schema_fit_the_table() -> None:
     assert list(schema["categorical"]).index("movie") == 1
     read = [schema["time"], *schema["labels"], *schema["dense"], *schema["categorical"]]
     assert sorted(read) == sorted(table.COLUMNS)
+
+
+def test_a_folder_without_the_data_set_is_refused_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.movielens.table", str(tmp_path), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(
+        f"error: {tmp_path} has neither u.data nor ml-100k.inter; give the folder of the unpacked data set"
+    )
+    assert "Traceback" not in done.stderr
