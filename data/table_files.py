@@ -187,7 +187,8 @@ def _require_columns(needed: Sequence[str], found: Sequence[str], schema: Schema
             raise InputError(f"column {name}: twice")
         if not number:
             near = nearest(name, found)
-            hint = f"did you mean {near:.200}?" if near else "none has a similar name"
+            shown = near if near and near == near.strip() else repr(near)  # else a space could not be seen
+            hint = f"did you mean {shown:.200}?" if near else "none has a similar name"
             if not near and len(found) <= _SHOWN_COLUMNS:
                 hint = f"{', '.join(found):.200}"
             rule = "; it is a label, without which a table is for `dlrm-overlap predict` only"

@@ -224,6 +224,7 @@ def test_columns_that_are_missing_or_there_twice_are_named(tmp_path: Path, name:
         (["a", "b", "c", "b"], "column b: twice"),
         (["a", "c"], r"column b: missing among the file's 2 columns \(a, c\)"),
         (["a", "B", "c"], r"column b: missing among the file's 3 columns \(did you mean B\?\)"),
+        (["a", " b", "c"], r"column b: missing among the file's 3 columns \(did you mean ' b'\?\)"),
         (
             [f"x_{i}" for i in range(200)],
             rf"column a: missing among the file's 200 columns \(none has a similar name\){no_label}",
