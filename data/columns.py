@@ -62,11 +62,12 @@ class _Kind(NamedTuple):
     dtype: type
 
 
+_OR_MISSING = "or missing (the schema's key `missing` lists such texts)"
 _KINDS = {
     "label": _Kind("a label, 0 or 1", _float, [pa.float64()], np.float64),
-    "float": _Kind("a finite number of 32 bits, or missing", _float, [pa.float64()], np.float64),
-    "int": _Kind("a whole number from -2^63 to 2^64 - 1, or missing", _whole, [pa.int64(), pa.uint64()], np.int64),
-    "hex": _Kind("a hexadecimal number of up to 64 bits, or missing", _hexadecimal, [pa.uint64()], np.int64),
+    "float": _Kind(f"a finite number of 32 bits, {_OR_MISSING}", _float, [pa.float64()], np.float64),
+    "int": _Kind(f"a whole number from -2^63 to 2^64 - 1, {_OR_MISSING}", _whole, [pa.int64(), pa.uint64()], np.int64),
+    "hex": _Kind(f"a hexadecimal number of up to 64 bits, {_OR_MISSING}", _hexadecimal, [pa.uint64()], np.int64),
 }
 
 

@@ -188,6 +188,10 @@ NO_NUMBER = "is not a finite number of 32 bits, or missing"
         (Cells("dense", pa.float64(), [1.0, -1e39]), f"'?-1e[+]39'? {NO_NUMBER}"),
         (Cells("dense", pa.string(), ["1", "1x"]), f"'1x' {NO_NUMBER}"),
         (Cells("dense", pa.string(), ["1", "1_0"]), f"'1_0' {NO_NUMBER}"),
+        (
+            Cells("dense", pa.string(), ["1", "NA"]),
+            rf"'NA' {NO_NUMBER} \(the schema's key `missing` lists such texts\);",
+        ),
         (Cells("dense", pa.string(), ["1", "\u00fc"]), f"'\u00fc' {NO_NUMBER}"),
         (Cells("dense", pa.date32(), [None, date(2024, 1, 2)]), f"'2024-01-02' {NO_NUMBER}"),
         (Cells("int", pa.float64(), [5.0, 5.5]), f"'?5.5'? {NO_KEY}"),
