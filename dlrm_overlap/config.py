@@ -538,6 +538,10 @@ class TrainConfig:
     """random seed of the initial weights"""
 
     def __post_init__(self) -> None:
+        if self.decay_start_step and not self.decay_steps:
+            raise InputError(
+                f"train.decay_start_step: {self.decay_start_step}, but train.decay_steps 0 is no decay; set decay_steps"
+            )
         if self.decay_steps and self.decay_start_step < self.warmup_steps:
             raise InputError(
                 f"train.decay_start_step: {self.decay_start_step} must not be before the end of the warm-up, "

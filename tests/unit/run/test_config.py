@@ -76,6 +76,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: ModelConfig(dim=16, bottom_mlp=[32, 8]), r"must end in model\.dim, 16"),
     (lambda: ModelConfig(top_mlp=[1]), "must have a hidden layer"),
     (lambda: TrainConfig(global_batch_size=12).samples_per_rank(5), "12 samples do not divide by 5 ranks; take 15"),
+    (lambda: TrainConfig(decay_start_step=5), "decay_start_step: 5, but train.decay_steps 0 is no decay; set decay_"),
     (lambda: TrainConfig(warmup_steps=10, decay_start_step=5, decay_steps=10), "must not be before the end"),
 ]
 
