@@ -5,6 +5,7 @@ assignment. A request reads this reference once, so its weights are all from bef
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +26,8 @@ from dlrm_overlap.predict.plain_model import PlainDLRM, ids_in
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+_INTEGERS = (int, np.integer)
 
 
 class Scorer:
@@ -97,7 +100,7 @@ class Scorer:
         `rows` is a table of pyarrow, or maps names of columns to n values each, which may be of several types; other
         columns are ignored. Raises an InputError if a column is missing, or a value is not what the schema says.
         """
-        return self.score(_batch_of(rows, self.columns), 1)
+        return self.score(_batch_of(rows, self.schema), 1)
 
     def score(self, block: "pa.RecordBatch", first_row: int) -> dict[str, np.ndarray]:
         """Return what `__call__` does; messages number rows from `first_row`."""
@@ -180,8 +183,10 @@ def bags_of(ids: np.ndarray | Ragged, rows: int | None) -> tuple[torch.Tensor, t
     return torch.from_numpy(values.astype(np.int64)), torch.from_numpy(lengths)
 
 
-def _batch_of(rows: Any, columns: list[str]) -> "pa.RecordBatch":
+def _batch_of(rows: Any, schema: Schema) -> "pa.RecordBatch":
     import pyarrow as pa
+
+    columns = [*schema.dense, *schema.categorical]
 
     is_table = isinstance(rows, (pa.Table, pa.RecordBatch))
     if not (is_table or hasattr(rows, "keys")):
@@ -193,7 +198,8 @@ def _batch_of(rows: Any, columns: list[str]) -> "pa.RecordBatch":
         raise InputError(f"column {missing[0]}: missing; the model needs {', '.join(columns)}")
     arrays = []
     for name in columns:
-        array = rows[name] if isinstance(rows[name], (pa.Array, pa.ChunkedArray)) else _array_of(rows[name], name)
+        values, kind = rows[name], schema.categorical[name].type if name in schema.categorical else None
+        array = values if isinstance(values, (pa.Array, pa.ChunkedArray)) else _array_of(values, name, kind)
         arrays.append(array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array)
     for name, array in zip(columns, arrays, strict=True):
         if len(array) != len(arrays[0]):
@@ -202,30 +208,52 @@ def _batch_of(rows: Any, columns: list[str]) -> "pa.RecordBatch":
     return pa.RecordBatch.from_arrays(arrays, names=columns)
 
 
-def _array_of(values: Any, name: str) -> "pa.Array":
-    """Convert the values of a column. Arrow has no type for some columns, whose values become text."""
+def _array_of(values: Any, name: str, kind: str | None) -> "pa.Array":
+    """Convert the values of a column, each as if it were alone; `kind` is a categorical column's type.
+
+    Arrow has no type for some columns, whose values become text. So do integers and floats of the kind string, since
+    Arrow would make floats of the integers.
+    """
     import pyarrow as pa
 
     try:
         if isinstance(values, (str, bytes, Mapping)):
             raise TypeError(f"a {type(values).__name__}")
-        try:
-            return pa.array(values)
-        except (pa.ArrowException, TypeError, OverflowError):  # integers from 2^63 on, values of several types
-            return pa.array([_as_text(value) for value in values])
+        with suppress(pa.ArrowException, TypeError, OverflowError):  # integers from 2^63 on, values of several types
+            array = pa.array(values)
+            if kind != "string" or not (_has_floats(array.type) and _has_integers(values)):
+                return array
+        return pa.array([_as_text(value, kind == "hex") for value in values])
     except (pa.ArrowException, TypeError, ValueError) as error:
         cure = "give a list of numbers and texts, or of lists of them"
         raise InputError(f"column {name}: no column of values ({in_one_line(error):.200}); {cure}") from None
 
 
-def _as_text(value: Any) -> Any:
-    """Return a value, or the elements of a list, as Python prints them; None if missing."""
+def _has_floats(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_floating(kind.value_type if pa.types.is_list(kind) else kind)
+
+
+def _has_integers(values: Any) -> bool:
+    lists = (list, tuple, np.ndarray)
+    return any(_has_integers(each) if isinstance(each, lists) else isinstance(each, _INTEGERS) for each in values)
+
+
+def _as_text(value: Any, is_hex: bool) -> Any:
+    """Return a value, or the elements of a list, as Python prints them, integers as hexadecimal ones if `is_hex`.
+
+    Missing values are None.
+    """
     if isinstance(value, (list, tuple, np.ndarray)):
-        return [_as_text(element) for element in value]
+        return [_as_text(element, is_hex) for element in value]
     if value is None or value != value:  # NaN
         return None
     if isinstance(value, (str, bytes)):
         return value
+    if is_hex and isinstance(value, _INTEGERS):
+        is_negative = -(1 << 63) <= value < 0  # and has the key of value + 2^64
+        return f"{int(value) + (is_negative << 64):#x}"
     if isinstance(value, (bool, int, float, np.generic)):
         return str(value)
     raise TypeError(f"{type(value).__name__} is not a number or a text")

@@ -14,9 +14,12 @@ import pytest
 from pyarrow import feather, parquet
 
 from dlrm_overlap.config import TablesConfig
+from dlrm_overlap.data.day import Ragged
+from dlrm_overlap.data.encoder import Encoder
 from dlrm_overlap.data.prepare import prepare_files
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.schema import Categorical, Dense, Label, Schema
+from dlrm_overlap.predict.scorer import _batch_of
 from tests.conftest import refuses
 
 NAN = math.nan
@@ -214,3 +217,31 @@ def test_a_cell_that_is_refused_is_named(tmp_path: Path, name: str, column: Cell
     with refuses(rf"{name}: row {row}, column it: {rule}"):
         prepare_files(tmp_path / name, tmp_path / "days", schema_of(table, [""], learn=False), block_bytes=64)
     assert not (tmp_path / "days").exists()
+
+
+@pytest.mark.parametrize("other", ["b", 2.0, math.nan, 2**64 - 1, None])
+@pytest.mark.parametrize("value", [16, -1, True, "16"])
+@pytest.mark.parametrize("kind", ["string", "int", "hex"])
+def test_a_value_that_is_scored_means_the_same_beside_others(kind: Any, value: int | str, other: Any) -> None:
+    schema = Schema({"y": Label()}, {}, {"a": Categorical(kind, any=True), "l": Categorical(kind, any=True, list=True)})
+
+    def ids_of(*values: Any) -> list[int]:
+        block = _batch_of({"a": values, "l": [[each] for each in values]}, schema)
+        first, second = Encoder(schema).features(1, block)[1]
+        assert isinstance(second, Ragged)
+        return [*first[:1].ravel().tolist(), *second.values[:1].tolist()]  # type: ignore[union-attr]
+
+    alone = ids_of(value)
+    if (kind, other) == ("int", "b") or (kind, other, isinstance(value, (str, bool))) == ("hex", 2.0, True):
+        with refuses("is not a"):
+            ids_of(value, other)
+    else:
+        assert ids_of(value, other) == alone
+
+
+@pytest.mark.parametrize("kind", ["int", "hex"])
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1])
+def test_an_integer_beyond_64_bits_is_refused_beside_others(kind: Any, value: int) -> None:
+    schema = Schema({"y": Label()}, {}, {"a": Categorical(kind, any=True)})
+    with refuses("row 1, column a: .* is not a"):
+        Encoder(schema).features(1, _batch_of({"a": [value, "1"]}, schema))
