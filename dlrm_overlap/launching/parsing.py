@@ -48,8 +48,11 @@ def words_of(kind: Any) -> str:
     if origin is Literal:
         return "one of " * (len(arguments) > 1) + ", ".join(map(repr, arguments))
     if origin in (Union, UnionType):
-        *words, last = ["a list of such" if get_origin(each) is list else words_of(each) for each in arguments]
-        return f"{', '.join(words)} or {last}"
+        first, *others = arguments
+        *words, last = ["a list of such" if get_origin(each) is list else words_of(each) for each in others]
+        return f"{', '.join([words_of(first), *words])} or {last}"
+    if kind == list[str]:
+        return "a list of one or more texts, numbers among them in quotes, as in ['NA', '-1']"
     return _WORDS[origin or kind]
 
 
@@ -217,7 +220,9 @@ def section_of(tree: Any, section: type[Sections], path: Path | str) -> Sections
 
 def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
-        raise InputError(f"{path}: {key}: {tree!r} must be sections by name, each with its keys")
+        raise InputError(
+            f"{path}: {key}: {tree!r} must be sections by name, each with its keys, or NAME: {{}} without keys"
+        )
     made = {}
     for name, keys in tree.items():
         if name is None or isinstance(name, bool):  # of the texts no, on, null, ..
