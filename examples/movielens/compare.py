@@ -162,7 +162,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rows", type=Path, help="folder for results.csv and curves.csv")
     values, options = parser.parse_known_args(argv)
     split = VALIDATION if values.validation else SPLIT
-    rows, curves = compare(values.folder, split, values.seeds, options)
+    try:
+        rows, curves = compare(values.folder, split, values.seeds, options)
+    except OSError as error:
+        parser.error(
+            f"{error}: cannot be read; make the table and samples in {values.folder}, as docs/movielens.md does"
+        )
+    except subprocess.CalledProcessError as error:  # train has said why
+        sys.exit(error.returncode)
     if values.rows:
         import sklearn  # pyright: ignore[reportMissingImports]
 

@@ -115,3 +115,15 @@ def test_a_folder_without_the_data_set_is_refused_in_one_line(tmp_path: Path) ->
         f"error: {tmp_path} has neither u.data nor ml-100k.inter; give the folder of the unpacked data set"
     )
     assert "Traceback" not in done.stderr
+
+
+def test_a_comparison_without_the_table_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn", reason="needs scikit-learn: the extra `examples`")
+    from examples.movielens import compare
+
+    with pytest.raises(SystemExit, match="2"):
+        compare.main([str(tmp_path)])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"{tmp_path}/ratings.parquet: cannot be read; make the table and samples in {tmp_path}" in line
