@@ -86,7 +86,7 @@ class RunLog:
         self.global_batch = config.train.samples_per_rank(world.world_size) * world.world_size
         self.step_ms: list[float] = []
         self.loss = math.nan
-        self.waited_s = 0.0
+        self.waited_s = self._own_wait_s = 0.0
         self.asked_to_end = False
         self.versions = environment()
         self._tracer = self._metrics = self._board = None
@@ -177,9 +177,11 @@ class RunLog:
         count = len(step_ms)
         loss = loss_sum.double()
         is_lost = self._metrics is not None and not self._metrics.is_in_place
-        maxima = torch.tensor([wait_s, asked_to_end, is_lost], dtype=torch.float64, device=self.device)
+        maxima = torch.tensor(
+            [wait_s - self._own_wait_s, asked_to_end, is_lost], dtype=torch.float64, device=self.device
+        )
         dist.all_reduce(loss)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)  # every rank waits for the slowest
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)  # every rank waits for the slowest, which may change
         waited_s, asked, lost = maxima.tolist()
         if lost:
             raise InputError(
@@ -189,8 +191,9 @@ class RunLog:
         # Log the means over these steps.
         self.asked_to_end = bool(asked)
         self.loss = loss.item() / self.world.world_size / count
-        mean_ms, wait_ms = sum(step_ms) / count, (waited_s - self.waited_s) * 1e3 / count
-        self.waited_s = waited_s
+        mean_ms, wait_ms = sum(step_ms) / count, waited_s * 1e3 / count
+        self.waited_s += waited_s
+        self._own_wait_s = wait_s
         self.step_ms += step_ms
         self._write(
             step,
