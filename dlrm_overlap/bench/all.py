@@ -1,6 +1,7 @@
 """`dlrm-overlap bench all`: measures the figures of the documentation, README's first (docs/results/figures.md)."""
 
 import contextlib
+import os
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from dlrm_overlap.bench.options import FIGURES
 from dlrm_overlap.config import FullPath, InputError, PositiveFloat, PositiveInt
 from dlrm_overlap.launching.environment import commit
 from dlrm_overlap.launching.files import make_folder
+from dlrm_overlap.launching.launcher import LAUNCHER_PID
 from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.launching.process_group import visible_gpus
@@ -88,7 +90,8 @@ def run(argv: Sequence[str]) -> int:
             print(f"{name}: dlrm-overlap {shlex.join(words)}", flush=True)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 command = [sys.executable, "-m", "dlrm_overlap", *words]
-                code = subprocess.run(command, timeout=left_s, check=False).returncode
+                environ = os.environ | {LAUNCHER_PID: str(os.getpid())}  # it ends if this process is killed
+                code = subprocess.run(command, env=environ, timeout=left_s, check=False).returncode
                 if code in (0, DISAGREEMENT) and part.exists():  # rows show which contenders disagree
                     part.rename(complete)
                     continue

@@ -1,7 +1,11 @@
+import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dlrm_overlap import cli
@@ -9,6 +13,7 @@ from dlrm_overlap.bench import all
 from dlrm_overlap.bench.all import MEASUREMENTS
 from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.train import ranks
+from tests.conftest import PYTHON_PATH, is_alive, wait_until
 
 
 def test_every_command_is_one_that_bench_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +59,23 @@ def test_a_call_goes_on_where_the_last_one_stopped(bench_all: Any, tmp_path: Pat
     assert bench_all(1) == (1, [first, third], 2), "ended by a traceback after its first rows"
     assert bench_all(DISAGREEMENT) == (0, [first, third], 0), "rows that disagree are rows"
     assert bench_all(0) == (0, [], 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_measurement_outlives_it(number: int, tmp_path: Path) -> None:
+    program = f"""
+from dlrm_overlap import cli
+from dlrm_overlap.bench import all
+all.visible_gpus = lambda kind: 2
+cli.main(["bench", "all", "--only", "stage_small_batch", "--output", {str(tmp_path)!r}])
+"""
+    environ = os.environ | {"PYTHONPATH": PYTHON_PATH}
+    with subprocess.Popen([sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE) as process:
+        wait_until(psutil.Process(process.pid).children, 60, "no measurement was started")
+        (measurement,) = psutil.Process(process.pid).children()
+        process.send_signal(number)
+    try:
+        wait_until(lambda: not is_alive(measurement.pid), 10, "the measurement runs on")
+    finally:
+        if is_alive(measurement.pid):
+            measurement.kill()
