@@ -40,17 +40,26 @@ TORCHREC_IMPORTS = {"pyre-extensions": "pyre_extensions", "tensordict": "tensord
 
 
 def check_stack() -> None:
-    """Check that torch, FBGEMM, TorchRec and what it imports are installed and match, and that FBGEMM's operators load.
+    """Check that torch, FBGEMM, TorchRec and what it imports are installed and match, and that they load.
 
     Takes about a second.
 
     Raises:
-        InputError: for a package that is missing or of another release, with the command that installs all packages.
+        InputError: for a package that is missing, of another release or does not load, with the command that installs
+            all packages.
     """
     if version_of("torch") is None:
         raise InputError(
             f"torch: not installed; for GPUs {install_command('cuda')}, for a CPU {install_command('cpu')}"
         )
+    try:
+        import torch  # noqa: F401 - whether it loads
+    except ModuleNotFoundError:  # the command line names the module
+        raise
+    except (ImportError, OSError) as error:  # such as a library of CUDA that is missing
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        cures = f"for GPUs {install_command('cuda', row())}, for a CPU {install_command('cpu', row())}"
+        raise InputError(f"torch: does not load ({reason}); {cures}") from None
     for name, version in [*(fbgemm_versions() or {"FBGEMM": None}).items(), ("torchrec", version_of("torchrec"))]:
         if version is None:
             raise InputError(f"{name}: not installed; {install_command(build(), row())}")

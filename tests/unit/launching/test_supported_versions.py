@@ -140,6 +140,16 @@ def test_an_import_without_torchrec_or_what_it_needs_names_the_command(absent: s
     assert f"InputError: {absent}: {fault}; pip install torch==" in result.stderr
 
 
+def test_doctor_where_torch_does_not_load(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from dlrm_overlap.cli import main; main(['doctor'])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    fault = "libraries: torch: does not load (ImportError: libcudart.so.13: cannot open shared object file)\n"
+    assert f"wrong  {fault}         cure: for GPUs " in result.stdout, result.stderr
+    assert result.stdout.endswith("\ntraining cannot run here yet: libraries\n")
+    assert not result.stderr
+
+
 def test_check_stack_where_fbgemm_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> None:
         cause = OSError("libcudart.so.13: cannot open shared object file\nand a page of other words")
