@@ -30,6 +30,8 @@ _MAX_SHOWN = 200  # characters of a value
 NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
 # Key of a file that an option replaces: the other way to give the samples of a step.
 _REPLACED_BY = {"train.global_batch_size": "train.batch_size"}
+# What other programs call a key.
+_OTHER_NAMES = {"learning_rate": "lr"}
 _WORDS = {
     int: "a whole number",
     float: "a number",
@@ -198,7 +200,7 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
             key = new_name(key)
             name = key.rpartition(".")[2]
         if name not in kinds:
-            raise InputError(f"{path}: {key} is not a key; {suggest(key, [prefix + each for each in kinds])}")
+            raise InputError(f"{path}: {key} is not a key; {suggest(str(name), list(kinds), prefix)}")
         if dataclasses.is_dataclass(kinds[name]):
             found |= read_tree(value, kinds[name], path, f"{key}.")
             continue
@@ -233,10 +235,10 @@ def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[s
     return made
 
 
-def suggest(name: str, known: Sequence[str]) -> str:
-    """Return "did you mean X?" with the most similar of `known`, or a list of all."""
-    close = nearest(name, known)
-    return f"did you mean {close}?" if close else f"known: {', '.join(known)}"
+def suggest(name: str, known: Sequence[str], prefix: str = "") -> str:
+    """Return "did you mean X?" with the most similar of `known`, or a list of all, each shown after `prefix`."""
+    close = nearest(_OTHER_NAMES.get(name, name), known)
+    return f"did you mean {prefix}{close}?" if close else f"known: {', '.join(prefix + each for each in known)}"
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
@@ -247,10 +249,18 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
 
 def _suggest_option(name: str, known: Sequence[str]) -> str:
-    name = "--" + name.lstrip("-").replace("-", "_")
-    tail = name.rpartition(".")[2].lstrip("-")
-    found = [each for each in known if re.fullmatch(rf"--(.*\.)?{re.escape(tail)}", each)]
-    found = found or difflib.get_close_matches(name, known, n=1)
+    name = name.lstrip("-").replace("-", "_")
+    section, _, key = name.rpartition(".")
+    is_section = any(each.startswith(f"--{section}.") for each in known)
+    prefix = f"--{section}." if is_section else "--"
+    key = _OTHER_NAMES.get(key, key)
+    if prefix + key in known:
+        found = [prefix + key]
+    elif not (found := [each for each in known if re.fullmatch(rf"--(.*\.)?{re.escape(key)}", each)]):
+        # Within a section, only keys are compared: with its name, all of them would be similar.
+        own = [each.removeprefix(prefix) for each in known if each.startswith(prefix)]
+        close = nearest(key if is_section else name, own)
+        found = [prefix + close] if close else []
     return f"did you mean {' or '.join(found)}?" if found else "--help tells the options"
 
 
