@@ -211,7 +211,7 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
             found[key] = convert(kinds[name], new_value(key, value))
         except ValueError:
             shown = "null" if value is None else in_one_line(repr(value) if _is_quoted(value) else str(value))
-            raise InputError(f"{path}: {key}: {_cut(shown)} is not {words_of(kinds[name])}; see --help") from None
+            raise InputError(f"{path}: {key}: {_cut(shown)} is not {words_of(kinds[name])}") from None
     return found
 
 

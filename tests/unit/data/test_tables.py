@@ -231,7 +231,7 @@ A, AB = "labels: {a: {}}", "labels: {a: {}}\ncategorical: {b: {rows: 2%s}}"
         (f"{A}\ncategorical: {{no: {{rows: 2}}}}", "categorical: YAML reads a name in it as false; write it in quotes"),
         (f"{A}\ndense: {{null: {{}}}}", "dense: YAML reads a name in it as null; write it in quotes"),
         (AB % ", row: 2", r"categorical\.b\.row is not a key; did you mean categorical\.b\.rows"),
-        (f"{A}\ncategorical: {{b: {{rows: 0}}}}", r"categorical\.b\.rows: 0 is not a whole number from 1 to 2\^31 - 1"),
+        (f"{A}\ncategorical: {{b: {{rows: 0}}}}", r"b\.rows: 0 is not a whole number from 1 to 2\^31 - 1 or null$"),
         (f"{A}\ncategorical: {{a: {{rows: 2}}}}", "a: a column with two uses"),
         (AB % "" + "\ncolumns: [a, b, b]", "columns: b is twice; name every column"),
         (AB % "" + "\ncolumns: [a, c]", "columns: b is missing; name every"),
