@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dlrm_overlap.bench.options import FIGURES
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.text_table import format_table
@@ -50,6 +51,24 @@ def rows_to_continue(path: Path, work: Mapping[str, Any]) -> list[dict[str, str]
                 f"file, or the same configuration"
             )
     return rows
+
+
+def check_fits(path: Path, kind: str, has_gpus: bool) -> None:
+    """Raise an `InputError` if the rows of a file cannot have the columns of this benchmark on this machine.
+
+    Called before anything is measured, since `append_rows` refuses such a file once the rows are made.
+    """
+    first = next(iter(read_rows(path)), None)
+    if first is None:
+        return
+    other = FIGURES.get(first.get("kind", ""))
+    if other and other.module != FIGURES[kind].module:
+        found = f"rows of bench {first['kind']}"
+    elif "torch" in first and ("gpu" in first) != has_gpus:
+        found = "rows of a machine " + ("without GPUs" if has_gpus else "with GPUs")
+    else:
+        return
+    raise InputError(f"--output: {path} has {found}, which have other columns; give another file")
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], command: str | None = None) -> None:

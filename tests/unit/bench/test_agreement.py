@@ -58,7 +58,8 @@ def test_no_time_is_reported_where_outputs_disagree(
 def test_other_ranks_succeed_so_that_no_launcher_kills_rank_0(
     rank: int, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = SimpleNamespace(device=torch.device("cpu"), world=SimpleNamespace(rank=rank, world_size=2))
+    world, values = SimpleNamespace(rank=rank, world_size=2), SimpleNamespace(output="no_such.csv")
+    ranks = SimpleNamespace(device=torch.device("cpu"), world=world, values=values)
     monkeypatch.setattr(cli, "run_on_ranks", lambda words, meaning, argv, work, *_: work(ranks))
     monkeypatch.setattr(stage, "run", lambda *_: DISAGREEMENT)
     assert cli.main(["bench", "stage"]) == code

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.bench.rows import append_rows
+from dlrm_overlap.bench.rows import append_rows, check_fits
 from dlrm_overlap.launching.environment import environment
 from tests.conftest import read_rows, refuses
 
@@ -15,6 +15,18 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
     with refuses(r"--output: .*other\.csv has other columns"):
         append_rows(output, [{"steps": 4}])
     assert output.read_text() == "a,b\n1,2\n"
+
+
+def test_a_file_that_rows_will_not_fit_is_refused_before_they_are_measured(tmp_path: Path) -> None:
+    output = tmp_path / "rows.csv"
+    check_fits(output, "stage", True)
+    output.write_text("kind,torch,gpu\nstage,2.14.1,2 x NVIDIA H200\n")
+    check_fits(output, "stage", True)
+    check_fits(output, "sweep", True)  # its rows have the same columns
+    with refuses(r"--output: .*rows\.csv has rows of bench stage, which have other columns; give another file"):
+        check_fits(output, "step", True)
+    with refuses(r"--output: .*rows\.csv has rows of a machine with GPUs, which have other columns"):
+        check_fits(output, "stage", False)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")

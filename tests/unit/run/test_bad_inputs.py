@@ -104,6 +104,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
         (f"{TRAIN} --checkpoint.resume always", ["checkpoint.resume: 'always' is not auto, never or a"]),
         (f"{BENCH} --nproc 2 --output {{tmp}}", ["--output", "is a folder; name a file"]),
         (f"{BENCH} --output {{tmp}}/empty.yaml/x.csv", ["--output: nothing can be written to", "Not a directory"]),
+        (f"{BENCH} --output {{tmp}}/step.csv", ["step.csv has rows of bench step, which have other columns; give"]),
         ("bench step --config configs/quickstart.yaml --output {tmp}", ["--output", "is a folder"]),
         ("trace {tmp}/cut.json.gz", ["cut.json.gz: not a complete Chrome trace"]),
         ("trace {tmp}/empty.gz", ["empty.gz: not a complete Chrome trace"]),
@@ -124,6 +125,7 @@ def test_a_wrong_command_is_refused_in_one_line(
     contents = {
         "empty.yaml": b"",
         "quoted.yaml": b"train: {steps: '5'}\n",
+        "step.csv": b"kind,torch\nstep,2.14.1\n",
         "latin.yaml": "train: {steps: 5} # für\n".encode("latin-1"),
         "cut.json.gz": trace[:-20],
         "empty.gz": b"",
