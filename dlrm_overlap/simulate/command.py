@@ -42,13 +42,18 @@ def run(argv: Sequence[str], description: str) -> int:
         row = describe(config)
         rows.append(row | {name: value for name, value in zip(columns, values, strict=True) if name not in row})
     if own.output:
-        Path(own.output).parent.mkdir(parents=True, exist_ok=True)
         made_by = {"commit": commit() or ""}
-        with Path(own.output).open("w", newline="") as file:
-            names = dict.fromkeys(itertools.chain(*rows, made_by))
-            writer = csv.DictWriter(file, list(names), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(row | made_by for row in rows)
+        names = dict.fromkeys(itertools.chain(*rows, made_by))
+        try:
+            Path(own.output).parent.mkdir(parents=True, exist_ok=True)
+            with Path(own.output).open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(names), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(row | made_by for row in rows)
+        except OSError as error:
+            raise InputError(
+                f"--output: {own.output} cannot be written ({error.strerror}); give another file"
+            ) from None
     names = [*(name for name in columns if name not in _SHOWN), *_SHOWN]
     print("simulated, not measured")
     print(format_table([names, *([str(row[name]) for name in names] for row in rows)]))

@@ -119,3 +119,11 @@ def test_a_mistake_ends_in_one_line(options: list[str], message: str, capsys: py
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_a_full_disk_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.csv").symlink_to("/dev/full")
+    assert main(["simulate", *SMALL, "--output", str(tmp_path / "rows.csv")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("rows.csv cannot be written (No space left on device); give another file")
