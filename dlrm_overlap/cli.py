@@ -174,6 +174,8 @@ def bench(argv: list[str]) -> int:
 
     def check(config: Config, values: Any) -> None:
         check_output(Path(values.output))
+        if timeline := getattr(values, "timeline", None):
+            check_output(Path(timeline), "--timeline")
 
     def work(ranks: Ranks) -> int:
         on_cpu, world_size = ranks.device.type == "cpu", ranks.world.world_size

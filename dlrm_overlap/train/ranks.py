@@ -206,10 +206,10 @@ def check_needs_no_checkpoint(config: Config, command: str) -> None:
         )
 
 
-def check_output(path: Path) -> None:
+def check_output(path: Path, key: str = "--output") -> None:
     if path.is_dir():
-        raise InputError(f"--output: {path} is a folder; name a file in it")
-    check_writable(path.parent, "--output")
+        raise InputError(f"{key}: {path} is a folder; name a file in it")
+    check_writable(path.parent, key)
 
 
 def check_start(config: Config, device: "torch.device") -> None:

@@ -106,6 +106,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
         (f"{BENCH} --output {{tmp}}/empty.yaml/x.csv", ["--output: nothing can be written to", "Not a directory"]),
         (f"{BENCH} --output {{tmp}}/step.csv", ["step.csv has rows of bench step, which have other columns; give"]),
         ("bench step --config configs/quickstart.yaml --output {tmp}", ["--output", "is a folder"]),
+        ("bench step --config configs/quickstart.yaml --timeline {tmp}", ["--timeline", "is a folder"]),
         ("trace {tmp}/cut.json.gz", ["cut.json.gz: not a complete Chrome trace"]),
         ("trace {tmp}/empty.gz", ["empty.gz: not a complete Chrome trace"]),
         ("trace {tmp}/empty.yaml", ["not a complete Chrome trace; give a file that log.trace_steps wrote"]),
