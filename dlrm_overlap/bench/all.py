@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
         raise InputError("bench all: no GPU found; try a figure on CPUs, for example: bench stage --config bench/tiny")
     nproc = values.nproc or gpus
     folder = Path(values.output or f"runs/bench/{commit() or 'all'}_{nproc}_gpus")
-    make_folder(folder)
+    make_folder(folder, "--output")
     end, failed, left = time.monotonic() + 60 * values.minutes, False, list[list[str]]()
     for name in names:
         # Skip measurements that are complete or need another number of ranks.

@@ -62,12 +62,12 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path, key: str = "log.dir") -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"log.dir: {folder} cannot be created ({error.strerror}); give a folder that can be written to"
+            f"{key}: {folder} cannot be created ({error.strerror}); give a folder that can be written to"
         ) from None
 
 

@@ -61,6 +61,15 @@ def test_a_call_goes_on_where_the_last_one_stopped(bench_all: Any, tmp_path: Pat
     assert bench_all(0) == (0, [], 0)
 
 
+def test_a_folder_that_cannot_be_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(all, "visible_gpus", lambda kind: 1)
+    (tmp_path / "file").touch()
+    assert cli.main(["bench", "all", "--output", str(tmp_path / "file" / "rows")]) == 2
+    assert capsys.readouterr().err.startswith("dlrm-overlap: --output: ")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_measurement_outlives_it(number: int, tmp_path: Path) -> None:
     program = f"""
