@@ -77,11 +77,14 @@ def run(argv: Sequence[str]) -> int:
     make_folder(folder, "--output")
     end, failed, left = time.monotonic() + 60 * values.minutes, False, list[list[str]]()
     for name in names:
-        # Skip measurements that are complete or need another number of ranks.
+        # Skip measurements that are complete, and name those that need more ranks.
         part, complete = folder / f"{name}.part", folder / f"{name}.csv"
         words = words_of(name, nproc, part)
         ranks, least = int(words[words.index("--nproc") + 1]), 2 if FIGURES[words[1]].needs_peers else 1
-        if name not in values.only or complete.exists() or not least <= ranks <= nproc:
+        if name not in values.only or complete.exists():
+            continue
+        if (needed := max(least, ranks)) > nproc:
+            print(f"{name}: left out, since it needs {needed} ranks, and there are {nproc}")
             continue
         # Run the command in the time that is left.
         if (left_s := end - time.monotonic()) > 0:

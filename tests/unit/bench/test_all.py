@@ -61,6 +61,17 @@ def test_a_call_goes_on_where_the_last_one_stopped(bench_all: Any, tmp_path: Pat
     assert bench_all(0) == (0, [], 0)
 
 
+def test_a_measurement_that_needs_more_ranks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(all, "visible_gpus", lambda kind: 1)
+    argv = ["--output", str(tmp_path), "--only", "gemm", "weak_2", "--minutes", "1e-9"]
+    assert cli.main(["bench", "all", *argv]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{name}: left out, since it needs 2 ranks, and there are 1" for name in ("weak_2", "gemm")
+    ]
+
+
 def test_a_folder_that_cannot_be_made_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
