@@ -26,7 +26,7 @@ ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /app
 ARG STACK=cuda
 COPY dist/*.whl /tmp/
-RUN pip install --no-cache-dir "$(echo /tmp/*.whl)[$STACK,mpi]" \
+RUN pip install --no-cache-dir "$(echo /tmp/*.whl)[$STACK,data,mpi]" \
     && useradd --create-home dlrm && install -d -o dlrm -g dlrm runs
 
 # A user name and a writable cache for `docker run --user` with an unknown id.
