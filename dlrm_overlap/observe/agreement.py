@@ -16,6 +16,7 @@ Losses = Mapping[int, float]
 _FACTOR_OF_ONE, _FACTOR_OF_MORE = 25.0, 10.0  # for one repeated run, and for more
 _LOOK_AHEAD = 1.25
 _GREATEST_NOISE = 0.1
+_AGAIN = "a repeated run of the reference"
 _LEAST_LOSS = 1e-30  # below it, a relative difference is meaningless and may overflow
 
 
@@ -56,10 +57,11 @@ def find_fault(losses: Losses, reference: Losses, again: Sequence[Losses], rtol:
         return "no run has logged a loss"
     for step in sorted({step for run in runs for step in run}):
         rule = f"tolerance {rtol:g}"
+        pair = [run[step] for run in (losses, reference) if step in run]
         if any(step not in run for run in runs):
-            fault = "one of the two is missing"
+            fault = "one of the two is missing" if len(pair) < 2 else f"missing in {_AGAIN}"
         elif not all(math.isfinite(run[step]) for run in runs):
-            fault = "not finite"
+            fault = f"not finite in {_AGAIN}" if all(map(math.isfinite, pair)) else "not finite"
         elif (found := difference(losses[step], reference[step])) > tolerance[step]:
             fault = f"a relative difference of {found:.1e}"
             rule = f"tolerance {tolerance[step]:.1e}, from {len(again) + 1} reference runs" if again else rule

@@ -37,6 +37,13 @@ def test_fault(changed: dict[int, float], parts: list[str] | None) -> None:
     assert all(part in (fault or "") for part in parts or []), fault
 
 
+def test_a_fault_of_a_repeated_reference_is_named() -> None:
+    again = [REFERENCE | {40: math.nan}, {20: 0.5}]
+    fault = "step 40: loss 0.4 against 0.4, {} in a repeated run of the reference; tolerance 0.0001"
+    assert find_fault(REFERENCE, REFERENCE, again[:1], RTOL) == fault.format("not finite")
+    assert find_fault(REFERENCE, REFERENCE, again, RTOL) == fault.format("missing")
+
+
 def test_runs_without_losses_do_not_agree() -> None:
     assert find_fault({}, {}, [{}], RTOL) == "no run has logged a loss"
 
