@@ -71,6 +71,11 @@ def check_fits(path: Path, kind: str, has_gpus: bool) -> None:
     raise InputError(f"--output: {path} has {found}, which have other columns; give another file")
 
 
+def folder_of_runs(output: Path) -> Path:
+    """Return the folder, next to `output`, of the runs whose rows that file has."""
+    return output.with_suffix("") if output.suffix else output.with_name(f"{output.name}_runs")
+
+
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], command: str | None = None) -> None:
     """Append `rows` to a CSV file, with the environment and `command`, by default the command of this process."""
     about = {"command": command or _command_line(), **environment()}

@@ -39,7 +39,7 @@ from dlrm_overlap.bench.harness.seeded_runs import (
     train_once,
 )
 from dlrm_overlap.bench.harness.workload import with_keys
-from dlrm_overlap.bench.rows import append_rows, read_rows
+from dlrm_overlap.bench.rows import append_rows, folder_of_runs, read_rows
 from dlrm_overlap.config import Config, IdTablesConfig, InputError
 from dlrm_overlap.data.hashed import hashed_rows
 from dlrm_overlap.data.loader import open_datasets
@@ -163,7 +163,7 @@ def run(kind: str, ranks: Ranks) -> int:
         for name, design in missing.items():
             keys, table_rows = stream.design(design, days[-1].distinct)
             windows = {"log.every": stream.steps, "train.eval_every": 0}
-            config = seeded_config(stream.config, keys | windows, name, seed, output.with_suffix(""))
+            config = seeded_config(stream.config, keys | windows, name, seed, folder_of_runs(output))
             about = {"kind": kind, "contender": name, "keys": text_of_keys(design.keys), "seed": seed}
             check_start(config, ranks.device)
             described, (metrics, fault) = train_once(ranks, config, _fit)

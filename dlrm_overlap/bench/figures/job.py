@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.bench.harness.workload import describe, with_keys
-from dlrm_overlap.bench.rows import report
+from dlrm_overlap.bench.rows import folder_of_runs, report
 from dlrm_overlap.train.ranks import Ranks
 
 _SHOWN = ("step_ms", "samples_per_s_per_gpu", "evaluations_s", "total_s", "eval_auroc")
@@ -18,7 +18,7 @@ _SHOWN = ("step_ms", "samples_per_s_per_gpu", "evaluations_s", "total_s", "eval_
 
 def run(kind: str, ranks: Ranks) -> int:
     output, world_size = Path(ranks.values.output), ranks.world.world_size
-    fresh = {"log.dir": str(output.with_suffix("")), "log.overwrite": True, "checkpoint.resume": "never"}
+    fresh = {"log.dir": str(folder_of_runs(output)), "log.overwrite": True, "checkpoint.resume": "never"}
     config = with_keys(ranks.config, fresh)
     trainer = ranks.trainer(config)
     evaluate, evaluations_s = trainer.evaluate, list[float]()

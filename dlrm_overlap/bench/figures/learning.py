@@ -29,7 +29,7 @@ from dlrm_overlap.bench.harness.seeded_runs import (
     train_once,
 )
 from dlrm_overlap.bench.learning_contenders import LEARNING_CONTENDERS
-from dlrm_overlap.bench.rows import append_rows, read_rows
+from dlrm_overlap.bench.rows import append_rows, folder_of_runs, read_rows
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.train.ranks import Ranks, check_start
@@ -51,7 +51,7 @@ def run(kind: str, ranks: Ranks) -> int:
         )
     done = finished_runs(kind, ranks)
     configs = {
-        (name, seed): learning_config(ranks.config, name, seed, output.with_suffix(""))
+        (name, seed): learning_config(ranks.config, name, seed, folder_of_runs(output))
         for seed in values.seeds
         for name in values.contenders
     }

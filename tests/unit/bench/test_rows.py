@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.bench.rows import append_rows, check_fits
+from dlrm_overlap.bench.rows import append_rows, check_fits, folder_of_runs
 from dlrm_overlap.launching.environment import environment
 from tests.conftest import read_rows, refuses
 
@@ -27,6 +27,11 @@ def test_a_file_that_rows_will_not_fit_is_refused_before_they_are_measured(tmp_p
         check_fits(output, "step", True)
     with refuses(r"--output: .*rows\.csv has rows of a machine with GPUs, which have other columns"):
         check_fits(output, "stage", False)
+
+
+@pytest.mark.parametrize(("file", "folder"), [("job.csv", "job"), ("job.part", "job"), ("job", "job_runs")])
+def test_runs_are_next_to_the_file_of_their_rows(file: str, folder: str, tmp_path: Path) -> None:
+    assert folder_of_runs(tmp_path / file) == tmp_path / folder
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
