@@ -30,11 +30,15 @@ def _command_line() -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file; none if there is no such file."""
+    """Return the rows of a CSV file; none if there is no such file. Raises an `InputError` if it is another file."""
     if not path.exists():
         return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    try:
+        with path.open(newline="") as file:
+            return list(csv.DictReader(file))
+    except (OSError, ValueError, csv.Error) as error:
+        fault = getattr(error, "strerror", None) or "not a CSV file"
+        raise InputError(f"--output: {path} cannot be read ({fault}); give another file") from None
 
 
 def rows_to_continue(path: Path, work: Mapping[str, Any]) -> list[dict[str, str]]:

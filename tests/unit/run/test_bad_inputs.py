@@ -105,6 +105,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
         (f"{BENCH} --nproc 2 --output {{tmp}}", ["--output", "is a folder; name a file"]),
         (f"{BENCH} --output {{tmp}}/empty.yaml/x.csv", ["--output: nothing can be written to", "Not a directory"]),
         (f"{BENCH} --output {{tmp}}/step.csv", ["step.csv has rows of bench step, which have other columns; give"]),
+        (f"{BENCH} --output {{tmp}}/latin.yaml", ["--output: ", "latin.yaml cannot be read (not a CSV file); give"]),
         ("bench step --config configs/quickstart.yaml --output {tmp}", ["--output", "is a folder"]),
         ("bench step --config configs/quickstart.yaml --timeline {tmp}", ["--timeline", "is a folder"]),
         ("trace {tmp}/cut.json.gz", ["cut.json.gz: not a complete Chrome trace"]),
