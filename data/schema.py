@@ -95,8 +95,12 @@ class Schema:
                     raise InputError(f"columns: {name} is {what}; name every column of the file, in its order")
 
     @property
+    def features(self) -> list[str]:
+        return [*self.dense, *self.categorical]
+
+    @property
     def names(self) -> list[str]:
-        return [*self.labels, *self.dense, *self.categorical]
+        return [*self.labels, *self.features]
 
     @property
     def read(self) -> list[str]:

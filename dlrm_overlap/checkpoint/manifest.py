@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -233,7 +234,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
     A checkpoint whose manifest is unreadable does not tell when it was saved: it counts as the last save if its step is
     beyond that of the last readable one.
     """
-    manifests, unreadable = newest_first(folder)
+    return _last_save(*newest_first(folder))
+
+
+def _last_save(manifests: Mapping[Path, Manifest], unreadable: Sequence[Path]) -> Path | None:
     return max([*unreadable[:1], *[*manifests][:1]], key=_step_of, default=None)
 
 
@@ -244,8 +248,9 @@ def locate_checkpoint(path: Path, key: str, others: str = "") -> Path:
     """
     if is_checkpoint(path):
         return path
-    if newest := newest_checkpoint(path / "checkpoints"):
-        for each in newest_first(newest.parent)[1]:
+    manifests, unreadable = newest_first(path / "checkpoints")
+    if newest := _last_save(manifests, unreadable):
+        for each in unreadable:
             if each != newest:
                 log.warning(
                     "%s: %s cannot be read (see `checkpoint verify`); taking %s as the newest", key, each, newest

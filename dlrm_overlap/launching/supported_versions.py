@@ -49,17 +49,14 @@ def check_stack() -> None:
             all packages.
     """
     if version_of("torch") is None:
-        raise InputError(
-            f"torch: not installed; for GPUs {install_command('cuda')}, for a CPU {install_command('cpu')}"
-        )
+        raise InputError(f"torch: not installed; {_commands_of_both_builds()}")
     try:
         import torch  # noqa: F401 - whether it loads
     except ModuleNotFoundError:  # the command line names the module
         raise
     except (ImportError, OSError) as error:  # such as a library of CUDA that is missing
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        cures = f"for GPUs {install_command('cuda', row())}, for a CPU {install_command('cpu', row())}"
-        raise InputError(f"torch: does not load ({reason}); {cures}") from None
+        raise InputError(f"torch: does not load ({reason}); {_commands_of_both_builds()}") from None
     for name, version in [*(fbgemm_versions() or {"FBGEMM": None}).items(), ("torchrec", version_of("torchrec"))]:
         if version is None:
             raise InputError(f"{name}: not installed; {install_command(build(), row())}")
@@ -135,6 +132,10 @@ def build() -> str:
 
     cpu_fbgemm = set(fbgemm_versions()) == {FBGEMM_NAMES["cpu"]} and not torch.cuda.is_available()
     return "cuda" if torch.version.cuda and not cpu_fbgemm else "cpu"
+
+
+def _commands_of_both_builds() -> str:
+    return f"for GPUs {install_command('cuda', row())}, for a CPU {install_command('cpu', row())}"
 
 
 def install_command(build: str, stack: Stack | None = None, replaces_fbgemm: bool = False) -> str:

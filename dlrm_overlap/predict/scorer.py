@@ -61,7 +61,7 @@ class Scorer:
         encoding = encoded.read()
         self.labels: list[str] = list(encoding.schema.labels)
         """names of the predicted labels"""
-        self.columns: list[str] = [*encoding.schema.dense, *encoding.schema.categorical]
+        self.columns: list[str] = encoding.schema.features
         """names of the columns that `__call__` needs"""
         self.schema, self.encoder = encoding.schema, Encoder(encoding.schema, encoding.keys)
         config = section_of(manifest.about.get("config", {}).get("model", {}), ModelConfig, self.path)
@@ -186,8 +186,7 @@ def bags_of(ids: np.ndarray | Ragged, rows: int | None) -> tuple[torch.Tensor, t
 def _batch_of(rows: Any, schema: Schema) -> "pa.RecordBatch":
     import pyarrow as pa
 
-    columns = [*schema.dense, *schema.categorical]
-
+    columns = schema.features
     is_table = isinstance(rows, (pa.Table, pa.RecordBatch))
     if not (is_table or hasattr(rows, "keys")):
         raise InputError(f"rows: a {type(rows).__name__}, not columns; give a dict that maps names to lists of values")

@@ -43,8 +43,8 @@ def finished_runs(kind: str, ranks: Ranks, **work: Any) -> dict[tuple[str, int],
     """Return the contender and the seed of each run whose rows are in `--output`, and whether its loss stayed finite.
 
     Raises:
-        InputError: if the runs need checkpoints, or the file exists and is not to be continued, or not by this
-            configuration and the columns `work`.
+        InputError: if the runs need checkpoints, if the file exists and `--resume` is false, or if its rows differ from
+            this configuration or from `work`, which maps columns to values.
     """
     output = Path(ranks.values.output)
     check_needs_no_checkpoint(ranks.config, f"bench {kind}")
