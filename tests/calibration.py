@@ -311,7 +311,7 @@ def step_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
 def calibrate(folder: Path) -> GpuConfig:
     """Return the rates fitted to rows on one and two GPUs; `folder` is docs/results."""
     own = folder / "calibration"
-    lookups = [*split_sweep(read_rows(folder / "sweep.csv"))[0], *read_rows(own / "weak_two_gpus.csv")]
+    lookups = [*split_sweep(read_rows(own / "sweep.csv"))[0], *read_rows(own / "weak_two_gpus.csv")]
     gpu = fit(read_rows(own / "weak.csv") + read_rows(own / "strong.csv"), lookups, GpuConfig())
     traced = read_rows(own / "timeline.csv")
     sort_ns = fit_sort(read_rows(own / "backward.csv"))
@@ -322,7 +322,7 @@ def calibrate(folder: Path) -> GpuConfig:
     baseline = replace(fit_traced_updates(rows), sort_ns=baseline_ns, sort_us=baseline_us)
     gpu = replace(gpu, update=update, baseline_update=baseline)
     quickstart = next(
-        row for row in read_rows(folder / "step.csv") if row["world_size"] == "1" and row["contender"] == "pgas_graph"
+        row for row in read_rows(own / "step.csv") if row["world_size"] == "1" and row["contender"] == "pgas_graph"
     )
     shape = step_config(next(row for row in traced if row["arch"] == "dcn"), gpu)
     alone = replace(shape, network=NetworkConfig(gpus_per_node=1), train=TrainConfig(global_batch_size=8192))
@@ -351,19 +351,23 @@ def predict_four(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
     ids without skew, although the rates are fitted to MLPerf's skew.
     """
     rows = folder / "four_h200"
-    stage, step, backward = [], [], []
-    for row in (row for file in sorted(rows.glob("stage_*.csv")) for row in read_rows(file)):
+    stage: dict[str, list[Prediction]] = {"stage": [], "sweep": []}
+    step, backward = [], []
+    for row in (row for file in [*sorted(rows.glob("stage_*.csv")), rows / "sweep.csv"] for row in read_rows(file)):
         if row["contender"] in BACKENDS:
             name = f"{row['kind']} {row['contender']}, {row['multi_hot']} x {row['dim']}"
             prediction = Prediction(name, measured_ms(row), stage_ms(row, gpu))
-            stage += [] if _is_host_bound(row, prediction) else [prediction]
+            stage[row["kind"]] += [] if _is_host_bound(row, prediction) else [prediction]
     for model in ("mlperf", "dot"):
         row = read_rows(rows / f"step_{model}.csv")[-1]  # pgas_graph
         name = f"step {row['contender']} {row['arch']}, {int(row['global_batch']) // 4} samples"
         step.append(Prediction(name, float(row["busy_ms"]), simulate(step_config(row, gpu)).ms))
     for file in sorted(rows.glob("backward_*.csv")):
         backward += predict_backward(read_rows(file), gpu)
-    return {"four GPUs: stage": stage, "four GPUs: step": step, "four GPUs: backward": backward}
+    return {f"four GPUs: {kind}": found for kind, found in stage.items()} | {
+        "four GPUs: step": step,
+        "four GPUs: backward": backward,
+    }
 
 
 def _is_host_bound(row: Row, prediction: Prediction) -> bool:
@@ -373,8 +377,8 @@ def _is_host_bound(row: Row, prediction: Prediction) -> bool:
 def predict_held_out(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
     """Return the predictions of held-out rows on one and two GPUs, by file and contender."""
     found: dict[str, list[Prediction]] = {}
-    for file in ("sweep", "grid", "strong_two_gpus", "calibration/cached", "calibration/skewed"):
-        rows: Sequence[Row] = read_rows(folder / f"{file}.csv")
+    for file in ("sweep", "grid", "strong_two_gpus", "cached", "skewed"):
+        rows: Sequence[Row] = read_rows(folder / f"calibration/{file}.csv")
         for row in split_sweep(rows)[1] if file == "sweep" else rows:
             contender = row["contender"]
             if contender in BACKENDS:

@@ -44,7 +44,8 @@ def job(row: Row) -> str:
     if "record" in row:
         return f"HugeCTR, {row['record']}"
     gpus = re.sub(r"NVIDIA | \d+GB HBM3", "", row["gpu"])
-    return f"`{row['backend']}`, {gpus}, rows up to {max(json.loads(row['rows'])) // 10**6}M"
+    backend = row.get("backend") or row["command"].partition("--embedding.backend ")[2].split()[0]
+    return f"`{backend}`, {gpus}, rows up to {max(json.loads(row['rows'])) // 10**6}M"
 
 
 @cache

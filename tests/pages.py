@@ -98,8 +98,20 @@ def _reached(line: Mapping[str, Any]) -> Iterator[str]:
     yield line["reached"]
 
 
+def by_dim(name: str, shown: str) -> Lines:
+    """Yield the lines of a table of rows of `bench update`: a column of them, with one cell per dim."""
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in read(name):
+        case = (row["pooling"], row["ids_by"], row["optimizer"])
+        lines.setdefault(case, {})[row["dim"]] = f"{float(row[shown]):.2f}"
+    dims = sorted({dim for cells in lines.values() for dim in cells}, key=int)
+    yield ["pooling", "ids", "optimizer", *(f"dim {dim}" for dim in dims)]
+    for case, cells in lines.items():
+        yield [*case, *(cells[dim] for dim in dims)]
+
+
 _LEARNED = {"auroc": ".4f", "ne": ".4f", "ne_difference": ".6f"}
-_TABLES = {**simulated_pages.TABLES, "learned": learned}
+_TABLES = {**simulated_pages.TABLES, "learned": learned, "by_dim": by_dim}
 
 
 def table(spec: str) -> Lines:

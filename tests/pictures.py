@@ -20,7 +20,7 @@ CONTENDERS = {
     "pgas_graph": "dlrm-overlap",
 }
 
-STEP_PARTS, PART_ROWS = FOLDER / "step_parts.svg", FOLDER / "step_parts.csv"
+STEP_PARTS, PART_ROWS = FOLDER / "step_parts.svg", FOLDER / "four_h200/step_parts.csv"
 # Contenders in which a step changes part by part from TorchRec's to ours, by the part that each one adds.
 _PARTS = {
     "TorchRec": expand(["strongest"]),

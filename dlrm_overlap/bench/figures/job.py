@@ -36,6 +36,7 @@ def run(kind: str, ranks: Ranks) -> int:
     trainer.close()
     row: dict[str, Any] = {
         "kind": kind,
+        "backend": trainer.embedding.backend,
         **describe(replace(config, embedding=trainer.embedding), world_size),
         "eval_samples": config.data.eval_samples,
         "step_ms": summary["step_ms_p50"],

@@ -31,10 +31,16 @@ def test_the_file_of_rates_is_what_the_rows_give(gpu: GpuConfig) -> None:
 def test_held_out_rows_do_not_change_the_calibration(gpu: GpuConfig, tmp_path: Path) -> None:
     """Each time that is held out, and each on four GPUs, is doubled: the rates stay."""
     shutil.copytree(RESULTS / "calibration", tmp_path / "calibration")
-    for name in ("calibration/weak", "calibration/strong", "step", "calibration/weak_two_gpus", "sweep"):
+    for name in (
+        "calibration/weak",
+        "calibration/strong",
+        "calibration/step",
+        "calibration/weak_two_gpus",
+        "calibration/sweep",
+    ):
         rows: list[Any] = read_rows(RESULTS / f"{name}.csv")
         held_out: list[Any] = (
-            split_sweep(rows)[1] if name == "sweep" else [row for row in rows if row["world_size"] == "4"]
+            split_sweep(rows)[1] if name == "calibration/sweep" else [row for row in rows if row["world_size"] == "4"]
         )
         for row in held_out:
             for column in {"median_ms", "gpu_ms"} & set(row):
@@ -56,7 +62,7 @@ def test_the_mean_batch_has_the_bytes_of_the_measured_ones(name: str, gpu: GpuCo
 
 def test_the_mean_step_has_the_bytes_of_the_measured_one(gpu: GpuConfig) -> None:
     """`uncached_hbm_bytes` of MLPerf's step: the ids are drawn in the same skew, hashed or not."""
-    row = next(row for row in read_rows(RESULTS / "step.csv") if row["contender"] == "pgas_graph")
+    row = next(row for row in read_rows(RESULTS / "calibration/step.csv") if row["contender"] == "pgas_graph")
     config = step_config(row, gpu)
     found = build_workload(config)
     dense = count_dense(config.model, 26, 13, 8192)
