@@ -60,7 +60,7 @@ def rows_to_continue(path: Path, work: Mapping[str, Any]) -> list[dict[str, str]
 def check_fits(path: Path, kind: str, has_gpus: bool) -> None:
     """Raise an `InputError` if the rows of a file cannot have the columns of this benchmark on this machine.
 
-    Called before anything is measured, since `append_rows` refuses such a file once the rows are made.
+    Called before anything is measured, since `append_rows` would write them to another file.
     """
     first = next(iter(read_rows(path)), None)
     if first is None:
@@ -80,34 +80,48 @@ def folder_of_runs(output: Path) -> Path:
     return output.with_suffix("") if output.suffix else output.with_name(f"{output.name}_runs")
 
 
-def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], command: str | None = None) -> None:
-    """Append `rows` to a CSV file, with the environment and `command`, by default the command of this process."""
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], command: str | None = None) -> Path:
+    """Append `rows` by `append_csv`, with the environment and `command`, by default the command of this process."""
     about = {"command": command or _command_line(), **environment()}
-    append_csv(path, [{**{key: _written(value) for key, value in row.items()}, **about} for row in rows], "--output")
+    written = [{**{key: _written(value) for key, value in row.items()}, **about} for row in rows]
+    return append_csv(path, written, "--output")
 
 
-def append_csv(path: Path, rows: Sequence[Mapping[str, Any]], option: str) -> None:
-    """Append `rows`, at least one, to the CSV file that `option` names.
+def append_csv(path: Path, rows: Sequence[Mapping[str, Any]], option: str) -> Path:
+    """Append `rows`, at least one, to the CSV file that `option` names; return the path of the file that has them.
+
+    Cells of columns that only the file has stay empty. If the file lacks a column of the rows, which may have taken
+    minutes to measure, they are appended to a file next to it, with `_2`, `_3`, .. after its name, and standard error
+    says so.
 
     Raises:
-        InputError: if the file has other columns or cannot be written.
+        InputError: if the file cannot be read or written.
     """
-    header = list(rows[0])
+    names = list(dict.fromkeys(itertools.chain(*rows)))
+    numbered = (path.with_stem(f"{path.stem}_{number}") for number in itertools.count(2))
     try:
-        new = not path.exists() or path.stat().st_size == 0
-        if not new:
-            with path.open(newline="") as file:
-                header = next(csv.reader(file))
-        if any(set(header) != set(row) for row in rows):
-            raise InputError(f"{option}: {path} has other columns than this benchmark's rows; give another file")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, header)
-            if new:
+        output = next(each for each in itertools.chain([path], numbered) if set(names) <= set(_header(each) or names))
+        header = _header(output)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("a", newline="") as file:
+            writer = csv.DictWriter(file, header or names)
+            if not header:
                 writer.writeheader()
             writer.writerows(rows)
     except OSError as error:
         raise InputError(f"{option}: {path} cannot be written ({error.strerror}); give another file") from None
+    if output != path:
+        lacks = ", ".join(name for name in names if name not in _header(path))
+        print(f"dlrm-overlap: {option}: {path} has no column {lacks}; the rows are in {output}", file=sys.stderr)
+    return output
+
+
+def _header(path: Path) -> list[str]:
+    """Return the names of a CSV file's columns; none if it is empty or does not exist."""
+    if not path.exists() or path.stat().st_size == 0:
+        return []
+    with path.open(newline="") as file:
+        return next(csv.reader(file))
 
 
 def report(rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Path, columns: Sequence[str]) -> None:
@@ -118,8 +132,7 @@ def report(rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Pat
         return
     print(", ".join(f"{name.replace('_', ' ')} {rows[0][name]}" for name in _SHAPE if name in rows[0]))
     print_table(rows, columns)
-    append_rows(output, rows)
-    print(f"rows in {output}")
+    print(f"rows in {append_rows(output, rows)}")
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:

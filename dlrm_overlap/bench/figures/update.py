@@ -266,12 +266,12 @@ def run(kind: str, ranks: Ranks) -> int:
         row, fault = measure(case, shape, device, hbm_gb_per_s, values.repetitions)
         if fault is None:
             rows.append({"kind": kind, **row})
-            append_rows(Path(values.output), rows[-1:])  # a run that is cut short keeps its rows
+            output = append_rows(Path(values.output), rows[-1:])  # a run that is cut short keeps its rows
         else:
             faults.append(fault)
         print(f"{', '.join(map(str, case))}: {fault or 'timed'}", flush=True)
         collect_garbage(device)
     if rows:
         print_table(rows, _SHOWN)
-        print(f"rows in {values.output}")
+        print(f"rows in {output}")
     return DISAGREEMENT if faults else 0

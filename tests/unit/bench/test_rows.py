@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrm_overlap.bench import rows
 from dlrm_overlap.bench.rows import append_rows, check_fits, folder_of_runs
 from dlrm_overlap.launching.environment import environment
 from tests.conftest import read_rows, refuses
@@ -9,12 +10,27 @@ from tests.conftest import read_rows, refuses
 RESULTS = Path("docs/results")
 
 
-def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
-    output = tmp_path / "other.csv"
+def test_rows_with_a_column_that_the_file_lacks_are_written_to_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, other = tmp_path / "rows.csv", tmp_path / "rows_2.csv"
     output.write_text("a,b\n1,2\n")
-    with refuses(r"--output: .*other\.csv has other columns"):
-        append_rows(output, [{"steps": 4}])
+    for steps in (4, 5):
+        assert append_rows(output, [{"a": 1, "b": 2, "steps": steps}]) == other
+        assert "rows.csv has no column steps, command, python" in (told := capsys.readouterr().err)
+        assert told.endswith(f"; the rows are in {other}\n")
     assert output.read_text() == "a,b\n1,2\n"
+    assert [row["steps"] for row in read_rows(other)] == ["4", "5"]
+
+
+def test_what_cannot_be_found_out_of_the_environment_stays_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "rows.csv"
+    for found in ({"torch": "2.14.1", "driver": "580"}, {"torch": "2.14.1"}):  # nvidia-smi failed
+        monkeypatch.setattr(rows, "environment", lambda found=found: found)
+        assert append_rows(output, [{"steps": 4}], "bench") == output
+    assert [row["driver"] for row in read_rows(output)] == ["580", ""]
 
 
 def test_a_file_that_rows_will_not_fit_is_refused_before_they_are_measured(tmp_path: Path) -> None:
