@@ -52,7 +52,7 @@ def rows_to_continue(path: Path, work: Mapping[str, Any]) -> list[dict[str, str]
         if (earlier := row.get(name)) != _written(value):
             raise InputError(
                 f"--output: {path} has rows with {name} {earlier}, and this run has {_written(value)}; give another "
-                f"file, or the same configuration"
+                f"file, or the same configuration and options"
             )
     return rows
 

@@ -152,11 +152,12 @@ def _run(
     contenders: Mapping[str, Keys],
     *options: str,
     resume: bool = False,
+    steps: int = 6,
 ) -> Any:
     for name, contender in contenders.items():
         monkeypatch.setitem(STEP_CONTENDERS, name, contender)
     ranks = ranks_here(quickstart(folder, "run", *SMALL, *options))
-    values = values_of("step", "--steps", "6", "--batches", "3", "--output", str(folder / "step.csv"))
+    values = values_of("step", "--steps", str(steps), "--batches", "3", "--output", str(folder / "step.csv"))
     values.contenders, values.resume = list(contenders), resume
     code = step.run("step", replace(ranks, values=values))
     return code, read_rows(folder / "step.csv")
@@ -180,6 +181,8 @@ def test_tables_that_learn_a_tenth_faster_are_found_out_and_get_no_speedup(
     assert _run(tmp_path, monkeypatch, _TORCHREC | other, resume=True) == (DISAGREEMENT, [torchrec, wrong])
     with refuses(r"--output: .* has rows with global_batch \d+, and this run has 16; give another file"):
         _run(tmp_path, monkeypatch, _TORCHREC | other, "--train.global_batch_size", "16", resume=True)
+    with refuses(r"--output: .* has rows with steps 8, and this run has 12; give another file, or the same"):
+        _run(tmp_path, monkeypatch, _TORCHREC | other, resume=True, steps=9)
 
 
 @pytest.mark.usefixtures("world_of_one")
