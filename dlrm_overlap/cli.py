@@ -21,7 +21,7 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.options import FIGURES, options_of
 from dlrm_overlap.config import BelowOne, Config, FullPath, InputError, NonNegativeInt, PositiveInt
 from dlrm_overlap.launching import process_group
-from dlrm_overlap.launching.launcher import announced_rank
+from dlrm_overlap.launching.launcher import announced_rank, unset_empty
 from dlrm_overlap.launching.library_warnings import hide_library_warnings
 from dlrm_overlap.launching.lifetime import DISAGREEMENT, SAVED, UNSAVED, report_missing, say, unblock_signals
 from dlrm_overlap.launching.parsing import Parser, parse_config, suggest
@@ -423,6 +423,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
         hide_library_warnings()
+        unset_empty()
         if argv[0] != "train":  # the only command that saves, and it unblocks signals when it can
             unblock_signals()
         return COMMANDS[argv[0]](argv[1:])

@@ -6,7 +6,7 @@ import os
 import random
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from dlrm_overlap.config import InputError
@@ -15,6 +15,10 @@ from dlrm_overlap.launching.lifetime import end_with_parent, say
 LOOPBACK = "127.0.0.1"
 # Variables that `spawn` sets for its ranks.
 NPROC_MARKER, LAUNCHER_PID = "DLRM_OVERLAP_NPROC", "DLRM_OVERLAP_LAUNCHER_PID"
+_VARIABLES = re.compile(  # of launchers
+    rf"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_RUN_ID|(OMPI_COMM_WORLD|PMI)_(RANK|SIZE)"
+    rf"|SLURM_(STEP_.*|JOB_ID|PROCID|LOCALID|NODEID)|{NPROC_MARKER}|{LAUNCHER_PID}"
+)
 _MAX_RANKS = 1 << 20
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # tasks of consecutive nodes: 2, or 4(x2) for 4, 4
 _PORTS = range(20000, 32000)  # below Linux's ephemeral ports, which any connection may take
@@ -67,6 +71,12 @@ class World:
         rank = f"rank {self.rank} of {self.world_size}, local rank {self.local_rank} of {self.local_world_size}"
         meet = f", rendezvous {self.rendezvous}" if self.world_size > 1 else ""
         return f"launch: {self.source}, {rank}{meet}"
+
+
+def unset_empty(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Unset the variables of launchers that are empty, which the libraries would read as numbers, too."""
+    for name in [name for name, value in environ.items() if not value and _VARIABLES.fullmatch(name)]:
+        del environ[name]
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World:

@@ -1,5 +1,6 @@
 """Who started this process: every launcher's variables, what contradicts them, and MPI."""
 
+import os
 import re
 import socket
 import sys
@@ -170,6 +171,16 @@ def test_a_launcher_that_is_not_a_number_is_refused_in_one_line(
         assert main(["train", "--config", "quickstart"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("dlrm-overlap: nproc launch: DLRM_OVERLAP_LAUNCHER_PID is ")
+
+
+def test_empty_variables_of_launchers_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in set().union(*LAUNCHES.values()):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("OMPI_MCA_btl", "")  # a setting
+    assert main(["bench", "--help"]) == 0
+    assert launcher.detect() == World(0, 0, 1, 1, HERE, 0, "single")
+    assert "LOCAL_RANK" not in os.environ, "torchmetrics reads it as a number"
+    assert "OMPI_MCA_btl" in os.environ
 
 
 @pytest.mark.parametrize("variables", [openmpi, hydra])
