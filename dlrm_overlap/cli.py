@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from dlrm_overlap.launching.launcher import announced_rank, unset_empty
 from dlrm_overlap.launching.library_warnings import hide_library_warnings
 from dlrm_overlap.launching.lifetime import DISAGREEMENT, SAVED, UNSAVED, report_missing, say, unblock_signals
 from dlrm_overlap.launching.parsing import Parser, parse_config, suggest
+from dlrm_overlap.launching.supported_versions import check_torch
 from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.ranks import (
     Ranks,
@@ -426,7 +427,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         unset_empty()
         if argv[0] != "train":  # the only command that saves, and it unblocks signals when it can
             unblock_signals()
-        return COMMANDS[argv[0]](argv[1:])
+        with _naming_torch():
+            return COMMANDS[argv[0]](argv[1:])
     except InputError as error:
         return _refuse("; ".join(filter(None, (str(error), error.cure))))
     except OSError as error:
@@ -440,6 +442,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dlrm-overlap: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+@contextlib.contextmanager
+def _naming_torch() -> Iterator[None]:
+    """If an import fails since torch does not load, raise an `InputError` that says so."""
+    try:
+        yield
+    except (ImportError, OSError):
+        check_torch()
+        raise
 
 
 def _refuse(message: str) -> int:

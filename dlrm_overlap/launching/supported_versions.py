@@ -48,15 +48,7 @@ def check_stack() -> None:
         InputError: for a package that is missing, of another release or does not load, with the command that installs
             all packages.
     """
-    if version_of("torch") is None:
-        raise InputError(f"torch: not installed; {_commands_of_both_builds()}")
-    try:
-        import torch  # noqa: F401 - whether it loads
-    except ModuleNotFoundError:  # the command line names the module
-        raise
-    except (ImportError, OSError) as error:  # such as a library of CUDA that is missing
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        raise InputError(f"torch: does not load ({reason}); {_commands_of_both_builds()}") from None
+    check_torch()
     for name, version in [*(fbgemm_versions() or {"FBGEMM": None}).items(), ("torchrec", version_of("torchrec"))]:
         if version is None:
             raise InputError(f"{name}: not installed; {install_command(build(), row())}")
@@ -66,6 +58,19 @@ def check_stack() -> None:
             raise InputError(f"{name}: not installed, but TorchRec imports it; {install_command(build(), row())}")
     if error := _load_fbgemm():
         raise InputError(f"FBGEMM {error}; {install_command(build(), row(), replaces_fbgemm=True)}")
+
+
+def check_torch() -> None:
+    """Raise an `InputError` if torch is not installed or does not load."""
+    if version_of("torch") is None:
+        raise InputError(f"torch: not installed; {_commands_of_both_builds()}")
+    try:
+        import torch  # noqa: F401 - whether it loads
+    except ModuleNotFoundError:  # the command line names the module
+        raise
+    except (ImportError, OSError) as error:  # such as a library of CUDA that is missing
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise InputError(f"torch: does not load ({reason}); {_commands_of_both_builds()}") from None
 
 
 def check_releases() -> None:

@@ -150,6 +150,20 @@ def test_doctor_where_torch_does_not_load(tmp_path: Path) -> None:
     assert not result.stderr
 
 
+def test_commands_that_load_torch_before_they_check_it_name_the_cure(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    commands = ["train --config quickstart --nproc auto", f"prepare samples {tmp_path / 'out'} --config quickstart"]
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from dlrm_overlap.cli import main; "
+        f"print([main(command.split()) for command in {commands}])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.stdout == "[2, 2]\n", result.stderr
+    fault = "dlrm-overlap: torch: does not load (OSError: libcudart.so.13: cannot open shared object file); for GPUs "
+    lines = result.stderr.splitlines()
+    assert [line[: len(fault)] for line in lines] == [fault] * 2
+
+
 def test_check_stack_where_fbgemm_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> None:
         cause = OSError("libcudart.so.13: cannot open shared object file\nand a page of other words")
