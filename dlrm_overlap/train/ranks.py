@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dlrm_overlap.config import Config, DataConfig, InputError, PeerError, PositiveInt, flatten
+from dlrm_overlap.config import Config, DataConfig, InputError, PeerError, PositiveInt, flatten, in_one_line
 from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.environment import code_digest
 from dlrm_overlap.launching.lifetime import HOLD_BACK_S, EndRequest, end_on_signals
@@ -244,17 +244,32 @@ def _one_rank_reports() -> Iterator[None]:
     """Delay an error on all ranks but one, so that the launcher ends them before they report it too.
 
     Rank 0 reports a user's mistake at once, since every rank finds it. Other errors may be caused by the end of a peer,
-    so rank 0 delays them too, but less than the other ranks. A `PeerError` is delayed longest.
+    so rank 0 delays them too, but less than the other ranks. A `PeerError` is delayed longest. That memory ran out
+    becomes an `InputError`.
     """
     try:
         yield
-    except Exception as error:
+    except Exception as raised:
+        error = _as_lack_of_memory(raised) or raised
         rank = launcher.announced_rank()
         held_back = 3 if isinstance(error, PeerError) else (rank != 0) + (not isinstance(error, InputError))
         if rank is not None and held_back:
             end_on_signals()  # torchrun and mpirun end ranks by SIGTERM
             time.sleep(HOLD_BACK_S * held_back)
-        raise
+        if error is raised:
+            raise
+        raise error from raised
+
+
+def _as_lack_of_memory(error: Exception) -> InputError | None:
+    """Return an error with the cure if `error` says that there is no memory left, else None."""
+    said = in_one_line(error) or type(error).__name__
+    fewer = "take a smaller train.batch_size, fewer rows (data.tables.max_rows) or a smaller model"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's; it may not be loaded
+        return InputError(f"memory: none left on the GPU ({said:.200}); {fewer}, more ranks or embedding.memory auto")
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: " in said:
+        return InputError(f"memory: none left on this machine ({said[-200:]}); {fewer}, or more machines")
+    return None
 
 
 def _without_nproc(argv: list[str]) -> list[str]:

@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from dlrm_overlap.cli import main, run
 from dlrm_overlap.config import InputError, PeerError
 from dlrm_overlap.launching.lifetime import HOLD_BACK_S, SAVED
 from dlrm_overlap.train.ranks import run_on_ranks
-from tests.conftest import configuration
+from tests.conftest import configuration, refuses
 
 
 class Ended(BaseException):
@@ -209,3 +211,21 @@ def test_only_one_rank_reports_an_error(
     with pytest.raises(type(error), match=str(error)):
         run_on_ranks(["train"], "", ["--config", "configs/quickstart.yaml"], lambda ranks: 0, check=fail)
     assert sum(waits) == held_back * HOLD_BACK_S
+
+
+@pytest.mark.parametrize(
+    ("fail", "message"),
+    [
+        (lambda: torch.empty(1 << 55), r"memory: none left on this machine \(.*can't allocate memory: .*more machines"),
+        (lambda: np.empty(1 << 55), r"memory: none left on this machine \(Unable to allocate .*; take a smaller train"),
+        (
+            Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\n" + 900 * "x")),
+            r"memory: none left on the GPU \(CUDA out of memory\. Tried to .*max_rows.*embedding\.memory auto$",
+        ),
+    ],
+)
+def test_that_memory_ran_out_is_told_in_one_line(fail: Callable[[], Any], message: str) -> None:
+    with refuses(message):
+        run_on_ranks(
+            ["train"], "", ["--config", "configs/quickstart.yaml"], lambda ranks: 0, check=lambda config, values: fail()
+        )
