@@ -8,7 +8,7 @@ rule and cure.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -398,6 +398,16 @@ class IdTablesConfig:
             raise InputError(
                 f"embedding.id_tables.max_rows: {self.max_rows} without grow_at; give grow_at, the share of rows in "
                 f"use above which a table grows, such as 0.8"
+            )
+
+    def check_tables(self, rows: Sequence[int | None]) -> None:
+        """Raise an `InputError` if a key is given, but no table takes any id; `rows` has None for a table that does."""
+        unset = IdTablesConfig()
+        given = [f"{key} {value}" for key, value in vars(self).items() if value != getattr(unset, key)]
+        if given and None not in rows:
+            raise InputError(
+                f"embedding.id_tables: {', '.join(given)}, but no table takes any id; leave the section out, or take "
+                f"data.tables.ids any, or for files any: true in the schema of `prepare`"
             )
 
 

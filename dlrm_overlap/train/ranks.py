@@ -99,6 +99,7 @@ class Ranks:
         check_start(config, self.device)
         train_data, held_out = open_datasets(config.data, self.device)
         config.model.check_samples(len(train_data.rows), len(train_data.labels))
+        config.embedding.id_tables.check_tables(train_data.rows)
         check_batch_size(config, train_data, self.world.world_size)
         resumed = config
         if resumes:

@@ -126,6 +126,7 @@ class Stream:
         keys = {
             "data.tables.ids": ["hashed" if of_any else "rows" for of_any in self.of_any],
             "data.tables.hashed_rows": [next(of_table) if of_any else 1 for of_any in self.of_any],
+            "embedding.id_tables": IdTablesConfig(),
         }
         return {**design.keys, **keys}, sum(rows)
 

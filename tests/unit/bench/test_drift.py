@@ -13,7 +13,7 @@ import torch
 from dlrm_overlap.bench.drift_contenders import DRIFT_CONTENDERS
 from dlrm_overlap.bench.figures.drift import Day, Stream, rows_of_days, run, summarise
 from dlrm_overlap.bench.harness.workload import with_keys
-from dlrm_overlap.config import Config
+from dlrm_overlap.config import Config, IdTablesConfig
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.launching.lifetime import DISAGREEMENT
 from dlrm_overlap.observe.metrics import RunningMetrics
@@ -148,7 +148,8 @@ def test_designs_give_the_same_tables_their_rows() -> None:
     stream = Stream.of(drifting(**{"data.tables.ids": ["any", "rows"]}), 2, 3)
     assert (stream.rows, stream.about()) == ([256], {"days": 3, "half_life_days": 1.0, "ids_in_use": 300})
     found = {name: stream.design(design, [700]) for name, design in DRIFT_CONTENDERS.items()}
-    hashed = {"embedding.backend": "pgas", "data.tables.ids": ["hashed", "rows"]}
+    unused = {"embedding.id_tables": IdTablesConfig()}
+    hashed = {"embedding.backend": "pgas", "data.tables.ids": ["hashed", "rows"], **unused}
     assert found["modulus"] == ({**hashed, "data.tables.hashed_rows": [256, 1]}, 256)
     assert found["modulus_twice"] == ({**hashed, "data.tables.hashed_rows": [512, 1]}, 512)
     assert found["unlimited"][0]["embedding.id_tables.rows"] == [1536], "twice as many as ids, rounded up"

@@ -612,6 +612,12 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> _Exchange:
     return exchange
 
 
+def test_rules_of_tables_of_any_id_are_refused_where_no_table_takes_any(tmp_path: Path) -> None:
+    rules = ["--embedding.id_tables.rows", "4096", "--embedding.id_tables.eviction", "lfu"]
+    with refuses(r"^embedding\.id_tables: rows 4096, eviction lfu, but no table takes any id; leave the section out"):
+        ranks_here(quickstart(tmp_path, "run", *rules)).trainer()
+
+
 def test_a_run_resumes_on_replaced_files_only_if_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def pack(samples: int, seed: int) -> None:
         shutil.rmtree(packed, ignore_errors=True)
