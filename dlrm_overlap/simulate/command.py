@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ _IN_ROWS = {
 }
 """the columns of rows that show the values of keys; another key that is varied is a column of its own"""
 _SHOWN = ("what", "backend", "world_size", "nodes", "samples", "ms", "samples_per_s")
+_BETWEEN_VALUES = re.compile(r",(?![^\[]*\])")  # not a comma within a list, as in [512,128],[256,128]
 
 
 def run(argv: Sequence[str], description: str) -> int:
@@ -78,7 +80,7 @@ def _read_vary(texts: Sequence[str], argv: Sequence[str]) -> dict[str, list[str]
             raise InputError(f"--vary: {key} is not a key; {suggest(key, known)}")
         if option in varied or (option in given and key != "config"):
             raise InputError(f"--vary: {key} is given twice on the command line; give all its values in one --vary")
-        varied[option] = values.split(",")
+        varied[option] = _BETWEEN_VALUES.split(values)
     return varied
 
 

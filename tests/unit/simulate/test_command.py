@@ -11,6 +11,7 @@ from dlrm_overlap.cli import main
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.simulate.command import describe
 from dlrm_overlap.simulate.config import SimulateConfig
+from tests.conftest import read_rows
 
 MLPERF = ["--config", "mlperf_dcnv2", "--config", "simulate/mlperf_nodes", "--network.nodes", "2"]
 SMALL = [*MLPERF, "--network.gpus_per_node", "2"]
@@ -65,6 +66,12 @@ def test_varied_keys_that_end_alike_have_columns_of_their_own(
         rows = list(csv.DictReader(file))
     assert [[row[name] for name in names.split()[:4]] for row in rows] == wanted
     assert {row["kind"] for row in rows} == {"simulated"}
+
+
+def test_values_that_are_lists_are_varied(tmp_path: Path) -> None:
+    argv = ["simulate", "--config", "mlperf_dcnv2", "--network.nodes", "1", "--output", str(rows := tmp_path / "rows")]
+    assert main([*argv, "--vary", "model.bottom_mlp=[512,128],[256, 64, 128]", "--vary", "what=step"]) == 0
+    assert [row["model.bottom_mlp"] for row in read_rows(rows)] == ["[512,128]", "[256, 64, 128]"]
 
 
 def test_keys_of_earlier_versions_are_accepted_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
