@@ -21,14 +21,17 @@ from dlrm_overlap.observe.result_files import append
 class EventFile:
     """A new event file. If the disk is full, a method raises an OSError, and the file has the events before."""
 
-    def __init__(self, folder: Path, start: int) -> None:
-        """Open a file in `folder`. TensorBoard then hides what earlier files have of steps after `start`."""
+    def __init__(self, folder: Path, start: int, evaluates: bool = False) -> None:
+        """Open a file in `folder`. TensorBoard then hides what earlier files have of steps after `start`.
+
+        If the run `evaluates` the state after this step again, it hides all of this step, too.
+        """
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.0"
         self._file = (folder / name).open("ab", buffering=0)
         self._records = RecordWriter(self)
         self._add(file_version="brain.Event:2")
         if start:
-            self._add(step=start + 1, session_log=SessionLog(status=SessionLog.START))
+            self._add(step=start + 1 - evaluates, session_log=SessionLog(status=SessionLog.START))
 
     def add_text(self, tag: str, content: str) -> None:
         self._add(summary=text(tag, content))

@@ -23,7 +23,14 @@ from dlrm_overlap.launching.text_table import duration
 from dlrm_overlap.observe.event_file import EventFile
 from dlrm_overlap.observe.metrics import WARMUP_STEPS, make_tracer, memory_bytes, quantile
 from dlrm_overlap.observe.restarts import note_job
-from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, remove, write_atomically
+from dlrm_overlap.observe.result_files import (
+    MetricsFile,
+    is_number,
+    nan_as_none,
+    read_records,
+    remove,
+    write_atomically,
+)
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -118,7 +125,10 @@ class RunLog:
             self._warn_of_no_trace("resumes later" if start >= asked.start else f"ends after step {end}")
         if config.log.tensorboard:
             try:
-                self._board = EventFile(folder, start)
+                self._board = EventFile(folder, start, evaluates_first)
+                for record in read_records(folder / "metrics.jsonl") if evaluates_first else []:
+                    if record.pop("step") == start:  # of this step's training
+                        self._board.add_scalars(start, {key: record[key] for key in record if is_number(record[key])})
                 self._board.add_text("config", f"```yaml\n{resolved}```")
                 self._board.add_text("plan", f"```\n{plan}\n```")
             except OSError as error:

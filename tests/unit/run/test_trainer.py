@@ -42,6 +42,7 @@ from tests.distributed.workers import make_trainer, quickstart, ranks_here, worl
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 SMALL = ["--train.batch_size", "64", "--train.steps", "4", "--train.eval_every", "0", "--data.eval_samples", "256"]
 SAVES = ["--checkpoint.last", "true"]
+BOARD = ["--log.tensorboard", "true"]
 
 
 def _trainer(folder: Path, *options: str) -> Trainer:
@@ -388,13 +389,20 @@ def test_epochs_are_passes_over_the_files(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("options", ["--train.steps 4", "--train.steps 8 --train.eval_every 4"])
 def test_an_evaluation_that_is_repeated_when_a_run_resumes_is_logged_once(tmp_path: Path, options: str) -> None:
-    _fit(tmp_path, *SAVES)
+    _fit(tmp_path, *SAVES, *BOARD)
     (tmp_path / "run" / "summary.json").unlink()  # as if killed after the last evaluation
-    last = _fit(tmp_path, *SAVES, *options.split())["steps"]
+    last = _fit(tmp_path, *SAVES, *BOARD, *options.split())["steps"]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     evaluated = [record["step"] for line in lines if "eval/loss" in (record := json.loads(line))]
     assert evaluated == list(range(4, last + 1, 4))
     assert 4 in read_metrics(tmp_path / "run", "train/loss"), "the step itself is not taken again"
+    shown = EventAccumulator(str(tmp_path / "run"))
+    shown.Reload()
+    for key in ("train/loss", "speed/step_ms", "eval/loss"):
+        logged = read_metrics(tmp_path / "run", key)
+        assert [event.step for event in shown.Scalars(key)] == [*logged]
+        assert [event.value for event in shown.Scalars(key)] == pytest.approx([*logged.values()])
+    assert "step" not in shown.Tags()["scalars"]
 
 
 def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
