@@ -185,9 +185,9 @@ def bench(argv: list[str]) -> int:
         if on_cpu and figure.needs_gpu:
             raise InputError(f"bench {kind}: it times a GPU's kernels, and this run is on a CPU; run it on a GPU")
         if ranks.world.rank == 0:
-            from dlrm_overlap.bench.rows import check_fits
+            from dlrm_overlap.bench.rows import check_columns
 
-            check_fits(Path(ranks.values.output), kind, process_group.visible_gpus("auto") > 0)
+            check_columns(Path(ranks.values.output), kind, process_group.visible_gpus("auto") > 0)
         if on_cpu and figure.measures_time and ranks.world.rank == 0:
             print(f"bench {kind}: a rehearsal, since times on CPUs say nothing about GPUs", file=sys.stderr)
         code = import_module(f"dlrm_overlap.bench.figures.{figure.module}").run(kind, ranks)

@@ -57,7 +57,7 @@ def rows_to_continue(path: Path, work: Mapping[str, Any]) -> list[dict[str, str]
     return rows
 
 
-def check_fits(path: Path, kind: str, has_gpus: bool) -> None:
+def check_columns(path: Path, kind: str, has_gpus: bool) -> None:
     """Raise an `InputError` if the rows of a file cannot have the columns of this benchmark on this machine.
 
     Called before anything is measured, since `append_rows` would write them to another file.

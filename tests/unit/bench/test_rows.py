@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.bench import rows
-from dlrm_overlap.bench.rows import append_rows, check_fits, folder_of_runs
+from dlrm_overlap.bench.rows import append_rows, check_columns, folder_of_runs
 from dlrm_overlap.launching.environment import environment
 from tests.conftest import read_rows, refuses
 
@@ -35,14 +35,14 @@ def test_what_cannot_be_found_out_of_the_environment_stays_empty(
 
 def test_a_file_that_rows_will_not_fit_is_refused_before_they_are_measured(tmp_path: Path) -> None:
     output = tmp_path / "rows.csv"
-    check_fits(output, "stage", True)
+    check_columns(output, "stage", True)
     output.write_text("kind,torch,gpu\nstage,2.14.1,2 x NVIDIA H200\n")
-    check_fits(output, "stage", True)
-    check_fits(output, "sweep", True)  # its rows have the same columns
+    check_columns(output, "stage", True)
+    check_columns(output, "sweep", True)  # its rows have the same columns
     with refuses(r"--output: .*rows\.csv has rows of bench stage, which have other columns; give another file"):
-        check_fits(output, "step", True)
+        check_columns(output, "step", True)
     with refuses(r"--output: .*rows\.csv has rows of a machine with GPUs, which have other columns"):
-        check_fits(output, "stage", False)
+        check_columns(output, "stage", False)
 
 
 @pytest.mark.parametrize(("file", "folder"), [("job.csv", "job"), ("job.part", "job"), ("job", "job_runs")])
