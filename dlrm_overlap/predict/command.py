@@ -89,7 +89,7 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
                 all_values.update(values)
                 all_unknown.update(unknown)
                 bar.advance(len(found))
-            if writer is None:
+            if not bar.count:
                 raise InputError(f"{table}: no rows; name a file, or a folder, that has some")
     except OSError as error:
         reason = error.strerror or in_one_line(error)

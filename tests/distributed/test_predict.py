@@ -203,10 +203,14 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
     assert len(scorer(make_table(3).append_column("id", pa.array([1, 2, 3])))["click"]) == 3, "one that is not read"
     bad = make_table(3).set_column(4, "age", pa.array(["1", "2", "x"]))
     parquet.write_table(bad, tmp_path / "bad.parquet")
+    parquet.write_table(make_table(3).slice(0, 0), tmp_path / "empty.parquet")
+    (tmp_path / "empty.csv").write_text(",".join(make_table(1).column_names) + "\n")
     command = ["predict", "--checkpoint", str(trained), "--output", str(tmp_path / "out.parquet")]
     for options, rule in (
         ([str(tmp_path / "bad.parquet")], "bad.parquet: row 3, column age: 'x' is not a finite number"),
         ([str(tmp_path / "none.parquet")], "none.parquet: no such file"),
+        ([str(tmp_path / "empty.parquet")], "empty.parquet: no rows; name a file"),
+        ([str(tmp_path / "empty.csv")], "empty.csv: no rows; name a file"),
         (
             [str(folder / "table.parquet"), "--key", "click"],
             "--key click: the output has a column of that name",
@@ -220,7 +224,7 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
     ):
         assert main([*command, *options]) == 2
         assert rule in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [tmp_path / "bad.parquet"]
+    assert {each.name for each in tmp_path.iterdir()} == {"bad.parquet", "empty.parquet", "empty.csv"}
     linked, good = tmp_path / "linked", tmp_path / "good.parquet"
     linked.mkdir()
     parquet.write_table(make_table(3), good)
