@@ -6,6 +6,7 @@ assignment. A request reads this reference once, so its weights are all from bef
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _INTEGERS = (int, np.integer)
+_NUMBERS = (*_INTEGERS, float, np.floating, np.bool_, Decimal)
 
 
 class Scorer:
@@ -210,8 +212,10 @@ def _batch_of(rows: Any, schema: Schema) -> "pa.RecordBatch":
 def _array_of(values: Any, name: str, kind: str | None) -> "pa.Array":
     """Convert the values of a column, each as if it were alone; `kind` is a categorical column's type.
 
-    Arrow has no type for some columns, whose values become text. So do integers and floats of the kind string, since
-    Arrow would make floats of the integers.
+    Arrow has no type for some columns, whose values become text. So do numbers of several types, and decimals, of the
+    kind string, since Arrow would give all the same type, and so other texts: 7.0 to 7 beside 7.5, 1 to np.True_ beside
+    2, and 7.00 to Decimal("7") beside Decimal("7.50"). Numbers beside dates are refused, since Arrow would make
+    dates of them.
     """
     import pyarrow as pa
 
@@ -219,8 +223,8 @@ def _array_of(values: Any, name: str, kind: str | None) -> "pa.Array":
         if isinstance(values, (str, bytes, Mapping)):
             raise TypeError(f"a {type(values).__name__}")
         with suppress(pa.ArrowException, TypeError, OverflowError):  # integers from 2^63 on, values of several types
-            array = pa.array(values)
-            if kind != "string" or not (_has_floats(array.type) and _has_integers(values)):
+            array = pa.array(values, from_pandas=True)  # missing values may also be NaN, NaT and NA
+            if kind != "string" or not _changes_texts(array.type, values):
                 return array
         return pa.array([_as_text(value, kind == "hex") for value in values])
     except (pa.ArrowException, TypeError, ValueError) as error:
@@ -228,15 +232,23 @@ def _array_of(values: Any, name: str, kind: str | None) -> "pa.Array":
         raise InputError(f"column {name}: no column of values ({in_one_line(error):.200}); {cure}") from None
 
 
-def _has_floats(kind: Any) -> bool:
+def _changes_texts(kind: Any, values: Any) -> bool:
+    """Return whether a column of Arrow's type `kind` may have other texts than its values alone."""
     import pyarrow as pa
 
-    return pa.types.is_floating(kind.value_type if pa.types.is_list(kind) else kind)
+    kind = kind.value_type if pa.types.is_list(kind) else kind
+    if pa.types.is_string(kind):
+        return False
+    is_time = pa.types.is_date(kind) or pa.types.is_time(kind) or pa.types.is_timestamp(kind)
+    return pa.types.is_decimal(kind) or len(_types_of_numbers(values)) > (0 if is_time else 1)
 
 
-def _has_integers(values: Any) -> bool:
-    lists = (list, tuple, np.ndarray)
-    return any(_has_integers(each) if isinstance(each, lists) else isinstance(each, _INTEGERS) for each in values)
+def _types_of_numbers(values: Any) -> set[type]:
+    if isinstance(values, np.ndarray) and values.dtype != object:
+        return {values.dtype.type} if issubclass(values.dtype.type, _NUMBERS) else set()
+    of_lists = (_types_of_numbers(each) for each in values if isinstance(each, (list, tuple, np.ndarray)))
+    numbers = {type(each) for each in values if isinstance(each, _NUMBERS) and each == each}  # no NaN
+    return numbers.union(*of_lists)
 
 
 def _as_text(value: Any, is_hex: bool) -> Any:
@@ -253,6 +265,8 @@ def _as_text(value: Any, is_hex: bool) -> Any:
     if is_hex and isinstance(value, _INTEGERS):
         is_negative = -(1 << 63) <= value < 0  # and has the key of value + 2^64
         return f"{int(value) + (is_negative << 64):#x}"
+    if isinstance(value, Decimal) and not is_hex:
+        return f"{value:f}"
     if isinstance(value, (bool, int, float, np.generic)):
         return str(value)
     raise TypeError(f"{type(value).__name__} is not a number or a text")

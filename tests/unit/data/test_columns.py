@@ -4,7 +4,8 @@ import csv
 import gzip
 import hashlib
 import math
-from datetime import date
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,6 +238,34 @@ def test_a_value_that_is_scored_means_the_same_beside_others(kind: Any, value: i
             ids_of(value, other)
     else:
         assert ids_of(value, other) == alone
+
+
+_TEXTS = Schema({"y": Label()}, {}, {"a": Categorical(any=True), "l": Categorical(any=True, list=True)})
+
+
+def _text_ids(*values: Any) -> tuple[list[int], list[int]]:
+    block = _batch_of({"a": values, "l": [[each] for each in values]}, _TEXTS)
+    first, second = Encoder(_TEXTS).features(1, block)[1]
+    assert isinstance(first, np.ndarray)
+    assert isinstance(second, Ragged)
+    return first.ravel().tolist(), second.values[:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [(np.True_, 7), (7, Decimal("7.50")), (np.float32(0.1), 7.0), (Decimal("7"), "b"), (Decimal("7.50"), 7.5)],
+)
+def test_numbers_of_several_types_have_the_texts_that_each_has_alone(value: Any, other: Any) -> None:
+    for alone, both in zip(zip(_text_ids(value), _text_ids(other), strict=True), _text_ids(value, other), strict=True):
+        assert [*alone[0], *alone[1]] == both
+
+
+@pytest.mark.parametrize("number", [7, np.True_, Decimal("7.5")])
+@pytest.mark.parametrize("time", [date(2026, 11, 1), datetime(2026, 11, 1)])
+def test_a_number_beside_a_time_is_refused_not_made_a_time(time: Any, number: Any) -> None:
+    assert _text_ids(time, None, math.nan) == _text_ids(time, None, None)
+    with refuses("column a: no column of values"):
+        _text_ids(time, number)
 
 
 @pytest.mark.parametrize("kind", ["int", "hex"])
