@@ -101,11 +101,14 @@ class Column:
             self._cells: Any = _plain(cells)
             if isinstance(separator, str) and types.is_binary(self._cells.type):
                 self._cells = pc.split_pattern(self._texts(), separator)
-            if (types.is_nested(self._cells.type) or isinstance(separator, str)) != bool(separator):
+            is_list, is_single = _is_list(self._cells.type), not types.is_nested(self._cells.type)
+            fits = is_list or (is_single and isinstance(separator, str)) if separator else is_single
+            if not fits:
                 kind = "text" if types.is_binary(cells.type) else cells.type
-                asked = f"lists (list: {separator})" if separator else "single values, without the key list"
+                lists = f"lists of single values (list: {separator})"
+                asked = lists if separator else "single values, without the key list"
                 raise pa.ArrowTypeError(f"{kind}, but the schema asks for {asked}")
-            if types.is_nested(self._cells.type):
+            if is_list:
                 self._ends = pc.list_value_length(self._cells).fill_null(0).to_numpy().astype(np.int64).cumsum()
                 self._cells = _plain(self._cells.flatten())
                 if types.is_binary(self._cells.type):
@@ -245,6 +248,12 @@ def _time(text: str, unit: str) -> int:
         return time_of(text)
     except ValueError:
         return NO_TIME
+
+
+def _is_list(kind: Any) -> bool:
+    """Return whether a type is of lists of single values."""
+    kinds = types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view
+    return any(each(kind) for each in kinds) and not types.is_nested(kind.value_type)
 
 
 def _plain(array: Any) -> Any:

@@ -19,7 +19,7 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.data.prepare import prepare_files
 from dlrm_overlap.data.prepared import Prepared
-from dlrm_overlap.data.schema import Schema, read_schema, table_keys
+from dlrm_overlap.data.schema import Categorical, Label, Schema, read_schema, table_keys
 from tests.agreement import assert_same_samples
 from tests.conftest import refuses
 from tests.unit.data.criteo_lines import hash_plainly
@@ -263,9 +263,9 @@ def test_a_wrong_schema_is_refused(tmp_path: Path, text: str, rule: str) -> None
             r"without which a table is for `dlrm-overlap predict` only; cor",
         ),
         ("parquet", "liked", "genres: {rows: 2}", r"column genres: list.*, but .* single values, without the key list"),
-        ("parquet", "liked", "movie: {rows: 2, list: true}", r"column movie: int64, but .* lists \(list: True\)"),
+        ("parquet", "liked", "movie: {rows: 2, list: true}", r"column movie: int64, but .* values \(list: True\)"),
         ("parquet", "genres", "movie: {rows: 2}", "row 1, column genres: list.*, but the schema asks for single"),
-        ("csv", "liked", "genres: {rows: 9, list: true}", r"row 2, column genres: text, but .* lists \(list: True\)"),
+        ("csv", "liked", "genres: {rows: 9, list: true}", r"row 2, column genres: text, but .* values \(list: True\)"),
     ],
 )
 def test_files_that_a_schema_does_not_fit_are_refused(
@@ -275,3 +275,11 @@ def test_files_that_a_schema_does_not_fit_are_refused(
     (tmp_path / "schema.yaml").write_text(f"labels: {{{label}: {{}}}}\ncategorical: {{{feature}}}")
     with refuses(rule):
         prepare_files(source, tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
+
+
+@pytest.mark.parametrize("cell", [[[1]], {"a": 1}])
+def test_only_lists_of_single_values_are_lists(tmp_path: Path, cell: Any) -> None:
+    parquet.write_table(pa.table({"y": [1], "a": [cell]}), tmp_path / "table.parquet")
+    schema = Schema({"y": Label()}, {}, {"a": Categorical(rows=2, list=True)})
+    with refuses(r"column a: (list|struct)<.*>, but the schema asks for lists of single values \(list: True\)"):
+        prepare_files(tmp_path / "table.parquet", tmp_path / "days", schema)
