@@ -122,8 +122,11 @@ def read_delta(path: Path) -> DeltaManifest:
         DamagedError: if a file is missing or has another size, or the manifest has been changed.
         InputError: if `path` is no delta.
     """
-    if not path.is_dir():
-        raise InputError(f"delta: {path} is not a delta; give a folder delta_<N>, from the folder deltas of a run")
+    if not (path / DELTA_MANIFEST).exists():
+        raise InputError(
+            f"delta: {path / DELTA_MANIFEST} is missing, so {path} is not a delta; give a folder delta_<N>, from the "
+            f"folder deltas of a run"
+        )
     manifest = read_delta_manifest(path)
     check_sizes(path, manifest)
     return manifest

@@ -202,7 +202,8 @@ def test_what_does_not_follow_is_refused_by_name(
         capsys, step_6, d3, *output
     )
     assert f"{d6} follows step 3" in _refused(capsys, step_0, d6, d3, *output)
-    assert f"{tmp_path / 'none'} is not a delta" in _refused(capsys, step_6, tmp_path / "none", *output)
+    for each in (tmp_path / "none", run / "deltas", step_6):
+        assert f"{each} is not a delta; give a folder delta_<N>" in _refused(capsys, step_6, each, *output)
     assert f"{d9} is of another model: it has" in _refused(capsys, runs / "columns/checkpoints/step_6", d9, *output)
     other = tmp_path / "delta_9"
     shutil.copytree(d9, other)
