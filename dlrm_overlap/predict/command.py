@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from threading import Thread
@@ -85,7 +85,7 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
                     open_writer = csv.CSVWriter if output.suffix.lower() == ".csv" else parquet.ParquetWriter
                     writer = stack.enter_context(open_writer(stream, found.schema))
                     schema = found.schema
-                writer.write_table(found.cast(schema))
+                writer.write_table(_with_types(found, schema))
                 all_values.update(values)
                 all_unknown.update(unknown)
                 bar.advance(len(found))
@@ -94,7 +94,7 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
     except OSError as error:
         reason = error.strerror or in_one_line(error)
         raise InputError(f"--output: {output} cannot be written ({reason}); name another file") from None
-    except pa.ArrowException as error:  # lists in CSV, or a column whose type differs between files
+    except pa.ArrowException as error:  # such as lists in CSV
         named = f"--key {', '.join(keys)}: cannot be written to {output} ({in_one_line(error):.200})"
         raise InputError(f"{named}; leave out such a column, or name a .parquet file") from None
     return bar.count, unknown_values(all_values, all_unknown, scorer.schema)
@@ -173,6 +173,23 @@ def _score(scorer: Any, file: Path, row: int, block: Any, keys: list[str]) -> An
         raise InputError(f"{file}: {error}; correct the file") from None
     table = pa.table({**{name: _readable(block.column(name)) for name in keys}, **scores})
     return table, *scorer.encoder.take_counts()
+
+
+def _with_types(table: Any, schema: Any) -> Any:
+    """Return the table with the types of the rows before it; an InputError if a key would not stay what it is."""
+    for name, kind in zip(schema.names, schema.types, strict=True):
+        column = table.column(name)
+        column = column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+        same = column.type == kind or pa.types.is_null(column.type)
+        with suppress(pa.ArrowException):
+            same = same or column.cast(kind).cast(column.type).equals(column)
+        if not same:
+            types = ["bytes that are not UTF-8" if pa.types.is_binary(each) else each for each in (column.type, kind)]
+            raise InputError(
+                f"--key {name}: {types[0]}, but {types[1]} in earlier rows; give the column one type in all files, or "
+                f"leave it out"
+            )
+    return table.cast(schema)
 
 
 def _readable(column: Any) -> Any:

@@ -236,6 +236,31 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("trained", ["dot"], indirect=True)
+def test_keys_stay_what_they_are_where_files_have_other_types(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ids_of(*parts: pa.Array) -> list[Any] | str:
+        for i, part in enumerate(parts):
+            parquet.write_table(make_table(len(part)).set_column(0, "id", part), tmp_path / "parts" / f"{i}.parquet")
+        output = tmp_path / "out.parquet"
+        argv = ["predict", str(tmp_path / "parts"), "--checkpoint", str(trained), "--output", str(output)]
+        code = main([*argv, "--key", "id"])
+        return capsys.readouterr().err if code else parquet.read_table(output)["id"].to_pylist()
+
+    (tmp_path / "parts").mkdir()
+    assert ids_of(pa.array([7]), pa.array([8.0, None]), pa.array([None])) == [7, 8, None, None]
+    assert ids_of(pa.array(["007"]), pa.array([7]), pa.array(["a"]).dictionary_encode()) == ["007", "7", "a"]
+    for first, then, rule in (
+        (pa.array([7]), pa.array(["007"]), "string, but int64"),
+        (pa.array([7.5]), pa.array([2**53 + 1]), "int64, but double"),
+        (pa.array([0.5], pa.float32()), pa.array([0.1]), "double, but float"),
+        (pa.array(["Ulm"]), pa.array([b"\xff"]), "bytes that are not UTF-8, but string"),
+    ):
+        cure = "give the column one type in all files, or leave it out"
+        assert ids_of(first, then, first) == f"dlrm-overlap: --key id: {rule} in earlier rows; {cure}\n"
+
+
+@pytest.mark.parametrize("trained", ["dot"], indirect=True)
 def test_sigterm_leaves_no_file(
     folder: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
