@@ -76,7 +76,8 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
             stream = stack.enter_context(replacing(output))
             score = stack.enter_context(_scoring(scorer, checkpoint, processes))
             bar = stack.enter_context(ProgressBar("predicting", count_rows(files)))
-            blocks = read_files(files, scorer.schema, _BLOCK_BYTES, bar, _as_block, "correct the file", names)
+            cure = "correct the file, or --key" if keys else "correct the file"
+            blocks = read_files(files, scorer.schema, _BLOCK_BYTES, bar, _as_block, cure, names)
             writer: Any = None
             schema: Any = None
             all_values, all_unknown = Counter[str](), Counter[str]()

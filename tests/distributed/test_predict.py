@@ -216,6 +216,7 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
             "--key click: the output has a column of that name",
         ),
         ([str(folder / "table.parquet"), "--key", "nr"], "column nr: missing among the file's 9 columns (id, click"),
+        ([str(folder / "table.parquet"), "--key", "idd"], "(did you mean id?); correct the file, or --key\n"),
         (
             [str(folder / "table.parquet"), "--key", "seen", "--output", str(tmp_path / "out.csv")],
             "--key seen: cannot be written to",
