@@ -107,10 +107,10 @@ def _read_blocks(
     elif (text := _text(file, block_bytes)[0]) is None:
         return
     else:
-        if schema.columns is None:
-            _require_columns(names, _open_csv(text, schema, block_bytes).schema.names, schema)
-            row += 1
         columns = _columns_without_header(file, schema, block_bytes, names)
+        row += columns is None
+        found = _open_csv(text, schema, block_bytes).schema.names if columns is None else columns
+        _require_columns(names, found, schema)
         text, read = _text(file, block_bytes)
         blocks = _open_csv(text, schema, block_bytes, names, column_names=columns)
     for block in blocks:

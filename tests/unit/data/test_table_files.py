@@ -99,6 +99,8 @@ def test_text_without_a_header_may_lack_labels_that_are_not_read(suffix: str, bl
     assert found[0].equals(found[1])
     with refuses("test.*Expected 40 columns, got 39"):
         read_all(file, schema, [*names, "label"], block_bytes)
+    with refuses("test.*: column C27: missing among the file's 39 columns .did you mean C7?"):
+        read_all(file, schema, [*names, "C27"], block_bytes)
 
 
 @pytest.mark.parametrize(("fields", "expected"), [(40, 40), (39, 39), (38, 40), (41, 40)])
