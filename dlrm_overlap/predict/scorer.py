@@ -220,7 +220,7 @@ def _array_of(values: Any, name: str, kind: str | None) -> "pa.Array":
     import pyarrow as pa
 
     try:
-        if isinstance(values, (str, bytes, Mapping)):
+        if isinstance(values, (str, bytes, Mapping, set, frozenset)):  # a set has no order
             raise TypeError(f"a {type(values).__name__}")
         with suppress(pa.ArrowException, TypeError, OverflowError):  # integers from 2^63 on, values of several types
             array = pa.array(values, from_pandas=True)  # missing values may also be NaN, NaT and NA

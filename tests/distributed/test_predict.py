@@ -185,6 +185,7 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
         ({"age": 3}, "column age: no column of values"),
         ({"seen": [3]}, "row 1, column seen: int64, but the schema asks for lists"),
         ({"age": "30"}, r"column age: no column of values \(a str\); give a list"),
+        ({"age": {30}}, r"column age: no column of values \(a set\); give a list"),
         ({"city": [{"name": "Ulm"}, 3]}, r"column city: no column of values \(dict is not a number or a text\)"),
         ({"user": [2**64]}, "row 1, column user: '18446744073709551616' is not a whole number from"),
         ({"seen": [[1, 2**64]]}, "row 1, column seen: '18446744073709551616' is not a whole number from"),
