@@ -192,8 +192,8 @@ def _batch_of(rows: Any, schema: Schema) -> "pa.RecordBatch":
     is_table = isinstance(rows, (pa.Table, pa.RecordBatch))
     if not (is_table or hasattr(rows, "keys")):
         raise InputError(f"rows: a {type(rows).__name__}, not columns; give a dict that maps names to lists of values")
-    names = rows.schema.names if is_table else rows
-    if twice := [name for name in columns if is_table and names.count(name) > 1]:
+    names = list(rows.schema.names if is_table else rows)  # those of a DataFrame of pandas, too
+    if twice := [name for name in columns if names.count(name) > 1]:
         raise InputError(f"column {twice[0]}: twice; leave one out")
     if missing := [name for name in columns if name not in names]:
         raise InputError(f"column {missing[0]}: missing; the model needs {', '.join(columns)}")

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,13 @@ def test_it_loads_neither_torchrec_nor_fbgemm(folder: Path, trained: Path) -> No
     assert float(done.stdout) == pytest.approx(Scorer(trained)(make_table(N))["click"].mean(), rel=1e-6)
 
 
+class Frame(dict[str, Any]):
+    """Has two columns `age`, as a DataFrame of pandas may."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*super().__iter__(), "age"])
+
+
 @pytest.mark.parametrize("trained", ["dot"], indirect=True)
 def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scorer, columns = Scorer(trained), {name: [None] for name in Scorer(trained).columns}
@@ -198,7 +206,7 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
     with pytest.raises(InputError, match="rows: a list, not columns; give a dict that maps names to lists of values"):
         scorer([dict.fromkeys(scorer.columns)])  # type: ignore[arg-type]
     twice = make_table(3).append_column("age", pa.array([1, 2, 3]))
-    for rows in (twice, twice.to_batches()[0]):
+    for rows in (twice, twice.to_batches()[0], Frame(make_table(3).to_pydict())):
         with pytest.raises(InputError, match="column age: twice; leave one out"):
             scorer(rows)
     assert len(scorer(make_table(3).append_column("id", pa.array([1, 2, 3])))["click"]) == 3, "one that is not read"
