@@ -222,6 +222,9 @@ def _array_of(values: Any, name: str, kind: str | None) -> "pa.Array":
     try:
         if isinstance(values, (str, bytes, Mapping, set, frozenset)):  # a set has no order
             raise TypeError(f"a {type(values).__name__}")
+        types = _numpy_types(values)
+        if np.datetime64 in types and len(types) > 1:  # pyarrow 26 crashes
+            raise TypeError(f"{', '.join(sorted(each.__name__ for each in types))} in one column")
         with suppress(pa.ArrowException, TypeError, OverflowError):  # integers from 2^63 on, values of several types
             array = pa.array(values, from_pandas=True)  # missing values may also be NaN, NaT and NA
             if kind != "string" or not _changes_texts(array.type, values):
@@ -230,6 +233,15 @@ def _array_of(values: Any, name: str, kind: str | None) -> "pa.Array":
     except (pa.ArrowException, TypeError, ValueError) as error:
         cure = "give a list of numbers and texts, or of lists of them"
         raise InputError(f"column {name}: no column of values ({in_one_line(error):.200}); {cure}") from None
+
+
+def _numpy_types(values: Any) -> set[type]:
+    """Return the types of the NumPy scalars in a column, also of those in lists."""
+    dtype = getattr(values, "dtype", None)
+    if not (isinstance(values, (list, tuple)) or dtype == np.dtype("O")):
+        return {dtype.type} if isinstance(dtype, np.dtype) else set()
+    types = {type(each) for each in values if isinstance(each, np.generic)}
+    return types.union(*(_numpy_types(each) for each in values if isinstance(each, (list, tuple, np.ndarray))))
 
 
 def _changes_texts(kind: Any, values: Any) -> bool:

@@ -194,6 +194,8 @@ def test_mistakes_are_named(folder: Path, trained: Path, tmp_path: Path, capsys:
         ({"seen": [3]}, "row 1, column seen: int64, but the schema asks for lists"),
         ({"age": "30"}, r"column age: no column of values \(a str\); give a list"),
         ({"age": {30}}, r"column age: no column of values \(a set\); give a list"),
+        ({"age": [np.datetime64("2026-01-01"), np.int64(3)]}, r"column age: .*\(datetime64, int64 in one column\)"),
+        ({"seen": [[np.datetime64("2026-01-01")], [np.float32(3)]]}, r"column seen: .*\(datetime64, float32 in one"),
         ({"city": [{"name": "Ulm"}, 3]}, r"column city: no column of values \(dict is not a number or a text\)"),
         ({"user": [2**64]}, "row 1, column user: '18446744073709551616' is not a whole number from"),
         ({"seen": [[1, 2**64]]}, "row 1, column seen: '18446744073709551616' is not a whole number from"),
