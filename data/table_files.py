@@ -27,6 +27,13 @@ _FORMATS = {  # by suffix, case-insensitive; all other files are text
     ".feather": dataset.IpcFileFormat,
 }
 _PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+_NOT_TEXT = {  # by first bytes
+    b"PK\x03\x04": "a zip file, such as a spreadsheet, which is neither text nor Parquet",
+    b"PAR1\x15": "a Parquet file, whose name does not end in .parquet",
+    b"\xfd7zXZ": "packed by xz, and only files packed by gzip, bz2, zstd or lz4 are read",
+    b"\xff\xfe": "text in UTF-16, not in UTF-8",
+    b"\xfe\xff": "text in UTF-16, not in UTF-8",
+}
 _DAY = re.compile(r"day_(\d{1,3})(?!\d)")  # longer numbers are dates
 
 
@@ -134,6 +141,8 @@ def _text(file: Path, block_bytes: int) -> tuple[pa.NativeFile | None, Callable[
 
     text, _ = opened()
     start = text.read(block_bytes)
+    if found := next((what for first, what in _NOT_TEXT.items() if start.startswith(first)), None):
+        raise ValueError(found)
     if len(start) == block_bytes:
         return opened()
     # Arrow finds no columns in a line without an end.
@@ -191,6 +200,8 @@ def _require_columns(needed: Sequence[str], found: Sequence[str], schema: Schema
             hint = f"did you mean {shown:.200}?" if near else "none has a similar name"
             if not near and len(found) <= _SHOWN_COLUMNS:
                 hint = f"{', '.join(found):.200}"
+            if other := next((each for each in "\t;|," if len(found) == 1 and each in found[0]), None):
+                hint = f"whose name has {other!r}, while the schema's delimiter is {schema.delimiter!r}"
             rule = "; it is a label, without which a table is for `dlrm-overlap predict` only"
             raise InputError(
                 f"column {name}: missing among the file's {count_of(len(found), 'column')} ({hint})"

@@ -1,6 +1,10 @@
 """Files of samples: Criteo's text against plain Python, every way a line or a file is wrong, the hash."""
 
 import gzip
+import io
+import lzma
+import re
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,6 +148,19 @@ def test_quoted_fields_may_contain_line_breaks(block_bytes: int, tmp_path: Path)
     assert found["y"].to_pylist() == [b"1"] * 200
 
 
+def zipped(content: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("sheet.xml", content)
+    return file.getvalue()
+
+
+def in_parquet() -> bytes:
+    file = io.BytesIO()
+    parquet.write_table(pa.table({"a": [1, 2]}), file)
+    return file.getvalue()
+
+
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     text = b"\n".join(random_lines(50))
     contents = {
@@ -152,6 +169,10 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         "plain.tsv.gz": (text, "inflate failed"),
         "binary.tsv": (bytes(100_000), "Expected 40 columns, got 1"),
         "text.parquet": (text, "not a parquet file"),
+        "sheet.xlsx": (zipped(text), "a zip file, such as a spreadsheet, which is neither text nor Parquet; correct"),
+        "packed.tsv.xz": (lzma.compress(text), "packed by xz, and only files packed by gzip, bz2"),
+        "wide.tsv": (text.decode("ascii").encode("utf-16"), "text in UTF-16, not in UTF-8"),
+        "parquet.tsv": (in_parquet(), r"a Parquet file, whose name does not end in \.parquet"),
         "text.arrow": (text, "Not an Arrow file"),
     }
     for name, (content, rule) in contents.items():
@@ -238,6 +259,15 @@ def test_columns_that_are_missing_or_there_twice_are_named(tmp_path: Path, name:
     write_named(tmp_path / name, ["a", "d", "b", "d", "c"])  # one that is not read
     layout, _ = prepare_files(tmp_path / name, tmp_path / "days", schema)
     assert layout.samples == 10
+
+
+@pytest.mark.parametrize(("delimiter", "other"), [(",", "\t"), ("\t", ";")])
+def test_a_header_with_another_delimiter_is_named(tmp_path: Path, delimiter: str, other: str) -> None:
+    schema = Schema(labels={"a": Label()}, categorical={"b": Categorical("int", 9)}, delimiter=delimiter)
+    (tmp_path / "in.csv").write_text(f"a{other}b\n1{other}2\n")
+    shown = re.escape(f"(whose name has {other!r}, while the schema's delimiter is {delimiter!r})")
+    with refuses(f"in.csv: column a: missing among the file's 1 column {shown}"):
+        prepare_files(tmp_path / "in.csv", tmp_path / "days", schema)
 
 
 @pytest.mark.parametrize(("name", "about"), [("in.csv", "about "), ("in.parquet", ""), ("in.arrow", "")])
