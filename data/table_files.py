@@ -196,12 +196,13 @@ def _require_columns(needed: Sequence[str], found: Sequence[str], schema: Schema
             raise InputError(f"column {name}: twice")
         if not number:
             near = nearest(name, found)
-            shown = near if near and near == near.strip() else repr(near)  # else a space could not be seen
-            hint = f"did you mean {shown:.200}?" if near else "none has a similar name"
-            if not near and len(found) <= _SHOWN_COLUMNS:
-                hint = f"{', '.join(found):.200}"
             if other := next((each for each in "\t;|," if len(found) == 1 and each in found[0]), None):
                 hint = f"whose name has {other!r}, while the schema's delimiter is {schema.delimiter!r}"
+            elif near:
+                shown = near if near == near.strip() else repr(near)  # else a space could not be seen
+                hint = f"did you mean {shown:.200}?"
+            else:
+                hint = f"{', '.join(found):.200}" if len(found) <= _SHOWN_COLUMNS else "none has a similar name"
             rule = "; it is a label, without which a table is for `dlrm-overlap predict` only"
             raise InputError(
                 f"column {name}: missing among the file's {count_of(len(found), 'column')} ({hint})"

@@ -345,29 +345,25 @@ def _traced_updates(rows: Sequence[Row], contender: str, kind: str) -> list[Meas
 
 
 def predict_four(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
-    """Return the predictions of rows on four GPUs: stage, step and backward.
+    """Return the predictions of rows on four GPUs: stage, its sweep, step and backward.
 
     Rows that the host limits are left out, and captured steps are compared by the GPU's own time. Backward rows have
     ids without skew, although the rates are fitted to MLPerf's skew.
     """
     rows = folder / "four_h200"
-    stage: dict[str, list[Prediction]] = {"stage": [], "sweep": []}
-    step, backward = [], []
+    found: dict[str, list[Prediction]] = {kind: [] for kind in ("stage", "sweep", "step", "backward")}
     for row in (row for file in [*sorted(rows.glob("stage_*.csv")), rows / "sweep.csv"] for row in read_rows(file)):
         if row["contender"] in BACKENDS:
             name = f"{row['kind']} {row['contender']}, {row['multi_hot']} x {row['dim']}"
             prediction = Prediction(name, measured_ms(row), stage_ms(row, gpu))
-            stage[row["kind"]] += [] if _is_host_bound(row, prediction) else [prediction]
+            found[row["kind"]] += [] if _is_host_bound(row, prediction) else [prediction]
     for model in ("mlperf", "dot"):
         row = read_rows(rows / f"step_{model}.csv")[-1]  # pgas_graph
         name = f"step {row['contender']} {row['arch']}, {int(row['global_batch']) // 4} samples"
-        step.append(Prediction(name, float(row["busy_ms"]), simulate(step_config(row, gpu)).ms))
+        found["step"].append(Prediction(name, float(row["busy_ms"]), simulate(step_config(row, gpu)).ms))
     for file in sorted(rows.glob("backward_*.csv")):
-        backward += predict_backward(read_rows(file), gpu)
-    return {f"four GPUs: {kind}": found for kind, found in stage.items()} | {
-        "four GPUs: step": step,
-        "four GPUs: backward": backward,
-    }
+        found["backward"] += predict_backward(read_rows(file), gpu)
+    return {f"four GPUs: {kind}": predictions for kind, predictions in found.items()}
 
 
 def _is_host_bound(row: Row, prediction: Prediction) -> bool:

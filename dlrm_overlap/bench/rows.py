@@ -99,9 +99,9 @@ def append_csv(path: Path, rows: Sequence[Mapping[str, Any]], option: str) -> Pa
     """
     names = list(dict.fromkeys(itertools.chain(*rows)))
     numbered = (path.with_stem(f"{path.stem}_{number}") for number in itertools.count(2))
+    files = ((file, _header(file)) for file in itertools.chain([path], numbered))
     try:
-        output = next(each for each in itertools.chain([path], numbered) if set(names) <= set(_header(each) or names))
-        header = _header(output)
+        output, header = next((file, header) for file, header in files if set(names) <= set(header or names))
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("a", newline="") as file:
             writer = csv.DictWriter(file, header or names)

@@ -11,7 +11,6 @@ the same group.
 """
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import signature
@@ -31,7 +30,7 @@ from dlrm_overlap.bench.harness.clocks import COLUMNS as CLOCK
 from dlrm_overlap.bench.harness.clocks import clock_of
 from dlrm_overlap.bench.harness.limits import find_floor, measure_ceilings, measure_products
 from dlrm_overlap.bench.harness.our_dense import OurDensePipeline
-from dlrm_overlap.bench.harness.timing import ROUNDS, take_turns
+from dlrm_overlap.bench.harness.timing import steps_in_turns, take_turns
 from dlrm_overlap.bench.harness.torchrec_variants import CompiledPipeline, RegisteredPipeline, cast_cross_biases
 from dlrm_overlap.bench.harness.training_runs import TracedSteps, TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage, describe, describe_work, with_keys
@@ -71,8 +70,8 @@ def run(kind: str, ranks: Ranks) -> int:
         log.warning("contenders: without %s, since this TorchRec has no %s", ", ".join(missing), _ASYNC_COPY)
     wrong = False
     if values.resume:
-        steps = ROUNDS * math.ceil(values.steps / ROUNDS)
-        work = {"precision": ranks.config.train.precision, "batches": values.batches, "steps": steps}
+        options = {"batches": values.batches, "steps": steps_in_turns(values.steps)}
+        work = {"precision": ranks.config.train.precision, **options}
         done = rows_to_continue(output, describe_work(ranks.config, ranks.world.world_size) | work)
         wrong = any(row["contender"] in names and row["agrees"] == "False" for row in done)
         left = [name for name in names if name not in {row["contender"] for row in done}]

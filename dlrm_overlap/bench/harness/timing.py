@@ -64,14 +64,19 @@ class Timing:
         return Timing(*max_over_ranks(mine, device), steps=len(on_device))
 
 
+def steps_in_turns(steps: int) -> int:
+    """Return how many steps of each contender `take_turns` times: `steps`, or the next number that rounds divide."""
+    return ROUNDS * math.ceil(steps / ROUNDS)
+
+
 def take_turns(
     turns: Sequence[Callable[[int], tuple[list[float], list[float]]]], steps: int, device: torch.device
 ) -> list[Timing]:
-    """Time at least `steps` steps of each contender, in rounds; a collective.
+    """Time `steps_in_turns` of each contender, in rounds; a collective.
 
     Each of `turns` takes a number of steps and returns the result of `time_steps`.
     """
-    per_round = math.ceil(steps / ROUNDS)
+    per_round = steps_in_turns(steps) // ROUNDS
     step_ms: list[list[float]] = [[] for _ in turns]
     host_ms: list[list[float]] = [[] for _ in turns]
     for i, turn in list(enumerate(turns)) * ROUNDS:
