@@ -130,7 +130,7 @@ def report(rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Pat
         print(f"dlrm-overlap: {fault}", file=sys.stderr)
     if not rows:
         return
-    print(", ".join(f"{name.replace('_', ' ')} {rows[0][name]}" for name in _SHAPE if name in rows[0]))
+    print(", ".join(f"{name.replace('_', ' ')} {rows[0][name]}" for name in _SHAPE if rows[0].get(name) is not None))
     print_table(rows, columns)
     print(f"rows in {append_rows(output, rows)}")
 

@@ -94,9 +94,9 @@ def _measure(
         limit, _ = find_limit(workload, ceilings)
         timings = time_contenders(contenders, workload.batches, workload, iterations)
         alone = time_alone([each.cycle(workload.batches) for each in contenders], _GPU_REPETITIONS, workload.device)
-        spec = config.data.tables.multi_hot
+        spec, is_synthetic = config.data.tables.multi_hot, config.data.kind == "synthetic"
         shape = describe(config, workload.group.size()) | {
-            "pooling_factor": None if isinstance(spec, list) else sum(parse_multi_hot(spec)) / 2
+            "pooling_factor": sum(parse_multi_hot(spec)) / 2 if is_synthetic and not isinstance(spec, list) else None
         }
         rows = [
             {"kind": kind, "contender": contender.name, **dict.fromkeys(_SETTINGS), **contender.columns, **shape}

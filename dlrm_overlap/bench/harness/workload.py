@@ -15,7 +15,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import CRITEO_TABLES, Config, InputError
-from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.data.loader import open_datasets, open_files
 from dlrm_overlap.embedding.configured_sharders import build_sharders
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
@@ -162,16 +162,24 @@ def exchange_options(config: Config, backend: str) -> ExchangeOptions:
 
 
 def describe_work(config: Config, world_size: int) -> dict[str, Any]:
-    """Return the columns of a row that are the same for all contenders of one configuration."""
-    tables, train = config.data.tables, config.train
-    rows, most = tables.rows, tables.max_rows or math.inf
+    """Return the columns of a row that are the same for all contenders of one configuration.
+
+    `multi_hot` and `zipf_alpha` are keys of synthetic samples, so None of files.
+    """
+    tables, train, is_synthetic = config.data.tables, config.train, config.data.kind == "synthetic"
+    number, rows, most = tables.number(CRITEO_TABLES), tables.rows, tables.max_rows or math.inf
+    if config.data.kind == "prepared":  # its files name the tables
+        rows = open_files(config.data, config.data.path).rows
+        number = len(rows)
+    elif rows is not None:
+        rows = [min(each, most) for each in rows] if isinstance(rows, list) else min(rows, most)
     return {
         "world_size": world_size,
-        "tables": tables.number(CRITEO_TABLES),
-        "rows": str([min(each, most) for each in rows] if isinstance(rows, list) else rows and min(rows, most)),
+        "tables": number,
+        "rows": str(rows),
         "dim": config.model.dim,
-        "multi_hot": str(tables.multi_hot),
-        "zipf_alpha": str(tables.zipf_alpha),
+        "multi_hot": str(tables.multi_hot) if is_synthetic else None,
+        "zipf_alpha": str(tables.zipf_alpha) if is_synthetic else None,
         "global_batch": train.samples_per_rank(world_size) * world_size,
         "arch": config.model.arch,
         "optimizer": config.embedding.optimizer,
