@@ -49,10 +49,10 @@ def rows_to_continue(path: Path, work: Mapping[str, Any]) -> list[dict[str, str]
     """
     rows = read_rows(path)
     for row, (name, value) in itertools.product(rows, work.items()):
-        if (earlier := row.get(name)) != _written(value):
+        if (earlier := row.get(name, "unknown")) != _written(value):
             raise InputError(
                 f"--output: {path} has rows with {name} {earlier}, and this run has {_written(value)}; give another "
-                f"file, or the same configuration and options"
+                f"file, or the same configuration and options as its command: {row.get('command', 'unknown')}"
             )
     return rows
 

@@ -33,7 +33,7 @@ from dlrm_overlap.bench.harness.our_dense import OurDensePipeline
 from dlrm_overlap.bench.harness.timing import steps_in_turns, take_turns
 from dlrm_overlap.bench.harness.torchrec_variants import CompiledPipeline, RegisteredPipeline, cast_cross_biases
 from dlrm_overlap.bench.harness.training_runs import TracedSteps, TrainingRun, read_batches
-from dlrm_overlap.bench.harness.workload import collect_garbage, describe, describe_work, with_keys
+from dlrm_overlap.bench.harness.workload import collect_garbage, config_digest, describe, describe_work, with_keys
 from dlrm_overlap.bench.rows import append_csv, report, rows_to_continue
 from dlrm_overlap.bench.step_contenders import OUR_DENSE, STEP_CONTENDERS, Keys, expand, is_torchrec, split_into_groups
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
@@ -71,7 +71,7 @@ def run(kind: str, ranks: Ranks) -> int:
     wrong = False
     if values.resume:
         options = {"batches": values.batches, "steps": steps_in_turns(values.steps)}
-        work = {"precision": ranks.config.train.precision, **options}
+        work = {"precision": ranks.config.train.precision, **options, "config": config_digest(ranks.config)}
         done = rows_to_continue(output, describe_work(ranks.config, ranks.world.world_size) | work)
         wrong = any(row["contender"] in names and row["agrees"] == "False" for row in done)
         left = [name for name in names if name not in {row["contender"] for row in done}]
@@ -94,6 +94,7 @@ def run(kind: str, ranks: Ranks) -> int:
             {"kind": kind, "contender": each.name, **describe_run(each, values.batches)}
             | {**vars(timing), **_columns(traced), **floor, "fraction_of_floor": floor["floor_ms"] / timing.median_ms}
             | {**clock, **agreements[each.name]._asdict(), "agrees": agreements[each.name].agrees}
+            | {"config": config_digest(ranks.config)}
             for each, timing, traced, clock in zip(runs, timings, traces, clocks, strict=True)
         ]
         for each in runs:

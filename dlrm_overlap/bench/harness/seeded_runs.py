@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dlrm_overlap.bench.harness.workload import collect_garbage, describe, describe_work, with_keys
+from dlrm_overlap.bench.harness.workload import collect_garbage, config_digest, describe, describe_work, with_keys
 from dlrm_overlap.bench.rows import print_table, rows_to_continue
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, InputError
@@ -53,6 +53,7 @@ def finished_runs(kind: str, ranks: Ranks, **work: Any) -> dict[tuple[str, int],
     work |= describe_work(ranks.config, ranks.world.world_size)
     if ranks.config.train.steps:  # else the samples decide
         work["steps"] = ranks.config.train.steps
+    work["config"] = config_digest(ranks.config)
     found: dict[tuple[str, int], bool] = {}
     for row in rows_to_continue(output, work):
         run = row["contender"], int(row["seed"])
@@ -68,6 +69,7 @@ def train_once(ranks: Ranks, config: Config, train: Callable[[Trainer], T]) -> t
     trainer = ranks.trainer(config)
     found = train(trainer)
     about = describe(trainer.config, ranks.world.world_size) | {"steps": trainer.steps}
+    about["config"] = config_digest(ranks.config)
     trainer.close()
     del trainer
     collect_garbage(ranks.device)

@@ -1,6 +1,8 @@
 """The contenders' workload: sharded tables, and batches of ids."""
 
 import gc
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -185,6 +187,13 @@ def describe_work(config: Config, world_size: int) -> dict[str, Any]:
         "optimizer": config.embedding.optimizer,
         "weight_dtype": config.embedding.weight_dtype,
     }
+
+
+def config_digest(config: Config) -> str:
+    """Return text that differs if the configurations of two calls do, except for their logs and checkpoints."""
+    sections = config.as_dict()
+    work = {name: sections[name] for name in ("model", "data", "embedding", "train")}
+    return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def describe(config: Config, world_size: int) -> dict[str, Any]:

@@ -121,6 +121,8 @@ def test_rows_of_other_work_are_not_continued(tmp_path: Path) -> None:
     for keys, fault in [
         ({"train.steps": 12}, "steps 6.* 12"),
         ({"train.global_batch_size": 32}, "global_batch 64.* 32"),
+        ({"data.tables.drift": 64}, "config [0-9a-f]{12}, and this run has [0-9a-f]{12}"),
+        ({"train.lr": 0.01}, "config [0-9a-f]{12}, and this run has [0-9a-f]{12}"),
     ]:
         with refuses(rf"--output: .* has rows with {fault}; give another file"):
             bench(tmp_path, "modulus", "any", resume=True, config=drifting(**keys))

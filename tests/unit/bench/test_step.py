@@ -183,6 +183,8 @@ def test_tables_that_learn_a_tenth_faster_are_found_out_and_get_no_speedup(
         _run(tmp_path, monkeypatch, _TORCHREC | other, "--train.global_batch_size", "16", resume=True)
     with refuses(r"--output: .* has rows with steps 8, and this run has 12; give another file, or the same"):
         _run(tmp_path, monkeypatch, _TORCHREC | other, resume=True, steps=9)
+    with refuses(r"has rows with config \w{12}, and this run has \w{12}; give another file, or .* as its command: \w+"):
+        _run(tmp_path, monkeypatch, _TORCHREC | other, "--model.top_mlp", "[128, 1]", resume=True)
 
 
 @pytest.mark.usefixtures("world_of_one")
