@@ -76,7 +76,9 @@ def run(kind: str, ranks: Ranks) -> int:
 
 def learning_config(config: Config, name: str, seed: int, folder: Path) -> Config:
     """Return the configuration of a contender's run with `seed`, which saves nothing; its results are in `folder`."""
-    keys = dict(LEARNING_CONTENDERS[name])
+    keys, tables = dict(LEARNING_CONTENDERS[name]), config.data.tables
+    if "data.tables.ids" in keys and config.embedding.id_tables.rows is None and tables.rows is not None:
+        keys["embedding.id_tables.rows"] = [2 * rows for rows in tables.synthetic_rows]  # so that every id has a row
     if config.data.kind != "synthetic":  # whose seed also decides the labels
         keys["data.seed"] = seed
     return seeded_config(config, keys, name, seed, folder)

@@ -64,6 +64,16 @@ def test_runs_of_a_seed_take_the_same_samples_and_save_nothing(name: str, tmp_pa
     assert found.folder == tmp_path / f"{name}_3"
 
 
+def test_tables_of_any_id_have_rows_for_all_ids_unless_the_rows_are_given(tmp_path: Path) -> None:
+    config = configuration("--config", "configs/bench/tiny.yaml")  # tables of 1000 rows
+    assert learning_config(config, "pgas_any_id", 0, tmp_path).embedding.id_tables.rows == [2000] * 6
+    assert learning_config(config, "pgas", 0, tmp_path).embedding.id_tables.rows is None
+    given = configuration(
+        *["--config", "configs/bench/tiny.yaml", "--data.tables.ids", "any", "--embedding.id_tables.rows", "512"]
+    )
+    assert learning_config(given, "pgas_any_id", 0, tmp_path).embedding.id_tables.rows == 512
+
+
 def test_a_seed_shuffles_samples_of_files(tmp_path: Path) -> None:
     files = Config(data=DataConfig(kind="prepared", path=str(tmp_path)))
     assert learning_config(files, "pgas", 3, tmp_path).data.seed == 3
