@@ -162,7 +162,7 @@ def bench(argv: list[str]) -> int:
         print("\n".join(f"  {name:12} {text}" for name, text in about.items()))
         return 0
     if not kind:
-        raise InputError(f"bench: no benchmark is named; known: {', '.join(FIGURES)}")
+        raise InputError(f"bench: no benchmark is named; known: {', '.join([*FIGURES, 'all'])}")
     if kind == "all":
         return import_module("dlrm_overlap.bench.all").run(argv[1:])
     if kind not in FIGURES:

@@ -60,7 +60,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
         ("bench step --iterations 3", ["--iterations is not an option"]),
         ("prepare criteo in out --mincount 3", ["--mincount is not an option", "did you mean --min_count?"]),
         ("bench nothing", ["known: step"]),
-        ("bench", ["bench: no benchmark is named; known: step"]),
+        ("bench", ["bench: no benchmark is named; known: step", ", job, all"]),
         ("train", ["data.tables.count: null", "--config quickstart"]),
         ("prepare", ["missing on the command line: table|criteo|samples, IN, OUT; see --help"]),
         ("prepare tabel in out", ["invalid choice: 'tabel' (choose from 'table', 'criteo', 'samples')"]),
