@@ -81,19 +81,24 @@ _GEMM = {
     },
     "repetitions": _number(20, "timed calls of each contender"),
 }
-_SEEDED = {
-    "seeds": {"type": NonNegativeInt, "nargs": "+", "default": [0, 1, 2], "help": "values of train.seed and data.seed"},
-    "resume": {"type": bool, "default": False, "help": "skip runs that have rows in --output"},
-}
+
+
+def _seeded(seeds: str) -> dict[str, Settings]:
+    return {
+        "seeds": {"type": NonNegativeInt, "nargs": "+", "default": [0, 1, 2], "help": seeds},
+        "resume": {"type": bool, "default": False, "help": "skip runs that have rows in --output"},
+    }
+
+
 _LEARNING = {
     "contenders": _words([*LEARNING_CONTENDERS], LEARNING_USUAL, "contenders, compared with the first one"),
     "target_auroc": {"type": Share, "default": None, "help": "AUROC whose first crossing is reported"},
-    **_SEEDED,
+    **_seeded("values of train.seed and, if samples are read from files, of data.seed, which shuffles them"),
 }
 _DRIFT = {
     "contenders": _words([*DRIFT_CONTENDERS], DRIFT_USUAL, "contenders, compared with the first one"),
     "days": _number(30, "days that the run's steps simulate; each is a window of the metrics"),
-    **_SEEDED,
+    **_seeded("values of train.seed and data.seed"),
 }
 _INPUT = {"steps": _number(200, "timed steps of each kind")}
 
