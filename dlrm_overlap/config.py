@@ -238,7 +238,8 @@ class DataConfig:
     seed: NonNegativeInt = 0
     """random seed of synthetic samples, of the teacher model that labels them, and of shuffle"""
     workers: Workers = 2
-    """loader processes per rank; 0 reads in the training process"""
+    """loader processes per rank; 0 reads in the training process. Runs on GPUs make synthetic samples there, without
+    processes"""
     prefetch: Prefetch = 4
     """number of batches that each worker reads ahead"""
 

@@ -1,4 +1,8 @@
-"""`bench input`: times the training step fed by the loader, and the same step on one batch in memory."""
+"""`bench input`: times the training step fed by the loader, and the same step on one batch in memory.
+
+`loaded_to_cached` is the ratio of the means, since medians do not show a stall in a few steps. `workers` is 0 where
+synthetic samples are made on the GPU.
+"""
 
 import itertools
 import sys
@@ -18,7 +22,10 @@ from dlrm_overlap.train.trainer import Trainer
 
 _WARMUP_STEPS = 10
 _TIMES = ("mean_ms", "p10_ms", "median_ms", "p90_ms")
-_SHOWN = ("cached_median_ms", "loaded_median_ms", "loaded_to_cached", "input_wait_ms", "samples_per_s")
+_SHOWN = (
+    "workers", "cached_median_ms", "loaded_median_ms", "cached_mean_ms", "loaded_mean_ms", "loaded_to_cached",
+    "input_wait_ms", "samples_per_s",
+)  # fmt: skip
 
 
 def run(kind: str, ranks: Ranks) -> int:
@@ -42,7 +49,7 @@ def run(kind: str, ranks: Ranks) -> int:
         "kind": kind,
         **describe(replace(trainer.config, embedding=trainer.embedding), ranks.world.world_size),
         "data": trainer.config.data.kind,
-        "workers": trainer.config.data.workers,
+        "workers": 0 if trainer.train_data.on_gpu else trainer.config.data.workers,
         "ids_per_sample": sum(trainer.train_data.pooling),
         "steps": loaded.steps,
         **{f"cached_{name}": getattr(of_cached, name) for name in _TIMES},
