@@ -104,7 +104,10 @@ class TrainingRun:
 
 
 def read_batches(trainer: Trainer, count: int) -> list[Batch]:
-    """Return this rank's first `count` batches, in pinned memory if the trainer uses a GPU."""
+    """Return this rank's first `count` batches.
+
+    If the trainer uses a GPU, synthetic ones are in its memory, where they are made, and others in pinned memory.
+    """
     samples, world = trainer.samples_per_rank, trainer.world
     firsts = [(step * world.world_size + world.rank) * samples for step in range(count)]
     batches = [trainer.train_data.read(first, samples) for first in firsts]
