@@ -76,6 +76,8 @@ def run(kind: str, ranks: Ranks) -> int:
         wrong = any(row["contender"] in names and row["agrees"] == "False" for row in done)
         left = [name for name in names if name not in {row["contender"] for row in done}]
         if not left:
+            if ranks.world.rank == 0:
+                print(f"nothing is left to measure; rows in {output}")
             return DISAGREEMENT if wrong else 0
         names = tuple(dict.fromkeys([names[0], *left, names[-1]]))
     configs = contender_configs(ranks, names)

@@ -179,6 +179,7 @@ def test_tables_that_learn_a_tenth_faster_are_found_out_and_get_no_speedup(
     assert float(wrong["median_ms"]) > 0
     assert "dlrm-overlap: other: its loss differs from torchrec's by" in capsys.readouterr().err
     assert _run(tmp_path, monkeypatch, _TORCHREC | other, resume=True) == (DISAGREEMENT, [torchrec, wrong])
+    assert capsys.readouterr().out.startswith("nothing is left to measure; rows in ")
     with refuses(r"--output: .* has rows with global_batch \d+, and this run has 16; give another file"):
         _run(tmp_path, monkeypatch, _TORCHREC | other, "--train.global_batch_size", "16", resume=True)
     with refuses(r"--output: .* has rows with steps 8, and this run has 12; give another file, or the same"):
