@@ -84,7 +84,7 @@ def learned(name: str, target: str = "") -> Lines:
         yield [
             f"`{line['contender']}`",
             str(line["seeds"]),
-            *("" if mean is None else f"{mean:{form}} ± {std or 0:{form}}" for mean, std, form in cells),
+            *(" ± ".join(f"{each:{form}}" for each in (mean, std) if each is not None) for mean, std, form in cells),
             *(_reached(line) if target else []),
         ]
 

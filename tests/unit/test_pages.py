@@ -219,3 +219,4 @@ def test_the_table_of_learned_metrics_has_the_way_to_a_target(monkeypatch: pytes
     assert head[5:] == ["samples to 0.9", "seconds", "seeds that reach it"]
     assert torchrec[5:] == ["1.5M (47.1%)", "15.0 (47.1%)", "2 of 2"]
     assert pgas[5:] == ["", "", "0 of 1"]
+    assert (torchrec[2], pgas[2]) == ("0.9100 ± 0.0141", "0.8900"), "one seed has no spread"
