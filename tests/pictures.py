@@ -61,10 +61,24 @@ _PANELS = {"loss": {"train/loss": ":", "eval/loss": "-"}, "AUROC": {"eval/auroc"
 _METRICS = {"train/loss": "training", "eval/loss": "last weeks", "eval/auroc": "last weeks"}
 _CURVE_COLORS = ("#4c78a8", "#e45756")
 
-LEARNING = FOLDER / "learning/movielens.svg"
-# Files of learned curves by the titles of their panels, and the contenders shown, with the styles of their lines.
-_LEARNING_ROWS = {"DLRM": "learning/movielens.csv", "DLRM with attention": "learning/movielens_attention.csv"}
-_LEARNING_STYLES = {"torchrec": ("-", "#e45756"), "pgas": ("--", "#4c78a8"), "pgas_bf16": (":", "#54a24b")}
+# Pictures of learned curves, with the files of their panels by title.
+LEARNING = {
+    "learning/movielens.svg": {
+        "DLRM": "learning/movielens.csv",
+        "DLRM with attention": "learning/movielens_attention.csv",
+    },
+    "learning/mlperf.svg": {
+        "8192 samples a step": "learning/mlperf.csv",
+        "16384 samples a step": "learning/mlperf_16384.csv",
+    },
+}
+# Contenders that they show, if a file has them, and the styles of their lines.
+_LEARNING_STYLES = {
+    "torchrec": ("-", "#e45756"),
+    "pgas": ("--", "#4c78a8"),
+    "torchrec_bf16": ("-", "#f58518"),
+    "pgas_bf16": (":", "black"),
+}
 
 DRIFTS = ("drift", "drift_gpus")  # names of files of rows, and of their pictures
 # Contenders of `bench drift`, and the colors and styles of their lines.
@@ -192,23 +206,24 @@ def draw_curves() -> None:
     _write(figure, CURVES)
 
 
-def draw_learning() -> None:
-    """Write `LEARNING`: NE of the last weeks against training samples; a line per contender and seed."""
+def draw_learning(name: str) -> None:
+    """Write a picture of `LEARNING`: NE of held-out samples against training samples; a line per contender and seed."""
     plt = _pyplot()
     figure, panels = plt.subplots(1, 2, figsize=(8, 2.8))
-    for axes, (title, name) in zip(panels, _LEARNING_ROWS.items(), strict=True):
-        rows = read(name)
+    for axes, (title, file) in zip(panels, LEARNING[name].items(), strict=True):
+        rows = read(file)
         for contender, (style, color) in _LEARNING_STYLES.items():
             for seed in dict.fromkeys(row["seed"] for row in rows):
                 own = [row for row in rows if (row["contender"], row["seed"]) == (contender, seed)]
                 samples, values = [int(row["samples"]) for row in own], [float(row["ne"]) for row in own]
-                axes.plot(samples, values, style, color=color, lw=1, label=contender if seed == "0" else None)
+                shown = contender if own and seed == "0" else None
+                axes.plot(samples, values, style, color=color, lw=1.5, label=shown)
         axes.set_xlabel("training samples")
         axes.set_title(f"{title}: NE", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=7)
     figure.tight_layout()
-    _write(figure, LEARNING)
+    _write(figure, FOLDER / name)
 
 
 def drift_curves(name: str) -> dict[str, tuple[str, list[float]]]:
@@ -275,6 +290,7 @@ if __name__ == "__main__":
     draw_step_parts()
     draw_timelines()
     draw_curves()
-    draw_learning()
+    for name in LEARNING:
+        draw_learning(name)
     for name in DRIFTS:
         draw_drift(name)
