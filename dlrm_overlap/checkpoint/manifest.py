@@ -202,10 +202,21 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    if not os.path.isdir(folder):  # glob raises if no folder can have this name, from Python 3.13 on
-        return []
-    named = (path for path in folder.glob("step_*") if _STEP.fullmatch(path.name))
-    return sorted((path for path in named if path.is_dir()), key=_step_of)
+    """Return the checkpoints in `folder` by step, also links whose target is missing; none if there is no folder.
+
+    An InputError says that `folder` cannot be read: a run must not start over because a disk is not mounted.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        if not os.path.lexists(folder):  # also if no folder can have this name
+            return []
+        raise InputError(
+            f"checkpoint: {folder} is there, but cannot be read ({error.strerror}); mount or make what it links to, "
+            f"correct its permissions, or give another run"
+        ) from None
+    named = (folder / name for name in names if _STEP.fullmatch(name))
+    return sorted((path for path in named if not os.path.isfile(path)), key=_step_of)
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -214,7 +225,8 @@ def _step_of(checkpoint: Path) -> int:
 
 def same_checkpoint(folder: Path, path: Path) -> Path | None:
     """Return the checkpoint in `folder` that `path` refers to, possibly through a link; None if it is elsewhere."""
-    return next((each for each in checkpoint_folders(folder) if path.exists() and each.samefile(path)), None)
+    found = checkpoint_folders(folder) if path.exists() else []
+    return next((each for each in found if os.path.exists(each) and each.samefile(path)), None)
 
 
 def newest_first(folder: Path) -> tuple[dict[Path, Manifest], list[Path]]:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -155,6 +156,37 @@ def test_a_run_resumes_from_its_own_checkpoints_alone(tmp_path: Path) -> None:
         check_folder(_run(tmp_path, "--checkpoint.resume", resume))
     with refuses("is an earlier run's"):
         check_folder(_run(tmp_path, "--checkpoint.resume", str(tmp_path / "gone")))
+
+
+def test_checkpoints_on_a_disk_that_is_not_mounted_do_not_let_a_run_start_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, disk = tmp_path / "run" / "checkpoints", tmp_path / "disk"
+    for step in (1, 2):
+        Checkpointer(disk, 2, {}).write(step, [])
+    run.mkdir(parents=True)
+    (run / "step_1").symlink_to(disk / "step_1")
+    (run / "step_2").symlink_to(tmp_path / "unmounted" / "step_2")
+    check_folder(_run(tmp_path, "--checkpoint.resume", str(run / "step_1")))
+    assert newest_checkpoint(run) == run / "step_2"
+    with caplog.at_level("WARNING", "dlrm_overlap"):
+        assert Checkpointer(run, 2, {}).resume("auto", False, _path_of) == run / "step_1"
+    assert caplog.messages[-1].startswith(f"checkpoint.resume: {run}/step_2/{MANIFEST} cannot be read (No such file")
+    shutil.rmtree(run)
+    run.symlink_to(tmp_path / "unmounted")
+    with refuses(rf"checkpoint: {run} is there, but cannot be read \(No such file or directory\); mount "):
+        check_folder(_run(tmp_path))
+
+
+def test_a_folder_of_checkpoints_that_may_not_be_listed_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run" / "checkpoints"
+    Checkpointer(run, 2, {}).write(1, [])
+    monkeypatch.setattr(os, "listdir", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    monkeypatch.setattr(os, "scandir", os.listdir)
+    with refuses(rf"checkpoint: {run} is there, but cannot be read \(Permission denied\); "):
+        newest_checkpoint(run)
 
 
 def test_the_last_saves_are_kept_and_the_last_one_is_resumed_from(tmp_path: Path) -> None:
