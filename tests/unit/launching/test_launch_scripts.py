@@ -1,9 +1,10 @@
-"""The launch scripts: which Python they start, and what Slurm's does when it is asked to end."""
+"""The launch scripts: which Python they start, and what they do when they are asked to end."""
 
 import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,38 @@ def test_ranks_find_the_package_and_nothing_in_the_working_folder(tmp_path: Path
     lines = done.stdout.splitlines()
     assert "PYTHONSAFEPATH=1" in lines
     assert f"PYTHONPATH={'' if installed else f'{project}:'}/theirs" in lines
+
+
+ASKED_RANK = """
+import os, signal
+from pathlib import Path
+
+def save(number, frame):
+    Path("saved").touch()
+    os._exit(75)
+
+signal.signal(signal.SIGUSR1, save)
+Path("up").touch()
+signal.alarm(60)
+signal.pause()
+"""
+
+
+def test_torchrun_passes_sigusr1_on(tmp_path: Path) -> None:
+    """By itself it would end, and leave the ranks training."""
+    (tmp_path / "dlrm_overlap").mkdir()
+    (tmp_path / "dlrm_overlap/__init__.py").touch()
+    (tmp_path / "dlrm_overlap/__main__.py").write_text(ASKED_RANK)
+    environ = os.environ | {"PYTHONPATH": str(tmp_path), "NPROC": "1", "VIRTUAL_ENV": sys.prefix}
+    environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    agent = subprocess.Popen(["bash", Path("launch/torchrun.sh").resolve(), "some.yaml"], cwd=tmp_path, env=environ)
+    try:
+        wait_until((tmp_path / "up").exists, 60, "the rank is not up")
+        agent.send_signal(signal.SIGUSR1)
+        assert agent.wait(30) == 1
+        assert (tmp_path / "saved").exists()
+    finally:
+        agent.kill()
 
 
 SAVES = "trap 'sleep 0.2; exit {}' USR1 TERM; touch up; while true; do sleep 0.05; done"
