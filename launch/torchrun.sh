@@ -23,7 +23,7 @@ nproc=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 
 # By default torchrun gives every process one thread.
 cores=$(( $(nproc) / nproc ))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > 0 ? cores : 1 ))}
-# Otherwise restarted ranks use the addresses of the failed ones, which the agent's store still has.
+# Otherwise the ranks use the agent's store, which listens on all interfaces.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # By default SIGUSR1 ends torchrun alone, and the ranks train on without it.
 export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}

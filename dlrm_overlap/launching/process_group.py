@@ -107,12 +107,15 @@ def _open_store(world: World, timeout_s: float) -> "Store":
 
     A `TCPStore` listens on all interfaces, so on a loopback address rank 0 opens the port itself.
     """
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     where = world.master_addr, world.master_port, world.world_size
     address = _resolve(world, min(_RESOLVE_S, timeout_s))
-    serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = timedelta(seconds=timeout_s)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it still has the addresses of ranks that have failed
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"attempt_{attempt}", TCPStore(*where, is_master=False, timeout=timeout))
+    serves = world.rank == 0
     if not (serves and is_loopback(world.master_addr)):
         return TCPStore(*where, is_master=serves, timeout=timeout)
     family, _, _, _, endpoint = address

@@ -58,6 +58,23 @@ def test_ranks_of_one_machine_meet_on_loopback_alone(node: str) -> None:
     assert launcher.is_loopback(address), "other machines can connect"
 
 
+def test_ranks_that_torchrun_has_restarted_do_not_find_what_the_failed_ones_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The agent's store outlives them, with their addresses."""
+    store = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    agent = store(HERE, 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    first, again = (World(rank, rank, 2, 2, HERE, agent.port, "torchrun") for rank in range(2))
+    seen = []
+    for attempt, world in (("0", first), ("0", again), ("1", again)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        ours = process_group._open_store(world, timeout_s=10)
+        seen.append(ours.check(["address"]))
+        ours.set("address", "here")
+    assert seen == [False, True, False]
+
+
 def test_a_port_that_is_taken_is_reported_in_one_line() -> None:
     with socket.socket() as other:
         other.bind(("", 0))
