@@ -50,12 +50,12 @@ def train(argv: list[str]) -> int:
         from dlrm_overlap.train.evaluation import label_table, means_of
         from dlrm_overlap.train.trainer import PreemptedError
 
-        if (config := continued(ranks.config)) is not ranks.config:
+        ranks.end.listen(answers=ranks.world.rank == 0)
+        if ranks.are_restarted() and (config := continued(ranks.config)) is not ranks.config:
             if ranks.world.rank == 0:
                 say("dlrm-overlap: the job has restarted, and resumes without log.overwrite and checkpoint.resume")
             ranks = dataclasses.replace(ranks, config=config)
-        check_folder(ranks.config)  # before a process group is created
-        ranks.end.listen(answers=ranks.world.rank == 0)
+        check_folder(ranks.config)  # before a process group is created, if possible
         trainer = ranks.trainer(resumes=not ranks.config.log.overwrite)
         try:
             summary = trainer.fit()

@@ -20,18 +20,17 @@ _NO_JOB = ("", "none")  # torchrun's id on several nodes, unless --rdzv-id is gi
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 
-def note_job(folder: Path, environ: Mapping[str, str] = os.environ) -> None:
-    """Write the job, and what `folder` had as its newest checkpoint when the job began."""
+def note_job(folder: Path, config: Config, environ: Mapping[str, str] = os.environ) -> None:
+    """Write the job, and what `folder` had as its newest checkpoint when the job began to train by `config` there."""
     job = _job(environ)
-    if job and not (_is_restart(environ) and _noted(folder)[0] == job):
+    if job and (_starts_over(config) or _noted(folder)[0] != job):
         write_atomically(folder / _FILE, f"{job}\n{_last_save(folder)}\n")
 
 
 def continued(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
-    """Return `config` without keys that start over, if a restart of its job finds that the job has saved."""
-    starts_over = config.log.overwrite or config.checkpoint.resume != "auto"
+    """Return `config`, after a restart of the job: without keys that start over, if the job has saved."""
     job = _job(environ)
-    if not (starts_over and job and _is_restart(environ)):
+    if not (_starts_over(config) and job):
         return config
     noted, before = _noted(config.folder)
     if noted != job or _last_save(config.folder) <= before:
@@ -48,8 +47,13 @@ def _job(environ: Mapping[str, str]) -> str | None:
     return next(names, None)
 
 
-def _is_restart(environ: Mapping[str, str]) -> bool:
+def is_restart(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher says that it has restarted this rank. torchrun says it where a rank has failed."""
     return any(environ.get(name, "0") not in ("", "0") for name in _RESTARTS)
+
+
+def _starts_over(config: Config) -> bool:
+    return config.log.overwrite or config.checkpoint.resume != "auto"
 
 
 def _last_save(folder: Path) -> int:

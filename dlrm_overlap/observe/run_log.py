@@ -119,7 +119,7 @@ class RunLog:
             shown["checkpoint"]["resume"] = "auto"
         resolved = yaml.safe_dump(shown, sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)
-        note_job(folder)
+        note_job(folder, config)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start, evaluates_first)
         if asked and not self._tracer:
             self._warn_of_no_trace("resumes later" if start >= asked.start else f"ends after step {end}")

@@ -43,20 +43,17 @@ class Ranks:
     progress: Progress = field(default_factory=Progress)
     end: EndRequest = field(default_factory=EndRequest)
 
-    def connect(self, **samples: str) -> "dist.ProcessGroup":
+    def meet(self) -> "dist.ProcessGroup":
         """Start logging and make the process group of all ranks, once; return the group.
 
-        `samples` maps keys of `data` to fingerprints of their samples.
-
         Raises:
-            InputError: if the ranks do not meet, or differ in configuration, options, code or samples.
+            InputError: if the ranks do not meet.
         """
         import torch.distributed as dist
 
         from dlrm_overlap.observe.run_log import start_logging
 
-        is_new = not dist.is_initialized()
-        if is_new:
+        if not dist.is_initialized():
             start_logging(self.world.rank)
             log.info("%s", self.world.describe())
             wait_s = self.config.embedding.wait_timeout_s
@@ -65,12 +62,34 @@ class Ranks:
             process_group.watch_ranks(self.world, wait_s, self.progress)
         group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
-        if is_new:
-            options = {f"--{key}": str(value) for key, value in vars(self.values).items() if key not in _NOT_COMPARED}
-            data = {f"the samples of data.{key}": value for key, value in samples.items()}
-            facts = flatten(self.config.as_dict()) | options | data | {"code": code_digest()}
-            process_group.check_identical(facts, group)
         return group
+
+    def connect(self, **samples: str) -> "dist.ProcessGroup":
+        """Let the ranks meet, compare them, and return their group; a collective.
+
+        `samples` maps keys of `data` to fingerprints of their samples.
+
+        Raises:
+            InputError: if the ranks do not meet, or differ in configuration, options, code or samples.
+        """
+        group = self.meet()
+        options = {f"--{key}": str(value) for key, value in vars(self.values).items() if key not in _NOT_COMPARED}
+        data = {f"the samples of data.{key}": value for key, value in samples.items()}
+        facts = flatten(self.config.as_dict()) | options | data | {"code": code_digest()}
+        process_group.check_identical(facts, group)
+        return group
+
+    def are_restarted(self) -> bool:
+        """Return whether the launcher has started the ranks again; on several machines under torchrun a collective.
+
+        torchrun counts on each machine the restarts that ranks of this machine have caused.
+        """
+        from dlrm_overlap.comm.every_rank import gathered
+        from dlrm_overlap.observe.restarts import is_restart
+
+        if self.world.source == "torchrun" and self.world.local_world_size < self.world.world_size:
+            return any(gathered(is_restart(), self.meet()))
+        return is_restart()
 
     def trainer(
         self,
