@@ -41,7 +41,8 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
                 remove_temporaries(folder)
         except OSError as error:
             raise InputError(
-                f"log.dir: {folder} cannot be written to ({error.strerror}); give a writable folder"
+                f"log.dir: {error.filename or folder} cannot be written to ({error.strerror}); give a writable folder, "
+                f"or remove this file if another user's run has left it"
             ) from None
 
     with ExitStack() as stack:

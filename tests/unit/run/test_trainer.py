@@ -232,6 +232,13 @@ def test_a_run_keeps_a_second_one_out_of_its_folder(tmp_path: Path) -> None:
     second.fit()
 
 
+def test_a_lock_that_may_not_be_taken_is_named(tmp_path: Path) -> None:
+    """Such as one that another user's run left when it was killed, in a folder that both may write to."""
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    with refuses(rf"log\.dir: {tmp_path}/run/\.lock cannot be written to \(Is a directory\); .* remove this file"):
+        _fit(tmp_path)
+
+
 def test_a_run_keeps_another_one_out_of_the_folder_of_its_checkpoints(tmp_path: Path) -> None:
     """The `checkpoints` of two runs are links to one folder. A run that saves nothing needs no lock."""
     (tmp_path / "shared").mkdir()
