@@ -20,6 +20,10 @@ if [ -n "${VIRTUAL_ENV:-}" ] || [ ! -x "$python" ]; then python=python; fi
 export PYTHONSAFEPATH=1
 "$python" -c 'import dlrm_overlap' >/dev/null 2>&1 || export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 nproc=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
+if [[ ! $nproc =~ ^[1-9][0-9]*$ ]]; then
+  echo "NPROC: $nproc is not a number of processes; give one from 1 on, or unset it" >&2
+  exit 2
+fi
 # By default torchrun gives every process one thread.
 cores=$(( $(nproc) / nproc ))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > 0 ? cores : 1 ))}

@@ -38,6 +38,17 @@ def test_ranks_find_the_package_and_nothing_in_the_working_folder(tmp_path: Path
     assert f"PYTHONPATH={'' if installed else f'{project}:'}/theirs" in lines
 
 
+@pytest.mark.parametrize("script", ["torchrun.sh", "mpirun.sh"])
+@pytest.mark.parametrize("number", ["0", "gpu", "2.5", "08"])
+def test_a_number_of_processes_that_is_none_is_refused_in_one_line(script: str, number: str) -> None:
+    environ = os.environ | {"NPROC": number}
+    done = subprocess.run(
+        ["bash", f"launch/{script}", "some.yaml"], env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    told = f"NPROC: {number} is not a number of processes; give one from 1 on, or unset it\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
 ASKED_RANK = """
 import os, signal
 from pathlib import Path
