@@ -81,7 +81,7 @@ def test_torchrun_passes_sigusr1_on(tmp_path: Path) -> None:
         agent.kill()
 
 
-SAVES = "trap 'sleep 0.2; exit {}' USR1 TERM; touch up; while true; do sleep 0.05; done"
+SAVES = "trap 'sleep 0.2; exit {}' USR1; trap 'exit 137' TERM; touch up; while true; do sleep 0.05; done"
 STARTS = "touch up; while true; do sleep 0.05; done"  # and would be ended by a signal
 
 
@@ -93,13 +93,13 @@ STARTS = "touch up; while true; do sleep 0.05; done"  # and would be ended by a 
         (signal.SIGUSR1, SAVES.format(4), 4, False),  # asked, but nothing may be saved
         (signal.SIGTERM, SAVES.format(75), 75, False),
         (signal.SIGUSR1, STARTS, 138, True),
-        (signal.SIGTERM, STARTS, 143, False),
+        (signal.SIGTERM, STARTS, 138, False),
     ],
 )
 def test_slurm_job_that_saved_before_its_limit_is_requeued(
     tmp_path: Path, number: signal.Signals, ranks: str, code: int, requeued: bool
 ) -> None:
-    # An srun that passes signals on, as Slurm's does, to a rank that takes a moment to save.
+    # As Slurm's srun, it passes SIGUSR1 on to a rank, which takes a moment to save, and kills it on SIGTERM.
     _stub(tmp_path / "srun", ranks)
     assert _ask(tmp_path, number) == (code, "requeue 77\n" if requeued else "")
 
