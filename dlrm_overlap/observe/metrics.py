@@ -1,5 +1,6 @@
 """Measurements of a run: AUROC, normalised entropy, calibration, step times, memory."""
 
+import contextlib
 import itertools
 import math
 import resource
@@ -201,11 +202,19 @@ class StepTimer:
 
 
 def make_tracer(path: Path, before: int, steps: int) -> profile:
-    """Return a profiler that skips `before` steps, then traces `steps` steps; call its `step` after each step."""
+    """Return a profiler that skips `before` steps, then traces `steps` steps; call its `step` after each step.
+
+    `step` and `stop` raise an OSError if `path` cannot be written, which then does not exist.
+    """
 
     def write(profiler: profile) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     when = schedule(skip_first=max(0, before - 1), wait=0, warmup=min(1, before), active=steps, repeat=1)

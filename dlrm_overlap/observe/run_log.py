@@ -6,7 +6,7 @@ import math
 import shutil
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -144,7 +144,7 @@ class RunLog:
 
     def __exit__(self, error: object, *_: object) -> None:
         if self._tracer and error is None:  # it waits for the GPU, so not after an error
-            self._tracer.stop()
+            self._trace(self._tracer.stop)
             if (last := self.start + self._taken) < self.config.log.trace_first and not self.world.rank:
                 self._warn_of_no_trace(f"has ended after step {last}")
         if self._metrics:
@@ -158,7 +158,15 @@ class RunLog:
     def advance(self) -> None:
         self._taken += 1
         if self._tracer:
-            self._tracer.step()
+            self._trace(self._tracer.step)
+
+    def _trace(self, act: Callable[[], None]) -> None:
+        """Call `act` of the tracer, which may write the trace."""
+        try:
+            act()
+        except OSError as error:
+            log.warning("log.trace_steps: no trace can be written (%s); the run continues", error.strerror)
+            self._tracer = None
 
     def training(
         self,

@@ -1,5 +1,6 @@
 """A run in a world of one: how it ends, what it saves, and what it refuses to resume."""
 
+import errno
 import json
 import math
 import os
@@ -382,6 +383,22 @@ def test_a_run_that_ends_before_the_steps_to_trace_says_so(
     assert told == [f"log.trace_first: {first}, but the run {ends}: no step is traced"] * bool(ends)
     if not ends:
         assert [path.name for path in tmp_path.glob("run/traces/*")] == ["steps_4_4_rank_0.json.gz"]
+
+
+@pytest.mark.parametrize("first", ["2", "4"])  # written after a step, and at the end of the run
+def test_a_run_goes_on_if_the_disk_has_no_room_for_its_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    def fill(profiler: object, path: str) -> None:
+        Path(path).write_bytes(b"\x1f\x8b")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", fill)
+    _fit(tmp_path, "--log.trace_steps", "1", "--log.trace_first", first)
+    told = [line for line in caplog.messages if line.startswith("log.trace")]
+    assert told == ["log.trace_steps: no trace can be written (No space left on device); the run continues"]
+    assert list(tmp_path.glob("run/traces/*")) == []
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 def test_epochs_are_passes_over_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
