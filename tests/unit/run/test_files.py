@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from dlrm_overlap.launching.files import LOCK_NAME, hold_folder, open_file, replacing, temporary_of
+from dlrm_overlap.launching.files import LOCK_NAME, hold_folder, make_folder, open_file, replacing, temporary_of
 from dlrm_overlap.observe.run_folder import hold_run_folder
 from tests.conftest import NO_FILES, ROOT, refuses
 
@@ -81,6 +81,16 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path, 
     with hold_run_folder(tmp_path):
         assert not left.exists()
     assert all(file.exists() for file in mine)
+
+
+def test_a_link_to_a_disk_that_is_not_mounted_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "unmounted")
+    for folder in ("runs", "runs/a"):
+        with refuses(rf"log\.dir: {tmp_path}/{folder} .*\({tmp_path}/runs is a link to what is not there\); give"):
+            make_folder(tmp_path / folder)
+    (tmp_path / "file").touch()
+    with refuses(r"cannot be created \(File exists\)"):
+        make_folder(tmp_path / "file")
 
 
 @pytest.mark.parametrize("kind", NO_FILES)
