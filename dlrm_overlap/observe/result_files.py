@@ -1,5 +1,6 @@
 """Files of a run's results: `metrics.jsonl`, and files that are replaced atomically."""
 
+import contextlib
 import errno
 import json
 import logging
@@ -119,7 +120,10 @@ def has_results(folder: Path) -> bool:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move the content of `folder`, whose lock this process holds, to a subfolder earlier_<N>; None if it is empty."""
+    """Move the content of `folder`, whose lock this process holds, to a subfolder earlier_<N>; None if it is empty.
+
+    If something cannot be moved, an InputError says so, and all stays where it was.
+    """
     found = [path for path in folder.iterdir() if path.name != LOCK_NAME and not path.match(f"{_EARLIER}*")]
     if not found:
         return None
@@ -129,7 +133,14 @@ def set_aside(folder: Path) -> Path | None:
         for path in found:
             path.rename(aside / path.name)
     except OSError as error:
-        raise InputError(f"log.dir: {folder} cannot be written to ({error.strerror}); give another folder") from None
+        with contextlib.suppress(OSError):
+            for path in list(aside.iterdir()):
+                path.rename(folder / path.name)
+            aside.rmdir()
+        raise InputError(
+            f"log.dir: the contents of {folder} cannot be moved to {aside} ({error.strerror}: {error.filename}); give "
+            f"another folder"
+        ) from None
     return aside
 
 

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from dlrm_overlap.observe.metrics import RunningMetrics, StepTimer, evaluation_metrics
-from dlrm_overlap.observe.result_files import MetricsFile, read_records, read_summary, remove
+from dlrm_overlap.observe.result_files import MetricsFile, read_records, read_summary, remove, set_aside
 from dlrm_overlap.train.model import Loss
 from tests.conftest import file_limit, refuses
 
@@ -159,6 +160,25 @@ def test_a_damaged_summary_is_left_out_with_one_warning(tmp_path: Path, caplog: 
     caplog.clear()
     assert read_summary(tmp_path) is None
     assert not caplog.messages
+
+
+def test_what_cannot_be_moved_aside_leaves_all_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a folder of checkpoints that another user owns."""
+    names = {"checkpoints", "config.yaml", "metrics.jsonl", "summary.json"}
+    for name in names:
+        (tmp_path / name).touch()
+    rename = Path.rename
+
+    def refuse_checkpoints(path: Path, target: Path) -> Path:
+        if path.name == "checkpoints":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_checkpoints)
+    monkeypatch.setattr(Path, "iterdir", lambda folder: (folder / name for name in sorted(os.listdir(folder))[::-1]))
+    with refuses(rf"{tmp_path} cannot be moved to .*/earlier_1 \(Permission denied: .*/checkpoints\); give another"):
+        set_aside(tmp_path)
+    assert set(os.listdir(tmp_path)) == names
 
 
 def test_damaged_lines_are_left_out_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
