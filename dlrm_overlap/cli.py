@@ -6,12 +6,13 @@ A user's mistake is reported in one line with exit code 2, if possible before a 
 import contextlib
 import dataclasses
 import errno
+import math
 import os
 import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -67,7 +68,7 @@ def train(argv: list[str]) -> int:
         if ranks.world.rank == 0:
             print(
                 f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}{means_of(summary, 'eval_')}, "
-                f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
+                f"{_speed_of(summary)}"
             )
             if table := label_table(summary, "eval_"):
                 print(table)
@@ -143,6 +144,12 @@ def _check_comparison(config: Config, values: Any) -> None:
     check_needs_no_checkpoint(config, "compare")
     check_data(config.data)
     check_writable(Path(config.log.dir), "log.dir")
+
+
+def _speed_of(summary: Mapping[str, Any]) -> str:
+    if math.isnan(summary["step_ms_p50"]):  # a run that resumed at its last step
+        return "no step was timed"
+    return f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
 
 
 def _print_paths(result: Path, runs: Path, has_events: bool) -> None:

@@ -1,4 +1,5 @@
 import importlib.metadata
+import math
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import dlrm_overlap
+from dlrm_overlap import cli
 from dlrm_overlap.cli import main, run
 from dlrm_overlap.config import InputError, PeerError
 from dlrm_overlap.launching.lifetime import HOLD_BACK_S, SAVED
@@ -229,3 +231,8 @@ def test_that_memory_ran_out_is_told_in_one_line(fail: Callable[[], Any], messag
         run_on_ranks(
             ["train"], "", ["--config", "configs/quickstart.yaml"], lambda ranks: 0, check=lambda config, values: fail()
         )
+
+
+def test_a_run_that_resumed_at_its_last_step_tells_no_speed() -> None:
+    assert cli._speed_of({"samples_per_s": 52106.4, "step_ms_p50": 9.834}) == "52106 samples/s, 9.83 ms a step (median)"
+    assert cli._speed_of({"samples_per_s": math.nan, "step_ms_p50": math.nan}) == "no step was timed"
