@@ -208,8 +208,10 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     """
     try:
         names = os.listdir(folder)
+    except ValueError:  # no folder can have this name
+        return []
     except OSError as error:
-        if not os.path.lexists(folder):  # also if no folder can have this name
+        if not os.path.lexists(folder):
             return []
         raise InputError(
             f"checkpoint: {folder} is there, but cannot be read ({error.strerror}); mount or make what it links to, "
