@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -49,7 +50,7 @@ def _patch_builtin(owner: ModuleType | type, builder: Any, scope: Any) -> None:
 
 _patch_lang = interpreter._patch_lang
 _patched: set[frozenset[str]] = set()
-"""names of the modules of Triton's language that are patched for the launch that runs"""
+"""names of the modules of Triton's language that are patched"""
 
 
 @cache
@@ -58,18 +59,60 @@ def _language_of(kernel: Any) -> frozenset[str]:
 
 
 def _patch_lang_once(kernel: Any) -> Any:
-    """Replace Triton's function of this name, which each call of a function in a kernel calls, too."""
+    """Replace Triton's function of this name, which each launch and each call of a function in a kernel calls."""
     language = _language_of(kernel)
-    if language in _patched:
-        return _LangPatchScope()
-    _patched.add(language)
-    return _patch_lang(kernel)
+    if language not in _patched:
+        _patched.add(language)
+        _patch_lang(kernel)
+    return _LangPatchScope()
 
 
 class _LangPatchScope(interpreter._LangPatchScope):
     def restore(self) -> None:
-        super().restore()
-        _patched.clear()
+        """Leave the language patched: nothing in this process compiles."""
+
+
+_implicit_cvt, _int32, _int64 = interpreter._implicit_cvt, range(-(2**31), 2**31), range(-(2**63), 2**63)
+
+
+def _known_implicit_cvt(value: Any) -> Any:
+    """Replace Triton's function of this name, which makes the type of each argument of a launch from a text."""
+    if type(value) is int and value in _int64:
+        kind, number = (tl.int32, np.int32) if value in _int32 else (tl.int64, np.int64)
+        return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=number), kind), kind)
+    return _implicit_cvt(value)
+
+
+@cache
+def _signature_of(kernel: Any) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of a kernel's arguments, and the defaults of those that have one."""
+    parameters = inspect.signature(kernel).parameters.values()
+    return [each.name for each in parameters], {e.name: e.default for e in parameters if e.default is not e.empty}
+
+
+def _run_on_cpu(self: Any, *arguments: Any, **options: Any) -> None:
+    """Replace the method that runs a kernel, which copies tensors to the host and back, though they are there.
+
+    It also reads the kernel's signature twice.
+    """
+    names, defaults = _signature_of(self.fn)
+    given = {**defaults, **dict(zip(names, arguments, strict=False))}
+    given |= {name: value for name, value in options.items() if name in names}
+    assert len(given) == len(names) >= len(arguments), f"{self.fn.__name__}: arguments {list(given)} of {names}"
+    assert not self.pre_run_hooks
+    interpreter._patch_lang(self.fn)
+    converted = {
+        name: value if name in self.constexprs else interpreter._implicit_cvt(value) for name, value in given.items()
+    }
+    given_grid: Any = self.grid(converted) if callable(self.grid) else self.grid
+    grid = *given_grid, *(1,) * (3 - len(given_grid))
+    interpreter.interpreter_builder.set_grid_dim(*grid)
+    try:
+        for place in product(*map(range, grid)):
+            interpreter.interpreter_builder.set_grid_idx(*place)
+            self.fn(**converted)
+    except Exception as error:
+        raise interpreter.InterpreterError(repr(error)) from error
 
 
 def _known_np_dtype(given: Any) -> np.dtype:
@@ -114,12 +157,25 @@ def _known_element_type(self: tl.block_type, scalar_ty: Any) -> tl.block_type:
     return _element_types[key]
 
 
-_unwrap_if_constexpr, _OPERANDS = tl.core._unwrap_if_constexpr, {tl.tensor, int, float, bool}
+_unwrap_if_constexpr = tl.core._unwrap_if_constexpr
+_OPERANDS = {tl.tensor, int, float, bool, str, type(None), tl.dtype, tl.block_type, tl.pointer_type}
 
 
 def _unwrap_unless_operand(value: Any) -> Any:
     """Replace Triton's function of this name, which asks each operand whether it is a list or a tuple."""
     return value if type(value) in _OPERANDS else _unwrap_if_constexpr(value)
+
+
+_check_handle = interpreter.TensorHandle.__post_init__
+_checked: set[tuple[int, str]] = set()
+
+
+def _check_new_handle(self: Any) -> None:
+    """Replace the method that compares the bytes of values with those of their type: once for each pair is enough."""
+    key = self.data.itemsize, self.dtype.name
+    if key not in _checked:
+        _check_handle(self)
+        _checked.add(key)
 
 
 def _known_operands(find: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
@@ -207,6 +263,10 @@ def quicken() -> None:
     interpreter._patch_builtin = _patch_builtin
     interpreter._patch_lang = _patch_lang_once
     interpreter._LangPatchScope = _LangPatchScope
+    interpreter._implicit_cvt = _known_implicit_cvt
+    interpreter.GridExecutor.__call__ = _run_on_cpu
+    interpreter.TensorHandle.__post_init__ = _check_new_handle
+    tl.str_to_ty = cache(tl.str_to_ty)
     interpreter._get_np_dtype = _known_np_dtype
     tl.block_type.__init__, tl.tensor.__init__ = _init_block_type, _init_tensor
     tl.block_type.with_element_ty = _known_element_type
