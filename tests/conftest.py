@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     if "PYTEST_XDIST_WORKER" in os.environ or not getattr(given, "numprocesses", None):
         from tests.without_gpu import interpret_kernels
 
+        gc.disable()  # until the tests are collected
         interpret_kernels()
     parser.addoption("--nproc", type=int, help="ranks, a GPU each where there are any")
     parser.addoption("--ranks_per_gpu", type=int, help="ranks that share a GPU, which times nothing")
@@ -58,12 +59,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
-    """Keep what all tests share, the modules, out of collections of garbage, which would take 0.3 seconds each.
+    """Keep what all tests share, the modules, out of collections of garbage, which take up to 0.3 seconds each.
 
     Then start what forks the tests' processes, if there may be any, with the output that pytest captures.
     """
     result = yield
     gc.freeze()
+    gc.enable()
     if warm := sys.modules.get("tests.warm"):
         capture: Any = session.config.pluginmanager.get_plugin("capturemanager")
         capture.resume_global_capture()
