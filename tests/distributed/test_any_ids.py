@@ -104,7 +104,7 @@ def _sharded(state: dict[str, Any]) -> list[str]:
 
 
 def _check_loads_between_steps() -> None:
-    batches = [batch_of(draw(dist.get_rank(), step, pool=400)) for step in range(13)]
+    batches = [batch_of(draw(dist.get_rank(), step, pool=400)) for step in range(10)]
     any_ids.check_loads_between_steps(lambda: shard(any_ids.Model(64, zch_module)), batches)
 
 
@@ -166,7 +166,7 @@ def _check_segments() -> None:
 def _check_clock() -> None:
     """Hours pass between the steps, also between replays: ids whose hour has passed lose their rows."""
     hours, found, progress = [0], list[list[float]](), GraphTrainPipeline.progress
-    batches = [batch_of(draw(dist.get_rank(), step, pool=400)) for step in range(15)]
+    batches = [batch_of(draw(dist.get_rank(), step, pool=400)) for step in range(10)]
 
     def an_hour_later(*given: Any) -> Any:
         hours[0] += 1

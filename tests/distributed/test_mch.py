@@ -260,7 +260,9 @@ CASES: dict[str, Callable[[], None]] = {
 CASES |= {"interruptions": _check_interruptions, "ranges": _check_ranges, "reasons": _check_reasons}
 CASES |= {"pipelines in turns": _check_pipelines_in_turns}
 CASES |= {"variable batches": _check_variable_batches, "state dict": _check_state_dict, "adagrad": _check_adagrad}
-CASES["loads between steps"] = lambda: any_ids.check_loads_between_steps(lambda: _ours(_model("lru")), _batches())
+CASES["loads between steps"] = lambda: any_ids.check_loads_between_steps(
+    lambda: _ours(_model("lru")), _batches(steps=10)
+)
 
 
 def _run_case(case: str) -> None:
