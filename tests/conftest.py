@@ -15,12 +15,14 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.launching import environment
 from dlrm_overlap.launching.parsing import parse_config
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     result = yield
     gc.freeze()
     gc.enable()
+    environment.commit = cache(environment.commit)  # which each run asks git for
+    environment.commit()
     if warm := sys.modules.get("tests.warm"):
         capture: Any = session.config.pluginmanager.get_plugin("capturemanager")
         capture.resume_global_capture()
