@@ -81,9 +81,13 @@ def compile_for_h200(made: CompiledKernel, types: Mapping[str, str]) -> Any:
 
 
 def run_without_interpreter(module: str, *argv: str) -> None:
-    """Run a module in another process: this one interprets kernels, and cannot compile them."""
+    """Run a module in another process: this one interprets kernels, and cannot compile them.
+
+    It collects garbage only where it asks for it: by itself it would do so while it imports, in vain.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command, root = [sys.executable, "-m", module, *argv], Path(__file__).parents[2]
+    program = f"import gc, runpy; gc.disable(); runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    command, root = [sys.executable, "-c", program, *argv], Path(__file__).parents[2]
     result = subprocess.run(
         command, cwd=root, env=environment, capture_output=True, text=True, timeout=_HANGS_S, check=False
     )
