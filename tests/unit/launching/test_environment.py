@@ -17,7 +17,9 @@ def test_environment_tells_versions_and_only_what_there_is(
     names = ["NVIDIA A", "NVIDIA A", "NVIDIA B"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
+    monkeypatch.setattr(environment, "commit", lambda: "0a1b2c3d4e5f-dirty")
     found = environment.environment()
+    assert found["commit"] == "0a1b2c3d4e5f-dirty"
     assert found["torch"] == torch.__version__
     assert found["torchrec"] == "1.8.0"
     assert found["gpu"] == "2 x NVIDIA A, 1 x NVIDIA B"
