@@ -154,7 +154,9 @@ def _first_reason(
     if (reason := next((each.uncaptured for each in collections if each.uncaptured), None)) is not None:
         return reason
     if not any(reason is None for each in collections for reason in each.why_not.values()):
-        return "it exchanges nothing"
+        kinds = {sharding.sharding_type for each in collections for sharding in each.params.values()}
+        cure = ", since all are data-parallel; give the planner constraints(model)" if kinds == {_DATA_PARALLEL} else ""
+        return f"no table is exchanged{cure}"
     if dense.keys() <= unsynchronized_weights(model).keys():
         return "no dense parameter takes a gradient"
     reason = unsupported_by_flat(dense)

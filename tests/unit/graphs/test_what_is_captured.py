@@ -102,7 +102,8 @@ def test_tables_of_torchrecs_are_not_captured(world_of_one: dist.ProcessGroup) -
     some = _shard(ours, world_of_one, FUSED, row_wise())
     assert capture_blockers(some) == "table two stays with TorchRec, with compute kernel dense"
     nothing = _shard(ours, world_of_one, data_parallel())
-    assert capture_blockers(nothing) == "it exchanges nothing"
+    cure = "no table is exchanged, since all are data-parallel; give the planner constraints(model)"
+    assert capture_blockers(nothing) == cure
 
 
 @pytest.mark.parametrize(
