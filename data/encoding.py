@@ -29,9 +29,15 @@ from dlrm_overlap.launching.files import open_file, sync_folder
 from dlrm_overlap.launching.text_table import count_of, plain
 
 FOLDER = "encoding"
+META = "meta.json"  # in the folder of the samples
 SCHEMA, VOCABULARY = FILES = "schema.yaml", "vocabulary.npz"
 _KEYS = ".keys"
 _CHECKSUM = re.compile(rb"# checksum of the lines below: ([0-9a-f]{16})")
+
+
+def is_prepared(folder: Path) -> bool:
+    """Return whether `prepare` wrote the folder. Here, since `predict` asks, which does without TorchRec."""
+    return (folder / META).exists()
 
 
 @dataclass(frozen=True)

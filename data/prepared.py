@@ -28,11 +28,11 @@ from dlrm_overlap.config import InputError, TablesConfig, in_one_line
 from dlrm_overlap.data.checksums import BLOCK_BYTES, CheckedArray, ChecksumWriter, digest_of
 from dlrm_overlap.data.day import Day, Ragged
 from dlrm_overlap.data.days import Days
-from dlrm_overlap.data.encoding import FOLDER, Encoded
+from dlrm_overlap.data.encoding import FOLDER, META, Encoded
 from dlrm_overlap.data.records import Packed, RecordLayout, id_format
 from dlrm_overlap.launching.files import open_file, write_json
 
-_META, _CHECKSUMS = "meta.json", "checksums"
+_CHECKSUMS = "checksums"
 _CURE = "copy the folder again, or run `dlrm-overlap prepare` again"
 
 
@@ -47,10 +47,10 @@ class Prepared(Days):
                 `tables` has other numbers of rows than the ids were made for, unless both fold to the same number.
         """
         folder = Path(path)
-        layout, content, digest = _read_meta(folder / _META)
+        layout, content, digest = _read_meta(folder / META)
         checksums = _map(folder / _CHECKSUMS, "<u8")
         if digest != _digest_of(content, checksums):
-            raise InputError(f"{folder}: {_META} or {_CHECKSUMS} has changed since it was written; {_CURE}")
+            raise InputError(f"{folder}: {META} or {_CHECKSUMS} has changed since it was written; {_CURE}")
         made, most = layout.rows, tables.max_rows or math.inf
         rows = tables.rows if isinstance(tables.rows, list) else [tables.rows or each for each in made]
         if len(rows) != len(made) or any(
@@ -83,15 +83,11 @@ class Prepared(Days):
 
 def encoded_of(folder: Path) -> Encoded | None:
     """Return the encoding of a prepared folder; None if it has none, or an earlier version wrote it."""
-    return _encoded(folder, _read_meta(folder / _META)[0])
+    return _encoded(folder, _read_meta(folder / META)[0])
 
 
 def _encoded(folder: Path, layout: RecordLayout) -> Encoded | None:
     return Encoded(folder / FOLDER, layout.encoding) if layout.encoding else None
-
-
-def is_prepared(folder: Path) -> bool:
-    return (folder / _META).exists()
 
 
 def _read_meta(file: Path) -> tuple[RecordLayout, dict[str, Any], str]:
@@ -107,7 +103,7 @@ def _read_meta(file: Path) -> tuple[RecordLayout, dict[str, Any], str]:
         layout = RecordLayout(**content)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
-            f"{file.parent}: has no {_META} of this version's `dlrm-overlap prepare` ({in_one_line(error):.200}); set "
+            f"{file.parent}: has no {META} of this version's `dlrm-overlap prepare` ({in_one_line(error):.200}); set "
             f"data.path, or data.eval_path, to a folder that it has written to its end, or data.kind to what this one "
             f"holds"
         ) from None
@@ -169,7 +165,7 @@ def _map(file: Path, dtype: str, shape: tuple[int, ...] | None = None) -> np.nda
         item = np.dtype(dtype).itemsize
         size = max(found, 0) // item * item if shape is None else math.prod(shape) * item
         if found != size:
-            what = f"{size} bytes that {_META} names" if shape else f"file of numbers of {item} bytes that was written"
+            what = f"{size} bytes that {META} names" if shape else f"file of numbers of {item} bytes that was written"
             raise InputError(f"{file}: not the {what}; {_CURE}")
         # Mode "c", since torch warns of read-only memory. A plain array slices faster than np.memmap.
         return np.asarray(np.memmap(file, dtype, "c", shape=shape)) if size else np.empty(shape or 0, dtype)
@@ -219,5 +215,5 @@ def write_samples(target: Path, layout: RecordLayout, blocks: Iterable[Day], tim
             os.fsync(file.fileno())
     layout = replace(layout, samples=samples, unordered=unordered if timed else None)
     content = asdict(layout)
-    write_json(target / _META, {**content, "digest": _digest_of(content, checksums)}, "OUT")
+    write_json(target / META, {**content, "digest": _digest_of(content, checksums)}, "OUT")
     return layout

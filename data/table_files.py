@@ -11,7 +11,7 @@ from pyarrow import csv, dataset, fs
 
 from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.data.day import require_successive
-from dlrm_overlap.data.prepared import is_prepared
+from dlrm_overlap.data.encoding import is_prepared
 from dlrm_overlap.data.schema import Schema
 from dlrm_overlap.launching.parsing import nearest
 from dlrm_overlap.launching.progress_bar import ProgressBar

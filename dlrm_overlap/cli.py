@@ -269,11 +269,11 @@ def prepare(argv: list[str]) -> int:
 def _encoded_at(path: Path) -> Any:
     """Return the encoding of a prepared folder, a checkpoint or a run."""
     from dlrm_overlap.checkpoint import manifest
-    from dlrm_overlap.data import prepared
+    from dlrm_overlap.data import encoding, prepared
 
     found = (
         prepared.encoded_of(path)
-        if prepared.is_prepared(path)
+        if encoding.is_prepared(path)
         else manifest.encoded_of(manifest.locate_checkpoint(path, "--like", "one that `prepare` wrote, "))
     )
     if found is None:

@@ -155,19 +155,24 @@ def test_it_prints_ids_without_a_row(folder: Path, tmp_path: Path, capsys: pytes
     assert "user: 7 of 7 values (100.0%) not in the table of ids\n" in capsys.readouterr().out
 
 
-def test_it_loads_neither_torchrec_nor_fbgemm(folder: Path) -> None:
+def test_it_loads_neither_torchrec_nor_fbgemm(folder: Path, tmp_path: Path) -> None:
+    table, output = folder / "table.parquet", tmp_path / "scores.csv"
+    command = ["predict", str(table), "--checkpoint", str(folder / "any"), "--output", str(output)]
     code = (
         "import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = sys.modules['triton'] = None\n"
         "from dlrm_overlap import Scorer; import pyarrow.parquet as parquet\n"
         f"scorer = Scorer({str(folder / 'any/checkpoints/step_6')!r})\n"
         f"for delta in {[str(_delta(folder, step)) for step in (9, 12)]}: scorer.apply(delta)\n"
-        f"print(scorer(parquet.read_table({str(folder / 'table.parquet')!r}))['click'].mean())"
+        f"print(scorer(parquet.read_table({str(table)!r}))['click'].mean())\n"
+        f"from dlrm_overlap.cli import main; sys.exit(main({command}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == pytest.approx(Scorer(folder / "any")(make_table())["click"].mean(), rel=1e-6)
+    mean = Scorer(folder / "any")(make_table())["click"].mean()
+    assert float(done.stdout.split()[0]) == pytest.approx(mean, rel=1e-6)
+    assert len(output.read_text().splitlines()) == N + 1
 
 
 def _delta(folder: Path, step: int) -> Path:
