@@ -34,6 +34,7 @@ STACKS = (
     Stack("2.14.1", "1.9.0", "1.9.2", "3.8.0"),
 )
 PYTHONS = ((3, 11), (3, 12), (3, 13))
+_DRIVER = ("libnvidia-ml.so", "libcuda.so")  # libraries of NVIDIA's driver, which FBGEMM's CUDA build loads
 FBGEMM_NAMES = {"cuda": "fbgemm-gpu", "cpu": "fbgemm-gpu-cpu"}
 TORCHREC_IMPORTS = {"pyre-extensions": "pyre_extensions", "tensordict": "tensordict"}
 """packages, by their modules, that TorchRec imports and that this package does not depend on itself"""
@@ -51,13 +52,13 @@ def check_stack() -> None:
     check_torch()
     for name, version in [*(fbgemm_versions() or {"FBGEMM": None}).items(), ("torchrec", version_of("torchrec"))]:
         if version is None:
-            raise InputError(f"{name}: not installed; {install_command(build(), row())}")
+            raise InputError(f"{name}: not installed; {_cure_of_missing()}")
     check_releases()
     for name, module in TORCHREC_IMPORTS.items():
         if importlib.util.find_spec(module) is None:
             raise InputError(f"{name}: not installed, but TorchRec imports it; {install_command(build(), row())}")
     if error := _load_fbgemm():
-        raise InputError(f"FBGEMM {error}; {install_command(build(), row(), replaces_fbgemm=True)}")
+        raise InputError(f"FBGEMM {error}; {_cure_of_unloaded(error)}")
 
 
 def check_torch() -> None:
@@ -137,6 +138,21 @@ def build() -> str:
 
     cpu_fbgemm = set(fbgemm_versions()) == {FBGEMM_NAMES["cpu"]} and not torch.cuda.is_available()
     return "cuda" if torch.version.cuda and not cpu_fbgemm else "cpu"
+
+
+def _cure_of_missing() -> str:
+    """Return the command for this machine; both if torch has CUDA, but no GPU or FBGEMM tells which one is wanted."""
+    import torch
+
+    is_open = torch.version.cuda and not torch.cuda.is_available() and not fbgemm_versions()
+    return _commands_of_both_builds() if is_open else install_command(build(), row())
+
+
+def _cure_of_unloaded(error: str) -> str:
+    if not any(library in error for library in _DRIVER):
+        return install_command(build(), row(), replaces_fbgemm=True)
+    command = install_command("cpu", row(), replaces_fbgemm=True)
+    return f"for GPUs install NVIDIA's driver (in a container: docker run --gpus all), for a CPU {command}"
 
 
 def _commands_of_both_builds() -> str:

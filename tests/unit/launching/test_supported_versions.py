@@ -24,6 +24,7 @@ def _command(torch: str, fbgemm: str, triton: str, torchrec: str) -> str:
 
 CPU = _command("2.14.1", "fbgemm-gpu-cpu==1.9.0", "3.8.0", "1.9.2")
 CPU_2_13 = _command("2.13.0", "fbgemm-gpu-cpu==1.8.0", "3.7.1", "1.8.0")
+CPU_2_11 = _command("2.11.0", "fbgemm-gpu-cpu==1.6.0", "3.6.0", "1.6.1")
 CUDA = _command("2.14.1", "fbgemm-gpu==1.9.0", "3.8.0", "1.9.2")
 CUDA_2_11 = _command("2.11.0", "fbgemm-gpu==1.6.0", "3.6.0", "1.6.1")
 OLD = {"torch": "2.9.1", "fbgemm_gpu_cpu": "1.4.0", "torchrec": "1.4.0"}
@@ -39,7 +40,11 @@ BOTH = {"torch": "2.11.0+cu130", "fbgemm_gpu": "1.6.0", "fbgemm_gpu_cpu": "1.8.0
         (None, {"torch": None, "fbgemm_gpu_cpu": None}, f"torch: not installed; for GPUs {CUDA}, for a CPU {CPU}"),
         (None, {"torch": None}, f"torch: not installed; for GPUs {UNINSTALL}{CUDA}, for a CPU {CPU}"),
         (None, OTHER_FBGEMM | {"torchrec": None}, f"torchrec: not installed; {CPU_2_13}"),
-        ("13.0", BOTH | {"fbgemm_gpu": None, "fbgemm_gpu_cpu": None}, f"FBGEMM: not installed; {CUDA_2_11}"),
+        (
+            "13.0",
+            BOTH | {"fbgemm_gpu": None, "fbgemm_gpu_cpu": None},
+            f"FBGEMM: not installed; for GPUs {CUDA_2_11}, for a CPU {CPU_2_11}",
+        ),
         (None, OLD, f"torch: 2.9.1 is too old; {CPU}"),
         (None, OTHER_FBGEMM, f"fbgemm-gpu-cpu: 1.6.0 does not match torch 2.13.0+cpu; {CPU_2_13}"),
         ("13.0", BOTH, f"fbgemm-gpu-cpu: 1.8.0 does not match torch 2.11.0+cu130; {UNINSTALL}{CUDA_2_11}"),
@@ -47,8 +52,13 @@ BOTH = {"torch": "2.11.0+cu130", "fbgemm_gpu": "1.6.0", "fbgemm_gpu_cpu": "1.8.0
     ],
 )
 def test_check_stack_names_what_is_missing_or_does_not_match(
-    installed: Callable[..., None], cuda: str | None, versions: dict[str, str | None], message: str
+    installed: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: str | None,
+    versions: dict[str, str | None],
+    message: str,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     installed(cuda, **{"fbgemm_gpu": None} | versions)
     with refuses(f"^{re.escape(message)}$"):
         supported_versions.check_stack()
@@ -174,6 +184,21 @@ def test_check_stack_where_fbgemm_does_not_load(monkeypatch: pytest.MonkeyPatch)
     with refuses(f"{fault}{UNINSTALL}pip install torch"):
         supported_versions.check_stack()
     assert logging.getLogger().isEnabledFor(logging.ERROR)
+
+
+def test_check_stack_without_a_driver_names_the_build_for_a_cpu(
+    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CUDA build of FBGEMM does not load on a machine without a GPU, however often it is installed."""
+
+    def fail(name: str) -> None:
+        raise OSError("libnvidia-ml.so.1: cannot open shared object file: No such file or directory")
+
+    installed("13.0", torch="2.14.1", fbgemm_gpu="1.9.0", fbgemm_gpu_cpu=None, torchrec="1.9.2")
+    monkeypatch.setattr(importlib, "import_module", fail)
+    driver = r"for GPUs install NVIDIA's driver \(in a container: docker run --gpus all\)"
+    with refuses(rf"libnvidia-ml.so.1: .*\); {driver}, for a CPU {re.escape(UNINSTALL + CPU)}$"):
+        supported_versions.check_stack()
 
 
 def test_a_cpu_build_of_fbgemm_does_not_serve_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
