@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -26,7 +27,7 @@ from dlrm_overlap.launching.launcher import announced_rank, unset_empty
 from dlrm_overlap.launching.library_warnings import hide_library_warnings
 from dlrm_overlap.launching.lifetime import DISAGREEMENT, SAVED, UNSAVED, report_missing, say, unblock_signals
 from dlrm_overlap.launching.parsing import Parser, parse_config, suggest
-from dlrm_overlap.launching.supported_versions import check_torch
+from dlrm_overlap.launching.supported_versions import check_pyarrow, check_stack, check_torch
 from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.ranks import (
     Ranks,
@@ -256,14 +257,12 @@ def prepare(argv: list[str]) -> int:
     if not (schema or like):
         schema = criteo_schema(values.rows, None if values.rows else values.min_count or 10)
     target = Path(values.target)
-    try:
+    with _naming_pyarrow():
         layout, unknown = prepare_files(Path(values.source), target, schema, like=like)
-        _report_samples(target, layout)
-        for each in unknown:
-            print(each)
-        return 0
-    except ModuleNotFoundError as error:
-        raise InputError(f'{error.name}: not installed; pip install "dlrm-overlap[data]"') from None
+    _report_samples(target, layout)
+    for each in unknown:
+        print(each)
+    return 0
 
 
 def _encoded_at(path: Path) -> Any:
@@ -320,10 +319,8 @@ def _report_samples(target: Path, meta: Any) -> int:
 
 def predict(argv: list[str]) -> int:
     """Predict by a checkpoint: the probability of each label for each row of a table."""
-    try:
+    with _naming_pyarrow():
         from dlrm_overlap.predict import command
-    except ModuleNotFoundError as error:
-        raise InputError(f'{error.name}: not installed; pip install "dlrm-overlap[data]"') from None
     return command.run(argv, predict.__doc__ or "")
 
 
@@ -388,12 +385,10 @@ def delta(argv: list[str]) -> int:
     from dlrm_overlap.checkpoint.manifest import locate_checkpoint
 
     base = locate_checkpoint(Path(values.base), "BASE")
-    try:
+    with _naming_pyarrow():
         from dlrm_overlap.checkpoint.apply_deltas import apply_deltas
 
         result = apply_deltas(base, [Path(each) for each in values.deltas], Path(values.output))
-    except ModuleNotFoundError as error:
-        raise InputError(f'{error.name}: not installed; pip install "dlrm-overlap[data]"') from None
     print(f"{values.output}: weights of step {result.step}")
     return 0
 
@@ -453,11 +448,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _naming_torch() -> Iterator[None]:
-    """If an import fails since torch does not load, raise an `InputError` that says so."""
+    """If an import fails since torch, TorchRec or FBGEMM is missing or does not load, raise an `InputError` for it."""
     try:
         yield
-    except (ImportError, OSError):
+    except (ImportError, OSError) as error:
         check_torch()
+        if re.search("torchrec|fbgemm", str(error)):
+            check_stack()
+        raise
+
+
+@contextlib.contextmanager
+def _naming_pyarrow() -> Iterator[None]:
+    """If an import fails since pyarrow is missing or does not load, raise an `InputError` that says so."""
+    try:
+        yield
+    except ImportError:
+        check_pyarrow()
         raise
 
 

@@ -14,7 +14,6 @@ Imports neither TorchRec nor, before a delta's rows are read or written, pyarrow
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from dlrm_overlap.checkpoint.manifest import (
 from dlrm_overlap.checkpoint.pieces import CheckedFile, ChecksummedFile, DamagedError, Piece
 from dlrm_overlap.checkpoint.storage import read_weights
 from dlrm_overlap.config import Config, InputError, in_one_line
+from dlrm_overlap.launching import supported_versions
 
 KEY = "checkpoint.delta_every"
 DELTA_MANIFEST = "manifest.json"
@@ -74,8 +74,10 @@ class ChangedRows(NamedTuple):
 
 
 def check_pyarrow() -> None:
-    if find_spec("pyarrow") is None:
-        raise InputError(f'{KEY}: deltas need pyarrow, which is not installed; pip install "dlrm-overlap[data]"')
+    try:
+        supported_versions.check_pyarrow()
+    except InputError as error:
+        raise InputError(f"{KEY}: deltas need pyarrow; {error}") from None
 
 
 def check_deltas(config: Config) -> None:

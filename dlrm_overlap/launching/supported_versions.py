@@ -74,6 +74,16 @@ def check_torch() -> None:
         raise InputError(f"torch: does not load ({reason}); {_commands_of_both_builds()}") from None
 
 
+def check_pyarrow() -> None:
+    """Raise an `InputError` if pyarrow is not installed or does not load."""
+    try:
+        import pyarrow  # noqa: F401 - whether it loads
+    except ModuleNotFoundError:
+        raise InputError('pyarrow: not installed; pip install "dlrm-overlap[data]"') from None
+    except ImportError as error:  # such as for an older numpy, which pip does not know
+        raise InputError(f"pyarrow: does not load ({error}); pip install --upgrade pyarrow numpy") from None
+
+
 def check_releases() -> None:
     """Check that the releases of FBGEMM and TorchRec are the ones tested with the installed torch, without loading it.
 

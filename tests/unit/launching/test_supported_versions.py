@@ -1,6 +1,7 @@
 import importlib
 import importlib.util
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -172,6 +173,42 @@ def test_commands_that_load_torch_before_they_check_it_name_the_cure(tmp_path: P
     fault = "dlrm-overlap: torch: does not load (OSError: libcudart.so.13: cannot open shared object file); for GPUs "
     lines = result.stderr.splitlines()
     assert [line[: len(fault)] for line in lines] == [fault] * 2
+
+
+@pytest.mark.parametrize(
+    ("module", "raised", "message"),
+    [
+        ("pyarrow", "ModuleNotFoundError(name='pyarrow')", 'pyarrow: not installed; pip install "dlrm-overlap[data]"'),
+        (
+            "pyarrow",
+            "ImportError('pyarrow requires NumPy 2.0 or newer, found 1.26.4')",
+            "pyarrow: does not load (pyarrow requires NumPy 2.0 or newer, found 1.26.4); "
+            "pip install --upgrade pyarrow numpy",
+        ),
+        (
+            "fbgemm_gpu",
+            "OSError('Could not load this library: fbgemm_gpu/fbgemm_gpu_py.so')",
+            "FBGEMM does not load (OSError: Could not load this library: fbgemm_gpu/fbgemm_gpu_py.so); pip uninstall",
+        ),
+    ],
+)
+def test_prepare_names_the_library_that_does_not_load(tmp_path: Path, module: str, raised: str, message: str) -> None:
+    (tmp_path / f"{module}.py").write_text(f"raise {raised}")
+    (tmp_path / "table.csv").write_text("click,site\n1,a\n")
+    (tmp_path / "schema.yaml").write_text("labels: {click: {}}\ncategorical: {site: {rows: 10}}\n")
+    command = ["prepare", "table", "table.csv", "days", "--schema", "schema.yaml"]
+    program = f"import sys; sys.path[:0] = ['.', {os.getcwd()!r}]; from dlrm_overlap.cli import main; "
+    result = subprocess.run(
+        [sys.executable, "-c", f"{program}sys.exit(main({command}))"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 2, result.stderr
+    assert f"dlrm-overlap: {message}" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_check_stack_where_fbgemm_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
