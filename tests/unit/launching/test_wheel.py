@@ -48,7 +48,7 @@ def test_the_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
 
     with zipfile.ZipFile(wheel) as packed:
         installed = {name for name in packed.namelist() if ".dist-info/" not in name}
-    kinds = {".py", ".yaml"}
+    kinds = {".py", ".yaml", ".typed"}
     ours = {
         path.relative_to(ROOT) for room in _SOURCES[2:] for path in (ROOT / room).rglob("*") if path.suffix in kinds
     }
