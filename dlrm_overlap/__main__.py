@@ -4,10 +4,13 @@ import os
 import signal
 import sys
 
-from dlrm_overlap.launching import lifetime, streams
-
 
 def run() -> None:
+    if not hasattr(signal, "SIGUSR1"):  # the modules below need it
+        print(f"dlrm-overlap: {sys.platform} has no POSIX signals; use Linux, or WSL 2 under Windows", file=sys.stderr)
+        sys.exit(2)
+    from dlrm_overlap.launching import lifetime, streams
+
     # By default, waiting OpenMP threads spin. If another program keeps a core busy, threads with work then wait for
     # those that spin: a quickstart step on two cores took 300 to 800 ms instead of 7. On an idle machine sleeping is
     # slower, 7.4 ms instead of 5.4. The variable is read when torch is imported.

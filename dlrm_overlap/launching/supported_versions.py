@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import re
+import sys
 from typing import NamedTuple
 
 from dlrm_overlap.config import InputError
@@ -154,6 +155,8 @@ def _cure_of_missing() -> str:
     """Return the command for this machine; both if torch has CUDA, but no GPU or FBGEMM tells which one is wanted."""
     import torch
 
+    if sys.platform != "linux":
+        return f"PyPI has no FBGEMM for {sys.platform}; use Linux"
     is_open = torch.version.cuda and not torch.cuda.is_available() and not fbgemm_versions()
     return _commands_of_both_builds() if is_open else install_command(build(), row())
 

@@ -3,6 +3,7 @@ import importlib.util
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -63,6 +64,23 @@ def test_check_stack_names_what_is_missing_or_does_not_match(
     installed(cuda, **{"fbgemm_gpu": None} | versions)
     with refuses(f"^{re.escape(message)}$"):
         supported_versions.check_stack()
+
+
+def test_check_stack_names_the_system_that_has_no_fbgemm(
+    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(torch="2.14.1", fbgemm_gpu=None, fbgemm_gpu_cpu=None)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with refuses("^FBGEMM: not installed; PyPI has no FBGEMM for darwin; use Linux$"):
+        supported_versions.check_stack()
+
+
+def test_a_system_without_posix_signals_is_told_in_one_line() -> None:
+    names = [name for name in ("SIGUSR1", "SIGHUP", "pthread_sigmask") if hasattr(signal, name)]
+    program = f"import signal\nfor name in {names}: delattr(signal, name)\nfrom dlrm_overlap.__main__ import run; run()"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert result.stderr == f"dlrm-overlap: {sys.platform} has no POSIX signals; use Linux, or WSL 2 under Windows\n"
 
 
 @pytest.mark.parametrize(("name", "module"), [("tensordict", "tensordict"), ("pyre-extensions", "pyre_extensions")])
