@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
@@ -143,9 +144,11 @@ def test_the_default_put_is_as_fast_as_the_other() -> None:
 _CODE = ("dlrm_overlap", "kernels", "data", "tests", "configs")
 
 
-def test_the_citation_has_the_version_of_the_package() -> None:
-    version = tomllib.loads(Path("pyproject.toml").read_text())["project"]["version"]
-    assert f"\nversion: {version}\n" in Path("CITATION.cff").read_text()
+def test_the_citation_is_of_the_package() -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load(Path("CITATION.cff").read_text())
+    for key in ("version", "authors", "keywords"):
+        assert citation[key] == project[key]
 
 
 @pytest.mark.parametrize("page", [Path("docs/architecture.md"), *CHAPTERS], ids=str)

@@ -148,6 +148,8 @@ def test_the_pythons_are_the_ones_of_pyproject_the_makefile_and_the_pages() -> N
     (first_major, first), *_, (last_major, last) = supported_versions.PYTHONS
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     assert project["requires-python"] == f">={first_major}.{first},<{last_major}.{last + 1}"
+    named = [name.rpartition(" ")[2] for name in project["classifiers"] if "Python :: 3" in name]
+    assert named == [".".join(map(str, release)) for release in supported_versions.PYTHONS]
     makefile = Path("Makefile").read_text()
     assert f"not ({first_major}, {first}) <= sys.version_info[:2] <= ({last_major}, {last})" in makefile
     for page in ("Makefile", "README.md", "docs/torchrec.md", "Dockerfile"):
