@@ -1,5 +1,6 @@
 # make train      a first run: train configs/quickstart.yaml with torchrec, pgas and fused, on one process per GPU or
-#                 two on the CPU, and print a table of the results and their TensorBoard folder
+#                 two on the CPU, and print a table of the results and their TensorBoard folder; on a CPU that is not
+#                 x86-64, where pgas and fused do not run, with torchrec and nccl
 # make test       run the tests, without the slow ones
 # make test-slow  run the slow tests: four ranks, and variants of what `make test` covers
 # make test-versions  run the distributed and kernel tests, on CPUs, with all older versions of the libraries, and with
@@ -28,13 +29,14 @@ INDEX_cpu = $$($(BIN)/python -m pip config list | grep -E "(index-url|no-index|f
 	! $(BIN)/python -c '$(PROBE)' 2>/dev/null || echo --extra-index-url $(CPU_WHEELS))
 READY := $(VENV)/.ready-$(STACK)
 OTHER_BUILDS := $(filter-out $(READY),$(wildcard $(VENV)/.ready-*))
+OURS := $(if $(filter cuda-% cpu-x86_64,$(STACK)-$(shell uname -m)),pgas fused,nccl)
 # Two processes, one test file at a time each, as the tests of a file share ranks and runs; those that start ranks first.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: train wheel test test-slow test-versions soak test-gpu lint format clean
 
 train: $(READY)
-	$(BIN)/dlrm-overlap compare --config configs/quickstart.yaml --backends torchrec pgas fused --nproc auto
+	$(BIN)/dlrm-overlap compare --config configs/quickstart.yaml --backends torchrec $(OURS) --nproc auto
 
 wheel:
 	rm -rf build dist

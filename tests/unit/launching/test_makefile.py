@@ -22,3 +22,24 @@ def test_an_environment_with_the_other_builds_is_made_anew(tmp_path: Path, befor
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True).stdout
     (line,) = [line for line in told.splitlines() if " -m venv " in line]
     assert line.split() == ["python3", "-m", "venv", *["--clear"] * clears, ".venv"]
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+@pytest.mark.parametrize(
+    ("machine", "stack", "backends"),
+    [
+        ("x86_64", "cpu", "torchrec pgas fused"),
+        ("aarch64", "cpu", "torchrec nccl"),
+        ("aarch64", "cuda", "torchrec pgas fused"),
+    ],
+)
+def test_the_first_run_has_the_backends_that_work_on_the_machine(
+    tmp_path: Path, machine: str, stack: str, backends: str
+) -> None:
+    uname = tmp_path / "uname"
+    uname.write_text(f"#!/bin/sh\necho {machine}\n")
+    uname.chmod(0o755)
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["make", "-n", "train", f"STACK={stack}", "PYTHON=python3"]
+    told = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=20, check=True).stdout
+    assert f" --backends {backends} --nproc auto\n" in told
