@@ -21,6 +21,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+NEED_PYTHON = @test -n "$(PYTHON)" || \
+	{ echo "make: no Python 3.11 to 3.13 found; install one, or name it: make PYTHON=..." >&2; exit 2; }
 STACK ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
 TORCHREC_cpu = $(BIN)/python -m pip install -q --no-deps torchrec==1.9.2
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
@@ -39,6 +41,7 @@ train: $(READY)
 	$(BIN)/dlrm-overlap compare --config configs/quickstart.yaml --backends torchrec $(OURS) --nproc auto
 
 wheel:
+	$(NEED_PYTHON)
 	rm -rf build dist
 	$(PYTHON) -m pip wheel -q --no-deps -w dist .
 
@@ -71,7 +74,7 @@ clean:
 	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 
 $(READY): pyproject.toml Makefile
-	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 to 3.13 found; install one, or name it: make PYTHON=..." >&2; exit 2; }
+	$(NEED_PYTHON)
 	$(PYTHON) -m venv $(if $(OTHER_BUILDS),--clear) $(VENV)
 	$(BIN)/python -m pip install -q --no-warn-conflicts $(INDEX_$(STACK)) -e ".[$(STACK),dev]"
 	$(TORCHREC_$(STACK))

@@ -43,3 +43,16 @@ def test_the_first_run_has_the_backends_that_work_on_the_machine(
     command = ["make", "-n", "train", f"STACK={stack}", "PYTHON=python3"]
     told = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=20, check=True).stdout
     assert f" --backends {backends} --nproc auto\n" in told
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+@pytest.mark.parametrize("target", ["train", "wheel"])
+def test_without_a_python_make_says_so(tmp_path: Path, target: str) -> None:
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(name, tmp_path)
+    (tmp_path / "dist").mkdir()
+    command = ["make", target, "STACK=cpu", "PYTHON="]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("make: no Python 3.11 to 3.13 found; install one, or name it: make PYTHON=...\n")
+    assert (tmp_path / "dist").exists(), "an earlier wheel stays"
