@@ -19,9 +19,10 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
+IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
-NEED_PYTHON = @test -n "$(PYTHON)" || \
+	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && echo $$p && break; done)
+NEED_PYTHON = @test -n "$(PYTHON)" && $(PYTHON) -c '$(IS_SUPPORTED)' || \
 	{ echo "make: no Python 3.11 to 3.13 found; install one, or name it: make PYTHON=..." >&2; exit 2; }
 STACK ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
 TORCHREC_cpu = $(BIN)/python -m pip install -q --no-deps torchrec==1.9.2

@@ -47,12 +47,16 @@ def test_the_first_run_has_the_backends_that_work_on_the_machine(
 
 @pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
 @pytest.mark.parametrize("target", ["train", "wheel"])
-def test_without_a_python_make_says_so(tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize("python", ["", "./python3.10"])
+def test_without_a_supported_python_make_says_so(tmp_path: Path, target: str, python: str) -> None:
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(name, tmp_path)
     (tmp_path / "dist").mkdir()
-    command = ["make", target, "STACK=cpu", "PYTHON="]
+    (tmp_path / "python3.10").write_text("#!/bin/sh\nexit 1\n")  # to the question whether it is supported
+    (tmp_path / "python3.10").chmod(0o755)
+    command = ["make", target, "STACK=cpu", f"PYTHON={python}"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False)
     assert result.returncode == 2
     assert result.stderr.startswith("make: no Python 3.11 to 3.13 found; install one, or name it: make PYTHON=...\n")
     assert (tmp_path / "dist").exists(), "an earlier wheel stays"
+    assert not (tmp_path / ".venv").exists()
