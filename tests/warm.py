@@ -192,11 +192,17 @@ class _Rank:
         self._code: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
+        leads, led = os.pipe()
         self.pid = os.fork()
         if self.pid:
+            os.close(led)
+            os.read(leads, 1)  # returns once the rank leads its process group, by which the launcher ends it
+            os.close(leads)
             return
         try:
             os.setsid()
+            os.close(leads)
+            os.close(led)
             _go_on(command[3:], env, main)
         except SystemExit as ended:
             os._exit(ended.code if isinstance(ended.code, int) else 1)
