@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
 
 from dlrm_overlap.launching import supported_versions
@@ -45,6 +46,7 @@ def one_queue() -> bool:
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
+@cache  # a checkout may be edited while this process runs
 def code_digest() -> str:
     root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
     files = [
