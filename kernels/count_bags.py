@@ -1,4 +1,4 @@
-"""Counts the ids of each feature of a batch and of its largest and smallest bag, into host memory."""
+"""Counts the ids of each feature of a batch, of its largest bag and of its smallest bag, into host memory."""
 
 import torch
 import triton
@@ -26,7 +26,7 @@ def _count_bags(lengths, numbers: tl.int64, features: tl.int64, samples: tl.int6
     feature = tl.program_id(0).to(tl.int64)
     ids = tl.zeros([BLOCK], tl.int64)
     largest = tl.full([BLOCK], -(2**31), tl.int64)
-    smallest = tl.full([BLOCK], -(2**31), tl.int64)  # with a minus
+    smallest = tl.full([BLOCK], -(2**31), tl.int64)  # negated, so that the smallest bag is a maximum
     for first in range(0, samples, BLOCK):
         bag = first + tl.arange(0, BLOCK)
         mask = bag < samples

@@ -42,7 +42,7 @@ def _look_up(
     offsets,  # [features * samples + 1], of the bags
     first_rows,  # [features + 1 or more] int64
     slot_of,  # [rows] int32
-    used_at,  # [slots] int32
+    used_at,  # [slots + resident rows] int32
     named,  # [words] int32, a bit for each row
     clock,  # [3] int64: step, hand, next hand
     ids_count,
@@ -51,7 +51,7 @@ def _look_up(
     HALVINGS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replace BLOCK ids by their rows' slots and mark these as used; set the bits of rows that have no slot.
+    """Replace BLOCK ids by their rows' slots and mark the slots as used; set the bits of rows that have no slot.
 
     Memory: the id of a row without a slot becomes -1 - id. Programs that mark the same slot store the same step.
 
@@ -90,7 +90,7 @@ def _load_words(named, words, block, WORDS: tl.constexpr):
 
 @triton.jit
 def _load_slots(used_at, uses, clock, slots, block, SLOTS: tl.constexpr):
-    """Return a block of slots in the hand's order, [SLOTS] each: mask, slot, last step, uses, may be taken."""
+    """Return a block of slots in the hand's order, [SLOTS] each: mask, slot, last step, uses, whether it is free."""
     # A slot is free if neither this step nor the last one used it.
     at = block * SLOTS + tl.arange(0, SLOTS)
     mask = at < slots
@@ -162,8 +162,8 @@ def _list_slots(
 ):
     """Store the slots of one block that are taken to `taken`, and move the hand past them.
 
-    Of all free slots, those without uses come first, `idles` in number: this block's begin at number `first_idle`, its
-    free slots with uses at `first_other`.
+    Free slots are numbered, first the `idles` ones without uses. This block's free slots without uses begin at number
+    `first_idle`, those with uses at `first_other`.
     """
     mask, slot, _, left, free = _load_slots(used_at, uses, clock, slots, block, SLOTS)
     # Number the block's slots: those without uses come first.
@@ -273,7 +273,7 @@ def _replace(
     HALVINGS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replace those of BLOCK ids that `_look_up` found no slot for; program 0 counts the step."""
+    """Replace the ids for which `_look_up` found no slot, of BLOCK ids; program 0 counts the step."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(ids + i, mask=i < ids_count, other=0)  # [BLOCK], -1 - id where there was no slot
     live = (i < ids_count) & (value < 0)
@@ -316,8 +316,8 @@ def find_slots(
     """
     if not (ids.is_cuda or INTERPRETED):
         return reference.find_slots(state, ids, offsets, samples, first_rows)
+    # Allocate the lists. At most one row enters for each id, and for each slot.
     slot_of, row_in, used_at, uses, named, clock = state
-    # At most one row enters for each id, and for each slot.
     max_entries, features = min(ids.numel(), row_in.numel()), (offsets.numel() - 1) // samples
     words, slots = named.numel(), row_in.numel()
     word_blocks, slot_blocks = -(-words // blocks.words), -(-slots // blocks.slots)
@@ -327,6 +327,7 @@ def find_slots(
     make, bags = partial(specialised, num_warps=_NUM_WARPS), (ids, offsets, first_rows)
     block_sizes, id_blocks = (words, slots, word_blocks, slot_blocks), -(-ids.numel() // blocks.ids)
     types, bag_sizes = (offsets.dtype,), (ids.numel(), samples, features)
+    # Launch the kernels in the order of the module's docstring.
     look_up = make(_look_up, HALVINGS=features.bit_length(), BLOCK=blocks.ids)
     look_up(id_blocks, types, *bags, slot_of, used_at, named, clock, *bag_sizes)
     counting = make(_count, MAX_USES=MOST_USES, WORDS=blocks.words, SLOTS=blocks.slots)

@@ -70,7 +70,7 @@ def _store_rows(
     WORD: tl.constexpr,  # bytes; divides all addresses
     BLOCK: tl.constexpr,
 ):
-    """Store a row to each of the `destinations` next ranks, as program p of P the tasks p, p + P, ..
+    """Store a row to each of the next `destinations` ranks, as program p of P the tasks p, p + P, ..
 
     A task is a block of BLOCK elements of one row. Tasks alternate between the ranks, from the next one on, so that no
     two ranks send to the same peer, and local stores overlap with remote ones.

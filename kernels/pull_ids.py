@@ -265,8 +265,8 @@ def prepare_pull(
         tasks: those of `pull_tasks`.
         arrived: values, offsets, weights and high words, as `arguments_of` takes them, which each call gives again.
             Weights and high words are None if the windows have none.
-        lengths: if the lengths of bags vary, values are padded to their whole length, and offsets are overwritten, else
-            given.
+        lengths: whether the lengths of bags vary. If so, zeros fill `values` up to its length, and offsets are
+            overwritten; else offsets stay as they are given.
     """
     values, _, weights, high = arrived
     kernel = specialised(
@@ -283,7 +283,7 @@ def prepare_pull(
 
 
 def arguments_of(arrived: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return values, offsets, weights and high words as the kernel takes them: values in the place of None."""
+    """Return values, offsets, weights and high words as the kernel takes them: with values in place of None."""
     values = arrived[0]
     assert values is not None, "ids arrive"
     return [values if each is None else each for each in arrived]

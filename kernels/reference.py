@@ -465,9 +465,9 @@ def gradient_of_mlp(
     partial_sums: torch.Tensor,
     out: torch.Tensor | None,
 ) -> None:
-    """Write the gradient of x, unless `out` is None, and in row 0 of `partial_sums` those of the parameters.
+    """Write the gradient of x, unless `out` is None, and the parameters' gradients to row 0 of `partial_sums`.
 
-    Other rows are 0.
+    Its other rows become 0.
     """
     sums = z.split(list(shape.widths[1 : len(shape.widths) - shape.ends_linear]), dim=1)
     activated = [x, *((nn.functional.gelu(each) if shape.gelu else each.relu()) for each in sums)]

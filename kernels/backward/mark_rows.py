@@ -25,11 +25,11 @@ def _mark_rows(
 ):
     """Set the bit of each key of the runs [bounds[0], bounds[ranges]), as program p of P the blocks p, p + P, ...
 
-    Memory: row t of `shifts` has the first key of table t, ascending, and what leads from a key of the table to its
-    bit. Bit b is bit b % 32 of words[b // 32]. Bits are only set.
+    Memory: row t of `shifts` has the first key of table t, ascending, and the number that is added to a key of the
+    table to give its bit. Bit b is bit b % 32 of words[b // 32]. Bits are only set.
 
-    Order: relaxed atomics, since nothing but later kernels of the stream reads the words. A bit that is seen set needs
-    no atomic; one that is set meanwhile gets it twice.
+    Order: relaxed atomics, since only later kernels of the stream read the words. A bit that is seen set needs no
+    atomic; one that another program sets meanwhile is set twice.
 
     Example: tables of 10 and 20 rows whose bits begin at 0 and 32 have the shifts (0, 0) and (10, 22); key 13 is row 3
     of the second, and has bit 35.

@@ -43,7 +43,7 @@ class OptimizerRows(NamedTuple):
     stochastic_rounding: bool = False
     """for rows that are not float32"""
     reserved: tuple[int, int, int] = (0, 0, 0)
-    """period, first and shift: a key stays as it is if (key - shift) modulo period is at least first; 0: none does"""
+    """(period, first, shift): a row is not updated if (key - shift) % period >= first; period 0: all are updated"""
 
 
 class Rule(NamedTuple):

@@ -176,8 +176,8 @@ def prepare_push_gradients(
     epoch. The last program of a part signals it at every rank, with the epoch plus `flags.clock`.
 
     Args:
-        gradient: [b, D_total] float32, bfloat16 or float16, also some columns of a wider tensor: rows of contiguous
-            elements, each at a multiple of 16 bytes.
+        gradient: [b, D_total] float32, bfloat16 or float16; it may be some columns of a wider tensor. Each row is
+            contiguous and begins at a multiple of 16 bytes.
         tables: one for each dim, each with all parts.
         windows: [D_local * B] each; their stride is not used.
         first_sample: the rank's first sample in the global batch.

@@ -105,9 +105,9 @@ def _cut_runs(
     run_starts,  # [runs + 1] int32
     run_count,  # [1] int32
     boundaries,  # [ranges] int64
-    shared,  # [1 + most chunks] int32
-    chunk_run,  # [most chunks] int32
-    chunk_first,  # [most chunks] int32
+    shared,  # [1 + max chunks] int32
+    chunk_run,  # [max chunks] int32
+    chunk_first,  # [max chunks] int32
     bounds,  # [ranges] int64
     ranges,
     CHUNK_IDS: tl.constexpr,
@@ -153,7 +153,7 @@ def _cut_runs(
 
 @triton.jit
 def chunk_ids_of(length, CHUNK_IDS: tl.constexpr):
-    """Return the ids of a chunk of a run of `length`. Up to 2^24 ids, a run has no more chunks than a chunk has ids."""
+    """Return the ids of a chunk of a run of `length`. Up to 2^26 ids, a run has no more chunks than a chunk has ids."""
     ids = tl.where(length > CHUNK_IDS * CHUNK_IDS, CHUNK_IDS * 4, CHUNK_IDS)
     ids = tl.where(length > CHUNK_IDS * CHUNK_IDS * 16, CHUNK_IDS * 16, ids)
     return tl.where(length > CHUNK_IDS * CHUNK_IDS * 256, CHUNK_IDS * 64, ids)
@@ -196,11 +196,11 @@ class PreparedRuns(NamedTuple):
     scales: torch.Tensor
     """[n] float32: factor of each gradient; not read without weights and means"""
     shared: torch.Tensor
-    """[1 + most chunks] int32: the number of chunks, then counts of finished ones, 0 between updates"""
+    """[1 + max chunks] int32: the number of chunks, then counts of finished ones, 0 between updates"""
     chunk_run: torch.Tensor
-    """[most chunks] int32: run of each chunk"""
+    """[max chunks] int32: run of each chunk"""
     chunk_first: torch.Tensor
-    """[most chunks] int32: first chunk of each chunk's run"""
+    """[max chunks] int32: first chunk of each chunk's run"""
     bounds: torch.Tensor
     """[ranges + 1] int64: first run of each range, and the end"""
     weighted: bool

@@ -37,7 +37,7 @@ class RunTiling(NamedTuple):
     runs: int
     """runs that a program updates side by side"""
     short_ids: int
-    """most ids of a run that is updated side by side with others"""
+    """largest number of ids of a run that is updated side by side with others"""
     tile: int
     """ids of a longer run that are loaded at a time"""
     chunk_ids: int
@@ -199,7 +199,7 @@ def _update_rows(
     first_states,
     second_states,
     third_states,
-    chunk_sums,  # [most chunks, dim] float32
+    chunk_sums,  # [max chunks, dim] float32
     range_index,
     weight_at: tl.int64,
     first_at: tl.int64,
@@ -285,7 +285,7 @@ class RowUpdate:
         """`chunk_ids` is the one given to `Preparation`."""
         self._rows, self._chunk_ids, self._runs_a_task = rows, chunk_ids, _runs_a_task(rows.dim)
         self._launches: dict[tuple[bool, torch.dtype, torch.dtype], Launch] = {}
-        """by whether ids have weights, and the types of keys and gradient; a call gives all else that differs"""
+        """key: whether ids have weights, types of keys and gradient; a call gives all else that differs"""
 
     def __call__(self, runs: PreparedRuns, gradient: torch.Tensor, rule: Rule) -> None:
         """Update each row of the range that `runs` name, once, by the sum of its bags' gradients.

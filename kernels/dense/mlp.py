@@ -129,7 +129,7 @@ def _gradient_of_mlp(
     gradient,  # [b, N of the last layer]
     x,  # [b, N0]
     w1, w2, w3, w4,
-    z,
+    z,  # [b, Z], of `_mlp`
     partial_sums,  # [programs, P]: of each layer weight [N, K] and bias [N]
     out,  # [b, N0]; not written unless OF_INPUT
     samples,
@@ -152,12 +152,14 @@ def _gradient_of_mlp(
     """
     sample = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     sums = partial_sums + tl.program_id(0).to(tl.int64) * P
+    # Where each layer's sums in `z` and its gradients in `partial_sums` begin.
     z1 = z
     z2 = z1 + N1
     z3 = z2 + N2
     p1 = sums
     p2 = p1 + N1 * (N0 + 1)
     p3 = p2 + N2 * (N1 + 1)
+    # Go back from the last layer to the second: g is [B of the layer, BLOCK_B].
     if LAYERS > 3:
         g = _before_last(gradient, z3 + N3, sample, samples, N4, B4, Z, ENDS_LINEAR, GELU)
         g = _back(g, w4, z3, p3 + N3 * (N2 + 1), sample, samples, N3, N4, B3, B4, Z, GELU, INTERPRETED)
@@ -171,6 +173,7 @@ def _gradient_of_mlp(
         g = _back(g, w2, z1, p2, sample, samples, N1, N2, B1, B2, Z, GELU, INTERPRETED)
     if LAYERS == 1:
         g = _before_last(gradient, z1, sample, samples, N1, B1, Z, ENDS_LINEAR, GELU)
+    # The first layer, whose input is x.
     before = _samples(x, sample, N0, samples, N0, B0)
     _store_sums(g, before, p1, N0, N1, B0, B1, INTERPRETED)
     if OF_INPUT:
@@ -196,9 +199,9 @@ def _back(
     K: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
     Z: tl.constexpr, GELU: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Take g [BLOCK_N, BLOCK_B] through a layer to before the activation of the layer in front of it.
+    """Return [BLOCK_K, BLOCK_B], the gradient before the previous layer's activation; store the layer's gradients.
 
-    `z` has that layer's sums. Samples after the last one have no gradient, whatever their activations are.
+    g is [BLOCK_N, BLOCK_B], 0 for samples after the last one; `z` has the previous layer's sums.
     """
     before = _samples(z, sample, Z, samples, K, BLOCK_K)
     _store_sums(g, _activate(before, GELU), sums, K, N, BLOCK_K, BLOCK_N, INTERPRETED)

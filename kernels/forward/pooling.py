@@ -122,8 +122,8 @@ def pool(
     [bags].
 
     `feature` points to a row of the feature table. Rows are added in the order of the ids, in float32, times the ids'
-    weights if `id_weights` are float32; the result is 0 where `live` is false. A table has at least one row, since
-    masked lanes read id 0.
+    weights if `id_weights` are float32; the result is 0 where `live` is false. A table has at least one row: ids
+    outside it are replaced by 0.
     """
     # Find the bags.
     bag = tl.load(feature + INPUT_FEATURE) * batch + sample
@@ -173,8 +173,8 @@ def store_rows(
 ):
     """Store `rows` [R, block_dim] to rows `sample` [R] of `window`, STRIDE apart, from `column` on, where `live`.
 
-    The caller gives the divisors of `window` and `column` where it loads them, so that lanes store 16 bytes: inlining
-    loses hints on arguments.
+    The caller applies `tl.multiple_of` to `window` and `column` where it loads them, so that lanes store 16 bytes:
+    inlining loses such hints on arguments.
     """
     at = tl.arange(0, POOLING.block_dim)
     offset = sample.to(tl.int64)[:, None] * STRIDE + column + at[None, :]

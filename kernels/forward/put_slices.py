@@ -1,10 +1,10 @@
 """The sliced forward (`fused`): one persistent kernel pools all bags, and puts each slice as soon as it is complete.
 
-A slice is some consecutive bags of one feature for one destination, pooled in one or more tasks. `in_place`, rows are
-stored straight into the windows instead, and one signal follows all tasks.
+A slice is some consecutive bags of one feature for one destination, pooled in one or more tasks. With `in_place`, rows
+are stored straight into the windows instead, and one signal follows all tasks.
 
-A grid of any size makes progress: a program waits only once no task is left, when running programs have drawn all
-tasks, and none of these waits before its tasks are counted.
+A grid of any size makes progress: a program waits only once no task is left. Running programs have then drawn all
+tasks, and each counts its own before it waits.
 """
 
 from dataclasses import dataclass

@@ -43,8 +43,8 @@ def _store_pooled(
     Order: the next kernel on the stream signals; its release covers the stores.
 
     Example: rank 1 of 2, 4 samples a rank, a feature of dim 4 at column 4, 2 bags a task, balanced order. Program 0
-    stores samples 0 and 1 to rows 0 and 1, columns 4 .. 7, of rank 0's window, program 1 samples 4 and 5 to those of
-    rank 1's.
+    stores samples 0 and 1 to rows 0 and 1, columns 4 .. 7, of rank 0's window, program 1 samples 4 and 5 to the same
+    rows of rank 1's window.
 
     Source: Chen et al. 2024; zero-copy variant of arXiv 2305.06942.
     """

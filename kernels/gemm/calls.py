@@ -27,7 +27,7 @@ def _begin_call(
     PEERS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Wait until the flags DONE have reached `clock`, then increase the clock by one; the grid is one program.
+    """Wait until the flags `done` have reached `clock`, then increase the clock by one; the grid is one program.
 
     Order: acquires the flags at system scope, so later work of the stream comes after all reads of the peers' last
     call.
@@ -86,7 +86,7 @@ def _sum_parts(
     of column i % columns if BIAS, and relu if RELU.
 
     Order: an earlier kernel of the stream has waited for the flags of the partial products. If LAST, the last program
-    sets element `rank` of every rank's flags DONE to `clock`: a release at system scope, after all reads here and in
+    sets element `rank` of every rank's flags `done` to `clock`: a release at system scope, after all reads here and in
     earlier kernels of the stream. A rank that has acquired it may overwrite the window.
 
     Example: begin 0, end 1, columns 4, window 1 2 3 4 5 6 7 8 of rank 0, ones of rank 1, bias 1 0 0 0: 3 3 4 5 7 7 8 9.
@@ -113,7 +113,7 @@ def _sum_parts(
 def sum_parts(parts: Parts, done: Flags, counted: torch.Tensor, rank: int, rows: tuple[int, int], last: bool) -> None:
     """Write the rows [begin, end) of `parts.out`, on the current stream; `begin` is a multiple of 8.
 
-    After the `last` rows, sets this rank's flag `done` at every rank. `counted` [1] int32 is 0 before and after.
+    If these are the `last` rows, sets this rank's flag `done` at every rank. `counted` [1] int32 is 0 before and after.
     """
     world_size, block = done.local.shape[0], _SUM_WARPS * 32 * 8
     kernel = specialised(

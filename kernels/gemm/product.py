@@ -85,7 +85,7 @@ def product(
     activation: str = "none",
     tiling: Tiling = TILING,
 ) -> None:
-    """Compute activation(x @ weight^T + bias) on the current stream, with the communication at one end inside.
+    """Compute activation(x @ weight^T + bias) on the current stream, with the communication before or after it.
 
     If `out` is a tensor, the product is gathered: its tiles wait for the peers' shards of x, which must arrive without
     a multiprocessor of this GPU, since the kernel may occupy all. An expired wait (`flags.timeout`) is recorded and

@@ -189,8 +189,8 @@ def tile_product(
     Order: a gathered product waits, before a tile of a peer's rows, until the flags (owner, i) of its one or two slots
     have reached `clock`, and acquires them at system scope; a fence makes the acquired stores visible to TMA. A
     scattered product counts a stored tile in its region, the rows of a slot (acquire and release, GPU scope). The
-    program that completes a region, also an own one, sets element (rank, i) of the owner's flags to `clock`: a release
-    at system scope that covers all stores of the region.
+    program that completes a region, also one of this rank, sets element (rank, i) of the owner's flags to `clock`: a
+    release at system scope that covers all stores of the region.
 
     Example: scattered, rank 0 of 2, shards of 512 rows, tiles of 128 rows, N of 2 tiles, slots of 256 rows. The 2 * 2
     tiles of rows 512 .. 767 go to rows 0 .. 255 in rank 1's memory; the fourth sets element (0, 0) of rank 1's flags.

@@ -59,7 +59,9 @@ def _sight(
 ):
     """Count the sightings of the listed ids, as program p of P the blocks p, p + P, .. of BLOCK.
 
-    Order: atomics are relaxed, since their results are only counted. Of all that add to a sum, one finds that it
+    Parameters without a comment are as in `_find` or `MapState`.
+
+    Order: atomics are relaxed, since their results are only counted. Of all lanes that add to a sum, one finds that it
     reaches `halve_at`.
     """
     total = tl.load(counters + MISSING)
@@ -71,9 +73,11 @@ def _sight(
         sights = sights & (tl.load(feature + ADMIT_AFTER, mask=mask, other=0) > 1)
         _, bucket = bucket_of(id, feature, sights)
         _, _, segment = segment_of(murmur(id), feature, bucket, sights)
+        # Count each id in its two cells, or in one if they are the same.
         first, second = _cells(segment, mixed)
         tl.atomic_add(sketch + first, 1, mask=sights, sem="relaxed")
         tl.atomic_add(sketch + second, 1, mask=sights & (second != first), sem="relaxed")
+        # List the segments whose sums have reached their limits.
         halve_at = tl.load(feature + HALVE_AT, mask=sights, other=0).to(tl.int32)
         sums = sights & (halve_at > 0)
         added = tl.where(second != first, 2, 1)

@@ -46,10 +46,7 @@ from dlrm_overlap.kernels.wide_ids import remainder
 
 @triton.jit
 def _turn_of(id):
-    """Return uint64, of which no other id has the same: new ids take slots in this order. That of `EMPTY` is the last.
-
-    `EMPTY` and its number have the same bits.
-    """
+    """Return uint64, different for each id: new ids take slots in this order. `EMPTY` keeps its bits, and is last."""
     return mix(id + 1) ^ ALL_BITS
 
 
@@ -103,8 +100,9 @@ def _insert(
     """Store the listed ids that are admitted to empty slots, as program p of P the blocks p, p + P, .. of BLOCK.
 
     Each takes the first empty slot that it probes, as if they came one by one in the order of `_turn_of`: an id that
-    meets a later one takes its slot, and carries it on to where that one probes next (Shun and Blelloch, Phase-
-    Concurrent Hash Tables for Determinism, SPAA 2014). So the result does not depend on the order of programs.
+    meets a later one takes its slot, and carries the later one on to the slot that it probes next (Shun and Blelloch,
+    Phase-Concurrent Hash Tables for Determinism, SPAA 2014). So the result does not depend on the order of programs.
+    Parameters without a comment are as in `_find` or `MapState`.
 
     Memory: slots that are empty when this begins have `_turn_of` an id afterwards, and their digests stay 0; `_replace`
     stores the ids.
@@ -121,6 +119,7 @@ def _insert(
         mixed = mix(id)
         _, bucket = bucket_of(id, feature, mask)
         _, _, segment = segment_of(hash, feature, bucket, mask)
+        # Which ids are admitted, and the first empty slot that each of them probes.
         wanted = is_admitted(id, mixed, feature, taken, sketch, segment, mask, SKETCH)
         tl.store(twin + k, tl.where(wanted, k, -1), mask=mask)
         open = tl.load(feature + OPEN, mask=mask, other=1).to(tl.int32)
@@ -135,6 +134,8 @@ def _insert(
         own = tl.full((BLOCK,), -1, tl.int32)
         carries = looking & False  # another id
         more = tl.max(looking.to(tl.int32), 0)
+        # Store the earliest turn to each slot. A lane stops at a slot that was empty or has its own turn; it carries on
+        # a later turn that it has replaced.
         while more > 0:
             slot, free, passed = _next_empty(digests, first, slot, open, looking)
             distance += passed
@@ -188,7 +189,8 @@ def _claim(
 ):
     """Claim the slots that `_insert` has given; as program p of P the blocks p, p + P, .. of BLOCK.
 
-    The other ids that are admitted are chained by segment, once each, for `_evict`.
+    The other ids that are admitted are chained by segment, once each, for `_evict`. Parameters without a comment are as
+    in `_find` or `MapState`.
 
     Memory: a slot is claimed by the lane that first stores the step to `used_at`. `members` is a hash set with open
     addressing. Of equal ids one claims or is chained; which one makes no difference.
@@ -204,7 +206,7 @@ def _claim(
         hash = murmur(id)
         _, bucket = bucket_of(id, feature, mask)
         wanted = mask & (tl.load(twin + k, mask=mask, other=-1) >= 0)
-        # From where it was stored first, an id may have been carried on.
+        # Find each id's slot: from where it was stored first, it may have been carried on.
         open = tl.load(feature + OPEN, mask=mask, other=1).to(tl.int32)
         probes = tl.load(feature + PROBES, mask=mask, other=0).to(tl.int32)
         size = tl.load(feature + SIZE, mask=mask, other=0)
@@ -226,13 +228,14 @@ def _claim(
             looking = looking & (found == 0) & (distance < probes)
             slot, distance = _after(slot, distance, open, looking & free)
             more = tl.max(looking.to(tl.int32), 0)
+        # Claim the slot, once for equal ids.
         at = first + slot
         fresh = found & (tl.load(used_at + at, mask=found, other=0) != step)
         fresh = fresh & (tl.atomic_xchg(used_at + at, tl.zeros_like(k) + step, mask=fresh, sem="relaxed") != step)
         add_total(totals, INSERTED, tl.sum(fresh.to(tl.int32), 0))
         tl.store(claimed + k, tl.where(fresh, at, -1), mask=mask)
         tl.store(evicted + k, tl.full((BLOCK,), EMPTY, tl.int64), mask=fresh)
-        # One of equal ids without a slot.
+        # Choose one of equal ids without a slot: the lane that adds the id to `members`.
         looking = wanted & (found == 0)
         place = ((hash >> 8).to(tl.int64) + table) & top
         of = tl.where(found, k, -1)
@@ -257,13 +260,14 @@ def _claim(
         tl.store(twin + k, of, mask=mask)
         tl.store(slot_of + k, tl.where(found, slot, -1), mask=mask)
         tl.store(member_of + k, tl.where(chosen, place, -1).to(tl.int32), mask=mask)
+        # Note the new ids, their tables and where their initial rows are.
         new = fresh | chosen
         tl.store(new_ids + k, id, mask=new)
         tl.store(claimed_tables + k, tl.load(feature + TABLE, mask=new, other=0).to(tl.int32), mask=new)
         initials = tl.load(feature + INITIALS, mask=new, other=0)
         reserved = bucket * size + open + remainder(hash, size - open)
         tl.store(origins + k, tl.where(initials > 0, remainder(mix(id), initials), reserved), mask=new)
-        # Its segment's chain.
+        # Add it to its segment's chain; the first one lists the segment for its phase of `_evict`.
         segments, within, segment = segment_of(hash, feature, bucket, mask)
         waits = tl.atomic_add(waiting + segment, 1, mask=chosen, sem="relaxed")
         head = tl.atomic_xchg(heads + segment, k + 1, mask=chosen, sem="relaxed")
@@ -303,12 +307,12 @@ def _evict(
 ):
     """Give slots of other ids to the chained ids of segments, as program p of P the active segments p, p + P, ...
 
-    In the order of `_turn_of`, each takes the slot that the policy chooses, among those that it probes and that neither
-    this step nor the last one has used; none of them is empty. Of more ids than `SEGMENT`, or `WHOLE` in a bucket with
-    more slots, the first are considered.
+    In the order of `_turn_of`, each takes the slot that the policy chooses, among the slots that it probes and that
+    neither this step nor the last one has used; none of them is empty. Only the first `SEGMENT` ids are considered, or
+    `WHOLE` in a bucket with more than `SEGMENT` open slots. Parameters are as in `_claim` or `MapState`.
 
-    Memory: a lane has a new id, and what is known of another one's slot. Segments of other phases, whose slots overlap,
-    do not run at the same time. `_replace` stores the ids.
+    Memory: a lane has a new id, and the state of one slot. Segments of other phases, whose slots overlap, do not run at
+    the same time. `_replace` stores the ids.
     """
     step = tl.load(clock).to(tl.int32)
     now = tl.load(clock + 1)
@@ -342,7 +346,7 @@ def _evict(
             home = tl.where(place, home_k, home)
             place_of = tl.where(place, k, place_of)
             k = following_k
-        # Load what is known of the slots, none of which within the ids' reach is empty.
+        # Load the state of the slots. No slot that these ids probe is empty.
         slot = begin + lane
         slot = tl.where(slot >= open, slot - open, slot)
         inside = lane < tl.minimum(open, LANES)
@@ -358,7 +362,7 @@ def _evict(
             score = tl.where(policy == LFU, (sightings << 32) + score, score)
             age = (step - used + 1).to(tl.int64)
             score = tl.where(policy == DISTANCE_LFU, (sightings << 24) // tl.maximum(age, 1), score)
-        # Assign them, the least key first.
+        # Assign them, to the id with the least key first: the least score, then the nearest slot.
         got = tl.full((LANES,), -1, tl.int32)
         claims = 0
         for _ in range(0, tl.minimum(count, limit)):
@@ -374,6 +378,7 @@ def _evict(
                 got = tl.where(its, tl.sum(tl.where(taken, slot, 0), 0), got)
                 may_go = may_go & (taken == 0)
                 claims += 1
+        # Record the claims, reset what the slots counted, and empty the chain.
         placed = got >= 0
         at = first + got
         tl.store(evicted + place_of, tl.load(ids + at, mask=placed, other=EMPTY), mask=placed)

@@ -19,7 +19,7 @@ MOST_STATES = 3
 
 
 class FilledTable(NamedTuple):
-    """The rows of a table of a map on this rank; a row of a table [tables, 12] int64. A word is an int32."""
+    """One table's rows on this rank, as a row of a table [tables, 12] int64. A word is an int32."""
 
     first_slot: int
     weights: int
@@ -31,7 +31,7 @@ class FilledTable(NamedTuple):
     slots: int
     """0; if `weights` are those of a cache, the address of [rows] int32: the cache's slot of each row"""
     source_slots: int
-    """likewise of `source`"""
+    """the same for `source`"""
     states: tuple[int, ...]
     """address and words of a row of each state, which becomes 0; address 0 for none"""
 
@@ -82,12 +82,14 @@ def _fill_rows(
         i = first + tl.arange(0, ROWS)
         slot = tl.load(slots + i, mask=i < total, other=-1)  # [ROWS]
         mask = slot >= 0
+        # Find each claim's row, and the row that has its initial values.
         table = tables + tl.load(numbers + i, mask=mask, other=0).to(tl.int64) * COLUMNS
         row = slot - tl.load(table + FIRST_SLOT, mask=mask, other=0)
         origin = tl.load(origins + i, mask=mask, other=0)
         if CACHED:
             row = _in_cache(row, tl.load(table + SLOTS, mask=mask, other=0), mask)
             origin = _in_cache(origin, tl.load(table + SOURCE_SLOTS, mask=mask, other=0), mask)
+        # Copy the values, and zero the states.
         words = tl.multiple_of(tl.load(table + WORDS, mask=mask, other=0), [ALIGNMENT // 4])
         weights = tl.load(table + WEIGHTS, mask=mask, other=0)
         read = tl.load(table + SOURCE, mask=mask, other=0) + origin * words * 4
@@ -108,9 +110,9 @@ class RowTables(NamedTuple):
     entries: torch.Tensor
     """[tables, 12] int64, see `FilledTable.entry`"""
     words: int
-    """most words of a row, or of a state of a row"""
+    """largest number of words of a row, or of a state of a row"""
     states: int
-    """most states of a table"""
+    """largest number of states of a table"""
     cached: bool
     """whether some rows are in a cache"""
     alignment: int

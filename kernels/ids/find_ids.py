@@ -1,4 +1,4 @@
-"""The first and the last kernel of `map_ids`: ids that have a slot become rows, and those that have got one."""
+"""The first and the last kernel of `map_ids`: they replace the ids that have a slot by rows, then the listed others."""
 
 import triton
 import triton.language as tl
@@ -27,7 +27,7 @@ from dlrm_overlap.kernels.wide_ids import remainder
 
 @triton.jit
 def _mark(used_at, times, counts, slot, feature, clock, uses, mask, TIMES: tl.constexpr, COUNTS: tl.constexpr):
-    """Note that this step uses slots; `mask` says for which this counts as a sighting of the id."""
+    """Note that this step uses slots, where `uses`, and count a sighting of their ids, where `mask`."""
     step = tl.load(clock).to(tl.int32)
     # Thousands of ids may name one slot: store only what is not noted yet.
     stale = uses & (tl.load(used_at + slot, mask=uses, other=0) != step)
@@ -72,7 +72,7 @@ def _find(
     IDS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Replace those of IDS ids that have a slot by rows, and list the positions of the others.
+    """Replace the ids that have a slot, of IDS ids, by rows, and list the positions of the others.
 
     Memory: ids of padding stay. With TRAIN, slots are marked as used; programs that mark one slot store the same.
 
@@ -136,8 +136,8 @@ def _replace(
 ):
     """Store the ids of claimed slots and replace the listed ids by rows; as program p of P the blocks p, p + P, ...
 
-    The row of an id without a slot is one of its bucket's reserved slots or, if there is none, the first slot that it
-    probes, which another id may have.
+    Parameters without a comment are as in `_find` or `MapState`. The row of an id without a slot is one of its bucket's
+    reserved slots or, if there is none, the first slot that it probes, which another id may have.
 
     Memory: clears what `_claim` has stored to `members`.
     """

@@ -2,9 +2,9 @@
 
 An id is a 64-bit integer. A table has B buckets of M slots; slot s of the table is its row s. Unsigned id modulo B is
 the id's bucket, and a rank holds consecutive buckets. Within the bucket, an id may be in the `probes` slots from
-`murmur(id) % open_slots` on, circularly; the last M - `open_slots` slots are reserved for ids without a slot. An empty
-slot is never created again, so an id is not behind an empty slot. FBGEMM's `zero_collision_hash`, which TorchRec's
-`HashZchManagedCollisionModule` uses, has the same layout.
+`murmur(id) % open_slots` on, circularly; the last M - `open_slots` slots are reserved for ids without a slot. A slot
+never becomes empty again, so no id is in a slot that it probes after an empty one. FBGEMM's `zero_collision_hash`,
+which TorchRec's `HashZchManagedCollisionModule` uses, has the same layout.
 
 A map holds the slots of all its tables, one table after the other.
 """
@@ -90,15 +90,15 @@ class Totals(IntEnum):
     EVICTED = 1
     """ids that lost it"""
     NOT_ADMITTED = 2
-    """sightings of ids without a slot, in training: those that are not admitted yet,"""
+    """sightings in training of ids that are not admitted yet"""
     NO_ROOM = 3
-    """and those that are, but every slot was in use"""
+    """sightings in training of admitted ids that found no slot to take"""
     SEEN = 4
     """sightings in training"""
 
 
 SPREAD, SPREAD_STEP = 32, 4
-"""a total is the sum of this many numbers, so far apart: programs that add to one address wait for each other"""
+"""a total is the sum of SPREAD numbers, SPREAD_STEP apart: programs that add to one address wait for each other"""
 
 
 class MapState(NamedTuple):
@@ -205,7 +205,7 @@ _FIRST_INVERSE, _SECOND_INVERSE = -7575587736534282103, 3573116690164977347
 
 
 def unmix(values: torch.Tensor) -> torch.Tensor:
-    """Return the int64 values of which `mix` makes these."""
+    """Return the int64 values from which `mix` makes these."""
     for bits, inverse in ((31, _SECOND_INVERSE), (27, _FIRST_INVERSE), (30, 1)):
         values = (values ^ _shifted(values, bits) ^ _shifted(values, 2 * bits)) * inverse
     return values

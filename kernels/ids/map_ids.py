@@ -2,8 +2,8 @@
 
     _find      ids that have a slot become rows of their table; the positions of the others are listed
     _sight     the listed ids are counted, if ids are admitted after several sightings
-    _insert    of the listed ids, those that are admitted are stored to empty slots
-    _halve     of segments whose counters add up to a limit, these are halved: old sightings count for less
+    _insert    the listed ids that are admitted are stored to empty slots
+    _halve     counters are halved in segments where they add up to a limit: old sightings count for less
     _claim     these slots are claimed, once each; admitted ids that found none are chained by segment, once each
     _evict     each segment's chained ids take the slots of other ids, which the policy chooses
     _replace   the listed ids become rows, too: their new slots, or the row for ids without a slot
@@ -119,9 +119,11 @@ def map_ids(
     count, number, device = out.numel(), (offsets.numel() - 1) // samples, low.device
     segments, stride = waiting.numel(), low.stride(0)
     assert stride == high.stride(0), "words of one tensor, or of two alike"
+    # Count the step and its ids.
     if train:
         (clock[:1] if clocked else clock).add_(taken)
         totals[Totals.SEEN, :1].add_(offsets[mapped * samples :][:1] * taken)
+    # Allocate the counters and lists that the kernels share.
     counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
     room = max(4, -(-count // 4) * 4)  # tensors begin at multiples of 16 bytes
     lists = torch.empty(9 * room, dtype=torch.int32, device=device).split(room)
@@ -133,12 +135,14 @@ def map_ids(
     make = partial(specialised, num_warps=_NUM_WARPS)
     switches = {"TRAIN": train, "TIMES": with_times, "COUNTS": with_counts}
     words, marks, listed = (low, high), (used_at, times, counts, clock, taken), (missing, missing_feature)
+    # Replace the ids that have slots, and list the others.
     find = make(_find, STRIDE=stride, **switches, HALVINGS=number.bit_length(), IDS=_BLOCK, ALIGNED=aligned)
     find(
         -(-count // _BLOCK), (out.dtype, offsets.dtype),
         *words, out, offsets, infos, ids, digests.view(torch.int32), *marks, counters, *listed, slot_of,
         count, samples, number,
     )  # fmt: skip
+    # Give slots to the listed ids that are admitted.
     claims, members, claimed = None, none, none.view(torch.int64)
     if train:
         members = id_set.for_ids(count, device)
@@ -170,6 +174,7 @@ def map_ids(
                 homes, new_ids, slot_of, active, claimed, evicted, phase, segments,
             )  # fmt: skip
         claims = Claims(claimed, claimed_tables, new_ids, origins, evicted, counters[:1])
+    # Replace the listed ids.
     replace = make(_replace, STRIDE=stride, **switches, BLOCK=_BLOCK)
     replace(
         _PROGRAMS, (out.dtype,),

@@ -159,6 +159,7 @@ def probe(ids, digests, id, hash, first, feature, live, IDS: tl.constexpr, ALIGN
     `digests` is int32: a turn compares four words of four digests each, circularly from the id's home on. ALIGNED says
     that buckets have a multiple of 16 slots and begin at one; then the words are loaded at once.
     """
+    # Where the bucket and the id's home are, in words of four digests.
     open = tl.load(feature + OPEN, mask=live, other=1).to(tl.int32)
     probes = tl.load(feature + PROBES, mask=live, other=0).to(tl.int32)
     pattern = (digest(hash).to(tl.int32) * 0x01010101)[:, None]
@@ -181,6 +182,7 @@ def probe(ids, digests, id, hash, first, feature, live, IDS: tl.constexpr, ALIGN
     more = tl.max(looking.to(tl.int32), 0)
     for turn in range(0, TURNS):
         if more > 0:
+            # Load the digests of 16 slots, and find which are the id's and which are empty.
             if ALIGNED:
                 word = home_word + turn * 4
                 word = tl.where(word >= words, word - words, word)
@@ -207,11 +209,12 @@ def probe(ids, digests, id, hash, first, feature, live, IDS: tl.constexpr, ALIGN
                 found = tl.where(same, slot, found)
                 alike = tl.where(same, 0, alike & (alike - 1))
                 trying = tl.max(alike, 0)
+            # The first empty slot from the home on ends the search.
             if turn == 0:
                 empty = empty & (-1 << start_bit)
             slot = _slot_at(empty, home_word, turn, words, before)
             distance = distance_of(slot, home, open)
-            stops = (found < 0) & (empty != 0)  # no id is behind an empty slot
+            stops = (found < 0) & (empty != 0)  # an id is never after an empty slot
             vacant = tl.where(stops & (distance < probes), slot, vacant)
             looking = looking & (found < 0) & (empty == 0) & (turn * 4 + 4 < end)
             more = tl.max(looking.to(tl.int32), 0)

@@ -117,7 +117,7 @@ class _Step:
             there = self._state.ids[self._first[of[left]] + slot]
             same = (there == self._ids[of[left]]) & (there != EMPTY)
             found[left[same]] = slot[same]
-            left = left[~same & (there != EMPTY)]  # no id is behind an empty slot
+            left = left[~same & (there != EMPTY)]  # an id is never after an empty slot
         return found
 
     def use(self, which: np.ndarray, slots: np.ndarray) -> None:
@@ -179,7 +179,7 @@ class _Step:
     def _empty_slots(self, new: np.ndarray) -> np.ndarray:
         """Return the slot in its bucket that each of different new ids gets, -1 without an empty one in reach.
 
-        All go on from their homes at once: those that find an id in a slot, or a new one whose turn is earlier.
+        All start at their homes. An id moves on while its slot has an id, or a new id with an earlier turn is there.
         """
         slots, distances = self._home[new].copy(), np.zeros(len(new), np.int64)
         first, open_slots, keys = self._first[new], self.of["open_slots"][new], self._keys[new]
@@ -263,7 +263,7 @@ def scores(policy: int, times: np.ndarray, counts: np.ndarray | None, used: np.n
 
 
 def _once(keys: np.ndarray, of: np.ndarray) -> np.ndarray:
-    """Return `of` [n] without those that have the keys [n, k] of another."""
+    """Return one element of `of` [n] for each distinct row of `keys` [n, k]."""
     return of[np.unique(keys, axis=0, return_index=True)[1]]
 
 
