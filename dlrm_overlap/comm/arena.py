@@ -45,7 +45,7 @@ class BufferView:
     def acquire(self, rows: int, first_column: int = 0, columns: int | None = None) -> torch.Tensor:
         """Return the first `rows` rows, and of these `columns` columns (None: all) from `first_column` on.
 
-        The tensor shares the region's memory, but is no view for autograd, which forbids in-place changes of views
+        The tensor shares the region's memory, but is not a view to autograd, which forbids in-place changes of views
         that its functions return.
         """
         columns = self._columns - first_column if columns is None else columns
@@ -72,7 +72,7 @@ class CudaMemory:
 
 
 class Arena(ABC):
-    """Named memory regions of the same shapes on every rank of a node, which all these ranks can access.
+    """Named memory regions, with the same shapes on every rank of a node, that all ranks of the node can access.
 
     The constructor is a collective.
     """

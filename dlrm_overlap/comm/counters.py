@@ -38,6 +38,7 @@ class Counters:
             counter.on_device += 1
 
     def count_step(self) -> None:
+        """Count a step that is replayed next: its graph increases the words."""
         for counter in self.each:
             counter.value += 1
             counter.on_device += 1

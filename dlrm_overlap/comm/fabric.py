@@ -19,7 +19,7 @@ _STATES = {1: "not started", 2: "in progress"}
 
 
 class Domain(NamedTuple):
-    """An NVLink domain, whose GPUs access each other's memory on whatever machine."""
+    """An NVLink domain, whose GPUs access each other's memory, also across machines."""
 
     cluster: str
     """UUID, 32 hexadecimal digits"""
@@ -93,7 +93,7 @@ class ExportedBlock:
     """
 
     def __init__(self, device: torch.device, kind: str = "FABRIC") -> None:
-        """Allocate the least that can be shared, 2 MB; `kind` is that of a CUmemAllocationHandleType."""
+        """Allocate the smallest block that can be shared, 2 MB; `kind` names a CUmemAllocationHandleType."""
         self.handle: Any = b""
         """64 bytes that name the block on any machine; empty if there is a `fault`"""
         self.fault, self._block = "", None
@@ -113,7 +113,7 @@ class ExportedBlock:
 
 
 def map_fault(handle: Any, device: torch.device, kind: str = "FABRIC") -> str:
-    """Map the block with this handle at a GPU for a moment; return why that fails, empty if it does not."""
+    """Map the block with this handle on a GPU, and unmap it again; return why that fails, empty if it does not."""
     driver = _driver()
     _, size = _block_properties(device, kind)
     access = driver.CUmemAccessDesc()

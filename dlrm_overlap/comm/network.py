@@ -23,7 +23,7 @@ log = logging.getLogger("dlrm_overlap")
 _HOST_LIBRARY, _DEVICE_LIBRARY = "libnvshmem_host.so.3", "libnvshmem_device.bc"
 _WITH_UNIQUE_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
 _ZEROS, _MOST_TAKEN = 1024, 1 << 18
-"""blocks in a row that are zero, after which memory is taken for unused; the most blocks, some seconds of work"""
+"""zero blocks in a row after which memory counts as unused; largest number of blocks to take, some seconds of work"""
 _UNIQUE_ID_BYTES, _ATTRIBUTE_BYTES, _ARGUMENT_BYTES, _ID_ARGUMENT_BYTES = 128, 144, 128, 24
 
 
@@ -92,7 +92,7 @@ def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
 
 
 def _refuse(why: str, group: dist.ProcessGroup) -> None:
-    """Raise a fault of some rank on all ranks, preferably a fault that caused others."""
+    """If some rank has a fault, raise it on all ranks: preferably one that caused others."""
     if found := faults(why and f"{why} (rank {group.rank()})", group):
         cause = min(found, key=lambda fault: "has not started" in fault)
         raise InputError(f"embedding.internode: puts, but {cause}; take messages")

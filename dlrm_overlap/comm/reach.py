@@ -1,6 +1,6 @@
-"""Which ranks reach each other by loads and stores: those of a node, which are consecutive.
+"""Which ranks reach each other by loads and stores: the ranks of a node, which are consecutive.
 
-Ranks of a node are on one machine, whose GPUs have peer access, or in one NVLink domain, on whatever machines.
+Ranks of a node are on one machine, whose GPUs have peer access, or in one NVLink domain, which may span machines.
 """
 
 import socket
@@ -71,7 +71,7 @@ class Reach:
 
     @cached_property
     def others(self) -> Sequence[range]:
-        """The other nodes, from the next one on, so that ranks begin with different ones."""
+        """The other nodes, from the next one on, so that nodes begin with different ones."""
         at = self.nodes.index(self.here)
         return self.nodes[at + 1 :] + self.nodes[:at]
 
