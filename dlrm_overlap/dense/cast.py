@@ -22,7 +22,7 @@ class CastWeights:
     ) -> None:
         """Provide the parameters `cast`, which belong to `flat`, as views of `flat.shadow`, which must exist.
 
-        `in_float32` are those of `cast` that the model reads in float32, although their gradients are collected here.
+        The model reads the parameters `in_float32` of `cast` in float32, although their gradients are collected here.
         """
         self.flat = flat
         self._name_of = {parameter: name for name, parameter in flat.parameters.items()}

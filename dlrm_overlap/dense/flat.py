@@ -50,7 +50,7 @@ class FlatParameters:
         """Move `parameters`, by name; `unsupported_by_flat` must return None for them.
 
         `shards` names parameters that differ between ranks, as each holds a part or trains it alone; the others are the
-        same size on all ranks. If a slice is one, its holder is.
+        same size on all ranks. If a slice is a shard, so is its holder.
         `shadow_dtype` is float16 or bfloat16; None makes no shadow.
         """
         assert (reason := unsupported_by_flat(parameters)) is None, reason

@@ -39,7 +39,7 @@ def small_mlp(
 
 
 def suits(samples: int) -> bool:
-    """Return whether `small_mlp` is meant for batches of so many samples."""
+    """Return whether `small_mlp` is meant for batches of this size."""
     return samples <= _MAX_SAMPLES
 
 

@@ -23,8 +23,8 @@ again, and changes nothing, because the lines are masked.
 The same holds for the float32 weights that a model reads, such as biases that it does not cast. For gradients the proof
 in `dense.stores` applies: an owner signals after it has read them.
 
-**Stale weights.** Of the float32 weights and the optimizer's states a rank has only its shares up to date, until
-`gather`. Gradients stay the rank's own: nobody stores the mean.
+**Stale weights.** Until `gather`, a rank's float32 weights and optimizer states are up to date only in its shares.
+Gradients stay the rank's own: nobody stores the mean.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -83,7 +83,7 @@ class OwnerUpdates(StoreReduction):
         self.is_stale = False
         """True if the other ranks' shares of float32 weights and states are out of date; the caller sets it"""
         self._reduced = 0
-        """ranges that `reduce` was called for since `arrivals`"""
+        """1 + the number of the range that was reduced last"""
         self._masked: tuple[torch.Tensor, torch.Tensor] | None = None
         """lines of `FlatUpdate.rows`, and their values"""
 
@@ -116,7 +116,7 @@ class OwnerUpdates(StoreReduction):
         yield self._flat.shared_end
 
     def wait_last(self, stream: torch.cuda.Stream | None) -> None:
-        """Make the current stream wait for the range that was reduced last, and with it for all before."""
+        """Make the current stream wait for the range that was reduced last, and for all ranges before it."""
         if stream is not None:
             torch.cuda.current_stream(self._flat.device).wait_stream(stream)
         self._wait(self._cut[self._reduced - 1].pieces[-1].slot)

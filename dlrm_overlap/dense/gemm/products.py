@@ -36,7 +36,7 @@ def rule(gathers: bool, rows: int, columns: int, inner: int, world_size: int) ->
         gathers: whether the product follows an all-gather; otherwise it precedes a reduce-scatter.
         rows, columns, inner: M on all ranks; N and K on this rank.
     """
-    # Of 2-byte elements: what this rank sends, and whether its links take less time than the product.
+    # For 2-byte elements: what this rank sends, and whether its links take less time than the product.
     sent_bytes = (world_size - 1) * rows // world_size * (inner if gathers else columns) * 2
     is_hidden = 2 * rows * columns * inner / _FLOP_PER_US >= sent_bytes / _SENT_BYTES_PER_US
     return "serial" if sent_bytes < _FEW_BYTES else "copies", 1 if is_hidden else 4
