@@ -138,7 +138,7 @@ class CachedTable(NamedTuple):
     fraction: float
     """share of the rows that have slots"""
     ids: int
-    """most ids of a step"""
+    """largest number of ids of a step"""
     resident: torch.Tensor | None = None
     """rows of the table that are not updated, [p] int64 on the CPU"""
 

@@ -149,8 +149,8 @@ class CapacityTracker:
     smallest bag is empty, because empty bags are its padding.
 
     Example: bags f: [5] [], g: [7, 7] [1] give 0 0 2, then 1 3, 1 2, 0 -1. The capacity for 2 samples is 2 ids of f,
-    since its largest bag has 1, and 4 ids of g, a quarter more than 3. A batch with 5 ids of g grows the capacity of g
-    to 8.
+    since its largest bag has 1, and 4 ids of g, a quarter more than 3. A batch g: [1, 2, 3, 4, 5] [] grows the capacity
+    of g to 8.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class SlotBlocks(NamedTuple):
             slots = -(-slots // 2)
 
     def by_feature(self, most: Mapping[str, int]) -> dict[str, tuple[str, int]]:
-        """Return feature -> its table, and its share of the table's most distinct ids."""
+        """Return feature -> its table, and its share of the table's largest number of distinct ids."""
         found = {}
         for (table, ids), count in zip(most.items(), self.counts, strict=True):
             for block in range(count):
@@ -249,7 +249,7 @@ class DistinctIds:
         slot = batch.run + (found.first - batch.first_run[:-1])[batch.table]
         row = found.window_rows[slot.clamp_(0, found.window_rows.numel() - 1)]
         row = row.where(positions[:capacity] < batch.total, self._no_slot)
-        # Distinct ids and their runs: of equal ids all but the first are stored after the end.
+        # Distinct ids and their runs: equal ids after the first are stored after the end.
         run = batch.run.where(batch.begins, positions[capacity + 1])
         values = batch.ids.new_zeros(capacity + 2).scatter_(0, run, batch.ids[batch.order])
         rows = row.new_zeros(capacity + 2).scatter_(0, run, row.clamp(min=0))

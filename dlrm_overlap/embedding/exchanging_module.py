@@ -74,7 +74,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
     mixes: bool = False
     """whether ids are replaced by a bijective hash before they are sent"""
     loads: int = 0
-    """how often the ids of tables of any id were loaded; ids that have arrived have rows of the time before"""
+    """number of loads of the ids of tables of any id; ids that arrived before the last load have outdated rows"""
     _entry: Callable[[], nn.Module | None] | None = None
     _uncaptured: str | None = None
     _buckets: Mapping[str, int] = MappingProxyType({})
@@ -202,8 +202,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     ) -> None:
         """Look up ids that `id_map` maps to rows, inside the managed collision module `entry`.
 
-        `id_map` is None if the ids are not counted. `buckets` are by table. `make_tables` returns what maps the ids of
-        an exchange, which an `IdSender` sends ids to. `uncaptured` says why steps cannot be captured, if so.
+        `id_map` is None if the ids are not counted. `buckets` are by table. `make_tables` returns the `IdTables` that
+        map the ids of an exchange with an `IdSender`. `uncaptured` is the reason if steps cannot be captured.
         """
         self._uncaptured, self._buckets, self.change_ids = uncaptured, buckets, change_ids
         self._entry, self.id_map, self.mixes = weakref.ref(entry), id_map, mixes

@@ -28,7 +28,7 @@ class GradientLayout:
     8] at 8 .. 23.
 
     Args:
-        samples_per_rank: the most samples of a rank.
+        samples_per_rank: largest number of samples of a rank.
         bag_ids: feature -> ids of a bag, identical on every rank; None if unknown.
 
     Raises:

@@ -25,13 +25,13 @@ class BatchCapacity:
     """
 
     samples: int
-    """most samples of a rank, b"""
+    """largest number of samples of a rank, b"""
     bag_sizes: Mapping[str, tuple[int, int]]
-    """feature -> least and most ids of a bag; if these are equal for every feature, lengths are never read"""
+    """feature -> (least, most) ids of a bag; if these are equal for every feature, lengths are never read"""
     ids: Mapping[str, int] = field(default_factory=dict)
-    """feature -> most ids of a batch; by default `samples` times the largest bag"""
+    """feature -> largest number of ids of a batch; by default `samples` times the largest bag"""
     distinct: Mapping[str, int] = field(default_factory=dict)
-    """unpooled table -> most distinct ids of a batch; by default all ids"""
+    """unpooled table -> largest number of distinct ids of a batch; by default all ids"""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -58,7 +58,7 @@ class BatchCapacity:
         return means | {name: most / self.samples for name, most in self.ids.items()}
 
     def capacity(self, keys: Sequence[str]) -> list[int]:
-        """Return the most ids of a batch for each feature of `keys`; an InputError if one has no bag size."""
+        """Return the largest number of ids of each feature of `keys`; an InputError if one has no bag size."""
         for key in keys:
             if key not in self.bag_sizes:
                 raise InputError(f"BatchCapacity: feature {key} has no bag size; add it to bag_sizes")
@@ -76,8 +76,8 @@ class Share(NamedTuple):
     first: int
     """first id, or bucket"""
     end: int
-    """end of the shard's ids; for the last shard with rows above every id: its owner reports ids out of range. Or end
-    of the shard's buckets"""
+    """end of the shard's ids, or buckets. For the last shard with rows it is above every id, since the shard's owner
+    reports ids out of range"""
     buckets: int = 0
     """number of buckets of the whole table; 0 unless it is a table of any id"""
 
@@ -109,7 +109,7 @@ class IdLayout:
 
     @cached_property
     def capacity(self) -> list[int]:
-        """Most ids of a rank's batch by feature."""
+        """Largest number of ids of a rank's batch, by feature."""
         return self.batch_capacity.capacity(self.keys)
 
     @cached_property
@@ -141,7 +141,9 @@ class IdLayout:
         return self.keys.index(shard.feature_name)
 
     def knows_empty_bags(self, shard: FeatureShard) -> bool:
-        """Return whether no gradient is sent for a shard's empty bags, see `Step.own_offsets`."""
+        """Return whether ranks know which bags of a shard are empty, and send no gradients for them; see
+        `Step.own_offsets`.
+        """
         return shard.is_cut_by_rows or shard.slots
 
     @property
@@ -150,7 +152,7 @@ class IdLayout:
 
     @cached_property
     def shared_values(self) -> int:
-        """Most ids in all shares; each cut of a table counts its feature's ids once."""
+        """Largest number of ids in all shares; each cut of a table counts its feature's ids once."""
         cuts: dict[tuple[str, int], set[Share]] = {}
         for shard, share in self._share_of.items():
             cuts.setdefault((shard.name, shard.first_column), set()).add(share)
@@ -159,7 +161,7 @@ class IdLayout:
 
     @cached_property
     def published_capacity(self) -> list[int]:
-        """Most ids of each feature, then of the separator and each share."""
+        """Largest number of ids of each feature, then of the separator and each share."""
         if not self.shares:
             return self.capacity
         return [*self.capacity, self.shares_at, *(self.capacity[share.key] for share in self.shares)]
@@ -199,7 +201,7 @@ class IdLayout:
         return [self.published(shard) for shard in self.layout.by_owner[rank]]
 
     def arriving(self, features: Sequence[int], sources: int) -> int:
-        """Return the most ids that arrive from a number `sources` of ranks; `features` are numbers of `published`."""
+        """Return the largest number of ids that arrive from `sources` ranks; `features` are numbers of `published`."""
         return sources * sum(self.published_capacity[feature] for feature in features)
 
     def known_offsets(self, features: Sequence[int], bags: int) -> torch.Tensor:

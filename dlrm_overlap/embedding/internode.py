@@ -58,7 +58,7 @@ class Message(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """One rank's messages of one way of a step, in the order of their peers."""
+    """One rank's messages in one direction of a step, in the order of their peers."""
 
     sent: Sequence[Message]
     received: Sequence[Message]

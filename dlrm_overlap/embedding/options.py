@@ -80,7 +80,7 @@ class ExchangeContext:
     group: dist.ProcessGroup
     device: torch.device
     samples_per_rank: int
-    """the most samples of a rank in any step"""
+    """largest number of samples of a rank in any step"""
     counters: StepCounters
     order: Any = field(default_factory=CommunicationOrder)
     """a `CommunicationOrder`; on a CPU, which captures no step, a null context"""

@@ -47,7 +47,7 @@ class UpdateRule(NamedTuple):
     count: int = 0
     """FBGEMM's `iter`: forwards of the lookup including this one; 0 if its optimizer does not count them"""
     always_decays: bool = False
-    """whether rows decay whatever `weight_decay_mode` says, as Adam and LAMB have it"""
+    """whether rows decay regardless of `weight_decay_mode`, as with Adam and LAMB"""
 
     @property
     def decays(self) -> bool:
@@ -100,7 +100,7 @@ class PendingBackward(NamedTuple):
 
 
 def weights_of(ids: KeyedJaggedTensor) -> torch.Tensor | None:
-    """Return the ids' weights [n] as float32, or None without weights; as for FBGEMM, integers are no weights."""
+    """Return the ids' weights [n] as float32, or None without weights; as in FBGEMM, integer weights are ignored."""
     weights = ids.weights_or_none()
     return weights.float() if weights is not None and weights.is_floating_point() else None
 

@@ -194,7 +194,7 @@ class LocalTables:
 
         Args:
             shards: in the order of the features of this rank's only input.
-            ids: most ids of a step, by shard.
+            ids: largest number of ids of a step, by shard.
         """
         assert not self._cached, "caches are closed before others are made"
         tables = dict[tuple[int, int], CachedTable]()

@@ -1,4 +1,4 @@
-"""Sends the ids of TorchRec's pipelines through windows, in the place of collectives.
+"""Sends the ids of TorchRec's pipelines through windows instead of by collectives.
 
 TorchRec's input_dist exchanges numbers of ids by a collective, whose result the host waits for, then lengths and ids by
 further collectives. Here the host learns only the greatest sizes of a batch over all ranks, from the other CPUs:
@@ -105,7 +105,7 @@ class WindowInputDist:
         self._tracker: CapacityTracker | None = None
         self._keys: list[str] = []
         self._buffers: list[SizesBuffer] = []
-        """those in which no sizes are"""
+        """buffers that are not in use"""
         self._arena: Arena | None = None
         self._ids: IdExchange | None = None
         self._is_off = False

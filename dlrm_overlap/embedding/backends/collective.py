@@ -75,13 +75,13 @@ class CollectiveForward(Forward[CollectiveState[Step]], Generic[Rows]):
         mine, dims = step.batch.per_rank[self.rank], self.layout.owner_dims
         received = buffer.split([mine * dim for dim in dims])
         pooled = buffer.new_empty(mine, self.layout.arrival_dim)
-        # With `out`, autocast does not apply, which cannot concatenate tensors of the other half type.
+        # With `out`, autocast does not apply: it cannot concatenate tensors of the other half type.
         torch.cat([columns.view(mine, dim) for columns, dim in zip(received, dims, strict=True)], dim=1, out=pooled)
         pooled = pooled if self._order is None else pooled.index_select(1, self._order)
         if not self._partials:
             return pooled
         self.add_partials(step, pooled)
-        return pooled[:, : self.layout.total_dim].data  # no view, which autograd lets nobody change in place
+        return pooled[:, : self.layout.total_dim].data  # not a view: autograd refuses in-place changes of those
 
     def check(self) -> None:
         self._lookup.check()

@@ -150,7 +150,7 @@ class DeviceIdPull(IdPull):
         )
 
     def _allocated(self, arrived: Bags) -> Bags:
-        """Return `arrived` with new memory in the place of tensors without memory."""
+        """Return `arrived` with new memory for tensors without memory."""
         if not self._exchange.in_new_memory:
             return arrived
         (values, offsets), others = map(self._with_memory, arrived[:2]), arrived[2:]
@@ -275,7 +275,7 @@ class IdExchange:
     def send(self, features: KeyedJaggedTensor, samples: int, count: torch.Tensor | None = None) -> ArrivedIds:
         """Publish the ids of this rank's samples, and return the ids of this rank's shards; a collective.
 
-        The result is valid until the call after the next, or for ever if it is in new memory.
+        The result is valid until the call after the next, or without limit if it is in new memory.
 
         Args:
             features: the same keys in every step, with up to `samples` bags a feature.
@@ -479,7 +479,7 @@ class CpuIdPull(IdPull):
         return window, offsets
 
     def _take_rows(self, values: torch.Tensor, high: torch.Tensor, bounds: Sequence[int]) -> None:
-        """Make row numbers of ids, given by their words, but for tables of any id."""
+        """Replace ids, given by their words, by row numbers, except ids of tables of any id."""
         shards = [shard for shard in self._shards for _ in self._sources]
         for shard, (begin, end) in zip(shards, pairwise(bounds), strict=True):
             if not shard.buckets:
@@ -507,7 +507,7 @@ class CpuIdExchange(IdExchange):
     pull_type, signals_type = CpuIdPull, CpuSignals
 
     def divide(self, window: torch.Tensor, samples: int) -> None:
-        """Divide the ids into shares; not if they exceed the capacity, for which the pull raises the error."""
+        """Divide the ids into shares, unless they exceed the capacity: then the pull raises the error."""
         ids, features = self.ids, len(self.ids.keys)
         offsets = window[ids.offsets_at :]
         shared = offsets[(features + 1) * samples :][: len(ids.shares) * samples + 1]

@@ -188,7 +188,7 @@ class Push(WindowBackward):
             runs = [rows.sort(inputs[rows.input], samples) for rows in self._input_rows()]
         if stream is not self._update_stream:
             self._update_stream.wait_stream(stream)
-            # Streams are of PyTorch's pool of 32 of each priority, so this one may also be the main stream, which would
+            # PyTorch has a pool of 32 streams for each priority, so this one may also be the main stream, which would
             # reuse the memory of the runs before they are read.
             for prepared in runs:
                 if prepared is not None:

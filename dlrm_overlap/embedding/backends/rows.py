@@ -34,9 +34,8 @@ class InputRows:
     """The rows of one input's tables: their keys, by which ids are sorted, and the ranges in which they are updated.
 
     A row's key is its number among the rows of all tables of the input, so the sorted ids of a table, and of a range,
-    are contiguous. Example: with tables of 10 and 20 rows, row 3 of the second has key 13. Tables of a part
-    that share a cache are updated by one call; they share the keys of the cache's slots, and each table uses other
-    slots.
+    are contiguous. Example: with tables of 10 and 20 rows, row 3 of the second has key 13. Tables of a part that share
+    a cache are updated by one call; they share the keys of the cache's slots, and use different slots.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class InputRows:
         """marks the rows of a step's runs, if updates are marked"""
         if marks is not None:
             self.mark = RowMarking(marks.words, torch.tensor(shifts, dtype=torch.int64, device=device))
-        # An extra feature may have ids that pad their number, see `ArrivedIds`; their key is beyond all rows' keys.
+        # An extra feature may have padding ids, see `ArrivedIds`; their key is beyond all rows' keys.
         self._first_keys = [*first_keys, key, key + 1]
         self._key_bits = key.bit_length()
         self._device_keys: dict[int, torch.Tensor] = {}
@@ -74,7 +73,7 @@ class InputRows:
         entries = [
             [starts[s] // 4, s.dim // 4, int(s.mean), first] for s, first in zip(shards, first_keys, strict=True)
         ]
-        entries.append([0, 0, 0, key])  # of the ids that pad
+        entries.append([0, 0, 0, key])  # of padding ids
 
         # The ranges: consecutive shards with the same part, lookup, memory and offsets.
         shared = [self._shared(shard, first) for shard, first in zip(shards, first_keys, strict=True)]
@@ -100,9 +99,8 @@ class InputRows:
     def _shared(
         self, shard: FeatureShard, first_key: int
     ) -> tuple[int, int, int, int, tuple[int, ...], tuple[int, int, int]]:
-        """Return what the shards of a range share.
-
-        It is the part, lookup, allocation, offsets of row and states of key 0, and `OptimizerRows.reserved`.
+        """Return what the shards of a range share: part, lookup, address of the memory, and where in it the row and the
+        states of key 0 are; and `OptimizerRows.reserved`.
         """
         stored, states = self._tables.stored(shard), self._tables.states(shard)
         weight_at = _offset(self._tables.weight(shard), stored.weights, first_key)

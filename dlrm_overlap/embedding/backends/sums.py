@@ -86,7 +86,7 @@ class NodeSums:
         return Windows(torch.tensor(first, dtype=torch.int64, device=self._device), windows.stride, windows.dtype)
 
     def _rows(self) -> torch.Tensor:
-        """Return the current window as rows [samples, pitch], with room for the most samples of each rank served."""
+        """Return the current window as rows [samples, pitch], with room for the largest batch of each rank served."""
         rows = self._layout.reach.max_sources * self._most
         return self._pair.local[: rows * self._pitch].view(rows, self._pitch)
 

@@ -32,7 +32,7 @@ from dlrm_overlap.kernels.ids.map_ids import Features, IdSet, map_ids
 from dlrm_overlap.kernels.reference import split_words
 
 _ALIGNMENT = 16  # slots, see `probe`
-_POOL = 4096  # most initial rows of a table without reserved slots
+_POOL = 4096  # upper limit of the initial rows of a table without reserved slots
 Rows = Callable[[str], Sequence[torch.Tensor]]
 """returns the rows [rows, D] of a table's shard, then the states of its optimizer"""
 Caches = Callable[[str], CachedRows | None]
@@ -166,7 +166,7 @@ class IdMap:
     ) -> Claims | None:
         """Write the rows of ids, given by their lower and upper words, to `out`; see `map_ids`.
 
-        The rows that it returns must be filled before they are looked up.
+        The returned rows must be filled before they are looked up.
         """
         return map_ids(self.state, features, self._set, *words, out, offsets, samples, self._is_training())
 
@@ -266,7 +266,7 @@ class MappedIds:
         self._map.expect(is_taken)
 
     def prepare_step(self) -> None:
-        """Do nothing: the device does all."""
+        """Do nothing: the device has mapped the ids."""
 
 
 def _words(rows: torch.Tensor) -> int:

@@ -1,6 +1,6 @@
 """TorchRec's sharded MCH modules, with the exchange of their tables.
 
-The way of the data, in TorchRec's pipelines:
+The flow of data in TorchRec's pipelines:
 
 1. TorchRec sends each id to the rank that has its share of `input_hash_size`.
 2. `compute_and_output_dist` calls TorchRec's module, which appends the ids to its history, evicts ids at the end of an

@@ -1,10 +1,10 @@
 """Records and maps the ids of TorchRec's MCH modules in captured steps.
 
-The way of the data:
+The flow of data:
 
 1. `ShareOfRange.encoded` replaces an id by a number whose remainder by the W ranks is the id's owner, as TorchRec's
    division of `input_hash_size` gives it. So the ids are sent like those of tables of W buckets (`IdLayout`).
-2. `activate`, during the step before: the owner decodes the ids, appends them to the history behind the ids of the
+2. `activate`, during the step before: the owner decodes the ids, appends them to the history after the ids of the
    steps taken, and replaces them by rows. All shapes are fixed, and the host reads nothing.
 3. `prepare_step`, on the host, before the step: the appended ids count from now on. If the step ends an interval,
    TorchRec's module evicts ids, evicted rows get their initial values, and the step's ids are mapped again.
@@ -100,7 +100,7 @@ class MchTables:
     Args:
         maps: by table.
         shares: by table.
-        evict: evicts ids' rows that TorchRec's modules have given to other ids.
+        evict: gives the rows that TorchRec's modules have evicted their initial values.
         is_training: whether ids that are looked up are recorded.
     """
 
@@ -124,7 +124,7 @@ class MchTables:
         self._recorded = torch.tensor([each.recorded for each in self._maps], device=device)
         """[tables]: ids in each history, of the steps that were taken"""
         self._appended = self._recorded.clone()
-        """[tables]: and of the step whose ids have arrived"""
+        """[tables]: also those of the step whose ids have arrived"""
         self._is_new_step = True
 
     def activate(self, arrived: ArrivedIds) -> None:

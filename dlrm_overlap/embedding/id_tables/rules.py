@@ -36,7 +36,7 @@ class IdRules:
     admit_below: int = EVERY_ID
     """an id gets a slot if a hash of 32 bits is less than this"""
     reading: frozenset[str] = frozenset()
-    """features that insert no ids, and whose sightings count as no use"""
+    """features that insert no ids, and whose sightings do not count as uses"""
     frozen: bool = False
     """whether the rows of reserved slots are not trained: they are the initial rows of their buckets' ids"""
     mixes: bool = False

@@ -2,8 +2,8 @@
 
 TorchRec's pipelines   TorchRec sends the ids; `compute_and_output_dist` maps them, then the tables' exchange begins,
                        or TorchRec's lookup of unpooled tables
-GraphTrainPipeline     the `IdSender` of the tables' exchange sends them a step ahead; `activate` maps them then. Of
-                       unpooled tables it sends distinct ids in slots, whose owners map each id once for each rank
+GraphTrainPipeline     the `IdSender` of the tables' exchange sends them a step ahead; `activate` maps them then. For
+                       unpooled tables it sends distinct ids in slots, and the owners map each id once for each rank
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class OverlapShardedManagedCollisionCollection(ShardedManagedCollisionCollection
         modules = sharded_zch_tables(self)
         shards = {name: (offset, offset + each.output_size()) for name, (offset, each) in modules.items()}
         self.id_map = IdMap(self._rules, shards, torch.device(self._device), lambda: self.training)
-        # State dicts refer to the map's memory: under TorchRec's names and, of our own modules, under others besides.
+        # State dicts refer to the map's memory under TorchRec's names; those of our own modules have more columns.
         state, shard = self.id_map.state, self.id_map.shard
         for name, (_, each) in modules.items():
             seen = state.times if state.times.numel() else state.used_at

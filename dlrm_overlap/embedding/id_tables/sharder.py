@@ -77,7 +77,7 @@ class _MapsIdsSharder:
         return [ShardingType.ROW_WISE.value]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return the kernel for rows in the memory of their rank's device and, on GPUs, that for cached rows."""
+        """Return the kernel for rows in their rank's device memory and, for pooled tables on GPUs, for cached rows."""
         return [FUSED, CACHED] if compute_device_type == "cuda" and self._is_pooled else [FUSED]
 
     def shard(
@@ -165,9 +165,9 @@ class OverlapManagedCollisionEmbeddingBagCollectionSharder(
 class OverlapManagedCollisionEmbeddingCollectionSharder(_MapsIdsSharder, ManagedCollisionEmbeddingCollectionSharder):
     """TorchRec's sharder of `ManagedCollisionEmbeddingCollection`, with our map of ids and our exchange.
 
-    It takes tables in GPU memory with `HashZchManagedCollisionModule`; others stay with TorchRec, as there. In steps of
-    `GraphTrainPipeline` each distinct id of a table, its row and the sum of its gradients are sent once. Steps of
-    TorchRec's pipelines map ids in the same way, and look up the rows by TorchRec.
+    It takes tables in GPU memory with `HashZchManagedCollisionModule`; other collections stay with TorchRec, and the
+    log says why. In steps of `GraphTrainPipeline` each distinct id of a table, its row and the sum of its gradients are
+    sent once. Steps of TorchRec's pipelines map ids in the same way, and look up the rows by TorchRec.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapManagedCollisionEmbeddingCollectionSharder(), ..])
