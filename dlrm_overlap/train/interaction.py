@@ -1,4 +1,4 @@
-"""The interaction of DLRM by dot products. Imports PyTorch alone."""
+"""The interaction of DLRM by dot products. Imports only PyTorch."""
 
 import torch
 from torch import nn

@@ -264,8 +264,8 @@ def _one_rank_reports() -> Iterator[None]:
     """Delay an error on all ranks but one, so that the launcher ends them before they report it too.
 
     Rank 0 reports a user's mistake at once, since every rank finds it. Other errors may be caused by the end of a peer,
-    so rank 0 delays them too, but less than the other ranks. A `PeerError` is delayed longest. That memory ran out
-    becomes an `InputError`.
+    so rank 0 delays them too, but less than the other ranks. A `PeerError` is delayed longest. An error for lack of
+    memory becomes an `InputError`.
     """
     try:
         yield

@@ -300,7 +300,7 @@ class Trainer(StepRunner):
         if self.deltas is None:
             self.saves.save(step, metrics, background)
             return
-        self.deltas.write(step)  # so that who follows the deltas can go on, whatever is saved
+        self.deltas.write(step)  # so that readers that follow the deltas can go on, whatever is saved
         if not (background and self.config.checkpoint.asynchronous):
             self.deltas.finish()
         self.saves.save(step, metrics, background)

@@ -66,6 +66,7 @@ class DenseStep:
             stores: options of the reduction by stores; None reduces by a collective.
             dense_update: as `train.dense_update`; all ranks update if `why_not_by_owners` is not empty.
         """
+        # Find the trained parameters, and which optimizers are captured. The others step after the graph.
         every = dict(in_backward_optimizer_filter(model.named_parameters()))
         self._every, self._trains = list(every.values()), [parameter.requires_grad for parameter in every.values()]
         trained, divided = dense_parameters(model), {*shards_of(model), *unsynchronized_weights(model)}
@@ -91,6 +92,7 @@ class DenseStep:
         self._warm_ups = [each for each in reversed(captured) if isinstance(each, WarmupOptimizer)]
         for each in captured:
             each._opt_called = True  # otherwise torch's schedulers warn that the optimizer takes no steps
+        # Start all ranks from rank 0's weights.
         if group.size() > 1:
             ids = _ids_of_tables(model)
             for name, parameter in every.items():
@@ -98,6 +100,7 @@ class DenseStep:
                     dist.broadcast(parameter.data, group=group, group_src=0)
             flat.adopt_weights()
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
+        # Choose who updates the weights, and make the buckets of gradients.
         self.why_not_by_owners = self._why_not_by_owners(model, group, stores)
         """why every rank updates all dense weights; empty if owners can update their shares"""
         owned = None

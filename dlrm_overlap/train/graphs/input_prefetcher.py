@@ -200,7 +200,7 @@ class InputPrefetcher:
         return True
 
     def drop_buffers(self) -> None:
-        """Make new buffers for the next batch that is read; steps of earlier batches become eager.
+        """Drop the buffers: the next batch makes new ones, and the steps of batches that were read become eager.
 
         All ranks call it after the same step.
         """
@@ -212,13 +212,13 @@ class InputPrefetcher:
         self._ids.forget_memory()
 
     def grow(self, sizes: np.ndarray) -> None:
-        """Grow the capacity to `sizes` (`CapacityTracker`), then call `drop_buffers`; a collective."""
+        """Drop the buffers, grow the capacity to `sizes` (`CapacityTracker`) and make its windows; a collective."""
         self.drop_buffers()
         self._capacity.grow(sizes)
         self.make_windows()
 
     def make_windows(self) -> None:
-        """Make the windows for the capacity, unless they are; a collective."""
+        """Make windows of the capacity, unless the present ones have it; a collective."""
         capacity = self._capacity.capacity
         if all(sender.capacity == capacity for sender in self._ids.senders):
             return
