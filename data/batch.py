@@ -23,7 +23,7 @@ def id_type(rows: Sequence[int | None]) -> torch.dtype:
 class Lease:
     """Keeps a slot of shared memory for a batch. When the last reference is dropped, it appends itself to `returned`.
 
-    The slot may be reused once, in addition, the batch's copies to a GPU are done.
+    The slot may be reused once the batch's copies to a GPU are also done.
     """
 
     def __init__(self, slot: int, returned: deque["Lease"]) -> None:
@@ -137,7 +137,7 @@ class Dataset:
     """A stream of samples, read by position; step s trains on the samples [s * B, (s + 1) * B)."""
 
     rows: Sequence[int | None]
-    """number of rows of each table; None for a table of any id"""
+    """number of rows of each table; None: its ids are any 64-bit integers (a table of any id)"""
     pooling: Sequence[float]
     """mean number of ids per bag of each table"""
     bag_sizes: Sequence[tuple[int, int]]
@@ -149,7 +149,7 @@ class Dataset:
     labels: Mapping[str, float] = MappingProxyType({"label": 1.0})
     """name of each of L labels -> weight of its loss"""
     encoded: Encoded | None = None
-    """the encoding that made the ids; None if they were not made of a table"""
+    """the encoding that made the ids from a table's columns; None if none did"""
     packed: Any = None
     """the `RecordLayout` of `records`; None if samples are not stored as records"""
     on_gpu: bool = False

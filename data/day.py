@@ -16,7 +16,7 @@ Samples = slice | np.ndarray  # numbers of samples in a day
 @dataclass(frozen=True)
 class Ragged:
     values: np.ndarray | CheckedArray
-    """[m] int32, or int64 of a table of any id: ids, bag after bag"""
+    """[m] int32, or int64 for a table of any id: ids, bag after bag"""
     ends: np.ndarray
     """[n] int64, end of each bag in `values`"""
 
@@ -31,7 +31,7 @@ class Day:
     dense: np.ndarray
     """[n, F] float32"""
     ids: Sequence[np.ndarray | Ragged]
-    """per table: [n, pooling factor] int32, int64 of a table of any id, or ragged"""
+    """per table: [n, pooling factor] int32, or int64 for a table of any id; or ragged"""
     records: np.ndarray | CheckedArray | None = None
     """[n, record_bytes] uint8 if the other fields are unpacked from records"""
     times: np.ndarray | CheckedArray | None = None

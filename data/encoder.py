@@ -109,7 +109,7 @@ class Encoder:
             self.unknown[name] += unknown
 
     def count_ids(self, name: str, ids: np.ndarray, has_row: np.ndarray) -> None:
-        """Count the ids of a column of any id, [n], of which only the model knows whether each has a row."""
+        """Count the ids [n] of a column of any id; only the model knows which have a row."""
         given = ids != MISSING_ID
         self._count(name, int(given.sum()), int((given & ~has_row).sum()))
 

@@ -1,4 +1,4 @@
-"""The encoding of a table: what turned its columns into samples. It lies beside the samples and in checkpoints.
+"""The encoding of a table: what turned its columns into samples. It is stored with the samples and in checkpoints.
 
     schema.yaml      the schema, with all keys; the first line is a comment with a checksum of the others
     vocabulary.npz   for each column NAME with a vocabulary: NAME.keys, ascending, and NAME.counts, both [k] int64
@@ -36,7 +36,7 @@ _CHECKSUM = re.compile(rb"# checksum of the lines below: ([0-9a-f]{16})")
 
 
 def is_prepared(folder: Path) -> bool:
-    """Return whether `prepare` wrote the folder. Here, since `predict` asks, which does without TorchRec."""
+    """Return whether `prepare` wrote the folder. It is in this module since `predict` must not import TorchRec."""
     return (folder / META).exists()
 
 
@@ -100,7 +100,7 @@ class Unknown(NamedTuple):
     of: int
     """number of values that are not missing"""
     place: str = "vocabulary"
-    """where they are not: values share the row of rare values without it, ids read an initial row in its stead"""
+    """what lacks them: the vocabulary (they share the row of rare values) or the model (they read an initial row)"""
 
     def __str__(self) -> str:
         share = f"{self.values} of {count_of(self.of, 'value')} ({self.values / self.of:.1%})"
@@ -160,7 +160,7 @@ def read_encoding(folder: Path) -> Encoding:
 def other_encoding(samples: str, found: Encoded | None, made_by: str, expected: str | None, like: Path | str) -> str:
     """Return why the ids of `samples` do not fit what `made_by` says, or an empty string.
 
-    Example: days has the encoding 0b5e.., not 77ac.. as the samples of step_300 had; encode its table anew by ..
+    Example: days has the encoding 0b5e.., not 77ac.. as the samples of step_300 had, so one value has different ids; ..
 
     Args:
         expected: digest of the right encoding; None if it is unknown.

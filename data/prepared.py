@@ -2,7 +2,7 @@
 
     records     uint8 [n, record_bytes], see `records`
     ends_t      int64 [n], for each table t whose bags differ in size: end of each sample's bag in list_t
-    list_t      int32 [m], int64 of a table of any id: the ids of these bags, which are not in records
+    list_t      int32 [m], int64 for a table of any id: the ids of these bags, which are not in records
     times       int64 [n], if the schema names a column of times; see `times`
     checksums   uint64, of each block of these files, in this order; see `checksums`
     encoding    folder, if the samples were made of a table; see `encoding`

@@ -58,7 +58,7 @@ class RecordLayout:
     held_out: int | None = None
     """number of last samples to evaluate on, unless data.eval_fraction is given; None: it decides"""
     encoding: str | None = None
-    """digest of the `encoding`; None if the samples were not made of a table"""
+    """digest of the `encoding`; None if the samples were not made from a table"""
     unordered: int | None = None
     """how many samples are older than one before them; None if samples have no times"""
     moduli: Sequence[int] = ()
@@ -125,7 +125,7 @@ class Packed:
     def __getitem__(self, samples: slice | np.ndarray) -> np.ndarray:
         """Return the field's numbers for `samples`, [samples, count].
 
-        Ids are int32, or int64 of a table of any id; other numbers are float32.
+        Ids are int32, or int64 for a table of any id; other numbers are float32.
         """
         dtype = torch.int64 if self._field.width == ID_BYTES else torch.int32
         words = reference.unpack(torch.from_numpy(self._records[samples]), [self._field], dtype)

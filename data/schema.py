@@ -44,7 +44,7 @@ class Dense:
     """A column of numbers. A missing number becomes 0 after the transform."""
 
     transform: Literal["none", "log1p"] = "none"
-    """log1p: log(1 + max(x, 0)), as for Criteo's counts, of which a negative one counts as 0"""
+    """log1p: log(1 + max(x, 0)), as for Criteo's counts, whose negative numbers become 0"""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Categorical:
     type: Literal["string", "int", "hex"] = "string"
     """int and hex: 64-bit integers, or decimal or hexadecimal text"""
     rows: PositiveInt | None = None
-    """hash values into this number of rows, of which row 0 is for missing values"""
+    """hash values into this number of rows; row 0 is for missing values"""
     min_count: PositiveInt | None = None
     """or learn a vocabulary with a row for each value that occurs this often"""
     any: bool = False
-    """or keep the 64-bit key itself as the id, of which no number of rows is known: a table of any id"""
+    """or keep the 64-bit key itself as the id; the number of rows is unknown: a table of any id"""
     list: bool | Separator = False
     """whether cells are lists; for text, the separator"""
 

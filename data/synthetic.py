@@ -4,10 +4,9 @@ Sample i is drawn from a fixed range of a counter-based random stream (Philox, S
 It has the same bits on every rank and device (`synthetic_device.py`): ids and lengths come from integers, and
 floating-point operations round identically everywhere.
 
-In a table whose ids are any or hashed, each row stands for a 64-bit id (`id_of`), which hashed tables reduce to a row
-(`hashed_rows`). So both have the same ids and labels. Without drift these ids stay. With drift, the id of a
-row is replaced by that of its next generation every 2 * drift samples. The rows take turns at even distances, so after
-`drift` samples half of the ids have been replaced.
+In a table whose ids are any or hashed, each row has a 64-bit id (`id_of`), which hashed tables reduce to a row
+(`hashed_rows`). So both have the same ids and labels. With drift, a row gets a new id, its next generation, every
+2 * drift samples. The rows' replacements are evenly spaced, so after `drift` samples half of the ids are new.
 """
 
 import math

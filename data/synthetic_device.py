@@ -1,4 +1,4 @@
-"""Synthetic samples made on a GPU, with the same bits as those of `synthetic.py`."""
+"""Synthetic samples made on a GPU, with the same bits as `synthetic.py` makes."""
 
 from typing import Literal
 

@@ -25,7 +25,7 @@ def time_of(text: str) -> int:
 
 
 def text_of(time_us: int, window: Window | None = None) -> str:
-    """Return a time as 2026-11-20 18:00:05, or 2026-11-20 at midnight, unless it is the begin of an hour's window."""
+    """Return a time as 2026-11-20 18:00:05, or at midnight as 2026-11-20, unless it begins an hour's window."""
     found = _EPOCH + timedelta(microseconds=int(time_us))
     is_day = found.time() == _EPOCH.time() and window != "hour"
     return f"{found:%Y-%m-%d}" if is_day else f"{found:%Y-%m-%d %H:%M:%S}"
