@@ -13,9 +13,9 @@ _LAST_WAIT_S = 10.0  # if the run ends by an error that other ranks may not have
 class BackgroundWrites(Generic[Written]):
     """Writes by a thread, one at a time.
 
-    What the thread is given is freed by `finish` and `ended`, not by the thread: to free pinned memory, PyTorch records
-    an event on the stream that has used it, which may be a stream that the main thread is capturing; a later
-    allocation, which asks for the event, then fails.
+    `finish` frees what the thread was given, not the thread: to free pinned memory, PyTorch records an event on the
+    stream that has used it. The main thread may be capturing that stream; a later allocation, which queries the event,
+    then fails.
     """
 
     def __init__(self, name: str, wait_timeout_s: float) -> None:
@@ -46,7 +46,7 @@ class BackgroundWrites(Generic[Written]):
                 self._given = ()
 
     def ended(self, error: Exception) -> bool:
-        """Wait for the thread before the run ends by `error`; return whether it has written all, or had nothing to."""
+        """Wait for the thread before the run ends by `error`; return False if it has failed or has not finished."""
         if self._background is None:
             return True
         is_on_all_ranks = isinstance(error, InputError)  # else other ranks may have ended

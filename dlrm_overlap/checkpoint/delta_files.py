@@ -5,8 +5,8 @@
     tables_rank<R>.parquet  changed rows of rank R's shards; a row group has rows of one table, source and column
     .metadata, *.distcp     the dense parameters, in a checkpoint's format
 
-A table of any id: an `update` row has an id and the row that it now has, whose former id it replaces. An `evict` row, a
-tombstone, has an id that has no row any more, and the row that it had.
+For a table of any id, an `update` row has an id and the row that it now has, and replaces the row's former id. An
+`evict` row, a tombstone, has an id that lost its row, and that row.
 
 Imports neither TorchRec nor, before a delta's rows are read or written, pyarrow.
 """
@@ -64,7 +64,7 @@ class ChangedRows(NamedTuple):
     source: str
     """UPDATE or EVICT"""
     column: int
-    """first column of the rows' part, of a table that is cut by columns"""
+    """first column of `values` in the table, which may be cut by columns"""
     keys: torch.Tensor
     """[n] int64: the row, or the id of a table of any id"""
     rows: torch.Tensor

@@ -4,7 +4,7 @@
     training    | steps .. s | list marked rows, copy them to the CPU, clear the marks | steps s + 1, ..
     thread      |            |                                                         | write, rename
 
-Of a table of any id also those rows count whose id has changed, see `RowChanges`.
+In a table of any id, a row whose id has changed counts as changed too, see `RowChanges`.
 """
 
 import logging
@@ -113,10 +113,10 @@ class Deltas(BackgroundWrites[None]):
         self.follow(start, checkpoint)
 
     def _open(self, start: int, checkpoint: Manifest | None) -> None:
-        """Make the folder, and remove deltas of steps after `start`, which a run that goes back takes again.
+        """Make the folder, and remove deltas of steps after `start`: this run takes these steps again.
 
         The delta of `start` has the checkpoint's weights if one process wrote both. Otherwise it is removed: it may be
-        of a run that went back to an earlier checkpoint, and ended before it saved.
+        from a run that went back to an earlier checkpoint, and ended before it saved.
         """
         assert checkpoint is not None, "rank 0 has its manifest"
         writer, self._delta = checkpoint.about.get(_WRITER), None
@@ -140,7 +140,6 @@ class Deltas(BackgroundWrites[None]):
         self._checkpoint = checkpoint
 
     def _forget(self, step: int) -> None:
-        """Clear what has changed."""
         self._changes.clear()
         self.step, self._checkpoint = step, None
 

@@ -70,7 +70,7 @@ def _cut_of(parameter: str, shards: Mapping[str, Cut]) -> Cut | None:
 
 
 def _extents_of(path: tuple[str, ...], tensor: Any, table: Any = None, cut: Cut | None = None) -> Iterator[Extent]:
-    """Yield this rank's extents of `tensor`: a weight, or an optimizer state of `table`; of a divided one, `cut`."""
+    """Yield this rank's extents of `tensor`: a weight, or an optimizer state of `table`; `cut` if it is divided."""
     if cut is not None:
         yield Extent(path, *cut, tensor)
     elif not isinstance(tensor, ShardedTensor):

@@ -1,9 +1,9 @@
 """Loads a checkpoint into a model, whose tables of any id may have another number of rows.
 
-With another number of buckets an id has another bucket, so what is stored of a table is loaded by id:
+With another number of buckets an id has another bucket, so a table's content is loaded by id:
 
     ids      each rank reads all stored ids, piece by piece, and keeps those of the buckets that it holds now
-    columns  when the kept ids were last seen, and how often; in each bucket the most valued ones stay
+    columns  when the kept ids were last seen, and how often; these decide which ids stay if a bucket is full
     slots    are taken in the order of a hash (`placing.place`), so the result does not depend on the number of ranks
     rows     weights and optimizer states, of the ids that stay, and of the buckets' initial rows
 
@@ -77,9 +77,9 @@ class _Table(NamedTuple):
     rows: list[Extent]
     """this rank's weights and optimizer states"""
     kept: list[Extent]
-    """what does not change, since it describes the number of buckets"""
+    """not loaded, since the new value describes the new number of buckets"""
     clock: torch.Tensor
-    """[2] int64: of the map"""
+    """[2] int64, the map's"""
 
     @property
     def first_row(self) -> int:
@@ -128,7 +128,7 @@ class _Wanted(NamedTuple):
     """[n] int64: rows of `into`"""
     into: torch.Tensor
     folds: bool = False
-    """whether the greatest of the values of a row is kept, else the only one"""
+    """whether a target row occurs several times and keeps the greatest value"""
 
     def take(self, first: int, piece: torch.Tensor) -> None:
         """Copy what is wanted of a piece, whose first row is `first`."""
@@ -221,7 +221,7 @@ def _initial_rows(table: _Table) -> tuple[torch.Tensor, torch.Tensor]:
 def _cells(table: _Table) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return [n] int64 each: counters of the stored sketch, and those on this rank that take them; None if no sketch.
 
-    The counters of a bucket are as many as its rows, and are stored as these are.
+    A bucket has as many counters as rows, stored in the same way.
     """
     now, before, size = table.rules.buckets, table.stored_buckets, table.rules.size
     if now % before and before % now:

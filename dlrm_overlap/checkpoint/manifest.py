@@ -245,8 +245,8 @@ def newest_first(folder: Path) -> tuple[dict[Path, Manifest], list[Path]]:
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the last save in `folder`; None if there is none.
 
-    A checkpoint whose manifest is unreadable does not tell when it was saved: it counts as the last save if its step is
-    beyond that of the last readable one.
+    A checkpoint whose manifest is unreadable does not tell when it was saved: it counts as the last save if its step
+    exceeds the last readable one's.
     """
     return _last_save(*newest_first(folder))
 

@@ -1,6 +1,6 @@
 """Which rows of tables training has changed: those whose marks are set, and those whose ids have changed.
 
-Of a table of any id the ids of the last delta are kept, 8 bytes a row.
+For a table of any id, a copy of the ids as of the last delta is kept, 8 bytes a row.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def mark_updates(model: DistributedModelParallel, backend: str, sends_ids: bool)
     `sends_ids` says whether `GraphTrainPipeline` takes the steps.
 
     Raises:
-        InputError: if the backend, or a table of the model, cannot.
+        InputError: if the backend cannot, or the updates of a table cannot.
     """
     check_backend(backend)
     for module in _exchanging(model):
@@ -124,7 +124,7 @@ class RowChanges:
     def copied(self, are_finite: torch.Tensor) -> list[ChangedRows]:
         """Return the changes, copied to the CPU on the current stream.
 
-        `are_finite` is a bool on the device, which becomes False if a changed weight is not finite.
+        `are_finite`, [] bool on the device, becomes False if a changed weight is not finite.
         """
         return [each for shard in marked_shards(self._model) for each in self._of(shard, are_finite)]
 
