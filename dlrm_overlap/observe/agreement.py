@@ -1,9 +1,9 @@
 """Whether the losses of a run agree with the losses of a reference run.
 
 A loss agrees if its relative difference is at most a tolerance: `rtol` or, if greater, a multiple of the noise, up to
-0.1. The noise at a step is the greatest difference between reference runs until a quarter of the steps so far plus one
-logged loss later. The multiples are chosen to refuse fewer than 1 in 100 copies of a small DLRM. A fault that is
-smaller than the tolerance is not found.
+0.1. The noise at logged loss i, from 0 on, is the greatest difference between reference runs up to loss 1.25 i + 1. The
+multiples are chosen to refuse fewer than 1 in 100 copies of a small DLRM. A fault that is smaller than the tolerance
+is not found.
 """
 
 import math
@@ -47,9 +47,7 @@ def loss_tolerance(reference: Losses, again: Sequence[Losses], rtol: float) -> d
 def find_fault(losses: Losses, reference: Losses, again: Sequence[Losses], rtol: float) -> str | None:
     """Describe the first step at which `losses` exceed the tolerance, or any run's loss is missing or not finite.
 
-    Without losses nothing can agree.
-
-    Returns None if there is no such step.
+    Returns None if there is no such step. If no run has a loss, this is a fault.
     """
     tolerance = loss_tolerance(reference, again, rtol)
     runs = [losses, reference, *again]

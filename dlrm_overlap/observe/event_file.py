@@ -1,6 +1,6 @@
 """A file that TensorBoard shows.
 
-It is written by the caller: the thread of TensorBoard's own writer ends if the disk is full, for the rest of the run.
+The caller's thread writes it. TensorBoard's own writer has a thread that ends for good when the disk is full.
 """
 
 import os
@@ -19,12 +19,12 @@ from dlrm_overlap.observe.result_files import append
 
 
 class EventFile:
-    """A new event file. If the disk is full, a method raises an OSError, and the file has the events before."""
+    """A new event file. If the disk is full, a method raises an OSError, and the file keeps the earlier events."""
 
     def __init__(self, folder: Path, start: int, evaluates: bool = False) -> None:
-        """Open a file in `folder`. TensorBoard then hides what earlier files have of steps after `start`.
+        """Open a file in `folder`. TensorBoard then hides earlier files' events of steps after `start`.
 
-        If the run `evaluates` the state after this step again, it hides all of this step, too.
+        If the run `evaluates` the state after this step again, those of this step are hidden, too.
         """
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.0"
         self._file = (folder / name).open("ab", buffering=0)

@@ -21,14 +21,14 @@ _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 
 def note_job(folder: Path, config: Config, environ: Mapping[str, str] = os.environ) -> None:
-    """Write the job, and what `folder` had as its newest checkpoint when the job began to train by `config` there."""
+    """Write the job, and the number of the newest save in `folder` when the job began to train there."""
     job = _job(environ)
     if job and (_starts_over(config) or _noted(folder)[0] != job):
         write_atomically(folder / _FILE, f"{job}\n{_last_save(folder)}\n")
 
 
 def continued(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
-    """Return `config`, after a restart of the job: without keys that start over, if the job has saved."""
+    """Return `config`, without the keys that start over if this job has already saved in the run's folder."""
     job = _job(environ)
     if not (_starts_over(config) and job):
         return config
@@ -48,7 +48,7 @@ def _job(environ: Mapping[str, str]) -> str | None:
 
 
 def is_restart(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher says that it has restarted this rank. torchrun says it where a rank has failed."""
+    """Return whether the launcher says that it has restarted this rank; torchrun says so where a rank has failed."""
     return any(environ.get(name, "0") not in ("", "0") for name in _RESTARTS)
 
 

@@ -113,7 +113,7 @@ class RunLog:
                     remove(old)
         # Open this run's files.
         shown = config.as_dict()
-        # So that a run of this file resumes this run. A path stays, as it counts until this run has a checkpoint.
+        # A run of this file is to resume this run. A path stays: it is used until this run has a checkpoint.
         shown["log"]["overwrite"] = False
         if shown["checkpoint"]["resume"] == "never":
             shown["checkpoint"]["resume"] = "auto"

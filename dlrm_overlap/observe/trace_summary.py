@@ -175,10 +175,10 @@ def shares(work: Sequence[GpuWork], window: Span | None = None) -> dict[str, flo
 
 
 def without_waits(ranks: Sequence[Sequence[GpuWork]]) -> list[list[GpuWork]]:
-    """Return each rank's work, in which no rank waits for another to begin a collective.
+    """Return each rank's work as if no rank waited for another to begin a collective.
 
-    A kernel that waits takes as long as on the rank where it is shortest, and ends when it did. The k-th kernel of a
-    name is the same on all ranks, in the order in which they begin; if ranks ran other numbers of them, it stays.
+    A kernel that waits keeps its end, and gets the duration that it has on the rank where it is shortest. The k-th
+    kernel of a name to begin is the same collective on all ranks; names that ranks ran unequally often are unchanged.
     """
     by_name: list[dict[str, list[GpuWork]]] = []
     for work in ranks:

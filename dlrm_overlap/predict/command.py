@@ -177,7 +177,7 @@ def _score(scorer: Any, file: Path, row: int, block: Any, keys: list[str]) -> An
 
 
 def _with_types(table: Any, schema: Any) -> Any:
-    """Return the table with the types of the rows before it; an InputError if a key would not stay what it is."""
+    """Return the table with the types of the rows before it; an InputError if this would change a key's values."""
     for name, kind in zip(schema.names, schema.types, strict=True):
         column = table.column(name)
         column = column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column

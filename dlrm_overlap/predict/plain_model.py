@@ -14,18 +14,18 @@ from dlrm_overlap.train.interaction import DotInteraction
 
 _ACTIVATIONS = {"relu": torch.relu, "gelu": functional.gelu}
 _PREFIX = "dlrm."
-# Those of tables of any id have more names in front, such as `id_embedding._embedding_module`.
+# The names of tables of any id have a longer prefix, such as `id_embedding._embedding_module`.
 _TABLE = re.compile(r".*\b(?:embedding_bags|embeddings)\.(\w+)\.weight")
 _IDS = re.compile(r".*\b_managed_collision_modules\.(\w+)\._hash_zch_identities")
 
 
 def tables_in(names: Iterable[str]) -> dict[str, str]:
-    """Return table -> the name of its weights, of the names in a checkpoint."""
+    """Return table -> the name of its weights, from the names in a checkpoint."""
     return {match[1]: name for name in names if (match := _TABLE.fullmatch(name))}
 
 
 def ids_in(names: Iterable[str]) -> dict[str, str]:
-    """Return table of any id -> the name of its rows' ids, of the names in a checkpoint."""
+    """Return table of any id -> the name of its rows' ids, from the names in a checkpoint."""
     return {match[1]: name for name in names if (match := _IDS.fullmatch(name))}
 
 

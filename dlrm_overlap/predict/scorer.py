@@ -81,13 +81,13 @@ class Scorer:
         return self._loaded.state["step"]
 
     def apply(self, delta: str | Path) -> None:
-        """Take the weights of a delta into use, which follows the ones in use; other threads may score meanwhile.
+        """Bring the weights in use up to date by a delta that follows them; other threads may score meanwhile.
 
         Needs memory for a copy of the tables that the delta changes, until no request uses the old ones.
 
         Raises:
-            InputError: if the delta is missing, damaged or of another model, or does not follow. The weights in use
-                then stay.
+            InputError: if the delta is missing, damaged or of another model, or does not follow; the weights in use
+                are then unchanged.
         """
         path = Path(delta)
         with self._updating:
@@ -213,10 +213,10 @@ def _batch_of(rows: Any, schema: Schema) -> "pa.RecordBatch":
 def _array_of(values: Any, name: str, kind: str | None) -> "pa.Array":
     """Convert the values of a column, each as if it were alone; `kind` is a categorical column's type.
 
-    Arrow has no type for some columns, whose values become text. So do numbers of several types, and decimals, of the
-    kind string, since Arrow would give all the same type, and so other texts: 7.0 to 7 beside 7.5, 1 to np.True_ beside
-    2, and 7.00 to Decimal("7") beside Decimal("7.50"). Numbers beside dates are refused, since Arrow would make
-    dates of them.
+    Values without a common Arrow type become text. In a column of type string, so do decimals and numbers of several
+    types, since Arrow would convert all to one type and so change texts: 7 to 7.0 if there is a 7.5, np.True_ to 1 if
+    there is a 2, Decimal("7") to 7.00 if there is a Decimal("7.50"). Numbers mixed with dates are refused, since Arrow
+    would make dates of them.
     """
     import pyarrow as pa
 
@@ -270,7 +270,7 @@ def _types_of_numbers(values: Any) -> set[type]:
 
 
 def _as_text(value: Any, is_hex: bool) -> Any:
-    """Return a value, or the elements of a list, as Python prints them, integers as hexadecimal ones if `is_hex`.
+    """Return a value, or the elements of a list, as Python prints them, but integers in hexadecimal if `is_hex`.
 
     Missing values are None.
     """
