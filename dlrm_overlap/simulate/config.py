@@ -39,7 +39,7 @@ class UpdateConfig:
 class GpuConfig:
     """Rates and latencies of one GPU and of this project's kernels on it.
 
-    The defaults are those of an H200, which configs/simulate/h200.yaml repeats with their origin.
+    The defaults describe an H200; configs/simulate/h200.yaml repeats them with their origin.
     """
 
     link_gb_per_s: PositiveFloat = 354.1
@@ -81,7 +81,7 @@ class NetworkConfig:
     nodes: PositiveInt = 1
     """number of nodes"""
     gpus_per_node: PositiveInt = 8
-    """GPUs per node, all connected by NVLink: 8 of a machine with NVSwitches, 72 of a GB200 NVL72"""
+    """GPUs per node, all connected by NVLink: 8 in a machine with NVSwitches, 72 in a GB200 NVL72"""
     gpus_per_machine: PositiveInt | None = None
     """GPUs per machine, a divisor of gpus_per_node; null: gpus_per_node. If tables are not cut by rows over all GPUs,
     they are cut over those of a machine"""
@@ -133,7 +133,7 @@ class SimulateConfig(Config):
             )
 
     def check_modelled(self) -> None:
-        """Raise an `InputError` for values of a run's keys that change its time, but not the simulated one."""
+        """Raise an `InputError` for values that would change a run's time, but do not change the simulated time."""
         memory = self.embedding.memory
         if set(memory if isinstance(memory, list) else [memory]) != {"gpu"}:
             raise InputError(
@@ -164,7 +164,7 @@ class SimulateConfig(Config):
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of an id, and of an offset: 4 in a captured step, which has int32, else 8."""
+        """Bytes of an id or an offset: 4 (int32) in a captured step, else 8."""
         return 4 if self.what == "step" else 8
 
     @property

@@ -24,7 +24,7 @@ class SimulatedShard(NamedTuple):
 
 
 class SimulatedShares(NamedTuple):
-    """Each rank's work, [W], divided by the work that the mean rank would have if no table were cut by rows."""
+    """Each rank's work [W], divided by the mean over ranks if no table were cut by rows."""
 
     memory: np.ndarray
     """row elements read"""

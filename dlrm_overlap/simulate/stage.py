@@ -27,7 +27,7 @@ def link_seconds(config: SimulateConfig, near_bytes: np.ndarray, away_bytes: np.
     for 1 s out and rank 1's for 1 s in, rank 2's NIC for 6 s out, and the NICs of ranks 0 and 1 for 3 s in.
     """
     W, G, gpu = config.network.world_size, config.network.gpus_per_node, config.gpu
-    # of all ranks of a rank's node: [W]
+    # [W]: sums over the ranks of each rank's node
     node_near, node_away = (each.reshape(-1, G).sum(1).repeat(G) for each in (near_bytes, away_bytes))
     link = 1e9 * (gpu.collective_gb_per_s if config.is_collective else gpu.link_gb_per_s)
     nic = 1e9 / 8 * config.network.nic_gbit_per_s
@@ -65,15 +65,15 @@ def pooled_seconds(config: SimulateConfig, work: SimulatedWorkload) -> np.ndarra
 
 
 def has_few_bags(work: SimulatedWorkload) -> bool:
-    """Whether a task of the backend fused pools only a single group of bags (`backends.fused` has the same rule)."""
+    """Whether a task of the backend fused pools a single group of bags; the same rule as in `backends.fused`."""
     return work.bags < _MANY_BAGS and work.ids > work.bags
 
 
 def pooling_s(lookup: LookupConfig, work: SimulatedWorkload) -> np.ndarray:
     """Return [W] seconds that each rank needs to pool its bags, without `lookup.us`, if nothing delays it.
 
-    Tables are pooled one after the other. A table takes the longer of two times: of the memory for rows that miss the
-    cache, and of the cache for all rows.
+    Tables are pooled one after the other. A table takes as long as memory needs for rows that miss the cache, or the
+    cache for all rows, whichever is longer.
     """
     through_cache_s = work.read_bytes / lookup.cached_gb_per_s
     rows_s = np.maximum(work.missed_bytes / lookup.gb_per_s, through_cache_s).sum() / 1e9

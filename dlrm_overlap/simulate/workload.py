@@ -24,7 +24,7 @@ class SimulatedWorkload(NamedTuple):
     """per rank, b"""
     tables: int
     bags: int
-    """bags that a rank pools: bags of its tables, for the samples of all ranks"""
+    """bags that a rank pools: of its tables, for the samples of all ranks"""
     hbm_bytes: float
     """memory traffic of the forward, as `bench.harness.limits` counts it"""
     read_bytes: np.ndarray
