@@ -1,4 +1,4 @@
-"""What a result depends on besides the configuration: versions, GPUs, CPU and commit."""
+"""What a result depends on apart from the configuration: versions, GPUs, CPU and commit."""
 
 import hashlib
 import itertools

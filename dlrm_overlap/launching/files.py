@@ -66,7 +66,7 @@ def make_folder(folder: Path, key: str = "log.dir") -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        # For such a link mkdir says "File exists".
+        # If a link's target is missing, mkdir says "File exists".
         links = (each for each in (folder, *folder.parents) if os.path.islink(each) and not os.path.exists(each))
         reason = next((f"{link} is a link to what is not there" for link in links), error.strerror)
         raise InputError(

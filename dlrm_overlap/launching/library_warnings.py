@@ -5,7 +5,7 @@ import warnings
 
 
 def hide_library_warnings() -> None:
-    """Hide warnings of names that the libraries deprecate and use themselves, and of options the planner passes over.
+    """Hide the libraries' warnings about their own use of deprecated names, and about options the planner ignores.
 
     Errors of the libraries, and warnings of other kinds, are still shown.
     """

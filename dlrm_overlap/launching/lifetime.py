@@ -53,7 +53,7 @@ def end_on_signals() -> None:
 
 @contextmanager
 def unwinding_on_sigterm() -> Iterator[None]:
-    """Raise a SystemExit on SIGTERM, so that blocks around remove their files; a second one ends this process at once.
+    """Raise a SystemExit on SIGTERM, so that outer blocks remove their files; a second one ends this process at once.
 
     Use it in the main thread.
     """

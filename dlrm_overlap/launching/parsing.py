@@ -29,7 +29,7 @@ _CONFIGS = Path(__file__).parents[1] / "configs"
 _MAX_SHOWN = 200  # characters of a value
 # Raised by PyYAML if a text is not YAML, or a tag's value is wrong, as in `!!int ''`.
 NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
-# Key of a file that an option replaces: the other way to give the samples of a step.
+# Key of a file -> option that replaces it, since both give the samples of a step.
 _REPLACED_BY = {"train.global_batch_size": "train.batch_size"}
 # What other programs call a key.
 _OTHER_NAMES = {"learning_rate": "lr"}
@@ -228,7 +228,7 @@ def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[s
         )
     made = {}
     for name, keys in tree.items():
-        if name is None or isinstance(name, bool):  # of the texts no, on, null, ..
+        if name is None or isinstance(name, bool):  # written as no, on, null, ..
             raise InputError(f"{path}: {key}: YAML reads a name in it as {json.dumps(name)}; write it in quotes")
         prefix = f"{key}.{name}."
         values = read_tree(keys or {}, member, path, prefix)
@@ -243,7 +243,7 @@ def suggest(name: str, known: Sequence[str], prefix: str = "") -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Return the name in `known` that is most similar to `name`, by any case; None if none is similar."""
+    """Return the name in `known` that is most similar to `name`, ignoring case; None if none is similar."""
     by_lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return by_lower[close[0]] if close else None
