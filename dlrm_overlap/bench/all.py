@@ -19,7 +19,7 @@ from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.launching.process_group import visible_gpus
 
 _STRONGEST = "--contenders torchrec drop_in drop_in_graph strongest pgas_graph_default_plan pgas_graph"
-# The strongest of the group at half the batch size, and those that support histories.
+# `_LARGE` has the fastest of the group at half the batch size; `_SEQUENCE`, the ones that support histories.
 _NEAREST = "--contenders torchrec torchrec_strongest torchrec_strongest_{0} torchrec_strongest_{1} pgas_graph"
 _LARGE, _SEQUENCE = _NEAREST.format("table_wise", "default_plan"), _NEAREST.format("index_dedup", "bf16_index_dedup")
 _SHAPES = {

@@ -10,11 +10,11 @@ class Design:
     """How the tables whose `data.tables.ids` are any get their rows."""
 
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """of the configuration"""
+    """keys of the configuration, and their values"""
     hashed: bool = False
     """whether an id's row is a hash of it, see `data.tables.hashed_rows`"""
     rows: Literal[1, 2, "unlimited"] = 1
-    """rows of a table, in multiples of those that the configuration asks for; unlimited: twice its distinct ids"""
+    """rows of a table, in multiples of the configured rows; unlimited: twice its distinct ids"""
 
 
 _OURS = {"embedding.backend": "pgas"}

@@ -59,7 +59,7 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class Day:
-    """The ids of the stream from its begin to the end of a day."""
+    """The ids from the stream's beginning to the end of a day."""
 
     distinct: list[int]
     """number of distinct ids of each table of any id"""
@@ -111,9 +111,9 @@ class Stream:
         }
 
     def design(self, design: Design, distinct: Sequence[int]) -> tuple[dict[str, Any], int]:
-        """Return the keys of a design, and the rows of all its tables that take any id.
+        """Return the keys of a design, and the total number of rows of its tables that take any id.
 
-        `distinct` has the number of ids that each of them meets in the whole stream.
+        `distinct` has the number of distinct ids of each of them in the whole stream.
         """
         if design.rows == "unlimited":
             wanted = [2 * count for count in distinct]
@@ -131,7 +131,7 @@ class Stream:
         return {**design.keys, **keys}, sum(rows)
 
     def count(self, device: torch.device, factors: Collection[int] = ()) -> Iterator[Day]:
-        """Read the samples, and yield what their ids are at the end of each day."""
+        """Read the samples, and yield a `Day` at the end of each day."""
         data, _ = open_datasets(self.config.data, device)
         known = [torch.empty(0, dtype=torch.int64, device=device) for _ in self.rows]
         for first in range(0, self.days * self.samples, self.samples):
@@ -236,7 +236,7 @@ def _number(logged: float | None) -> float:
 def summarise(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str]) -> list[Row]:
     """Return a row for each contender: means over seeds and standard deviations of the whole run and the last day.
 
-    `difference` is that of `mean_ne` to the first contender with the same seed.
+    `difference` is `mean_ne` minus the first contender's with the same seed.
     """
     last: dict[str, dict[int, Mapping[str, Any]]] = {name: {} for name in contenders}
     for row in rows:

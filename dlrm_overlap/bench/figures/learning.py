@@ -1,7 +1,7 @@
 """`bench learning`: trains one configuration with several contenders and seeds, and compares what they learn.
 
 A row is an evaluation: AUROC and NE of the held-out samples, and the training samples and seconds before it. Seconds do
-not include evaluations. A seed decides the initial weights and, of samples from files, how they are shuffled.
+not include evaluations. A seed decides the initial weights and how samples from files are shuffled.
 
 The table at the end has, for each contender, means over the seeds and standard deviations. Differences are to the first
 contender with the same seed. Samples and seconds to the target are those at the first evaluation whose AUROC reaches

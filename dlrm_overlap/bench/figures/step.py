@@ -149,8 +149,8 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
     `torchrec_strongest` looks up int32 ids. Variants of it use TrainPipelineFusedSparseDist, whose lookup overlaps with
     the optimizer; a thread of TrainPipelineSparseDist that issues the copies of batches; DDP's hook that averages dense
     gradients in bf16; index dedup for unpooled tables; or what `harness.torchrec_variants` has. `torchrec_our_dense`
-    has our dense part (`harness.our_dense`). `drop_in` uses our sharders with their defaults; of its variants
-    `drop_in_torchrec_ids` leaves the ids to TorchRec.
+    has our dense part (`harness.our_dense`). `drop_in` uses our sharders with their defaults; `drop_in_torchrec_ids`
+    leaves the ids to TorchRec.
     """
     on_gpu = ranks.device.type == "cuda"
     is_strongest = name.startswith(("torchrec_strongest", OUR_DENSE))

@@ -6,7 +6,7 @@ Rows and states of `FusedTables` must agree with FBGEMM's before times are taken
     sort_ms         our sort of the ids
     update_ms       our update of the rows, ids sorted
     whole_ms        both, one after the other
-    beside_ms       a step of `FusedTables` minus forward_ms: the sort runs beside the forward, as in training
+    beside_ms       a step of `FusedTables` minus forward_ms: the sort runs during the forward, as in training
     fbgemm_ms       FBGEMM's backward, which sorts and updates
     floor_ms        bytes of the update at the rate of a copy: rows and states that ids name, read and written, the
                     gradient read, each once

@@ -52,7 +52,7 @@ def _start(device: torch.device) -> subprocess.Popen[str] | None:
 
 
 def _median(values: Sequence[str]) -> float | None:
-    """Return the median of the numbers in `values`; None if there is none, but texts such as [N/A]."""
+    """Return the median of the numbers in `values`; None if all are texts such as [N/A]."""
     numbers = list[float]()
     for value in values:
         with suppress(ValueError):
@@ -63,7 +63,7 @@ def _median(values: Sequence[str]) -> float | None:
 def clock_of(run: TrainingRun, step_ms: float, seconds: float) -> dict[str, Any]:
     """Return this rank's clock and power during `seconds` of steps of `step_ms`, None on a CPU; a collective.
 
-    A power limit lowers the clock only after a while, so the GPU is idle before, for all contenders alike.
+    A power limit lowers the clock only after a while, so the GPU first idles, to begin equally for all contenders.
     """
     if run.trainer.device.type != "cuda":
         return dict.fromkeys(COLUMNS)

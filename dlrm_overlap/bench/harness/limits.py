@@ -128,10 +128,10 @@ def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any
 
 
 def measure_products(trainer: Trainer) -> float | None:
-    """Return the time in ms of a step's matrix products alone, back to back in a CUDA graph; None on a CPU.
+    """Return the slowest rank's time, in ms, of a step's matrix products, back to back in a CUDA graph; None on a CPU.
 
-    It is that of the slowest rank. The products are those of the linear layers, forward and backward, by PyTorch's
-    default library, in the dense part's precision.
+    These are the products of the linear layers, forward and backward, by PyTorch's default library, in the dense
+    part's precision.
     """
     config, data, device = trainer.config, trainer.train_data, trainer.device
     if device.type != "cuda":

@@ -84,7 +84,7 @@ def show(ranks: Ranks, lines: Callable[[], Sequence[Row]], columns: Sequence[str
 
 
 def spread(name: str, numbers: Sequence[float]) -> Row:
-    """Return mean and standard deviation of a sample: None of too few numbers, NaN if one is not finite."""
+    """Return mean and standard deviation of a sample: None if it is too small, NaN if a number is not finite."""
     if not all(map(math.isfinite, numbers)):
         return {name: math.nan, f"{name}_std": math.nan}
     mean = statistics.mean(numbers) if numbers else None

@@ -166,7 +166,7 @@ def exchange_options(config: Config, backend: str) -> ExchangeOptions:
 def describe_work(config: Config, world_size: int) -> dict[str, Any]:
     """Return the columns of a row that are the same for all contenders of one configuration.
 
-    `multi_hot` and `zipf_alpha` are keys of synthetic samples, so None of files.
+    `multi_hot` and `zipf_alpha` are keys of synthetic samples, so they are None for files.
     """
     tables, train, is_synthetic = config.data.tables, config.train, config.data.kind == "synthetic"
     number, rows, most = tables.number(CRITEO_TABLES), tables.rows, tables.max_rows or math.inf
@@ -190,7 +190,7 @@ def describe_work(config: Config, world_size: int) -> dict[str, Any]:
 
 
 def config_digest(config: Config) -> str:
-    """Return text that differs if the configurations of two calls do, except for their logs and checkpoints."""
+    """Return text that differs if two configurations differ in more than logs and checkpoints."""
     sections = config.as_dict()
     work = {name: sections[name] for name in ("model", "data", "embedding", "train")}
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:12]
