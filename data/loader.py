@@ -38,6 +38,7 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
 
             return DeviceSynthetic(config, "train", device), DeviceSynthetic(config, "eval", device)
         return Synthetic(config, "train"), Synthetic(config, "eval")
+    # The range of samples to train on.
     dataset = open_files(config, config.path)
     held, begin = _held_out_of(config, dataset), 0
     if config.train_from:
@@ -53,6 +54,7 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
             f"data.train_from: {config.train_from} leaves none of {dataset.num_samples - held} samples to train on; "
             f"take an earlier one"
         )
+    # The held-out samples, whose ids and columns must fit.
     if config.eval_path is None:
         held_out = dataset.part(begin + kept, held)
     else:

@@ -51,6 +51,7 @@ class Prepared(Days):
         checksums = _map(folder / _CHECKSUMS, "<u8")
         if digest != _digest_of(content, checksums):
             raise InputError(f"{folder}: {META} or {_CHECKSUMS} has changed since it was written; {_CURE}")
+        # Check the tables' rows.
         made, most = layout.rows, tables.max_rows or math.inf
         rows = tables.rows if isinstance(tables.rows, list) else [tables.rows or each for each in made]
         if len(rows) != len(made) or any(
@@ -61,6 +62,7 @@ class Prepared(Days):
                 f"data.tables.rows: {rows}, but the ids of {folder} were made for {made} rows; set it to null, which "
                 f"takes these, and to save memory fold the ids by data.tables.max_rows"
             )
+        # Map the files in the order of their checksums.
         samples, files = layout.samples, _Files(folder, checksums)
         records: Any = files.map_next("records", "u1", (samples, layout.record_bytes))
         unpacked: list[Any] = [Packed(records, each) for each in layout.fields()]

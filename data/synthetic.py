@@ -75,6 +75,7 @@ class Synthetic(Dataset):
         if count > _BLOCK_SAMPLES:
             blocks = range(first, first + count, _BLOCK_SAMPLES)
             return Batch.join([self.read(block, min(_BLOCK_SAMPLES, first + count - block)) for block in blocks])
+        # Dense features and sizes of bags.
         generator = np.random.Philox(key=self._key, counter=first * self._blocks_per_sample)
         draws = generator.random_raw(count * self._blocks_per_sample * DRAWS_PER_BLOCK).reshape(count, -1)
         dense = _near_normal(draws[:, 1 : 1 + self.dense_features])
@@ -82,6 +83,7 @@ class Synthetic(Dataset):
         low, high = np.array(self.bag_sizes, dtype=np.uint64).T[..., None]
         lengths = (low + (sizes * (high - low + np.uint64(1)) >> np.uint64(32))).astype(np.int32, order="C")
 
+        # Rows, and ids of tables of any or hashed ids.
         rows = np.empty(int(lengths.sum()), dtype=np.int32)
         values = rows
         if any(self._wide):
@@ -107,6 +109,7 @@ class Synthetic(Dataset):
             start += drawn.size
             column += high
 
+        # Labels.
         uniform = (draws[:, 0] >> np.uint64(11)) * 2.0**-53
         labels = uniform < self._teacher.click_probability(dense, lengths, rows, generations)
         tensors = (dense, lengths.reshape(-1), values, labels.astype(np.float32))

@@ -18,11 +18,11 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 class CompiledKernel:
     """A `@triton.jit` kernel with its compile-time arguments fixed, launched by position.
 
-    Triton's own launch inspects every argument, which takes longer than a small kernel. This class inspects those of
-    the first launch only, so kernels and callers follow four rules, which `check` asserts:
+    Triton's own launch inspects every argument, which takes longer than a small kernel. This class inspects arguments
+    in the first launch only, so kernels and callers follow four rules, which `check` asserts:
 
     - Order: launches pass the run-time arguments in the order of the kernel's parameters.
-    - Integers: the kernel names them in `do_not_specialize`; those of 64 bits are annotated as `tl.int64`.
+    - Integers: the kernel names them in `do_not_specialize`, and annotates 64-bit ones as `tl.int64`.
     - Alignment: tensors begin at multiples of 16 bytes, except those named in `do_not_specialize_on_alignment`.
     - Types: `dtypes` has those of all tensors whose type the constants leave open.
 
@@ -69,7 +69,7 @@ class CompiledKernel:
         self._prepare = prepare
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
         self._types: dict[tuple[torch.dtype, ...], list[torch.dtype]] = {}
-        """dtypes of a launch -> those of all its tensors, for `check`"""
+        """dtypes of a launch -> dtypes of all its tensors, for `check`"""
 
     def __call__(self, programs: int, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> None:
         """Launch `programs` programs on the current stream, or nothing if 0. The first of `arguments` is a tensor."""

@@ -36,7 +36,7 @@ WIDE_COLUMNS = tl.constexpr(4)
 class Shares(NamedTuple):
     entries: torch.Tensor
     """[S, 3] int64: feature, first id, and the id after the last; ids are unsigned. With high words [S, 4]: also the
-    table's number of buckets, of which first and end are then numbers, or 0"""
+    table's number of buckets, or 0; unless it is 0, the range is of buckets instead of ids"""
     room: int
     """words for the features' ids"""
     values_at: int

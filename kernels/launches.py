@@ -73,7 +73,7 @@ Prepared = TypeVar("Prepared")
 def prepared(
     make: Callable[[Owner, Sequence[torch.Tensor], *Arguments], Prepared],
 ) -> Callable[[Owner, Sequence[torch.Tensor], *Arguments], Prepared]:
-    """Make a method that prepares launches return those of an earlier call with the same key.
+    """Make a method that prepares launches return the launches of an earlier call with the same key.
 
     The method takes the tensors that each call of a launch gives, whose types and devices are in the key, then
     everything else that the launch is made from, which is hashable.

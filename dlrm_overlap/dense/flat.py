@@ -76,7 +76,7 @@ class FlatParameters:
         end = self._assign_positions([name for name in self.parameters if name in self.shards], self.shared_end)
         self._elements = -(-end // BLOCK) * BLOCK
         self.every_position = dict(self.positions)
-        """`positions`, and those of slices"""
+        """`positions`, and the positions of slices"""
         for name, (holder, first) in slices.items():
             begin, shape = self.positions[holder].begin + first, parameters[name].shape
             self.every_position[name] = FlatPosition(begin, begin + shape.numel(), shape)

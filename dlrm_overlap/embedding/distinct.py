@@ -122,7 +122,7 @@ class DistinctIds:
         ranges: by table, the first row, or bucket, of each range with its own slots, like a table. By default a table
             is one range.
         any_id: whether all tables are of any id; else none is.
-        mixes: whether the bucket is that of the id's hash, see `IdLayout.mixes`.
+        mixes: whether an id's bucket is its hash's bucket, see `IdLayout.mixes`.
     """
 
     def __init__(

@@ -87,8 +87,8 @@ class IdLayout:
     """Positions of ids in a rank's window, and where they arrive.
 
     The window has the ids of all T features. If tables are cut by rows, the same ids follow once more, sorted into
-    shares when they are published. Published features are numbered: 0 .. T - 1 those of `keys`, T a separator, and from
-    T + 1 on the shares.
+    shares when they are published. Published features are numbered: 0 .. T - 1 are `keys`, T is a separator, and the
+    shares follow from T + 1 on.
 
     The rows of a table of any id are divided into B buckets of equal size, and each row shard has whole buckets. An id
     is any int64, and belongs to bucket `unsigned id % B`. If there is such a table, the layout is `wide`: a window also

@@ -85,7 +85,7 @@ def data_parallel_weights(model: nn.Module) -> dict[str, TableBatchedEmbeddingSl
 
 
 def unsynchronized_weights(model: nn.Module) -> dict[str, TableBatchedEmbeddingSlice]:
-    """Return those of `data_parallel_weights` that each rank trains alone.
+    """Return the part of `data_parallel_weights` that each rank trains alone.
 
     They are in modules that TorchRec's `mark_data_parallel_skip_grad_sync` was called for, which it leaves out of DDP.
     """

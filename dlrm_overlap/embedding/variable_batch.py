@@ -70,10 +70,10 @@ def with_bags_of_samples(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def _with_one_stride(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return the ids of a batch that is variable only by its form as those of a batch of one stride.
+    """Return the batch with one stride if its features have strides of their own, all equal.
 
-    `KeyedJaggedTensor.from_jt_dict(force_variable_stride=True)` gives each feature its own stride, although all are
-    equal. Without inverse indices, each sample then has its own bag.
+    `KeyedJaggedTensor.from_jt_dict(force_variable_stride=True)` makes such batches. Without inverse indices, each
+    sample has its own bag.
     """
     if not features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
         return features

@@ -78,7 +78,7 @@ class StepRunner:
     ) -> None:
         """Build the model and its pipeline; a collective.
 
-        `id_rows` has the rows of each table of any id, if they are not those of `config`.
+        `id_rows` has the rows of each table of any id, if they differ from `config`.
         """
         self.progress = progress or Progress()
         self.config, self.world, self.device = config, world, device

@@ -310,8 +310,8 @@ class Trainer(StepRunner):
     def grow(self, step: int, rows: dict[str, int], metrics: dict[str, float] | None = None) -> None:
         """Save the state after `step`, and go on from it with more rows of tables of any id; a collective.
 
-        `rows` has the new rows of the tables that grow, and `metrics` those of an evaluation after this step. No step
-        is in flight.
+        `rows` has the new rows of the tables that grow, `metrics` the results of an evaluation after this step, if any.
+        No step is in flight.
         """
         begin, before = time.perf_counter(), self.id_rows
         self.save(step, metrics)
@@ -339,6 +339,7 @@ class Trainer(StepRunner):
 
     def _resume_from(self, checkpoint: Path, manifest: Manifest) -> dict[str, Any] | None:
         """Load `checkpoint` and return None; if its run is finished, load nothing and return the folder's summary."""
+        # Return early if the run is finished.
         config = self.config
         summary, target = from_rank_0(lambda: read_summary(self.folder)), config.train.target_auroc
         if summary is not None and (config.checkpoint.resume == "auto" or manifest.step >= summary["steps"]):
@@ -352,6 +353,7 @@ class Trainer(StepRunner):
                 text += "log.name or set log.overwrite; results in %s"
                 log.info(text, summary["steps"], why, path)
                 return summary
+        # Load the state, possibly into more rows of tables of any id.
         had = manifest.about.get("id_table_rows", {})
         changed = {name: rows for name, rows in self.id_rows.items() if had.get(name, rows) != rows}
         if changed and config.checkpoint.delta_every:
@@ -364,6 +366,7 @@ class Trainer(StepRunner):
         self.start = manifest.step
         if config.checkpoint.resume == "auto":  # else a later run would not resume from this checkpoint
             self.saves.step = manifest.step
+        # Continue the schedules of evaluations and saves, and the metrics.
         every = config.train.eval_every
         self._ended_unevaluated = bool(every and self.start and self.start % every == 0 and not manifest.metrics)
         self.saves.written = Future()

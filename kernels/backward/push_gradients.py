@@ -22,7 +22,7 @@ from dlrm_overlap.kernels.tuning import power_of_2
 SOURCE = tl.constexpr(0)  # column of the output's gradient where the shard begins
 START = tl.constexpr(1)  # column of D_local where the shard begins at its owner
 # 0: no shard, since the rank has fewer in this part than `most`; 1: a shard; 2 + i: a shard of a table that is cut by
-# rows, whose bags are those of share i.
+# rows, which has the bags of share i.
 PRESENT = tl.constexpr(2)
 SHARD_COLUMNS = tl.constexpr(3)
 

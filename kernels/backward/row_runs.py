@@ -120,7 +120,7 @@ def _cut_runs(
     number of the run's first chunk to chunk_first[c].
 
     Order: the kernel before has zeroed `shared`. The atomic on shared[CHUNKS] is relaxed, since it only hands out
-    numbers: those of a run are consecutive, in no fixed order of programs.
+    numbers: a run's are consecutive, programs get them in no fixed order.
 
     Example: CHUNK_IDS 3, runs of 1, 7, 2 and 5 ids: chunk_run is 1 1 1 3 3, chunk_first 0 0 0 3 3.
     """
@@ -218,7 +218,7 @@ class Preparation:
     """
 
     def __init__(self, ids: SortedIds, features: InputFeatures, row_units: int = 0, chunk_ids: int = CHUNK_IDS) -> None:
-        """Prepare the launches; the ids may be those of any step.
+        """Prepare the launches, by the ids of any step.
 
         Args:
             row_units: 0 for gradients in a window; or the units of 4 elements of a row, if they are [B, D_total].

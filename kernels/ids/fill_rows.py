@@ -27,9 +27,9 @@ class FilledTable(NamedTuple):
     words: int
     """of a row"""
     source: int
-    """address of the initial rows; that of the rows themselves if reserved slots have them"""
+    """address of the initial rows; equal to `weights` if reserved slots have them"""
     slots: int
-    """0; if `weights` are those of a cache, the address of [rows] int32: the cache's slot of each row"""
+    """address of [rows] int32, each row's slot, if `weights` is a cache's memory; else 0"""
     source_slots: int
     """the same for `source`"""
     states: tuple[int, ...]

@@ -2,7 +2,7 @@
 
 One stream sends gradients, part by part. Another updates the rows of each part once its gradients have arrived. Both
 run concurrently with the rest of the dense backward. The ids are sorted during the forward: in a captured step on a
-third stream, else on that of the updates.
+third stream, else on the updates' stream.
 """
 
 from collections.abc import Sequence

@@ -37,7 +37,7 @@ def _aligned(size_bytes: int) -> int:
 
 
 class PooledByPuts:
-    """A carrier of pooled embeddings, see `messages`; its epochs are those of the output's windows."""
+    """A carrier of pooled embeddings, see `messages`; its epochs are the epochs of the output's windows."""
 
     def __init__(
         self, context: ExchangeContext, windows: WindowPair, layout: InternodeLayout, lookup: DeviceLookup

@@ -140,7 +140,7 @@ class InputRows:
     def sort_unpooled(self, values: torch.Tensor, offsets: torch.Tensor, dim: int) -> PreparedRuns | None:
         """Sort ids by key, for gradients [n, dim]: one row for each id, in the order of `values`; None without ids.
 
-        `offsets` are those of the bags that say which ids a feature has; all tables have `dim` columns.
+        `offsets` are of the bags, which say which ids a feature has; all tables have `dim` columns.
         """
         count, features = values.numel(), self.input_features.entries.shape[0] - 1
         if count == 0:

@@ -217,12 +217,12 @@ class IdMap:
             if rules.halve_at:
                 first = self._first[rules.name][1]
                 last = first + (end - begin) // rules.size * segments_of(rules.open_slots)
-                # A checkpoint may have counters that were never halved, or those of other rows.
+                # A checkpoint may have counters that were never halved, or counters of other rows.
                 self.state.sketch_sums[first:last] = halve(sketch[first * CELLS : last * CELLS], rules.halve_at)
 
 
 class MappedIds:
-    """The `IdTables` of an exchange; `features` has those of each table."""
+    """The `IdTables` of an exchange; `features` has each table's features."""
 
     waits = False
 
@@ -286,7 +286,7 @@ def with_values(ids: KeyedJaggedTensor, values: torch.Tensor, offsets: torch.Ten
 
 
 def pool_of(rows: int, config: BaseEmbeddingConfig, seed: int) -> torch.Tensor:
-    """Return initial rows [P, D] on the CPU, drawn as TorchRec draws those of the table; the same for one seed."""
+    """Return initial rows [P, D] on the CPU, drawn as TorchRec draws the table's rows; the same for one seed."""
     assert config.init_fn is not None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

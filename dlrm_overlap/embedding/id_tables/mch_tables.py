@@ -53,7 +53,7 @@ class ShareOfRange(NamedTuple):
 def encoded(ids: torch.Tensor, size: torch.Tensor | int, ranks: int) -> torch.Tensor:
     """Return [n] int64 numbers whose unsigned remainders by `ranks` are the owners of ids [n] int64.
 
-    `size` is that of `ShareOfRange`, for each id or for all.
+    `size` is `ShareOfRange.size`, for each id or for all.
     """
     sizes = torch.as_tensor(size, device=ids.device)
     inside = (ids >= 0) & (ids <= sizes * ranks - 1)  # 2^63 - 1 if the product is 2^63, which wraps
@@ -124,7 +124,7 @@ class MchTables:
         self._recorded = torch.tensor([each.recorded for each in self._maps], device=device)
         """[tables]: ids in each history, of the steps that were taken"""
         self._appended = self._recorded.clone()
-        """[tables]: also those of the step whose ids have arrived"""
+        """[tables]: `_recorded` plus the ids of the step whose ids have arrived"""
         self._is_new_step = True
 
     def activate(self, arrived: ArrivedIds) -> None:

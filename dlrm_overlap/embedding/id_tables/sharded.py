@@ -55,7 +55,7 @@ class OverlapShardedManagedCollisionCollection(ShardedManagedCollisionCollection
         modules = sharded_zch_tables(self)
         shards = {name: (offset, offset + each.output_size()) for name, (offset, each) in modules.items()}
         self.id_map = IdMap(self._rules, shards, torch.device(self._device), lambda: self.training)
-        # State dicts refer to the map's memory under TorchRec's names; those of our own modules have more columns.
+        # State dicts refer to the map's memory under TorchRec's names; our own modules have more columns.
         state, shard = self.id_map.state, self.id_map.shard
         for name, (_, each) in modules.items():
             seen = state.times if state.times.numel() else state.used_at
@@ -121,7 +121,7 @@ class _MapsIds(nn.Module):
         id_map.bind(rows.tensors_of, pools)
 
     def _why_uncaptured(self, features: Mapping[str, Sequence[str]]) -> str | None:
-        """Return why steps cannot be captured, if so; `features` has those of each table."""
+        """Return why steps cannot be captured, if so; `features` has each table's features."""
         return "a collection returns remapped features" if self._return_remapped_features else None
 
     @property

@@ -96,7 +96,7 @@ def why_not_static(batch: Any) -> str | None:
 
 
 class StaticBatch:
-    """A batch like `example`: its tensors keep their addresses, and its other parts are equal to those of `example`."""
+    """A batch like `example`: its tensors keep their addresses, and its other parts equal the example's."""
 
     def __init__(self, example: Any, device: torch.device, capacity: BatchCapacity) -> None:
         leaves = BatchTensors(example)
