@@ -2,7 +2,7 @@
 
 The flow of data:
 
-1. `ShareOfRange.encoded` replaces an id by a number whose remainder by the W ranks is the id's owner, as TorchRec's
+1. `encoded` replaces an id by a number whose remainder by the W ranks is the id's owner, as TorchRec's
    division of `input_hash_size` gives it. So the ids are sent like those of tables of W buckets (`IdLayout`).
 2. `activate`, during the step before: the owner decodes the ids, appends them to the history after the ids of the
    steps taken, and replaces them by rows. All shapes are fixed, and the host reads nothing.
