@@ -171,7 +171,6 @@ def new_value(key: str, value: Any) -> Any:
 
 
 def with_new_names(argv: Sequence[str]) -> list[str]:
-    """Return options with current names."""
     renamed = list[str]()
     for word in argv:
         key, equals, value = word.partition("=")

@@ -15,8 +15,6 @@ _AT_A_TIME = 1024  # ids, whose buckets fill 1 MB, so that they stay in the CPU'
 
 
 class IdRows:
-    """Looks up the rows of ids."""
-
     def __init__(self, stored: np.ndarray) -> None:
         """Take the hash of each row's id, [rows] int64, `EMPTY` for a row without an id; they are not copied."""
         self._stored = stored.reshape(-1, SEGMENT)
