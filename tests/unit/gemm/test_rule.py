@@ -15,13 +15,11 @@ WAYS = ("serial", "copies", "tiles", "triggered")
 
 def measured() -> Iterator[tuple[tuple[bool, int, int, int, int], dict[str, Row]]]:
     """Yield the arguments of `rule` for each problem of the committed rows, and its rows by contender."""
-    for name in ("four_h200/gemm", "gemm_two", "gemm_few"):
+    for name in ("four_h200/gemm", "two_h200/gemm_two", "two_h200/gemm_few"):
         found: dict[tuple[str, ...], dict[str, Row]] = {}
         for row in read(f"{name}.csv"):
             found.setdefault(tuple(row[each] for each in ("operator", "m", "k", "n")), {})[row["contender"]] = row
         for (operator, m, k, n), run in found.items():
-            if "pushes" in run:  # earlier all-gathers, whose copies had this name
-                run["copies"] = run["pushes"]
             ranks = int(run["serial"]["world_size"])
             hidden, features = int(n) // ranks, int(k)
             sizes = (hidden, features) if operator == "all_gather" else (features, hidden)
