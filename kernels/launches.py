@@ -200,7 +200,7 @@ class Launch:
         """Launch on the current stream with `changed`, in the order of `changing`: tensors, int, float."""
         if programs is None:
             programs = self._programs
-            assert programs is not None, f"{self._kernel.name}: of how many programs?"
+            assert programs is not None, f"{self._kernel.name}: the number of programs is not given"
         if self._by_triton:
             arguments = list(self._arguments)
             for index, argument, kind in zip(self._changing, changed, self._types, strict=True):

@@ -109,7 +109,7 @@ def cross(
             the gradient of x0, so v precedes w.
         compute: see `compute_layer`.
     """
-    assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
+    assert x0.requires_grad or not torch.is_grad_enabled(), "x0 has no gradient: no backward would write the weights'"
     return _Cross.apply(x0, later, compute, *(tensor.detach() for layer in layers for tensor in layer))  # type: ignore[no-any-return]
 
 

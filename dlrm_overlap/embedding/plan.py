@@ -57,18 +57,25 @@ def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) 
     Args:
         bag_sizes: feature -> mean ids of a bag or a sequence, by default 1.
 
+    Raises:
+        InputError: if no table has a feature of `bag_sizes`.
+
     Example:
         planner = EmbeddingShardingPlanner(constraints=constraints(model, {"clicks": 20}))
     """
-    divided = _tables_of_any_id(_collections(model))
+    collections, given = _collections(model), bag_sizes or {}
+    features = {name for _, configs in collections.values() for config in configs for name in config.feature_names}
+    if unknown := sorted(given.keys() - features):
+        raise InputError(f"bag_sizes: no table has {', '.join(unknown)}; give features of the model's tables")
+    divided = _tables_of_any_id(collections)
     return {
         config.name: ParameterConstraints(
             sharding_types=[ShardingType.ROW_WISE.value] if config.name in divided else None,
             compute_kernels=[_FUSED],
             min_partition=_MIN_COLUMNS,
-            pooling_factors=[(bag_sizes or {}).get(feature, 1.0) for feature in config.feature_names],
+            pooling_factors=[given.get(feature, 1.0) for feature in config.feature_names],
         )
-        for _, configs in _collections(model).values()
+        for _, configs in collections.values()
         for config in configs
     }
 

@@ -87,6 +87,6 @@ def _with_one_stride(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 def _inverse_of(features: KeyedJaggedTensor) -> InverseIndices:
     if (inverse := features.inverse_indices_or_none()) is None:
         raise InputError(
-            "ids: a variable batch, but the KeyedJaggedTensor has no inverse_indices; give it those of every sample"
+            "ids: a variable batch without inverse_indices; give the KeyedJaggedTensor the bag of every sample"
         )
     return inverse

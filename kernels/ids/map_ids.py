@@ -118,7 +118,7 @@ def map_ids(
     infos, mapped, clocked, with_times, with_counts, with_sketch, lanes, phases, aligned = features
     count, number, device = out.numel(), (offsets.numel() - 1) // samples, low.device
     segments, stride = waiting.numel(), low.stride(0)
-    assert stride == high.stride(0), "words of one tensor, or of two alike"
+    assert stride == high.stride(0), "the words are of one tensor, or of two with the same stride"
     # Count the step and its ids.
     if train:
         (clock[:1] if clocked else clock).add_(taken)

@@ -522,5 +522,7 @@ def test_a_wire_type_with_codecs_of_another_is_refused() -> None:
     told = "wire_dtype: 'bf16', but qcomm_codecs_registry has fp16; give one of the two"
     with refuses(told):
         OverlapEmbeddingBagCollectionSharder(None, _codecs(FP16, FP16), wire_dtype="bf16")
+    with refuses("wire_dtype: 'fp32', but qcomm_codecs_registry has fp16; give one of the two"):
+        OverlapEmbeddingBagCollectionSharder(None, _codecs(FP16, FP16), wire_dtype="fp32")
     options = OverlapEmbeddingBagCollectionSharder(None, _codecs(FP16, FP16), output_dtype="fp16").options
     assert options.output_dtype == options.wire_dtype

@@ -163,5 +163,5 @@ def test_shared_bags_are_repeated() -> None:
 
 
 def test_without_inverse_indices_they_are_refused() -> None:
-    with refuses("has no inverse_indices; give it those of every sample"):
+    with refuses("without inverse_indices; give the KeyedJaggedTensor the bag of every sample"):
         with_even_batches(_ids())

@@ -135,7 +135,7 @@ def test_a_launch_without_a_number_of_programs_takes_it_from_each_call(driver: _
     for programs in (5, 0, 2):
         launch(1, programs=programs)
     assert [config[0] for _, config, _ in driver.launched] == [5, 2]
-    with pytest.raises(AssertionError, match="_store: of how many programs"):
+    with pytest.raises(AssertionError, match="_store: the number of programs is not given"):
         launch(1)
 
 

@@ -213,4 +213,4 @@ def _rules(module: Any) -> list[IdRules] | str:
         return reason
     rules = [each for each in found if isinstance(each, IdRules)]
     clocks = {(each.in_hours, each.mixes) for each in rules}
-    return rules if len(clocks) == 1 else "tables of our configuration beside TorchRec's modules"
+    return rules if len(clocks) == 1 else "one collection has tables of our configuration and of TorchRec's modules"

@@ -40,6 +40,7 @@ log = logging.getLogger("dlrm_overlap")
 
 _DENSE_REDUCE = ("auto", "collective", "stores")
 _DENSE_UPDATE = ("auto", "all", "owner", "owner_deferred")
+_GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
 # Eager steps before a capture, which compile kernels, fill caches and find out which parameters get a gradient.
 _WARMUP_STEPS = 3
 # Uncapturable batches in a row, after which steps are captured for batches like the next one.
@@ -98,7 +99,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             bound: deprecated name of `capacity`.
 
         Raises:
-            InputError: if `dense_reduce` or `dense_update` is unknown, or `dense_reduce` is stores on a CPU.
+            InputError: if an argument has a value or a type other than these, or `dense_reduce` is stores on a CPU.
         """
         if dense_reduce not in _DENSE_REDUCE or (dense_reduce == "stores" and device.type != "cuda"):
             raise InputError(
@@ -109,6 +110,14 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if bound is not None:
             warnings.warn("GraphTrainPipeline: bound is deprecated; use capacity", FutureWarning, stacklevel=2)
             capacity = capacity or bound
+        if capacity is not None and not isinstance(capacity, BatchCapacity):
+            raise InputError(f"capacity: {capacity!r} must be a BatchCapacity; leave it out to learn it")
+        if casts is not None and not isinstance(casts, CastWeights):
+            raise InputError(f"casts: {casts!r} must be a CastWeights; leave it out and use torch.autocast")
+        if gradient_dtype not in _GRADIENT_DTYPES:
+            raise InputError(
+                f"gradient_dtype: {gradient_dtype!r} must be torch.float32 or torch.bfloat16; leave it out"
+            )
         arguments = model, optimizer, device, *torchrec_args
         given = signature(TrainPipelineSparseDist).bind(*arguments, **torchrec_kwargs)
         given.apply_defaults()

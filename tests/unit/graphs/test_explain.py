@@ -240,6 +240,8 @@ def test_all_that_the_planner_makes_under_the_constraints_is_exchanged() -> None
     assert all(each.exchanged and each.captured for each in found)
     assert found[0].sharding not in ("table_wise", "data_parallel")
     assert constraints(model, {"f0": 20})["t0"].pooling_factors == [20]
+    with refuses("bag_sizes: no table has clicks, t0; give features of the model's tables"):
+        constraints(model, {"f0": 20, "t0": 20, "clicks": 3})
 
 
 def test_unpooled_tables_are_planned_under_the_constraints_too() -> None:

@@ -391,6 +391,23 @@ def test_an_unknown_way_to_reduce_is_refused(unknown: str) -> None:
         GraphTrainPipeline(nothing, nothing, CPU, dense_reduce=unknown)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("capacity", 8192, "8192 must be a BatchCapacity; leave it out to learn it"),
+        ("bound", {"samples": 8}, "{'samples': 8} must be a BatchCapacity; leave it out to learn it"),
+        ("casts", torch.bfloat16, "torch.bfloat16 must be a CastWeights; leave it out and use torch.autocast"),
+        ("gradient_dtype", torch.float16, "torch.float16 must be torch.float32 or torch.bfloat16; leave it out"),
+        ("gradient_dtype", "bf16", "'bf16' must be torch.float32 or torch.bfloat16; leave it out"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:GraphTrainPipeline. bound is deprecated")
+def test_an_argument_of_another_type_is_refused(name: str, value: Any, told: str) -> None:
+    nothing: Any = None
+    with refuses(f"{'capacity' if name == 'bound' else name}: {told}"):
+        GraphTrainPipeline(nothing, nothing, CPU, **{name: value})
+
+
 def test_an_unknown_way_to_update_is_refused() -> None:
     nothing: Any = None
     with refuses("dense_update: 'owners' must be auto, all, owner or owner_deferred; leave it out"):
