@@ -91,6 +91,6 @@ class PlainDLRM(nn.Module):
 
 def _pool(table: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Return the sum of the rows of each bag [b, D] float32."""
-    if table.dtype == torch.float32:
-        return functional.embedding_bag(values, table, lengths.cumsum(0) - lengths, mode="sum")
-    return torch.segment_reduce(functional.embedding(values, table).float(), "sum", lengths=lengths, axis=0)
+    if table.dtype != torch.float32:  # the sum is in float32, and the table is not copied
+        table, values = functional.embedding(values, table).float(), torch.arange(len(values))
+    return functional.embedding_bag(values, table, lengths.cumsum(0) - lengths, mode="sum")

@@ -8,6 +8,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig, TrainConfig
 from dlrm_overlap.embedding.weights import uniform_rows
+from dlrm_overlap.predict.plain_model import PlainDLRM
 from dlrm_overlap.train.assembly import LearningRate
 from dlrm_overlap.train.interaction import DotInteraction
 from dlrm_overlap.train.model import JoinInPlace, build_model, joined
@@ -54,6 +55,25 @@ def test_initial_rows_are_uniform() -> None:
     assert ((counts - 5000).abs() < 5 * 5000**0.5).all(), counts
     assert rows.mean().abs() < 5 * (4 / 12**0.5) / rows.numel() ** 0.5
     assert torch.corrcoef(torch.stack((rows[:-1].flatten(), rows[1:].flatten())))[0, 1].abs() < 0.02
+
+
+@pytest.mark.parametrize("bags", [[], [[]], [[2, 2, 5], [], [6]]])
+def test_plain_rows_of_16_bits_are_added_in_32(bags: list[list[int]]) -> None:
+    config = ModelConfig(dim=16, bottom_mlp=[8, 16], top_mlp=[8, 1])
+    model = build_model(config, EmbeddingConfig(weight_dtype="fp16"), [7, 9], 5, seed=0)
+    halves = {
+        name: torch.randn(tensor.shape).half() if tensor.is_meta else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int64)
+    ids = [(torch.tensor([*itertools.chain(*bags)], dtype=torch.int64), lengths)] * 2
+    dense = torch.randn(len(bags), 5)
+    found, expected = (
+        PlainDLRM(config, weights, 2)(dense, ids)
+        for weights in (halves, {name: tensor.float() for name, tensor in halves.items()})
+    )
+    assert found.shape == (len(bags), 1)
+    assert torch.equal(found, expected)
 
 
 def test_the_learning_rate_warms_up_and_decays_by_the_square_of_the_steps_left() -> None:
