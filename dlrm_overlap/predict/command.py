@@ -29,7 +29,7 @@ _CLOSING_S = 2.0
 _OPTION = "--checkpoint"
 _FORMATS = ".parquet", ".csv"
 
-_scorer: Any = None  # of a worker process
+_scorer: Any = None  # of a worker process, or why it has none
 
 
 def run(argv: list[str], description: str) -> int:
@@ -60,12 +60,12 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
     once it is complete.
     """
     from dlrm_overlap.data.table_files import count_rows, read_files, table_files
-    from dlrm_overlap.predict.scorer import Scorer
+    from dlrm_overlap.predict.scorer import read_encoding_of
 
-    scorer = Scorer(checkpoint)
-    if twice := [name for name in keys if name in scorer.labels or keys.count(name) > 1]:
+    schema = read_encoding_of(checkpoint).schema
+    if twice := [name for name in keys if name in schema.labels or keys.count(name) > 1]:
         raise InputError(f"--key {twice[0]}: the output has a column of that name already; leave it out")
-    names = list(dict.fromkeys([*scorer.columns, *keys]))
+    names = list(dict.fromkeys([*schema.features, *keys]))
     files = table_files(table)
     if {output.resolve(), output.resolve().parent} & {each.resolve() for each in (table, *files)}:
         raise InputError(f"--output: {output} is a file of {table}, or in its folder; name a file elsewhere")
@@ -74,19 +74,19 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
         with ExitStack() as stack:
             stack.enter_context(unwinding_on_sigterm())
             stream = stack.enter_context(replacing(output))
-            score = stack.enter_context(_scoring(scorer, checkpoint, processes))
+            score = stack.enter_context(_scoring(checkpoint, processes))
             bar = stack.enter_context(ProgressBar("predicting", count_rows(files)))
             cure = "correct the file, or --key" if keys else "correct the file"
-            blocks = read_files(files, scorer.schema, _BLOCK_BYTES, bar, _as_block, cure, names)
+            blocks = read_files(files, schema, _BLOCK_BYTES, bar, _as_block, cure, names)
             writer: Any = None
-            schema: Any = None
+            types: Any = None
             all_values, all_unknown = Counter[str](), Counter[str]()
             for found, values, unknown in score(blocks, keys):
                 if writer is None:
                     open_writer = csv.CSVWriter if output.suffix.lower() == ".csv" else parquet.ParquetWriter
                     writer = stack.enter_context(open_writer(stream, found.schema))
-                    schema = found.schema
-                writer.write_table(_with_types(found, schema))
+                    types = found.schema
+                writer.write_table(_with_types(found, types))
                 all_values.update(values)
                 all_unknown.update(unknown)
                 bar.advance(len(found))
@@ -98,7 +98,7 @@ def predict(checkpoint: Path, table: Path, output: Path, keys: list[str], proces
     except pa.ArrowException as error:  # such as lists in CSV
         named = f"--key {', '.join(keys)}: cannot be written to {output} ({in_one_line(error):.200})"
         raise InputError(f"{named}; leave out such a column, or name a .parquet file") from None
-    return bar.count, unknown_values(all_values, all_unknown, scorer.schema)
+    return bar.count, unknown_values(all_values, all_unknown, schema)
 
 
 Block = tuple[Path, int, Any]
@@ -110,11 +110,15 @@ def _as_block(*block: Any) -> Block:
 
 
 @contextmanager
-def _scoring(
-    scorer: Any, checkpoint: Path, processes: int
-) -> Iterator[Callable[[Iterator[Block], list[str]], Iterator[Any]]]:
-    """Yield a function that maps blocks and names of keys to what `_score` returns, in order."""
+def _scoring(checkpoint: Path, processes: int) -> Iterator[Callable[[Iterator[Block], list[str]], Iterator[Any]]]:
+    """Yield a function that maps blocks and names of keys to what `_score` returns, in order.
+
+    Each of several processes loads the tables, and this one then does not.
+    """
     if processes == 1:
+        from dlrm_overlap.predict.scorer import Scorer
+
+        scorer = Scorer(checkpoint)
         yield lambda blocks, keys: (_score(scorer, *block, keys) for block in blocks)
         return
     threads = max(1, (os.cpu_count() or 1) // processes)
@@ -159,10 +163,15 @@ def _begin_worker(checkpoint: Path, threads: int) -> None:
     from dlrm_overlap.predict.scorer import Scorer
 
     torch.set_num_threads(threads)
-    _scorer = Scorer(checkpoint)
+    try:
+        _scorer = Scorer(checkpoint)
+    except InputError as error:  # a pool would only tell that this process has ended
+        _scorer = error
 
 
 def _score_in_worker(*arguments: Any) -> Any:
+    if isinstance(_scorer, InputError):
+        raise _scorer
     return _score(_scorer, *arguments)
 
 

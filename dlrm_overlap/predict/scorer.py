@@ -21,6 +21,7 @@ from dlrm_overlap.checkpoint.manifest import encoded_of, locate_checkpoint, read
 from dlrm_overlap.checkpoint.storage import read_weights
 from dlrm_overlap.config import InputError, ModelConfig, in_one_line
 from dlrm_overlap.data.day import Ragged
+from dlrm_overlap.data.encoding import Encoding
 from dlrm_overlap.data.schema import Schema, table_keys
 from dlrm_overlap.launching.parsing import section_of
 from dlrm_overlap.predict.id_rows import IdRows
@@ -55,13 +56,7 @@ class Scorer:
         from dlrm_overlap.data.encoder import Encoder  # needs pyarrow
 
         self.path = locate_checkpoint(Path(checkpoint), "checkpoint")
-        manifest, encoded = read_manifest(self.path), encoded_of(self.path)
-        if encoded is None:
-            raise InputError(
-                f"checkpoint: {self.path} has no encoding, since its training samples were not made by `prepare table` "
-                f"or `prepare criteo`, or by an earlier version; prepare the table, and train on it"
-            )
-        encoding = encoded.read()
+        manifest, encoding = read_manifest(self.path), read_encoding_of(self.path)
         self.labels: list[str] = list(encoding.schema.labels)
         """names of the predicted labels"""
         self.columns: list[str] = encoding.schema.features
@@ -124,6 +119,17 @@ class Scorer:
     def rows_of(self, column: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of 64-bit ids [n] of a column of any id, and whether they are the ids' own, both [n]."""
         return self._loaded.ids[column].rows_of(ids)
+
+
+def read_encoding_of(checkpoint: Path) -> Encoding:
+    """Return the encoding in a checkpoint; an InputError if it has none, or a damaged one."""
+    encoded = encoded_of(checkpoint)
+    if encoded is None:
+        raise InputError(
+            f"checkpoint: {checkpoint} has no encoding, since its training samples were not made by `prepare table` "
+            f"or `prepare criteo`, or by an earlier version; prepare the table, and train on it"
+        )
+    return encoded.read()
 
 
 class _Loaded(NamedTuple):

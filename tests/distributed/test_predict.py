@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 from pyarrow import csv, parquet
 
 from dlrm_overlap import Scorer
+from dlrm_overlap.checkpoint.manifest import locate_checkpoint
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.lifetime import unwinding_on_sigterm
@@ -312,6 +314,28 @@ def test_a_killed_process_is_said_in_one_line(
     rule = "dlrm-overlap: --nproc: 2, but one of these processes was killed, most often by .* lower --nproc\n"
     assert re.fullmatch(rule, capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("trained", ["dot"], indirect=True)
+def test_a_checkpoint_that_is_removed_before_the_processes_load_it_is_named(
+    folder: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, output = tmp_path / "step_1", tmp_path / "out"
+    shutil.copytree(locate_checkpoint(trained, "run"), checkpoint)
+    output.mkdir()
+
+    def remove(*block: Any) -> Any:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        return block
+
+    monkeypatch.setattr(command, "get_context", lambda _: multiprocessing.get_context(START_METHOD))
+    monkeypatch.setattr(command, "_as_block", remove)
+    assert main([*predict_command(folder, checkpoint, output), "--nproc", "2"]) == 2
+    rule = f"dlrm-overlap: checkpoint: '{checkpoint}' is neither a checkpoint nor the folder of a run with one; give"
+    found = capfd.readouterr().err
+    assert found.startswith(rule)
+    assert found.count("\n") == 1
+    assert list(output.iterdir()) == []
 
 
 @pytest.mark.slow
